@@ -1,0 +1,1 @@
+"""Reading checkpoints: config, quantization description and safetensors headers, no weights."""

@@ -1,0 +1,1 @@
+"""Storage formats, kernel layouts, and the streaming conversion between them."""

@@ -1,0 +1,1 @@
+"""Number formats: encode and decode, one file each."""

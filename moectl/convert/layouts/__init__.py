@@ -1,0 +1,1 @@
+"""Kernel weight layouts, one file each."""

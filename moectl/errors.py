@@ -1,0 +1,67 @@
+"""Errors a user sees: one sentence, the reason, the next command, an exit code."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit status of every moectl command."""
+
+    DONE = 0
+    FOUND = 1
+    USAGE = 2
+    UNAVAILABLE = 3
+    BAD_CHECKPOINT = 4
+    INTERRUPTED = 130
+
+
+class MoectlError(Exception):
+    """An error that is explained to the user instead of traced.
+
+    Args:
+        what: one sentence: what is wrong, expected and got.
+        reason: why it matters or where it comes from, if `what` does not say it.
+        hint: what to do next, a command where there is one.
+    """
+
+    exit_code: ExitCode = ExitCode.FOUND
+
+    def __init__(self, what: str, *, reason: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.reason = reason
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.what, self.reason, self.hint) if part)
+
+
+class UsageError(MoectlError):
+    """The arguments do not make sense together."""
+
+    exit_code = ExitCode.USAGE
+
+
+class NoBackend(MoectlError):
+    """No backend, or not the one asked for, can serve the problem."""
+
+    exit_code = ExitCode.FOUND
+
+
+class CheckFailed(MoectlError):
+    """A result, a hash or a round trip is not what it must be."""
+
+    exit_code = ExitCode.FOUND
+
+
+class Unavailable(MoectlError):
+    """Not possible on this machine: no such device, package, network or disk space."""
+
+    exit_code = ExitCode.UNAVAILABLE
+
+
+class CheckpointError(MoectlError):
+    """A checkpoint or converted folder is damaged, incomplete or not understood."""
+
+    exit_code = ExitCode.BAD_CHECKPOINT

@@ -1,0 +1,1 @@
+"""Fused-MoE runners, their kernels, the reference, timing."""

@@ -1,0 +1,1 @@
+"""Choosing a backend: one function over tables of data."""

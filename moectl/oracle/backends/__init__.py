@@ -1,0 +1,1 @@
+"""One file per backend: a record of what it offers."""

@@ -1,0 +1,160 @@
+"""One MoE layer as a value: everything a backend is chosen, prepared and run by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from .schemes import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Sizes of one expert on one rank; logical and padded sizes travel together.
+
+    `hidden` is the reduction size of the first GEMM (the experts' own, where it differs from the
+    model's), `intermediate` the reduction size of the second. Padded sizes default to the logical
+    ones, and only `Align.apply` makes them larger.
+    """
+
+    hidden: int
+    intermediate: int
+    padded_hidden: int = 0
+    padded_intermediate: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "padded_hidden", self.padded_hidden or self.hidden)
+        object.__setattr__(self, "padded_intermediate", self.padded_intermediate or self.intermediate)
+
+
+@dataclass(frozen=True, slots=True)
+class Align:
+    """Multiples to which a backend rounds `hidden` and the per-rank `intermediate` up."""
+
+    hidden: int = 1
+    intermediate: int = 1
+
+    def apply(self, dims: Dims) -> Dims:
+        """`dims` with padded sizes rounded up; logical sizes stay."""
+        return replace(
+            dims,
+            padded_hidden=math.ceil(dims.hidden / self.hidden) * self.hidden,
+            padded_intermediate=math.ceil(dims.intermediate / self.intermediate) * self.intermediate,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The function between the two GEMMs.
+
+    `silu`: silu(gate) * up. `swigluoai`: gate = min(gate, limit), up = clamp(up, -limit, limit),
+    gate * sigmoid(alpha * gate) * (up + 1), as gpt-oss publishes it. `limit` None is no clamp.
+    """
+
+    name: str
+    gated: bool = True
+    alpha: float | None = None
+    limit: float | None = None
+
+
+SILU = Activation("silu")
+SWIGLU_OAI = Activation("swigluoai", alpha=1.702, limit=7.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How router logits become top-k expert ids and weights.
+
+    Attributes:
+        scoring: ``softmax``, ``sigmoid`` or ``sqrtsoftplus`` of the logits.
+        renormalize: the chosen weights are divided by their sum. With softmax this equals a softmax
+            over the chosen logits (`after_topk`), which is how gpt-oss states it.
+        after_topk: the model computes the scores of the chosen logits only.
+        correction_bias: a per-expert bias is added to the scores for the choice, not to the weights.
+        router_bias: the router is a linear layer with a bias of its own.
+        groups, topk_groups: group-limited choice (DeepSeek); None when the model has no groups.
+        scale: factor on the final weights.
+        weight_on_input: weights multiply the experts' input instead of their output (Llama 4).
+    """
+
+    scoring: str = "softmax"
+    renormalize: bool = True
+    after_topk: bool = False
+    correction_bias: bool = False
+    router_bias: bool = False
+    groups: int | None = None
+    topk_groups: int | None = None
+    scale: float = 1.0
+    weight_on_input: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """A deployment as on an engine's command line.
+
+    `ep` is a flag: experts are spread over all tp * dp ranks instead of being sliced. `all2all` is
+    the engine's name of the exchange kernels, used only with `ep` and `dp` > 1. `eplb` is dynamic
+    expert load balancing.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    ep: bool = False
+    all2all: str = "allgather_reducescatter"
+    eplb: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share one MoE layer."""
+        return self.tp * self.dp
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks over which experts are spread; 1 without expert parallelism."""
+        return self.ranks if self.ep else 1
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks over which each expert is sliced; without `ep`, data-parallel ranks slice too."""
+        return 1 if self.ep else self.ranks
+
+    @property
+    def exchanges(self) -> bool:
+        """True when tokens travel between ranks through all2all kernels."""
+        return self.ep and self.dp > 1
+
+
+@dataclass(frozen=True, slots=True)
+class MoEProblem:
+    """One MoE layer on one rank. `repr` is a constructor call.
+
+    Attributes:
+        storage: how the checkpoint stores the experts: ``gpt_oss`` (fused MXFP4 blocks),
+            ``mxfp4``, ``quark``, ``compressed-tensors``, ``gptq``, ``awq``, ``modelopt``, ``fp8``,
+            ``plain``.
+        rows: order of the first GEMM's rows: ``interleaved`` (gate0, up0, gate1, ...) or
+            ``concatenated`` (all gates, then all ups).
+        act_order: the reduction axis is permuted group-wise (GPTQ desc_act): ``""``, ``weight``
+            (an ordinary group layout) or ``group``.
+        dtype: the model's 16-bit dtype, ``bf16`` or ``fp16``.
+        local_experts: experts on this rank; 0 means all.
+        shared_experts: shared experts computed beside the routed ones.
+    """
+
+    dims: Dims
+    experts: int
+    top_k: int
+    scheme: Scheme
+    activation: Activation = SILU
+    routing: Routing = Routing()
+    storage: str = "plain"
+    rows: str = "concatenated"
+    act_order: str = ""
+    bias: bool = False
+    shared_experts: int = 0
+    dtype: str = "bf16"
+    parallel: Parallel = Parallel()
+    local_experts: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "local_experts", self.local_experts or self.experts)
