@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from .schemes import Scheme
+from .errors import UsageError
+from .schemes import FULL, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ class Activation:
     alpha: float | None = None
     limit: float | None = None
 
+
+SCALE_BYTES = {"mxfp4": 1, "mxfp8": 1, "nvfp4": 1, "fp8": 4}
+"""Bytes of one scale, where it is not the model's 16-bit dtype."""
 
 SILU = Activation("silu")
 SWIGLU_OAI = Activation("swigluoai", alpha=1.702, limit=7.0)
@@ -158,3 +162,43 @@ class MoEProblem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local_experts", self.local_experts or self.experts)
+
+    def on(self, parallel: Parallel) -> MoEProblem:
+        """This problem, whole, as one rank of `parallel` sees it: its slice of each expert, or its experts.
+
+        Raises UsageError when the intermediate size does not divide by the ranks that slice it.
+        """
+        whole = self.dims.intermediate * self.parallel.tp_size
+        if whole % parallel.tp_size:
+            raise UsageError(
+                f"intermediate size {whole} cannot be sliced over {parallel.tp_size} tensor-parallel ranks",
+                hint="choose --tp so that tp x dp divides it, or spread whole experts with --ep",
+            )
+        return replace(
+            self,
+            dims=Dims(self.dims.hidden, whole // parallel.tp_size),
+            parallel=parallel,
+            local_experts=math.ceil(self.experts / parallel.ep_size),
+        )
+
+    def expert_bytes(self, padded: bool = False) -> int:
+        """Bytes of one expert's two matrices with their scales, zero points and biases on this rank.
+
+        Scales count two bytes unless the format says otherwise (one for MX formats and NVFP4).
+        """
+        dims = self.dims
+        hidden = dims.padded_hidden if padded else dims.hidden
+        inter = dims.padded_intermediate if padded else dims.intermediate
+        gemms = ((inter * (2 if self.activation.gated else 1), hidden), (hidden, inter))
+        return sum(self._matrix_bytes(n, k) for n, k in gemms)
+
+    def _matrix_bytes(self, n: int, k: int) -> int:
+        weight = self.scheme.weight
+        total = n * k * weight.bits // 8 + (2 * n if self.bias else 0)
+        if weight.block != (0, 0):
+            rows, columns = (full if b == FULL else b for b, full in zip(weight.block, (n, k), strict=True))
+            scales = math.ceil(n / rows) * math.ceil(k / columns)
+            total += scales * SCALE_BYTES.get(weight.name, 2)
+            if weight.zero_point:
+                total += scales * weight.bits // 8
+        return total
