@@ -1,0 +1,392 @@
+"""What a checkpoint's `quantization_config` says about its expert weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CheckpointError
+from ..schemes import A16, BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
+
+Config = Mapping[str, Any]
+
+FP8_TOKEN = ActFormat("fp8", 8, (1, FULL))
+FP8_TENSOR = ActFormat("fp8", 8, (FULL, FULL))
+FP8_TENSOR_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
+INT8_TOKEN = ActFormat("int8", 8, (1, FULL))
+INT8_TENSOR_STATIC = ActFormat("int8", 8, (FULL, FULL), dynamic=False)
+MXFP8_ACT = ActFormat("mxfp8", 8, (1, 32))
+MXFP4_ACT = ActFormat("mxfp4", 4, (1, 32))
+NVFP4_ACT = ActFormat("nvfp4", 4, (1, 16))
+MXFP8 = WeightFormat("mxfp8", 8, (1, 32), "E8M0")
+NVFP4 = WeightFormat("nvfp4", 4, (1, 16), "F8_E4M3")
+FP8_TENSOR_WEIGHT = WeightFormat("fp8", 8, (FULL, FULL), "F32")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How expert weights are stored and computed, as a quantization config declares it.
+
+    Attributes:
+        storage: as `MoEProblem.storage`.
+        scheme: weight and activation formats.
+        act_order: as `MoEProblem.act_order`.
+        sources: for each of the fields above, the config key that it was read from.
+        ignore: module name patterns that stay unquantized, in the config's own spelling.
+        method: `quant_method` as the config spells it; ``""`` without a config.
+    """
+
+    storage: str
+    scheme: Scheme
+    act_order: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
+    method: str = ""
+
+
+def parse_quantization(quantization_config: Config | None, *, model_type: str = "") -> Quantization:
+    """The expert weights' `Quantization`; plain BF16 when the config is absent or empty.
+
+    `model_type` tells gpt-oss, whose MXFP4 experts are fused blocks, from other MXFP4 checkpoints.
+
+    Raises:
+        CheckpointError: the method is unknown, or a key that decides the format has a value that no
+            known writer produces.
+    """
+    if quantization_config is None:
+        return Quantization("plain", Scheme(BF16), sources={"scheme": "config:no quantization_config"})
+    if not isinstance(quantization_config, Mapping):
+        raise CheckpointError(
+            f"quantization_config must be an object, got {type(quantization_config).__name__}.",
+            hint="Check config.json.",
+        )
+    if not quantization_config:
+        return Quantization("plain", Scheme(BF16), sources={"scheme": "config:no quantization_config"})
+    method = quantization_config.get("quant_method")
+    parser = _METHODS.get(method) if isinstance(method, str) else None
+    if parser is None or not isinstance(method, str):
+        raise CheckpointError(
+            f"quantization method {method!r} is not understood; known ones are {', '.join(KNOWN_METHODS)}.",
+            hint="Check quantization_config.quant_method in config.json.",
+        )
+    storage, scheme, order, keys, ignore = parser(quantization_config, model_type)
+    named = {name: f"config:quantization_config.{key}" for name, key in keys.items()}
+    return Quantization(storage, scheme, order, named, ignore, method)
+
+
+Parsed = tuple[str, Scheme, str, dict[str, str], tuple[str, ...]]
+
+
+def _refuse(key: str, expected: str, got: object) -> CheckpointError:
+    return CheckpointError(
+        f"quantization_config.{key} must be {expected}, got {got!r}.",
+        hint="Check config.json, or ask for this format to be added.",
+    )
+
+
+def _integer(config: Config, key: str, where: str, default: int | None = None) -> int:
+    value = config.get(key, default)
+    if value is None:
+        value = default
+    if isinstance(value, str) and value.lstrip("-").isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _refuse(f"{where}{key}", "an integer", config.get(key))
+    return value
+
+
+def _group(config: Config, key: str, where: str, default: int | None = None) -> int:
+    size = _integer(config, key, where, default)
+    if size != FULL and size < 1:
+        raise _refuse(f"{where}{key}", "-1 or a positive group size", size)
+    return size
+
+
+def _mapping(config: Config, key: str) -> Config:
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _refuse(key, "an object", value)
+    return value
+
+
+def _names(config: Config, *keys: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for key in keys:
+        value = config.get(key) or ()
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise _refuse(key, "a list of module names", value)
+        found += [str(name) for name in value]
+    return tuple(found)
+
+
+def _is_expert_rule(name: str) -> bool:
+    """True when a module pattern speaks of routed experts of the main model."""
+    text = name.lower()
+    return "expert" in text and "shared" not in text and "mtp" not in text
+
+
+def _mxfp4(config: Config, model_type: str) -> Parsed:
+    storage = "gpt_oss" if model_type == "gpt_oss" else "mxfp4"
+    keys = {"storage": "quant_method", "scheme": "quant_method"}
+    return storage, Scheme(MXFP4), "", keys, _names(config, "modules_to_not_convert", "ignored_layers")
+
+
+def _mxfp8(config: Config, model_type: str) -> Parsed:
+    keys = {"storage": "quant_method", "scheme": "quant_method"}
+    ignore = _names(config, "ignored_layers", "modules_to_not_convert")
+    return "fp8", Scheme(MXFP8, MXFP8_ACT), "", keys, ignore
+
+
+def _fp8(config: Config, model_type: str) -> Parsed:
+    ignore = _names(config, "modules_to_not_convert", "ignored_layers", "ignore")
+    if "moe_quant_algo" in config:
+        scheme = _modelopt_scheme(config["moe_quant_algo"], "moe_quant_algo")
+        return "modelopt", scheme, "", {"storage": "moe_quant_algo", "scheme": "moe_quant_algo"}, ignore
+    block = config.get("weight_block_size")
+    if block is not None:
+        good = isinstance(block, (list, tuple)) and len(block) == 2 and all(isinstance(b, int) for b in block)
+        if not good or min(block) < 1:
+            raise _refuse("weight_block_size", "two positive integers", block)
+        rows, columns = block
+        weight, act = (
+            WeightFormat("fp8", 8, (rows, columns), "F32"),
+            ActFormat("fp8", 8, (1, columns)),
+        )
+        return (
+            "fp8",
+            Scheme(weight, act),
+            "",
+            {"storage": "quant_method", "scheme": "weight_block_size"},
+            ignore,
+        )
+    activations = {"static": FP8_TENSOR_STATIC, "dynamic": FP8_TENSOR}
+    name = config.get("activation_scheme", "dynamic")
+    if name not in activations:
+        raise _refuse("activation_scheme", "'static' or 'dynamic'", name)
+    scheme = Scheme(FP8_TENSOR_WEIGHT, activations[name])
+    return "fp8", scheme, "", {"storage": "quant_method", "scheme": "activation_scheme"}, ignore
+
+
+_MODELOPT_ALGORITHMS = {
+    "FP8": Scheme(FP8_TENSOR_WEIGHT, FP8_TENSOR_STATIC),
+    "NVFP4": Scheme(NVFP4, NVFP4_ACT),
+    "NVFP4_AWQ": Scheme(NVFP4, NVFP4_ACT),
+    "W4A16_NVFP4": Scheme(NVFP4),
+    "MXFP8": Scheme(MXFP8, MXFP8_ACT),
+    "MXFP4": Scheme(MXFP4),
+    "W4A16_MXFP4": Scheme(MXFP4),
+}
+
+
+def _modelopt_scheme(name: object, key: str) -> Scheme:
+    if not isinstance(name, str) or name.upper() not in _MODELOPT_ALGORITHMS:
+        raise _refuse(key, f"one of {', '.join(_MODELOPT_ALGORITHMS)}", name)
+    return _MODELOPT_ALGORITHMS[name.upper()]
+
+
+def _modelopt(config: Config, model_type: str) -> Parsed:
+    inner = _mapping(config, "quantization") or config
+    ignore = _names(inner, "ignore", "exclude_modules")
+    name, key = inner.get("quant_algo"), "quant_algo"
+    if name == "MIXED_PRECISION":
+        layers = _mapping(inner, "quantized_layers")
+        found = {
+            str(layer.get("quant_algo"))
+            for module, layer in layers.items()
+            if isinstance(layer, Mapping) and _is_expert_rule(module)
+        }
+        if len(found) != 1:
+            raise _refuse("quantized_layers", "one quant_algo for all routed experts", sorted(found))
+        name, key = found.pop(), "quantized_layers"
+    return "modelopt", _modelopt_scheme(name, key), "", {"storage": "quant_method", "scheme": key}, ignore
+
+
+_ACT_ORDERS = {
+    None: "",
+    False: "",
+    True: "group",
+    "weight": "weight",
+    "static": "weight",
+    "group": "group",
+    "dynamic": "group",
+}
+
+
+def _compressed_group(config: Config) -> tuple[str, Config]:
+    groups = _mapping(config, "config_groups")
+    usable = {name: group for name, group in groups.items() if isinstance(group, Mapping)}
+    if not usable or len(usable) != len(groups):
+        raise _refuse("config_groups", "an object with at least one group", config.get("config_groups"))
+
+    def rank(item: tuple[str, Config]) -> int:
+        targets = _names(item[1], "targets")
+        return 0 if any(_is_expert_rule(target) for target in targets) else 1 if "Linear" in targets else 2
+
+    return min(usable.items(), key=rank)
+
+
+def _compressed(config: Config, model_type: str) -> Parsed:
+    name, group = _compressed_group(config)
+    where = f"config_groups.{name}"
+    weights, inputs = _mapping(group, "weights"), _mapping(group, "input_activations")
+    ignore = _names(config, "ignore")
+    order = weights.get("actorder")
+    if isinstance(order, (list, dict)) or order not in _ACT_ORDERS:
+        raise _refuse(f"{where}.weights.actorder", "null, 'weight', 'static', 'group' or 'dynamic'", order)
+    scheme = Scheme(_compressed_weight(weights, f"{where}.weights."), _compressed_act(inputs, where))
+    keys = {
+        "storage": "quant_method",
+        "scheme": f"{where}.weights",
+        "act_order": f"{where}.weights.actorder",
+    }
+    return "compressed-tensors", scheme, _ACT_ORDERS[order], keys, ignore
+
+
+def _blocks(spec: Config, where: str) -> tuple[int, int]:
+    strategy = spec.get("strategy")
+    if strategy is None:
+        strategy = "group" if spec.get("group_size") else "tensor"
+    if strategy in ("group", "tensor_group"):
+        return 1, _group(spec, "group_size", where)
+    if strategy == "block":
+        block = spec.get("block_structure")
+        if not isinstance(block, (list, tuple)) or len(block) != 2:
+            raise _refuse(f"{where}block_structure", "two integers", block)
+        return int(block[0]), int(block[1])
+    shapes = {"channel": (1, FULL), "token": (1, FULL), "tensor": (FULL, FULL)}
+    if strategy not in shapes:
+        raise _refuse(f"{where}strategy", "tensor, channel, token, group, tensor_group or block", strategy)
+    return shapes[strategy]
+
+
+def _compressed_weight(spec: Config, where: str) -> WeightFormat:
+    bits, kind = _integer(spec, "num_bits", where), spec.get("type", "int")
+    block = _blocks(spec, where)
+    if kind == "int" and bits in (4, 8) and block[0] == 1:
+        return int_format(bits, block[1], zero_point=spec.get("symmetric") is False)
+    if (kind, bits) == ("float", 4):
+        return _float4(spec, block, where)
+    if (kind, bits) == ("float", 8):
+        return MXFP8 if block == (1, 32) else WeightFormat("fp8", 8, block, "F32")
+    raise _refuse(f"{where}type", "int (4 or 8 bits, groups or channels) or float (4 or 8 bits)", kind)
+
+
+def _float4(spec: Config, block: tuple[int, int], where: str) -> WeightFormat:
+    formats = {(1, 32): MXFP4, (1, 16): NVFP4}
+    if block not in formats:
+        raise _refuse(f"{where}group_size", "32 (MXFP4) or 16 (NVFP4)", block[1])
+    return formats[block]
+
+
+def _compressed_act(spec: Config, where: str) -> ActFormat:
+    if not spec:
+        return A16
+    bits, kind = _integer(spec, "num_bits", f"{where}.input_activations."), spec.get("type", "int")
+    if bits == 16:
+        return A16
+    block = _blocks(spec, f"{where}.input_activations.")
+    names = {
+        ("float", 8, (1, 32)): MXFP8_ACT,
+        ("float", 4, (1, 32)): MXFP4_ACT,
+        ("float", 4, (1, 16)): NVFP4_ACT,
+    }
+    if (kind, bits, block) in names:
+        return names[kind, bits, block]
+    if bits != 8 or kind not in ("int", "float"):
+        raise _refuse(f"{where}.input_activations.num_bits", "8, or 4-bit floats in groups of 16 or 32", bits)
+    return ActFormat({"int": "int8", "float": "fp8"}[kind], 8, block, bool(spec.get("dynamic", False)))
+
+
+def _gptq(config: Config, model_type: str) -> Parsed:
+    rules = _mapping(config, "dynamic")
+    ignore = tuple(name[2:] for name in rules if name.startswith("-:"))
+    for name, rule in rules.items():
+        if not name.startswith("-:") and _is_expert_rule(name) and isinstance(rule, Mapping):
+            config = {**config, **rule}
+    bits = _integer(config, "bits", "")
+    if bits not in (4, 8):
+        raise _refuse("bits", "4 or 8", bits)
+    group = _group(config, "group_size", "", FULL)
+    weight = int_format(bits, group, "F16", zero_point=config.get("sym", True) is False)
+    # With one group per column the permuted order changes nothing.
+    order = "group" if config.get("desc_act") and group != FULL else ""
+    keys = {"storage": "quant_method", "scheme": "bits", "act_order": "desc_act"}
+    return "gptq", Scheme(weight), order, keys, ignore + _names(config, "modules_to_not_convert")
+
+
+def _awq(config: Config, model_type: str) -> Parsed:
+    bits = _integer(config, "bits" if "bits" in config else "w_bit", "")
+    if bits not in (4, 8):
+        raise _refuse("bits", "4 or 8", bits)
+    group = _group(config, "group_size" if "group_size" in config else "q_group_size", "", FULL)
+    weight = int_format(bits, group, "F16", zero_point=config.get("zero_point", True) is True)
+    keys = {"storage": "quant_method", "scheme": "bits"}
+    return "awq", Scheme(weight), "", keys, _names(config, "modules_to_not_convert")
+
+
+def _quark(config: Config, model_type: str) -> Parsed:
+    chosen, where = _mapping(config, "global_quant_config"), "global_quant_config"
+    for name, rule in _mapping(config, "layer_quant_config").items():
+        if _is_expert_rule(name) and isinstance(rule, Mapping):
+            chosen, where = rule, f"layer_quant_config.{name}"
+    weight, act = _mapping(chosen, "weight"), _mapping(chosen, "input_tensors")
+    scheme = Scheme(_quark_weight(weight, where), _quark_act(act, where))
+    return "quark", scheme, "", {"storage": "quant_method", "scheme": where}, _names(config, "exclude")
+
+
+def _quark_block(spec: Config, where: str) -> tuple[int, int]:
+    shapes = {"per_tensor": (FULL, FULL), "per_channel": (1, FULL)}
+    kind = spec.get("qscheme")
+    if kind == "per_group":
+        return 1, _group(spec, "group_size", where)
+    if kind not in shapes:
+        raise _refuse(f"{where}qscheme", "per_tensor, per_channel or per_group", kind)
+    return shapes[kind]
+
+
+def _quark_weight(spec: Config, where: str) -> WeightFormat:
+    if not spec:
+        raise _refuse(f"{where}.weight", "a weight format", None)
+    block = _quark_block(spec, f"{where}.weight.")
+    formats = {
+        ("fp4", (1, 32)): MXFP4,
+        ("fp8_e4m3", (1, 32)): MXFP8,
+        ("int4", block): int_format(4, block[1], "F32"),
+        ("int8", block): int_format(8, block[1], "F32"),
+        ("fp8_e4m3", (FULL, FULL)): FP8_TENSOR_WEIGHT,
+        ("fp8_e4m3", (1, FULL)): WeightFormat("fp8", 8, (1, FULL), "F32"),
+    }
+    key = (str(spec.get("dtype")), block)
+    if key not in formats:
+        raise _refuse(f"{where}.weight.dtype", "fp4 (groups of 32), fp8_e4m3, int4 or int8", key[0])
+    return formats[key]
+
+
+def _quark_act(spec: Config, where: str) -> ActFormat:
+    if not spec:
+        return A16
+    block, dynamic = _quark_block(spec, f"{where}.input_tensors."), bool(spec.get("is_dynamic"))
+    kinds = {"fp4": ("mxfp4", 4), "fp8_e4m3": ("fp8", 8), "int8": ("int8", 8)}
+    kind = str(spec.get("dtype"))
+    if kind not in kinds or (kind == "fp4" and block != (1, 32)):
+        raise _refuse(f"{where}.input_tensors.dtype", "fp4 in groups of 32, fp8_e4m3 or int8", kind)
+    name, bits = kinds[kind]
+    return ActFormat("mxfp8" if (name, block) == ("fp8", (1, 32)) else name, bits, block, dynamic)
+
+
+_METHODS: dict[str, Callable[[Config, str], Parsed]] = {
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
+    "gpt_oss_mxfp4": _mxfp4,
+    "mxfp8": _mxfp8,
+    "quark": _quark,
+}
+KNOWN_METHODS = tuple(sorted(_METHODS))
+"""The `quant_method` names that `parse_quantization` reads."""
