@@ -1,1 +1,5 @@
-"""Fused-MoE runners, their kernels, the reference, timing."""
+"""Running one fused-MoE layer: the reference that judges, the runners, their kernels, timing.
+
+`reference` is the judge; `runners.RUNNERS` names what can run a `prepared.PreparedMoE`; `tolerance`
+says how far a result may be from the judge.
+"""

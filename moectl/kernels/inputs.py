@@ -1,0 +1,106 @@
+"""Inputs of a layer: random tokens and router logits of a stated distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..problem import MoEProblem
+from .reference import route
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Torch dtype by the name in `MoEProblem.dtype`."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call's inputs.
+
+    Attributes:
+        x: ``[tokens, hidden]`` in the model's dtype.
+        ids: ``[tokens, top_k]`` int32.
+        weights: ``[tokens, top_k]`` fp32.
+        logits: ``[tokens, experts]`` fp32, from which ids and weights follow.
+    """
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    logits: Tensor
+
+
+def make_inputs(
+    problem: MoEProblem,
+    tokens: int,
+    seed: int = 0,
+    distribution: str = "uniform",
+    *,
+    device: torch.device | str = "cpu",
+) -> Inputs:
+    """Random inputs of `tokens` tokens, the same for the same seed on every device.
+
+    Args:
+        distribution: how often experts are chosen: ``uniform``, ``balanced`` (dealt in turn),
+            ``zipf:A`` (the r-th most popular expert with weight 1/r**A) or ``hot:N:F`` (N experts
+            share the fraction F of the choices).
+
+    Raises UsageError for a negative number of tokens or a distribution that is none of these.
+    """
+    if tokens < 0:
+        raise UsageError(f"the number of tokens must not be negative, got {tokens}")
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, problem.dims.hidden, generator=generator)
+    logits = _logits(problem, tokens, distribution, generator)
+    # A correction bias of zero: the distribution asked for is the distribution of the choice.
+    bias = torch.zeros(problem.experts) if problem.routing.correction_bias else None
+    ids, weights = route(logits, problem, bias)
+    dtype = DTYPES[problem.dtype]
+    return Inputs(x.to(dtype).to(device), ids.to(device), weights.to(device), logits.to(device))
+
+
+def _logits(problem: MoEProblem, tokens: int, distribution: str, generator: torch.Generator) -> Tensor:
+    """``[tokens, experts]``: log-odds with Gumbel noise: their top-k is a draw without replacement."""
+    name, *arguments = distribution.split(":")
+    shape = (tokens, problem.experts)
+    uniform = torch.rand(shape, generator=generator).clamp(1e-9, 1 - 1e-7)
+    if name == "balanced" and not arguments:
+        slots = torch.arange(tokens * problem.top_k) % problem.experts
+        dealt = torch.zeros(shape).scatter_(1, slots.view(tokens, problem.top_k), 2.0)
+        return dealt + uniform
+    if name not in LOG_ODDS:
+        raise UsageError(
+            f"routing distribution {distribution!r} is not known",
+            hint="use uniform, balanced, zipf:A or hot:N:F",
+        )
+    try:
+        odds = LOG_ODDS[name](problem.experts, *(float(a) for a in arguments))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"routing distribution {distribution!r} has bad arguments",
+            hint="use uniform, zipf:1.2 or hot:4:0.9",
+        ) from error
+    order = torch.randperm(problem.experts, generator=generator)
+    return odds[order] - torch.log(-torch.log(uniform))
+
+
+def _uniform(experts: int) -> Tensor:
+    return torch.zeros(experts)
+
+
+def _zipf(experts: int, exponent: float) -> Tensor:
+    return -exponent * torch.arange(1, experts + 1).float().log()
+
+
+def _hot(experts: int, count: float, fraction: float) -> Tensor:
+    if not (count == int(count) and 0 < count < experts and 0 < fraction < 1):
+        raise ValueError(f"hot:{count}:{fraction} of {experts} experts")
+    odds = torch.full((experts,), (1 - fraction) / (experts - count))
+    odds[: int(count)] = fraction / count
+    return odds.log()
+
+
+LOG_ODDS: dict[str, Callable[..., Tensor]] = {"uniform": _uniform, "zipf": _zipf, "hot": _hot}

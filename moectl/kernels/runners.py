@@ -1,0 +1,108 @@
+"""The runners by name, and the checks that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import NoBackend, UsageError
+from ..problem import MoEProblem
+from .prepared import PreparedMoE
+
+Run = Callable[[PreparedMoE, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """What runs a prepared layer. A stateless constant: everything it needs is in the `PreparedMoE`.
+
+    Attributes:
+        name: the backend's name.
+        layout: name of the weight layout it reads; None reads every layout through its way back.
+        compute: ``compute(prepared, x, ids, weights) -> y``, called with arguments already checked.
+        refusal: why it cannot run a problem on a device, in a sentence; empty when it can.
+        accumulation: the row of the tolerance table that its results are held to.
+    """
+
+    name: str
+    layout: str | None
+    compute: Run
+    refusal: Callable[[MoEProblem, torch.device], str]
+    accumulation: str = "fp32"
+
+    def run(self, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """``[tokens, hidden]`` layer output in x's dtype.
+
+        Args:
+            prepared: the layer, in this runner's layout.
+            x: ``[tokens, hidden]``, the model's 16-bit dtype, contiguous rows.
+            ids: ``[tokens, top_k]`` int32; negative ids are skipped assignments. Ids are checked
+                against the number of experts on the CPU; on a GPU ids out of range are skipped.
+            weights: ``[tokens, top_k]`` fp32.
+
+        Raises:
+            UsageError: arguments that do not fit the problem or each other.
+            NoBackend: the layer is in another layout, or this runner refuses the problem.
+        """
+        if self.layout is not None and prepared.layout != self.layout:
+            raise NoBackend(
+                f"the {self.name} backend reads layout {self.layout}, got weights in {prepared.layout}",
+                hint="prepare the layer for this backend",
+            )
+        reason = self.refusal(prepared.problem, prepared.device)
+        if reason:
+            raise NoBackend(f"the {self.name} backend cannot run this layer: {reason}")
+        check_arguments(prepared, x, ids, weights)
+        return self.compute(prepared, x, ids, weights)
+
+
+def check_arguments(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    """Raises UsageError when tensors do not fit the layer or each other."""
+    problem = prepared.problem
+    if x.ndim != 2 or x.shape[1] != problem.dims.hidden:
+        raise UsageError(f"x must be [tokens, {problem.dims.hidden}], got {list(x.shape)}")
+    wanted = (x.shape[0], problem.top_k)
+    for name, tensor, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
+        if tuple(tensor.shape) != wanted:
+            raise UsageError(f"{name} must be {list(wanted)}, got {list(tensor.shape)}")
+        if tensor.dtype != dtype:
+            raise UsageError(f"{name} must be {dtype}, got {tensor.dtype}; cast it before the call")
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise UsageError(f"x must be torch.bfloat16 or torch.float16, got {x.dtype}; cast it before the call")
+    devices = {t.device for t in (x, ids, weights)} | {prepared.device}
+    if len(devices) > 1:
+        places = ", ".join(sorted(str(d) for d in devices))
+        raise UsageError(f"x, ids, weights and the layer must be on one device, got {places}")
+    # Reading ids back from a GPU would stall it, and is not possible inside a CUDA graph.
+    if ids.device.type == "cpu" and len(ids) and int(ids.max()) >= problem.local_experts:
+        raise UsageError(f"ids must be below {problem.local_experts}, the experts here; got {int(ids.max())}")
+
+
+def _torch() -> Runner:
+    from .torch_runner import RUNNER
+
+    return RUNNER
+
+
+def _triton() -> Runner:
+    try:
+        from .triton.runner import RUNNER
+    except ImportError as error:
+        raise NoBackend(
+            f"the triton backend needs the package triton: {error}", hint="pip install triton"
+        ) from error
+    return RUNNER
+
+
+RUNNERS: dict[str, Callable[[], Runner]] = {"torch": _torch, "triton": _triton}
+"""Backend name -> its runner, imported when asked for."""
+
+
+def runner_for(name: str) -> Runner:
+    """The runner called `name`; UsageError names the choices."""
+    if name not in RUNNERS:
+        raise UsageError(f"backend {name!r} cannot be run here; choose from {', '.join(RUNNERS)}")
+    return RUNNERS[name]()

@@ -1,0 +1,154 @@
+"""Times of calls, with cold caches unless asked otherwise, and measured rates of a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..errors import UsageError
+from .roofline import Rates
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Times of one call.
+
+    Attributes:
+        median_us: median in microseconds.
+        spread_us: distance between the first and the third quartile.
+        samples: number of measurements.
+        cold: whether caches were flushed before each.
+        method: how it was measured.
+    """
+
+    median_us: float
+    spread_us: float
+    samples: int
+    cold: bool
+    method: str
+
+
+def time_calls(
+    calls: Sequence[Call], device: torch.device, *, repeats: int = 11, cold: bool = True
+) -> Timing:
+    """Time of one of `calls`: equal work on different inputs, so that one call does not warm the next.
+
+    On CUDA all calls are captured in one graph, which is replayed between two events; on a CPU they
+    run in turn between two readings of the clock. Caches are flushed before every measurement.
+    """
+    if not calls or repeats < 1:
+        raise UsageError(f"timing needs calls and repeats, got {len(calls)} and {repeats}")
+    return (_time_cuda if device.type == "cuda" else _time_cpu)(calls, repeats, cold)
+
+
+def _summary(seconds: Sequence[float], cold: bool, method: str) -> Timing:
+    us = [1e6 * s for s in seconds]
+    low, _, high = statistics.quantiles(us, n=4) if len(us) > 1 else (us[0],) * 3
+    return Timing(statistics.median(us), high - low, len(us), cold, method)
+
+
+def _time_cpu(calls: Sequence[Call], repeats: int, cold: bool) -> Timing:
+    flush = _flusher(torch.device("cpu")) if cold else None
+    calls[0]()
+    seconds = []
+    for i in range(repeats):
+        if flush is not None:
+            flush()
+        start = time.perf_counter()
+        calls[i % len(calls)]()
+        seconds.append(time.perf_counter() - start)
+    return _summary(seconds, cold, "clock")
+
+
+def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool) -> Timing:
+    flush = _flusher(torch.device("cuda")) if cold else None
+    graph = _captured(calls)
+    graph.replay()
+    events = []
+    for _ in range(repeats):
+        if flush is not None:
+            flush()
+        start, stop = _event(), _event()
+        start.record()
+        graph.replay()
+        stop.record()
+        events.append((start, stop))
+    torch.cuda.synchronize()
+    return _summary([a.elapsed_time(b) * 1e-3 / len(calls) for a, b in events], cold, "cuda graph")
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of all `calls`, warmed up outside the capture so that kernels are compiled."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _flusher(device: torch.device) -> Call:
+    """A call that replaces what the last-level cache of `device` holds."""
+    size = _cuda_cache() if device.type == "cuda" else _cpu_cache()
+    buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)
+    return lambda: buffer.add_(1)
+
+
+def _cuda_cache() -> int:
+    """Bytes of the GPU's L2; 64 MB where torch does not tell."""
+    return int(getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0)) or 64 << 20
+
+
+CACHE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@cache
+def _cpu_cache() -> int:
+    """Bytes of this CPU's largest cache, at most 256 MB; 64 MB where the system does not tell."""
+    sizes = []
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        if text[:-1].isdigit() and text[-1] in CACHE_UNITS:
+            sizes.append(int(text[:-1]) * CACHE_UNITS[text[-1]])
+    return min(max(sizes, default=64 << 20), 256 << 20)
+
+
+def measure_copy_bandwidth(device: torch.device, nbytes: int = 0) -> float:
+    """Bytes read plus written per second by a copy of `nbytes` (1 GB on a GPU, 256 MB on a CPU)."""
+    nbytes = nbytes or (1 << 30 if device.type == "cuda" else 256 << 20)
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = time_calls([lambda: target.copy_(source)], device, repeats=7, cold=False)
+    return 2 * nbytes / (timing.median_us * 1e-6)
+
+
+def measure_matmul_rate(device: torch.device, size: int = 0) -> float:
+    """FLOP/s of a square matmul of random values: 8192 wide in bf16 on a GPU, 1024 in fp32 on a CPU."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    timing = time_calls([lambda: a @ b], device, repeats=7, cold=False)
+    return 2 * size**3 / (timing.median_us * 1e-6)
+
+
+def measured_rates(device: torch.device) -> Rates:
+    """Bandwidth and matrix rate of `device`, measured now (about a second)."""
+    return Rates(measure_copy_bandwidth(device), measure_matmul_rate(device), "measured")

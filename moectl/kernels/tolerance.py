@@ -1,0 +1,112 @@
+"""How far a layer result may be from the reference, and the comparison itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import NoBackend, UsageError
+from ..problem import MoEProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Largest errors that pass, and why they are what they are.
+
+    Attributes:
+        max: of any element, relative to the RMS of its token's reference row.
+        rms: of the whole result, relative to the RMS of the reference.
+        reason: where the numbers come from.
+    """
+
+    max: float
+    rms: float
+    reason: str
+
+
+_HALF_STEP = "bf16 rounding costs 1.7e-3 RMS each time;"
+
+TOLERANCES: dict[tuple[str, str], Tolerance] = {
+    ("mxfp4", "fp32"): Tolerance(
+        0.06,
+        6e-3,
+        f"{_HALF_STEP} weights are exact, h, y per slot and y are rounded: 2.9e-3, doubled",
+    ),
+    ("int4", "fp32"): Tolerance(
+        0.08, 8e-3, f"{_HALF_STEP} both weights (code * scale), h, y per slot and y: 3.8e-3, doubled"
+    ),
+    ("int8", "fp32"): Tolerance(
+        0.08, 8e-3, f"{_HALF_STEP} both weights (code * scale), h, y per slot and y: 3.8e-3, doubled"
+    ),
+    ("bf16", "fp32"): Tolerance(
+        0.06,
+        6e-3,
+        f"{_HALF_STEP} weights are exact, h, y per slot and y are rounded: 2.9e-3, doubled",
+    ),
+}
+"""(weight format, accumulation) -> tolerance. An element's error is near normal, so the largest of
+1e8 elements is about six times the RMS; tokens whose experts cancel need the rest of `max`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """A result against the reference.
+
+    Attributes:
+        max: largest element error relative to the RMS of its token's reference row.
+        rms: RMS error of the whole result relative to the RMS of the reference.
+        worst_token: token with the largest RMS error relative to its own reference row; -1 without tokens.
+        worst_rms: that token's relative RMS error.
+        ok: within `tolerance`, and everything finite.
+    """
+
+    max: float
+    rms: float
+    worst_token: int
+    worst_rms: float
+    tolerance: Tolerance
+    ok: bool
+
+
+def tolerance_for(problem: MoEProblem, accumulation: str = "fp32") -> Tolerance:
+    """The row of `TOLERANCES` for the problem's weights; NoBackend when there is none."""
+    key = (problem.scheme.weight.name, accumulation)
+    if key not in TOLERANCES:
+        rows = ", ".join(f"{weight}/{acc}" for weight, acc in TOLERANCES)
+        raise NoBackend(
+            f"no tolerance is stated for {key[0]} weights with {key[1]} accumulation; rows: {rows}"
+        )
+    return TOLERANCES[key]
+
+
+def check(y: Tensor, reference: Tensor, tolerance: Tolerance) -> CheckResult:
+    """`y` compared with `reference`, both ``[tokens, hidden]``. NaN or infinity in `y` never passes.
+
+    A reference that is not finite never passes either: nothing can be said about such a result.
+    Raises UsageError when the shapes differ.
+    """
+    if y.shape != reference.shape or y.ndim != 2:
+        raise UsageError(f"result and reference differ in shape: {list(y.shape)} and {list(reference.shape)}")
+    if not len(y):
+        return CheckResult(0.0, 0.0, -1, 0.0, tolerance, True)
+    ref = reference.double()
+    error = (y.to(ref.device).double() - ref).abs()
+    row = ref.square().mean(1).sqrt()
+    whole = float(ref.square().mean().sqrt())
+    # A row that is nearly zero beside the others is measured against the whole, not against itself.
+    scale = row.clamp_min(1e-3 * whole)
+    relative = _ratio(error, scale.unsqueeze(1))
+    per_token = _ratio(error.square().mean(1).sqrt(), scale)
+    finite = bool(torch.isfinite(relative).all()) and bool(torch.isfinite(ref).all())
+    worst = int(torch.nan_to_num(per_token, nan=float("inf")).argmax())
+    rms = float(_ratio(error.square().mean().sqrt(), ref.new_tensor(whole)))
+    largest = float(relative.max())
+    ok = finite and largest <= tolerance.max and rms <= tolerance.rms
+    return CheckResult(largest, rms, worst, float(per_token[worst]), tolerance, ok)
+
+
+def _ratio(error: Tensor, scale: Tensor) -> Tensor:
+    """error / scale, where no error against a scale of zero is zero and any other is infinite."""
+    return torch.where(error == 0, torch.zeros_like(error), error / scale)

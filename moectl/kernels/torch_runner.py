@@ -1,0 +1,94 @@
+"""The torch backend: any layout, CPU or GPU. Decodes the experts that are hit, one matmul pair for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..problem import MoEProblem
+from .prepared import DenseExpert, PreparedMoE
+from .reference import GATED, activate
+from .runners import Runner
+
+DECODE_BYTES = 512 << 20
+"""Bound on the fp32 experts that are decoded at a time; a single expert may be larger."""
+
+COMPUTE_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+"""Dtype of the matmul operands. fp32 costs nothing on a CPU, where decoding dominates; a GPU's 16-bit
+matmul accumulates in fp32."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Assignments of one expert: their `tokens` ``[n]`` and routing `weights` ``[n, 1]``."""
+
+    expert: int
+    tokens: Tensor
+    weights: Tensor
+
+
+def _groups(ids: Tensor, weights: Tensor, experts: int) -> list[_Group]:
+    """Assignments by expert, tokens in rising order; ids outside 0..experts-1 are left out."""
+    flat = ids.flatten().long()
+    valid = (flat >= 0) & (flat < experts)
+    order = torch.argsort(torch.where(valid, flat, experts), stable=True)
+    counts = torch.bincount(flat[valid], minlength=experts).tolist()
+    tokens = order // ids.shape[1]
+    scales = weights.flatten()[order].unsqueeze(1)
+    groups, start = [], 0
+    for expert, count in enumerate(counts):
+        if count:
+            stop = start + count
+            groups.append(_Group(expert, tokens[start:stop], scales[start:stop]))
+            start = stop
+    return groups
+
+
+def _batches(groups: list[_Group], problem: MoEProblem) -> Iterator[list[_Group]]:
+    """`groups` in runs whose decoded experts stay under `DECODE_BYTES`."""
+    size = 3 * problem.dims.hidden * problem.dims.intermediate * 4
+    step = max(1, DECODE_BYTES // size)
+    for i in range(0, len(groups), step):
+        yield groups[i : i + step]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` with x's dtype for the operands and fp32 for the result."""
+    y = (x @ weight.to(x.dtype).T).float()
+    return y if bias is None else y + bias.float()
+
+
+def _expert(group: _Group, expert: DenseExpert, x: Tensor, problem: MoEProblem) -> Tensor:
+    """``[n, hidden]`` fp32: the weighted output of one expert for its tokens."""
+    dtype = COMPUTE_DTYPE[x.device.type]
+    inputs = x[group.tokens].to(dtype)
+    if problem.routing.weight_on_input:
+        inputs = (inputs.float() * group.weights).to(dtype)
+    hidden = activate(_linear(inputs, expert.w13, expert.w13_bias), problem.activation, problem.rows)
+    out = _linear(hidden.to(dtype), expert.w2, expert.w2_bias)
+    return out if problem.routing.weight_on_input else out * group.weights
+
+
+def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    problem = prepared.problem
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    # One expert after the other, each token at most once per expert: the sum has one fixed order.
+    for batch in _batches(_groups(ids, weights, problem.local_experts), problem):
+        dense = prepared.dense([group.expert for group in batch])
+        for i, group in enumerate(batch):
+            y.index_add_(0, group.tokens, _expert(group, dense[i], x, problem))
+    return y.to(x.dtype)
+
+
+def _refusal(problem: MoEProblem, device: torch.device) -> str:
+    if device.type not in COMPUTE_DTYPE:
+        return f"it runs on {', '.join(COMPUTE_DTYPE)}, the weights are on {device.type}"
+    if not problem.activation.gated or problem.activation.name not in GATED:
+        return f"activation {problem.activation.name} is not one of the gated {', '.join(GATED)}"
+    return ""
+
+
+RUNNER = Runner("torch", None, _compute, _refusal)
