@@ -1,0 +1,369 @@
+"""What a backend offers, as data: records that hold no tensor and read nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from ..environment import Device, Packages
+from ..problem import Align, Dims, MoEProblem
+from ..schemes import A16, FULL, ActFormat, WeightFormat
+
+GROUPS = ("arch", "package", "scheme", "shape", "parallel", "policy")
+"""The groups that questions belong to, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """A set of devices: one platform, optionally bounds on the capability, names or features.
+
+    `low` and `high` are CUDA capabilities times ten, both inclusive; 0 is no bound.
+    """
+
+    platform: str
+    low: int = 0
+    high: int = 0
+    names: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
+
+    def fits(self, device: Device) -> bool:
+        """True when `device` is in the set."""
+        return (
+            device.platform == self.platform
+            and (not self.low or device.capability >= self.low)
+            and (not self.high or device.capability <= self.high)
+            and (not self.names or device.arch in self.names)
+            and self.features <= device.features
+        )
+
+    def __str__(self) -> str:
+        if self.low and self.low == self.high:
+            text = f"sm{self.low}"
+        elif self.low and self.high:
+            text = f"sm{self.low}-sm{self.high}"
+        elif self.low:
+            text = f"sm{self.low} or newer"
+        else:
+            text = "/".join(sorted(self.names)) or self.platform
+        return " with ".join([text, *sorted(self.features)])
+
+
+def sm(low: int, high: int = 0) -> Arch:
+    """CUDA devices from capability `low` to `high` (inclusive; 0 is no upper bound)."""
+    return Arch("cuda", low, high)
+
+
+def gfx(*names: str) -> Arch:
+    """ROCm devices with one of these architecture names."""
+    return Arch("rocm", names=frozenset(names))
+
+
+CUDA, ROCM, XPU = Arch("cuda"), Arch("rocm"), Arch("xpu")
+SM90, SM10X, SM12X = sm(90, 90), sm(100, 109), sm(120, 129)
+X86_AMX = Arch("cpu", names=frozenset({"x86"}), features=frozenset({"amx"}))
+Archs = tuple[Arch, ...]
+
+
+@cache
+def spell_archs(archs: Archs | None) -> str:
+    """`archs` in words; None is any device, empty is none."""
+    if archs is None:
+        return "any device"
+    return ", ".join(str(arch) for arch in archs) or "no device"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A set of names: `only` these (None is any, empty is none), and `never` those."""
+
+    only: frozenset[str] | None = None
+    never: frozenset[str] = frozenset()
+
+    def allows(self, name: str) -> bool:
+        """True when `name` is in the set."""
+        return name not in self.never and (self.only is None or name in self.only)
+
+    def __str__(self) -> str:
+        if self.only is not None:
+            return ", ".join(sorted(self.only - self.never)) or "none"
+        return f"any but {', '.join(sorted(self.never))}" if self.never else "any"
+
+
+ANY = Choice()
+
+
+def only(*names: str) -> Choice:
+    """Exactly these names."""
+    return Choice(frozenset(names))
+
+
+def but(*names: str) -> Choice:
+    """Every name but these."""
+    return Choice(never=frozenset(names))
+
+
+@cache
+def act_key(act: ActFormat) -> str:
+    """An activation format as rows of `Offer` name it: ``a16``, ``fp8 per tensor static``, ``mxfp8``."""
+    if act.name not in ("fp8", "int8"):
+        return act.name
+    extent = {(FULL, FULL): "per tensor", (1, FULL): "per token"}.get(act.block, f"group {act.block[1]}")
+    return f"{act.name} {extent} {'dynamic' if act.dynamic else 'static'}"
+
+
+@cache
+def exact_key(weight: WeightFormat) -> str:
+    """A weight format as rows of `Offer` name it: ``mxfp4 group 32``, ``int4 group 128``."""
+    return str(weight)
+
+
+@cache
+def group32_key(weight: WeightFormat) -> str:
+    """As `exact_key`, but integer formats tell only group 32 from every other group or channel."""
+    if weight.name not in ("int4", "int8"):
+        return str(weight)
+    group = "group 32" if weight.name == "int4" and weight.group == 32 else "group"
+    return f"{weight.name} {group}{' with zero points' if weight.zero_point else ''}"
+
+
+@cache
+def symmetric_group32_key(weight: WeightFormat) -> str:
+    """As `group32_key`, for methods that declare their weights symmetric and carry zero points apart."""
+    return group32_key(weight).removesuffix(" with zero points")
+
+
+@cache
+def symmetric_group_key(weight: WeightFormat) -> str:
+    """As `symmetric_group32_key`, for methods that do not tell group 32 apart either."""
+    return symmetric_group32_key(weight).removesuffix(" 32")
+
+
+A16_ONLY = only("a16")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Weight formats with the activation formats they are computed with, on some devices."""
+
+    weights: frozenset[str]
+    acts: Choice = A16_ONLY
+    where: Archs | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.where is None else f" on {spell_archs(self.where)}"
+        return f"{'/'.join(sorted(self.weights))} with {self.acts} activations{where}"
+
+
+@cache
+def spell_offers(offers: tuple[Offer, ...] | None) -> str:
+    """`offers` in words; None is any pair."""
+    return "any" if offers is None else "; ".join(str(offer) for offer in offers) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """An importable package, with a symbol where one is needed.
+
+    `instead` are packages or tools that together do as well, `switch` an environment switch that says
+    the same. `vllm_code` is the engine's own reason when the need is not met.
+    """
+
+    package: str
+    symbol: str = ""
+    instead: tuple[str, ...] = ()
+    switch: str = ""
+    vllm_code: str = "device"
+
+    def met(self, packages: Packages) -> bool:
+        """True when the package, or what stands for it, is there."""
+        return (
+            packages.has(self.package, self.symbol)
+            or (bool(self.instead) and all(packages.has(name) for name in self.instead))
+            or (bool(self.switch) and is_on(packages, self.switch, False))
+        )
+
+    def __str__(self) -> str:
+        text = f"{self.package}.{self.symbol}" if self.symbol else self.package
+        return " or ".join([text, *([" and ".join(self.instead)] if self.instead else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """An environment switch of the engine that must be on (or off), with the engine's default."""
+
+    name: str
+    default: bool
+    wanted: bool = True
+    vllm_code: str = "device"
+
+
+def is_on(packages: Packages, name: str, default: bool) -> bool:
+    """True when the switch `name` is set to 1 or true; `default` when it is not set."""
+    value = packages.env.get(name)
+    return default if value is None else value.strip().lower() in ("1", "true")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Deployments over several ranks that are served.
+
+    `exchange` names the all2all kernels, or ``none`` where tokens stay on their rank.
+    """
+
+    exchange: Choice = ANY
+    eplb: bool = True
+    dp: bool = True
+    ep: bool = True
+
+
+ALONE = Spread(exchange=only("none"), eplb=False, dp=False)
+"""No exchange of tokens, no data parallelism, no dynamic balancing: fused routers."""
+NO_NVLINK_EXCHANGE = Spread(
+    exchange=but("flashinfer_nvlink_two_sided", "flashinfer_all2allv", "flashinfer_nvlink_one_sided")
+)
+NO_TWO_SIDED_EXCHANGE = Spread(exchange=but("flashinfer_nvlink_two_sided", "flashinfer_all2allv"))
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One problem as a policy's route puts it to backends: every check is a function of this.
+
+    Attributes:
+        weight: the weight format's key, as coarse as the engine's own.
+        declared: the activation format that the checkpoint declares and the route passes on.
+        act: key of the activation format that the judged backend is asked to compute with.
+        checkpoint: the checkpoint storage, as the engine's method sees it.
+        zero_points, bias: whether the method may hand over zero points or expert biases.
+        pads_tiles: whether the method pads weights up to a kernel tile.
+        dtype: the engine's 16-bit dtype on this device.
+        activation: the activation function, with the engine's suffixes for row order and gating.
+        routing: the engine's name of the routing method.
+    """
+
+    problem: MoEProblem
+    device: Device
+    packages: Packages
+    weight: str
+    declared: ActFormat = A16
+    act: str = "a16"
+    checkpoint: str = ""
+    zero_points: bool = False
+    bias: bool = False
+    pads_tiles: bool = False
+    dtype: str = "bf16"
+    activation: str = "silu"
+    routing: str = ""
+
+    @property
+    def exchange(self) -> str:
+        """All2all kernels in use, or ``none``."""
+        parallel = self.problem.parallel
+        return parallel.all2all if parallel.exchanges else "none"
+
+    @property
+    def batched(self) -> bool:
+        """True when the exchange hands tokens over expert by expert."""
+        return self.exchange in ("deepep_low_latency", "nixl_ep")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A question that no field of `Capability` can say."""
+
+    question: str
+    group: str
+    vllm_code: str
+    holds: Callable[[Ask], bool]
+    wanted: Callable[[Ask], str]
+    offered: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What one experts implementation serves. None is "any", an empty set is "never".
+
+    `codes` overrides the engine's reason for a question that its own check files elsewhere.
+    """
+
+    arch: Archs | None = None
+    needs: tuple[Need, ...] = ()
+    switches: tuple[Switch, ...] = ()
+    offers: tuple[Offer, ...] | None = None
+    activations: Choice = ANY
+    ungated: bool = True
+    routing: Choice = ANY
+    spread: Spread = Spread()
+    checkpoints: Choice = ANY
+    act_order: bool = True
+    zero_points: bool = True
+    bias: bool = True
+    dtypes: Choice = ANY
+    rules: tuple[Rule, ...] = ()
+    codes: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One experts class of a backend.
+
+    `monolithic` takes router logits, otherwise top-k ids and weights; `batched` takes tokens sorted
+    into one block per expert, otherwise in their own order.
+    """
+
+    experts: str
+    offers: Capability
+    monolithic: bool = False
+    batched: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """One row of a backend's padding: the first row that fits a problem states it."""
+
+    align: Align
+    where: Archs | None = None
+    weights: frozenset[str] | None = None
+    activations: Choice = ANY
+
+    def fits(self, ask: Ask) -> bool:
+        """True when this row speaks of `ask`'s device, weights and activation."""
+        return (
+            (self.where is None or any(arch.fits(ask.device) for arch in self.where))
+            and (self.weights is None or ask.problem.scheme.weight.name in self.weights)
+            and self.activations.allows(ask.activation)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One fused-MoE backend.
+
+    Attributes:
+        name: the user's spelling (`--moe-backend`).
+        engine_name: the engine's own, for comparison only.
+        variants: experts classes in the order in which they are asked.
+        act: the activation format it computes with; `follows_declared` takes the checkpoint's instead.
+        rounding: how the engine rounds sizes up when it creates weights; no row that fits: not at all.
+        layout: name of the weight layout, empty where any will do.
+        runner: name of the runner that executes it here, empty where there is none.
+        note: why a policy ranks it where it does, in a sentence.
+    """
+
+    name: str
+    engine_name: str
+    variants: tuple[Variant, ...]
+    act: ActFormat = A16
+    follows_declared: bool = False
+    rounding: tuple[Rounding, ...] = ()
+    layout: str = ""
+    runner: str = ""
+    note: str = ""
+
+    def align(self, ask: Ask) -> Align:
+        """Multiples of this backend for `ask`; one by one where no row speaks of it."""
+        return next((row.align for row in self.rounding if row.fits(ask)), Align())
+
+    def padded(self, ask: Ask, dims: Dims) -> Dims:
+        """`dims` with the padded sizes of this backend."""
+        return self.align(ask).apply(dims)

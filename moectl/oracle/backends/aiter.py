@@ -1,0 +1,129 @@
+"""AITER: AMD's kernels. On other platforms they stand in the ranking and are refused."""
+
+from ...problem import Align
+from ...schemes import ActFormat
+from ..backend import (
+    ALONE,
+    NO_NVLINK_EXCHANGE,
+    ROCM,
+    Backend,
+    Capability,
+    Need,
+    Offer,
+    Rounding,
+    Spread,
+    Switch,
+    Variant,
+    gfx,
+    only,
+)
+
+_NEEDS = (Need("aiter"),)
+_SWITCHES = (Switch("VLLM_ROCM_USE_AITER", default=False),)
+_MXFP4 = frozenset({"mxfp4 group 32"})
+_MXFP4_ROUNDS = frozenset({"mxfp4"})
+_ELSEWHERE = Rounding(Align(1, 64), None, _MXFP4_ROUNDS)
+_ROUNDING_256 = (
+    Rounding(Align(256, 256), (ROCM,), _MXFP4_ROUNDS),
+    _ELSEWHERE,
+)
+_ROUTERS = ("Renormalize", "RenormalizeNaive")
+
+_CK = Variant(
+    "AiterMxfp4Experts",
+    Capability(
+        arch=(ROCM,),
+        needs=_NEEDS,
+        switches=(*_SWITCHES, Switch("VLLM_ROCM_USE_AITER_MOE", default=True)),
+        offers=(
+            Offer(_MXFP4, only("a16", "mxfp4"), (gfx("gfx950"),)),
+            Offer(frozenset({"int4 group 32"}), only("a16"), (gfx("gfx942"),)),
+        ),
+        activations=only("silu", "gelu", "situ", "swigluoai", "swigluoai_uninterleave"),
+        ungated=False,
+        spread=NO_NVLINK_EXCHANGE,
+    ),
+)
+AITER_BF16 = Backend(
+    name="aiter",
+    engine_name="AITER_MXFP4_BF16",
+    variants=(_CK,),
+    rounding=(Rounding(Align(128, 128), (ROCM,), _MXFP4_ROUNDS, only("silu", "situ")), *_ROUNDING_256),
+    layout="aiter-mxfp4",
+)
+AITER_MXFP4 = Backend(
+    name="aiter_mxfp4_mxfp4",
+    engine_name="AITER_MXFP4_MXFP4",
+    variants=(_CK,),
+    act=ActFormat("mxfp4", 4, (1, 32)),
+    rounding=(Rounding(Align(256, 128), (ROCM,), _MXFP4_ROUNDS), _ELSEWHERE),
+    layout="aiter-mxfp4",
+)
+AITER_TRITON_BF16 = Backend(
+    name="aiter_triton_mxfp4_bf16",
+    engine_name="AITER_TRITON_MXFP4_BF16",
+    variants=(
+        Variant(
+            "AiterW4A16ExpertsMonolithic",
+            Capability(
+                arch=(gfx("gfx942", "gfx950", "gfx1250"),),
+                needs=_NEEDS,
+                switches=_SWITCHES,
+                offers=(Offer(_MXFP4),),
+                activations=only("silu", "swigluoai"),
+                ungated=False,
+                routing=only(*_ROUTERS, "DeepseekV4", "DeepSeekV3"),
+                spread=ALONE,
+            ),
+            monolithic=True,
+        ),
+    ),
+    rounding=_ROUNDING_256,
+    layout="triton-kernels-mxfp4",
+)
+AITER_FP8 = Backend(
+    name="aiter_mxfp4_fp8",
+    engine_name="AITER_MXFP4_FP8",
+    variants=(
+        Variant(
+            "AiterW4A8ExpertsMonolithic",
+            Capability(
+                arch=(gfx("gfx950", "gfx1250"),),
+                needs=_NEEDS,
+                switches=_SWITCHES,
+                offers=(Offer(_MXFP4, only("fp8 per tensor static")),),
+                activations=only("swigluoai"),
+                ungated=False,
+                routing=only(*_ROUTERS),
+                spread=Spread(eplb=False, dp=False, ep=False),
+            ),
+            monolithic=True,
+        ),
+    ),
+    act=ActFormat("fp8", 8, (-1, -1), dynamic=False),
+    rounding=_ROUNDING_256,
+    layout="aiter-mxfp4",
+)
+AITER_TRITON_MXFP4 = Backend(
+    name="aiter_triton_mxfp4_mxfp4",
+    engine_name="AITER_TRITON_MXFP4_MXFP4",
+    variants=(
+        Variant(
+            "AiterW4A4ExpertsMonolithic",
+            Capability(
+                arch=(gfx("gfx1250"),),
+                needs=_NEEDS,
+                switches=_SWITCHES,
+                offers=(Offer(_MXFP4, only("mxfp4")),),
+                activations=only("silu", "swigluoai", "swigluoai_uninterleave"),
+                ungated=False,
+                routing=only(*_ROUTERS, "DeepseekV4", "DeepSeekV3", "MiniMax2"),
+                spread=ALONE,
+            ),
+            monolithic=True,
+        ),
+    ),
+    act=ActFormat("mxfp4", 4, (1, 32)),
+    rounding=_ROUNDING_256,
+    layout="aiter-mxfp4",
+)

@@ -1,0 +1,33 @@
+"""vLLM's own CUTLASS grouped GEMM for MXFP4 weights and activations."""
+
+from ...problem import Align
+from ...schemes import ActFormat
+from ..backend import Backend, Capability, Offer, Rounding, Spread, Variant, but, only, sm
+from .activations import SHARED
+
+CUTLASS_MXFP4 = Backend(
+    name="cutlass",
+    engine_name="CUTLASS_MXFP4_MXFP4",
+    variants=(
+        Variant(
+            "CutlassExpertsMxfp4",
+            Capability(
+                # What the compiled library of the release supports.
+                arch=(sm(100, 119),),
+                offers=(Offer(frozenset({"mxfp4 group 32"}), only("mxfp4")),),
+                activations=SHARED,
+                spread=Spread(
+                    exchange=but(
+                        "flashinfer_nvlink_two_sided",
+                        "flashinfer_all2allv",
+                        "flashinfer_nvlink_one_sided",
+                        "deepep_high_throughput",
+                    )
+                ),
+            ),
+        ),
+    ),
+    act=ActFormat("mxfp4", 4, (1, 32)),
+    rounding=(Rounding(Align(128, 128), weights=frozenset({"mxfp4"})),),
+    layout="cutlass-mxfp4",
+)

@@ -1,0 +1,39 @@
+"""DeepGEMM: FP8 activations with FP4 weights on Blackwell."""
+
+from ...problem import Align
+from ...schemes import ActFormat
+from ..backend import (
+    NO_NVLINK_EXCHANGE,
+    SM10X,
+    SM12X,
+    Backend,
+    Capability,
+    Need,
+    Offer,
+    Rounding,
+    Switch,
+    Variant,
+    only,
+)
+
+DEEP_GEMM_MXFP4 = Backend(
+    name="deep_gemm",
+    engine_name="DEEPGEMM_MXFP4",
+    variants=(
+        Variant(
+            "DeepGemmFP4Experts",
+            Capability(
+                arch=(SM10X, SM12X),
+                needs=(Need("deep_gemm"),),
+                switches=(Switch("VLLM_USE_DEEP_GEMM", default=True),),
+                offers=(Offer(frozenset({"mxfp4 group 32"}), only("fp8 group 128 dynamic")),),
+                activations=only("silu", "swiglustep", "situ"),
+                ungated=False,
+                spread=NO_NVLINK_EXCHANGE,
+            ),
+        ),
+    ),
+    act=ActFormat("fp8", 8, (1, 128)),
+    rounding=(Rounding(Align(128, 128), weights=frozenset({"mxfp4"})),),
+    layout="deepgemm-mxfp4",
+)

@@ -1,0 +1,48 @@
+"""Emulation: weights are decoded and multiplied in 16 bits; slow, and almost everywhere."""
+
+from dataclasses import replace
+
+from ...problem import Align
+from ..backend import CUDA, ROCM, Backend, Need, Offer, Rounding, Variant, but
+from .triton import PLAIN_CAPABILITY
+
+EMULATION_MX = Backend(
+    name="emulation",
+    engine_name="EMULATION",
+    variants=(
+        Variant(
+            "OCP_MXQuantizationEmulationTritonExperts",
+            replace(PLAIN_CAPABILITY, offers=None, needs=(Need("quark", vllm_code="package"),)),
+        ),
+    ),
+    follows_declared=True,
+    rounding=(Rounding(Align(32, 32), weights=frozenset({"mxfp4"})),),
+    layout="plain",
+)
+EMULATION_INT4 = Backend(
+    name="emulation",
+    engine_name="EMULATION",
+    variants=(
+        Variant(
+            "Int4EmulationTritonExperts",
+            replace(
+                PLAIN_CAPABILITY,
+                arch=(CUDA, ROCM),
+                offers=(
+                    Offer(
+                        frozenset(
+                            {
+                                "int4 group",
+                                "int4 group 32",
+                                "int4 group with zero points",
+                                "int4 group 32 with zero points",
+                            }
+                        )
+                    ),
+                ),
+                checkpoints=but("moe_wna16"),
+            ),
+        ),
+    ),
+    layout="plain",
+)

@@ -1,0 +1,47 @@
+"""What this tool runs itself: its own Triton kernels, and plain torch as the slow twin."""
+
+from ..backend import Backend, Capability, Offer, Spread, Variant, only, sm
+
+_OFFERS = (Offer(frozenset({"mxfp4 group 32", "int4 group 32", "int4 group 64", "int4 group 128"})),)
+_ACTIVATIONS = only("silu", "swigluoai", "swigluoai_uninterleave")
+_ONE_RANK = Spread(exchange=only("none"))
+
+TRITON = Backend(
+    name="triton",
+    engine_name="triton",
+    variants=(
+        Variant(
+            "grouped_gemm",
+            Capability(
+                arch=(sm(80),),
+                offers=_OFFERS,
+                activations=_ACTIVATIONS,
+                ungated=False,
+                spread=_ONE_RANK,
+                act_order=False,
+                zero_points=False,
+            ),
+        ),
+    ),
+    layout="moectl-mtile64",
+    runner="triton",
+)
+TORCH = Backend(
+    name="torch",
+    engine_name="torch",
+    variants=(
+        Variant(
+            "torch",
+            Capability(
+                offers=_OFFERS,
+                activations=_ACTIVATIONS,
+                ungated=False,
+                spread=_ONE_RANK,
+                act_order=False,
+                zero_points=False,
+            ),
+        ),
+    ),
+    runner="torch",
+    note="Plain torch: the reference for correctness, and the only choice without a supported GPU.",
+)

@@ -1,0 +1,153 @@
+"""The engine's Triton backends: OpenAI's triton_kernels for MXFP4, and its own integer kernels."""
+
+from ...problem import Align
+from ..backend import (
+    ALONE,
+    CUDA,
+    NO_NVLINK_EXCHANGE,
+    ROCM,
+    XPU,
+    Ask,
+    Backend,
+    Capability,
+    Choice,
+    Need,
+    Offer,
+    Rounding,
+    Rule,
+    Variant,
+    but,
+    gfx,
+    only,
+    sm,
+)
+from .activations import SHARED
+
+_MXFP4 = (Offer(frozenset({"mxfp4 group 32"})),)
+_NEEDS = (Need("triton_kernels"),)
+_ARCHS = (
+    sm(90, 129),
+    gfx("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1150", "gfx1151", "gfx1200", "gfx1201"),
+)
+OAI_ROUNDING = (
+    Rounding(Align(256, 256), where=(ROCM,), weights=frozenset({"mxfp4"})),
+    Rounding(Align(1, 64), weights=frozenset({"mxfp4"})),
+)
+
+TRITON_MXFP4 = Backend(
+    name="triton",
+    engine_name="TRITON",
+    variants=(
+        Variant(
+            "OAITritonMxfp4ExpertsMonolithic",
+            Capability(
+                arch=_ARCHS,
+                needs=_NEEDS,
+                offers=_MXFP4,
+                activations=only("swigluoai"),
+                ungated=False,
+                routing=only("Renormalize", "RenormalizeNaive"),
+                spread=ALONE,
+            ),
+            monolithic=True,
+        ),
+        Variant(
+            "OAITritonExperts",
+            Capability(
+                arch=_ARCHS, needs=_NEEDS, offers=_MXFP4, activations=only("swigluoai"), ungated=False
+            ),
+        ),
+    ),
+    rounding=OAI_ROUNDING,
+    layout="triton-kernels-mxfp4",
+)
+TRITON_UNFUSED = Backend(
+    name="triton_unfused",
+    engine_name="TRITON_UNFUSED",
+    variants=(
+        Variant(
+            "UnfusedOAITritonExperts",
+            Capability(
+                arch=_ARCHS,
+                needs=_NEEDS,
+                offers=_MXFP4,
+                activations=only("silu", "gelu", "swigluoai", "swiglustep", "swigluoai_uninterleave"),
+                ungated=False,
+            ),
+        ),
+    ),
+    rounding=OAI_ROUNDING,
+    layout="triton-kernels-mxfp4",
+)
+
+
+def few_experts(ask: Ask) -> bool:
+    """True when the experts of all ranks, rounded up to 32, stay under 1024."""
+    return ask.device.platform not in ("cuda", "rocm") or -(-ask.problem.experts // 32) * 32 < 1024
+
+
+FEW_EXPERTS = Rule(
+    question="number of experts",
+    group="shape",
+    vllm_code="shape",
+    holds=few_experts,
+    wanted=lambda ask: str(ask.problem.experts),
+    offered="fewer than 993 (1024 rounded up to 32)",
+)
+
+INTEGER_CAPABILITY = Capability(
+    arch=(CUDA, ROCM, XPU),
+    offers=(
+        Offer(
+            frozenset(
+                {
+                    "int4 group",
+                    "int4 group 32",
+                    "int4 group with zero points",
+                    "int4 group 32 with zero points",
+                    "int8 group",
+                }
+            ),
+            Choice(),
+        ),
+    ),
+    activations=but("situ", "relu2"),
+    spread=NO_NVLINK_EXCHANGE,
+    checkpoints=but("awq"),
+    act_order=False,
+    bias=False,
+    rules=(FEW_EXPERTS,),
+)
+TRITON_INT = Backend(
+    name="triton",
+    engine_name="TRITON",
+    variants=(Variant("TritonWNA16Experts", INTEGER_CAPABILITY),),
+    layout="triton-wna16",
+)
+
+_TURING = (sm(75), ROCM, XPU)
+_FP8 = (sm(89), gfx("gfx942", "gfx950", "gfx1200", "gfx1201"), XPU)
+PLAIN_CAPABILITY = Capability(
+    arch=(CUDA, ROCM, XPU),
+    offers=(
+        Offer(frozenset({"bf16"})),
+        Offer(frozenset({"int8 per channel"}), only("int8 per token dynamic"), _TURING),
+        Offer(frozenset({"int8 per tensor"}), only("int8 per tensor dynamic"), _TURING),
+        Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic"), _FP8),
+        Offer(frozenset({"fp8 per channel"}), only("fp8 per token dynamic"), _FP8),
+        Offer(
+            frozenset({"fp8 per tensor"}),
+            only("fp8 per token dynamic", "fp8 per tensor static", "fp8 per tensor dynamic"),
+            _FP8,
+        ),
+    ),
+    activations=SHARED,
+    spread=NO_NVLINK_EXCHANGE,
+    rules=(FEW_EXPERTS,),
+)
+TRITON_PLAIN = Backend(
+    name="triton",
+    engine_name="TRITON",
+    variants=(Variant("TritonExperts", PLAIN_CAPABILITY),),
+    layout="plain",
+)

@@ -1,0 +1,171 @@
+"""The questions that every candidate is asked, and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .backend import Ask, Capability, Variant, is_on, spell_archs, spell_offers
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One answered question: `holds`, or what was `wanted` against what is `offered`.
+
+    `vllm_code` is the code under which a recorded vLLM decision files the same refusal.
+    """
+
+    question: str
+    group: str
+    wanted: str
+    offered: str
+    holds: bool
+    vllm_code: str = "other"
+
+    def __str__(self) -> str:
+        return f"{self.question}: wanted {self.wanted}, offered {self.offered}"
+
+
+Answer = tuple[str, str, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A named question; `answer` gives wanted, offered and whether it holds."""
+
+    question: str
+    group: str
+    vllm_code: str
+    answer: Callable[[Ask, Capability, Variant], Answer]
+
+
+def _device(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    holds = offers.arch is None or any(arch.fits(ask.device) for arch in offers.arch)
+    wanted = " with ".join([ask.device.arch, *sorted(ask.device.features)])
+    return wanted, spell_archs(offers.arch), holds
+
+
+def _gating(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    gated = ask.problem.activation.gated
+    return "gated" if gated else "not gated", "any" if offers.ungated else "gated", gated or offers.ungated
+
+
+def _activation(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    return ask.activation, str(offers.activations), offers.activations.allows(ask.activation)
+
+
+def _formats(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    holds = offers.offers is None or any(
+        ask.weight in offer.weights
+        and offer.acts.allows(ask.act)
+        and (offer.where is None or any(arch.fits(ask.device) for arch in offer.where))
+        for offer in offers.offers
+    )
+    return f"{ask.weight} with {ask.act} activations", spell_offers(offers.offers), holds
+
+
+def _checkpoint(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    return ask.checkpoint, str(offers.checkpoints), offers.checkpoints.allows(ask.checkpoint)
+
+
+def _act_order(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    order = ask.problem.act_order == "group"
+    offered = "any order" if offers.act_order else "none, or by weight"
+    return "by group" if order else "none", offered, offers.act_order or not order
+
+
+def _zero_points(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    wanted = "yes" if ask.zero_points else "no"
+    return wanted, "yes" if offers.zero_points else "no", offers.zero_points or not ask.zero_points
+
+
+def _bias(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    possible = "yes" if ask.problem.bias else "possible with this method"
+    wanted = possible if ask.bias else "no"
+    return wanted, "yes" if offers.bias else "no", offers.bias or not ask.bias
+
+
+def _dtype(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    return ask.dtype, str(offers.dtypes), offers.dtypes.allows(ask.dtype)
+
+
+def _routing(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    return ask.routing, str(offers.routing), offers.routing.allows(ask.routing)
+
+
+def _exchange(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    return ask.exchange, str(offers.spread.exchange), offers.spread.exchange.allows(ask.exchange)
+
+
+def _experts_spread(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    ep = ask.problem.parallel.ep
+    return str(ep).lower(), "any" if offers.spread.ep else "false", offers.spread.ep or not ep
+
+
+def _data_parallel(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    dp = ask.problem.parallel.dp
+    return str(dp), "any" if offers.spread.dp else "1", offers.spread.dp or dp <= 1
+
+
+def _balancing(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    eplb = ask.problem.parallel.eplb
+    return "on" if eplb else "off", "any" if offers.spread.eplb else "off", offers.spread.eplb or not eplb
+
+
+def _token_format(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    names = {True: "batched by expert", False: "standard"}
+    return names[ask.batched], names[variant.batched], ask.batched == variant.batched
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("device", "arch", "device", _device),
+    Check("number formats", "scheme", "quant_scheme", _formats),
+    Check("activation function", "scheme", "activation", _activation),
+    Check("gating", "scheme", "activation", _gating),
+    Check("checkpoint storage", "scheme", "layout", _checkpoint),
+    Check("activation order", "scheme", "act_order", _act_order),
+    Check("zero points", "scheme", "zero_points", _zero_points),
+    Check("expert bias", "scheme", "bias", _bias),
+    Check("routing method", "scheme", "routing_method", _routing),
+    Check("model dtype", "scheme", "other", _dtype),
+    Check("token exchange", "parallel", "parallel", _exchange),
+    Check("expert parallel", "parallel", "parallel", _experts_spread),
+    Check("data parallel ranks", "parallel", "parallel", _data_parallel),
+    Check("expert balancing", "parallel", "parallel", _balancing),
+    Check("token format", "parallel", "activation_format", _token_format),
+)
+"""Every question with a field in `Capability`; needs, switches and rules bring their own."""
+
+
+def judge(ask: Ask, variant: Variant) -> tuple[Verdict, ...]:
+    """All questions, answered for one experts class; none is left out because another failed."""
+    return tuple(_answers(ask, variant))
+
+
+def _answers(ask: Ask, variant: Variant) -> Iterator[Verdict]:
+    offers = variant.offers
+    for check in CHECKS:
+        wanted, offered, holds = check.answer(ask, offers, variant)
+        code = offers.codes.get(check.question, check.vllm_code)
+        yield Verdict(check.question, check.group, wanted, offered, holds, code)
+    for need in offers.needs:
+        met = need.met(ask.packages)
+        offered = "installed" if met else "not installed"
+        if not met and need.symbol and ask.packages.has(need.package):
+            offered = f"{need.package} without it"
+        yield Verdict(f"package {need.package}", "package", str(need), offered, met, need.vllm_code)
+    for switch in offers.switches:
+        value = is_on(ask.packages, switch.name, switch.default)
+        on = {True: "1", False: "0"}
+        yield Verdict(
+            f"switch {switch.name}",
+            "policy",
+            on[switch.wanted],
+            on[value],
+            value == switch.wanted,
+            switch.vllm_code,
+        )
+    for rule in offers.rules:
+        yield Verdict(
+            rule.question, rule.group, rule.wanted(ask), rule.offered, rule.holds(ask), rule.vllm_code
+        )

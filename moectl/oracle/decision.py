@@ -1,0 +1,228 @@
+"""The outcome of a choice, with everything needed to show it and to make it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..environment import Device, Packages
+from ..errors import NoBackend, UsageError
+from ..problem import Activation, Dims, MoEProblem, Parallel, Routing
+from ..schemes import ActFormat, Scheme, WeightFormat
+from .backend import GROUPS, Backend, Variant
+from .checks import Verdict
+
+FORMAT = "moectl-decision-1"
+"""Version of the JSON document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One experts class, judged.
+
+    `rank` counts from 0 in the order asked; `engine_name` is the engine's own name, for comparison;
+    `assigned` tells that the engine takes it without asking.
+    """
+
+    backend: Backend
+    variant: Variant
+    rank: int
+    verdicts: tuple[Verdict, ...]
+    dims: Dims
+    engine_name: str = ""
+    assigned: bool = False
+
+    @property
+    def failed(self) -> tuple[Verdict, ...]:
+        """Questions that do not hold, in group order."""
+        return tuple(
+            verdict
+            for group in GROUPS
+            for verdict in self.verdicts
+            if verdict.group == group and not verdict.holds
+        )
+
+    @property
+    def usable(self) -> bool:
+        """True when every question holds, or the engine does not ask."""
+        return self.assigned or not self.failed
+
+    def reasons(self) -> dict[str, tuple[Verdict, ...]]:
+        """Failing verdicts by group; groups without one are left out."""
+        found = {group: tuple(v for v in self.failed if v.group == group) for group in GROUPS}
+        return {group: verdicts for group, verdicts in found.items() if verdicts}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "backend": self.backend.name,
+            "engine_name": self.engine_name,
+            "experts": self.variant.experts,
+            "monolithic": self.variant.monolithic,
+            "layout": self.backend.layout,
+            "runner": self.backend.runner,
+            "rank": self.rank,
+            "usable": self.usable,
+            "assigned": self.assigned,
+            "padded_hidden": self.dims.padded_hidden,
+            "padded_intermediate": self.dims.padded_intermediate,
+            "reasons": {
+                group: [
+                    {"question": v.question, "wanted": v.wanted, "offered": v.offered, "code": v.vllm_code}
+                    for v in verdicts
+                ]
+                for group, verdicts in self.reasons().items()
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is chosen for one problem on one device, and why nothing else is.
+
+    Attributes:
+        problem: with the padded sizes of the choice (the logical ones where nothing is chosen).
+        device, packages, policy, requested, allow_fallback: the inputs, enough to choose again.
+        route: the policy row that took the problem; `method` the engine's method.
+        candidates: every experts class in the order asked, with every answer.
+        chosen: the winner, or None.
+        sized: False when the engine fails before it fixes padded sizes.
+        gates: what the engine refuses before it asks; it would not start.
+        error: why nothing is chosen, or what fails after the choice; empty when all is well.
+        notes: what a user should know about how the choice came about.
+    """
+
+    problem: MoEProblem
+    device: Device
+    packages: Packages
+    policy: str
+    requested: str | None
+    allow_fallback: bool
+    route: str
+    method: str
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None
+    sized: bool = True
+    gates: tuple[str, ...] = ()
+    error: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        """True when a deployment would work: something is chosen, and nothing refuses or fails."""
+        return self.chosen is not None and not self.gates and not self.error
+
+    def require(self) -> Candidate:
+        """The chosen candidate; NoBackend with the reasons when the deployment would not work."""
+        if self.chosen is not None and self.usable:
+            return self.chosen
+        what = self.error or f"policy {self.policy} refuses this: {'; '.join(self.gates)}"
+        raise NoBackend(what, hint="Every candidate's reasons are in `moectl explain`.")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: the inputs first, so that `replay_inputs` can make the choice again."""
+        chosen = self.chosen
+        return {
+            "format": FORMAT,
+            "inputs": {
+                "problem": _plain(asdict(self.problem)),
+                "device": _plain(asdict(self.device)),
+                "packages": {
+                    "versions": dict(self.packages.versions),
+                    "missing": sorted(self.packages.missing),
+                    "env": dict(self.packages.env),
+                },
+                "policy": self.policy,
+                "requested": self.requested,
+                "allow_fallback": self.allow_fallback,
+            },
+            "route": self.route,
+            "method": self.method,
+            "usable": self.usable,
+            "chosen": chosen.to_json() if chosen else None,
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+            "gates": list(self.gates),
+            "error": self.error or None,
+            "notes": list(self.notes),
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of `select`, read back from a document."""
+
+    problem: MoEProblem
+    device: Device
+    packages: Packages
+    policy: str
+    requested: str | None
+    allow_fallback: bool
+
+
+_NESTED: dict[str, Any] = {
+    "dims": Dims,
+    "scheme": Scheme,
+    "weight": WeightFormat,
+    "act": ActFormat,
+    "activation": Activation,
+    "routing": Routing,
+    "parallel": Parallel,
+}
+
+
+def _record(kind: Any, data: object, where: str) -> Any:
+    """`data` as a record of `kind`; UsageError names the field that does not fit."""
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{where} must be an object, got {type(data).__name__}")
+    known = {item.name for item in fields(kind)}
+    if unknown := sorted(set(data) - known):
+        raise UsageError(f"{where} has unknown fields {', '.join(unknown)}")
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if name in _NESTED:
+            value = _record(_NESTED[name], value, f"{where}.{name}")
+        elif name == "features":
+            value = frozenset(value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[name] = value
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{where} is incomplete: {error}") from error
+
+
+def replay_inputs(document: Mapping[str, Any]) -> Inputs:
+    """The inputs of a document made by `Decision.to_json`; UsageError when it is not one."""
+    if document.get("format") != FORMAT or not isinstance(document.get("inputs"), Mapping):
+        raise UsageError(
+            f"the document is not a decision (format {document.get('format')!r}, expected {FORMAT!r})",
+            hint="Make one with `moectl explain CKPT --json`.",
+        )
+    inputs = document["inputs"]
+    packages = inputs.get("packages")
+    if not isinstance(packages, Mapping):
+        raise UsageError("inputs.packages must be an object")
+    return Inputs(
+        problem=_record(MoEProblem, inputs.get("problem"), "inputs.problem"),
+        device=_record(Device, inputs.get("device"), "inputs.device"),
+        packages=Packages(
+            versions={str(k): str(v) for k, v in dict(packages.get("versions", {})).items()},
+            missing=frozenset(map(str, packages.get("missing", ()))),
+            env={str(k): str(v) for k, v in dict(packages.get("env", {})).items()},
+        ),
+        policy=str(inputs.get("policy")),
+        requested=inputs.get("requested"),
+        allow_fallback=bool(inputs.get("allow_fallback")),
+    )

@@ -1,0 +1,1 @@
+"""One file per policy: an engine's preferences as rows."""

@@ -1,0 +1,40 @@
+"""What this tool itself runs on one machine."""
+
+from ...environment import Device
+from ...problem import MoEProblem
+from ..backend import ANY
+from ..backends.native import TORCH, TRITON
+from ..policy import DECLARED_ACT, Order, Policy, Route
+
+
+def _dtype(problem: MoEProblem, device: Device) -> str:
+    return problem.dtype
+
+
+def _activation(problem: MoEProblem) -> str:
+    return problem.activation.name
+
+
+def _routing(problem: MoEProblem) -> str:
+    return problem.routing.scoring
+
+
+MOECTL = Policy(
+    name="moectl",
+    routes=(
+        Route(
+            name="every format",
+            method="moectl",
+            storages=ANY,
+            weights=frozenset({"bf16", "fp8", "mxfp8", "nvfp4", "mxfp4", "int8", "int4"}),
+            act=DECLARED_ACT,
+            orders=(Order((TRITON, TORCH)),),
+            names={"triton": (TRITON,), "torch": (TORCH,)},
+        ),
+    ),
+    platforms=frozenset({"cuda", "rocm", "xpu", "cpu"}),
+    accepted_names=ANY,
+    dtype=_dtype,
+    activation=_activation,
+    routing=_routing,
+)

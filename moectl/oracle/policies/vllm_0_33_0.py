@@ -1,0 +1,446 @@
+"""vLLM 0.33.0: which fused-MoE backend it chooses, as rows.
+
+Covers MXFP4 and integer weights on CUDA and CPUs. Orders, conditions and sizes are those of the
+release; `moectl.conformance` compares them with its recorded decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...environment import Device
+from ...problem import MoEProblem
+from ...schemes import FULL
+from ..backend import (
+    SM12X,
+    SM90,
+    Arch,
+    Ask,
+    Backend,
+    exact_key,
+    group32_key,
+    only,
+    symmetric_group32_key,
+    symmetric_group_key,
+)
+from ..backends import aiter, b12x, cpu, cutlass, deep_gemm, emulation, flashinfer, rdna3, triton, xpu
+from ..backends.humming import HUMMING
+from ..backends.marlin import BATCHED_MARLIN, MARLIN, shape_fits
+from ..decision import Candidate
+from ..policy import (
+    DECLARED_ACT,
+    RANKED_ACT,
+    Aftermath,
+    Assignment,
+    Condition,
+    ExchangeSizes,
+    Move,
+    Order,
+    Policy,
+    Route,
+)
+
+_CPU, _XPU, _ROCM = (Arch("cpu"),), (Arch("xpu"),), (Arch("rocm"),)
+
+
+def _dtype(problem: MoEProblem, device: Device) -> str:
+    """BF16 models run in FP16 on GPUs without BF16 arithmetic."""
+    old = device.platform == "cuda" and device.capability < 80
+    return "fp16" if old and problem.dtype == "bf16" else problem.dtype
+
+
+def _activation(problem: MoEProblem) -> str:
+    """The engine's name: gpt-oss' function over concatenated rows has one of its own."""
+    name = problem.activation.name
+    if name == "swigluoai" and problem.rows == "concatenated":
+        name = "swigluoai_uninterleave"
+    return name if problem.activation.gated else f"{name}_no_mul"
+
+
+_ROUTING = {
+    # (scoring, correction bias, renormalize)
+    ("softmax", False, True): "RenormalizeNaive",
+    ("softmax", False, False): "Default",
+    ("sigmoid", False, True): "SigmoidRenorm",
+    ("sigmoid", False, False): "Sigmoid",
+    ("sigmoid", True, True): "MiniMax2",
+    ("sqrtsoftplus", False, True): "DeepseekV4",
+    ("sqrtsoftplus", True, True): "DeepseekV4",
+}
+
+
+def _routing(problem: MoEProblem) -> str:
+    """The engine's name of the routing method; models with experts' groups route as DeepSeek-V3."""
+    routing = problem.routing
+    if routing.weight_on_input and problem.top_k == 1:
+        return "Llama4"
+    name = _ROUTING.get((routing.scoring, routing.correction_bias, routing.renormalize), "Unspecified")
+    return "DeepSeekV3" if name == "MiniMax2" and routing.groups else name
+
+
+def _group_order(ask: Ask) -> bool:
+    return ask.problem.act_order == "group"
+
+
+_REFUSES_ACT_ORDER = Condition(
+    "activation order",
+    _group_order,
+    lambda ask: (
+        f"{ask.problem.storage} checkpoints whose activation order goes by group are not loaded any more; "
+        "it takes one quantized without, or with static order"
+    ),
+)
+
+
+def _no_turing_awq(ask: Ask) -> bool:
+    old = ask.device.platform == "cuda" and ask.device.capability < 75
+    return ask.problem.storage == "awq" and (old or ask.device.platform in ("cpu", "xpu"))
+
+
+def _per_channel(ask: Ask, chosen: Candidate) -> bool:
+    return ask.problem.scheme.weight.group == FULL and chosen.backend not in (MARLIN, BATCHED_MARLIN)
+
+
+def _straddles(ask: Ask, chosen: Candidate) -> bool:
+    weight, dims = ask.problem.scheme.weight, chosen.dims
+    sizes = (dims.padded_hidden, dims.padded_intermediate)
+    if weight.group != FULL and any(size % weight.group for size in sizes):
+        return True
+    # Packed zero points: whole 32-bit words per rank.
+    words = 32 // weight.bits
+    return weight.zero_point and any(size % words for size in (sizes[0], 2 * sizes[1]))
+
+
+def _halved_below_32(ask: Ask, chosen: Candidate) -> bool:
+    group, dims = ask.problem.scheme.weight.group, chosen.dims
+    if group == FULL:
+        return False
+    while dims.padded_intermediate % group or dims.padded_hidden % group:
+        group //= 2
+        if group < 32:
+            return True
+    return False
+
+
+def _sizes(ask: Ask, chosen: Candidate) -> str:
+    dims, weight = chosen.dims, ask.problem.scheme.weight
+    return f"hidden {dims.padded_hidden}, intermediate {dims.padded_intermediate} per rank, {weight}"
+
+
+_HALVES_GROUPS = Aftermath(
+    "scale groups",
+    _halved_below_32,
+    lambda ask, chosen: f"no group of 32 or more divides the sizes ({_sizes(ask, chosen)})",
+    sized=True,
+)
+
+_HUMMING_FIRST = Move(
+    HUMMING, (SM90,), before=MARLIN, why="Humming goes before Marlin on compute capability 9.0 only"
+)
+_TRITON_LATE = Move(
+    triton.TRITON_MXFP4,
+    (SM12X,),
+    after=BATCHED_MARLIN,
+    why="Triton goes after Marlin on SM12x, whose small shared memory makes Marlin prefill faster",
+)
+_TWINS = ((MARLIN, BATCHED_MARLIN),)
+
+_MXFP4_NAMES: dict[str, tuple[Backend, ...]] = {
+    "b12x": (b12x.B12X_MXFP8, b12x.B12X_BF16),
+    "deep_gemm": (deep_gemm.DEEP_GEMM_MXFP4,),
+    "flashinfer_trtllm": (flashinfer.TRTLLM_BF16, flashinfer.TRTLLM_MXFP8),
+    "flashinfer_trtllm_afp8": (flashinfer.TRTLLM_MXFP8,),
+    "flashinfer_cutlass": (flashinfer.CUTLASS_BF16, flashinfer.CUTLASS_MXFP8),
+    "flashinfer_cutlass_afp8": (flashinfer.CUTLASS_MXFP8,),
+    "triton": (triton.TRITON_MXFP4,),
+    "triton_unfused": (triton.TRITON_UNFUSED,),
+    "humming": (HUMMING,),
+    "marlin": (MARLIN,),
+    "aiter": (
+        aiter.AITER_BF16,
+        aiter.AITER_TRITON_BF16,
+        aiter.AITER_FP8,
+        aiter.AITER_MXFP4,
+        aiter.AITER_TRITON_MXFP4,
+    ),
+    "aiter_triton_mxfp4_bf16": (aiter.AITER_TRITON_BF16,),
+    "aiter_mxfp4_fp8": (aiter.AITER_FP8,),
+    "aiter_triton_mxfp4_mxfp4": (aiter.AITER_TRITON_MXFP4,),
+    "aiter_mxfp4_mxfp4": (aiter.AITER_MXFP4,),
+    "xpu": (xpu.XPU_MXFP4,),
+    "cpu": (cpu.CPU_MXFP4,),
+    "emulation": (emulation.EMULATION_MX,),
+}
+_ON_REQUEST = (triton.TRITON_UNFUSED, b12x.B12X_MXFP8, b12x.B12X_BF16)
+
+_GPT_OSS = Route(
+    name="MXFP4 of gpt-oss",
+    method="GptOssMxfp4MoEMethod",
+    storages=only("gpt_oss"),
+    weights=frozenset({"mxfp4"}),
+    act=RANKED_ACT,
+    orders=(
+        Order(
+            (
+                flashinfer.TRTLLM_BF16,
+                flashinfer.TRTLLM_MXFP8,
+                aiter.AITER_BF16,
+                aiter.AITER_TRITON_BF16,
+                aiter.AITER_FP8,
+                aiter.AITER_MXFP4,
+                triton.TRITON_MXFP4,
+                flashinfer.CUTLASS_BF16,
+                flashinfer.CUTLASS_MXFP8,
+                cutlass.CUTLASS_MXFP4,
+                MARLIN,
+                BATCHED_MARLIN,
+                HUMMING,
+                xpu.XPU_MXFP4,
+                cpu.CPU_MXFP4,
+                emulation.EMULATION_MX,
+            )
+        ),
+    ),
+    moves=(_TRITON_LATE, _HUMMING_FIRST),
+    on_request=_ON_REQUEST,
+    names=_MXFP4_NAMES,
+    unfiltered=frozenset({"b12x"}),
+    twins=_TWINS,
+    rounds=True,
+    minimum=80,
+    dtypes=only("bf16"),
+)
+_QUARK_MXFP4 = replace(
+    _GPT_OSS,
+    name="MXFP4 of Quark",
+    method="QuarkOCP_MX_MoEMethod",
+    storages=only("quark"),
+    acts=only("a16", "mxfp4", "fp8 per tensor static"),
+    minimum=70,
+    dtypes=only("bf16", "fp16"),
+)
+_MXFP4 = Route(
+    name="native MXFP4",
+    method="Mxfp4MoEMethod",
+    storages=only("mxfp4"),
+    weights=frozenset({"mxfp4"}),
+    orders=(
+        Order((aiter.AITER_BF16, emulation.EMULATION_MX), _ROCM),
+        Order((xpu.XPU_MXFP4,), _XPU),
+        Order((cpu.CPU_MXFP4,), _CPU),
+        Order(
+            (flashinfer.TRTLLM_MXFP8, deep_gemm.DEEP_GEMM_MXFP4, MARLIN, BATCHED_MARLIN, HUMMING),
+        ),
+    ),
+    moves=(_HUMMING_FIRST,),
+    on_request=_ON_REQUEST,
+    names=_MXFP4_NAMES,
+    twins=_TWINS,
+    rounds=True,
+    minimum=80,
+    dtypes=only("bf16"),
+)
+_COMPRESSED_MXFP4 = Route(
+    name="MXFP4 of compressed-tensors",
+    method="CompressedTensorsW4A4Mxfp4MoEMethod",
+    storages=only("compressed-tensors"),
+    weights=frozenset({"mxfp4"}),
+    acts=only("a16", "mxfp4", "mxfp8"),
+    assigned=(
+        # The method names Marlin as its backend even where it takes the CUTLASS class.
+        Assignment(
+            cutlass.CUTLASS_MXFP4,
+            cutlass.CUTLASS_MXFP4.variants[0],
+            "MARLIN",
+            cutlass.CUTLASS_MXFP4.variants[0].offers.arch,
+        ),
+        Assignment(xpu.XPU_MXFP4, xpu.XPU_MXFP4.variants[0], "XPU", _XPU),
+        Assignment(MARLIN, MARLIN.variants[0], "MARLIN"),
+    ),
+    detours={
+        "b12x": replace(
+            _GPT_OSS,
+            name="MXFP4 of compressed-tensors, b12x asked for",
+            method="CompressedTensorsW4A4Mxfp4MoEMethod",
+            act="own",
+            rounds=False,
+        )
+    },
+    minimum=70,
+    refusals=(_REFUSES_ACT_ORDER,),
+)
+
+_INTEGER_ORDERS = (
+    Order((cpu.ZEN_INT4, cpu.CPU_INT4), _CPU),
+    Order((xpu.XPU_INT4,), _XPU),
+    Order(
+        (
+            rdna3.RDNA3,
+            flashinfer.TRTLLM_INT4,
+            MARLIN,
+            BATCHED_MARLIN,
+            triton.TRITON_INT,
+            HUMMING,
+            emulation.EMULATION_INT4,
+        ),
+    ),
+)
+_COMPRESSED_INT = Route(
+    name="int4 and int8 weights of compressed-tensors",
+    method="CompressedTensorsWNA16MoEMethod",
+    storages=only("compressed-tensors"),
+    weights=frozenset({"int4", "int8"}),
+    acts=only("a16"),
+    key=group32_key,
+    may_have_bias=False,
+    pads_tiles=True,
+    orders=_INTEGER_ORDERS,
+    moves=(_HUMMING_FIRST,),
+    names={
+        "triton": (triton.TRITON_INT,),
+        "marlin": (MARLIN,),
+        "humming": (HUMMING,),
+        "flashinfer_trtllm": (flashinfer.TRTLLM_INT4,),
+        "emulation": (emulation.EMULATION_INT4,),
+        "rdna3": (rdna3.RDNA3,),
+    },
+    minimum=70,
+    refusals=(_REFUSES_ACT_ORDER,),
+    aftermath=(
+        Aftermath(
+            "scales per channel",
+            _per_channel,
+            lambda ask, chosen: (
+                f"the method takes scales per channel with Marlin only and stops on {chosen.variant.experts}"
+            ),
+        ),
+        Aftermath(
+            "scale groups",
+            _straddles,
+            lambda ask, chosen: f"scale groups would cross ranks ({_sizes(ask, chosen)})",
+            sized=True,
+        ),
+    ),
+)
+_GPTQ = replace(
+    _COMPRESSED_INT,
+    name="GPTQ",
+    method="AutoGPTQMoEMethod",
+    storages=only("gptq"),
+    key=symmetric_group_key,
+    may_have_bias=True,
+    minimum=60,
+    aftermath=(),
+)
+_AWQ = replace(
+    _GPTQ,
+    name="AWQ",
+    method="AutoAWQMoEMethod",
+    storages=only("awq"),
+    weights=frozenset({"int4"}),
+    minimum=75,
+    refusals=(),
+)
+_MOE_WNA16 = replace(
+    _COMPRESSED_INT,
+    name="GPTQ and AWQ with sizes that Marlin does not take",
+    method="MoeWNA16Method",
+    storages=only("gptq", "awq"),
+    when=Condition(
+        "Marlin does not take the sizes",
+        lambda ask: not shape_fits(replace(ask, pads_tiles=True)),
+        lambda ask: "Marlin does not take the sizes",
+    ),
+    key=symmetric_group32_key,
+    may_have_bias=False,
+    pads_tiles=False,
+    checkpoint="moe_wna16",
+    minimum=60,
+    refusals=(
+        _REFUSES_ACT_ORDER,
+        Condition(
+            "AWQ needs a GPU",
+            _no_turing_awq,
+            lambda ask: f"AWQ through moe_wna16 needs sm75 or newer, the device is {ask.device.arch}",
+        ),
+    ),
+    aftermath=(_HALVES_GROUPS,),
+)
+_QUARK_INT4 = replace(
+    _COMPRESSED_INT,
+    name="int4 weights of Quark",
+    method="QuarkW4A16Int4MoEMethod",
+    storages=only("quark"),
+    weights=frozenset({"int4"}),
+    pads_tiles=False,
+    refusals=(),
+    aftermath=(_HALVES_GROUPS,),
+)
+_INT8 = Route(
+    name="int8 weights and activations",
+    method="CompressedTensorsW8A8Int8MoEMethod",
+    storages=only("compressed-tensors"),
+    weights=frozenset({"int8"}),
+    acts=only("int8 per token dynamic"),
+    key=exact_key,
+    act=DECLARED_ACT,
+    orders=(Order((triton.TRITON_PLAIN, HUMMING, cpu.CPU_INT8)),),
+    names={"triton": (triton.TRITON_PLAIN,), "humming": (HUMMING,)},
+    minimum=70,
+    refusals=(_REFUSES_ACT_ORDER,),
+)
+
+_LOW_LATENCY = ExchangeSizes(sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192))
+_HIGH_THROUGHPUT = ExchangeSizes(multiple_bytes=512)
+
+VLLM_0_33_0 = Policy(
+    name="vllm-0.33.0",
+    routes=(
+        _GPT_OSS,
+        _QUARK_MXFP4,
+        _MXFP4,
+        _COMPRESSED_MXFP4,
+        _COMPRESSED_INT,
+        _MOE_WNA16,
+        _GPTQ,
+        _AWQ,
+        _QUARK_INT4,
+        _INT8,
+    ),
+    platforms=frozenset({"cuda", "cpu"}),
+    accepted_names=only(
+        "auto",
+        "triton",
+        "batched_triton",
+        "deep_gemm",
+        "deep_gemm_mega_moe",
+        "cutlass",
+        "flashinfer_trtllm",
+        "flashinfer_cutlass",
+        "flashinfer_cutedsl",
+        "flashinfer_moe_ep_cutedsl",
+        "flashinfer_b12x",
+        "b12x",
+        "flashinfer_moe_ep_mega_deep_gemm",
+        "marlin",
+        "humming",
+        "triton_unfused",
+        "aiter",
+        "aiter_mega_moe",
+        "aiter_triton_mxfp4_bf16",
+        "aiter_triton_mxfp4_mxfp4",
+        "flydsl",
+        "hpc",
+        "emulation",
+        "rdna3",
+    ),
+    dtype=_dtype,
+    activation=_activation,
+    routing=_routing,
+    exchange_sizes={
+        "deepep_high_throughput": _HIGH_THROUGHPUT,
+        "deepep_v2": _HIGH_THROUGHPUT,
+        "deepep_low_latency": _LOW_LATENCY,
+        "nixl_ep": _LOW_LATENCY,
+    },
+)
