@@ -1,0 +1,84 @@
+"""Launch choices of the fused-MoE kernels: which regime and which tiles for how many tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...problem import MoEProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One launch configuration.
+
+    Attributes:
+        tokens, rows, depth: tile of the product: tokens x weight rows x reduction.
+        stages: of the load pipeline.
+        warps: per program; one warp may own several 16-row blocks of the tile.
+        split: parts into which the second GEMM's reduction is cut (decode only).
+        tails: how often a last tile of few tokens may be halved (grouped only).
+    """
+
+    tokens: int
+    rows: int
+    depth: int
+    stages: int
+    warps: int
+    split: int = 1
+    tails: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A regime, ``decode`` or ``grouped``, and its tile."""
+
+    regime: str
+    tile: Tile
+
+
+DECODE_ASSIGNMENTS = 256
+"""Up to so many assignments every program reads all ids itself; beyond, sorting them once is cheaper."""
+
+DECODE_TOKENS = 64
+
+DECODE: tuple[tuple[int, Tile], ...] = (
+    (2, Tile(16, 64, 128, stages=5, warps=4, split=4)),
+    (8, Tile(16, 128, 128, stages=4, warps=4, split=2)),
+    (DECODE_TOKENS, Tile(16, 256, 64, stages=4, warps=4)),
+)
+"""(most tokens, tile), first match. Measured on an H200: a short batch needs more programs, a longer one
+more rows per warp, which is fewer instructions per weight."""
+
+GROUPED: tuple[tuple[float, Tile], ...] = (
+    (16, Tile(16, 256, 64, stages=4, warps=4)),
+    (40, Tile(32, 128, 64, stages=5, warps=4, tails=1)),
+    (100, Tile(64, 256, 64, stages=4, warps=8, tails=2)),
+    (float("inf"), Tile(128, 128, 64, stages=4, warps=8, tails=2)),
+)
+"""(most tokens per expert, tile), first match. Measured on an H200."""
+
+
+def is_legal(tile: Tile, group: int) -> bool:
+    """Whether a kernel can be built: whole 64x64 weight tiles, whole runs of scales, 16 or more tokens."""
+    narrowest = tile.tokens >> tile.tails
+    whole = tile.rows % 64 == 0 and tile.depth % 64 == 0
+    runs = tile.depth % group == 0 or group % tile.depth == 0
+    return whole and runs and narrowest >= 16 and tile.rows >= 16 * tile.warps and tile.split >= 1
+
+
+def launch_for(problem: MoEProblem, tokens: int) -> Launch:
+    """The launch for `tokens` tokens of `problem`; a function of these alone, never of the routing."""
+    assignments = tokens * problem.top_k
+    if tokens <= DECODE_TOKENS and assignments <= DECODE_ASSIGNMENTS:
+        return Launch("decode", next(tile for most, tile in DECODE if tokens <= most))
+    per_expert = assignments / problem.local_experts
+    return Launch("grouped", next(tile for most, tile in GROUPED if per_expert <= most))
+
+
+def token_tiles(assignments: int, experts: int, tokens: int) -> int:
+    """Most tiles of `tokens` tokens that `assignments` can need, whatever experts they go to.
+
+    Each expert that is hit has one tile that need not be full; every further tile is full.
+    """
+    hit = min(assignments, experts)
+    return hit + (assignments - hit) // tokens
