@@ -1,7 +1,7 @@
 """Choosing a backend: one function over tables of data."""
 
 from .decision import Candidate, Decision, Inputs, replay_inputs
-from .registry import POLICIES, find_policy
+from .registry import POLICIES, policy_named
 from .select import OutOfScope, select
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "Decision",
     "Inputs",
     "OutOfScope",
-    "find_policy",
+    "policy_named",
     "replay_inputs",
     "select",
 ]

@@ -11,7 +11,7 @@ POLICIES: dict[str, Policy] = {policy.name: policy for policy in (VLLM_0_33_0, M
 DEFAULT = VLLM_0_33_0.name
 
 
-def find_policy(name: str = DEFAULT) -> Policy:
+def policy_named(name: str = DEFAULT) -> Policy:
     """The policy called `name`; ``vllm`` is its newest version. UsageError lists what there is."""
     found = POLICIES.get(DEFAULT if name == "vllm" else name)
     if found is None:

@@ -51,7 +51,8 @@ def select(
         if name and allow_fallback:
             notes = (*notes, f"{name} was asked for and cannot serve: {error}")
             rest, _ = _candidates(ask, policy, taken, None)
-            candidates = (*candidates, *(replace(c, rank=c.rank + len(candidates)) for c in rest))
+            rest = tuple(replace(c, rank=c.rank + len(candidates)) for c in rest)
+            candidates = (*candidates, *rest)
             chosen = next((c for c in rest if c.usable), None)
             error = "" if chosen else _nothing(policy, taken, None, rest)
     sized = chosen is not None
