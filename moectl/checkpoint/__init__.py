@@ -1,1 +1,17 @@
 """Reading checkpoints: config, quantization description and safetensors headers, no weights."""
+
+from .header import read_header
+from .layers import layer_groups
+from .model import Checkpoint, ExpertNames, LayerGroup, Origin, TensorInfo
+from .opening import open_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "ExpertNames",
+    "LayerGroup",
+    "Origin",
+    "TensorInfo",
+    "layer_groups",
+    "open_checkpoint",
+    "read_header",
+]

@@ -32,12 +32,16 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a checkpoint was found: `kind` is folder, config, cache, hub or catalogue."""
+    """Where a checkpoint was found: `kind` is folder, config, cache, hub or catalogue.
+
+    `note` says why an earlier place of the search was passed over.
+    """
 
     kind: str
     name: str
     revision: str | None = None
     path: Path | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

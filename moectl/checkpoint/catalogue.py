@@ -1,0 +1,128 @@
+"""Published models by name, from data files: their config and the schema of one MoE layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ..errors import CheckpointError, UsageError
+from .declared import declared_layers
+from .header import DTYPE_BITS
+from .model import TensorInfo
+from .storage import Extent, format_sizes, parse_shape
+from .strict_json import parse_json_object, shown
+
+
+@dataclass(frozen=True)
+class Schema:
+    """One tensor of every MoE layer: a name with ``{layer}`` and maybe ``{expert}``, its dtype and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[Extent, ...]
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.name
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A published model: its config, its MoE tensors' schema, and where these facts come from."""
+
+    name: str
+    config: Mapping[str, Any]
+    tensors: tuple[Schema, ...]
+    provenance: str
+    revision: str | None = None
+
+    def sizes(self, config: Mapping[str, Any] | None = None) -> dict[str, int]:
+        """The symbols in shapes, as `config` (default: the published one) gives them.
+
+        Raises CheckpointError when the config is not understood.
+        """
+        problem = declared_layers(config or self.config).group.problem
+        return {
+            "experts": problem.experts,
+            "hidden": problem.dims.hidden,
+            "intermediate": problem.dims.intermediate,
+            "shared": problem.shared_experts * problem.dims.intermediate,
+            **format_sizes(problem.scheme),
+        }
+
+    def listing(self) -> dict[str, TensorInfo]:
+        """Every MoE tensor of the published checkpoint, with no file and offsets that count from 0."""
+        sizes, layers = self.sizes(), declared_layers(self.config).group.layers
+        found: dict[str, TensorInfo] = {}
+        for schema in self.tensors:
+            shape = tuple(axis.value(sizes) for axis in schema.shape)
+            nbytes = math.prod(shape) * DTYPE_BITS[schema.dtype] // 8
+            for name in self._names(schema, layers, sizes["experts"]):
+                found[name] = TensorInfo(name, schema.dtype, shape, "", 0, nbytes)
+        return found
+
+    @staticmethod
+    def _names(schema: Schema, layers: tuple[int, ...], experts: int) -> Iterator[str]:
+        for layer in layers:
+            name = schema.name.replace("{layer}", str(layer))
+            if not schema.per_expert:
+                yield name
+                continue
+            before, after = name.split("{expert}")
+            for expert in range(experts):
+                yield f"{before}{expert}{after}"
+
+
+@cache
+def catalogue() -> Mapping[str, Entry]:
+    """Every built-in model by its published name.
+
+    Raises CheckpointError when a data file of the package is damaged.
+    """
+    entries = {}
+    for item in sorted(files("moectl").joinpath("data/catalogue").iterdir(), key=lambda item: item.name):
+        if item.name.endswith(".json"):
+            entry = _entry(parse_json_object(item.read_bytes(), f"catalogue {item.name}"), item.name)
+            entries[entry.name] = entry
+    return entries
+
+
+def find_entry(name: str) -> Entry | None:
+    """The built-in model called `name`, in any case, with or without its organization; or None."""
+    wanted = name.casefold()
+    for known, entry in catalogue().items():
+        if wanted in (known.casefold(), known.casefold().split("/")[-1]):
+            return entry
+    return None
+
+
+def built_in(name: str) -> Entry:
+    """The built-in model called `name`; UsageError with the known names when there is none."""
+    entry = find_entry(name)
+    if entry is None:
+        raise UsageError(
+            f"{shown(name)} is no built-in model.", hint=f"Built in are {', '.join(catalogue())}."
+        )
+    return entry
+
+
+def _entry(document: Mapping[str, Any], file: str) -> Entry:
+    try:
+        tensors = tuple(
+            Schema(row["name"], row["dtype"], parse_shape(row["shape"])) for row in document["tensors"]
+        )
+        entry = Entry(
+            document["name"], document["config"], tensors, document["provenance"], document["revision"]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"catalogue {file} is damaged: {error}.", hint="Install moectl again."
+        ) from error
+    unknown = {schema.dtype for schema in tensors} - DTYPE_BITS.keys()
+    if unknown:
+        raise CheckpointError(f"catalogue {file}: unknown dtype {', '.join(sorted(unknown))}.")
+    return entry
