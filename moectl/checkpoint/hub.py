@@ -90,9 +90,8 @@ def read_hub(repo: str, revision: str | None, token: str | None, wanted: tuple[s
         index = index_files(documents[INDEX]) if INDEX in documents else None
         names = shard_names(sizes, index)
         with ThreadPoolExecutor(min(WORKERS, max(1, len(names)))) as pool:
-            shards = list(
-                pool.map(lambda name: _remote_header(repo, commit, name, sizes[name], token), names)
-            )
+            read = partial(_remote_header, repo, commit, token)
+            shards = list(pool.map(read, names, [sizes[name] for name in names]))
     return HubCheckpoint(commit, documents, join_tensors(shards, index) if names else None, frozenset(sizes))
 
 
@@ -135,9 +134,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
             hint="Check the name; for a private model run `hf auth login` or set HF_TOKEN.",
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        raise HubUnreachable(
-            f"the Hub cannot be reached for {at}: {_first(error)}.", hint=_OFFLINE
-        ) from error
+        raise _unreachable(at, error) from error
     except errors.EntryNotFoundError as error:
         raise NotOnHub(f"a file of {at} is missing on the Hub: {_first(error)}.") from error
     except errors.HfHubHTTPError as error:
@@ -147,9 +144,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     except errors.HFValidationError as error:
         raise NotOnHub(f"{at} is no Hub id: {_first(error)}.") from error
     except (OSError, getattr(errors, "HTTPError", OSError)) as error:
-        raise HubUnreachable(
-            f"the Hub cannot be reached for {at}: {_first(error)}.", hint=_OFFLINE
-        ) from error
+        raise _unreachable(at, error) from error
 
 
 _OFFLINE = "Check the network and HF_ENDPOINT, or give a folder, a config.json or a built-in model."

@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ..errors import CheckpointError
 from ..problem import Dims, MoEProblem
 from ..schemes import BF16, FULL, Scheme
 from .declared import Declared, declared_layers
+from .found import FoundLayer, find_layers, tensor_names
 from .model import ExpertNames, LayerGroup, TensorInfo
-from .storage import BESIDE, EXTRA_MODULES, HEADER_DTYPES, MATRICES, STORAGES, Storage, format_sizes
+from .storage import BESIDE, HEADER_DTYPES, STORAGES, Storage, format_sizes
 from .strict_json import shown
-
-_EXPERT = re.compile(
-    r"(?P<block>(?P<root>(?:\w+\.)*)layers\.(?P<layer>\d{1,5})\.(?:\w+\.)*?)"
-    r"experts\.(?:(?P<expert>\d{1,6})\.)?(?P<leaf>[A-Za-z_][\w.]*)",
-    re.ASCII,
-)
-_LOOKS_LIKE_EXPERT = re.compile(r"(?:^|\.)layers\..*\bexperts\.")
-
-
-@dataclass
-class _Layer:
-    """One layer's MoE tensors as found: by expert (None when fused) and leaf, and those beside them."""
-
-    index: int
-    block: str
-    experts: dict[int | None, dict[str, TensorInfo]] = field(default_factory=dict)
-    beside: dict[str, TensorInfo] = field(default_factory=dict)
-
-    @property
-    def leaves(self) -> frozenset[str]:
-        return frozenset(leaf for tensors in self.experts.values() for leaf in tensors)
-
-    def name(self, leaf: str, expert: int | None) -> str:
-        return f"{self.block}experts.{'' if expert is None else f'{expert}.'}{leaf}"
-
-    def tensor(self, template: str) -> TensorInfo:
-        """The tensor beside the experts whose name's template this is."""
-        return self.beside[template.format(layer=self.index)[len(self.block) :]]
-
-    def template(self, rest: str) -> str:
-        """The name of `rest`, inside this layer's block, with ``{layer}`` for the layer's index."""
-        return self.block.replace(f"layers.{self.index}.", "layers.{layer}.", 1) + rest
 
 
 def layer_groups(
@@ -69,7 +37,7 @@ def layer_groups(
     declared = declared_layers(config, quantization)
     if tensors is None:
         return (declared.group,)
-    layers, extra = _find_layers(tensors, declared.layers)
+    layers, extra = find_layers(tensors, declared.layers)
     if not layers:
         raise CheckpointError(
             "the tensors hold no Mixture-of-Experts layer.",
@@ -110,51 +78,7 @@ def _ranges(layers: set[int]) -> str:
     return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
 
 
-def _find_layers(tensors: Mapping[str, TensorInfo], count: int) -> tuple[list[_Layer], set[str]]:
-    """Layers with experts, in order, and the blocks of experts that are not the main model's."""
-    layers: dict[int, _Layer] = {}
-    extra: set[str] = set()
-    others: list[TensorInfo] = []
-    for name, info in tensors.items():
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            others.append(info)
-            continue
-        index, block = int(match["layer"]), match["block"]
-        if index >= count or not set(match["root"].split(".")).isdisjoint(EXTRA_MODULES):
-            extra.add(block.rstrip("."))
-            continue
-        layer = layers.setdefault(index, _Layer(index, block))
-        if layer.block != block:
-            raise CheckpointError(
-                f"layer {index} has experts under two names, {shown(layer.block)} and {shown(block)}."
-            )
-        expert = None if match["expert"] is None else int(match["expert"])
-        layer.experts.setdefault(expert, {})[match["leaf"]] = info
-    _find_beside(layers, others)
-    return [layers[index] for index in sorted(layers)], extra
-
-
-def _find_beside(layers: Mapping[int, _Layer], others: list[TensorInfo]) -> None:
-    """Give each layer the tensors of its router and shared experts."""
-    modules = {*BESIDE.router_modules, *BESIDE.shared_modules}
-    blocks = {layer.block: layer for layer in layers.values()}
-    for info in others:
-        parts = info.name.split(".")
-        for cut in range(1, len(parts)):
-            layer = blocks.get(".".join(parts[:cut]) + ".")
-            if layer is not None and parts[cut] in modules:
-                layer.beside[".".join(parts[cut:])] = info
-                break
-        else:
-            if _LOOKS_LIKE_EXPERT.search(info.name):
-                raise CheckpointError(
-                    f"{info.file}: tensor {shown(info.name)} looks like an expert's, "
-                    "but its name is not understood."
-                )
-
-
-def _read_layer(layer: _Layer, declared: Declared) -> LayerGroup:
+def _read_layer(layer: FoundLayer, declared: Declared) -> LayerGroup:
     """The group of this layer alone."""
     problem, notes, sources = declared.group.problem, [], dict(declared.group.sources)
     storage = _storage_of(layer, problem)
@@ -167,7 +91,7 @@ def _read_layer(layer: _Layer, declared: Declared) -> LayerGroup:
     scheme = _fit_group(layer, storage, scheme, sizes, notes)
     sizes |= format_sizes(scheme)
     _check_tensors(layer, storage, sizes)
-    names = ExpertNames(_expert_names(layer, storage), _router_names(layer), _shared_names(layer))
+    names = tensor_names(layer, storage)
     _check_router(layer, names, experts)
     found = replace(
         problem,
@@ -192,7 +116,7 @@ def _read_layer(layer: _Layer, declared: Declared) -> LayerGroup:
     return LayerGroup((layer.index,), found, names, sources, tuple(notes))
 
 
-def _storage_of(layer: _Layer, problem: MoEProblem) -> Storage:
+def _storage_of(layer: FoundLayer, problem: MoEProblem) -> Storage:
     """The storage whose tensors these are: the declared one if it fits, else plain weights."""
     leaves, fused = layer.leaves, None in layer.experts
     if fused and len(layer.experts) > 1:
@@ -227,7 +151,7 @@ def _storage_of(layer: _Layer, problem: MoEProblem) -> Storage:
     raise CheckpointError(f"layer {layer.index}: the {nearest.name} experts {' and '.join(parts)}.")
 
 
-def _count_experts(layer: _Layer, storage: Storage, declared: int) -> int:
+def _count_experts(layer: FoundLayer, storage: Storage, declared: int) -> int:
     """The number of experts; CheckpointError when one of them, or one of its tensors, is missing."""
     leaves = layer.leaves
     if storage.fused:
@@ -254,14 +178,14 @@ def _count_experts(layer: _Layer, storage: Storage, declared: int) -> int:
     return len(present)
 
 
-def _router_experts(layer: _Layer) -> int | None:
+def _router_experts(layer: FoundLayer) -> int | None:
     for rest in BESIDE.router["weight"]:
         if rest in layer.beside and layer.beside[rest].shape:
             return layer.beside[rest].shape[0]
     return None
 
 
-def _solve(layer: _Layer, storage: Storage) -> dict[str, int]:
+def _solve(layer: FoundLayer, storage: Storage) -> dict[str, int]:
     """Sizes that stand in a shape as they are, or times a number: hidden and intermediate."""
     tensors = next(iter(layer.experts.values()))
     sizes: dict[str, int] = {}
@@ -286,7 +210,7 @@ def _solve(layer: _Layer, storage: Storage) -> dict[str, int]:
 
 
 def _fit_group(
-    layer: _Layer, storage: Storage, scheme: Scheme, sizes: Mapping[str, int], notes: list[str]
+    layer: FoundLayer, storage: Storage, scheme: Scheme, sizes: Mapping[str, int], notes: list[str]
 ) -> Scheme:
     """`scheme` with the group size and scale dtype that the scales' header shows."""
     tensors = next(iter(layer.experts.values()))
@@ -308,7 +232,7 @@ def _fit_group(
     return scheme
 
 
-def _check_tensors(layer: _Layer, storage: Storage, sizes: Mapping[str, int]) -> None:
+def _check_tensors(layer: FoundLayer, storage: Storage, sizes: Mapping[str, int]) -> None:
     """CheckpointError unless every expert tensor has its dtype and shape, and all experts the same."""
     first = next(iter(layer.experts.values()))
     expected = {
@@ -331,39 +255,7 @@ def _check_tensors(layer: _Layer, storage: Storage, sizes: Mapping[str, int]) ->
                 )
 
 
-def _expert_names(layer: _Layer, storage: Storage) -> dict[str, str]:
-    prefix = "experts." if storage.fused else "experts.{expert}."
-    roles = {storage.tensors[leaf].role: layer.template(prefix + leaf) for leaf in layer.leaves}
-    return dict(sorted(roles.items()))
-
-
-def _router_names(layer: _Layer) -> dict[str, str]:
-    known = {rest: role for role, names in BESIDE.router.items() for rest in names}
-    roles = {}
-    for rest, info in layer.beside.items():
-        if rest.split(".")[0] not in BESIDE.router_modules:
-            continue
-        if rest not in known or known[rest] in roles:
-            raise CheckpointError(f"{info.file}: router tensor {shown(info.name)} is not understood.")
-        roles[known[rest]] = layer.template(rest)
-    return dict(sorted(roles.items()))
-
-
-def _shared_names(layer: _Layer) -> dict[str, str]:
-    spelled = {name: role for names in MATRICES for role, name in names.items()}
-    roles = {}
-    for rest, info in layer.beside.items():
-        module, _, inner = rest.partition(".")
-        if module not in BESIDE.shared_modules:
-            continue
-        matrix, _, suffix = inner.partition(".")
-        if matrix not in spelled or suffix not in BESIDE.shared_suffixes:
-            raise CheckpointError(f"{info.file}: shared expert tensor {shown(info.name)} is not understood.")
-        roles[spelled[matrix] + BESIDE.shared_suffixes[suffix]] = layer.template(rest)
-    return dict(sorted(roles.items()))
-
-
-def _check_router(layer: _Layer, names: ExpertNames, experts: int) -> None:
+def _check_router(layer: FoundLayer, names: ExpertNames, experts: int) -> None:
     if "weight" not in names.router:
         raise CheckpointError(
             f"layer {layer.index} has experts but no router: no tensor "
@@ -380,7 +272,7 @@ def _check_router(layer: _Layer, names: ExpertNames, experts: int) -> None:
             )
 
 
-def _model_dtype(layer: _Layer, names: ExpertNames, problem: MoEProblem, sources: dict[str, str]) -> str:
+def _model_dtype(layer: FoundLayer, names: ExpertNames, problem: MoEProblem, sources: dict[str, str]) -> str:
     """The model's dtype; where the config does not say it, the router's, which is never quantized."""
     info = layer.tensor(names.router["weight"])
     if sources["dtype"] != "assumed" or info.dtype not in HEADER_DTYPES:
@@ -389,7 +281,7 @@ def _model_dtype(layer: _Layer, names: ExpertNames, problem: MoEProblem, sources
     return HEADER_DTYPES[info.dtype]
 
 
-def _count_shared(layer: _Layer, names: ExpertNames, problem: MoEProblem, intermediate: int) -> int:
+def _count_shared(layer: FoundLayer, names: ExpertNames, problem: MoEProblem, intermediate: int) -> int:
     """Shared experts: their one matrix is as wide as all of them together."""
     if not names.shared:
         return 0
@@ -403,7 +295,7 @@ def _count_shared(layer: _Layer, names: ExpertNames, problem: MoEProblem, interm
 
 
 def _compare(
-    layer: _Layer,
+    layer: FoundLayer,
     names: ExpertNames,
     said: MoEProblem,
     found: MoEProblem,
