@@ -1,0 +1,79 @@
+"""triton_kernels on Hopper: MXFP4 with 16-bit activations.
+
+Stored per expert, with N rows and K columns, row-major (the kernel sees the transposed view):
+
+- weights ``[Np / 4, 2 * K']`` bytes: Np is N to a multiple of 16, K' is K to a multiple of 64;
+- scales ``[Np / 32, 32 * Gp]`` E8M0 bytes: Np is N to a multiple of 32 * warps, Gp is K / 32 to a
+  multiple of 4;
+- biases ``[N]`` F32.
+
+`w13` rows are gate0, up0, gate1, ... Padding inside the tiles is zero.
+"""
+
+from __future__ import annotations
+
+from ...problem import MoEProblem
+from ...schemes import MXFP4
+from ..canonical import MODEL_DTYPE, in_pairs, padded
+from ..transforms import Pad, Rearrange, Step, Widen
+from ..weight_layout import Reader, WeightLayout
+from .words import BYTES, E2M1_SHIFTED, WORDS
+
+WARPS = 8
+"""Warps of the kernel, which the order of the scales depends on; engines use 8."""
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def value_steps(rows: int, columns: int) -> tuple[Step, ...]:
+    """Steps for weights ``[e, rows, columns]`` bytes."""
+    return (
+        Pad(1, _up(rows, 16)),
+        Pad(2, _up(columns, 32)),
+        Rearrange(
+            "e (n wn tn sn) (k kt wk tk) -> e (n tn) (k sn tk kt wk wn)",
+            {"wn": 2, "tn": 4, "sn": 2, "kt": 4, "wk": 2, "tk": 4},
+        ),
+        WORDS,
+        E2M1_SHIFTED,
+        BYTES,
+    )
+
+
+def scale_steps(rows: int, groups: int, warps: int = WARPS) -> tuple[Step, ...]:
+    """Steps for scales ``[e, rows, groups]`` read by kernels of `warps` warps."""
+    return (
+        Pad(1, _up(rows, 32 * warps)),
+        Pad(2, _up(groups, 4)),
+        Rearrange("e (m a w b c) (k d) -> e (m w) (k a c d b)", {"a": 2, "w": warps, "b": 2, "c": 8, "d": 2}),
+    )
+
+
+def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    dims = problem.dims
+    rows, k = (
+        (2 * dims.padded_intermediate, dims.padded_hidden)
+        if role.startswith("w13")
+        else (dims.padded_hidden, dims.padded_intermediate)
+    )
+    start = (*padded(problem, role), *in_pairs(problem, role))
+    if role.endswith("_bias"):
+        return (*start, Widen(MODEL_DTYPE[problem.dtype]))
+    if role.endswith("_scale"):
+        return (*start, *scale_steps(rows, k // 32))
+    return (*start, *value_steps(rows, k // 2))
+
+
+TRITON_HOPPER = WeightLayout(
+    name="triton-hopper",
+    target="triton-hopper",
+    version=1,
+    weights=(MXFP4,),
+    archs=("sm90",),
+    readers=(Reader("vLLM", ("TRITON", "TRITON_UNFUSED")), Reader("triton_kernels", ("matmul_ogs",))),
+    build=_mxfp4,
+    logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
+    scale_dtypes=("U8",),
+)

@@ -1,0 +1,46 @@
+"""Bit orders inside 32-bit words that several layouts share.
+
+A table names, for every bit of the result, the bit of the input that goes there. The input word is
+four bytes y0..y3 as they lie in memory, each with two 4-bit codes, the first in the low nibble.
+"""
+
+from __future__ import annotations
+
+from ..transforms import Bits, View
+
+
+def _nibbles(order: tuple[int, ...]) -> Bits:
+    return Bits(tuple(4 * nibble + bit for nibble in order for bit in range(4)))
+
+
+NIBBLES_APART = _nibbles((0, 2, 4, 6, 1, 3, 5, 7))
+"""Low nibbles of the four bytes into the low half word, high nibbles into the high half word."""
+
+
+def _e2m1_shifted() -> Bits:
+    """E2M1 codes where a shift and one mask turn them into bf16.
+
+    Low nibbles go to the low half word, high nibbles to the high one. In a half, byte j = 0, 1, 2
+    gives ``(sign << 15 | exponent_mantissa << 6) >> 3j``; byte 3 gets what is left: ``sign << 14 |
+    exponent << 10 | mantissa << 13``. Codes are s e e m from the highest bit.
+    """
+    mantissa, exponent, sign = 0, (1, 2), 3
+    order = [-1] * 32
+    for half in range(2):
+        for byte in range(4):
+            source, base = 8 * byte + 4 * half, 16 * half
+            if byte < 3:
+                places = {mantissa: 6, exponent[0]: 7, exponent[1]: 8, sign: 15}
+                shift = 3 * byte
+            else:
+                places = {mantissa: 13, exponent[0]: 10, exponent[1]: 11, sign: 14}
+                shift = 0
+            for bit, place in places.items():
+                order[base + place - shift] = source + bit
+    return Bits(tuple(order))
+
+
+E2M1_SHIFTED = _e2m1_shifted()
+
+WORDS = View("U8", "I32")
+BYTES = View("I32", "U8")

@@ -1,0 +1,97 @@
+"""A weight layout: how one family of backends wants expert weights in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..errors import NoBackend
+from ..padding import padding, size_rule
+from ..problem import Align, MoEProblem
+from ..schemes import WeightFormat
+from .canonical import CONCATENATED, INTERLEAVED, canonical_shapes, scale_dtype
+from .chain import Chain
+from .transforms import Step
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An engine and its backends that read a layout, in the engine's own spelling."""
+
+    engine: str
+    backends: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.engine} {', '.join(self.backends)}"
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """One layout: its chain per role follows from the problem.
+
+    Attributes:
+        name: unique, as in manifests.
+        target: what a user asks for; the scheme, and where needed the architecture, then decide.
+        version: raised when stored bytes change.
+        weights: the formats it holds.
+        archs: device architectures whose kernels read it.
+        readers: engines and backends that read it.
+        build: from a padded problem to the steps of one role, padding included.
+        logical_dtypes: what stored bytes are, for roles whose storage dtype does not say it, in
+            safetensors spellings: ``F4`` (two E2M1 codes to a byte), ``F8_E8M0``, ``F8_E4M3``.
+        scale_dtypes: storage dtypes of scales that its kernels read.
+        bias: True when it has a place for biases.
+    """
+
+    name: str
+    target: str
+    version: int
+    weights: tuple[WeightFormat, ...]
+    archs: tuple[str, ...]
+    readers: tuple[Reader, ...]
+    build: Callable[[MoEProblem, str], tuple[Step, ...]] = field(repr=False)
+    logical_dtypes: Mapping[str, str] = field(default_factory=dict)
+    scale_dtypes: tuple[str, ...] = ("U8", "BF16", "F16")
+    bias: bool = True
+
+    def align(self, weight: WeightFormat) -> Align:
+        """What sizes are rounded up to for `weight`."""
+        return padding(self.name, weight)
+
+    def chains(self, problem: MoEProblem) -> dict[str, Chain]:
+        """The chain of every role of `problem`, whose padded sizes `align` has already set.
+
+        Raises NoBackend with the first reason why this layout cannot hold the problem.
+        """
+        for reason in self.refusals(problem):
+            raise NoBackend(f"layout {self.name} cannot hold this layer: {reason}.")
+        chains = {}
+        for role, (shape, dtype) in canonical_shapes(problem, 1).items():
+            chains[role] = Chain(self.build(problem, role))
+            chains[role].trace(shape, dtype)
+        return chains
+
+    def refusals(self, problem: MoEProblem) -> Iterator[str]:
+        """Every reason why this layout cannot hold `problem`."""
+        weight, dims = problem.scheme.weight, problem.dims
+        if weight not in self.weights:
+            yield f"it holds {'; '.join(map(str, self.weights))}, got {weight}"
+            return
+        if not problem.activation.gated:
+            yield "it holds gate and up rows, and these experts are not gated"
+        if problem.rows not in (INTERLEAVED, CONCATENATED):
+            yield f"rows must be {INTERLEAVED} or {CONCATENATED}, got {problem.rows!r}"
+        if problem.act_order == "group":
+            yield "weights permuted by group (act order) have no place in it"
+        if problem.bias and not self.bias:
+            yield "it has no place for biases"
+        if scale_dtype(problem) not in self.scale_dtypes:
+            yield f"its kernels read {' or '.join(self.scale_dtypes)} scales, got {scale_dtype(problem)}"
+        rule = size_rule(self.name, weight)
+        for name in ("hidden", "intermediate"):
+            size, need = getattr(dims, name), getattr(rule.needs, name)
+            full, unit = getattr(dims, f"padded_{name}"), getattr(rule.align, name)
+            if size % need:
+                yield f"its {name} size must be a multiple of {need}, got {size}"
+            if full < size or full % unit:
+                yield f"its {name} size {size} is to be padded to a multiple of {unit}, got {full}"
