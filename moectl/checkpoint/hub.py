@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,9 @@ def read_hub(repo: str, revision: str | None, token: str | None, wanted: tuple[s
         commit = _commit(info.sha, repo)
         if CONFIG not in sizes:
             raise NotOnHub(f"{repo} on the Hub has no config.json.")
+        for name in (CONFIG, *wanted):
+            if (sizes.get(name) or 0) > DOCUMENT_LIMIT:
+                raise CheckpointError(f"{name}: a JSON file of {sizes[name]} bytes is refused.")
         # By the name asked for, so that the cache learns which commit it stands for.
         if _download(repo, CONFIG, revision, token).parent.name != commit:
             _download(repo, CONFIG, commit, token)
@@ -108,8 +112,6 @@ def _download(repo: str, name: str, revision: str | None, token: str | None) -> 
 
 
 def _document(path: Path, name: str) -> dict[str, Any]:
-    if path.stat().st_size > DOCUMENT_LIMIT:
-        raise CheckpointError(f"{name}: a JSON file of {path.stat().st_size} bytes is refused.")
     return parse_json_object(path.read_bytes(), name)
 
 
