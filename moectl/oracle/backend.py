@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from ..environment import Device, Packages
-from ..problem import Align, Dims, MoEProblem
+from ..problem import Align, MoEProblem
 from ..schemes import A16, FULL, ActFormat, WeightFormat
 
 GROUPS = ("arch", "package", "scheme", "shape", "parallel", "policy")
@@ -317,11 +317,20 @@ class Variant:
     batched: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """One row of a backend's padding: the first row that fits a problem states it."""
+NO_ALIGN = Align()
 
-    align: Align
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a backend wants weights: one row of a table, of which the first that fits a problem holds.
+
+    `layout` names the weight layout; `align` is what sizes are rounded up to when the weights are
+    created, by weight format where that differs. An engine may round less than the layout's own
+    padding, and pad the rest when it repacks.
+    """
+
+    layout: str = ""
+    align: Align | Callable[[WeightFormat], Align] = NO_ALIGN
     where: Archs | None = None
     weights: frozenset[str] | None = None
     activations: Choice = ANY
@@ -344,8 +353,7 @@ class Backend:
         engine_name: the engine's own, for comparison only.
         variants: experts classes in the order in which they are asked.
         act: the activation format it computes with; `follows_declared` takes the checkpoint's instead.
-        rounding: how the engine rounds sizes up when it creates weights; no row that fits: not at all.
-        layout: name of the weight layout, empty where any will do.
+        forms: weight layouts and what the engine rounds sizes up to; none that fits: any layout, no rounding.
         runner: name of the runner that executes it here, empty where there is none.
         note: why a policy ranks it where it does, in a sentence.
     """
@@ -355,15 +363,15 @@ class Backend:
     variants: tuple[Variant, ...]
     act: ActFormat = A16
     follows_declared: bool = False
-    rounding: tuple[Rounding, ...] = ()
-    layout: str = ""
+    forms: tuple[Form, ...] = ()
     runner: str = ""
     note: str = ""
 
     def align(self, ask: Ask) -> Align:
-        """Multiples of this backend for `ask`; one by one where no row speaks of it."""
-        return next((row.align for row in self.rounding if row.fits(ask)), Align())
+        """Multiples that sizes are rounded up to for `ask`."""
+        align = self.form(ask).align
+        return align if isinstance(align, Align) else align(ask.problem.scheme.weight)
 
-    def padded(self, ask: Ask, dims: Dims) -> Dims:
-        """`dims` with the padded sizes of this backend."""
-        return self.align(ask).apply(dims)
+    def form(self, ask: Ask) -> Form:
+        """The row of `forms` that speaks of `ask`."""
+        return next((form for form in self.forms if form.fits(ask)), Form())

@@ -21,8 +21,9 @@ FORMAT = "moectl-decision-1"
 class Candidate:
     """One experts class, judged.
 
-    `rank` counts from 0 in the order asked; `engine_name` is the engine's own name, for comparison;
-    `assigned` tells that the engine takes it without asking.
+    `rank` counts from 0 in the order asked. `dims` are the sizes it would get. `layout` is empty where
+    any will do. `engine_name` is the engine's own, for comparison. `assigned` tells that the engine takes
+    it without asking.
     """
 
     backend: Backend
@@ -30,6 +31,7 @@ class Candidate:
     rank: int
     verdicts: tuple[Verdict, ...]
     dims: Dims
+    layout: str = ""
     engine_name: str = ""
     assigned: bool = False
 
@@ -60,7 +62,7 @@ class Candidate:
             "engine_name": self.engine_name,
             "experts": self.variant.experts,
             "monolithic": self.variant.monolithic,
-            "layout": self.backend.layout,
+            "layout": self.layout,
             "runner": self.backend.runner,
             "rank": self.rank,
             "usable": self.usable,

@@ -218,6 +218,7 @@ def _judged(
                     rank=start + len(found),
                     verdicts=(*judge(asked, variant), *more),
                     dims=dims,
+                    layout=backend.form(asked).layout,
                     engine_name=backend.engine_name,
                 )
             )
@@ -250,6 +251,7 @@ def _assigned(ask: Ask, policy: Policy, route: Route) -> tuple[Candidate, ...]:
                 rank=len(found),
                 verdicts=verdicts,
                 dims=_dims(asked, policy, route, row.backend),
+                layout=row.backend.form(asked).layout,
                 engine_name=row.engine_name,
                 assigned=takes,
             )
@@ -270,7 +272,7 @@ def _dims(ask: Ask, policy: Policy, route: Route, backend: Backend) -> Dims:
     carried = _exchanged(ask, policy) or logical.hidden
     padded = Dims(carried, logical.intermediate)
     if route.rounds:
-        padded = backend.padded(ask, padded)
+        padded = backend.align(ask).apply(padded)
     return replace(
         logical, padded_hidden=padded.padded_hidden, padded_intermediate=padded.padded_intermediate
     )

@@ -8,9 +8,9 @@ from ..backend import (
     ROCM,
     Backend,
     Capability,
+    Form,
     Need,
     Offer,
-    Rounding,
     Spread,
     Switch,
     Variant,
@@ -21,12 +21,8 @@ from ..backend import (
 _NEEDS = (Need("aiter"),)
 _SWITCHES = (Switch("VLLM_ROCM_USE_AITER", default=False),)
 _MXFP4 = frozenset({"mxfp4 group 32"})
-_MXFP4_ROUNDS = frozenset({"mxfp4"})
-_ELSEWHERE = Rounding(Align(1, 64), None, _MXFP4_ROUNDS)
-_ROUNDING_256 = (
-    Rounding(Align(256, 256), (ROCM,), _MXFP4_ROUNDS),
-    _ELSEWHERE,
-)
+_ELSEWHERE = Form("aiter-mxfp4", Align(1, 64))
+_FORMS_256 = (Form("aiter-mxfp4", Align(256, 256), (ROCM,)), _ELSEWHERE)
 _ROUTERS = ("Renormalize", "RenormalizeNaive")
 
 _CK = Variant(
@@ -48,16 +44,17 @@ AITER_BF16 = Backend(
     name="aiter",
     engine_name="AITER_MXFP4_BF16",
     variants=(_CK,),
-    rounding=(Rounding(Align(128, 128), (ROCM,), _MXFP4_ROUNDS, only("silu", "situ")), *_ROUNDING_256),
-    layout="aiter-mxfp4",
+    forms=(
+        Form("aiter-mxfp4", Align(128, 128), (ROCM,), activations=only("silu", "situ")),
+        *_FORMS_256,
+    ),
 )
 AITER_MXFP4 = Backend(
     name="aiter_mxfp4_mxfp4",
     engine_name="AITER_MXFP4_MXFP4",
     variants=(_CK,),
     act=ActFormat("mxfp4", 4, (1, 32)),
-    rounding=(Rounding(Align(256, 128), (ROCM,), _MXFP4_ROUNDS), _ELSEWHERE),
-    layout="aiter-mxfp4",
+    forms=(Form("aiter-mxfp4", Align(256, 128), (ROCM,)), _ELSEWHERE),
 )
 AITER_TRITON_BF16 = Backend(
     name="aiter_triton_mxfp4_bf16",
@@ -78,8 +75,7 @@ AITER_TRITON_BF16 = Backend(
             monolithic=True,
         ),
     ),
-    rounding=_ROUNDING_256,
-    layout="triton-kernels-mxfp4",
+    forms=_FORMS_256,
 )
 AITER_FP8 = Backend(
     name="aiter_mxfp4_fp8",
@@ -101,8 +97,7 @@ AITER_FP8 = Backend(
         ),
     ),
     act=ActFormat("fp8", 8, (-1, -1), dynamic=False),
-    rounding=_ROUNDING_256,
-    layout="aiter-mxfp4",
+    forms=_FORMS_256,
 )
 AITER_TRITON_MXFP4 = Backend(
     name="aiter_triton_mxfp4_mxfp4",
@@ -124,6 +119,5 @@ AITER_TRITON_MXFP4 = Backend(
         ),
     ),
     act=ActFormat("mxfp4", 4, (1, 32)),
-    rounding=_ROUNDING_256,
-    layout="aiter-mxfp4",
+    forms=_FORMS_256,
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...schemes import ActFormat
-from ..backend import SM12X, Ask, Backend, Capability, Need, Offer, Rule, Spread, Switch, Variant, only
+from ..backend import SM12X, Ask, Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, only
 
 
 def _rule(question: str, offered: str, multiple_of_hidden: int) -> Rule:
@@ -37,12 +37,12 @@ B12X_BF16 = Backend(
     name="b12x",
     engine_name="B12X_MXFP4_BF16",
     variants=(Variant("B12xExperts", _BF16),),
-    layout="b12x-mxfp4",
+    forms=(Form("b12x-mxfp4"),),
 )
 B12X_MXFP8 = Backend(
     name="b12x",
     engine_name="B12X_MXFP4_MXFP8",
     variants=(Variant("B12xExperts", _MXFP8),),
     act=ActFormat("mxfp8", 8, (1, 32)),
-    layout="b12x-mxfp4",
+    forms=(Form("b12x-mxfp4"),),
 )

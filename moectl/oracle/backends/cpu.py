@@ -9,9 +9,9 @@ from ..backend import (
     Ask,
     Backend,
     Capability,
+    Form,
     Need,
     Offer,
-    Rounding,
     Rule,
     Spread,
     Switch,
@@ -37,8 +37,7 @@ CPU_MXFP4 = Backend(
             ),
         ),
     ),
-    rounding=(Rounding(Align(32, 32), weights=frozenset({"mxfp4"})),),
-    layout="cpu-amx-mxfp4",
+    forms=(Form("cpu-amx-mxfp4", Align(32, 32)),),
 )
 CPU_INT4 = Backend(
     name="cpu",
@@ -55,7 +54,7 @@ CPU_INT4 = Backend(
             ),
         ),
     ),
-    layout="cpu-amx-int4",
+    forms=(Form("cpu-amx-int4"),),
 )
 
 _INT8 = Capability(
@@ -84,7 +83,7 @@ CPU_INT8 = Backend(
         Variant("ArmCPUExpertsInt8", replace(_INT8, arch=(Arch("cpu", names=frozenset({"aarch64"})),))),
         Variant("CPUExpertsInt8", _INT8),
     ),
-    layout="cpu-int8",
+    forms=(Form("cpu-int8"),),
 )
 
 
@@ -108,7 +107,7 @@ ZEN_INT4 = Backend(
                 ungated=False,
                 routing=only(*_ROUTERS, "Custom"),
                 spread=Spread(ep=False),
-                checkpoints=but("moe_wna16"),
+                checkpoints=but("moe_wna16", "quark"),
                 act_order=False,
                 zero_points=False,
                 dtypes=only("bf16"),
@@ -133,5 +132,5 @@ ZEN_INT4 = Backend(
             ),
         ),
     ),
-    layout="zentorch-int4",
+    forms=(Form("zentorch-int4"),),
 )

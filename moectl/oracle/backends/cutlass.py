@@ -2,7 +2,7 @@
 
 from ...problem import Align
 from ...schemes import ActFormat
-from ..backend import Backend, Capability, Offer, Rounding, Spread, Variant, but, only, sm
+from ..backend import Backend, Capability, Form, Offer, Spread, Variant, but, only, sm
 from .activations import SHARED
 
 CUTLASS_MXFP4 = Backend(
@@ -28,6 +28,5 @@ CUTLASS_MXFP4 = Backend(
         ),
     ),
     act=ActFormat("mxfp4", 4, (1, 32)),
-    rounding=(Rounding(Align(128, 128), weights=frozenset({"mxfp4"})),),
-    layout="cutlass-mxfp4",
+    forms=(Form("cutlass-sm100", Align(128, 128)),),
 )

@@ -8,9 +8,9 @@ from ..backend import (
     SM12X,
     Backend,
     Capability,
+    Form,
     Need,
     Offer,
-    Rounding,
     Switch,
     Variant,
     only,
@@ -34,6 +34,5 @@ DEEP_GEMM_MXFP4 = Backend(
         ),
     ),
     act=ActFormat("fp8", 8, (1, 128)),
-    rounding=(Rounding(Align(128, 128), weights=frozenset({"mxfp4"})),),
-    layout="deepgemm-mxfp4",
+    forms=(Form("deep-gemm", Align(128, 128)),),
 )

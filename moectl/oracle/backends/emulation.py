@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...problem import Align
-from ..backend import CUDA, ROCM, Backend, Need, Offer, Rounding, Variant, but
+from ..backend import CUDA, ROCM, Backend, Form, Need, Offer, Variant, but
 from .triton import PLAIN_CAPABILITY
 
 EMULATION_MX = Backend(
@@ -16,8 +16,7 @@ EMULATION_MX = Backend(
         ),
     ),
     follows_declared=True,
-    rounding=(Rounding(Align(32, 32), weights=frozenset({"mxfp4"})),),
-    layout="plain",
+    forms=(Form("plain", Align(32, 32)),),
 )
 EMULATION_INT4 = Backend(
     name="emulation",
@@ -44,5 +43,5 @@ EMULATION_INT4 = Backend(
             ),
         ),
     ),
-    layout="plain",
+    forms=(Form("plain"),),
 )

@@ -1,7 +1,8 @@
 """FlashInfer's fused MoE kernels: TRT-LLM generated ones on SM10x, CUTLASS on SM90, SM10x and SM12x."""
 
+from ...padding import padding
 from ...problem import Align
-from ...schemes import ActFormat
+from ...schemes import MXFP4, ActFormat
 from ..backend import (
     ALONE,
     SM10X,
@@ -9,9 +10,9 @@ from ..backend import (
     SM90,
     Backend,
     Capability,
+    Form,
     Need,
     Offer,
-    Rounding,
     Spread,
     Switch,
     Variant,
@@ -64,22 +65,20 @@ _TRTLLM_VARIANTS = (
     Variant("TrtLlmMxfp4ExpertsMonolithic", _TRTLLM_MONOLITHIC, monolithic=True),
     Variant("TrtLlmMxfp4ExpertsModular", _TRTLLM),
 )
-_TRTLLM_ROUNDING = (Rounding(Align(256, 128), weights=frozenset({"mxfp4"})),)
+_TRTLLM_FORMS = (Form("trtllm-mxfp4", padding("trtllm-mxfp4", MXFP4)),)
 
 TRTLLM_BF16 = Backend(
     name="flashinfer_trtllm",
     engine_name="FLASHINFER_TRTLLM_MXFP4_BF16",
     variants=_TRTLLM_VARIANTS,
-    rounding=_TRTLLM_ROUNDING,
-    layout="trtllm-mxfp4",
+    forms=_TRTLLM_FORMS,
 )
 TRTLLM_MXFP8 = Backend(
     name="flashinfer_trtllm_afp8",
     engine_name="FLASHINFER_TRTLLM_MXFP4_MXFP8",
     variants=_TRTLLM_VARIANTS,
     act=MXFP8_ACT,
-    rounding=_TRTLLM_ROUNDING,
-    layout="trtllm-mxfp4",
+    forms=_TRTLLM_FORMS,
 )
 
 TRTLLM_INT4 = Backend(
@@ -104,7 +103,7 @@ TRTLLM_INT4 = Backend(
             monolithic=True,
         ),
     ),
-    layout="trtllm-mxint4",
+    forms=(Form("trtllm-mxint4"),),
 )
 
 _CUTLASS = Capability(
@@ -120,20 +119,17 @@ _CUTLASS = Capability(
     ),
     activations=only("silu", "gelu_tanh", "relu2_no_mul", "swigluoai", "swigluoai_uninterleave"),
 )
-_CUTLASS_ROUNDING = (Rounding(Align(128, 128), weights=frozenset({"mxfp4"})),)
 
 CUTLASS_BF16 = Backend(
     name="flashinfer_cutlass",
     engine_name="FLASHINFER_CUTLASS_MXFP4_BF16",
     variants=(Variant("FlashInferExperts", _CUTLASS),),
-    rounding=_CUTLASS_ROUNDING,
-    layout="flashinfer-cutlass-sm90-mxfp4",
+    forms=(Form("cutlass-sm90", padding("cutlass-sm90", MXFP4)),),
 )
 CUTLASS_MXFP8 = Backend(
     name="flashinfer_cutlass_afp8",
     engine_name="FLASHINFER_CUTLASS_MXFP4_MXFP8",
     variants=(Variant("FlashInferExperts", _CUTLASS),),
     act=MXFP8_ACT,
-    rounding=_CUTLASS_ROUNDING,
-    layout="flashinfer-cutlass-sm100-mxfp4",
+    forms=(Form("cutlass-sm100", Align(128, 128)),),
 )

@@ -1,9 +1,8 @@
 """Marlin: weight-only quantization on every CUDA GPU since Turing."""
 
-from math import lcm
-
+from ...padding import padding
 from ...problem import Align
-from ...schemes import FULL
+from ...schemes import FULL, MXFP4
 from ..backend import (
     NO_TWO_SIDED_EXCHANGE,
     XPU,
@@ -11,8 +10,8 @@ from ..backend import (
     Backend,
     Capability,
     Choice,
+    Form,
     Offer,
-    Rounding,
     Rule,
     Variant,
     but,
@@ -39,12 +38,6 @@ def shape_fits(ask: Ask) -> bool:
     group = weight.group
     step = max(group, 1) if ask.pads_tiles else max(TILE, group)
     return dims.hidden % HIDDEN == 0 and dims.intermediate % step == 0 and group in GROUPS
-
-
-def prepared_intermediate(intermediate: int, group: int) -> int:
-    """The intermediate size after integer weights are padded to tiles and whole groups."""
-    step = lcm(TILE, max(group, 1))
-    return -(-intermediate // step) * step
 
 
 def _sizes(ask: Ask) -> str:
@@ -84,22 +77,24 @@ _CAPABILITY = Capability(
     checkpoints=but("moe_wna16"),
     rules=(SHAPE,),
 )
-_ROUNDING = (
-    Rounding(Align(128, 128), where=(XPU,), weights=frozenset({"mxfp4"})),
-    Rounding(Align(256, 128), weights=frozenset({"mxfp4"})),
+_FORMS = (
+    Form("marlin-mxfp4", Align(128, 128), where=(XPU,), weights=frozenset({"mxfp4"})),
+    Form("marlin-mxfp4", padding("marlin-mxfp4", MXFP4), weights=frozenset({"mxfp4"})),
+    # Integer weights are padded to the layout's tiles only when they are repacked.
+    Form("marlin-int4", weights=frozenset({"int4"})),
+    Form("marlin-int8", weights=frozenset({"int8"})),
+    Form("marlin"),
 )
 
 MARLIN = Backend(
     name="marlin",
     engine_name="MARLIN",
     variants=(Variant("MarlinExperts", _CAPABILITY),),
-    rounding=_ROUNDING,
-    layout="marlin",
+    forms=_FORMS,
 )
 BATCHED_MARLIN = Backend(
     name="batched_marlin",
     engine_name="BATCHED_MARLIN",
     variants=(Variant("BatchedMarlinExperts", _CAPABILITY, batched=True),),
-    rounding=_ROUNDING,
-    layout="marlin",
+    forms=_FORMS,
 )

@@ -1,6 +1,9 @@
 """What this tool runs itself: its own Triton kernels, and plain torch as the slow twin."""
 
-from ..backend import Backend, Capability, Offer, Spread, Variant, only, sm
+from functools import partial
+
+from ...padding import padding
+from ..backend import Backend, Capability, Form, Offer, Spread, Variant, only, sm
 
 _OFFERS = (Offer(frozenset({"mxfp4 group 32", "int4 group 32", "int4 group 64", "int4 group 128"})),)
 _ACTIVATIONS = only("silu", "swigluoai", "swigluoai_uninterleave")
@@ -23,7 +26,7 @@ TRITON = Backend(
             ),
         ),
     ),
-    layout="moectl-mtile64",
+    forms=(Form("moectl-mtile64", partial(padding, "moectl-mtile64")),),
     runner="triton",
 )
 TORCH = Backend(

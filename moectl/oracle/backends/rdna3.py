@@ -1,6 +1,6 @@
 """A HIP kernel for symmetric int4 weights on gfx1100."""
 
-from ..backend import NO_NVLINK_EXCHANGE, Ask, Backend, Capability, Offer, Rule, Variant, gfx, only
+from ..backend import NO_NVLINK_EXCHANGE, Ask, Backend, Capability, Form, Offer, Rule, Variant, gfx, only
 from .activations import SHARED
 
 
@@ -37,5 +37,5 @@ RDNA3 = Backend(
             ),
         ),
     ),
-    layout="rdna3-int4",
+    forms=(Form("rdna3-int4"),),
 )

@@ -1,19 +1,22 @@
 """The engine's Triton backends: OpenAI's triton_kernels for MXFP4, and its own integer kernels."""
 
+from ...padding import padding
 from ...problem import Align
+from ...schemes import MXFP4
 from ..backend import (
     ALONE,
     CUDA,
     NO_NVLINK_EXCHANGE,
     ROCM,
+    SM90,
     XPU,
     Ask,
     Backend,
     Capability,
     Choice,
+    Form,
     Need,
     Offer,
-    Rounding,
     Rule,
     Variant,
     but,
@@ -29,9 +32,10 @@ _ARCHS = (
     sm(90, 129),
     gfx("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1150", "gfx1151", "gfx1200", "gfx1201"),
 )
-OAI_ROUNDING = (
-    Rounding(Align(256, 256), where=(ROCM,), weights=frozenset({"mxfp4"})),
-    Rounding(Align(1, 64), weights=frozenset({"mxfp4"})),
+OAI_FORMS = (
+    Form("triton-kernels-rocm", Align(256, 256), where=(ROCM,)),
+    Form("triton-hopper", padding("triton-hopper", MXFP4), where=(SM90,)),
+    Form("triton-kernels", Align(1, 64)),
 )
 
 TRITON_MXFP4 = Backend(
@@ -58,8 +62,7 @@ TRITON_MXFP4 = Backend(
             ),
         ),
     ),
-    rounding=OAI_ROUNDING,
-    layout="triton-kernels-mxfp4",
+    forms=OAI_FORMS,
 )
 TRITON_UNFUSED = Backend(
     name="triton_unfused",
@@ -76,8 +79,7 @@ TRITON_UNFUSED = Backend(
             ),
         ),
     ),
-    rounding=OAI_ROUNDING,
-    layout="triton-kernels-mxfp4",
+    forms=OAI_FORMS,
 )
 
 
@@ -122,7 +124,7 @@ TRITON_INT = Backend(
     name="triton",
     engine_name="TRITON",
     variants=(Variant("TritonWNA16Experts", INTEGER_CAPABILITY),),
-    layout="triton-wna16",
+    forms=(Form("triton-wna16"),),
 )
 
 _TURING = (sm(75), ROCM, XPU)
@@ -149,5 +151,5 @@ TRITON_PLAIN = Backend(
     name="triton",
     engine_name="TRITON",
     variants=(Variant("TritonExperts", PLAIN_CAPABILITY),),
-    layout="plain",
+    forms=(Form("plain"),),
 )

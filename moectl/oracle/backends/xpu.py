@@ -1,7 +1,7 @@
 """Intel GPU kernels."""
 
 from ...problem import Align
-from ..backend import XPU, Backend, Capability, Offer, Rounding, Variant, only
+from ..backend import XPU, Backend, Capability, Form, Offer, Variant, only
 
 _ACTIVATIONS = only("silu", "gelu", "gelu_tanh", "swigluoai", "relu2_no_mul")
 
@@ -18,8 +18,7 @@ XPU_MXFP4 = Backend(
             ),
         ),
     ),
-    rounding=(Rounding(Align(1, 64), weights=frozenset({"mxfp4"})),),
-    layout="xpu-mxfp4",
+    forms=(Form("xpu-mxfp4", Align(1, 64)),),
 )
 XPU_INT4 = Backend(
     name="xpu",
@@ -34,5 +33,5 @@ XPU_INT4 = Backend(
             ),
         ),
     ),
-    layout="xpu-int4",
+    forms=(Form("xpu-int4"),),
 )

@@ -28,6 +28,7 @@ MOECTL = Policy(
             storages=ANY,
             weights=frozenset({"bf16", "fp8", "mxfp8", "nvfp4", "mxfp4", "int8", "int4"}),
             act=DECLARED_ACT,
+            rounds=True,
             orders=(Order((TRITON, TORCH)),),
             names={"triton": (TRITON,), "torch": (TORCH,)},
         ),
