@@ -1,1 +1,46 @@
-"""Checkpoint storage formats that can be read and given back, one file each."""
+"""Storage formats: stored tensors to canonical roles and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...errors import UsageError
+from .compressed_tensors import PACK_QUANTIZED
+from .gpt_oss import GPT_OSS
+from .source import (
+    SIDE,
+    LayerMap,
+    Part,
+    RoleMap,
+    Source,
+    StoredTensor,
+    map_layer,
+    output_name,
+    output_prefix,
+)
+
+SOURCES: Mapping[str, Source] = {source.name: source for source in (GPT_OSS, PACK_QUANTIZED)}
+
+
+def source_named(storage: str) -> Source:
+    """The `Source` of a `MoEProblem.storage`; UsageError when experts stored so cannot be converted."""
+    if storage not in SOURCES:
+        raise UsageError(
+            f"experts stored as {storage} cannot be converted; convertible are {', '.join(sorted(SOURCES))}."
+        )
+    return SOURCES[storage]
+
+
+__all__ = [
+    "SIDE",
+    "SOURCES",
+    "LayerMap",
+    "Part",
+    "RoleMap",
+    "Source",
+    "StoredTensor",
+    "map_layer",
+    "output_name",
+    "output_prefix",
+    "source_named",
+]

@@ -1,0 +1,179 @@
+"""Canonical batches of experts read from source files, piece by piece, hashed on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ..errors import CheckpointError
+from .disk import read_exactly
+from .layout import Chain
+from .safetensors_file import TORCH_DTYPES, nbytes
+from .sources import RoleMap, StoredTensor
+
+
+class FolderReader(AbstractContextManager["FolderReader"]):
+    """A folder's files, each opened once and read by offset, never written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+
+    def fd(self, name: str) -> int:
+        """The descriptor of a file of the folder, opened for reading only."""
+        if name not in self._open:
+            try:
+                self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot open {self._folder / name}: {error.strerror or error}."
+                ) from error
+        return self._open[name]
+
+    def read(self, name: str, view: memoryview, offset: int) -> None:
+        """Fills `view` from the file; CheckpointError when the file is too short."""
+        read_exactly(self.fd(name), view, offset, name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of bytes shared by a stored tensor and a canonical batch.
+
+    `tensor_at` and `batch_at` count bytes from the start of the tensor and of the batch.
+    """
+
+    tensor: StoredTensor
+    tensor_at: int
+    batch_at: int
+    nbytes: int
+
+
+def expert_bytes(role: RoleMap) -> int:
+    """Bytes of one expert of a canonical role."""
+    return nbytes(role.dtype, role.shape) // role.shape[0]
+
+
+def pieces(role: RoleMap, first: int, last: int) -> Iterator[Piece]:
+    """Where the canonical bytes of experts `first` to `last` (exclusive) come from, in batch order."""
+    each = expert_bytes(role)
+    height = role.shape[1] if len(role.shape) > 1 else 1
+    row = each // height
+    per_expert = len(role.tensors) // role.shape[0]
+    if role.tensors[0].expert is None:
+        for tensor in role.tensors:
+            yield Piece(tensor, first * each, 0, (last - first) * each)
+        return
+    for tensor in role.tensors[first * per_expert : last * per_expert]:
+        assert tensor.expert is not None
+        at = (tensor.expert - first) * each + tensor.rows[0] * row
+        yield Piece(tensor, 0, at, (tensor.rows[1] - tensor.rows[0]) * row)
+
+
+class Digests:
+    """SHA-256 of tensors whose bytes come in order, piece by piece."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Any] = {}
+        self._done: dict[str, str] = {}
+
+    def update(self, name: str, view: memoryview, *, last: bool) -> None:
+        """The next bytes of tensor `name`; `last` when no more follow."""
+        digest = self._running.setdefault(name, hashlib.sha256())
+        digest.update(view)
+        if last:
+            self._done[name] = self._running.pop(name).hexdigest()
+
+    def __getitem__(self, name: str) -> str:
+        return self._done[name]
+
+
+def as_tensor(buffer: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The first bytes of a uint8 `buffer` as a tensor, nothing copied."""
+    return buffer[: nbytes(dtype, shape)].view(TORCH_DTYPES[dtype]).reshape(shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's bytes, nothing copied."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def apply_chain(chain: Chain, batch: torch.Tensor) -> torch.Tensor:
+    """The stored form of a canonical batch; the batch itself where the chain has no steps."""
+    return chain.apply(batch) if chain.steps else batch
+
+
+def undo_chain(chain: Chain, stored: torch.Tensor, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """The canonical batch that is stored as `stored`; itself where the chain has no steps."""
+    return chain.undo(stored, shape, dtype) if chain.steps else stored
+
+
+def storage_form(chain: Chain, shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ...], str]:
+    """Stored shape and dtype. A chain without steps stores any dtype, one with steps those they know."""
+    return chain.storage_shape(shape, dtype) if chain.steps else (shape, dtype)
+
+
+Job = TypeVar("Job", contravariant=True)
+
+
+class Stages(Protocol[Job]):
+    """Three steps of a job: `read` fills a buffer, `work` turns it into a result, `write` stores it."""
+
+    def read(self, job: Job, buffer: torch.Tensor) -> None: ...
+
+    def work(self, job: Job, buffer: torch.Tensor) -> torch.Tensor: ...
+
+    def write(self, job: Job, result: torch.Tensor) -> None: ...
+
+
+def run_stages(jobs: list[Job], stages: Stages[Job], buffer_bytes: int, *, overlap: bool) -> None:
+    """Runs the jobs in order; with `overlap`, reading and writing go on beside the work.
+
+    Three buffers of `buffer_bytes` are in use: one is read into, one is worked on, and a result
+    that shares memory with the third may still be being written.
+    """
+    count = min(len(jobs), 3 if overlap else 1)
+    buffers = [torch.empty(buffer_bytes, dtype=torch.uint8) for _ in range(count)]
+    if not overlap or count == 1:
+        for job in jobs:
+            stages.read(job, buffers[0])
+            stages.write(job, stages.work(job, buffers[0]))
+        return
+    writes: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as readers, ThreadPoolExecutor(1) as writers:
+        try:
+            reading = readers.submit(stages.read, jobs[0], buffers[0])
+            for i, job in enumerate(jobs):
+                reading.result()
+                if i >= 2:
+                    writes[i - 2].result()
+                if i + 1 < len(jobs):
+                    reading = readers.submit(stages.read, jobs[i + 1], buffers[(i + 1) % count])
+                result = stages.work(job, buffers[i % count])
+                writes.append(writers.submit(stages.write, job, result))
+                del result
+            for write in writes:
+                write.result()
+        finally:
+            readers.shutdown(cancel_futures=True)
+            writers.shutdown(cancel_futures=True)
+
+
+def spans(experts: int, batch: int) -> list[tuple[int, int]]:
+    """Experts cut into runs of at most `batch`: first and last (exclusive) of each."""
+    return [(first, min(first + batch, experts)) for first in range(0, experts, batch)]

@@ -1,0 +1,211 @@
+"""Files written whole or not at all: temporary names, fsync, rename, and disk errors in words."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, Unavailable, UsageError
+
+PARTIAL = ".partial"
+"""Suffix of a file that is still being written."""
+
+CHUNK = 4 << 20
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+_FULL[errno.EFBIG] = "the file would be larger than the allowed file size"
+
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@contextmanager
+def disk_errors(path: Path, nbytes: int) -> Iterator[None]:
+    """Turns the operating system's refusal to write `nbytes` to `path` into `Unavailable`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise Unavailable(
+                f"cannot write {path.name}, which needs {nbytes} bytes: {_FULL[error.errno]}.",
+                hint="Make room, then run the same command again with --resume.",
+            ) from error
+        raise Unavailable(
+            f"cannot write {path}: {error.strerror or error}.", hint="Check the output folder."
+        ) from error
+
+
+def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:
+    """Fills `view` with the bytes of file `fd` from `offset`.
+
+    Raises CheckpointError when the file ends too soon or the disk cannot read it.
+    """
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(fd, [view[done:]], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {name}: {error.strerror or error}.") from error
+        if got == 0:
+            raise CheckpointError(
+                f"{name} is truncated: {len(view)} bytes expected at offset {offset}, got {done}.",
+                hint="Fetch the file again.",
+            )
+        done += got
+
+
+def write_exactly(fd: int, view: memoryview, offset: int) -> None:
+    """Writes all of `view` at `offset`."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def replacing(path: Path, size: int) -> Iterator[int]:
+    """A file descriptor of `size` preallocated bytes that becomes `path` when the block succeeds.
+
+    The bytes live under a temporary name until they are synced; on any error, an interrupt
+    included, the temporary file is removed and `path` stays as it was.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with disk_errors(path, size):
+        fd = os.open(partial, flags, 0o644)
+        try:
+            try:
+                _reserve(fd, size)
+                yield fd
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Asks for the space now, so that a full disk is met before the work and not after it."""
+    if size == 0:
+        return
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+    os.ftruncate(fd, size)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes `data` to `path` at once: readers see the old file or the whole new one."""
+    with replacing(path, len(data)) as fd:
+        write_exactly(fd, memoryview(data), 0)
+
+
+def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) -> str:
+    """SHA-256 of a file in hexadecimal, read in small pieces; `advance` gets the bytes of each."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while got := file.readinto(buffer):
+            digest.update(buffer[:got])
+            advance(got)
+    return digest.hexdigest()
+
+
+def copy_bytes(
+    source: int, target: int, read_at: int, write_at: int, nbytes: int, name: str, digest: Any = None
+) -> None:
+    """Copies `nbytes` between open files in small pieces, through `digest` where one is given."""
+    buffer = memoryview(bytearray(min(CHUNK, nbytes)))
+    done = 0
+    while done < nbytes:
+        piece = buffer[: min(len(buffer), nbytes - done)]
+        read_exactly(source, piece, read_at + done, name)
+        if digest is not None:
+            digest.update(piece)
+        write_exactly(target, piece, write_at + done)
+        done += len(piece)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies a file under a temporary name, then renames it."""
+    fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        with replacing(target, size) as out:
+            copy_bytes(fd, out, 0, 0, size, source.name)
+    finally:
+        os.close(fd)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for `source`'s data, or a copy where the file system cannot give one."""
+    resolved = source.resolve()
+    target.unlink(missing_ok=True)
+    try:
+        os.link(resolved, target)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise Unavailable(f"cannot link {source} to {target}: {error.strerror or error}.") from error
+        copy_file(resolved, target)
+    else:
+        sync_folder(target.parent)
+
+
+def file_findings(path: Path, size: int, sha256: str) -> list[str]:
+    """How a file differs from its recorded size and SHA-256, in words; empty when it does not."""
+    if not path.is_file():
+        return [f"{path.name} is missing"]
+    got = path.stat().st_size
+    if got != size:
+        return [f"{path.name} must have {size} bytes, got {got}"]
+    return [] if file_sha256(path) == sha256 else [f"{path.name} does not have the SHA-256 that was written"]
+
+
+def refuse_inside(source: Path, out: Path) -> None:
+    """UsageError when `out` is `source` or lies in it, or is a file."""
+    home, target = source.resolve(), out.resolve()
+    if target == home or home in target.parents:
+        raise UsageError(
+            f"the output {out} lies in {source}, which is never written to.",
+            hint="Choose a folder outside of it.",
+        )
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"the output {out} is a file.", hint="Choose a folder.")
+
+
+def create_folder(folder: Path) -> None:
+    """Creates `folder` and its parents; Unavailable when the system refuses."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unavailable(f"cannot create {folder}: {error.strerror or error}.") from error
+
+
+def refuse_small_disk(out: Path, needed: int, hint: str) -> None:
+    """Unavailable when `out`'s file system cannot take `needed` bytes, what `out` holds already included."""
+    place = out.absolute()
+    while not place.exists():
+        place = place.parent
+    held = sum(path.lstat().st_size for path in out.iterdir()) if out.is_dir() else 0
+    room = shutil.disk_usage(place).free + held
+    if room < needed:
+        raise Unavailable(f"{needed} bytes of disk are needed, {out} has room for {room}.", hint=hint)

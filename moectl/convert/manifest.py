@@ -1,0 +1,237 @@
+"""The manifest of a converted folder, read with suspicion, and the layers it describes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.header import read_header
+from ..checkpoint.model import TensorInfo
+from ..checkpoint.strict_json import parse_json_object
+from ..errors import CheckpointError
+from ..problem import MoEProblem
+from .disk import read_exactly
+from .manifest_check import check_manifest
+from .manifest_record import (
+    FORMAT_VERSION,
+    MANIFEST,
+    READY,
+    GroupRecord,
+    LayerRecord,
+    LayoutRecord,
+    ManifestRecord,
+    RoleRecord,
+    ready_bytes,
+)
+from .records import from_json
+from .safetensors_file import TORCH_DTYPES, TensorSpec
+from .sources import SIDE, output_name
+
+
+@dataclass(frozen=True)
+class StoredRole:
+    """One stored tensor of a layer: its spec, role record and SHA-256."""
+
+    role: str
+    spec: TensorSpec
+    record: RoleRecord
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checked manifest and the folder that it describes."""
+
+    folder: Path
+    record: ManifestRecord
+
+    @property
+    def problem(self) -> MoEProblem:
+        """The problem of the first layer group, with padded sizes; `problem_of` for a layer's own."""
+        return self.record.groups[0].problem
+
+    @property
+    def layout(self) -> LayoutRecord:
+        return self.record.layout
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Converted layers in order."""
+        return tuple(sorted(self._layers))
+
+    @cached_property
+    def _layers(self) -> Mapping[int, LayerRecord]:
+        return {record.layer: record for record in self.record.layers}
+
+    @cached_property
+    def _groups(self) -> Mapping[int, GroupRecord]:
+        return {layer: group for group in self.record.groups for layer in group.layers}
+
+    def layer(self, layer: int) -> LayerRecord:
+        """The record of one layer; CheckpointError names the layers there are."""
+        if layer not in self._layers:
+            known = ", ".join(map(str, self.layers))
+            raise CheckpointError(f"{self.folder.name} holds no layer {layer}; it has layers {known}.")
+        return self._layers[layer]
+
+    def group_of(self, layer: int) -> GroupRecord:
+        """The group that `layer` belongs to."""
+        return self._groups[self.layer(layer).layer]
+
+    def problem_of(self, layer: int) -> MoEProblem:
+        """The problem of `layer`, with padded sizes."""
+        return self.group_of(layer).problem
+
+    def tensors(self, layer: int) -> Mapping[str, StoredRole]:
+        """The stored tensors of `layer` by role, ``source.*`` ones included."""
+        record, group = self.layer(layer), self.group_of(layer)
+        prefix = group.prefix.replace("{layer}", str(layer))
+        return {
+            role: StoredRole(
+                role,
+                TensorSpec(output_name(prefix, role), item.stored_dtype, item.stored_shape),
+                item,
+                record.sha256[role],
+            )
+            for role, item in group.roles.items()
+        }
+
+    def open_layer(self, layer: int) -> Mapping[str, TensorInfo]:
+        """Where each role's bytes are in the layer's file, after its header was held to the manifest.
+
+        Raises CheckpointError naming every field that differs.
+        """
+        record = self.layer(layer)
+        found = read_file_header(self.folder, record.file, record.size)
+        stored = self.tensors(layer)
+        expected = {item.spec.name: item.spec for item in stored.values()}
+        wrong = sorted(set(found) ^ set(expected)) + [
+            f"{name} ({expected[name].dtype} {list(expected[name].shape)} expected, "
+            f"got {found[name].dtype} {list(found[name].shape)})"
+            for name in sorted(set(found) & set(expected))
+            if (found[name].dtype, found[name].shape) != (expected[name].dtype, expected[name].shape)
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{record.file} does not match the manifest in {'; '.join(wrong[:8])}.",
+                hint="Convert again.",
+            )
+        return {role: found[item.spec.name] for role, item in stored.items()}
+
+
+def read_file_header(folder: Path, name: str, size: int | None = None) -> dict[str, TensorInfo]:
+    """The checked header of `folder`/`name`; CheckpointError when missing or not `size` bytes long."""
+    path = folder / name
+    try:
+        with path.open("rb", buffering=0) as file:
+            got = os.fstat(file.fileno()).st_size
+            if size is not None and got != size:
+                raise CheckpointError(
+                    f"{name} must have {size} bytes, got {got}.", hint="The file was cut or changed."
+                )
+            return read_header(file, got, name)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """The checked `Manifest` of a complete converted folder.
+
+    Nothing in it is believed before it is checked: READY must be there and hold the manifest's
+    hash, the format must be known, names must stay inside the folder, shapes, chains, hashes and
+    source places must agree with each other.
+
+    Raises:
+        CheckpointError: not a converted folder, not complete, or anything that does not agree.
+    """
+    data = _read_small(folder / MANIFEST, 1 << 29)
+    ready = _read_small(folder / READY, 1 << 10) if (folder / READY).is_file() else None
+    if data is None and ready is None:
+        raise CheckpointError(
+            f"{folder} is not a finished converted folder: {MANIFEST} and {READY} are missing.",
+            hint="Convert a checkpoint into it, or finish it with convert --resume.",
+        )
+    if data is None or ready is None:
+        missing = MANIFEST if data is None else READY
+        raise CheckpointError(
+            f"{folder} is not complete: {missing} is missing, which is written last.",
+            hint="Finish it with convert --resume.",
+        )
+    if ready != ready_bytes(data):
+        raise CheckpointError(
+            f"{READY} does not hold the SHA-256 of {MANIFEST}: one of them was changed.",
+            hint="Convert again.",
+        )
+    document = parse_json_object(data, MANIFEST)
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{MANIFEST} has format version {version!r}, this program reads {FORMAT_VERSION}.",
+            hint="Use the program that wrote it, or convert again.",
+        )
+    record = from_json(ManifestRecord, document, MANIFEST)
+    problems = check_manifest(record)
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise CheckpointError(f"{MANIFEST} does not agree with itself: {'; '.join(problems[:5])}{more}.")
+    return Manifest(folder, record)
+
+
+def _read_small(path: Path, limit: int) -> bytes | None:
+    try:
+        if not path.exists():
+            return None
+        if path.stat().st_size > limit:
+            raise CheckpointError(f"{path.name} has more than {limit} bytes, which no converted folder has.")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
+
+
+def load_layer(
+    manifest: Manifest,
+    layer: int,
+    *,
+    check: bool = False,
+    place: Callable[[str], torch.device] | None = None,
+) -> dict[str, torch.Tensor]:
+    """One layer's stored tensors by role, ``source.*`` ones left out, in their stored shape and dtype.
+
+    Args:
+        check: compare each tensor with its SHA-256.
+        place: the device of a role's tensor; the CPU without it. Each tensor is moved before the
+            next one is read.
+
+    Raises:
+        CheckpointError: the file is missing, cut, or differs from the manifest in any field.
+    """
+    places = manifest.open_layer(layer)
+    stored = manifest.tensors(layer)
+    result: dict[str, torch.Tensor] = {}
+    with (manifest.folder / manifest.layer(layer).file).open("rb", buffering=0) as file:
+        for role, item in stored.items():
+            if role.startswith(SIDE):
+                continue
+            info = places[role]
+            raw = torch.empty(info.nbytes, dtype=torch.uint8)
+            view = raw.numpy().data
+            read_exactly(file.fileno(), view, info.start, info.file)
+            if check and hashlib.sha256(view).hexdigest() != item.sha256:
+                raise CheckpointError(
+                    f"{item.spec.name} of {info.file} does not have the SHA-256 that was written.",
+                    hint="Convert again.",
+                )
+            tensor = raw.view(TORCH_DTYPES[info.dtype]).reshape(info.shape)
+            result[role] = tensor if place is None else tensor.to(place(role))
+    return result
+
+
+def unpadded(problem: MoEProblem) -> MoEProblem:
+    """`problem` with its logical sizes alone, as the source stores it."""
+    return replace(problem, dims=replace(problem.dims, padded_hidden=0, padded_intermediate=0))

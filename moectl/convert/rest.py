@@ -1,0 +1,156 @@
+"""What a conversion keeps as it is: other tensors, tokenizers and other small files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..checkpoint.header import header_length
+from ..checkpoint.model import Checkpoint, TensorInfo
+from ..checkpoint.strict_json import parse_json_object
+from .batches import FolderReader
+from .disk import (
+    CHUNK,
+    copy_bytes,
+    copy_file,
+    file_findings,
+    file_sha256,
+    link_or_copy,
+    read_exactly,
+    replacing,
+    write_exactly,
+)
+from .manifest_record import (
+    CONFIG,
+    INDEX,
+    MANIFEST,
+    READY,
+    SOURCE_CONFIG,
+    FileRecord,
+    RestRecord,
+    SourceFile,
+    SourceRecord,
+)
+from .plan import RestPlan
+from .progress import LOG, Meter, ProgressLog
+from .safetensors_file import FilePlan
+
+SMALL_FILE = 64 << 20
+"""Larger files that are no safetensors are left where they are and named in the summary."""
+
+_OWN = frozenset({CONFIG, SOURCE_CONFIG, INDEX, MANIFEST, READY, LOG})
+
+
+def file_matches(path: Path, file: FilePlan, hashes: Mapping[TensorInfo, str]) -> bool:
+    """True when `path` has the planned header and every tensor has the SHA-256 given for it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if os.fstat(fd).st_size != file.size:
+            return False
+        header = bytearray(len(file.header))
+        read_exactly(fd, memoryview(header), 0, path.name)
+        if header != file.header:
+            return False
+        return all(range_sha256(fd, info.start, info.end, path.name) == want for info, want in hashes.items())
+    finally:
+        os.close(fd)
+
+
+def range_sha256(fd: int, start: int, end: int, name: str) -> str:
+    """SHA-256 of a run of bytes of an open file, read in small pieces."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(max(1, min(CHUNK, end - start))))
+    while start < end:
+        piece = buffer[: min(len(buffer), end - start)]
+        read_exactly(fd, piece, start, name)
+        digest.update(piece)
+        start += len(piece)
+    return digest.hexdigest()
+
+
+def write_rest(
+    item: RestPlan, reader: FolderReader, folder: Path, out: Path, log: ProgressLog, meter: Meter
+) -> RestRecord:
+    """Links, copies or extracts one file of other tensors, unless the log's hash shows it is there."""
+    path = out / item.name
+    size = sum(info.nbytes for info in item.tensors)
+    before = log.rest.get(item.name)
+    if before and not file_findings(path, before.size, before.sha256):
+        meter.advance(size)
+        return before
+    if item.file is None:
+        link_or_copy(folder / item.source, path)
+        record = RestRecord(item.name, path.stat().st_size, file_sha256(path), item.source, True)
+    else:
+        record = _extract(item, item.file, reader, path)
+    meter.advance(size)
+    log.add(record)
+    return record
+
+
+def _extract(item: RestPlan, file: FilePlan, reader: FolderReader, path: Path) -> RestRecord:
+    with replacing(path, file.size) as fd:
+        write_exactly(fd, memoryview(file.header), 0)
+        for info in item.tensors:
+            place = file.tensors[info.name]
+            copy_bytes(reader.fd(info.file), fd, info.start, place.start, info.nbytes, info.file)
+    return RestRecord(file.name, file.size, file_sha256(path), item.source, False)
+
+
+def source_record(checkpoint: Checkpoint, folder: Path) -> SourceRecord:
+    """Which checkpoint this is: name, revision, and the hashes of its config and of every header."""
+    files = sorted({info.file for info in checkpoint.tensors.values()})
+    return SourceRecord(
+        kind=checkpoint.origin.kind,
+        name=checkpoint.origin.name,
+        revision=checkpoint.origin.revision,
+        config_sha256=file_sha256(folder / CONFIG),
+        files=tuple(_source_file(folder, name) for name in files),
+    )
+
+
+def _source_file(folder: Path, name: str) -> SourceFile:
+    with (folder / name).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        raw = file.read(header_length(prefix, size, name))
+    found = parse_json_object(raw, f"{name}: the header").get("__metadata__", {})
+    return SourceFile(name, size, hashlib.sha256(prefix + raw).hexdigest(), dict(found))
+
+
+def copy_small_files(
+    folder: Path, out: Path, tensor_files: set[str]
+) -> tuple[tuple[FileRecord, ...], tuple[str, ...]]:
+    """Copies tokenizer and other small files; records of them, and the names that were left out.
+
+    Left out are folders, files over `SMALL_FILE`, safetensors that the checkpoint does not use, and
+    links that lead out of the checkpoint (a Hub cache's own blobs belong to it).
+    """
+    records, skipped = [], []
+    for path in sorted(folder.iterdir()):
+        if path.name in _OWN or path.name in tensor_files:
+            continue
+        if not _is_small_file(path, folder):
+            skipped.append(path.name)
+            continue
+        target = out / path.name
+        copy_file(path, target)
+        records.append(FileRecord(path.name, target.stat().st_size, file_sha256(target)))
+    return tuple(records), tuple(skipped)
+
+
+def _is_small_file(path: Path, folder: Path) -> bool:
+    root = folder.resolve()
+    homes = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    return (
+        path.is_file()
+        and any(home in path.resolve().parents for home in homes)
+        and path.suffix != ".safetensors"
+        and not path.name.startswith((".", "moectl"))
+        and path.stat().st_size <= SMALL_FILE
+    )

@@ -1,0 +1,48 @@
+"""compressed-tensors pack-quantized: one set of tensors per expert and projection, codes in I32 words.
+
+A word holds 32 / bits consecutive codes of one row, the first in the low bits, so that the words of a
+row, little-endian, are the bytes of the canonical packed row. `weight_shape` says ``[rows, columns]``
+of the weights; it is checked and kept for the way back.
+"""
+
+from __future__ import annotations
+
+from ...problem import MoEProblem
+from .source import SIDE, Part, Source
+
+
+def _refuse(problem: MoEProblem) -> str:
+    weight = problem.scheme.weight
+    if weight.name not in ("int4", "int8") or weight.zero_point:
+        return f"pack-quantized experts are converted when they are symmetric int4 or int8, got {weight}"
+    if problem.act_order == "group":
+        return "experts with activation order by group (g_idx) cannot be converted, only its static form"
+    per_word = 32 // weight.bits
+    if problem.dims.hidden % per_word or problem.dims.intermediate % per_word:
+        return (
+            f"{weight.name} words hold {per_word} codes, so hidden and intermediate sizes must be multiples "
+            f"of {per_word}, got {problem.dims.hidden} and {problem.dims.intermediate}"
+        )
+    return ""
+
+
+def _check_shape(part: Part, problem: MoEProblem, values: tuple[int, ...]) -> str:
+    hidden, inter = problem.dims.hidden, problem.dims.intermediate
+    expected = (hidden, inter) if part.stored == "w2_shape" else (inter, hidden)
+    return "" if values == expected else f"says {list(values)}, but its weight is {list(expected)}"
+
+
+def _projection(name: str, role: str, half: int | None) -> tuple[Part, ...]:
+    return (
+        Part(name, role, half, gated=half == 1),
+        Part(f"{name}_scale", f"{role}_scale", half, gated=half == 1),
+        Part(f"{name}_shape", f"{SIDE}{name}_shape", gated=half == 1),
+    )
+
+
+PACK_QUANTIZED = Source(
+    "compressed-tensors",
+    _projection("w1", "w13", 0) + _projection("w3", "w13", 1) + _projection("w2", "w2", None),
+    _refuse,
+    _check_shape,
+)

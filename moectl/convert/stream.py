@@ -1,0 +1,334 @@
+"""A planned conversion carried out: layer by layer, bounded in memory, resumable."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..errors import CheckpointError, Unavailable, UsageError
+from .batches import (
+    Digests,
+    FolderReader,
+    apply_chain,
+    as_bytes,
+    as_tensor,
+    expert_bytes,
+    pieces,
+    run_stages,
+    spans,
+)
+from .codecs import check_scales
+from .disk import (
+    PARTIAL,
+    create_folder,
+    refuse_inside,
+    refuse_small_disk,
+    replacing,
+    write_exactly,
+    write_file,
+)
+from .manifest import load_manifest
+from .manifest_record import (
+    CONFIG,
+    FORMAT_VERSION,
+    INDEX,
+    MANIFEST,
+    READY,
+    SOURCE_CONFIG,
+    LayerRecord,
+    ManifestRecord,
+    PartHashes,
+    RestRecord,
+    converted_config,
+    manifest_bytes,
+    ready_bytes,
+)
+from .plan import LayerPlan, Plan, RolePlan
+from .progress import LOG, Meter, Progress, ProgressLog, open_log, silent
+from .records import to_json
+from .rest import copy_small_files, file_matches, source_record, write_rest
+from .sources import SIDE
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a conversion did: layers converted now and found finished, bytes read and written."""
+
+    folder: Path
+    converted: tuple[int, ...]
+    resumed: tuple[int, ...]
+    bytes_in: int
+    bytes_out: int
+    skipped_files: tuple[str, ...] = ()
+
+
+def convert(
+    plan: Plan,
+    out: Path,
+    *,
+    resume: bool = False,
+    progress: Progress = silent,
+    threads: int | None = None,
+) -> Summary:
+    """Carries out `plan` into `out`, and the `Summary` of it.
+
+    The source is only read. Files appear under their names when they are whole and synced; READY
+    appears last, after everything else. What an interrupted run finished is kept, checked by its
+    hashes, and completed with `resume`; the result is the same, byte for byte.
+
+    Args:
+        out: a folder that is empty, does not exist yet, or (`resume`) holds the same conversion.
+        threads: 1 does one thing after another; more, the default, overlap reading, converting and
+            writing.
+
+    Raises:
+        UsageError: `out` cannot be used.
+        Unavailable: no data on this machine, or no room on the disk; resumable.
+        CheckpointError: the source's bytes are not what its headers say, or hold a NaN scale.
+    """
+    folder = plan.checkpoint.folder
+    if folder is None:
+        raise Unavailable(
+            f"{plan.checkpoint.origin.name} has headers but no weights on this machine.",
+            hint="Download the checkpoint, then convert its folder.",
+        )
+    _check_output(folder, out, resume)
+    if resume and (out / READY).exists():
+        return _already_done(plan, out)
+    refuse_small_disk(out, plan.disk_needed, "Make room, choose another folder, or give --experts-only.")
+    create_folder(out)
+    log = open_log(out, plan.fingerprint())
+    try:
+        summary = _convert(plan, folder, out, log, progress, overlap=threads != 1)
+    except BaseException:
+        log.close()
+        raise
+    log.close(remove=True)
+    return summary
+
+
+def _check_output(folder: Path, out: Path, resume: bool) -> None:
+    refuse_inside(folder, out)
+    found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if found and not resume:
+        begun = LOG in found
+        raise UsageError(
+            f"the output folder {out} is not empty: it holds {', '.join(found[:3])}.",
+            hint="Finish the conversion with --resume." if begun else "Choose an empty folder.",
+        )
+    if found and LOG not in found and READY not in found:
+        raise UsageError(
+            f"{out} holds no conversion to resume: it has no {LOG}.", hint="Choose an empty folder."
+        )
+
+
+def _already_done(plan: Plan, out: Path) -> Summary:
+    manifest = load_manifest(out)
+    record = manifest.record
+    found = (to_json(record.layout), to_json(record.groups), record.experts_only)
+    if found != (to_json(plan.layout), to_json(plan.groups), plan.experts_only):
+        raise UsageError(f"{out} holds another finished conversion.", hint="Choose an empty folder.")
+    (out / LOG).unlink(missing_ok=True)
+    return Summary(out, (), manifest.layers, 0, 0)
+
+
+@dataclass
+class _Counts:
+    converted: list[int] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+
+
+def _convert(
+    plan: Plan, folder: Path, out: Path, log: ProgressLog, progress: Progress, *, overlap: bool
+) -> Summary:
+    for path in out.glob(f"*{PARTIAL}"):
+        path.unlink()
+    meter = Meter(progress, plan.bytes_in + plan.rest_bytes)
+    layers: list[LayerRecord] = []
+    counts = _Counts()
+    with FolderReader(folder) as reader:
+        _check_lengths(plan, reader)
+        for layer in plan.layers:
+            meter.say(f"layer {layer.layer}")
+            record = log.layers.get(layer.layer)
+            if record and _is_finished(out, layer, record):
+                meter.advance(layer.bytes_in)
+                counts.resumed.append(layer.layer)
+            else:
+                record = _convert_layer(layer, reader, out, meter, overlap)
+                log.add(record)
+                counts.converted.append(layer.layer)
+            layers.append(record)
+        rest: list[RestRecord] = []
+        for item in plan.rest:
+            meter.say(item.name)
+            rest.append(write_rest(item, reader, folder, out, log, meter))
+    meter.say("manifest")
+    skipped = _finish(plan, folder, out, layers, rest)
+    return Summary(
+        out, tuple(counts.converted), tuple(counts.resumed), plan.bytes_in, plan.bytes_out, skipped
+    )
+
+
+def _check_lengths(plan: Plan, reader: FolderReader) -> None:
+    """Every source file must still be as long as its header said when the conversion was planned."""
+    ends: dict[str, int] = {}
+    for info in plan.checkpoint.tensors.values():
+        ends[info.file] = max(ends.get(info.file, 0), info.end)
+    for name, end in ends.items():
+        size = os.fstat(reader.fd(name)).st_size
+        if size < end:
+            raise CheckpointError(
+                f"{name} is truncated: its header asks for {end} bytes, the file has {size}.",
+                hint="Fetch the file again.",
+            )
+
+
+def _is_finished(out: Path, layer: LayerPlan, record: LayerRecord) -> bool:
+    """True when the logged layer's file is there and every tensor has the logged hash."""
+    path = out / layer.file.name
+    if record.file != layer.file.name or set(record.sha256) != {role.role for role in layer.roles}:
+        return False
+    hashes = {layer.file.tensors[role.spec.name]: record.sha256[role.role] for role in layer.roles}
+    return file_matches(path, layer.file, hashes)
+
+
+class _RoleStages:
+    """Reads, converts and writes the expert batches of one role of one layer."""
+
+    def __init__(
+        self, layer: LayerPlan, role: RolePlan, reader: FolderReader, fd: int, path: Path, meter: Meter
+    ) -> None:
+        self._layer, self._role, self._reader = layer, role, reader
+        self._fd, self._path, self._meter = fd, path, meter
+        self._place = layer.file.tensors[role.spec.name]
+        self._each = self._place.nbytes // role.experts
+        self.hashes = Digests()
+
+    def read(self, job: tuple[int, int], buffer: torch.Tensor) -> None:
+        view = buffer.numpy().data
+        for piece in pieces(self._role.source, *job):
+            info = piece.tensor.info
+            part = view[piece.batch_at : piece.batch_at + piece.nbytes]
+            self._reader.read(info.file, part, info.start + piece.tensor_at)
+            self.hashes.update(info.name, part, last=piece.tensor_at + piece.nbytes == info.nbytes)
+
+    def work(self, job: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
+        role = self._role
+        shape = (job[1] - job[0], *role.source.shape[1:])
+        batch = as_tensor(buffer, role.source.dtype, shape)
+        _check_values(self._layer, role, batch, job[0])
+        stored = apply_chain(role.chain, batch)
+        expected = (job[1] - job[0], *role.spec.shape[1:])
+        assert tuple(stored.shape) == expected, (role.role, tuple(stored.shape), expected)
+        self._meter.advance(expert_bytes(role.source) * (job[1] - job[0]))
+        return stored
+
+    def write(self, job: tuple[int, int], result: torch.Tensor) -> None:
+        view = as_bytes(result)
+        self.hashes.update(self._place.name, view, last=job[1] == self._role.experts)
+        write_exactly(self._fd, view, self._place.start + job[0] * self._each)
+
+
+def _check_values(layer: LayerPlan, role: RolePlan, batch: torch.Tensor, first: int) -> None:
+    """Refuses a NaN or infinite scale, and side tensors that contradict the weights."""
+    if role.role.endswith("_scale"):
+        try:
+            check_scales(batch)
+        except CheckpointError as error:
+            names = sorted({t.info.name for t in role.source.tensors if t.expert in (None, first)})
+            raise CheckpointError(
+                f"layer {layer.layer}, {role.role}, experts {first} to {first + len(batch) - 1} "
+                f"({names[0]}): {error.what}",
+                reason=error.reason,
+                hint=error.hint,
+            ) from error
+    if role.role.startswith(SIDE):
+        per_expert = len(role.source.tensors) // role.experts
+        for i, values in enumerate(batch.reshape(len(batch), -1).tolist()):
+            tensor = role.source.tensors[(first + i) * per_expert]
+            reason = layer.source.check_side(tensor.part, layer.problem, tuple(values))
+            if reason:
+                raise CheckpointError(f"{tensor.info.name} {reason}.", hint="Check the checkpoint.")
+
+
+def _convert_layer(
+    layer: LayerPlan, reader: FolderReader, out: Path, meter: Meter, overlap: bool
+) -> LayerRecord:
+    """Writes one layer's file and returns its record."""
+    path = out / layer.file.name
+    sha256: dict[str, str] = {}
+    source: dict[str, PartHashes] = {}
+    with replacing(path, layer.file.size) as fd:
+        write_exactly(fd, memoryview(layer.file.header), 0)
+        for role in layer.roles:
+            stages = _RoleStages(layer, role, reader, fd, path, meter)
+            jobs = spans(role.experts, role.batch)
+            size = expert_bytes(role.source) * min(role.batch, role.experts)
+            run_stages(jobs, stages, size, overlap=overlap)
+            sha256[role.role] = stages.hashes[role.spec.name]
+            source.update(_part_hashes(role, stages.hashes))
+    return LayerRecord(layer.layer, layer.file.name, layer.file.size, sha256, source)
+
+
+def _part_hashes(role: RolePlan, hashes: Digests) -> Mapping[str, PartHashes]:
+    result: dict[str, PartHashes] = {}
+    for stored in dict.fromkeys(t.part.stored for t in role.source.tensors):
+        own = [t for t in role.source.tensors if t.part.stored == stored]
+        result[stored] = PartHashes(tuple(hashes[t.info.name] for t in own), tuple(t.info.file for t in own))
+    return result
+
+
+def producer() -> dict[str, str]:
+    """Versions of what writes the folder; an absent package is ``""``."""
+    versions = {"moectl": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name, package in (("triton", "triton"), ("flashinfer", "flashinfer-python")):
+        try:
+            versions[name] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[name] = ""
+    return versions
+
+
+def _finish(
+    plan: Plan, folder: Path, out: Path, layers: list[LayerRecord], rest: list[RestRecord]
+) -> tuple[str, ...]:
+    """Copies the small files, then writes index, configs, manifest, and READY last."""
+    files, skipped = copy_small_files(folder, out, {info.file for info in plan.checkpoint.tensors.values()})
+    weight_map = {role.spec.name: layer.file.name for layer in plan.layers for role in layer.roles}
+    weight_map.update({info.name: item.name for item in plan.rest for info in item.tensors})
+    total = sum(r.spec.nbytes for layer in plan.layers for r in layer.roles) + plan.rest_bytes
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    config = converted_config(plan.checkpoint.config, plan.layout)
+    source = source_record(plan.checkpoint, folder)
+    write_file(out / INDEX, _document(index))
+    write_file(out / CONFIG, _document(config))
+    write_file(out / SOURCE_CONFIG, (folder / CONFIG).read_bytes())
+    record = ManifestRecord(
+        format_version=FORMAT_VERSION,
+        producer=producer(),
+        source=source,
+        layout=plan.layout,
+        experts_only=plan.experts_only,
+        groups=plan.groups,
+        layers=tuple(layers),
+        rest=tuple(rest),
+        files=files,
+    )
+    data = manifest_bytes(record)
+    write_file(out / MANIFEST, data)
+    write_file(out / READY, ready_bytes(data))
+    return skipped
+
+
+def _document(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

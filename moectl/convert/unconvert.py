@@ -1,0 +1,150 @@
+"""A converted folder back to the checkpoint it came from, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint.model import TensorInfo
+from ..errors import CheckFailed, CheckpointError, UsageError
+from .batches import FolderReader
+from .disk import (
+    copy_bytes,
+    copy_file,
+    create_folder,
+    file_findings,
+    link_or_copy,
+    refuse_inside,
+    refuse_small_disk,
+    replacing,
+    write_exactly,
+    write_file,
+)
+from .manifest import Manifest, load_manifest, read_file_header
+from .manifest_record import CONFIG, INDEX, SOURCE_CONFIG, FileRecord
+from .progress import Meter, Progress, silent
+from .restore import LayerRestorer, Restored, Sink, part_tensors
+from .safetensors_file import FilePlan, TensorSpec, plan_file
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """What `unconvert` wrote: the folder, how many files, tensors and bytes of tensors."""
+
+    folder: Path
+    files: int
+    tensors: int
+    nbytes: int
+
+
+def unconvert(
+    out: Path, back: Path, *, progress: Progress = silent, max_memory: int | None = None
+) -> Restoration:
+    """Writes the source checkpoint of a converted folder to `back`.
+
+    Tensors have the source's names, dtypes, shapes and bytes, in files with the source's names; every
+    expert tensor is compared with the hash of the source's bytes before its file gets its name. A
+    folder converted with experts only gives the experts' tensors back.
+
+    Raises:
+        UsageError: `back` is not empty, or lies in `out`.
+        CheckpointError: `out` is no finished converted folder, or a file of it is damaged.
+        CheckFailed: a tensor does not come back with its hash.
+        Unavailable: no room on the disk.
+    """
+    manifest = load_manifest(out)
+    refuse_inside(out, back)
+    if back.exists() and (not back.is_dir() or any(back.iterdir())):
+        raise UsageError(f"the output folder {back} is not empty.", hint="Choose an empty folder.")
+    plans = _plan_files(manifest)
+    places = {name: (file, info) for file in plans for name, info in file.tensors.items()}
+    total = sum(layer.size for layer in manifest.record.layers)
+    meter = Meter(progress, total + sum(item.size for item in manifest.record.rest))
+    refuse_small_disk(back, sum(file.size for file in plans), "Make room, or choose another folder.")
+    create_folder(back)
+    with FolderReader(out) as reader, ExitStack() as stack:
+        fds = {file.name: stack.enter_context(replacing(back / file.name, file.size)) for file in plans}
+        for file in plans:
+            write_exactly(fds[file.name], memoryview(file.header), 0)
+
+        def store(run: Restored) -> None:
+            file, info = places[run.name]
+            write_exactly(fds[file.name], run.data, info.start + run.at)
+
+        _restore_layers(manifest, reader, meter, store, max_memory)
+        for item in manifest.record.rest:
+            meter.say(item.file)
+            _check(out, item)
+            if item.whole:
+                link_or_copy(out / item.file, back / item.source)
+            else:
+                for info in read_file_header(out, item.file, item.size).values():
+                    file, place = places[info.name]
+                    target = fds[file.name]
+                    copy_bytes(reader.fd(item.file), target, info.start, place.start, info.nbytes, item.file)
+            meter.advance(item.size)
+    _write_documents(manifest, back, places)
+    kept = [item for item in manifest.record.rest if item.whole]
+    size = sum(info.nbytes for _, info in places.values())
+    return Restoration(back, len(plans) + len(kept), len(places), size)
+
+
+def _plan_files(manifest: Manifest) -> list[FilePlan]:
+    """The source's files that held experts, with every tensor of theirs that the folder has."""
+    specs: dict[str, list[TensorSpec]] = {}
+    for layer in manifest.layers:
+        for part, name, file, _ in part_tensors(manifest, layer):
+            specs.setdefault(file, []).append(TensorSpec(name, part.dtype, part.shape))
+    for item in manifest.record.rest:
+        if not item.whole:
+            found = read_file_header(manifest.folder, item.file, item.size)
+            own = [TensorSpec(i.name, i.dtype, i.shape) for i in found.values()]
+            specs.setdefault(item.source, []).extend(own)
+    metadata = {file.name: file.metadata for file in manifest.record.source.files}
+    return [plan_file(name, specs[name], metadata.get(name, {})) for name in sorted(specs)]
+
+
+def _restore_layers(
+    manifest: Manifest, reader: FolderReader, meter: Meter, store: Sink, max_memory: int | None
+) -> None:
+    for layer in manifest.layers:
+        meter.say(f"layer {layer}")
+        wrong = LayerRestorer(manifest, layer, reader, meter, store, max_memory).run()
+        if wrong:
+            raise CheckFailed(f"{wrong[0]}.", hint="Run verify to see everything that is damaged.")
+
+
+def _check(out: Path, item: FileRecord) -> None:
+    """CheckpointError when a file that is given back is not the one that was kept."""
+    wrong = file_findings(out / item.file, item.size, item.sha256)
+    if wrong:
+        raise CheckpointError(f"{wrong[0]}.", hint="Convert again.")
+
+
+def _write_documents(
+    manifest: Manifest, back: Path, places: Mapping[str, tuple[FilePlan, TensorInfo]]
+) -> None:
+    """The source's small files, its config.json, and an index when it had more than one tensor file."""
+    out = manifest.folder
+    for item in manifest.record.files:
+        _check(out, item)
+        copy_file(out / item.file, back / item.file)
+    wrong = file_findings(
+        out / SOURCE_CONFIG, (out / SOURCE_CONFIG).stat().st_size, manifest.record.source.config_sha256
+    )
+    if wrong:
+        raise CheckpointError(f"{wrong[0]}.", hint="Convert again.")
+    copy_file(out / SOURCE_CONFIG, back / CONFIG)
+    weight_map = {name: file.name for name, (file, _) in places.items()}
+    total = sum(info.nbytes for _, info in places.values())
+    for rest in manifest.record.rest:
+        if rest.whole:
+            found = read_file_header(out, rest.file, rest.size)
+            weight_map.update(dict.fromkeys(found, rest.source))
+            total += sum(info.nbytes for info in found.values())
+    if len(set(weight_map.values())) > 1 or "model.safetensors" not in weight_map.values():
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_file(back / INDEX, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
