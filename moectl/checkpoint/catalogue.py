@@ -25,9 +25,14 @@ class Schema:
     dtype: str
     shape: tuple[Extent, ...]
 
-    @property
-    def per_expert(self) -> bool:
-        return "{expert}" in self.name
+    def names(self, layer: int, experts: int) -> Iterator[str]:
+        """The tensor's name in `layer`, once or for each expert."""
+        before, found, after = self.name.replace("{layer}", str(layer)).partition("{expert}")
+        if not found:
+            yield before
+            return
+        for expert in range(experts):
+            yield f"{before}{expert}{after}"
 
 
 @dataclass(frozen=True)
@@ -54,27 +59,20 @@ class Entry:
             **format_sizes(problem.scheme),
         }
 
-    def listing(self) -> dict[str, TensorInfo]:
-        """Every MoE tensor of the published checkpoint, with no file and offsets that count from 0."""
-        sizes, layers = self.sizes(), declared_layers(self.config).group.layers
-        found: dict[str, TensorInfo] = {}
-        for schema in self.tensors:
-            shape = tuple(axis.value(sizes) for axis in schema.shape)
-            nbytes = math.prod(shape) * DTYPE_BITS[schema.dtype] // 8
-            for name in self._names(schema, layers, sizes["experts"]):
-                found[name] = TensorInfo(name, schema.dtype, shape, "", 0, nbytes)
-        return found
+    def listing(self, config: Mapping[str, Any] | None = None) -> dict[str, TensorInfo]:
+        """Every MoE tensor of the checkpoint, layer by layer, with no file and offsets from 0.
 
-    @staticmethod
-    def _names(schema: Schema, layers: tuple[int, ...], experts: int) -> Iterator[str]:
+        `config` is the published one unless given, as in `sizes`.
+        """
+        sizes, layers = self.sizes(config), declared_layers(config or self.config).group.layers
+        shapes = [tuple(axis.value(sizes) for axis in schema.shape) for schema in self.tensors]
+        found: dict[str, TensorInfo] = {}
         for layer in layers:
-            name = schema.name.replace("{layer}", str(layer))
-            if not schema.per_expert:
-                yield name
-                continue
-            before, after = name.split("{expert}")
-            for expert in range(experts):
-                yield f"{before}{expert}{after}"
+            for schema, shape in zip(self.tensors, shapes, strict=True):
+                nbytes = math.prod(shape) * DTYPE_BITS[schema.dtype] // 8
+                for name in schema.names(layer, sizes["experts"]):
+                    found[name] = TensorInfo(name, schema.dtype, shape, "", 0, nbytes)
+        return found
 
 
 @cache
