@@ -1,0 +1,260 @@
+"""`moectl bench`: every usable backend on the layer's real shapes, correctness first."""
+
+import csv
+import io
+import json as json_module
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from .. import __version__
+from ..errors import ExitCode, UsageError
+from .options import CheckpointArg, Debug, Device, Json, Layer, Offline, Quiet, Seed, framed, option
+from .output import SCHEMA_VERSION, Output, table
+
+if TYPE_CHECKING:
+    from ..bench import Row
+
+EXAMPLES = (
+    "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
+    "moectl bench ./prepared --backend triton,torch -o result.csv",
+    "moectl bench ./kimi -m 64 --format jsonl",
+)
+FORMATS = ("md", "csv", "json", "jsonl")
+MAX_TOKENS = 1 << 20
+
+
+@framed("bench")
+def bench(
+    checkpoint: CheckpointArg,
+    tokens: Annotated[
+        str, option("--tokens", "-m", help="Token counts; 64-1024*4 is 64,256,1024.")
+    ] = "1,8,64",
+    backend: Annotated[
+        str, option("--backend", help="Names such as triton,torch; all: every usable one.")
+    ] = "all",
+    layer: Layer = None,
+    device: Device = None,
+    routing: Annotated[str, option("--routing", help="uniform, balanced, zipf:A or hot:N:F.")] = "uniform",
+    warm: Annotated[bool, option("--warm", help="Do not flush caches.")] = False,
+    repeats: Annotated[int, option("--repeats", help="Measurements per row.", min=1)] = 11,
+    seed: Seed = 0,
+    format: Annotated[
+        str | None, option("--format", help="md, csv, json or jsonl; default: a table.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, option("--output", "-o", help="Write to this file; its suffix picks the format.")
+    ] = None,
+    offline: Offline = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+    *,
+    out: Output,
+) -> ExitCode:
+    """Time every usable backend on one layer's real shapes.
+
+    Against the floor that the device's bandwidth and matrix rate set. Each is compared with the
+    reference first; a result that is wrong gets no time, and exit code 1.
+    """
+    counts = parse_counts(tokens)
+    wanted = pick_format(format, output, json)
+
+    from ..bench import BenchOptions
+    from ..bench import bench as library
+    from ..kernels.timing import measured_rates
+    from ..run import choose_backends, open_layer, this_machine
+
+    machine = this_machine(device)
+    opened = open_layer(checkpoint, layer, offline=offline)
+    asked = [] if backend == "all" else [name.strip() for name in backend.split(",") if name.strip()]
+    names = choose_backends(opened.problem, machine, asked)
+    prepared = {name: opened.prepared(name, machine.torch) for name in names}
+    rates = measured_rates(machine.torch)
+    options = BenchOptions(seed, routing, repeats, not warm, rates)
+    rows: list[Row] = []
+    with out.progress("measuring", unit="rows") as progress:
+        for row in library(prepared, counts, opened.reference, options):
+            rows.append(row)
+            progress(len(rows), len(counts) * len(names), f"{row.backend} M={row.tokens}")
+    head = {
+        "checkpoint": checkpoint,
+        "layer": opened.layer,
+        "problem": repr(opened.problem),
+        "device": machine.device.name,
+        "versions": versions(),
+        "routing": routing,
+        "caches": "warm" if warm else "cold",
+        "rates": asdict(rates),
+    }
+    if wanted is None:
+        out.result({}, lambda console: draw(head, rows, console), [brief(row) for row in rows])
+    elif output is None:
+        out.text(render(wanted, head, rows))
+    else:
+        from ..convert.disk import write_file
+
+        write_file(output, render(wanted, head, rows).encode())
+        out.note(f"wrote {output}")
+    return ExitCode.DONE if all(row.check.ok for row in rows) else ExitCode.FOUND
+
+
+def parse_counts(text: str) -> list[int]:
+    """Token counts of ``1,8,64-1024*4`` in order, each once; UsageError for anything else."""
+    counts: list[int] = []
+    for item in text.split(","):
+        try:
+            first, dash, rest = item.strip().partition("-")
+            if not dash:
+                counts.append(int(first))
+                continue
+            last, star, factor = rest.partition("*")
+            value, end, times = int(first), int(last), int(factor) if star else 2
+            if times < 2 or value < 1:
+                raise ValueError(item)
+            while value <= end:
+                counts.append(value)
+                value *= times
+        except ValueError as error:
+            raise UsageError(
+                f"token counts must look like 1,8,64-1024*4, got {item.strip()!r} in {text!r}",
+                hint="A-B*F counts from A to B by factors of F (2 by default)",
+            ) from error
+    if not counts or min(counts) < 1 or max(counts) > MAX_TOKENS:
+        raise UsageError(f"token counts must be from 1 to {MAX_TOKENS}, got {text!r}")
+    return list(dict.fromkeys(counts))
+
+
+def pick_format(format: str | None, output: Path | None, json: bool) -> str | None:
+    """The format asked for, by name, by ``--json`` or by a file's suffix; None is a table on stdout."""
+    if format is not None and format not in FORMATS:
+        raise UsageError(f"--format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if json:
+        return "json"
+    if format is None and output is not None:
+        suffix = output.suffix.lstrip(".")
+        if suffix not in FORMATS:
+            raise UsageError(
+                f"the suffix of {output} names no format, expected one of {', '.join(FORMATS)}",
+                hint="give --format too",
+            )
+        return suffix
+    return format
+
+
+def versions() -> dict[str, str]:
+    """Versions of what times depend on."""
+    import platform
+
+    import torch
+
+    from ..environment import packages_from
+
+    found = {"moectl": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    triton = packages_from(None).versions.get("triton")
+    return found | ({"triton": triton} if triton else {})
+
+
+COLUMNS = (
+    "backend",
+    "M",
+    "experts",
+    "check",
+    "us",
+    "+-",
+    "GB/s",
+    "TFLOP/s",
+    "floor us",
+    "bound",
+    "of floor",
+)
+
+
+def cells(row: "Row") -> list[str]:
+    """One row in words, in the order of `COLUMNS`."""
+    verdict = f"ok {row.check.rms:.1e}" if row.check.ok else f"FAILED {row.check.rms:.1e}"
+    timed: Sequence[str] = ("-",) * 4
+    percent = "-"
+    if row.timing is not None:
+        timing = row.timing
+        timed = (
+            f"{timing.median_us:.1f}",
+            f"{timing.spread_us:.1f}",
+            f"{row.gb_per_s:.1f}",
+            f"{row.tflop_per_s:.3g}",
+        )
+        percent = f"{row.floor_percent:.0f}%"
+    floor = (f"{row.floor.seconds * 1e6:.1f}", row.floor.bound)
+    return [row.backend, str(row.tokens), str(row.work.experts), verdict, *timed, *floor, percent]
+
+
+def brief(row: "Row") -> str:
+    """Backend, tokens and microseconds."""
+    return f"{row.backend}\t{row.tokens}\t{row.timing.median_us if row.timing else 'failed'}"
+
+
+def draw(head: dict[str, Any], rows: "Sequence[Row]", console: Any) -> None:
+    """The table with what its numbers rest on."""
+    rates = head["rates"]
+    console.print(f"layer {head['layer']} of {head['checkpoint']} on {head['device']}", markup=False)
+    console.print(
+        f"floor: {rates['bandwidth'] / 1e9:.4g} GB/s and {rates['flops'] / 1e12:.3g} TFLOP/s "
+        f"({rates['source']}); {head['caches']} caches, {head['routing']} routing",
+        markup=False,
+    )
+    made = table(*COLUMNS, right=COLUMNS[4:9] + COLUMNS[10:])
+    for row in rows:
+        made.add_row(*cells(row))
+    console.print(made)
+
+
+def record(row: "Row") -> dict[str, Any]:
+    """One row as plain data."""
+    found = asdict(row)
+    found["check"]["tolerance"].pop("reason")
+    return found
+
+
+def flat(row: "Row") -> dict[str, Any]:
+    """One row as a flat mapping, for CSV."""
+    timing = row.timing
+    return {
+        "backend": row.backend,
+        "layout": row.layout,
+        "tokens": row.tokens,
+        "experts": row.work.experts,
+        "ok": row.check.ok,
+        "error_max": row.check.max,
+        "error_rms": row.check.rms,
+        "median_us": timing.median_us if timing else "",
+        "spread_us": timing.spread_us if timing else "",
+        "gb_per_s": row.gb_per_s if timing else "",
+        "tflop_per_s": row.tflop_per_s if timing else "",
+        "floor_us": row.floor.seconds * 1e6,
+        "bound": row.floor.bound,
+        "floor_percent": row.floor_percent if timing else "",
+    }
+
+
+def render(format: str, head: dict[str, Any], rows: "Sequence[Row]") -> str:
+    """The whole result in one of `FORMATS`."""
+    stamp = {"schema_version": SCHEMA_VERSION, "moectl": __version__, "command": "bench"}
+    if format == "json":
+        return json_module.dumps({**stamp, **head, "rows": [record(row) for row in rows]}, indent=2)
+    if format == "jsonl":
+        return "".join(json_module.dumps({**stamp, **head, **record(row)}) + "\n" for row in rows)
+    constant = {"checkpoint": head["checkpoint"], "layer": head["layer"], "device": head["device"]}
+    constant |= {"routing": head["routing"], "caches": head["caches"], **head["versions"]}
+    if format == "csv":
+        text = io.StringIO()
+        records = [{**constant, **flat(row)} for row in rows]
+        writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        return text.getvalue()
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *(cells(row) for row in rows)]
+    facts = ", ".join(f"{key} {value}" for key, value in constant.items())
+    return "\n".join([*("| " + " | ".join(line) + " |" for line in lines), "", facts]) + "\n"

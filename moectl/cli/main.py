@@ -1,0 +1,69 @@
+"""The `moectl` program: its commands, in one table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from . import bench, convert, explain, run, synth, unconvert, verify
+
+EXAMPLES = (
+    "moectl explain openai/gpt-oss-120b --gpu h200",
+    "moectl convert ./gpt-oss-20b ./marlin --to marlin",
+    "moectl bench ./gpt-oss-20b -m 1,8,64",
+)
+
+COMMANDS = (
+    (explain.explain, "explain"),
+    (convert.convert, "convert"),
+    (verify.verify, "verify"),
+    (unconvert.unconvert, "unconvert"),
+    (run.run, "run"),
+    (bench.bench, "bench"),
+    (synth.synth, "synth"),
+)
+
+
+def epilog(examples: Sequence[str], more: Sequence[str] = ()) -> str:
+    """The text below a help page, one line each: examples, then whatever else it should say."""
+    lines = ["Examples:", *(f"  {example}" for example in examples), *more]
+    # A paragraph that begins with a backspace is not wrapped.
+    return "\b\n" + "\n".join([*lines, ""])
+
+
+app = typer.Typer(
+    name="moectl",
+    help="Explain, convert, run and bench quantized Mixture-of-Experts layers.",
+    epilog=epilog(EXAMPLES, ["Every option can be set as MOECTL_<OPTION>, such as MOECTL_GPU=b200."]),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for function, name in COMMANDS:
+    module = sys.modules[function.__module__]
+    app.command(name, epilog=epilog(module.EXAMPLES, getattr(module, "MORE", ())))(function)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"moectl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the program with sys.argv; exits with an `ExitCode`."""
+    app(prog_name="moectl")

@@ -1,0 +1,53 @@
+"""`moectl synth`: a checkpoint with a published model's schema and random weights."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Debug, Json, Quiet, Seed, framed, option
+from .output import Output, size
+
+EXAMPLES = (
+    "moectl synth openai/gpt-oss-20b ./tiny --layers 2 --experts 8 --hidden 256 --intermediate 256",
+    "moectl synth moonshotai/Kimi-K2-Thinking ./kimi --layers 1 --experts 32",
+)
+
+
+@framed("synth")
+def synth(
+    model: Annotated[str, typer.Argument(help="A built-in model, such as openai/gpt-oss-20b.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    layers: Annotated[int | None, option("--layers", help="MoE layers; default: all.", min=1)] = None,
+    experts: Annotated[int | None, option("--experts", help="Experts; default: all.", min=1)] = None,
+    hidden: Annotated[int | None, option("--hidden", help="Hidden size.", min=32)] = None,
+    intermediate: Annotated[
+        int | None, option("--intermediate", help="Experts' intermediate size.", min=32)
+    ] = None,
+    seed: Seed = 0,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+    *,
+    out: Output,
+) -> None:
+    """Write a checkpoint with a published model's schema.
+
+    Random, well-scaled weights, quantized for real: for tests and benches without a download.
+    """
+    from ..synth import synthesize
+
+    with out.progress("writing") as progress:
+        synthesize(
+            model,
+            target,
+            layers=layers,
+            experts=experts,
+            hidden=hidden,
+            intermediate=intermediate,
+            seed=seed,
+            progress=progress,
+        )
+    written = sum(file.stat().st_size for file in target.iterdir() if file.is_file())
+    document = {"model": model, "folder": str(target), "bytes": written, "seed": seed}
+    out.result(document, lambda console: console.print(f"{model} -> {target} ({size(written)})"), str(target))

@@ -1,0 +1,36 @@
+"""`moectl unconvert`: the source's tensors back, bit for bit."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Debug, Json, Quiet, framed
+from .output import Output, size
+
+EXAMPLES = ("moectl unconvert ./marlin ./gpt-oss-20b-again",)
+
+
+@framed("unconvert")
+def unconvert(
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A converted folder.", show_default=False)],
+    back: Annotated[Path, typer.Argument(metavar="BACK", help="A new or empty folder.", show_default=False)],
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+    *,
+    out: Output,
+) -> None:
+    """Give the source checkpoint of a converted folder back.
+
+    With the source's names, dtypes, shapes and bytes.
+    """
+    from ..convert.unconvert import unconvert as library
+
+    with out.progress("restoring") as progress:
+        done = library(folder, back, progress=progress)
+    document = {"folder": str(back), "files": done.files, "tensors": done.tensors, "bytes": done.nbytes}
+    text = (
+        f"{back}: {done.tensors} tensors in {done.files} files, {size(done.nbytes)}, with the source's hashes"
+    )
+    out.result(document, lambda console: console.print(text, markup=False), str(back))

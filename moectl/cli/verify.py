@@ -1,0 +1,51 @@
+"""`moectl verify`: is a converted folder whole, and does it lead back to its source?"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import ExitCode
+from .options import Debug, Json, Quiet, framed, option
+from .output import Output, size
+
+EXAMPLES = ("moectl verify ./marlin", "moectl verify ./marlin --source ./gpt-oss-20b --json")
+
+
+@framed("verify")
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A converted folder.", show_default=False)],
+    source: Annotated[
+        Path | None, option("--source", help="Compare with this checkpoint folder's bytes too.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+    *,
+    out: Output,
+) -> ExitCode:
+    """Check a converted folder against its hashes and its source.
+
+    Lengths, hashes, the manifest, and that every tensor leads back to its source bit for bit.
+    """
+    from ..convert.verify import verify as library
+
+    with out.progress("verifying") as progress:
+        report = library(folder, source, progress=progress)
+
+    def draw(console: Any) -> None:
+        for finding in report.findings:
+            console.print(f"found: {finding}", markup=False)
+        compared = ", equal to the source's bytes" if report.compared else ""
+        verdict = f"whole; {report.tensors} tensors lead back to their hashes{compared}"
+        bad = f"{len(report.findings)} findings"
+        console.print(
+            f"{folder}: {verdict if report.ok else bad} "
+            f"({report.layers} layers, {report.files} other files, {size(report.bytes_read)} read)",
+            markup=False,
+        )
+
+    document = {"folder": str(folder), "ok": report.ok, **asdict(report)}
+    out.result(document, draw, "ok" if report.ok else list(report.findings))
+    return ExitCode.DONE if report.ok else ExitCode.FOUND

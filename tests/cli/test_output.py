@@ -1,0 +1,57 @@
+"""The output class: what goes where, in which form."""
+
+import json
+
+import pytest
+
+from moectl.cli.output import Output, ranges, size, table
+from moectl.errors import CheckpointError, Unavailable
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([5, 0, 2, 3, 4], "0, 2-5"), ([0, 2], "0, 2")],
+)
+def test_ranges(numbers, text):
+    assert ranges(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_694_269_440, "1.69 GB"), (5e13, "50 TB")],
+)
+def test_size(nbytes, text):
+    assert size(nbytes) == text
+
+
+def draw(console):
+    made = table("a", "b", right=["b"])
+    made.add_row("x", "1")
+    console.print(made)
+
+
+def test_three_forms_of_one_result(capsys):
+    document = {"value": 1}
+    Output("explain", as_json=True).result(document, draw, "brief")
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {"schema_version": 1, "moectl": shown["moectl"], "command": "explain", "value": 1}
+    Output("explain", quiet=True).result(document, draw, "brief")
+    assert capsys.readouterr().out == "brief\n"
+    Output("explain").result(document, draw, "brief")
+    assert "| x | 1 |" in capsys.readouterr().out
+
+
+def test_errors_go_to_stderr_and_into_the_json_document(capsys):
+    Output("run").error(CheckpointError("header too short", reason="why", hint="moectl verify X"))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == ["moectl: error: header too short", "  why", "  next: moectl verify X"]
+    Output("run", as_json=True).error(Unavailable("no GPU"))
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error == {"what": "no GPU", "reason": "", "hint": "", "exit_code": 3}
+
+
+def test_progress_is_silent_off_a_terminal(capsys):
+    with Output("convert").progress("converting") as progress:
+        progress(1, 2, "layer 0")
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,157 @@
+"""The program as a whole: imports, start-up time, environment variables, exit codes of wrong usage."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "triton", "flashinfer")
+PROBE = """
+import sys
+sys.argv = ["moectl", *{argv!r}]
+from moectl.cli.main import main
+try:
+    main()
+except SystemExit as stop:
+    code = stop.code or 0
+print("loaded:", [m for m in {heavy!r} if m in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def start(*argv, env=None):
+    """Run moectl in a fresh interpreter; its stderr ends with the heavy modules it imported."""
+    return subprocess.run(
+        [sys.executable, "-c", PROBE.format(argv=list(argv), heavy=HEAVY)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["explain", "--help"], 0),
+        (["convert", "--help"], 0),
+        (["run", "--help"], 0),
+        (["bench", "--help"], 0),
+        (["explain", "openai/gpt-oss-20b", "--gpu", "h100", "--offline"], 0),
+        (["explain", "openai/gpt-oss-20b", "--gpu", "h100", "--offline", "--json"], 0),
+        (["explain", "openai/gpt-oss-20b", "--gpu", "no-such-gpu"], 2),
+        (["explain", "no/such-model", "--offline"], 4),
+        (["explane"], 2),
+        (["explain"], 2),
+        (["explain", "x", "--tp", "many"], 2),
+        (["convert", "a", "b", "--to", "no-such-layout"], 2),
+        (["bench", "x", "-m", "eight"], 2),
+        (["bench", "x", "--format", "xml"], 2),
+        (["run", "x", "--tokens", "-1"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_light_paths_import_nothing_heavy(argv, code):
+    done = start(*argv)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.rstrip().endswith("loaded: []"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_starts_in_a_third_of_the_time_of_importing_torch():
+    def best(*command):
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            subprocess.run(command, capture_output=True, check=True)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    torch = best(sys.executable, "-c", "import torch")
+    help_ = best(sys.executable, "-m", "moectl", "--help")
+    assert help_ <= torch / 3, f"moectl --help {help_:.3f} s, import torch {torch:.3f} s"
+
+
+def commands():
+    import typer
+
+    from moectl.cli.main import app
+
+    return typer.main.get_command(app).commands
+
+
+def test_every_option_has_an_environment_variable():
+    seen = {}
+    for name, command in commands().items():
+        for parameter in command.params:
+            if parameter.param_type_name == "option" and parameter.name != "help":
+                seen[name, parameter.name] = parameter.envvar
+    assert len(seen) > 40
+    wrong = {key: value for key, value in seen.items() if not str(value).startswith("MOECTL_")}
+    assert not wrong
+
+
+def test_environment_variable_is_used():
+    done = start("explain", "openai/gpt-oss-20b", env={"MOECTL_GPU": "b200", "MOECTL_JSON": "1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["device"]["arch"] == "sm100"
+
+
+@pytest.mark.parametrize(
+    "command", ["", *(["explain", "convert", "verify", "unconvert", "run", "bench", "synth"])]
+)
+def test_help_fits_one_screen_with_examples(command):
+    done = subprocess.run(
+        [sys.executable, "-m", "moectl", *command.split(), "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "120", "TERMINAL_WIDTH": "120"},
+    )
+    assert done.returncode == 0
+    assert "Examples" in done.stdout
+    assert len(done.stdout.splitlines()) <= 50, done.stdout
+
+
+def test_unknown_command_suggests_the_near_one():
+    done = start("explane")
+    assert "explain" in done.stderr
+
+
+def test_no_color_and_pipes_print_no_escapes():
+    done = start("explain", "openai/gpt-oss-20b", "--gpu", "h100", "--offline")
+    assert "\x1b" not in done.stdout
+    done = start(
+        "explain",
+        "openai/gpt-oss-20b",
+        "--gpu",
+        "h100",
+        "--offline",
+        env={"FORCE_COLOR": "", "NO_COLOR": "1"},
+    )
+    assert "\x1b" not in done.stdout
+
+
+def test_completion_is_offered():
+    done = subprocess.run(
+        [sys.executable, "-m", "moectl"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "_MOECTL_COMPLETE": "complete_bash", "COMP_WORDS": "moectl ex", "COMP_CWORD": "1"},
+    )
+    assert "explain" in done.stdout
+
+
+def test_a_closed_pipe_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m moectl explain openai/gpt-oss-20b --gpu h100 --offline | head -n 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
