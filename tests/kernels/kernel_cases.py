@@ -1,0 +1,147 @@
+"""What the Triton kernels must do, wherever they run: in the interpreter or on a GPU.
+
+Not collected by itself: `test_interpreter` and `test_gpu` run these cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moectl.kernels.inputs import Inputs
+from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.reference import moe_reference
+from moectl.kernels.runners import runner_for
+from moectl.kernels.triton.launch import Launch, Tile
+from moectl.kernels.triton.runner import run_with
+from moectl.problem import Dims, MoEProblem
+
+from .layers import (
+    FAMILIES,
+    GPT_OSS,
+    KIMI,
+    QWEN,
+    canonical_roles,
+    inputs_of,
+    judged,
+    layer_of,
+    random_layer,
+    skipping,
+)
+
+LAUNCHES = {
+    "decode 16x64x128 split 4": Launch("decode", Tile(16, 64, 128, stages=3, warps=4, split=4)),
+    "decode 16x128x64": Launch("decode", Tile(16, 128, 64, stages=3, warps=4)),
+    "grouped 16x64x64": Launch("grouped", Tile(16, 64, 64, stages=3, warps=4)),
+    "grouped 64x128x64 tails": Launch("grouped", Tile(64, 128, 64, stages=3, warps=8, tails=2)),
+}
+
+
+def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes uninitialized memory hold NaN (or an impossible index), so that reading it shows."""
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
+
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *a, **k: filled(new_empty(t, *a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: filled(empty_like(*a, **k)))
+
+
+def _run(prepared: PreparedMoE, inputs: Inputs, launch: Launch) -> torch.Tensor:
+    """The result of a run; on a GPU a second one must give the same bits."""
+    first = run_with(prepared, inputs.x, inputs.ids, inputs.weights, launch)
+    if prepared.device.type == "cuda":
+        second = run_with(prepared, inputs.x, inputs.ids, inputs.weights, launch)
+        assert torch.equal(first.view(torch.int16), second.view(torch.int16)), "not repeatable"
+    return first
+
+
+def agrees(family: str | MoEProblem, launch: Launch, tokens: int, device: str) -> None:
+    """The result is within the tolerance, and the same bits the second time."""
+    problem = FAMILIES[family] if isinstance(family, str) else family
+    layer = random_layer(problem)
+    prepared = layer.prepared("triton", device)
+    inputs = inputs_of(problem, tokens, device=device)
+    y = _run(prepared, inputs, launch)
+    result = judged(layer, prepared, y, inputs)
+    assert result.ok, result
+
+
+def skips(launch: Launch, device: str) -> None:
+    """Skipped assignments add nothing, and a token without any gets zeros."""
+    layer = random_layer(GPT_OSS)
+    prepared = layer.prepared("triton", device)
+    inputs = skipping(inputs_of(GPT_OSS, 11, device=device), every=3)
+    y = _run(prepared, inputs, launch)
+    assert not y[0].any()
+    result = judged(layer, prepared, y, inputs)
+    assert result.ok, result
+
+
+def crowds(launch: Launch, device: str) -> None:
+    """All tokens on one expert, the others empty."""
+    problem = replace(KIMI, top_k=1)
+    layer = random_layer(problem)
+    prepared = layer.prepared("triton", device)
+    inputs = inputs_of(problem, 21, device=device)
+    inputs = replace(inputs, ids=torch.full_like(inputs.ids, 7))
+    y = _run(prepared, inputs, launch)
+    result = judged(layer, prepared, y, inputs)
+    assert result.ok, result
+
+
+def weighs_the_input(launch: Launch, device: str) -> None:
+    """Router weights on the input instead of the output."""
+    problem = replace(GPT_OSS, routing=replace(GPT_OSS.routing, weight_on_input=True))
+    agrees(problem, launch, 5, device)
+
+
+ODD_SIZES = {
+    "gpt-oss": replace(GPT_OSS, dims=Dims(96, 32)),
+    "kimi": replace(KIMI, dims=Dims(160, 96)),
+    "qwen": replace(QWEN, dims=Dims(384, 128)),
+}
+"""Sizes that fill no tile: rows, columns and halves are padded to 64, scale groups to 128."""
+
+
+def every_scale_is_right(launch: Launch, device: str) -> None:
+    """Every E2M1 code at every E8M0 scale that is finite in bf16 comes out as the codec says.
+
+    Row r of the second matrix has scale byte r and code j in column j; the first matrix turns token j,
+    which is one-hot, into a multiple of the j-th unit vector, a large one for small scales (so that
+    results are normal numbers) and a small one for large scales.
+    """
+    problem = replace(GPT_OSS, dims=Dims(256, 64), experts=1, local_experts=1, top_k=1)
+    codes = torch.arange(16, dtype=torch.uint8)
+    scales = torch.arange(256).clamp(max=254)
+    for first_scale, weight, rows in ((127, 2.0**10, slice(0, 128)), (119, 2.0**-10, slice(128, 255))):
+        roles = {role: torch.zeros_like(t) for role, t in canonical_roles(problem).items()}
+        first = torch.zeros(128, 256, dtype=torch.uint8)
+        first[2 * codes.int(), codes.int()], first[2 * codes.int() + 1, codes.int()] = 7, 5
+        roles["w13"][0] = first[:, 0::2] | first[:, 1::2] << 4
+        roles["w13_scale"].fill_(first_scale)
+        second = torch.zeros(256, 64, dtype=torch.uint8)
+        second[:, :16] = torch.where((scales[:, None] > 252) & (codes & 7 > 3), 0, codes)
+        roles["w2"][0] = second[:, 0::2] | second[:, 1::2] << 4
+        roles["w2_scale"][0] = scales[:, None].to(torch.uint8)
+        layer = layer_of(problem, roles)
+        prepared = layer.prepared("triton", device)
+        x = torch.eye(16, 256, dtype=torch.bfloat16)
+        ids, weights = torch.zeros(16, 1, dtype=torch.int32), torch.full((16, 1), weight)
+        y = run_with(prepared, x.to(device), ids.to(device), weights.to(device), launch)
+        expected = moe_reference(x, ids, weights, layer.reference, problem, dtype=torch.float64)[:, rows]
+        assert torch.isfinite(expected).all() and int((expected == 0).sum()) < expected.numel() // 4
+        torch.testing.assert_close(y.cpu().double()[:, rows], expected, rtol=0.015, atol=0.0)
+
+
+def no_tokens_and_the_table(device: str) -> None:
+    """No tokens give no rows, and the runner's own choice of launch agrees too."""
+    layer = random_layer(KIMI)
+    prepared = layer.prepared("triton", device)
+    for tokens in (0, 2):
+        inputs = inputs_of(KIMI, tokens, device=device)
+        y = runner_for("triton").run(prepared, inputs.x, inputs.ids, inputs.weights)
+        assert y.shape == inputs.x.shape and judged(layer, prepared, y, inputs).ok

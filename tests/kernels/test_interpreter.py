@@ -1,0 +1,25 @@
+"""Runs the kernel cases in Triton's interpreter, which has to be chosen before Triton is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CASES = Path(__file__).with_name("interpreted_cases.py")
+
+
+def test_kernels_in_the_interpreter() -> None:
+    root = CASES.parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
