@@ -17,12 +17,12 @@ from ..backend import (
     gfx,
     only,
 )
+from .defaults import mxfp4_forms
 
 _NEEDS = (Need("aiter"),)
 _SWITCHES = (Switch("VLLM_ROCM_USE_AITER", default=False),)
 _MXFP4 = frozenset({"mxfp4 group 32"})
-_ELSEWHERE = Form("aiter-mxfp4", Align(1, 64))
-_FORMS_256 = (Form("aiter-mxfp4", Align(256, 256), (ROCM,)), _ELSEWHERE)
+_FORMS = mxfp4_forms("aiter-mxfp4")
 _ROUTERS = ("Renormalize", "RenormalizeNaive")
 
 _CK = Variant(
@@ -46,7 +46,7 @@ AITER_BF16 = Backend(
     variants=(_CK,),
     forms=(
         Form("aiter-mxfp4", Align(128, 128), (ROCM,), activations=only("silu", "situ")),
-        *_FORMS_256,
+        *_FORMS,
     ),
 )
 AITER_MXFP4 = Backend(
@@ -54,7 +54,7 @@ AITER_MXFP4 = Backend(
     engine_name="AITER_MXFP4_MXFP4",
     variants=(_CK,),
     act=ActFormat("mxfp4", 4, (1, 32)),
-    forms=(Form("aiter-mxfp4", Align(256, 128), (ROCM,)), _ELSEWHERE),
+    forms=(Form("aiter-mxfp4", Align(256, 128), (ROCM,)), *_FORMS),
 )
 AITER_TRITON_BF16 = Backend(
     name="aiter_triton_mxfp4_bf16",
@@ -75,7 +75,7 @@ AITER_TRITON_BF16 = Backend(
             monolithic=True,
         ),
     ),
-    forms=_FORMS_256,
+    forms=_FORMS,
 )
 AITER_FP8 = Backend(
     name="aiter_mxfp4_fp8",
@@ -97,7 +97,7 @@ AITER_FP8 = Backend(
         ),
     ),
     act=ActFormat("fp8", 8, (-1, -1), dynamic=False),
-    forms=_FORMS_256,
+    forms=_FORMS,
 )
 AITER_TRITON_MXFP4 = Backend(
     name="aiter_triton_mxfp4_mxfp4",
@@ -119,5 +119,5 @@ AITER_TRITON_MXFP4 = Backend(
         ),
     ),
     act=ActFormat("mxfp4", 4, (1, 32)),
-    forms=_FORMS_256,
+    forms=_FORMS,
 )

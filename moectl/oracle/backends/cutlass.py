@@ -3,7 +3,7 @@
 from ...problem import Align
 from ...schemes import ActFormat
 from ..backend import Backend, Capability, Form, Offer, Spread, Variant, but, only, sm
-from .activations import SHARED
+from .defaults import SHARED
 
 CUTLASS_MXFP4 = Backend(
     name="cutlass",

@@ -1,8 +1,7 @@
 """Humming: generated GEMMs for many weight formats; the engine's first choice on Hopper."""
 
-from ...problem import Align
 from ..backend import Ask, Backend, Capability, Form, Need, Offer, Rule, Variant, only, sm
-from .activations import SHARED
+from .defaults import SHARED, mxfp4_forms
 
 _SWITCH = "VLLM_HUMMING_MOE_GEMM_TYPE"
 
@@ -71,5 +70,5 @@ HUMMING = Backend(
         Variant("HummingGroupedExperts", _capability("grouped_contiguous")),
         Variant("HummingIndexedExperts", _capability("indexed")),
     ),
-    forms=(Form("humming", Align(1, 64), weights=frozenset({"mxfp4"})), Form("humming")),
+    forms=(*mxfp4_forms("humming"), Form("humming")),
 )

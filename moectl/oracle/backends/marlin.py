@@ -17,7 +17,7 @@ from ..backend import (
     but,
     sm,
 )
-from .activations import SHARED
+from .defaults import SHARED
 
 GROUPS = (FULL, 32, 64, 128)
 TILE = 64

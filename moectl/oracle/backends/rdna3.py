@@ -1,7 +1,7 @@
 """A HIP kernel for symmetric int4 weights on gfx1100."""
 
 from ..backend import NO_NVLINK_EXCHANGE, Ask, Backend, Capability, Form, Offer, Rule, Variant, gfx, only
-from .activations import SHARED
+from .defaults import SHARED
 
 
 def _grouped(ask: Ask) -> bool:

@@ -24,7 +24,7 @@ from ..backend import (
     only,
     sm,
 )
-from .activations import SHARED
+from .defaults import SHARED, mxfp4_forms
 
 _MXFP4 = (Offer(frozenset({"mxfp4 group 32"})),)
 _NEEDS = (Need("triton_kernels"),)
@@ -33,9 +33,8 @@ _ARCHS = (
     gfx("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1150", "gfx1151", "gfx1200", "gfx1201"),
 )
 OAI_FORMS = (
-    Form("triton-kernels-rocm", Align(256, 256), where=(ROCM,)),
     Form("triton-hopper", padding("triton-hopper", MXFP4), where=(SM90,)),
-    Form("triton-kernels", Align(1, 64)),
+    *mxfp4_forms("triton-kernels"),
 )
 
 TRITON_MXFP4 = Backend(
@@ -79,7 +78,11 @@ TRITON_UNFUSED = Backend(
             ),
         ),
     ),
-    forms=OAI_FORMS,
+    forms=(
+        Form("triton-kernels", Align(256, 256), where=(gfx("gfx950"),)),
+        Form("triton-kernels", Align(128, 128), where=(ROCM,), activations=only("silu", "situ")),
+        *OAI_FORMS,
+    ),
 )
 
 

@@ -1,7 +1,7 @@
 """Intel GPU kernels."""
 
-from ...problem import Align
 from ..backend import XPU, Backend, Capability, Form, Offer, Variant, only
+from .defaults import mxfp4_forms
 
 _ACTIVATIONS = only("silu", "gelu", "gelu_tanh", "swigluoai", "relu2_no_mul")
 
@@ -18,7 +18,7 @@ XPU_MXFP4 = Backend(
             ),
         ),
     ),
-    forms=(Form("xpu-mxfp4", Align(1, 64)),),
+    forms=mxfp4_forms("xpu-mxfp4"),
 )
 XPU_INT4 = Backend(
     name="xpu",

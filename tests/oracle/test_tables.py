@@ -1,0 +1,148 @@
+"""Tables of backends and policies: sizes as recorded, and every name in them known."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moectl.conformance import read_grid, recorded_device
+from moectl.environment import PROBES, Packages
+from moectl.oracle.backend import GROUPS, Ask, Backend, Variant, exact_key, group32_key
+from moectl.oracle.checks import CHECKS
+from moectl.oracle.policies.vllm_0_33_0 import VLLM_0_33_0, _routing
+from moectl.oracle.policy import Route
+from moectl.oracle.registry import POLICIES
+from moectl.padding import RULES
+from moectl.problem import Activation, Dims, MoEProblem, Routing
+from moectl.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
+
+PADDING = Path(__file__).parents[1] / "data" / "oracle" / "padding-sample.json"
+
+
+def routes() -> Iterator[Route]:
+    for policy in POLICIES.values():
+        for route in policy.routes:
+            yield route
+            yield from route.detours.values()
+
+
+def listed(route: Route) -> list[Backend]:
+    found = [backend for order in route.orders for backend in order.backends]
+    found += [backend for named in route.names.values() for backend in named]
+    return found + [row.backend for row in route.assigned] + list(route.on_request)
+
+
+def backends() -> dict[int, Backend]:
+    return {id(backend): backend for route in routes() for backend in listed(route)}
+
+
+def variants() -> list[tuple[Backend, Variant]]:
+    return [(backend, variant) for backend in backends().values() for variant in backend.variants]
+
+
+def test_padded_sizes_are_the_recorded_ones() -> None:
+    grid = read_grid()
+    mxfp4 = {
+        backend.engine_name: backend
+        for route in VLLM_0_33_0.routes
+        if route.weights == {"mxfp4"}
+        for backend in listed(route)
+    }
+    compared = 0
+    for row in json.loads(PADDING.read_text())["rows"]:
+        device, name, activation, hidden, intermediate, *padded = row
+        problem = MoEProblem(
+            Dims(hidden, intermediate),
+            experts=8,
+            top_k=2,
+            scheme=Scheme(MXFP4),
+            activation=Activation(activation),
+            storage="mxfp4",
+        )
+        ask = Ask(
+            problem, recorded_device(grid.row("devices", device)), Packages(), "mxfp4", activation=activation
+        )
+        dims = mxfp4[name].align(ask).apply(problem.dims)
+        assert [dims.padded_hidden, dims.padded_intermediate] == padded, row
+        compared += 1
+    assert compared > 1000
+
+
+def test_layout_names_are_spelled_as_in_the_padding_table() -> None:
+    named = {form.layout for backend in backends().values() for form in backend.forms}
+    assert named >= set(RULES)
+
+
+def test_needed_packages_and_symbols_are_probed() -> None:
+    for backend, variant in variants():
+        for need in variant.offers.needs:
+            assert need.package in PROBES, backend.name
+            if need.symbol:
+                assert need.symbol in PROBES[need.package].symbols, need
+
+
+def test_questions_have_names_groups_and_no_doubles() -> None:
+    assert len({check.question for check in CHECKS}) == len(CHECKS)
+    known = {check.question for check in CHECKS}
+    for backend, variant in variants():
+        assert {rule.group for rule in variant.offers.rules} <= set(GROUPS), backend.name
+        assert set(variant.offers.codes) <= known, backend.name
+
+
+KEYS = {
+    *(exact_key(int_format(bits, group)) for bits in (4, 8) for group in (32, 64, 128, FULL)),
+    *(
+        group32_key(int_format(bits, group, zero_point=asymmetric))
+        for bits in (4, 8)
+        for group in (32, 128)
+        for asymmetric in (False, True)
+    ),
+    *(
+        exact_key(WeightFormat(name, 8, block))
+        for name, block in [
+            ("bf16", (0, 0)),
+            ("fp8", (128, 128)),
+            ("fp8", (1, FULL)),
+            ("fp8", (FULL, FULL)),
+            ("int8", (FULL, FULL)),
+            ("mxfp8", (1, 32)),
+            ("mxfp4", (1, 32)),
+            ("nvfp4", (1, 16)),
+        ]
+    ),
+}
+
+
+def test_offered_formats_are_ones_that_a_checkpoint_can_have() -> None:
+    for backend, variant in variants():
+        for offer in variant.offers.offers or ():
+            assert offer.weights <= KEYS, (backend.name, offer.weights - KEYS)
+
+
+@pytest.mark.parametrize(
+    ("routing", "name"),
+    [
+        (Routing(), "RenormalizeNaive"),
+        (Routing(renormalize=False), "Default"),
+        (Routing("sigmoid"), "SigmoidRenorm"),
+        (Routing("sigmoid", correction_bias=True), "MiniMax2"),
+        (Routing("sigmoid", correction_bias=True, groups=1), "DeepSeekV3"),
+        (Routing("sigmoid", correction_bias=True, renormalize=False), "Unspecified"),
+        (Routing("sqrtsoftplus", correction_bias=True), "DeepseekV4"),
+    ],
+)
+def test_routing_names(routing: Routing, name: str) -> None:
+    problem = MoEProblem(Dims(256, 256), 8, 2, Scheme(MXFP4), routing=routing)
+    assert _routing(problem) == name
+
+
+def test_records_print_as_constructor_calls() -> None:
+    problem = MoEProblem(Dims(256, 256), 8, 2, Scheme(MXFP4))
+    names = {"MoEProblem": MoEProblem, "Dims": Dims, "Scheme": Scheme, "WeightFormat": WeightFormat}
+    from moectl import problem as module
+    from moectl import schemes
+
+    assert eval(repr(problem), {**vars(module), **vars(schemes), **names}) == problem
+    assert replace(problem, bias=True) != problem
