@@ -101,11 +101,9 @@ def _compare(recording: Recording, case: Case) -> tuple[Status, str]:
         output = recording.outputs.get(OUTPUT_NAMES.get(role, role))
         if output is None:
             raise Mismatch(f"{role}: there is no output to compare with")
-        deviation = next((d for d in case.deviations if d.role == role and d.holds(recording)), None)
-        if deviation is not None:
-            stored = deviation.recorded(case.problem, chain).apply(canonical)
-            found.append(deviation)
-        _same(role, stored, output, case.labels.get(role, ""))
+        different = _difference(stored, output, case.labels.get(role, ""))
+        if different:
+            found.append(_deviation(recording, case, role, canonical, output, different))
     if found:
         return Status.DEVIATION, "; ".join(f"{d.name}: {d.why}" for d in found)
     return Status.PASS, f"{len(compared)} tensors equal, and back"
@@ -128,15 +126,28 @@ def _canonical(t: Tensor, case: Case, role: str) -> Tensor:
 _LABELS = {"F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3": torch.float8_e4m3fn}
 
 
-def _same(role: str, ours: Tensor, recorded: Tensor, label: str) -> None:
+def _difference(ours: Tensor, recorded: Tensor, label: str) -> str:
+    """Where two tensors differ, in words; empty when they hold the same bytes under the same names."""
     if recorded.dtype not in (ours.dtype, _LABELS.get(label)) or ours.shape != recorded.shape:
-        raise Mismatch(
-            f"{role}: {recorded.dtype} {list(recorded.shape)} is recorded, moectl has {label or ours.dtype} "
+        return (
+            f"{recorded.dtype} {list(recorded.shape)} is recorded, moectl has {label or ours.dtype} "
             f"{list(ours.shape)}"
         )
-    if not _same_bytes(ours, recorded):
-        different = _bytes(ours) != _bytes(recorded)
-        raise Mismatch(f"{role}: {int(different.sum())} of {different.numel()} bytes differ")
+    different = _bytes(ours) != _bytes(recorded)
+    count = int(different.sum())
+    return f"{count} of {different.numel()} bytes differ" if count else ""
+
+
+def _deviation(
+    recording: Recording, case: Case, role: str, canonical: Tensor, output: Tensor, different: str
+) -> Deviation:
+    """The listed deviation that explains all of a difference; Mismatch when none does."""
+    for known in case.deviations:
+        if known.role == role and known.holds(recording):
+            theirs = known.recorded(case.problem, case.chains[role]).apply(canonical)
+            if not _difference(theirs, output, case.labels.get(role, "")):
+                return known
+    raise Mismatch(f"{role}: {different}")
 
 
 def _bytes(t: Tensor) -> Tensor:
