@@ -109,8 +109,10 @@ class Route:
         unfiltered: requests that keep every variant when the checkpoint declares no activation.
         twins: backends and their counterpart for batched tokens, taken for a request.
         detours: requests that leave this route for another one; `ignores_names`: others do nothing.
-        rounds: the method rounds sizes up to what the chosen backend wants.
-        minimum: lowest CUDA capability; `dtypes`: 16-bit model dtypes.
+        rounds: the method rounds sizes up to what the chosen backend wants; `rounds_by_activation`: it
+            tells the rounding which activation function there is.
+        platforms: platforms on which the engine accepts the method; `minimum`: lowest CUDA capability;
+            `dtypes`: 16-bit model dtypes.
         refusals: what the method refuses before it asks; `aftermath`: what fails afterwards.
     """
 
@@ -136,6 +138,8 @@ class Route:
     detours: Mapping[str, Route] = field(default_factory=dict, hash=False)
     ignores_names: bool = False
     rounds: bool = False
+    rounds_by_activation: bool = True
+    platforms: Choice = ANY
     minimum: int = 0
     dtypes: Choice = ANY
     refusals: tuple[Condition, ...] = ()

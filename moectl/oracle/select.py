@@ -133,6 +133,8 @@ def _gates(ask: Ask, policy: Policy, route: Route, name: str | None) -> tuple[st
     """What the engine refuses before any backend is asked."""
     found = []
     capability = ask.device.capability
+    if not route.platforms.allows(ask.device.platform):
+        found.append(f"{policy.name} does not accept {route.name} on {ask.device.platform}")
     if ask.device.platform == "cuda" and capability < route.minimum:
         found.append(f"{route.method} needs sm{route.minimum} or newer, the device is {ask.device.arch}")
     if not route.dtypes.allows(ask.dtype):
@@ -272,7 +274,8 @@ def _dims(ask: Ask, policy: Policy, route: Route, backend: Backend) -> Dims:
     carried = _exchanged(ask, policy) or logical.hidden
     padded = Dims(carried, logical.intermediate)
     if route.rounds:
-        padded = backend.align(ask).apply(padded)
+        known = ask if route.rounds_by_activation else replace(ask, activation="")
+        padded = backend.align(known).apply(padded)
     return replace(
         logical, padded_hidden=padded.padded_hidden, padded_intermediate=padded.padded_intermediate
     )

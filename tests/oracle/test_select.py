@@ -181,7 +181,7 @@ def test_a_gptq_method_changes_where_marlin_does_not_take_the_sizes() -> None:
     assert chosen(ask(odd, "a100"))[1] == "TritonWNA16Experts"
     assert ask(MIXTRAL, "a100").method == "AutoGPTQMoEMethod"
     too_thin = ask(odd.on(Parallel(tp=8)), "a100")
-    assert "no group of 32" in too_thin.error
+    assert "no scale group of 32" in too_thin.error
     assert too_thin.sized
 
 

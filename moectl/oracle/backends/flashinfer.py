@@ -49,7 +49,8 @@ _TRTLLM = Capability(
     arch=(SM10X,),
     needs=_needs(),
     offers=(Offer(_MXFP4, only("a16", "mxfp8")),),
-    activations=only("silu", "swigluoai", "situ"),
+    # FlashInfer 0.7.2 has no SiTU, which later versions of these classes take.
+    activations=only("silu", "swigluoai"),
     ungated=False,
 )
 _TRTLLM_MONOLITHIC = Capability(

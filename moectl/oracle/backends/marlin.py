@@ -30,11 +30,13 @@ def shape_fits(ask: Ask) -> bool:
     """True when the integer kernels take the sizes of one rank; other formats have no such rule.
 
     The hidden size is never padded. The intermediate size is, up to `TILE`, where the method pads
-    weights; scale groups must not cross ranks either way.
+    weights; scale groups must not cross ranks either way. On ROCm the engine says no to every size.
     """
     weight, dims = ask.problem.scheme.weight, ask.problem.dims
     if weight.name not in INTEGERS:
         return True
+    if ask.device.platform == "rocm":
+        return False
     group = weight.group
     step = max(group, 1) if ask.pads_tiles else max(TILE, group)
     return dims.hidden % HIDDEN == 0 and dims.intermediate % step == 0 and group in GROUPS

@@ -1,6 +1,6 @@
 """vLLM 0.33.0: which fused-MoE backend it chooses, as rows.
 
-Covers MXFP4 and integer weights on CUDA and CPUs. Orders, conditions and sizes are those of the
+Covers MXFP4 and integer weights. Orders, conditions and sizes are those of the
 release; `moectl.conformance` compares them with its recorded decisions.
 """
 
@@ -17,6 +17,7 @@ from ..backend import (
     Arch,
     Ask,
     Backend,
+    but,
     exact_key,
     group32_key,
     only,
@@ -114,7 +115,7 @@ def _straddles(ask: Ask, chosen: Candidate) -> bool:
 def _halved_below_32(ask: Ask, chosen: Candidate) -> bool:
     group, dims = ask.problem.scheme.weight.group, chosen.dims
     if group == FULL:
-        return False
+        return True
     while dims.padded_intermediate % group or dims.padded_hidden % group:
         group //= 2
         if group < 32:
@@ -130,7 +131,7 @@ def _sizes(ask: Ask, chosen: Candidate) -> str:
 _HALVES_GROUPS = Aftermath(
     "scale groups",
     _halved_below_32,
-    lambda ask, chosen: f"no group of 32 or more divides the sizes ({_sizes(ask, chosen)})",
+    lambda ask, chosen: f"no scale group of 32 or more divides the sizes ({_sizes(ask, chosen)})",
     sized=True,
 )
 
@@ -207,6 +208,7 @@ _GPT_OSS = Route(
     unfiltered=frozenset({"b12x"}),
     twins=_TWINS,
     rounds=True,
+    rounds_by_activation=False,
     minimum=80,
     dtypes=only("bf16"),
 )
@@ -216,6 +218,7 @@ _QUARK_MXFP4 = replace(
     method="QuarkOCP_MX_MoEMethod",
     storages=only("quark"),
     acts=only("a16", "mxfp4", "fp8 per tensor static"),
+    platforms=but("xpu"),
     minimum=70,
     dtypes=only("bf16", "fp16"),
 )
@@ -373,6 +376,7 @@ _QUARK_INT4 = replace(
     storages=only("quark"),
     weights=frozenset({"int4"}),
     pads_tiles=False,
+    platforms=but("xpu"),
     refusals=(),
     aftermath=(_HALVES_GROUPS,),
 )
@@ -407,7 +411,7 @@ VLLM_0_33_0 = Policy(
         _QUARK_INT4,
         _INT8,
     ),
-    platforms=frozenset({"cuda", "cpu"}),
+    platforms=frozenset({"cuda", "rocm", "cpu", "xpu"}),
     accepted_names=only(
         "auto",
         "triton",
