@@ -1,0 +1,141 @@
+"""Inputs, floors, times and the bench."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moectl.bench import BenchOptions, bench
+from moectl.environment import Device
+from moectl.errors import UsageError
+from moectl.kernels.inputs import make_inputs
+from moectl.kernels.prepared import DenseExpert, DenseExperts
+from moectl.kernels.reference import route
+from moectl.kernels.roofline import Rates, floor_of, stated_rates, work_of
+from moectl.kernels.timing import measured_rates, time_calls
+from moectl.problem import Dims
+
+from .layers import GPT_OSS, KIMI, random_layer
+
+CPU = torch.device("cpu")
+MANY = replace(KIMI, experts=64, local_experts=64, top_k=4)
+
+
+@pytest.mark.parametrize("problem", [GPT_OSS, KIMI])
+@pytest.mark.parametrize("distribution", ["uniform", "balanced", "zipf:1.2", "hot:2:0.9"])
+def test_inputs_follow_from_their_logits_and_seed(problem: object, distribution: str) -> None:
+    first, again = (make_inputs(problem, 7, 3, distribution) for _ in range(2))  # type: ignore[arg-type]
+    assert torch.equal(first.x, again.x) and torch.equal(first.ids, again.ids)
+    assert not torch.equal(first.x, make_inputs(problem, 7, 4, distribution).x)  # type: ignore[arg-type]
+    bias = torch.zeros(problem.experts) if problem.routing.correction_bias else None  # type: ignore[attr-defined]
+    ids, weights = route(first.logits, problem, bias)  # type: ignore[arg-type]
+    assert torch.equal(ids, first.ids) and torch.equal(weights, first.weights)
+    assert all(len(set(row)) == 4 for row in first.ids.tolist())
+
+
+def test_distributions_are_what_they_say() -> None:
+    def counts(distribution: str) -> torch.Tensor:
+        ids = make_inputs(MANY, 512, 0, distribution).ids
+        return torch.bincount(ids.flatten(), minlength=64).sort(descending=True).values
+
+    assert counts("balanced").unique().tolist() == [32]
+    assert counts("uniform")[0] < 64
+    assert counts("zipf:1.2")[0] > 4 * counts("zipf:1.2")[20]
+    assert counts("hot:4:0.9")[:4].sum() > 1000
+
+
+@pytest.mark.parametrize("distribution", ["", "normal", "zipf", "zipf:x", "hot:4", "hot:0:0.5", "hot:2:1.5"])
+def test_other_distributions_are_refused(distribution: str) -> None:
+    with pytest.raises(UsageError, match="routing distribution"):
+        make_inputs(MANY, 1, 0, distribution)
+    with pytest.raises(UsageError, match="must not be negative, got -1"):
+        make_inputs(MANY, -1)
+
+
+def test_work_counts_each_hit_expert_once() -> None:
+    ids = torch.tensor([[0, 1, 2, 3], [0, 1, -1, -1]], dtype=torch.int32)
+    problem = replace(GPT_OSS, dims=Dims(64, 32))
+    work = work_of(problem, ids)
+    # Per expert: 3 matrices of 64 x 32 codes at half a byte, a scale byte per 32, and 2-byte biases.
+    expert = 3 * 64 * 32 // 2 + 3 * 64 * 32 // 32 + 2 * (64 + 64)
+    assert (work.experts, work.weight_bytes) == (4, 4 * expert)
+    assert work.flops == 6 * (3 * 2 * 64 * 32)
+    assert work.activation_bytes == 2 * 2 * 64 * 2
+    assert work_of(problem, torch.full((1, 4), -1)).bytes == 2 * 64 * 2
+
+
+def test_the_floor_is_the_larger_of_the_two_times() -> None:
+    work = work_of(GPT_OSS, torch.tensor([[0, 1, 2, 3]]))
+    slow_memory = floor_of(work, Rates(1e3, 1e30, "test"))
+    slow_math = floor_of(work, Rates(1e30, 1e3, "test"))
+    assert slow_memory.bound == "memory" and slow_memory.seconds == work.bytes / 1e3
+    assert slow_math.bound == "compute" and slow_math.seconds == work.flops / 1e3
+
+
+def test_stated_rates_are_the_devices_own() -> None:
+    h200 = Device("cuda", "sm90", "H200", bandwidth=4.8e12, bf16_flops=9.9e14)
+    assert stated_rates(h200) == Rates(4.8e12, 9.9e14, "data sheet of H200")
+    with pytest.raises(UsageError, match="laptop are not known"):
+        stated_rates(Device("cpu", "x86", "laptop"))
+
+
+def test_times_are_taken_in_turn_and_summed_up() -> None:
+    made: list[int] = []
+    calls = [lambda i=i: made.append(i) for i in range(3)]  # type: ignore[misc]
+    timing = time_calls(calls, CPU, repeats=7, cold=False)
+    assert made == [0, 0, 1, 2, 0, 1, 2, 0]
+    assert timing.samples == 7 and 0 < timing.fastest_us <= timing.median_us and timing.spread_us >= 0
+    assert time_calls(calls, CPU, repeats=1).cold
+    with pytest.raises(UsageError, match="got 0 and 5"):
+        time_calls([], CPU, repeats=5)
+
+
+def test_measured_rates_are_those_of_a_computer() -> None:
+    rates = measured_rates(CPU)
+    assert 1e8 < rates.bandwidth < 1e14 and 1e8 < rates.flops < 1e16
+
+
+def test_bench_times_what_is_right_and_nothing_else() -> None:
+    layer = random_layer(GPT_OSS)
+    right = layer.prepared("torch", "cpu")
+
+    def wrong(ids: object) -> DenseExperts:
+        dense = right.dense(ids)  # type: ignore[arg-type]
+        return replace(dense, w2=dense.w2 * 1.05)
+
+    options = BenchOptions(repeats=3, rates=Rates(1e10, 1e11, "test"), cold=False)
+    rows = list(bench({"torch": right}, [1, 40], layer.reference, options))
+    assert [row.tokens for row in rows] == [1, 40] and [row.checked_tokens for row in rows] == [1, 32]
+    for row in rows:
+        assert row.check.ok and row.timing is not None and row.timing.samples == 3
+        seconds = row.timing.median_us * 1e-6
+        assert math.isclose(row.floor_percent, 100 * row.floor.seconds / seconds)
+        assert math.isclose(row.gb_per_s, row.work.bytes / seconds / 1e9)
+    failed = list(bench({"torch": replace(right, dense=wrong)}, [4], layer.reference, options))
+    assert not failed[0].check.ok and failed[0].timing is None and failed[0].floor_percent == 0.0
+
+
+def test_bench_fails_a_value_that_is_not_finite_in_any_row() -> None:
+    layer = random_layer(GPT_OSS)
+    right = layer.prepared("torch", "cpu")
+    asked = make_inputs(GPT_OSS, 100, 0).ids
+
+    def spoiled(ids: object) -> DenseExperts:
+        dense = right.dense(ids)  # type: ignore[arg-type]
+        return replace(dense, w2=dense.w2 * float("inf"))
+
+    assert len(asked) > 32
+    options = BenchOptions(repeats=1, rates=Rates(1e10, 1e11, "test"), cold=False)
+    row = next(iter(bench({"torch": replace(right, dense=spoiled)}, [100], layer.reference, options)))
+    assert not row.check.ok and math.isnan(row.check.max) and row.timing is None
+
+
+def test_bench_refuses_nothing_to_measure() -> None:
+    def unused(expert: int) -> DenseExpert:
+        raise AssertionError(expert)
+
+    with pytest.raises(UsageError, match="positive numbers of tokens"):
+        list(bench({}, [1], unused))

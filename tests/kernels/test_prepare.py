@@ -1,0 +1,155 @@
+"""A layer from a checkpoint and from a converted folder, in every layout that holds it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from moectl.checkpoint import open_checkpoint
+from moectl.checkpoint.model import Checkpoint
+from moectl.convert.layout import LAYOUTS, layout_named
+from moectl.convert.manifest import load_manifest
+from moectl.convert.plan import plan_conversion
+from moectl.convert.stream import convert
+from moectl.errors import CheckpointError, Unavailable, UsageError
+from moectl.kernels.reference import route
+from moectl.kernels.runners import runner_for
+from moectl.prepare import (
+    CANONICAL,
+    checkpoint_layer,
+    converted_layer,
+    load_prepared,
+    prepare,
+)
+from moectl.schemes import MXFP4, int_format
+from moectl.synth import synthesize
+
+from .layers import inputs_of, judged
+
+CHECKPOINTS = ("tiny_gpt_oss", "tiny_kimi")
+
+
+def opened(request: pytest.FixtureRequest, name: str) -> Checkpoint:
+    return open_checkpoint(request.getfixturevalue(name))
+
+
+def raw_tensor(folder: Path, name: str) -> bytes:
+    """The bytes of a tensor, found without any of the code under test."""
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        if name in header:
+            start, end = header[name]["data_offsets"]
+            return data[8 + length + start : 8 + length + end]
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_layer_runs_and_is_right(request: pytest.FixtureRequest, name: str) -> None:
+    checkpoint = opened(request, name)
+    layer = checkpoint_layer(checkpoint)
+    prepared = prepare(checkpoint, None, "torch")
+    assert prepared.layout == CANONICAL and prepared.relaid == "" and prepared.nbytes > 0
+    inputs = inputs_of(layer.problem, 9)
+    y = runner_for("torch").run(prepared, inputs.x, inputs.ids, inputs.weights)
+    assert judged(layer, prepared, y, inputs).ok
+
+
+def test_canonical_bytes_are_the_checkpoints_own(tiny_gpt_oss: Path, tiny_kimi: Path) -> None:
+    layer = checkpoint_layer(open_checkpoint(tiny_gpt_oss), 1)
+    blocks = raw_tensor(tiny_gpt_oss, "model.layers.1.mlp.experts.gate_up_proj_blocks")
+    each = len(blocks) // layer.problem.experts
+    w13 = layer.canonical([6, 2])["w13"]
+    assert w13[0].numpy().tobytes() == blocks[6 * each : 7 * each]
+    assert w13[1].numpy().tobytes() == blocks[2 * each : 3 * each]
+    layer = checkpoint_layer(open_checkpoint(tiny_kimi), 2)
+    stem = "model.layers.2.mlp.experts.5"
+    gate, up = (raw_tensor(tiny_kimi, f"{stem}.{part}_proj.weight_packed") for part in ("gate", "up"))
+    assert layer.canonical([5])["w13"].numpy().tobytes() == gate + up
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_router_comes_with_the_layer(request: pytest.FixtureRequest, name: str) -> None:
+    layer = checkpoint_layer(opened(request, name))
+    router = layer.router
+    assert router is not None
+    assert (router.bias is not None) == layer.problem.routing.router_bias
+    assert (router.correction_bias is not None) == layer.problem.routing.correction_bias
+    x = inputs_of(layer.problem, 5).x
+    ids, weights = route(router.logits(x), layer.problem, router.correction_bias)
+    assert ids.shape == weights.shape == (5, layer.problem.top_k)
+
+
+@pytest.fixture(scope="module")
+def wide_kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Kimi checkpoint whose sizes every int4 layout can hold."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "wide-kimi"
+    sizes = {"layers": 1, "experts": 4, "hidden": 256, "intermediate": 256, "top_k": 2}
+    return synthesize("moonshotai/Kimi-K2-Thinking", folder, **sizes)
+
+
+HELD = [
+    (name, layout.name)
+    for name, weight in (("tiny_gpt_oss", MXFP4), ("wide_kimi", int_format(4, 32)))
+    for layout in LAYOUTS
+    if weight in layout.weights
+]
+
+
+def test_every_layout_of_both_formats_is_tested() -> None:
+    assert len(HELD) >= 7 and {"moectl-mtile64", "marlin-int4"} <= {layout for _, layout in HELD}
+
+
+@pytest.mark.parametrize(("name", "layout"), HELD)
+def test_every_layout_runs_from_its_converted_folder(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, layout: str
+) -> None:
+    checkpoint = opened(request, name)
+    plain = checkpoint_layer(checkpoint)
+    out = tmp_path / "out"
+    convert(plan_conversion(checkpoint, layout_named(layout)), out)
+    prepared = load_prepared(out, plain.layer, "torch")
+    assert prepared.layout == layout and prepared.relaid == ""
+    inputs = inputs_of(plain.problem, 5)
+    y = runner_for("torch").run(prepared, inputs.x, inputs.ids, inputs.weights)
+    assert judged(plain, prepared, y, inputs).ok
+    relaid = load_prepared(out, plain.layer, "triton")
+    assert relaid.relaid == ("" if layout == "moectl-mtile64" else f"{layout} -> moectl-mtile64")
+    direct = prepare(checkpoint, plain.layer, "triton")
+    assert all(torch.equal(relaid.weights[role], t) for role, t in direct.weights.items())
+    converted = converted_layer(load_manifest(out), plain.layer)
+    assert torch.equal(converted.reference(3).w13, plain.reference(3).w13)
+    assert converted.router is not None and plain.router is not None
+    assert torch.equal(converted.router.weight, plain.router.weight)
+
+
+def test_layers_that_are_not_there_are_refused(tiny_gpt_oss: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny_gpt_oss)
+    with pytest.raises(UsageError, match="layer 7 has no experts; MoE layers are 0 to 1"):
+        checkpoint_layer(checkpoint, 7)
+    with pytest.raises(UsageError, match="'fast' cannot be run"):
+        prepare(checkpoint, 0, "fast")
+    out = tmp_path / "out"
+    convert(plan_conversion(checkpoint, layout_named("moectl-mtile64")), out)
+    with pytest.raises(CheckpointError, match="no layer 7"):
+        load_prepared(out, 7, "torch")
+    (out / "READY").unlink()
+    with pytest.raises(CheckpointError, match="READY"):
+        load_prepared(out, 0, "torch")
+
+
+def test_weights_that_are_elsewhere_are_unavailable() -> None:
+    with pytest.raises(Unavailable, match="not on this machine"):
+        checkpoint_layer(open_checkpoint("openai/gpt-oss-20b", offline=True))
+
+
+def test_experts_alone_have_no_router(tiny_kimi: Path, tmp_path: Path) -> None:
+    layout = layout_named("moectl-mtile64")
+    out = tmp_path / "out"
+    convert(plan_conversion(open_checkpoint(tiny_kimi), layout, experts_only=True), out)
+    assert converted_layer(load_manifest(out)).router is None
