@@ -11,7 +11,8 @@ from moectl.conformance import read_grid, recorded_device
 from moectl.environment import PROBES, Packages
 from moectl.oracle.backend import GROUPS, Ask, Backend, Variant, exact_key, group32_key
 from moectl.oracle.checks import CHECKS
-from moectl.oracle.policies.vllm_0_33_0 import VLLM_0_33_0, _routing
+from moectl.oracle.policies.vllm_0_33_0 import VLLM_0_33_0
+from moectl.oracle.policies.vllm_terms import routing as engine_routing
 from moectl.oracle.policy import Route
 from moectl.oracle.registry import POLICIES
 from moectl.padding import RULES
@@ -135,7 +136,7 @@ def test_offered_formats_are_ones_that_a_checkpoint_can_have() -> None:
 )
 def test_routing_names(routing: Routing, name: str) -> None:
     problem = MoEProblem(Dims(256, 256), 8, 2, Scheme(MXFP4), routing=routing)
-    assert _routing(problem) == name
+    assert engine_routing(problem) == name
 
 
 def test_records_print_as_constructor_calls() -> None:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...environment import Device
-from ...problem import MoEProblem
-from ...schemes import FULL
 from ..backend import (
     SM12X,
     SM90,
     Arch,
-    Ask,
     Backend,
     but,
     exact_key,
@@ -26,114 +22,31 @@ from ..backend import (
 )
 from ..backends import aiter, b12x, cpu, cutlass, deep_gemm, emulation, flashinfer, rdna3, triton, xpu
 from ..backends.humming import HUMMING
-from ..backends.marlin import BATCHED_MARLIN, MARLIN, shape_fits
-from ..decision import Candidate
+from ..backends.marlin import BATCHED_MARLIN, MARLIN
 from ..policy import (
     DECLARED_ACT,
     RANKED_ACT,
-    Aftermath,
     Assignment,
-    Condition,
     ExchangeSizes,
     Move,
     Order,
     Policy,
     Route,
 )
+from .vllm_terms import (
+    AWQ_NEEDS_TURING,
+    CHANNELS_WITH_MARLIN_ONLY,
+    HALVES_GROUPS,
+    MARLIN_REFUSES,
+    REFUSES_ACT_ORDER,
+    WHOLE_GROUPS,
+    activation,
+    dtype,
+    routing,
+)
 
 _CPU, _XPU, _ROCM = (Arch("cpu"),), (Arch("xpu"),), (Arch("rocm"),)
 
-
-def _dtype(problem: MoEProblem, device: Device) -> str:
-    """BF16 models run in FP16 on GPUs without BF16 arithmetic."""
-    old = device.platform == "cuda" and device.capability < 80
-    return "fp16" if old and problem.dtype == "bf16" else problem.dtype
-
-
-def _activation(problem: MoEProblem) -> str:
-    """The engine's name: gpt-oss' function over concatenated rows has one of its own."""
-    name = problem.activation.name
-    if name == "swigluoai" and problem.rows == "concatenated":
-        name = "swigluoai_uninterleave"
-    return name if problem.activation.gated else f"{name}_no_mul"
-
-
-_ROUTING = {
-    # (scoring, correction bias, renormalize)
-    ("softmax", False, True): "RenormalizeNaive",
-    ("softmax", False, False): "Default",
-    ("sigmoid", False, True): "SigmoidRenorm",
-    ("sigmoid", False, False): "Sigmoid",
-    ("sigmoid", True, True): "MiniMax2",
-    ("sqrtsoftplus", False, True): "DeepseekV4",
-    ("sqrtsoftplus", True, True): "DeepseekV4",
-}
-
-
-def _routing(problem: MoEProblem) -> str:
-    """The engine's name of the routing method; models with experts' groups route as DeepSeek-V3."""
-    routing = problem.routing
-    if routing.weight_on_input and problem.top_k == 1:
-        return "Llama4"
-    name = _ROUTING.get((routing.scoring, routing.correction_bias, routing.renormalize), "Unspecified")
-    return "DeepSeekV3" if name == "MiniMax2" and routing.groups else name
-
-
-def _group_order(ask: Ask) -> bool:
-    return ask.problem.act_order == "group"
-
-
-_REFUSES_ACT_ORDER = Condition(
-    "activation order",
-    _group_order,
-    lambda ask: (
-        f"{ask.problem.storage} checkpoints whose activation order goes by group are not loaded any more; "
-        "it takes one quantized without, or with static order"
-    ),
-)
-
-
-def _no_turing_awq(ask: Ask) -> bool:
-    old = ask.device.platform == "cuda" and ask.device.capability < 75
-    return ask.problem.storage == "awq" and (old or ask.device.platform in ("cpu", "xpu"))
-
-
-def _per_channel(ask: Ask, chosen: Candidate) -> bool:
-    return ask.problem.scheme.weight.group == FULL and chosen.backend not in (MARLIN, BATCHED_MARLIN)
-
-
-def _straddles(ask: Ask, chosen: Candidate) -> bool:
-    weight, dims = ask.problem.scheme.weight, chosen.dims
-    sizes = (dims.padded_hidden, dims.padded_intermediate)
-    if weight.group != FULL and any(size % weight.group for size in sizes):
-        return True
-    # Packed zero points: whole 32-bit words per rank.
-    words = 32 // weight.bits
-    return weight.zero_point and any(size % words for size in (sizes[0], 2 * sizes[1]))
-
-
-def _halved_below_32(ask: Ask, chosen: Candidate) -> bool:
-    group, dims = ask.problem.scheme.weight.group, chosen.dims
-    if group == FULL:
-        return True
-    while dims.padded_intermediate % group or dims.padded_hidden % group:
-        group //= 2
-        if group < 32:
-            return True
-    return False
-
-
-def _sizes(ask: Ask, chosen: Candidate) -> str:
-    dims, weight = chosen.dims, ask.problem.scheme.weight
-    return f"hidden {dims.padded_hidden}, intermediate {dims.padded_intermediate} per rank, {weight}"
-
-
-_HALVES_GROUPS = Aftermath(
-    "scale groups",
-    _halved_below_32,
-    lambda ask, chosen: f"no scale group of 32 or more divides the sizes ({_sizes(ask, chosen)})",
-    sized=True,
-)
 
 _HUMMING_FIRST = Move(
     HUMMING, (SM90,), before=MARLIN, why="Humming goes before Marlin on compute capability 9.0 only"
@@ -270,7 +183,7 @@ _COMPRESSED_MXFP4 = Route(
         )
     },
     minimum=70,
-    refusals=(_REFUSES_ACT_ORDER,),
+    refusals=(REFUSES_ACT_ORDER,),
 )
 
 _INTEGER_ORDERS = (
@@ -308,22 +221,8 @@ _COMPRESSED_INT = Route(
         "rdna3": (rdna3.RDNA3,),
     },
     minimum=70,
-    refusals=(_REFUSES_ACT_ORDER,),
-    aftermath=(
-        Aftermath(
-            "scales per channel",
-            _per_channel,
-            lambda ask, chosen: (
-                f"the method takes scales per channel with Marlin only and stops on {chosen.variant.experts}"
-            ),
-        ),
-        Aftermath(
-            "scale groups",
-            _straddles,
-            lambda ask, chosen: f"scale groups would cross ranks ({_sizes(ask, chosen)})",
-            sized=True,
-        ),
-    ),
+    refusals=(REFUSES_ACT_ORDER,),
+    aftermath=(CHANNELS_WITH_MARLIN_ONLY, WHOLE_GROUPS),
 )
 _GPTQ = replace(
     _COMPRESSED_INT,
@@ -349,25 +248,14 @@ _MOE_WNA16 = replace(
     name="GPTQ and AWQ with sizes that Marlin does not take",
     method="MoeWNA16Method",
     storages=only("gptq", "awq"),
-    when=Condition(
-        "Marlin does not take the sizes",
-        lambda ask: not shape_fits(replace(ask, pads_tiles=True)),
-        lambda ask: "Marlin does not take the sizes",
-    ),
+    when=MARLIN_REFUSES,
     key=symmetric_group32_key,
     may_have_bias=False,
     pads_tiles=False,
     checkpoint="moe_wna16",
     minimum=60,
-    refusals=(
-        _REFUSES_ACT_ORDER,
-        Condition(
-            "AWQ needs a GPU",
-            _no_turing_awq,
-            lambda ask: f"AWQ through moe_wna16 needs sm75 or newer, the device is {ask.device.arch}",
-        ),
-    ),
-    aftermath=(_HALVES_GROUPS,),
+    refusals=(REFUSES_ACT_ORDER, AWQ_NEEDS_TURING),
+    aftermath=(HALVES_GROUPS,),
 )
 _QUARK_INT4 = replace(
     _COMPRESSED_INT,
@@ -378,7 +266,7 @@ _QUARK_INT4 = replace(
     pads_tiles=False,
     platforms=but("xpu"),
     refusals=(),
-    aftermath=(_HALVES_GROUPS,),
+    aftermath=(HALVES_GROUPS,),
 )
 _INT8 = Route(
     name="int8 weights and activations",
@@ -391,7 +279,7 @@ _INT8 = Route(
     orders=(Order((triton.TRITON_PLAIN, HUMMING, cpu.CPU_INT8)),),
     names={"triton": (triton.TRITON_PLAIN,), "humming": (HUMMING,)},
     minimum=70,
-    refusals=(_REFUSES_ACT_ORDER,),
+    refusals=(REFUSES_ACT_ORDER,),
 )
 
 _LOW_LATENCY = ExchangeSizes(sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192))
@@ -438,9 +326,9 @@ VLLM_0_33_0 = Policy(
         "emulation",
         "rdna3",
     ),
-    dtype=_dtype,
-    activation=_activation,
-    routing=_routing,
+    dtype=dtype,
+    activation=activation,
+    routing=routing,
     exchange_sizes={
         "deepep_high_throughput": _HIGH_THROUGHPUT,
         "deepep_v2": _HIGH_THROUGHPUT,

@@ -1,0 +1,99 @@
+"""Whatever the problem, the machine and the request: an answer, or a refusal with a sentence."""
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moectl.environment import Device, Packages, find_device, packages_from
+from moectl.oracle import POLICIES, replay_inputs, select
+from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
+from moectl.schemes import FULL, MXFP4, ActFormat, Scheme, int_format
+
+SCHEMES = st.one_of(
+    st.builds(Scheme, st.just(MXFP4), st.sampled_from([ActFormat(), ActFormat("mxfp4", 4, (1, 32))])),
+    st.builds(
+        Scheme,
+        st.builds(
+            int_format,
+            st.sampled_from([4, 8]),
+            st.sampled_from([FULL, 16, 32, 48, 64, 128, 256]),
+            zero_point=st.booleans(),
+        ),
+    ),
+)
+PROBLEMS = st.builds(
+    MoEProblem,
+    dims=st.builds(Dims, st.integers(1, 20000), st.integers(1, 40000)),
+    experts=st.integers(1, 1100),
+    top_k=st.integers(1, 22),
+    scheme=SCHEMES,
+    activation=st.sampled_from([SILU, SWIGLU_OAI, Activation("relu2", gated=False), Activation("situ")]),
+    routing=st.builds(
+        Routing,
+        st.sampled_from(["softmax", "sigmoid", "sqrtsoftplus"]),
+        st.booleans(),
+        correction_bias=st.booleans(),
+        groups=st.sampled_from([None, 1, 8]),
+        weight_on_input=st.booleans(),
+    ),
+    storage=st.sampled_from(["gpt_oss", "mxfp4", "quark", "compressed-tensors", "gptq", "awq"]),
+    rows=st.sampled_from(["interleaved", "concatenated"]),
+    act_order=st.sampled_from(["", "weight", "group"]),
+    bias=st.booleans(),
+    dtype=st.sampled_from(["bf16", "fp16"]),
+    parallel=st.builds(
+        Parallel,
+        st.sampled_from([1, 2, 8]),
+        st.sampled_from([1, 2, 8]),
+        st.booleans(),
+        st.sampled_from(
+            [
+                "allgather_reducescatter",
+                "deepep_high_throughput",
+                "deepep_low_latency",
+                "nixl_ep",
+                "flashinfer_nvlink_one_sided",
+                "flashinfer_nvlink_two_sided",
+            ]
+        ),
+        st.booleans(),
+    ),
+)
+DEVICES = st.sampled_from(
+    [*map(find_device, ("v100", "sm75", "a100", "sm90", "b200", "thor", "gb10", "mi300x", "gfx950", "cpu"))]
+)
+PACKAGES = st.sampled_from([packages_from(name) for name in ("full", "bare", "rocm_aiter_quark", "none")])
+REQUESTS = st.sampled_from([None, "auto", "marlin", "triton", "humming", "b12x", "emulation", "no such"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(PROBLEMS, DEVICES, PACKAGES, REQUESTS, st.booleans(), st.sampled_from([*POLICIES]))
+def test_every_question_has_an_answer(
+    problem: MoEProblem, device: Device, packages: Packages, only: str | None, fallback: bool, policy: str
+) -> None:
+    try:
+        decision = select(problem, device, packages, POLICIES[policy], only, fallback)
+    except Exception as error:
+        assert type(error).__name__ == "OutOfScope", error
+        return
+    assert decision.usable == (decision.chosen is not None and not decision.error and not decision.gates)
+    assert decision.chosen is None or decision.chosen in decision.candidates
+    assert decision.chosen is not None or decision.error
+    assert [candidate.rank for candidate in decision.candidates] == list(range(len(decision.candidates)))
+    for candidate in decision.candidates:
+        assert all(v.wanted and v.offered for v in candidate.verdicts)
+        assert candidate.dims.padded_hidden >= problem.dims.hidden
+        assert candidate.dims.padded_intermediate >= problem.dims.intermediate
+    document = json.loads(json.dumps(decision.to_json()))
+    inputs = replay_inputs(document)
+    again = select(
+        inputs.problem,
+        inputs.device,
+        inputs.packages,
+        POLICIES[inputs.policy],
+        inputs.requested,
+        inputs.allow_fallback,
+    )
+    assert again.to_json()["chosen"] == document["chosen"]
+    assert again.to_json()["candidates"] == document["candidates"]
