@@ -27,7 +27,7 @@ from .errors import Unavailable, UsageError
 SHARD_BYTES = 2 << 30
 """Most bytes of one file, unless a single tensor has more."""
 
-BANK_ROWS = 8192
+BANK_ROWS = 4096
 """Rows of each matrix kind that are drawn and quantized; every expert is made of such rows."""
 
 VOCABULARY = 256

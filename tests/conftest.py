@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from moectl.synth import synthesize
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run tests that take minutes or gigabytes")
@@ -31,7 +29,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def tiny_gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A gpt-oss checkpoint in two files: 2 layers, 8 experts, top-4, hidden 256, intermediate 192."""
+    """A gpt-oss checkpoint in two files: layers 0 and 1, 8 experts, top-4, hidden 256, intermediate 192."""
+    from moectl.synth import synthesize
+
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny-gpt-oss"
     return synthesize(
         "openai/gpt-oss-20b",
@@ -46,7 +46,9 @@ def tiny_gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Kimi-K2-Thinking checkpoint in two files: layers 1 and 2, 8 experts, top-4, hidden 256, intermediate 128."""
+    """A Kimi-K2-Thinking checkpoint in three files: layers 1 and 2, 8 experts, top-4, 256 x 128."""
+    from moectl.synth import synthesize
+
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny-kimi"
     return synthesize(
         "moonshotai/Kimi-K2-Thinking",

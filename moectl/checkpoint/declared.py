@@ -22,10 +22,14 @@ class Declared:
     family: Family
 
 
-def declared_layers(config: Mapping[str, Any], quantization: Mapping[str, Any] | None = None) -> Declared:
+def declared_layers(
+    config: Mapping[str, Any],
+    quantization: Mapping[str, Any] | None = None,
+    quantization_file: str = "",
+) -> Declared:
     """The MoE layers that `config`, config.json's object, declares; tensor names stay empty.
 
-    `quantization` is the quantization config where it stands in a file of its own.
+    `quantization` is the quantization config where it stands in a file of its own, `quantization_file`.
 
     Raises:
         CheckpointError: a key is missing or of a wrong kind, the sizes contradict each other, or the
@@ -45,9 +49,9 @@ def declared_layers(config: Mapping[str, Any], quantization: Mapping[str, Any] |
             f"config.json: none of the {count} layers is a Mixture-of-Experts layer.",
             reason=f"{family.name} configs name them by first_k_dense_replace and moe_layer_freq.",
         )
-    found = parse_quantization(
-        _quantization_config(config, fields, quantization), model_type=fields.model_type
-    )
+    described, place = _quantization_config(config, fields, quantization, quantization_file)
+    found = parse_quantization(described, model_type=fields.model_type)
+    told = {key: source.replace("quantization_config", place, 1) for key, source in found.sources.items()}
     problem = MoEProblem(
         dims,
         experts,
@@ -62,21 +66,21 @@ def declared_layers(config: Mapping[str, Any], quantization: Mapping[str, Any] |
         shared_experts=int(family.shared_experts.read("shared_experts", fields, family.name)),
         dtype=_dtype(fields),
     )
-    sources = {**fields.sources, **found.sources}
+    sources = {**fields.sources, **told}
     sources.update(dict.fromkeys(("rows", "bias"), f"family:{family.name}"))
     sources.setdefault("storage", sources["scheme"])
     return Declared(LayerGroup(layers, problem, ExpertNames({}), sources), count, family)
 
 
 def _quantization_config(
-    config: Mapping[str, Any], fields: Fields, apart: Mapping[str, Any] | None
-) -> Mapping[str, Any] | None:
-    """The first quantization config there is: top level, text model, or a file of its own."""
-    for holder in (config, fields.values):
-        if holder.get("quantization_config") is not None:
-            found: Mapping[str, Any] = holder["quantization_config"]
-            return found
-    return apart
+    config: Mapping[str, Any], fields: Fields, apart: Mapping[str, Any] | None, file: str
+) -> tuple[Mapping[str, Any] | None, str]:
+    """The first quantization config there is, and where: top level, text model, or a file of its own."""
+    key = "quantization_config"
+    for values, prefix in ((config, ""), (fields.values, fields.prefix)):
+        if values.get(key) is not None:
+            return values[key], prefix + key
+    return apart, file if apart is not None else key
 
 
 def _dtype(fields: Fields) -> str:

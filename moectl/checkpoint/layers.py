@@ -21,6 +21,7 @@ def layer_groups(
     tensors: Mapping[str, TensorInfo] | None,
     *,
     quantization: Mapping[str, Any] | None = None,
+    quantization_file: str = "",
 ) -> tuple[LayerGroup, ...]:
     """The MoE layers of a checkpoint, grouped by equal problem and names, in layer order.
 
@@ -28,13 +29,13 @@ def layer_groups(
         config: config.json's object.
         tensors: every tensor by name; None when only the config is known. Headers win over the
             config where they disagree, with a note.
-        quantization: the quantization config, where it stands in a file of its own.
+        quantization: the quantization config, where it stands in a file of its own, `quantization_file`.
 
     Raises:
         CheckpointError: no MoE layer, an expert or tensor missing, a wrong dtype or shape, or a
             family, method or name that is not understood.
     """
-    declared = declared_layers(config, quantization)
+    declared = declared_layers(config, quantization, quantization_file)
     if tensors is None:
         return (declared.group,)
     layers, extra = find_layers(tensors, declared.layers)

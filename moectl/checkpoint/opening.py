@@ -156,13 +156,13 @@ def _checkpoint(
     origin: Origin,
     folder: Path | None,
 ) -> Checkpoint:
-    quantization = None
+    quantization, source = None, ""
     for name, method in QUANTIZATION_FILES.items():
         document = documents.get(name)
         if document is not None:
-            quantization = {"quant_method": method, **document}
+            quantization, source = {"quant_method": method, **document}, name
             break
-    groups = layer_groups(config, tensors, quantization=quantization)
+    groups = layer_groups(config, tensors, quantization=quantization, quantization_file=source)
     return Checkpoint(config, tensors or {}, groups, origin, folder)
 
 

@@ -118,27 +118,26 @@ def read_document(folder: Path, name: str) -> dict[str, Any] | None:
     path = folder / name
     if not path.exists() and not path.is_symlink():
         return None
-    inside(path, name)
+    inside(folder, name)
     if path.stat().st_size > DOCUMENT_LIMIT:
         raise CheckpointError(f"{path}: a JSON file of {path.stat().st_size} bytes is refused.")
     return parse_json_object(path.read_bytes(), str(path))
 
 
-def inside(path: Path, name: str) -> Path:
-    """`path` with links resolved; CheckpointError when it is no file, or leads out of the checkpoint.
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` in `folder`, links resolved; CheckpointError when it is none, or leads out.
 
     A Hub cache keeps ``models--ORG--NAME/snapshots/REVISION``, whose files are links to ``blobs``
     beside it: those links are a checkpoint's own.
     """
     try:
-        real = path.resolve(strict=True)
+        real = (folder / name).resolve(strict=True)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{name}: the file cannot be found ({error}).") from error
-    folder = path.parent.resolve()
-    snapshot = next((it for it in (folder, *folder.parents) if it.parent.name == "snapshots"), None)
-    roots = [folder]
-    if snapshot is not None and snapshot.parent.parent.name.startswith("models--"):
-        roots.append(snapshot.parent.parent / "blobs")
+    root = folder.resolve()
+    roots, repository = [root], root.parent.parent
+    if root.parent.name == "snapshots" and repository.name.startswith("models--"):
+        roots.append(repository / "blobs")
     if not any(real.is_relative_to(root) for root in roots):
         raise CheckpointError(
             f"{name} is a link to {real}, outside of the checkpoint.",
@@ -174,7 +173,7 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
 
 
 def _read_local(folder: Path, name: str) -> dict[str, TensorInfo]:
-    path = inside(folder / name, name)
+    path = inside(folder, name)
     try:
         with path.open("rb") as file:
             return read_header(file, path.stat().st_size, name)

@@ -1,0 +1,192 @@
+"""The safetensors header parser believes nothing that cannot be true."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moectl.checkpoint import TensorInfo, read_header
+from moectl.checkpoint.header import DTYPE_BITS, HEADER_LIMIT
+from moectl.errors import CheckpointError, ExitCode
+
+
+def packed(header: bytes | dict[str, Any], data: int = 0, length: int | None = None) -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(raw) if length is None else length).to_bytes(8, "little") + raw + bytes(data)
+
+
+def entry(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def refused(content: bytes, *words: str, size: int | None = None) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_header(content, len(content) if size is None else size, "w.safetensors")
+    assert caught.value.exit_code is ExitCode.BAD_CHECKPOINT
+    for word in ("w.safetensors", *words):
+        assert word in str(caught.value)
+
+
+def test_sound_header() -> None:
+    header = {
+        "__metadata__": {"format": "pt"},
+        "b": entry("BF16", [2, 3], [4, 16]),
+        "a": entry(),
+        "empty": entry("F32", [0, 7], [16, 16]),
+        "scalar": entry("F32", [], [16, 20]),
+    }
+    content = packed(header, 20)
+    base = len(content) - 20
+    expected = {
+        "b": TensorInfo("b", "BF16", (2, 3), "w.safetensors", base + 4, base + 16),
+        "a": TensorInfo("a", "U8", (4,), "w.safetensors", base, base + 4),
+        "empty": TensorInfo("empty", "F32", (0, 7), "w.safetensors", base + 16, base + 16),
+        "scalar": TensorInfo("scalar", "F32", (), "w.safetensors", base + 16, base + 20),
+    }
+    assert read_header(content, len(content), "w.safetensors") == expected
+    assert read_header(io.BytesIO(content), len(content), "w.safetensors") == expected
+    # A range request gets the header alone, not the data.
+    assert read_header(content[:base], len(content), "w.safetensors") == expected
+
+
+@pytest.mark.parametrize("cut", [0, 7, 8, 20, -4])
+def test_truncated(cut: int) -> None:
+    content = packed({"a": entry()}, 4)
+    refused(content[:cut], "truncated")
+
+
+def test_data_truncated_names_the_tensor() -> None:
+    content = packed({"a": entry(), "last": entry(offsets=[4, 8])}, 8)
+    refused(content[:-1], "'last'", "inside the file")
+
+
+@pytest.mark.parametrize("length", [0, 1, 1 << 60, (1 << 64) - 1, HEADER_LIMIT + 1])
+def test_absurd_length(length: int) -> None:
+    refused(packed({"a": entry()}, 4, length), str(length))
+
+
+def test_length_past_the_end() -> None:
+    refused(packed({"a": entry()}, 4, 10_000), "truncated", "10008")
+
+
+def test_source_shorter_than_said() -> None:
+    content = packed({"a": entry()}, 4)
+    refused(content[:20], "truncated", size=len(content))
+
+
+@pytest.mark.parametrize(
+    ("raw", "word"),
+    [
+        (b'{"a\xff": 1}', "UTF-8"),
+        (b'{"a": ', "JSON"),
+        (b"[1, 2]", "object"),
+        (b"12", "object"),
+        (b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "deep"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "deep"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "JSON"),
+        (b'{"a": {}, "a": {}}', "'a' occurs twice"),
+        (b'{"a": {"dtype": "U8", "dtype": "I8"}}', "'dtype' occurs twice"),
+        (b'{"a": 3}', "object"),
+        (b'{"": {}}', "name"),
+        (b'{"' + b"x" * 2000 + b'": {}}', "name"),
+        (b'{"__metadata__": {"format": 1}}', "__metadata__"),
+        (b'{"__metadata__": []}', "__metadata__"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_json(raw: bytes, word: str) -> None:
+    refused(packed(raw), word)
+
+
+@pytest.mark.parametrize("shape", [None, 4, "4", [-4], [True, 4], [4.0], [[4]], ["4"], [1 << 63], [1] * 33])
+def test_bad_shape(shape: Any) -> None:
+    refused(packed({"t": entry(shape=shape)}, 4), "'t'", "shape")
+
+
+@pytest.mark.parametrize("offsets", [None, [0], [0, 4, 4], [0, 4.0], [False, 4], ["0", 4], [-1, 3], {"0": 4}])
+def test_bad_offsets(offsets: Any) -> None:
+    refused(packed({"t": entry(offsets=offsets)}, 4), "'t'", "offsets")
+
+
+@pytest.mark.parametrize("offsets", [[4, 0], [0, 5], [0, 1 << 62]])
+def test_offsets_outside(offsets: list[int]) -> None:
+    refused(packed({"t": entry(offsets=offsets)}, 4), "'t'", "inside")
+
+
+@pytest.mark.parametrize("dtype", [None, 8, "u8", "F8", "BF17", ["U8"], {}])
+def test_unknown_dtype(dtype: Any) -> None:
+    refused(packed({"t": entry(dtype)}, 4), "'t'", "dtype")
+
+
+def test_size_does_not_match() -> None:
+    refused(packed({"t": entry("BF16", [3], [0, 4])}, 4), "'t'", "6 bytes", "4 bytes")
+    refused(packed({"t": entry("U8", [1 << 62] * 32, [0, 4])}, 4), "'t'")
+
+
+def test_odd_count_of_four_bit_values() -> None:
+    refused(packed({"t": entry("F4", [7], [0, 4])}, 4), "'t'")
+    assert read_header(
+        packed({"t": entry("F4", [8], [0, 4])}, 4),
+        8 + len(json.dumps({"t": entry("F4", [8], [0, 4])})) + 4,
+        "x",
+    )
+
+
+def test_overlap_names_both() -> None:
+    refused(packed({"one": entry(), "two": entry(offsets=[2, 6])}, 6), "'one'", "'two'", "overlap")
+    refused(packed({"one": entry(), "same": entry()}, 4), "'one'", "'same'", "overlap")
+
+
+def test_gap_and_tail() -> None:
+    refused(packed({"one": entry(), "two": entry(offsets=[5, 9])}, 9), "'two'", "no tensor")
+    refused(packed({"one": entry()}, 6), "'one'")
+
+
+def test_control_characters_are_escaped() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        content = packed({"\x1b[2J\n": entry("no")}, 4)
+        read_header(content, len(content), "w.safetensors")
+    assert "\x1b" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=4),
+        json_values
+        | st.fixed_dictionaries(
+            {"dtype": st.sampled_from([*DTYPE_BITS, "?"]), "shape": json_values, "data_offsets": json_values}
+        ),
+        max_size=4,
+    ),
+    st.integers(0, 64),
+)
+def test_any_header_is_read_or_refused(header: dict[str, Any], data: int) -> None:
+    content = packed(header, data)
+    try:
+        found = read_header(content, len(content), "w.safetensors")
+    except CheckpointError:
+        return
+    covered = sum(info.nbytes for info in found.values())
+    assert covered == data
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(content: bytes) -> None:
+    try:
+        found = read_header(content, len(content), "w.safetensors")
+    except CheckpointError:
+        return
+    assert all(info.end <= len(content) for info in found.values())

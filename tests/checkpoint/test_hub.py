@@ -1,0 +1,205 @@
+"""Hub checkpoints from a local server, each read in a new process: the client reads settings at import."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_server import COMMIT, TOKEN, Hub, serve
+
+from moectl.checkpoint import open_checkpoint
+
+SCRIPT = """
+import json, sys
+from moectl.checkpoint import open_checkpoint
+from moectl.errors import MoectlError
+ref, options = sys.argv[1], json.loads(sys.argv[2])
+try:
+    found = open_checkpoint(ref, **options)
+except MoectlError as error:
+    print(json.dumps({"error": type(error).__name__, "exit": int(error.exit_code), "text": str(error)}))
+else:
+    print(json.dumps({
+        "kind": found.origin.kind, "name": found.origin.name, "revision": found.origin.revision,
+        "note": found.origin.note, "tensors": {k: [i.file, i.start, i.end] for k, i in found.tensors.items()},
+        "problem": repr(found.groups[0].problem), "folder": str(found.folder),
+    }))
+"""
+
+
+@pytest.fixture
+def served(tiny_gpt_oss: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint, for the server to serve and tests to damage."""
+    return Path(shutil.copytree(tiny_gpt_oss, tmp_path / "served"))
+
+
+@pytest.fixture
+def hub(served: Path) -> Iterator[Hub]:
+    with serve(served) as running:
+        yield running
+
+
+class Reader:
+    """Opens references in a fresh process with its own Hub cache."""
+
+    def __init__(self, home: Path, endpoint: str) -> None:
+        self.home, self.endpoint = home, endpoint
+
+    def __call__(self, ref: str, env: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+        settings = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, ref, json.dumps(options)],
+            env={**kept, **settings, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+
+@pytest.fixture
+def read(hub: Hub, tmp_path: Path) -> Reader:
+    return Reader(tmp_path / "home", hub.url)
+
+
+def test_headers_only_then_cache(hub: Hub, read: Reader, served: Path) -> None:
+    local = open_checkpoint(served)
+    found = read("org/tiny")
+    assert (found["kind"], found["name"], found["revision"]) == ("hub", "org/tiny", COMMIT)
+    assert found["tensors"] == {k: [i.file, i.start, i.end] for k, i in local.tensors.items()}
+    assert found["problem"] == repr(local.groups[0].problem)
+    assert found["folder"] == "None"
+    weights = [row for row in hub.requests if row[1].endswith(".safetensors")]
+    assert len(weights) == len(list(served.glob("*.safetensors")))
+    assert all(method == "GET" and sent and status == 206 for method, _, sent, status, _ in weights)
+    assert all(f"/resolve/{COMMIT}/" in path for _, path, *_ in weights)
+    assert all(size <= 128 << 10 for *_, size in weights)
+
+    before = len(hub.requests)
+    offline = read("org/tiny", offline=True)
+    assert len(hub.requests) == before
+    assert (offline["kind"], offline["revision"], offline["tensors"]) == ("cache", COMMIT, {})
+    assert offline["problem"] == found["problem"]
+    assert "not its weights" in offline["note"]
+    assert read("org/tiny", env={"HF_HUB_OFFLINE": "1"})["kind"] == "cache"
+    assert len(hub.requests) == before
+    assert read("org/tiny@other", offline=True)["error"] == "Unavailable"
+
+
+def test_long_header_takes_a_second_range(hub: Hub, read: Reader, served: Path) -> None:
+    shard = min(served.glob("*.safetensors"))
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    padded = content[8 : 8 + length] + b" " * 200_000
+    shard.write_bytes(len(padded).to_bytes(8, "little") + padded + content[8 + length :])
+    found = read("org/tiny")
+    assert found["tensors"] == {
+        k: [i.file, i.start, i.end] for k, i in open_checkpoint(served).tensors.items()
+    }
+    assert sum(row[1].endswith(shard.name) for row in hub.requests) == 2
+
+
+def test_whole_cache_needs_no_network(hub: Hub, read: Reader, served: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "home" / "hub" / "models--org--tiny"
+    snapshot = repository / "snapshots" / COMMIT
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    snapshot.mkdir(parents=True)
+    for at, path in enumerate(sorted(served.iterdir())):
+        shutil.copy(path, repository / "blobs" / str(at))
+        (snapshot / path.name).symlink_to(f"../../blobs/{at}")
+    found = read("org/tiny")
+    assert (found["kind"], found["folder"]) == ("cache", str(snapshot))
+    assert found["tensors"]
+    assert hub.requests == []
+
+
+def test_revision(hub: Hub, read: Reader) -> None:
+    assert read("org/tiny@v1")["revision"] == COMMIT
+    missing = read("org/tiny@v2")
+    assert (missing["error"], missing["exit"]) == ("NotOnHub", 4)
+    assert "v2" in missing["text"]
+
+
+def test_no_such_model_and_catalogue(hub: Hub, read: Reader) -> None:
+    missing = read("org/other")
+    assert (missing["error"], missing["exit"]) == ("NotOnHub", 4)
+    assert "org/other" in missing["text"]
+    built_in = read("openai/gpt-oss-20b")
+    assert built_in["kind"] == "catalogue"
+    assert "shows no model openai/gpt-oss-20b" in built_in["note"]
+    assert read("openai/gpt-oss-20b", allow_catalogue=False)["error"] == "NotOnHub"
+    assert read("openai/gpt-oss-20b@main")["error"] == "NotOnHub"
+    assert read("openai/gpt-oss-20b@main", offline=True)["error"] == "Unavailable"
+    before = len(hub.requests)
+    assert read("openai/gpt-oss-20b", offline=True)["kind"] == "catalogue"
+    assert len(hub.requests) == before
+
+
+def test_private_model(hub: Hub, read: Reader) -> None:
+    hub.private = True
+    assert "HF_TOKEN" in read("org/tiny")["text"]
+    assert read("org/tiny", env={"HF_TOKEN": TOKEN})["kind"] == "hub"
+
+
+def test_gated_model(hub: Hub, read: Reader) -> None:
+    hub.private = "gated"
+    refused = read("org/tiny")
+    assert (refused["error"], refused["exit"]) == ("HubUnreachable", 3)
+    assert "hf auth login" in refused["text"]
+    assert read("org/tiny", token=TOKEN)["kind"] == "hub"
+
+
+def test_network_down(tmp_path: Path) -> None:
+    read = Reader(tmp_path / "home", "http://127.0.0.1:9")
+    down = read("org/tiny")
+    assert (down["error"], down["exit"]) == ("HubUnreachable", 3)
+    assert "HF_ENDPOINT" in down["text"]
+    built_in = read("openai/gpt-oss-120b")
+    assert built_in["kind"] == "catalogue"
+    assert "cannot be reached" in built_in["note"]
+
+
+def test_busy_server_is_asked_again(hub: Hub, read: Reader) -> None:
+    hub.failures = 2
+    assert read("org/tiny")["kind"] == "hub"
+
+
+@pytest.mark.parametrize("ranges", [False, "wrong"])
+def test_server_without_ranges(hub: Hub, read: Reader, ranges: bool | str) -> None:
+    hub.ranges = ranges
+    refused = read("org/tiny")
+    assert (refused["error"], refused["exit"]) == ("CheckpointError", 4)
+    assert "instead of that range" in refused["text"]
+
+
+def test_damaged_files_on_the_hub(hub: Hub, read: Reader, served: Path) -> None:
+    hub.add = 1
+    assert "lists" in read("org/tiny")["text"]
+    hub.add = 0
+    shard = min(served.glob("*.safetensors"))
+    content = shard.read_bytes()
+    shard.write_bytes((1 << 60).to_bytes(8, "little") + content[8:])
+    assert str(1 << 60) in read("org/tiny")["text"]
+    shard.write_bytes(content[:-1])
+    refused = read("org/tiny")
+    assert (refused["error"], refused["exit"]) == ("CheckpointError", 4)
+    assert shard.name in refused["text"]
+    shard.unlink()
+    assert "does not exist" in read("org/tiny")["text"]
+
+
+def test_converted_folder_on_the_hub(hub: Hub, read: Reader, served: Path) -> None:
+    (served / "moectl.json").write_text("{}")
+    assert "converted folder" in read("org/tiny")["text"]

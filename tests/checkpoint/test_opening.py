@@ -1,0 +1,91 @@
+"""Which source a reference leads to, without a network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moectl.checkpoint import open_checkpoint
+from moectl.errors import CheckpointError
+
+
+def test_folder_and_config_say_the_same(tiny_kimi: Path) -> None:
+    folder = open_checkpoint(tiny_kimi)
+    config = open_checkpoint(str(tiny_kimi / "config.json"))
+    assert (folder.origin.kind, config.origin.kind) == ("folder", "config")
+    assert folder.groups[0].problem == config.groups[0].problem
+    assert config.tensors == {}
+    assert config.folder is None
+
+
+def test_folder_without_weights(tiny_gpt_oss: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_gpt_oss / "config.json").read_bytes())
+    found = open_checkpoint(tmp_path)
+    assert (found.origin.kind, found.folder) == ("config", None)
+    assert "no safetensors" in found.origin.note
+
+
+def test_quantization_in_a_file_of_its_own(tiny_kimi: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_kimi / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(tmp_path).groups[0].problem.storage == "plain"
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    (group,) = open_checkpoint(tmp_path).groups
+    assert group.problem.scheme.weight.name == "nvfp4"
+    assert group.sources["scheme"].startswith("config:hf_quant_config.json.")
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing", "/no/such/folder", "a/b/c", "org/name@", "-x/y", "org/na me", ""]
+)
+def test_no_such_checkpoint(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if name:
+        with pytest.raises(CheckpointError, match="built-in"):
+            open_checkpoint(name)
+    else:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(CheckpointError, match=r"no config\.json"):
+            open_checkpoint(name)
+
+
+def test_catalogue_can_be_left_out() -> None:
+    with pytest.raises(CheckpointError):
+        open_checkpoint("gpt-oss-20b", allow_catalogue=False)
+
+
+def test_wrong_files(tiny_gpt_oss: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="folder"):
+        open_checkpoint(next(tiny_gpt_oss.glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match="index"):
+        open_checkpoint(tiny_gpt_oss / "model.safetensors.index.json")
+
+
+def test_converted_folder(tiny_gpt_oss: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_gpt_oss / "config.json").read_bytes())
+    (tmp_path / "moectl.json").write_text("{}")
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    for word in ("converted folder", "run", "bench", "verify", "unconvert"):
+        assert word in str(caught.value)
+
+
+def test_group_of(tiny_kimi: Path) -> None:
+    found = open_checkpoint(tiny_kimi)
+    assert found.group_of(None) is found.group_of(2) is found.groups[0]
+    with pytest.raises(KeyError):
+        found.group_of(0)
+
+
+def test_no_heavy_import() -> None:
+    """Reading a checkpoint needs no torch, and a folder or a built-in model no Hub client."""
+    code = (
+        "import sys; from moectl.checkpoint import open_checkpoint; open_checkpoint('gpt-oss-120b'); "
+        "print(sorted({'torch', 'triton', 'huggingface_hub', 'numpy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,178 @@
+"""Synthesized checkpoints: schema, formats, scale, determinism, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from moectl.checkpoint import Checkpoint, open_checkpoint
+from moectl.checkpoint.catalogue import built_in
+from moectl.convert.codecs import codec_for
+from moectl.errors import UsageError
+from moectl.synth import synthesize
+
+GPT, KIMI = "openai/gpt-oss-20b", "moonshotai/Kimi-K2-Thinking"
+TINY = {"layers": 1, "experts": 4, "hidden": 64, "intermediate": 96}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def tensor(found: Checkpoint, name: str) -> torch.Tensor:
+    assert found.folder is not None
+    with safe_open(found.folder / found.tensors[name].file, "pt") as file:
+        loaded: torch.Tensor = file.get_tensor(name)
+        return loaded
+
+
+@pytest.mark.parametrize("model", [GPT, KIMI])
+def test_schema_is_the_published_one(model: str, tmp_path: Path) -> None:
+    found = open_checkpoint(synthesize(model, tmp_path / "out", **TINY))
+    published = built_in(model)
+    (group,) = found.groups
+    problem = group.problem
+    assert (problem.experts, problem.dims.hidden, problem.dims.intermediate) == (4, 64, 96)
+    assert group.notes == ()
+    listing = published.listing(found.config)
+    assert {name: (info.dtype, info.shape) for name, info in listing.items()} == {
+        name: (info.dtype, info.shape) for name, info in found.tensors.items() if name in listing
+    }
+    assert set(found.tensors) - set(listing) == {"model.embed_tokens.weight", "model.norm.weight"}
+    assert set(found.config) == set(published.config)
+
+
+@pytest.mark.parametrize("which", ["tiny_gpt_oss", "tiny_kimi"])
+def test_every_tensor_can_be_loaded(which: str, request: pytest.FixtureRequest) -> None:
+    found = open_checkpoint(request.getfixturevalue(which))
+    assert len({info.file for info in found.tensors.values()}) > 1
+    for name, info in found.tensors.items():
+        assert tuple(tensor(found, name).shape) == info.shape
+
+
+def decoded(found: Checkpoint, layer: int, expert: int, matrix: str) -> torch.Tensor:
+    """One expert's matrix, from the file through the format's codec."""
+    (group,) = found.groups
+    names = {
+        role: template.format(layer=layer, expert=expert) for role, template in group.names.experts.items()
+    }
+    codes, scale = tensor(found, names[matrix]), tensor(found, names[f"{matrix}_scale"])
+    if group.problem.storage == "gpt_oss":
+        codes, scale = codes[expert].flatten(-2), scale[expert]
+    else:
+        codes = codes.contiguous().view(torch.uint8)
+        rows, columns = (int(size) for size in tensor(found, names[f"{matrix}_shape"]))
+        assert codes.shape == (rows, columns // 2)
+    return codec_for(group.problem.scheme.weight).decode(codes[None], scale[None])[0]
+
+
+@pytest.mark.parametrize(
+    ("which", "matrices"), [("tiny_gpt_oss", ("w13", "w2")), ("tiny_kimi", ("w1", "w3", "w2"))]
+)
+def test_weights_are_well_scaled_and_their_own(
+    which: str, matrices: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    found = open_checkpoint(request.getfixturevalue(which))
+    layers = found.groups[0].layers
+    for matrix in matrices:
+        first = decoded(found, layers[0], 0, matrix)
+        assert float(first.std()) == pytest.approx(first.shape[1] ** -0.5, rel=0.05)
+        assert abs(float(first.mean())) < 0.1 * float(first.std())
+        for layer, expert in ((layers[0], 1), (layers[1], 0)):
+            other = decoded(found, layer, expert, matrix)
+            agreement = torch.corrcoef(torch.stack((first.flatten(), other.flatten())))[0, 1]
+            assert abs(float(agreement)) < 0.05
+
+
+def test_router_tells_experts_apart(tiny_kimi: Path) -> None:
+    found = open_checkpoint(tiny_kimi)
+    router = tensor(found, "model.layers.1.mlp.gate.weight").float()
+    logits = torch.randn(512, router.shape[1], generator=torch.Generator().manual_seed(0)) @ router.T
+    assert 1.5 < float(logits.std()) < 2.5
+    assert logits.argmax(1).bincount(minlength=8).min() > 0
+    bias = tensor(found, "model.layers.1.mlp.gate.e_score_correction_bias")
+    assert 0 < float(bias.abs().max()) < 0.5
+
+
+def test_same_seed_same_bytes(tmp_path: Path) -> None:
+    first = content(synthesize(KIMI, tmp_path / "a", **TINY, seed=3))
+    assert content(synthesize(KIMI, tmp_path / "b", **TINY, seed=3)) == first
+    assert content(synthesize(KIMI, tmp_path / "c", **TINY, seed=4)) != first
+
+
+def test_shards_do_not_change_tensors(tmp_path: Path) -> None:
+    one = open_checkpoint(synthesize(GPT, tmp_path / "one", **TINY))
+    many = open_checkpoint(synthesize(GPT, tmp_path / "many", **TINY, shard_bytes=4096))
+    assert (tmp_path / "many" / "model.safetensors.index.json").exists()
+    assert len({info.file for info in many.tensors.values()}) > 2
+    assert one.groups == many.groups
+    for name in one.tensors:
+        assert torch.equal(tensor(one, name), tensor(many, name))
+
+
+def test_sizes_change_under_every_key(tmp_path: Path) -> None:
+    synthesize(GPT, tmp_path / "gpt", **TINY, top_k=2)
+    config = json.loads((tmp_path / "gpt" / "config.json").read_text())
+    assert config["num_experts_per_tok"] == config["experts_per_token"] == 2
+    assert config["num_local_experts"] == 4
+    assert config["num_hidden_layers"] == len(config["layer_types"]) == 1
+    found = open_checkpoint(synthesize(KIMI, tmp_path / "kimi", **TINY))
+    assert found.config["num_hidden_layers"] == 2
+    assert found.groups[0].layers == (1,)
+    assert found.groups[0].problem.top_k == 4
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    synthesize(GPT, tmp_path / "out", **TINY, shard_bytes=10_000, progress=lambda *row: seen.append(row))
+    assert [row[0] for row in seen] == sorted(row[0] for row in seen)
+    assert seen[-1][0] == seen[-1][1]
+    assert seen[-1][2].endswith(".safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"hidden": 48}, "multiple of 32"),
+        ({"intermediate": 33}, "multiple of 32"),
+        ({"layers": 25}, "24 MoE layers"),
+        ({"layers": 0}, "at least 1"),
+        ({"top_k": 5}, "top-k 5"),
+        ({"experts": -1}, "at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be(changes: dict[str, int], word: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=word):
+        synthesize(GPT, tmp_path / "out", **{**TINY, **changes})
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_must_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UsageError, match="not an empty folder"):
+            synthesize(GPT, target, **TINY)
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(UsageError, match="no built-in model"):
+        synthesize("org/none", tmp_path / "out")
+
+
+def test_interrupted_output_is_no_checkpoint(tmp_path: Path) -> None:
+    def stop(done: int, total: int, text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(GPT, tmp_path / "out", **TINY, progress=stop)
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+@pytest.mark.slow
+def test_full_size_layer(tmp_path: Path) -> None:
+    found = open_checkpoint(synthesize("openai/gpt-oss-120b", tmp_path / "out", layers=1))
+    assert sum(info.nbytes for info in found.tensors.values()) > 1.69e9
+    assert decoded(found, 0, 127, "w2").shape == (2880, 2880)
