@@ -182,6 +182,7 @@ class Policy:
         dtype: the engine's 16-bit dtype for a model dtype on a device.
         activation, routing: the engine's names for an activation function and a routing method.
         exchange_sizes: by all2all name.
+        retired: switches of earlier releases that this one ignores, with what to use instead.
     """
 
     name: str
@@ -192,6 +193,7 @@ class Policy:
     activation: Callable[[MoEProblem], str]
     routing: Callable[[MoEProblem], str]
     exchange_sizes: Mapping[str, ExchangeSizes] = field(default_factory=dict, hash=False)
+    retired: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def only_route(self, name: str) -> Policy:
         """This policy with one route that takes every problem and refuses none: a direct question."""

@@ -44,6 +44,7 @@ def select(
         ask = _ask(problem, device, packages, policy, taken)
     refused = next((refusal for refusal in taken.refusals if refusal.holds(ask)), None)
     candidates, notes = _candidates(ask, policy, taken, name)
+    notes = (*notes, *_retired(packages, policy))
     chosen = None if refused else next((c for c in candidates if c.usable), None)
     error = refused.says(ask) if refused else ""
     if chosen is None and not refused:
@@ -120,6 +121,15 @@ def _ask(problem: MoEProblem, device: Device, packages: Packages, policy: Policy
         dtype=policy.dtype(problem, device),
         activation=policy.activation(problem),
         routing=policy.routing(problem),
+    )
+
+
+def _retired(packages: Packages, policy: Policy) -> tuple[str, ...]:
+    """A note for each switch that is set and does nothing."""
+    return tuple(
+        f"{policy.name} ignores {name}; use {instead}"
+        for name, instead in policy.retired.items()
+        if name in packages.env
     )
 
 

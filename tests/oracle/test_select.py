@@ -203,6 +203,13 @@ def test_switches_and_packages_decide() -> None:
     assert chosen(ask(native, "rtx5090", off))[0] == "marlin"
 
 
+def test_switches_of_earlier_releases_are_noted() -> None:
+    decision = ask(GPT_OSS, "b200", packages_from("full", {"VLLM_MXFP4_USE_MARLIN": "1"}))
+    assert chosen(decision)[0] == "flashinfer_trtllm"
+    assert any("ignores VLLM_MXFP4_USE_MARLIN; use --moe-backend" in note for note in decision.notes)
+    assert not any("ignores" in note for note in ask(GPT_OSS, "b200").notes)
+
+
 def test_the_activation_filter_is_shown() -> None:
     declared = replace(
         GPT_OSS, storage="quark", scheme=Scheme(MXFP4, ActFormat("mxfp4", 4, (1, 32))), bias=False

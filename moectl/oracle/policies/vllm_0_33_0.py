@@ -329,6 +329,20 @@ VLLM_0_33_0 = Policy(
     dtype=dtype,
     activation=activation,
     routing=routing,
+    retired=dict.fromkeys(
+        (
+            "VLLM_FLASHINFER_MOE_BACKEND",
+            "VLLM_USE_FLASHINFER_MOE_FP16",
+            "VLLM_USE_FLASHINFER_MOE_FP8",
+            "VLLM_USE_FLASHINFER_MOE_FP4",
+            "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
+            "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8",
+            "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS",
+            "VLLM_MXFP4_USE_MARLIN",
+        ),
+        "--moe-backend",
+    )
+    | {"VLLM_ALL2ALL_BACKEND": "--all2all-backend"},
     exchange_sizes={
         "deepep_high_throughput": _HIGH_THROUGHPUT,
         "deepep_v2": _HIGH_THROUGHPUT,
