@@ -42,20 +42,15 @@ def select(
     taken = route.detours.get(name, route) if name else route
     if taken is not route:
         ask = _ask(problem, device, packages, policy, taken)
-    refused = next((refusal for refusal in taken.refusals if refusal.holds(ask)), None)
-    candidates, notes = _candidates(ask, policy, taken, name)
+    candidates, chosen, error, notes = _choose(ask, policy, taken, name)
     notes = (*notes, *_retired(packages, policy))
-    chosen = None if refused else next((c for c in candidates if c.usable), None)
-    error = refused.says(ask) if refused else ""
-    if chosen is None and not refused:
-        error = _nothing(policy, taken, name, candidates)
-        if name and allow_fallback:
-            notes = (*notes, f"{name} was asked for and cannot serve: {error}")
-            rest, _ = _candidates(ask, policy, taken, None)
-            rest = tuple(replace(c, rank=c.rank + len(candidates)) for c in rest)
-            candidates = (*candidates, *rest)
-            chosen = next((c for c in rest if c.usable), None)
-            error = "" if chosen else _nothing(policy, taken, None, rest)
+    if name and allow_fallback and (chosen is None or gates):
+        problem_of_name = error or "; ".join(gates)
+        rest, chosen, error, more = _choose(ask, policy, taken, None)
+        rest = tuple(replace(c, rank=c.rank + len(candidates)) for c in rest)
+        chosen = next((c for c in rest if chosen and c.usable), None)
+        candidates, gates = (*candidates, *rest), _gates(ask, policy, route, None)
+        notes = (*notes, f"{name} was asked for and cannot serve: {problem_of_name}", *more)
     sized = chosen is not None
     if chosen is not None:
         if chosen.assigned and chosen.failed:
@@ -122,6 +117,18 @@ def _ask(problem: MoEProblem, device: Device, packages: Packages, policy: Policy
         activation=policy.activation(problem),
         routing=policy.routing(problem),
     )
+
+
+def _choose(
+    ask: Ask, policy: Policy, route: Route, name: str | None
+) -> tuple[tuple[Candidate, ...], Candidate | None, str, tuple[str, ...]]:
+    """Judged candidates, the first usable one, why there is none, and notes."""
+    candidates, notes = _candidates(ask, policy, route, name)
+    for refusal in route.refusals:
+        if refusal.holds(ask):
+            return candidates, None, refusal.says(ask), notes
+    chosen = next((candidate for candidate in candidates if candidate.usable), None)
+    return candidates, chosen, "" if chosen else _nothing(policy, route, name, candidates), notes
 
 
 def _retired(packages: Packages, policy: Policy) -> tuple[str, ...]:

@@ -125,6 +125,21 @@ def test_a_request_that_cannot_serve_is_refused_with_its_reasons() -> None:
     assert [c.rank for c in relaxed.candidates] == list(range(len(relaxed.candidates)))
 
 
+@pytest.mark.parametrize("name", ["flashinfer_trtllm_afp8", "no such backend", "deep_gemm"])
+def test_a_fallback_helps_with_names_that_the_engine_does_not_accept(name: str) -> None:
+    assert not ask(GPT_OSS, "b200", only=name).usable
+    relaxed = select(GPT_OSS, find_device("b200"), FULL_INSTALL, VLLM, name, allow_fallback=True)
+    assert chosen(relaxed)[0] == "flashinfer_trtllm"
+    assert any("was asked for and cannot serve" in note for note in relaxed.notes)
+
+
+def test_a_fallback_does_not_pass_a_refusal() -> None:
+    ordered = replace(MIXTRAL, act_order="group")
+    decision = select(ordered, find_device("h100"), FULL_INSTALL, VLLM, "triton", allow_fallback=True)
+    assert decision.chosen is None
+    assert "activation order" in decision.error
+
+
 def test_a_request_keeps_the_judging() -> None:
     asked = ask(GPT_OSS, "h100", only="marlin").require()
     automatic = next(c for c in ask(GPT_OSS, "h100").candidates if c.variant.experts == "MarlinExperts")
