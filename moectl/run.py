@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .checkpoint import open_checkpoint
-from .convert.manifest import MANIFEST, load_manifest
+from .convert.manifest import load_manifest
+from .convert.manifest_record import MANIFEST
 from .environment import Device, Packages, detect_cpu, detect_device, packages_from
 from .errors import CheckpointError, NoBackend, Unavailable, UsageError
 from .kernels.inputs import DTYPES, Inputs, make_inputs

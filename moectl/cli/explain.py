@@ -12,9 +12,15 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
-    "moectl explain moonshotai/Kimi-K2-Thinking --gpu b200 --tp 8 --packages full",
+    "moectl explain moonshotai/Kimi-K2-Thinking --gpu b200 --tp 8",
     "moectl explain ./ckpt --dp 8 --ep --all2all deepep_low_latency --json",
 )
+
+INSTALLED = "installed"
+"""What --packages is called when this machine's packages are meant."""
+
+PROFILE_OF = {"cuda": "full", "rocm": "rocm_default", "cpu": "cpu", "xpu": "xpu"}
+"""Packages that a named device is assumed to have: the engine's default installation there."""
 
 
 @framed("explain")
@@ -36,7 +42,7 @@ def explain(
     eplb: Annotated[bool, option("--eplb", "--enable-eplb", help="Expert load balancing.")] = False,
     packages: Annotated[
         str | None,
-        option("--packages", help="A profile (full, bare, ...) or a list a,b=1.2; default: those installed."),
+        option("--packages", help="A profile (full, bare, ...), a list a,b=1.2, or installed."),
     ] = None,
     env: Annotated[list[str] | None, option("--env", help="Engine switch K=V; repeatable.")] = None,
     backend: Annotated[
@@ -68,7 +74,13 @@ def explain(
 
     device = find_device(gpu) if gpu else detect_device()
     chosen = policy_named(policy)
-    installed = packages_from(packages, switches(env or []))
+    if packages is None:
+        packages = PROFILE_OF[device.platform] if gpu else INSTALLED
+        if gpu:
+            out.note(
+                f"assuming the packages of profile {packages}; for this machine's: --packages {INSTALLED}"
+            )
+    installed = packages_from(None if packages == INSTALLED else packages, switches(env or []))
     explanation = library(
         open_checkpoint(checkpoint, offline=offline),
         device,

@@ -121,7 +121,7 @@ def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) ->
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD if sys.stdout.isatty() else box.MARKDOWN,
-        pad_edge=False,
+        pad_edge=not sys.stdout.isatty(),
     )
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")

@@ -45,7 +45,7 @@ def start(*argv, env=None):
         (["explain", "openai/gpt-oss-20b", "--gpu", "h100", "--offline"], 0),
         (["explain", "openai/gpt-oss-20b", "--gpu", "h100", "--offline", "--json"], 0),
         (["explain", "openai/gpt-oss-20b", "--gpu", "no-such-gpu"], 2),
-        (["explain", "no/such-model", "--offline"], 4),
+        (["explain", "no/such-model", "--offline"], 3),
         (["explane"], 2),
         (["explain"], 2),
         (["explain", "x", "--tp", "many"], 2),

@@ -1,0 +1,31 @@
+"""Commands run inside the test process."""
+
+import json
+from dataclasses import dataclass
+
+from typer.testing import CliRunner
+
+from moectl.cli.main import app
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: exit code and both streams."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def document(self):
+        """The JSON document on stdout."""
+        return json.loads(self.stdout)
+
+
+def moectl(*arguments, code=0, env=None):
+    """Run `moectl ARGUMENTS`; fails unless it ends with `code` and without a traceback."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env=env)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, (arguments, result.exit_code, result.stdout, result.stderr)
+    return Done(result.exit_code, result.stdout, result.stderr)

@@ -1,0 +1,130 @@
+"""`moectl explain` from the command line."""
+
+import json
+
+import pytest
+from invoking import moectl
+
+GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
+
+
+def ask(model, *options, code=0):
+    return moectl("explain", model, "--offline", "--json", *options, code=code).document
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "experts", "monolithic", "padded"),
+    [
+        (GPT, ["--gpu", "h200"], "OAITritonMxfp4ExpertsMonolithic", True, (2880, 2880)),
+        (GPT, ["--gpu", "h200", "--packages", "bare"], "MarlinExperts", False, (3072, 2944)),
+        (GPT, ["--gpu", "sm80"], "MarlinExperts", False, (3072, 2944)),
+        (GPT, ["--gpu", "b200"], "TrtLlmMxfp4ExpertsMonolithic", True, (3072, 2944)),
+        (KIMI, ["--gpu", "h100", "--tp", "8"], "HummingIndexedExperts", False, (7168, 256)),
+        (KIMI, ["--gpu", "a100"], "MarlinExperts", False, (7168, 2048)),
+        (
+            KIMI,
+            ["--gpu", "b200", "--env", "VLLM_USE_FLASHINFER_MOE_INT4=1"],
+            "TrtLlmMxint4ExpertsMonolithic",
+            True,
+            (7168, 2048),
+        ),
+        (
+            KIMI,
+            ["--gpu", "h100", "-dp", "8", "-ep", "--all2all", "deepep_low_latency"],
+            "BatchedMarlinExperts",
+            False,
+            (7168, 2048),
+        ),
+    ],
+)
+def test_winners(model, options, experts, monolithic, padded):
+    document = ask(model, *options)
+    decision = document["groups"][0]["decision"]
+    chosen = decision["chosen"]
+    assert (chosen["experts"], chosen["monolithic"]) == (experts, monolithic)
+    dims = decision["inputs"]["problem"]["dims"]
+    assert (dims["padded_hidden"], dims["padded_intermediate"]) == padded
+    assert document["checkpoint"]["source"] == "catalogue"
+    for candidate in decision["candidates"]:
+        assert candidate["usable"] == (not candidate["reasons"]) or candidate["assigned"]
+        assert set(candidate["reasons"]) <= {"arch", "package", "scheme", "shape", "parallel", "policy"}
+
+
+def test_the_document_holds_enough_to_decide_again():
+    from moectl.oracle import policy_named, replay_inputs, select
+
+    decision = ask(GPT, "--gpu", "h200", "--tp", "2")["groups"][0]["decision"]
+    inputs = replay_inputs(decision)
+    again = select(
+        inputs.problem,
+        inputs.device,
+        inputs.packages,
+        policy_named(inputs.policy),
+        inputs.requested,
+        inputs.allow_fallback,
+    )
+    assert json.loads(json.dumps(again.to_json())) == decision
+
+
+def test_a_backend_that_cannot_serve_is_refused_with_its_reasons():
+    done = moectl("explain", GPT, "--gpu", "h100", "--backend", "deep_gemm", "--offline", code=1)
+    assert "no backend" in done.stdout
+    done = moectl("explain", GPT, "--gpu", "h100", "--backend", "FLASHINFER-TRTLLM", "--offline", code=1)
+    assert "sm100" in done.stdout
+    fallen = ask(GPT, "--gpu", "h100", "--backend", "flashinfer_trtllm", "--allow-fallback")
+    assert fallen["groups"][0]["decision"]["chosen"]["experts"] == "OAITritonMxfp4ExpertsMonolithic"
+    assert any("flashinfer_trtllm" in note for note in fallen["groups"][0]["decision"]["notes"])
+
+
+def test_memory_as_stored_and_padded():
+    memory = ask(GPT, "--gpu", "sm80")["groups"][0]["memory"]
+    stored = 128 * (3 * 2880 * 2880 // 2 + 3 * 2880 * 90 + 2 * 3 * 2880)
+    padded = 128 * (3 * 3072 * 2944 // 2 + 2 * 2944 * 96 + 3072 * 92 + 2 * (2 * 2944 + 3072))
+    assert memory["stored_bytes_per_layer"] == stored
+    assert memory["padded_bytes_per_layer"] == padded
+    assert memory["stored_bytes"] == 36 * stored
+
+
+def test_the_table_says_where_facts_come_from():
+    text = moectl("explain", KIMI, "--gpu", "h100", "--offline").stdout
+    assert "catalogue" in text
+    assert "config:moe_intermediate_size" in text
+    assert "layers 1-60" in text
+    assert "HummingIndexedExperts" in text
+
+
+def test_quiet_is_one_line_a_group():
+    assert moectl("explain", KIMI, "--gpu", "h100", "--offline", "-q").stdout == "1-60\thumming\n"
+
+
+def test_the_policy_of_this_tool():
+    chosen = ask(GPT, "--gpu", "cpu", "--policy", "moectl")["groups"][0]["decision"]["chosen"]
+    assert chosen["runner"] == "torch"
+    chosen = ask(KIMI, "--gpu", "h200", "--policy", "moectl")["groups"][0]["decision"]["chosen"]
+    assert (chosen["runner"], chosen["layout"]) == ("triton", "moectl-mtile64")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpu", "h2000"], "h200"),
+        (["--tp", "7"], "7 tensor-parallel"),
+        (["--env", "VLLM_USE_DEEP_GEMM"], "K=V"),
+        (["--packages", "flashinfr"], "flashinfer"),
+        (["--policy", "vllm-9"], "vllm-0.33.0"),
+    ],
+)
+def test_wrong_usage_names_what_is_right(options, words):
+    done = moectl("explain", GPT, "--offline", *options, code=2)
+    assert words in done.stderr
+
+
+def test_a_converted_folder_says_which_commands_read_it(tiny_gpt_oss, tmp_path):
+    moectl("convert", tiny_gpt_oss, tmp_path / "out", "--to", "moectl")
+    done = moectl("explain", tmp_path / "out", code=4)
+    assert "moectl run" in done.stderr
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(Exception, match="h2000"):
+        moectl("explain", GPT, "--gpu", "h2000", "--debug", code=2)

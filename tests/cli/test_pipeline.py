@@ -1,0 +1,235 @@
+"""Both models through explain, convert, verify, run, bench and unconvert."""
+
+import csv
+import io
+import json
+
+import pytest
+import torch
+from invoking import moectl
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from moectl.errors import UsageError
+
+TARGETS = {
+    "tiny_gpt_oss": ["marlin", "trtllm", "triton-hopper", "cutlass-sm90", "moectl"],
+    "tiny_kimi": ["moectl"],
+}
+CASES = [(model, target) for model, targets in TARGETS.items() for target in targets]
+
+
+@pytest.fixture(scope="module")
+def wide_kimi(tmp_path_factory):
+    """Sizes that Marlin and TRT-LLM hold without padding the hidden size."""
+    from moectl.synth import synthesize
+
+    folder = tmp_path_factory.mktemp("wide") / "kimi"
+    return synthesize(
+        "moonshotai/Kimi-K2-Thinking", folder, layers=1, experts=8, hidden=256, intermediate=256
+    )
+
+
+def tensors(folder):
+    """Every tensor of a folder, as bytes with its dtype and shape."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as handle:
+            for name in list(handle.keys()):
+                view = handle.get_slice(name)
+                tensor = handle.get_tensor(name)
+                data = (
+                    tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                    if tensor.numel()
+                    else b""
+                )
+                found[name] = (view.get_dtype(), tuple(view.get_shape()), data)
+    return found
+
+
+def round_trip(checkpoint, target, tmp_path):
+    out, back = tmp_path / "out", tmp_path / "back"
+    before = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    moectl("convert", checkpoint, out, "--to", target)
+    assert (out / "READY").is_file()
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "moectl"
+    report = moectl("verify", out, "--source", checkpoint, "--json").document
+    assert report["ok"] and report["compared"]
+    ran = moectl("run", out, "--tokens", 5, "--device", "cpu", "--json").document
+    assert ran["check"]["ok"]
+    assert ran["routed_by"] == "router"
+    assert ran["layout"].startswith(target.split("-")[0])
+    moectl("unconvert", out, back)
+    assert tensors(back) == tensors(checkpoint)
+    assert json.loads((back / "config.json").read_text()) == json.loads(
+        (checkpoint / "config.json").read_text()
+    )
+    assert {file.name: file.read_bytes() for file in checkpoint.iterdir()} == before
+
+
+@pytest.mark.parametrize(("model", "target"), CASES)
+def test_there_and_back(model, target, request, tmp_path):
+    round_trip(request.getfixturevalue(model), target, tmp_path)
+
+
+@pytest.mark.parametrize("target", ["marlin", "trtllm"])
+def test_int4_there_and_back(wide_kimi, target, tmp_path):
+    round_trip(wide_kimi, target, tmp_path)
+
+
+def test_a_layout_that_cannot_hold_the_scheme_is_refused_before_anything_is_written(tiny_kimi, tmp_path):
+    done = moectl("convert", tiny_kimi, tmp_path / "out", "--to", "triton-hopper", code=2)
+    assert "int4" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_plans_from_the_catalogue_and_writes_nothing(tmp_path):
+    out = tmp_path / "out"
+    plan = moectl(
+        "convert", "openai/gpt-oss-120b", out, "--to", "marlin", "--dry-run", "--json", "--offline"
+    ).document
+    assert plan["tensors_in"] == 36 * 6 and plan["tensors_out"] == 36 * 6
+    assert plan["bytes_in"] == 36 * 128 * (3 * 2880 * 2880 // 2 + 3 * 2880 * 90 + 2 * 3 * 2880)
+    assert plan["layers"][0]["tensors"]["model.layers.0.mlp.experts.w13_weight"]["stored_shape"] == [
+        128,
+        3072 // 16,
+        2 * 2944 * 2,
+    ]
+    assert "vLLM" in " ".join(plan["readers"])
+    text = moectl("convert", "openai/gpt-oss-120b", out, "--to", "marlin", "--dry-run", "--offline").stdout
+    assert "nothing was written" in text
+    assert not out.exists()
+
+
+def test_the_same_layer_runs_the_same_from_checkpoint_and_prepared_weights(tiny_gpt_oss, tmp_path):
+    moectl("convert", tiny_gpt_oss, tmp_path / "out", "--to", "marlin", "--experts-only")
+    results = []
+    for place in (tiny_gpt_oss, tmp_path / "out"):
+        y = tmp_path / f"y{len(results)}.safetensors"
+        x = tmp_path / "x.safetensors"
+        generator = torch.Generator().manual_seed(3)
+        if not results:
+            ids = torch.stack([torch.randperm(8, generator=generator)[:4] for _ in range(7)]).int()
+            save_file(
+                {
+                    "x": torch.randn(7, 256, generator=generator).bfloat16(),
+                    "ids": ids,
+                    "weights": torch.rand(7, 4, generator=generator),
+                },
+                x,
+            )
+        options = ["--layer", 1, "--input", x, "--output", y, "--device", "cpu", "--json"]
+        assert moectl("run", place, *options).document["routed_by"] == "input"
+        results.append(load_file(y)["y"])
+    assert torch.equal(*results)
+    assert results[0].abs().max() > 0
+
+
+def test_experts_only_runs_with_random_routing(tiny_gpt_oss, tmp_path):
+    moectl("convert", tiny_gpt_oss, tmp_path / "out", "--to", "marlin", "--experts-only")
+    assert moectl("run", tmp_path / "out", "--device", "cpu", "--json").document["routed_by"] == "random"
+
+
+def test_run_ends_with_1_when_the_result_is_too_far_from_the_reference(tiny_gpt_oss, monkeypatch):
+    from moectl.kernels import tolerance
+
+    strict = tolerance.Tolerance(1e-9, 1e-9, "no bf16 result is that close")
+    monkeypatch.setitem(tolerance.TOLERANCES, ("mxfp4", "fp32"), strict)
+    done = moectl("run", tiny_gpt_oss, "--device", "cpu", code=1)
+    assert "FAILED" in done.stdout
+    done = moectl("bench", tiny_gpt_oss, "-m", "1", "--device", "cpu", "--format", "csv", code=1)
+    row = next(csv.DictReader(io.StringIO(done.stdout)))
+    assert row["ok"] == "False" and row["median_us"] == ""
+
+
+def test_run_with_no_tokens(tiny_gpt_oss):
+    assert moectl("run", tiny_gpt_oss, "--tokens", 0, "--device", "cpu", "--json").document["check"]["ok"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": torch.zeros(3, 99)}, "256"),
+        ({"y": torch.zeros(3, 256)}, "must hold a tensor x"),
+        ({"x": torch.zeros(3, 256), "ids": torch.zeros(3, 4).int()}, "together"),
+        ({"x": torch.zeros(3, 256, dtype=torch.int32)}, "floats"),
+    ],
+)
+def test_bad_input_files_are_named(tiny_gpt_oss, tmp_path, change, words):
+    save_file(change, tmp_path / "x.safetensors")
+    done = moectl("run", tiny_gpt_oss, "--input", tmp_path / "x.safetensors", "--device", "cpu", code=2)
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_a_cuda_backend_on_the_cpu_is_exit_3(tiny_gpt_oss, command):
+    done = moectl(command, tiny_gpt_oss, "--backend", "triton", "--device", "cpu", code=3)
+    assert "sm80" in done.stderr
+
+
+def test_an_unknown_backend_names_the_known_ones(tiny_gpt_oss):
+    done = moectl("bench", tiny_gpt_oss, "--backend", "warp", "--device", "cpu", code=2)
+    assert "torch" in done.stderr
+
+
+def test_a_layer_without_experts_names_those_with(tiny_kimi):
+    done = moectl("run", tiny_kimi, "--layer", 0, "--device", "cpu", code=2)
+    assert "1 to 2" in done.stderr
+
+
+def test_bench_formats(tiny_gpt_oss, tmp_path):
+    options = ["-m", "1,3", "--repeats", 3, "--device", "cpu"]
+    document = moectl("bench", tiny_gpt_oss, *options, "--json").document
+    assert [(row["backend"], row["tokens"]) for row in document["rows"]] == [("torch", 1), ("torch", 3)]
+    assert document["schema_version"] == 1 and document["caches"] == "cold"
+    for row in document["rows"]:
+        assert row["check"]["ok"] and row["timing"]["median_us"] > 0 and row["floor_percent"] > 0
+    lines = moectl("bench", tiny_gpt_oss, *options, "--format", "jsonl").stdout.splitlines()
+    assert [json.loads(line)["tokens"] for line in lines] == [1, 3]
+    file = tmp_path / "rows.csv"
+    assert moectl("bench", tiny_gpt_oss, *options, "-o", file).stdout == ""
+    rows = list(csv.DictReader(file.open()))
+    assert [row["tokens"] for row in rows] == ["1", "3"] and float(rows[0]["floor_us"]) > 0
+    text = moectl("bench", tiny_gpt_oss, *options, "--format", "md").stdout
+    assert text.startswith("| backend | M |")
+    assert "torch" in moectl("bench", tiny_gpt_oss, *options).stdout
+
+
+def test_bench_refuses_a_suffix_that_names_no_format(tiny_gpt_oss, tmp_path):
+    done = moectl("bench", tiny_gpt_oss, "-m", "1", "-o", tmp_path / "rows.xlsx", code=2)
+    assert "csv" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("1", [1]), ("1,8,64-1024*4", [1, 8, 64, 256, 1024]), ("3-20", [3, 6, 12]), ("8,1,8", [8, 1])],
+)
+def test_token_counts(text, counts):
+    from moectl.cli.bench import parse_counts
+
+    assert parse_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,,2", "8-4x", "4-8*1", "-3", "99999999999", "1.5", "0-8"])
+def test_bad_token_counts(text):
+    from moectl.cli.bench import parse_counts
+
+    with pytest.raises(UsageError):
+        parse_counts(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("1000", 1000), ("2GB", 2 * 10**9), ("512MiB", 512 << 20), ("1.5g", 1_500_000_000)]
+)
+def test_sizes(text, nbytes):
+    from moectl.cli.convert import parse_size
+
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "0", "2 apples", "1e9", "GB"])
+def test_bad_sizes(text):
+    from moectl.cli.convert import parse_size
+
+    with pytest.raises(UsageError):
+        parse_size(text)
