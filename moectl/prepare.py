@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .checkpoint.model import Checkpoint, LayerGroup, TensorInfo
 from .convert.batches import FolderReader, as_bytes, as_tensor, expert_bytes, pieces
-from .convert.codecs import codec_for
+from .convert.codecs import check_scales, codec_for
 from .convert.layout import Chain, layout_named
 from .convert.manifest import Manifest, load_layer, load_manifest, read_file_header, unpadded
 from .convert.safetensors_file import TORCH_DTYPES
@@ -205,7 +205,10 @@ def _group_of(checkpoint: Checkpoint, layer: int | None) -> tuple[LayerGroup, in
 
 
 def read_role(reader: FolderReader, role: RoleMap, experts: Ids) -> Tensor:
-    """The canonical tensor ``[len(experts), ...]`` of one role, read from a checkpoint's files."""
+    """The canonical tensor ``[len(experts), ...]`` of one role, read from a checkpoint's files.
+
+    Raises CheckpointError for a file that is too short, and for scales that are not numbers.
+    """
     each = expert_bytes(role)
     buffer = torch.empty(len(experts) * each, dtype=torch.uint8)
     view = as_bytes(buffer)
@@ -213,7 +216,10 @@ def read_role(reader: FolderReader, role: RoleMap, experts: Ids) -> Tensor:
         for piece in pieces(role, expert, expert + 1):
             info, at = piece.tensor.info, i * each + piece.batch_at
             reader.read(info.file, view[at : at + piece.nbytes], info.start + piece.tensor_at)
-    return as_tensor(buffer, role.dtype, (len(experts), *role.shape[1:]))
+    canonical = as_tensor(buffer, role.dtype, (len(experts), *role.shape[1:]))
+    if role.role.endswith("_scale"):
+        check_scales(canonical)
+    return canonical
 
 
 def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Router | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -153,3 +154,15 @@ def test_experts_alone_have_no_router(tiny_kimi: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(plan_conversion(open_checkpoint(tiny_kimi), layout, experts_only=True), out)
     assert converted_layer(load_manifest(out)).router is None
+
+
+def test_a_scale_that_is_no_number_is_refused(tiny_gpt_oss: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "spoiled"
+    shutil.copytree(tiny_gpt_oss, folder)
+    layer = checkpoint_layer(open_checkpoint(folder))
+    info = open_checkpoint(folder).tensors["model.layers.0.mlp.experts.down_proj_scales"]
+    with (folder / info.file).open("r+b") as file:
+        file.seek(info.start)
+        file.write(b"\xff")
+    with pytest.raises(CheckpointError, match="E8M0 byte 255"):
+        layer.prepared("torch", "cpu")

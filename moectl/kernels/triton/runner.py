@@ -21,7 +21,7 @@ from ...errors import UsageError
 from ...problem import MoEProblem
 from ..prepared import PreparedMoE
 from ..runners import Runner
-from . import mtile64_kernels as kernels
+from . import fused_moe_kernels as kernels
 from .launch import Launch, Tile, is_legal, launch_for, token_tiles
 
 LAYOUT = "moectl-mtile64"
