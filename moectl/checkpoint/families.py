@@ -256,5 +256,5 @@ def family_of(fields: Fields) -> Family:
     raise CheckpointError(
         f"config.json: model_type {shown(fields.model_type)} is not understood yet.",
         reason=f"Understood are {' and '.join(family.name for family in FAMILIES)} configs.",
-        hint="`moectl synth --help` names built-in models to try.",
+        hint="Ask for this architecture to be added.",
     )

@@ -121,7 +121,10 @@ def read_document(folder: Path, name: str) -> dict[str, Any] | None:
     inside(folder, name)
     if path.stat().st_size > DOCUMENT_LIMIT:
         raise CheckpointError(f"{path}: a JSON file of {path.stat().st_size} bytes is refused.")
-    return parse_json_object(path.read_bytes(), str(path))
+    try:
+        return parse_json_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
 def inside(folder: Path, name: str) -> Path:
