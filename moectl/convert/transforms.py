@@ -286,10 +286,12 @@ class View:
 
 
 def _view(t: Tensor, dtype: str) -> Tensor:
-    t = t.contiguous()
-    if t.data_ptr() % itemsize(dtype):
-        t = t.clone()
-    return t.view(DTYPES[dtype])
+    """The bytes of `t` as `dtype`, through one axis: strides of axes of length 1 may be odd."""
+    size, flat = itemsize(dtype), t.reshape(-1)
+    if flat.data_ptr() % size or flat.storage_offset() * flat.element_size() % size:
+        flat = flat.clone()
+    last = t.shape[-1] * t.element_size() // size
+    return flat.view(DTYPES[dtype]).reshape(*t.shape[:-1], last)
 
 
 @dataclass(frozen=True)
@@ -336,10 +338,10 @@ def step_to_json(step: Step) -> dict[str, Any]:
 
 def step_from_json(data: Any, where: str) -> Step:
     """The step that untrusted `data` describes; CheckpointError when it describes none."""
-    if not isinstance(data, Mapping) or data.get("step") not in STEPS:
+    name = data.get("step") if isinstance(data, Mapping) else None
+    if not isinstance(name, str) or name not in STEPS:
         raise CheckpointError(f"{where} is no known step; known are {', '.join(STEPS)}.")
-    fields = {key: value for key, value in data.items() if key != "step"}
-    return from_json(STEPS[data["step"]], fields, where)
+    return from_json(STEPS[name], {key: value for key, value in data.items() if key != "step"}, where)
 
 
 def nbytes(shape: Shape, dtype: str) -> int:

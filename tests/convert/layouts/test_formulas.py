@@ -1,0 +1,215 @@
+"""Layouts against their index formulas, written out as arithmetic on positions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moectl.convert.layout import Chain, layout_named
+from moectl.convert.layouts import marlin, triton_hopper
+from moectl.convert.transforms import Codes, Rearrange, View
+from moectl.schemes import FULL, MXFP4, int_format
+
+from .layers import canonical_tensors, problem_for, random_bytes, same
+
+
+def codes_of(t: torch.Tensor, bits: int) -> np.ndarray:
+    """``[e, n, k]`` codes of canonical bytes, through numpy."""
+    data = t.numpy()
+    if bits == 8:
+        return data
+    return np.stack((data & 15, data >> 4), -1).reshape(*data.shape[:-1], -1)
+
+
+def interleaved(gate_up: np.ndarray, blocks: int) -> np.ndarray:
+    """Concatenated rows as `blocks` gates, `blocks` ups, ..."""
+    gate, up = np.split(gate_up, 2, axis=1)
+    shape = (gate.shape[0], -1, blocks, *gate.shape[2:])
+    return np.stack((gate.reshape(shape), up.reshape(shape)), 2).reshape(gate_up.shape)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_marlin_weights_lane_by_lane(bits):
+    t = random_bytes((2, 128, 64 * bits // 8), "U8")
+    code = codes_of(t, bits).astype(np.uint64)
+    n_tiles, k_tiles, per = 128 // 64, 64 // 16, 32 // bits
+    steps = marlin.WEIGHTS_4BIT if bits == 4 else marlin.WEIGHTS_8BIT
+    words = Chain(steps).apply(t).numpy().view(np.uint32).reshape(2, k_tiles, n_tiles, 1024 // per)
+    rows4, columns4 = [0, 0, 8, 8, 0, 0, 8, 8], [0, 8, 0, 8, 1, 9, 1, 9]
+    for kt in range(k_tiles):
+        for nt in range(n_tiles):
+            for lane in range(32):
+                for w in range(4):
+                    k0, n0 = 16 * kt + 2 * (lane % 4), 64 * nt + 16 * w + lane // 4
+                    if bits == 4:
+                        want = sum(
+                            code[:, n0 + rows4[i], k0 + columns4[i]] << np.uint64(4 * i) for i in range(8)
+                        )
+                        assert (words[:, kt, nt, 4 * lane + w] == want).all()
+                        continue
+                    for half in range(2):
+                        want = sum(
+                            code[:, n0 + 8 * half, k0 + [0, 8, 1, 9][i]] << np.uint64(8 * i) for i in range(4)
+                        )
+                        assert (words[:, kt, nt, 8 * lane + 2 * w + half] == want).all()
+
+
+def test_marlin_weights_the_slow_way():
+    """One code to a byte, one rearrangement, packed again: what the shorter chain must equal."""
+    t = random_bytes((2, 192, 40), "U8")
+    slow = Chain(
+        (
+            Codes(4, True),
+            Rearrange(
+                "e (nt w c h) (kt rh l rl) -> e kt (nt h l w rl c rh)",
+                {"w": 4, "c": 2, "h": 8, "rh": 2, "l": 4, "rl": 2},
+            ),
+            Codes(4, False),
+            View("U8", "I32"),
+        )
+    )
+    assert same(slow.apply(t), Chain(marlin.WEIGHTS_4BIT).apply(t))
+
+
+@pytest.mark.parametrize("name", ["marlin-int4", "marlin-int8", "marlin-mxfp4"])
+@pytest.mark.parametrize("group", [32, FULL])
+def test_marlin_scales_and_biases_column_by_column(name, group):
+    layout = layout_named(name)
+    weight = MXFP4 if name == "marlin-mxfp4" else int_format(int(name[-1]), group)
+    problem = problem_for(layout, weight, "concatenated", 256, 128)
+    tensors = canonical_tensors(problem)
+    for matrix in ("w13", "w2"):
+        scale, bias = tensors[f"{matrix}_scale"], tensors[f"{matrix}_bias"]
+        columns = torch.arange(scale.shape[1])
+        single = 32 * (columns // 32)
+        within = columns % 32
+        single = single + 2 * (within // 8) + within % 2 + 8 * ((within % 8) // 2)
+        block, j = 64 * (columns // 64), columns % 64
+        order = block + 8 * (j % 8) + j // 8 if weight.group != FULL else single
+        if weight == MXFP4:
+            order = order.reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(-1)
+        chains = layout.chains(problem)
+        assert same(chains[f"{matrix}_scale"].apply(scale), scale.transpose(1, 2)[:, :, order].contiguous())
+        assert same(chains[f"{matrix}_bias"].apply(bias), bias[:, single].contiguous())
+
+
+def test_scales_are_grouped_when_padding_makes_a_second_group():
+    """One group of 32 before padding, two after: the kernel sees two."""
+    layout = layout_named("marlin-int4")
+    problem = problem_for(layout, int_format(4, 32), "concatenated", 128, 32)
+    chain = layout.chains(problem)["w2_scale"]
+    assert chain.storage_shape((1, 128, 1), "BF16") == ((1, 2, 128), "BF16")
+    assert chain.steps[-1] == marlin.SCALES_GROUPED
+
+
+def test_mtile64_word_by_word():
+    for weight in layout_named("moectl-mtile64").weights:
+        layout = layout_named("moectl-mtile64")
+        problem = problem_for(layout, weight, "concatenated", 256, 128)
+        tensors, chains = canonical_tensors(problem), layout.chains(problem)
+        for matrix in ("w13", "w2"):
+            rows = codes_of(tensors[matrix], 4)
+            scale = tensors[f"{matrix}_scale"].view(torch.uint8 if weight == MXFP4 else torch.int16).numpy()
+            if matrix == "w13":
+                rows, scale = interleaved(rows, 8), interleaved(scale, 8)
+            tiles = chains[matrix].apply(tensors[matrix]).numpy().view(np.uint32)
+            words = chains[f"{matrix}_scale"].apply(tensors[f"{matrix}_scale"]).numpy().view(np.uint32)
+            _check_tiles(rows, tiles, weight)
+            _check_scale_words(scale, words, weight)
+
+
+def _check_tiles(rows, tiles, weight):
+    e, n, k = rows.shape
+    assert tiles.shape == (e, n // 64, k // 64, 512)
+    tiles = tiles.reshape(e, n // 64, k // 64, 4, 8, 4, 4)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        nb, kb = rng.integers(n // 64), rng.integers(k // 64)
+        warp, g, c, j = rng.integers(4), rng.integers(8), rng.integers(4), rng.integers(4)
+        want = np.zeros(e, dtype=np.uint64)
+        for k8 in range(2):
+            for h in range(2):
+                for low in range(2):
+                    code = rows[:, 64 * nb + 16 * warp + g + 8 * h, 64 * kb + 16 * j + 2 * c + 8 * k8 + low]
+                    want |= _spread(code.astype(np.uint64), 2 * k8 + h, weight) << np.uint64(16 * low)
+        assert (tiles[:, nb, kb, warp, g, c, j] == want).all()
+
+
+def _spread(code, register, weight):
+    if weight != MXFP4:
+        return code << np.uint64(4 * register)
+    sign, rest, mantissa = code >> np.uint64(3), code & np.uint64(7), code & np.uint64(1)
+    if register < 3:
+        return (sign << np.uint64(15) | rest << np.uint64(6)) >> np.uint64(3 * register)
+    return sign << np.uint64(14) | (rest >> np.uint64(1)) << np.uint64(10) | mantissa << np.uint64(13)
+
+
+def _check_scale_words(scale, words, weight):
+    e, n, _ = scale.shape
+    row = np.arange(n).reshape(n // 64, 4, 2, 8)
+    if weight == MXFP4:
+        parts = [(row[:, :, h], kg, 2, 16 * h + 8 * kg) for h in range(2) for kg in range(2)]
+        words = words.reshape(e, n // 64, -1, 4, 8)
+        checks = [(words, parts)]
+    elif weight.group == 32:
+        words = words.reshape(e, n // 64, -1, 4, 8, 2)
+        checks = [(words[..., h], [(row[:, :, h], kg, 2, 16 * kg) for kg in range(2)]) for h in range(2)]
+    else:
+        words = words.reshape(e, n // 64, -1, 4, 8)
+        checks = [(words, [(row[:, :, h], 0, 1, 16 * h) for h in range(2)])]
+    mask = np.uint32(0xFF if weight == MXFP4 else 0xFFFF)
+    for got, parts in checks:
+        for rows, first, step, shift in parts:
+            want = scale[:, rows, first::step].transpose(0, 1, 4, 2, 3)
+            assert ((got >> np.uint32(shift)) & mask == want.view(want.dtype.str.replace("i", "u"))).all()
+
+
+def test_mtile64_biases_meet_their_rows():
+    layout = layout_named("moectl-mtile64")
+    problem = problem_for(layout, MXFP4, "concatenated", 128, 128)
+    bias = torch.arange(256.0).bfloat16().expand(2, -1).contiguous()
+    stored = layout.chains(problem)["w13_bias"].apply(bias)[0].float()
+    assert stored[:16].tolist() == [*range(8), *range(128, 136)]
+    assert stored[16:32].tolist() == [*range(8, 16), *range(136, 144)]
+
+
+def test_triton_hopper_scales_element_by_element():
+    rows, groups = 300, 6
+    t = random_bytes((2, rows, groups), "U8")
+    for warps in (4, 8):
+        out = Chain(triton_hopper.scale_steps(rows, groups, warps)).apply(t)
+        block = 32 * warps
+        assert tuple(out.shape) == (2, -(-rows // block) * warps, 32 * 8)
+        for n in range(rows):
+            m, rest = divmod(n, block)
+            a, rest = divmod(rest, block // 2)
+            w, rest = divmod(rest, 16)
+            b, r = divmod(rest, 8)
+            for g in range(groups):
+                column = 64 * (g // 2) + 32 * a + 4 * r + 2 * (g % 2) + b
+                assert (out[:, m * warps + w, column] == t[:, n, g]).all()
+
+
+def test_trtllm_rows_and_tiles_element_by_element():
+    layout = layout_named("trtllm-mxfp4")
+    problem = problem_for(layout, MXFP4, "concatenated", 256, 128)
+    tensors, chains = canonical_tensors(problem), layout.chains(problem)
+    r = torch.arange(256)
+    q = r % 32
+    shuffled = 32 * (r // 32) + 4 * (q % 8) + q // 8
+    for matrix, rows in (
+        ("w13", torch.where(shuffled % 2 == 0, 128 + shuffled // 2, shuffled // 2)),
+        ("w2", shuffled),
+    ):
+        assert same(chains[matrix].apply(tensors[matrix]), tensors[matrix][:, rows])
+        assert same(
+            chains[f"{matrix}_bias"].apply(tensors[f"{matrix}_bias"]),
+            tensors[f"{matrix}_bias"][:, rows].float(),
+        )
+        scale = tensors[f"{matrix}_scale"]
+        columns = scale.shape[2]
+        flat = chains[f"{matrix}_scale"].apply(scale).reshape(2, -1)
+        for c in range(columns):
+            at = (r // 128) * 128 * columns + (c // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + c % 4
+            assert same(flat[:, at], scale[:, rows, c])
