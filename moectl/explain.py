@@ -80,6 +80,7 @@ class Explanation:
                 "source": origin.kind,
                 "revision": origin.revision,
                 "path": str(origin.path) if origin.path else None,
+                "note": origin.note,
             },
             "device": {**asdict(self.device), "features": sorted(self.device.features)},
             "packages": {"versions": dict(self.packages.versions), "env": dict(self.packages.env)},

@@ -48,9 +48,13 @@ def open_checkpoint(
         Unavailable: the Hub is needed, and cannot be reached or wants a login.
     """
     path = Path(ref).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{shown(str(ref))} cannot be a path: {error}.") from error
+    if is_folder:
         return _open_folder(path, Origin("folder", str(ref), path=path))
-    if path.is_file():
+    if is_file:
         return _open_config(path, str(ref))
     match = _HUB_ID.fullmatch(str(ref))
     if match is not None:

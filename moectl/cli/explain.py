@@ -118,6 +118,7 @@ def draw(explanation: "Explanation", console: Any) -> None:
     """The whole explanation for a person."""
     origin, device = explanation.checkpoint.origin, explanation.device
     where = f"{origin.kind}{f', revision {origin.revision}' if origin.revision else ''}"
+    where += f"; {origin.note}" if origin.note else ""
     console.print(f"checkpoint  {origin.name}  (read from: {where})", markup=False)
     console.print(f"device      {device.name}, {device.arch}{_device_facts(explanation)}", markup=False)
     packages = ", ".join(sorted(explanation.packages.versions)) or "none"

@@ -89,3 +89,9 @@ def test_no_heavy_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"], ids=["too long", "with a NUL"])
+def test_a_name_that_no_file_can_have_is_one_sentence(name):
+    with pytest.raises(CheckpointError):
+        open_checkpoint(name, offline=True)
