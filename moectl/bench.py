@@ -137,7 +137,11 @@ def _row(
     if not result.ok:
         return Row(*common)
     timing = time_calls(
-        [_call(runner, layer, s) for s in sets], layer.device, repeats=options.repeats, cold=options.cold
+        [_call(runner, layer, s) for s in sets],
+        layer.device,
+        repeats=options.repeats,
+        cold=options.cold,
+        capturable=runner.capturable,
     )
     seconds = timing.median_us * 1e-6
     return Row(

@@ -158,7 +158,9 @@ def run_layer(
     median = 0.0
     if len(there.x):
         call = [lambda: runner.run(prepared, there.x, there.ids, there.weights)]
-        median = time_calls(call, machine.torch, repeats=repeats, cold=False).median_us
+        median = time_calls(
+            call, machine.torch, repeats=repeats, cold=False, capturable=runner.capturable
+        ).median_us
     reference = moe_reference(inputs.x, inputs.ids, inputs.weights, layer.reference, layer.problem)
     result = check(y, reference, tolerance_for(layer.problem, runner.accumulation))
     return RunResult(

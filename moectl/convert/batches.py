@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -113,9 +115,9 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def apply_chain(chain: Chain, batch: torch.Tensor) -> torch.Tensor:
-    """The stored form of a canonical batch; the batch itself where the chain has no steps."""
-    return chain.apply(batch) if chain.steps else batch
+def apply_chain(chain: Chain, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The stored form of a canonical batch in `out`; a plain copy where the chain has no steps."""
+    return chain.apply(batch, out) if chain.steps else out.copy_(batch)
 
 
 def undo_chain(chain: Chain, stored: torch.Tensor, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -134,44 +136,91 @@ Job = TypeVar("Job", contravariant=True)
 class Stages(Protocol[Job]):
     """Three steps of a job: `read` fills a buffer, `work` turns it into a result, `write` stores it."""
 
-    def read(self, job: Job, buffer: torch.Tensor) -> None: ...
+    def read(self, job: Job, source: torch.Tensor) -> None: ...
 
-    def work(self, job: Job, buffer: torch.Tensor) -> torch.Tensor: ...
+    def work(self, job: Job, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor: ...
 
     def write(self, job: Job, result: torch.Tensor) -> None: ...
 
 
-def run_stages(jobs: list[Job], stages: Stages[Job], buffer_bytes: int, *, overlap: bool) -> None:
-    """Runs the jobs in order; with `overlap`, reading and writing go on beside the work.
+class Arena:
+    """One block of memory, cut anew for every role into buffers to read into and to convert into.
 
-    Three buffers of `buffer_bytes` are in use: one is read into, one is worked on, and a result
-    that shares memory with the third may still be being written.
+    Two of each, so that one batch is read and one written while one is converted. A single block
+    that lives as long as the conversion keeps the allocator from piling up what roles leave behind.
     """
-    count = min(len(jobs), 3 if overlap else 1)
-    buffers = [torch.empty(buffer_bytes, dtype=torch.uint8) for _ in range(count)]
-    if not overlap or count == 1:
+
+    ALIGN = 256
+
+    def __init__(self, nbytes: int) -> None:
+        self._block = torch.empty(nbytes, dtype=torch.uint8)
+
+    @classmethod
+    def size(cls, read: int, written: int) -> int:
+        """Bytes for two buffers of `read` and two of `written` bytes."""
+        return sum(2 * math.ceil(n / cls.ALIGN) * cls.ALIGN for n in (read, written))
+
+    def cut(self, read: int, written: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Buffers to read into and to convert into; what was cut before is void."""
+        at, buffers = 0, []
+        for size in (read, read, written, written):
+            buffers.append(self._block[at : at + size])
+            at += math.ceil(size / self.ALIGN) * self.ALIGN
+        return buffers[:2], buffers[2:]
+
+
+def run_stages(
+    jobs: list[Job],
+    stages: Stages[Job],
+    buffers: tuple[list[torch.Tensor], list[torch.Tensor]],
+    *,
+    overlap: bool,
+) -> None:
+    """Runs the jobs in order; with `overlap`, reading and writing go on beside the work."""
+    sources, targets = buffers
+    if not overlap or len(jobs) == 1:
         for job in jobs:
-            stages.read(job, buffers[0])
-            stages.write(job, stages.work(job, buffers[0]))
+            stages.read(job, sources[0])
+            stages.write(job, stages.work(job, sources[0], targets[0]))
+            release_memory()
         return
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(1) as readers, ThreadPoolExecutor(1) as writers:
         try:
-            reading = readers.submit(stages.read, jobs[0], buffers[0])
+            reading = readers.submit(stages.read, jobs[0], sources[0])
             for i, job in enumerate(jobs):
                 reading.result()
+                if i + 1 < len(jobs):
+                    reading = readers.submit(stages.read, jobs[i + 1], sources[(i + 1) % 2])
                 if i >= 2:
                     writes[i - 2].result()
-                if i + 1 < len(jobs):
-                    reading = readers.submit(stages.read, jobs[i + 1], buffers[(i + 1) % count])
-                result = stages.work(job, buffers[i % count])
+                result = stages.work(job, sources[i % 2], targets[i % 2])
                 writes.append(writers.submit(stages.write, job, result))
-                del result
+                release_memory()
             for write in writes:
                 write.result()
         finally:
             readers.shutdown(cancel_futures=True)
             writers.shutdown(cancel_futures=True)
+
+
+def _find_trim() -> Callable[[int], int]:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return lambda pad: 0
+    return trim
+
+
+_trim = _find_trim()
+
+
+def release_memory() -> None:
+    """Gives freed memory back to the system where the C library can.
+
+    glibc keeps large blocks that were freed, so that temporaries of every batch would add up.
+    """
+    _trim(0)
 
 
 def spans(experts: int, batch: int) -> list[tuple[int, int]]:

@@ -8,11 +8,10 @@ import re
 from ..checkpoint.header import DTYPE_BITS
 from .batches import storage_form
 from .layout import Chain
-from .manifest_record import FileRecord, GroupRecord, LayerRecord, ManifestRecord
+from .manifest_record import FileRecord, GroupRecord, LayerRecord, ManifestRecord, is_plain_name
 from .safetensors_file import TORCH_DTYPES, nbytes
 
 _MAX_SIZE = 1 << 48
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -23,7 +22,7 @@ def check_manifest(record: ManifestRecord) -> list[str]:
     outputs = [item.file for item in record.layers] + [item.file for item in kept]
     names = outputs + [item.name for item in record.source.files] + [r.source for r in record.rest]
     for name in names:
-        if not _FILE_NAME.fullmatch(name):
+        if not is_plain_name(name):
             wrong.append(f"file name {name[:80]!r} is not a plain name")
     if len(set(outputs)) != len(outputs):
         wrong.append("a file is listed twice")

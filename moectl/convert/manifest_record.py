@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,10 @@ from .records import to_json
 FORMAT_VERSION = 1
 MANIFEST, READY, CONFIG, SOURCE_CONFIG = "moectl.json", "READY", "config.json", "source.config.json"
 INDEX = "model.safetensors.index.json"
+SOURCE_INDEX = f"source.{INDEX}"
 QUANT_METHOD = "moectl"
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,200}")
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,11 @@ class ManifestRecord:
     layers: tuple[LayerRecord, ...]
     rest: tuple[RestRecord, ...]
     files: tuple[FileRecord, ...]
+
+
+def is_plain_name(name: str) -> bool:
+    """True for a file name that a manifest may hold: no folder, nothing hidden, no odd characters."""
+    return bool(_PLAIN_NAME.fullmatch(name))
 
 
 def manifest_bytes(record: ManifestRecord) -> bytes:

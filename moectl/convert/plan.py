@@ -16,7 +16,7 @@ from ..checkpoint.model import Checkpoint, LayerGroup, TensorInfo
 from ..errors import CheckpointError, UsageError
 from ..padding import padding
 from ..problem import MoEProblem
-from .batches import storage_form
+from .batches import Arena, storage_form
 from .layout import BLOCK_BYTES, Chain, WeightLayout
 from .manifest_record import (
     FORMAT_VERSION,
@@ -24,6 +24,7 @@ from .manifest_record import (
     LayoutRecord,
     PartRecord,
     RoleRecord,
+    is_plain_name,
 )
 from .records import to_json
 from .safetensors_file import TORCH_DTYPES, FilePlan, TensorSpec, nbytes, plan_file
@@ -35,9 +36,6 @@ BASE_MEMORY = 24 * MIB
 
 LARGEST_BATCH = 64 * MIB
 """Canonical bytes of a batch beyond which larger batches are no faster."""
-
-READ_AHEAD = 3
-"""Input buffers: one being read, one converted, one whose result is still being written."""
 
 CHAIN_COPIES = 6
 """Copies of a block of experts, the larger of input and output, that a chain may hold at once: codes
@@ -65,6 +63,12 @@ class RolePlan:
     @property
     def experts(self) -> int:
         return self.source.shape[0]
+
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """Bytes of a batch as it is read and as it is written."""
+        each = (nbytes(self.source.dtype, self.source.shape), self.spec.nbytes)
+        return each[0] // self.experts * self.batch, each[1] // self.experts * self.batch
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,11 @@ class Plan:
         """Bytes needed above the program's own at the largest step."""
         return max(role.peak_memory for layer in self.layers for role in layer.roles)
 
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the buffers that batches of every role are read into and converted into."""
+        return max(Arena.size(*role.buffers) for layer in self.layers for role in layer.roles)
+
     def fingerprint(self) -> dict[str, str]:
         """What must be the same for a conversion to be resumed, by name."""
         infos = sorted((i.name, i.dtype, i.shape, i.file, i.start) for i in self.checkpoint.tensors.values())
@@ -167,9 +176,13 @@ def default_memory() -> int:
     return int(psutil.virtual_memory().total) // 4
 
 
+RESERVED = "moectl-"
+"""Tensor files of a converted folder begin so; no source file may."""
+
+
 def layer_file(layer: int) -> str:
     """Name of the file that holds a converted layer."""
-    return f"moectl-layer-{layer:05d}.safetensors"
+    return f"{RESERVED}layer-{layer:05d}.safetensors"
 
 
 def plan_conversion(
@@ -206,6 +219,7 @@ def plan_conversion(
         groups.append(record)
         layers += planned
     layers.sort(key=lambda layer: layer.layer)
+    _check_file_names(checkpoint)
     consumed = {t.info.name for layer in layers for role in layer.roles for t in role.source.tensors}
     rest = () if experts_only else tuple(_plan_rest(checkpoint, consumed))
     facts = LayoutRecord(
@@ -291,7 +305,7 @@ def step_memory(batch: int, read: int, written: int, chained: bool) -> int:
     """Bytes held at most while batches are converted whose experts have `read` and `written` bytes."""
     largest = max(read, written)
     block = max(largest, min(batch * largest, BLOCK_BYTES)) if chained else 0
-    return BASE_MEMORY + batch * (READ_AHEAD * read + 2 * written) + CHAIN_COPIES * block
+    return BASE_MEMORY + Arena.size(batch * read, batch * written) + CHAIN_COPIES * block
 
 
 def _group_record(
@@ -334,6 +348,15 @@ def _group_record(
     )
 
 
+def _check_file_names(checkpoint: Checkpoint) -> None:
+    for file in sorted({info.file for info in checkpoint.tensors.values() if info.file}):
+        if not is_plain_name(file) or file.startswith(RESERVED):
+            raise CheckpointError(
+                f"tensor file {file!r} must have a plain name in the checkpoint's own folder that does not "
+                f"begin with {RESERVED}."
+            )
+
+
 def _plan_rest(checkpoint: Checkpoint, consumed: set[str]) -> Iterable[RestPlan]:
     """One `RestPlan` per file with other tensors: files without experts stay whole."""
     by_file: dict[str, list[TensorInfo]] = {}
@@ -343,12 +366,10 @@ def _plan_rest(checkpoint: Checkpoint, consumed: set[str]) -> Iterable[RestPlan]
         if name not in consumed:
             by_file[info.file].append(info)
     for file in sorted(by_file):
-        if Path(file).name != file:
-            raise CheckpointError(f"tensor file {file!r} must lie in the checkpoint's folder itself.")
         infos = sorted(by_file[file], key=lambda info: info.start)
         if file not in mixed:
             yield RestPlan(file, tuple(infos), None)
         elif infos:
             specs = [TensorSpec(i.name, i.dtype, i.shape) for i in infos]
-            name = f"moectl-rest-{Path(file).stem}.safetensors"
+            name = f"{RESERVED}rest-{Path(file).stem}.safetensors"
             yield RestPlan(file, tuple(infos), plan_file(name, specs, {"format": "pt"}))

@@ -28,19 +28,21 @@ from .manifest_record import (
     MANIFEST,
     READY,
     SOURCE_CONFIG,
+    SOURCE_INDEX,
     FileRecord,
     RestRecord,
     SourceFile,
     SourceRecord,
+    is_plain_name,
 )
-from .plan import RestPlan
+from .plan import RESERVED, RestPlan
 from .progress import LOG, Meter, ProgressLog
 from .safetensors_file import FilePlan
 
 SMALL_FILE = 64 << 20
 """Larger files that are no safetensors are left where they are and named in the summary."""
 
-_OWN = frozenset({CONFIG, SOURCE_CONFIG, INDEX, MANIFEST, READY, LOG})
+_OWN = frozenset({CONFIG, SOURCE_CONFIG, INDEX, SOURCE_INDEX, MANIFEST, READY, LOG})
 
 
 def file_matches(path: Path, file: FilePlan, hashes: Mapping[TensorInfo, str]) -> bool:
@@ -126,22 +128,27 @@ def _source_file(folder: Path, name: str) -> SourceFile:
 def copy_small_files(
     folder: Path, out: Path, tensor_files: set[str]
 ) -> tuple[tuple[FileRecord, ...], tuple[str, ...]]:
-    """Copies tokenizer and other small files; records of them, and the names that were left out.
+    """Copies the index, tokenizer and other small files; records of them, and the names left out.
 
     Left out are folders, files over `SMALL_FILE`, safetensors that the checkpoint does not use, and
     links that lead out of the checkpoint (a Hub cache's own blobs belong to it).
     """
     records, skipped = [], []
+    if (folder / INDEX).is_file():
+        records.append(_copied(folder / INDEX, out / SOURCE_INDEX))
     for path in sorted(folder.iterdir()):
         if path.name in _OWN or path.name in tensor_files:
             continue
         if not _is_small_file(path, folder):
             skipped.append(path.name)
             continue
-        target = out / path.name
-        copy_file(path, target)
-        records.append(FileRecord(path.name, target.stat().st_size, file_sha256(target)))
+        records.append(_copied(path, out / path.name))
     return tuple(records), tuple(skipped)
+
+
+def _copied(source: Path, target: Path) -> FileRecord:
+    copy_file(source, target)
+    return FileRecord(target.name, target.stat().st_size, file_sha256(target))
 
 
 def _is_small_file(path: Path, folder: Path) -> bool:
@@ -151,6 +158,7 @@ def _is_small_file(path: Path, folder: Path) -> bool:
         path.is_file()
         and any(home in path.resolve().parents for home in homes)
         and path.suffix != ".safetensors"
-        and not path.name.startswith((".", "moectl"))
+        and is_plain_name(path.name)
+        and not path.name.startswith(RESERVED)
         and path.stat().st_size <= SMALL_FILE
     )

@@ -16,6 +16,7 @@ import torch
 from .. import __version__
 from ..errors import CheckpointError, Unavailable, UsageError
 from .batches import (
+    Arena,
     Digests,
     FolderReader,
     apply_chain,
@@ -57,6 +58,9 @@ from .progress import LOG, Meter, Progress, ProgressLog, open_log, silent
 from .records import to_json
 from .rest import copy_small_files, file_matches, source_record, write_rest
 from .sources import SIDE
+
+SCALES_AT_ONCE = 1 << 20
+"""Bytes of scales that are looked at together: counting takes several times as much memory."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,7 @@ def _convert(
     meter = Meter(progress, plan.bytes_in + plan.rest_bytes)
     layers: list[LayerRecord] = []
     counts = _Counts()
+    arena = Arena(plan.arena_bytes)
     with FolderReader(folder) as reader:
         _check_lengths(plan, reader)
         for layer in plan.layers:
@@ -164,7 +169,7 @@ def _convert(
                 meter.advance(layer.bytes_in)
                 counts.resumed.append(layer.layer)
             else:
-                record = _convert_layer(layer, reader, out, meter, overlap)
+                record = _convert_layer(layer, reader, out, meter, arena, overlap)
                 log.add(record)
                 counts.converted.append(layer.layer)
             layers.append(record)
@@ -214,23 +219,21 @@ class _RoleStages:
         self._each = self._place.nbytes // role.experts
         self.hashes = Digests()
 
-    def read(self, job: tuple[int, int], buffer: torch.Tensor) -> None:
-        view = buffer.numpy().data
+    def read(self, job: tuple[int, int], source: torch.Tensor) -> None:
+        view = source.numpy().data
         for piece in pieces(self._role.source, *job):
             info = piece.tensor.info
             part = view[piece.batch_at : piece.batch_at + piece.nbytes]
             self._reader.read(info.file, part, info.start + piece.tensor_at)
             self.hashes.update(info.name, part, last=piece.tensor_at + piece.nbytes == info.nbytes)
 
-    def work(self, job: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
-        role = self._role
-        shape = (job[1] - job[0], *role.source.shape[1:])
-        batch = as_tensor(buffer, role.source.dtype, shape)
+    def work(self, job: tuple[int, int], source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        role, experts = self._role, job[1] - job[0]
+        batch = as_tensor(source, role.source.dtype, (experts, *role.source.shape[1:]))
+        stored = as_tensor(target, role.spec.dtype, (experts, *role.spec.shape[1:]))
         _check_values(self._layer, role, batch, job[0])
-        stored = apply_chain(role.chain, batch)
-        expected = (job[1] - job[0], *role.spec.shape[1:])
-        assert tuple(stored.shape) == expected, (role.role, tuple(stored.shape), expected)
-        self._meter.advance(expert_bytes(role.source) * (job[1] - job[0]))
+        apply_chain(role.chain, batch, stored)
+        self._meter.advance(expert_bytes(role.source) * experts)
         return stored
 
     def write(self, job: tuple[int, int], result: torch.Tensor) -> None:
@@ -242,16 +245,9 @@ class _RoleStages:
 def _check_values(layer: LayerPlan, role: RolePlan, batch: torch.Tensor, first: int) -> None:
     """Refuses a NaN or infinite scale, and side tensors that contradict the weights."""
     if role.role.endswith("_scale"):
-        try:
-            check_scales(batch)
-        except CheckpointError as error:
-            names = sorted({t.info.name for t in role.source.tensors if t.expert in (None, first)})
-            raise CheckpointError(
-                f"layer {layer.layer}, {role.role}, experts {first} to {first + len(batch) - 1} "
-                f"({names[0]}): {error.what}",
-                reason=error.reason,
-                hint=error.hint,
-            ) from error
+        step = max(1, SCALES_AT_ONCE // expert_bytes(role.source))
+        for at in range(0, len(batch), step):
+            _check_scales(layer, role, batch[at : at + step], first + at)
     if role.role.startswith(SIDE):
         per_expert = len(role.source.tensors) // role.experts
         for i, values in enumerate(batch.reshape(len(batch), -1).tolist()):
@@ -261,8 +257,20 @@ def _check_values(layer: LayerPlan, role: RolePlan, batch: torch.Tensor, first: 
                 raise CheckpointError(f"{tensor.info.name} {reason}.", hint="Check the checkpoint.")
 
 
+def _check_scales(layer: LayerPlan, role: RolePlan, scales: torch.Tensor, first: int) -> None:
+    try:
+        check_scales(scales)
+    except CheckpointError as error:
+        name = next(t.info.name for t in role.source.tensors if t.expert in (None, first))
+        raise CheckpointError(
+            f"layer {layer.layer}, {role.role} of experts from {first} ({name}): {error.what}",
+            reason=error.reason,
+            hint=error.hint,
+        ) from error
+
+
 def _convert_layer(
-    layer: LayerPlan, reader: FolderReader, out: Path, meter: Meter, overlap: bool
+    layer: LayerPlan, reader: FolderReader, out: Path, meter: Meter, arena: Arena, overlap: bool
 ) -> LayerRecord:
     """Writes one layer's file and returns its record."""
     path = out / layer.file.name
@@ -273,8 +281,7 @@ def _convert_layer(
         for role in layer.roles:
             stages = _RoleStages(layer, role, reader, fd, path, meter)
             jobs = spans(role.experts, role.batch)
-            size = expert_bytes(role.source) * min(role.batch, role.experts)
-            run_stages(jobs, stages, size, overlap=overlap)
+            run_stages(jobs, stages, arena.cut(*role.buffers), overlap=overlap)
             sha256[role.role] = stages.hashes[role.spec.name]
             source.update(_part_hashes(role, stages.hashes))
     return LayerRecord(layer.layer, layer.file.name, layer.file.size, sha256, source)

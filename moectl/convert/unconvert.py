@@ -24,7 +24,7 @@ from .disk import (
     write_file,
 )
 from .manifest import Manifest, load_manifest, read_file_header
-from .manifest_record import CONFIG, INDEX, SOURCE_CONFIG, FileRecord
+from .manifest_record import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord
 from .progress import Meter, Progress, silent
 from .restore import LayerRestorer, Restored, Sink, part_tensors
 from .safetensors_file import FilePlan, TensorSpec, plan_file
@@ -127,17 +127,22 @@ def _check(out: Path, item: FileRecord) -> None:
 def _write_documents(
     manifest: Manifest, back: Path, places: Mapping[str, tuple[FilePlan, TensorInfo]]
 ) -> None:
-    """The source's small files, its config.json, and an index when it had more than one tensor file."""
+    """The source's small files, config.json and index; of experts alone, an index of those."""
     out = manifest.folder
     for item in manifest.record.files:
         _check(out, item)
-        copy_file(out / item.file, back / item.file)
+        if item.file != SOURCE_INDEX:
+            copy_file(out / item.file, back / item.file)
+        elif not manifest.record.experts_only:
+            copy_file(out / item.file, back / INDEX)
     wrong = file_findings(
         out / SOURCE_CONFIG, (out / SOURCE_CONFIG).stat().st_size, manifest.record.source.config_sha256
     )
     if wrong:
         raise CheckpointError(f"{wrong[0]}.", hint="Convert again.")
     copy_file(out / SOURCE_CONFIG, back / CONFIG)
+    if (back / INDEX).exists():
+        return
     weight_map = {name: file.name for name, (file, _) in places.items()}
     total = sum(info.nbytes for _, info in places.values())
     for rest in manifest.record.rest:

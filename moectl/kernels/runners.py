@@ -25,6 +25,7 @@ class Runner:
         compute: ``compute(prepared, x, ids, weights) -> y``, called with arguments already checked.
         refusal: why it cannot run a problem on a device, in a sentence; empty when it can.
         accumulation: the row of the tolerance table that its results are held to.
+        capturable: True when a call can be captured in a CUDA graph: it never waits for the GPU.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Runner:
     compute: Run
     refusal: Callable[[MoEProblem, torch.device], str]
     accumulation: str = "fp32"
+    capturable: bool = True
 
     def run(self, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """``[tokens, hidden]`` layer output in x's dtype.

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -39,16 +39,24 @@ class Timing:
 
 
 def time_calls(
-    calls: Sequence[Call], device: torch.device, *, repeats: int = 11, cold: bool = True
+    calls: Sequence[Call],
+    device: torch.device,
+    *,
+    repeats: int = 11,
+    cold: bool = True,
+    capturable: bool = True,
 ) -> Timing:
     """Time of one of `calls`: equal work on different inputs, so that one call does not warm the next.
 
-    On CUDA all calls are captured in one graph, which is replayed between two events; on a CPU they
-    run in turn between two readings of the clock. Caches are flushed before every measurement.
+    On CUDA all calls are captured in one graph, which is replayed between two events; calls that are not
+    `capturable` are made one after the other between the events. On a CPU they run in turn between
+    two readings of the clock. Caches are flushed before every measurement.
     """
     if not calls or repeats < 1:
         raise UsageError(f"timing needs calls and repeats, got {len(calls)} and {repeats}")
-    return (_time_cuda if device.type == "cuda" else _time_cpu)(calls, repeats, cold)
+    if device.type == "cuda":
+        return _time_cuda(calls, repeats, cold, capturable)
+    return _time_cpu(calls, repeats, cold)
 
 
 def _summary(seconds: Sequence[float], cold: bool, method: str) -> Timing:
@@ -70,21 +78,27 @@ def _time_cpu(calls: Sequence[Call], repeats: int, cold: bool) -> Timing:
     return _summary(seconds, cold, "clock")
 
 
-def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool) -> Timing:
+def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool, capturable: bool) -> Timing:
     flush = _flusher(torch.device("cuda")) if cold else None
-    graph = _captured(calls)
-    graph.replay()
+    run = _captured(calls).replay if capturable else partial(_in_turn, calls)
+    run()
+    method = "cuda graph" if capturable else "cuda calls"
     events = []
     for _ in range(repeats):
         if flush is not None:
             flush()
         start, stop = _event(), _event()
         start.record()
-        graph.replay()
+        run()
         stop.record()
         events.append((start, stop))
     torch.cuda.synchronize()
-    return _summary([a.elapsed_time(b) * 1e-3 / len(calls) for a, b in events], cold, "cuda graph")
+    return _summary([a.elapsed_time(b) * 1e-3 / len(calls) for a, b in events], cold, method)
+
+
+def _in_turn(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
 
 
 def _event() -> torch.cuda.Event:

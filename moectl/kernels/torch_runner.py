@@ -91,4 +91,4 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
     return ""
 
 
-RUNNER = Runner("torch", None, _compute, _refusal)
+RUNNER = Runner("torch", None, _compute, _refusal, capturable=False)
