@@ -1,0 +1,74 @@
+"""Sources, plans and conversions that the tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moectl.checkpoint import open_checkpoint
+from moectl.convert.layout import layout_for
+from moectl.convert.plan import Plan, plan_conversion
+from moectl.convert.stream import convert
+
+from .checkpoints import CHECKPOINTS
+
+ROOT = Path(__file__).resolve().parents[3]
+DRIVER = Path(__file__).with_name("driver.py")
+
+
+@pytest.fixture(params=sorted(CHECKPOINTS))
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Each kind of checkpoint in turn."""
+    return CHECKPOINTS[request.param](tmp_path / "source")
+
+
+@pytest.fixture
+def gpt_oss(tmp_path: Path) -> Path:
+    return CHECKPOINTS["gpt_oss"](tmp_path / "source")
+
+
+@pytest.fixture
+def kimi(tmp_path: Path) -> Path:
+    return CHECKPOINTS["kimi"](tmp_path / "source")
+
+
+def plan_of(source: Path, target: str = "marlin", **options: Any) -> Plan:
+    """The plan to convert a folder to a target."""
+    checkpoint = open_checkpoint(source)
+    layout = layout_for(target, checkpoint.groups[0].problem.scheme.weight, None)
+    return plan_conversion(checkpoint, layout, **options)
+
+
+@pytest.fixture
+def converted(gpt_oss: Path, tmp_path: Path) -> Path:
+    """A gpt-oss checkpoint converted for Marlin."""
+    out = tmp_path / "out"
+    convert(plan_of(gpt_oss), out)
+    return out
+
+
+@pytest.fixture
+def drive() -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Runs the driver; the exit status, and what it printed (nothing when it was killed)."""
+
+    def run(*prefix: str, **options: Any) -> tuple[int, dict[str, Any]]:
+        done = subprocess.run(
+            [*prefix, sys.executable, str(DRIVER), json.dumps(options, default=str)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        lines = done.stdout.strip().splitlines()
+        if not lines and done.returncode >= 0:
+            raise AssertionError(done.stderr)
+        return done.returncode, json.loads(lines[-1]) if lines else {}
+
+    return run

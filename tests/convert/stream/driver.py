@@ -1,0 +1,65 @@
+"""Converts in a process of its own, which a test may kill, interrupt, starve or measure.
+
+Called with one JSON argument; prints one JSON object: the outcome, and the memory that was used.
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moectl.checkpoint import open_checkpoint
+from moectl.convert.layout import layout_for
+from moectl.convert.plan import plan_conversion
+from moectl.convert.stream import convert
+from moectl.errors import MoectlError
+
+
+def peak_bytes() -> int:
+    """Most resident memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(options: dict[str, Any]) -> int:
+    checkpoint = open_checkpoint(options["source"])
+    layout = layout_for(options["target"], checkpoint.groups[0].problem.scheme.weight, None)
+    plan = plan_conversion(checkpoint, layout, max_memory=options.get("max_memory"))
+    if "file_size" in options:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (options["file_size"], resource.RLIM_INFINITY))
+    if options.get("hide_disk_usage"):
+        shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 50, 0, 1 << 50)  # type: ignore[assignment]
+
+    def progress(done: int, total: int, text: str) -> None:
+        if "signal" in options and done >= options["at"] * total:
+            os.kill(os.getpid(), getattr(signal, options["signal"]))
+
+    warm = torch.ones(64, 64) @ torch.ones(64, 64)
+    before = peak_bytes()
+    outcome: dict[str, Any] = {
+        "planned": plan.peak_memory,
+        "layer": plan.layers[0].bytes_in,
+        "warm": warm.numel(),
+    }
+    try:
+        summary = convert(plan, Path(options["out"]), resume=options.get("resume", False), progress=progress)
+        outcome |= {"converted": summary.converted, "resumed": summary.resumed}
+        code = 0
+    except MoectlError as error:
+        outcome |= {"error": str(error), "kind": type(error).__name__}
+        code = int(error.exit_code)
+    except KeyboardInterrupt:
+        outcome["kind"] = "KeyboardInterrupt"
+        code = 130
+    outcome["above"] = peak_bytes() - before
+    print(json.dumps(outcome))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))
