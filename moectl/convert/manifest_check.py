@@ -8,7 +8,16 @@ import re
 from ..checkpoint.header import DTYPE_BITS
 from .batches import storage_form
 from .layout import Chain
-from .manifest_record import FileRecord, GroupRecord, LayerRecord, ManifestRecord, is_plain_name
+from .manifest_record import (
+    CONFIG,
+    INDEX,
+    SOURCE_CONFIG,
+    FileRecord,
+    GroupRecord,
+    LayerRecord,
+    ManifestRecord,
+    is_plain_name,
+)
 from .safetensors_file import TORCH_DTYPES, nbytes
 
 _MAX_SIZE = 1 << 48
@@ -18,12 +27,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def check_manifest(record: ManifestRecord) -> list[str]:
     """Everything in which a manifest does not agree with itself, in words; empty when sound."""
     wrong: list[str] = []
-    kept: tuple[FileRecord, ...] = (*record.rest, *record.files)
+    kept: tuple[FileRecord, ...] = (*record.rest, *record.files, *record.documents)
     outputs = [item.file for item in record.layers] + [item.file for item in kept]
     names = outputs + [item.name for item in record.source.files] + [r.source for r in record.rest]
     for name in names:
         if not is_plain_name(name):
             wrong.append(f"file name {name[:80]!r} is not a plain name")
+    if {item.file for item in record.documents} != {CONFIG, INDEX, SOURCE_CONFIG}:
+        wrong.append("the documents are not config, index and the source's config")
     if len(set(outputs)) != len(outputs):
         wrong.append("a file is listed twice")
     if not all(_SHA256.fullmatch(item.sha256) for item in kept):

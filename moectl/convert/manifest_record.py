@@ -137,7 +137,10 @@ class RestRecord(FileRecord):
 
 @dataclass(frozen=True)
 class ManifestRecord:
-    """The manifest's document, field by field."""
+    """The manifest's document, field by field.
+
+    `files` were copied from the source, `documents` (config, index, the source's config) were written.
+    """
 
     format_version: int
     producer: Mapping[str, str]
@@ -148,6 +151,7 @@ class ManifestRecord:
     layers: tuple[LayerRecord, ...]
     rest: tuple[RestRecord, ...]
     files: tuple[FileRecord, ...]
+    documents: tuple[FileRecord, ...]
 
 
 def is_plain_name(name: str) -> bool:

@@ -234,8 +234,8 @@ def _plan_group(
     source = source_named(group.problem.storage)
     dims = padding(layout.name, group.problem.scheme.weight).apply(group.problem.dims)
     problem = replace(group.problem, dims=dims)
-    chains = layout.chains(problem)
     maps = [map_layer(source, checkpoint, group, layer) for layer in group.layers]
+    chains = layout.chains(problem)
     for mapped in maps:
         _check_roles(mapped, maps[0], chains, layout)
     roles = {r.role: _plan_role(r, chains, layout, memory) for r in maps[0].roles}

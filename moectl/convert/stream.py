@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -45,6 +46,7 @@ from .manifest_record import (
     MANIFEST,
     READY,
     SOURCE_CONFIG,
+    FileRecord,
     LayerRecord,
     ManifestRecord,
     PartHashes,
@@ -317,9 +319,13 @@ def _finish(
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     config = converted_config(plan.checkpoint.config, plan.layout)
     source = source_record(plan.checkpoint, folder)
-    write_file(out / INDEX, _document(index))
-    write_file(out / CONFIG, _document(config))
-    write_file(out / SOURCE_CONFIG, (folder / CONFIG).read_bytes())
+    documents = {
+        INDEX: _document(index),
+        CONFIG: _document(config),
+        SOURCE_CONFIG: (folder / CONFIG).read_bytes(),
+    }
+    for name, data in documents.items():
+        write_file(out / name, data)
     record = ManifestRecord(
         format_version=FORMAT_VERSION,
         producer=producer(),
@@ -330,6 +336,9 @@ def _finish(
         layers=tuple(layers),
         rest=tuple(rest),
         files=files,
+        documents=tuple(
+            FileRecord(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in documents.items()
+        ),
     )
     data = manifest_bytes(record)
     write_file(out / MANIFEST, data)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.strict_json import parse_json_object
 from ..errors import CheckpointError
 from .batches import FolderReader
 from .disk import file_findings, file_sha256
 from .manifest import Manifest, load_manifest, read_file_header
-from .manifest_record import CONFIG, INDEX, MANIFEST, QUANT_METHOD, SOURCE_CONFIG, FileRecord
+from .manifest_record import CONFIG, FileRecord
 from .progress import Meter, Progress, silent
 from .rest import range_sha256
 from .restore import LayerRestorer, Restored
@@ -56,7 +54,7 @@ def verify(
     """
     manifest = load_manifest(out)
     record = manifest.record
-    kept: tuple[FileRecord, ...] = (*record.rest, *record.files)
+    kept: tuple[FileRecord, ...] = (*record.rest, *record.files, *record.documents)
     sizes = [layer.size for layer in record.layers] + [item.size for item in kept]
     meter = Meter(progress, sum(sizes))
     findings: list[str] = []
@@ -76,47 +74,12 @@ def verify(
             meter.say(item.file)
             findings += file_findings(out / item.file, item.size, item.sha256)
             meter.advance(item.size)
-        findings += _check_documents(manifest)
         if original:
             findings += original.findings + original.compare_rest(out)
     finally:
         if original:
             original.close()
     return Report(len(manifest.layers), len(kept), tensors, sum(sizes), source is not None, tuple(findings))
-
-
-def _check_documents(manifest: Manifest) -> list[str]:
-    """The index must list every tensor in its file, and the config name this format."""
-    folder, findings = manifest.folder, []
-    try:
-        config = parse_json_object((folder / CONFIG).read_bytes(), CONFIG)
-        index = parse_json_object((folder / INDEX).read_bytes(), INDEX)
-        expected = _weight_map(manifest)
-    except OSError as error:
-        return [f"cannot read {error.filename}: {error.strerror}"]
-    except CheckpointError as error:
-        return [str(error)]
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method != QUANT_METHOD:
-        findings.append(f"{CONFIG} must have quant_method {QUANT_METHOD!r}, got {method!r}")
-    if index.get("weight_map") != expected:
-        findings.append(f"{INDEX} does not list the tensors of the files that {MANIFEST} names")
-    if not (folder / SOURCE_CONFIG).is_file():
-        findings.append(f"{SOURCE_CONFIG} is missing")
-    elif file_sha256(folder / SOURCE_CONFIG) != manifest.record.source.config_sha256:
-        findings.append(f"{SOURCE_CONFIG} is not the source's config.json")
-    return findings
-
-
-def _weight_map(manifest: Manifest) -> Mapping[str, str]:
-    names: dict[str, str] = {}
-    for layer in manifest.layers:
-        record = manifest.layer(layer)
-        names.update({item.spec.name: record.file for item in manifest.tensors(layer).values()})
-    for rest in manifest.record.rest:
-        names.update(dict.fromkeys(read_file_header(manifest.folder, rest.file), rest.file))
-    return names
 
 
 class _Source:

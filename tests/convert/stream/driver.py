@@ -39,12 +39,11 @@ def main(options: dict[str, Any]) -> int:
         if "signal" in options and done >= options["at"] * total:
             os.kill(os.getpid(), getattr(signal, options["signal"]))
 
-    warm = torch.ones(64, 64) @ torch.ones(64, 64)
+    torch.ones(64, 64).matmul(torch.ones(64, 64))
     before = peak_bytes()
     outcome: dict[str, Any] = {
         "planned": plan.peak_memory,
         "layer": plan.layers[0].bytes_in,
-        "warm": warm.numel(),
     }
     try:
         summary = convert(plan, Path(options["out"]), resume=options.get("resume", False), progress=progress)

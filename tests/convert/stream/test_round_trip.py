@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -110,7 +110,7 @@ def test_other_tensors_are_kept(converted: Path, gpt_oss: Path) -> None:
     found = {key: t for key, t in all_tensors(converted).items() if ".experts." not in key}
     assert same_tensors(kept, found)
     whole = "model-00003-of-00003.safetensors"
-    assert os.path.samefile(converted / whole, gpt_oss / whole)
+    assert (converted / whole).samefile(gpt_oss / whole)
 
 
 def test_experts_only_leaves_the_rest_out(source: Path, tmp_path: Path) -> None:
@@ -138,8 +138,6 @@ def test_batches_and_threads_change_no_byte(source: Path, tmp_path: Path) -> Non
 
 
 def test_one_expert_at_a_time_gives_the_same(source: Path, tmp_path: Path) -> None:
-    import dataclasses
-
     plan = plan_of(source)
     one = dataclasses.replace(
         plan,
