@@ -67,11 +67,11 @@ class Mxfp4:
         if weights.shape[-1] % BLOCK:
             raise CheckpointError(f"MXFP4 needs rows of whole blocks of {BLOCK}, got {weights.shape[-1]}.")
         blocks = per_group(weights.float(), weights.shape[-1] // BLOCK)
-        _, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
-        exponent = (exponent - 1 - _E2M1_MAX_EXPONENT).clamp(-_BIAS, _BIAS)
-        exponent = torch.where(blocks.abs().amax(-1, keepdim=True) == 0, -_BIAS, exponent)
-        # In float64: 2**127 times a weight would be lost in float32 when the block is tiny.
-        scaled = torch.ldexp(blocks.double(), -exponent)
+        largest = blocks.abs().amax(-1, keepdim=True)
+        exponent = torch.frexp(largest)[1] - 1 - _E2M1_MAX_EXPONENT
+        exponent = torch.where(largest == 0, -_BIAS, exponent).clamp(-_BIAS, _BIAS)
+        # Powers of two: exact, but for weights so small beside their block that they become zero.
+        scaled = blocks * _e8m0(weights.device)[_BIAS - exponent]
         codes = two_to_a_byte(_nearest(scaled).reshape(weights.shape))
         return codes, (exponent + _BIAS).to(torch.uint8).squeeze(-1)
 

@@ -80,6 +80,19 @@ def test_mxfp4_encodes_to_the_nearest(values):
         assert code >> 3 == int(math.copysign(1.0, value) < 0)
 
 
+def test_mxfp4_ties_go_to_even_codes():
+    sizes = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+    expected = (0, 2, 2, 4, 4, 6, 6)
+    w = torch.zeros(1, 1, 32)
+    w[..., 0:7] = torch.tensor(sizes)
+    w[..., 8:15] = -torch.tensor(sizes)
+    w[..., 31] = 6.0
+    codes = mxfp4.encode(w)[0][0, 0]
+    unpacked = torch.stack((codes & 15, codes >> 4), -1).reshape(-1).tolist()
+    assert unpacked[0:7] == list(expected)
+    assert unpacked[8:15] == [code | 8 for code in expected]
+
+
 def test_mxfp4_goes_round():
     """Decoded weights encode to weights that are equal, though a block may choose a smaller scale."""
     generator = torch.Generator().manual_seed(0)

@@ -103,6 +103,13 @@ def test_scales_are_grouped_when_padding_makes_a_second_group():
     assert chain.steps[-1] == marlin.SCALES_GROUPED
 
 
+def test_each_matrix_counts_its_own_groups():
+    layout = layout_named("marlin-int4")
+    chains = layout.chains(problem_for(layout, int_format(4, 128), "concatenated", 128, 256))
+    assert chains["w13_scale"].steps[-1] == marlin.SCALES_PER_CHANNEL
+    assert chains["w2_scale"].steps[-1] == marlin.SCALES_GROUPED
+
+
 def test_mtile64_word_by_word():
     for weight in layout_named("moectl-mtile64").weights:
         layout = layout_named("moectl-mtile64")
