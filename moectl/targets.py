@@ -32,9 +32,11 @@ class LayoutFacts:
     readers: tuple[Reader, ...]
 
 
+_SM80_UP = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
+
 _MARLIN = LayoutFacts(
     "marlin",
-    ("sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "sm121"),
+    ("sm75", *_SM80_UP),
     (Reader("vLLM", ("marlin",)),),
 )
 
@@ -65,9 +67,7 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
         ("sm90",),
         (Reader("vLLM", ("flashinfer_cutlass",)), Reader("FlashInfer", ("cutlass_fused_moe",))),
     ),
-    "moectl-mtile64": LayoutFacts(
-        "moectl", ("sm80", "sm89", "sm90", "sm100", "sm120"), (Reader("moectl", ("triton",)),)
-    ),
+    "moectl-mtile64": LayoutFacts("moectl", _SM80_UP, (Reader("moectl", ("triton",)),)),
 }
 """Facts by the name of the layout."""
 

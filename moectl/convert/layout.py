@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError, UsageError
 from ..schemes import WeightFormat
+from ..targets import TARGETS, Reader
 from .chain import BLOCK_BYTES, Chain
 from .layouts.cutlass import CUTLASS_SM90
 from .layouts.marlin import MARLIN_INT4, MARLIN_INT8, MARLIN_MXFP4
 from .layouts.mtile64 import MTILE64
 from .layouts.triton_hopper import TRITON_HOPPER
 from .layouts.trtllm import TRTLLM_MXFP4, TRTLLM_MXINT4
-from .weight_layout import Reader, WeightLayout
+from .weight_layout import WeightLayout
 
 __all__ = [
     "BLOCK_BYTES",
@@ -58,8 +59,8 @@ class Target:
 
 
 def targets() -> tuple[Target, ...]:
-    """The closed list of targets, in the order of registration."""
-    return tuple(_target(name) for name in dict.fromkeys(layout.target for layout in LAYOUTS))
+    """The closed list of targets."""
+    return tuple(_target(name) for name in TARGETS)
 
 
 def _target(name: str) -> Target:
@@ -68,7 +69,7 @@ def _target(name: str) -> Target:
         name,
         tuple(dict.fromkeys(weight.name for layout in found for weight in layout.weights)),
         tuple(dict.fromkeys(arch for layout in found for arch in layout.archs)),
-        tuple(dict.fromkeys(reader for layout in found for reader in layout.readers)),
+        TARGETS[name],
     )
 
 
@@ -77,9 +78,8 @@ def layout_for(target: str, weight: WeightFormat, arch: str | None = None) -> We
 
     Raises UsageError, naming the choices, when there is none, or several that only `arch` tells apart.
     """
-    names = [known.name for known in targets()]
-    if target not in names:
-        raise UsageError(f"no target is called {target!r}.", hint=f"Choose one of {', '.join(names)}.")
+    if target not in TARGETS:
+        raise UsageError(f"no target is called {target!r}.", hint=f"Choose one of {', '.join(TARGETS)}.")
     named = [layout for layout in LAYOUTS if layout.target == target]
     holding = [layout for layout in named if weight in layout.weights]
     if not holding:

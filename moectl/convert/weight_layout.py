@@ -9,33 +9,20 @@ from ..errors import NoBackend
 from ..padding import padding, size_rule
 from ..problem import Align, MoEProblem
 from ..schemes import WeightFormat
+from ..targets import LAYOUTS, Reader
 from .canonical import CONCATENATED, INTERLEAVED, canonical_shapes, scale_dtype
 from .chain import Chain
 from .transforms import Step
 
 
 @dataclass(frozen=True)
-class Reader:
-    """An engine and its backends that read a layout, in the engine's own spelling."""
-
-    engine: str
-    backends: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.engine} {', '.join(self.backends)}"
-
-
-@dataclass(frozen=True)
 class WeightLayout:
-    """One layout: its chain per role follows from the problem.
+    """One layout: its chain per role follows from the problem. Who reads it stands in `moectl.targets`.
 
     Attributes:
-        name: unique, as in manifests.
-        target: what a user asks for; the scheme, and where needed the architecture, then decide.
+        name: unique, as in manifests, `moectl.targets` and `moectl.padding`.
         version: raised when stored bytes change.
         weights: the formats it holds.
-        archs: device architectures whose kernels read it.
-        readers: engines and backends that read it.
         build: from a padded problem to the steps of one role, padding included.
         logical_dtypes: what stored bytes are, for roles whose storage dtype does not say it, in
             safetensors spellings: ``F4`` (two E2M1 codes to a byte), ``F8_E8M0``, ``F8_E4M3``.
@@ -44,15 +31,27 @@ class WeightLayout:
     """
 
     name: str
-    target: str
     version: int
     weights: tuple[WeightFormat, ...]
-    archs: tuple[str, ...]
-    readers: tuple[Reader, ...]
     build: Callable[[MoEProblem, str], tuple[Step, ...]] = field(repr=False)
     logical_dtypes: Mapping[str, str] = field(default_factory=dict)
     scale_dtypes: tuple[str, ...] = ("U8", "BF16", "F16")
     bias: bool = True
+
+    @property
+    def target(self) -> str:
+        """What a user asks for; the scheme, and where needed the architecture, then decide."""
+        return LAYOUTS[self.name].target
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """Device architectures whose kernels read it."""
+        return LAYOUTS[self.name].archs
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """Engines and their backends that read it."""
+        return LAYOUTS[self.name].readers
 
     def align(self, weight: WeightFormat) -> Align:
         """What sizes are rounded up to for `weight`."""

@@ -15,7 +15,7 @@ from ...problem import MoEProblem
 from ...schemes import MXFP4
 from ..canonical import gate_then_up, padded
 from ..transforms import Flip, Rearrange, Step
-from ..weight_layout import Reader, WeightLayout
+from ..weight_layout import WeightLayout
 from .words import BYTES, E2M1_SHIFTED, WORDS
 
 WEIGHTS: tuple[Step, ...] = (
@@ -40,14 +40,8 @@ def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 
 CUTLASS_SM90 = WeightLayout(
     name="cutlass-sm90",
-    target="cutlass-sm90",
     version=1,
     weights=(MXFP4,),
-    archs=("sm90",),
-    readers=(
-        Reader("vLLM", ("FLASHINFER_CUTLASS_MXFP4_BF16",)),
-        Reader("FlashInfer", ("cutlass_fused_moe",)),
-    ),
     build=_mxfp4,
     logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
     scale_dtypes=("U8",),

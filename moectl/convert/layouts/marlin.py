@@ -16,11 +16,8 @@ from ...problem import MoEProblem
 from ...schemes import FULL, MXFP4, int_format
 from ..canonical import groups, padded
 from ..transforms import Rearrange, Step
-from ..weight_layout import Reader, WeightLayout
+from ..weight_layout import WeightLayout
 from .words import NIBBLES_APART, WORDS
-
-ARCHS = ("sm75", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
-READERS = (Reader("vLLM", ("MARLIN", "BATCHED_MARLIN")),)
 
 _TILE = {"w": 4, "c": 2, "h": 8, "rh": 2, "l": 4}
 
@@ -69,33 +66,24 @@ def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 
 MARLIN_INT4 = WeightLayout(
     name="marlin-int4",
-    target="marlin",
     version=1,
     weights=tuple(int_format(4, group) for group in (32, 64, 128, FULL)),
-    archs=ARCHS,
-    readers=READERS,
     build=_integer,
     scale_dtypes=("BF16", "F16"),
 )
 
 MARLIN_INT8 = WeightLayout(
     name="marlin-int8",
-    target="marlin",
     version=1,
     weights=tuple(int_format(8, group) for group in (32, 64, 128, FULL)),
-    archs=ARCHS,
-    readers=READERS,
     build=_integer,
     scale_dtypes=("BF16", "F16"),
 )
 
 MARLIN_MXFP4 = WeightLayout(
     name="marlin-mxfp4",
-    target="marlin",
     version=1,
     weights=(MXFP4,),
-    archs=ARCHS,
-    readers=READERS,
     build=_mxfp4,
     logical_dtypes={"w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
     scale_dtypes=("U8",),

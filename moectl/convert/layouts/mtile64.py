@@ -31,10 +31,8 @@ from ...problem import MoEProblem
 from ...schemes import MXFP4, int_format
 from ..canonical import INTERLEAVED, padded, scale_dtype
 from ..transforms import Rearrange, Step, View
-from ..weight_layout import Reader, WeightLayout
+from ..weight_layout import WeightLayout
 from .words import BYTES, E2M1_SHIFTED, NIBBLES_APART, WORDS
-
-ARCHS = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
 
 _TILES = Rearrange(
     "e (nb w h g) (kb j k8 c) -> e nb kb (w g c j k8 h)",
@@ -67,11 +65,8 @@ def _build(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 
 MTILE64 = WeightLayout(
     name="moectl-mtile64",
-    target="moectl",
     version=1,
     weights=(MXFP4, *(int_format(4, group) for group in (32, 64, 128))),
-    archs=ARCHS,
-    readers=(Reader("moectl", ("triton",)),),
     build=_build,
     scale_dtypes=("U8", "BF16"),
 )

@@ -16,7 +16,7 @@ from ...problem import MoEProblem
 from ...schemes import MXFP4
 from ..canonical import MODEL_DTYPE, in_pairs, padded
 from ..transforms import Pad, Rearrange, Step, Widen
-from ..weight_layout import Reader, WeightLayout
+from ..weight_layout import WeightLayout
 from .words import BYTES, E2M1_SHIFTED, WORDS
 
 WARPS = 8
@@ -68,11 +68,8 @@ def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 
 TRITON_HOPPER = WeightLayout(
     name="triton-hopper",
-    target="triton-hopper",
     version=1,
     weights=(MXFP4,),
-    archs=("sm90",),
-    readers=(Reader("vLLM", ("TRITON", "TRITON_UNFUSED")), Reader("triton_kernels", ("matmul_ogs",))),
     build=_mxfp4,
     logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
     scale_dtypes=("U8",),

@@ -16,9 +16,7 @@ from ...problem import MoEProblem
 from ...schemes import MXFP4, int_format
 from ..canonical import MODEL_DTYPE, gate_then_up, padded
 from ..transforms import Flip, Rearrange, Step, Widen, Xor
-from ..weight_layout import Reader, WeightLayout
-
-ARCHS = ("sm100", "sm103")
+from ..weight_layout import WeightLayout
 
 TILES_128X4 = Rearrange("e (nb i j) (kb k) -> e (nb kb j i k)", {"i": 4, "j": 32, "k": 4})
 
@@ -52,14 +50,8 @@ def _mxint4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 
 TRTLLM_MXFP4 = WeightLayout(
     name="trtllm-mxfp4",
-    target="trtllm",
     version=1,
     weights=(MXFP4,),
-    archs=ARCHS,
-    readers=(
-        Reader("vLLM", ("FLASHINFER_TRTLLM_MXFP4_BF16", "FLASHINFER_TRTLLM_MXFP4_MXFP8")),
-        Reader("FlashInfer", ("trtllm_fp4_block_scale_moe",)),
-    ),
     build=_mxfp4,
     logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E4M3", "w2_scale": "F8_E4M3"},
     scale_dtypes=("U8",),
@@ -67,14 +59,8 @@ TRTLLM_MXFP4 = WeightLayout(
 
 TRTLLM_MXINT4 = WeightLayout(
     name="trtllm-mxint4",
-    target="trtllm",
     version=1,
     weights=(int_format(4, 32),),
-    archs=ARCHS,
-    readers=(
-        Reader("vLLM", ("FLASHINFER_TRTLLM",)),
-        Reader("FlashInfer", ("trtllm_mxint4_block_scale_moe",)),
-    ),
     build=_mxint4,
     scale_dtypes=("BF16",),
     bias=False,
