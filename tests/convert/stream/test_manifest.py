@@ -200,9 +200,7 @@ def test_verify_finds_every_flipped_bit_and_lost_byte(converted: Path) -> None:
             else:
                 path.write_bytes(data)
             report = verify(converted)
-            noticed = name in ("config.json",) and data is not None and not report.findings
-            if not noticed:
-                assert not report.ok, (name, None if data is None else len(data))
+            assert any(name in text for text in report.findings), (name, report.findings)
         path.write_bytes(before[name])
     assert verify(converted).ok
 

@@ -171,3 +171,21 @@ def test_what_is_left_out_is_named(gpt_oss: Path, tmp_path: Path) -> None:
     summary = convert(plan_of(gpt_oss), tmp_path / "out")
     assert set(summary.skipped_files) == {"original", "secret.txt"}
     assert not (tmp_path / "out" / "secret.txt").exists()
+
+
+def test_a_hub_cache_snapshot(gpt_oss: Path, tmp_path: Path) -> None:
+    """Its files are links into the cache's blobs, which belong to it."""
+    repository = tmp_path / "models--someone--model"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(gpt_oss.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    before = folder_bytes(blobs)
+    summary = convert(plan_of(snapshot), tmp_path / "out")
+    assert summary.skipped_files == ()
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    unconvert(tmp_path / "out", tmp_path / "back")
+    assert sorted(folder_bytes(tmp_path / "back").values()) == sorted(before.values())
+    assert folder_bytes(blobs) == before
