@@ -16,16 +16,15 @@ from .transforms import Pad, Rearrange, Shape, Step
 
 INTERLEAVED, CONCATENATED = "interleaved", "concatenated"
 
-SCALE_STORAGE = {"E8M0": "U8", "F8_E8M0": "U8", "U8": "U8", "BF16": "BF16", "F16": "F16"}
 MODEL_DTYPE = {"bf16": "BF16", "fp16": "F16"}
 
 
 def scale_dtype(problem: MoEProblem) -> str:
-    """The storage dtype of the canonical scales: bytes for MX formats, else as the format states it."""
+    """The storage dtype of the canonical scales: bytes for MX formats, else as stated, else the model's."""
     weight = problem.scheme.weight
     if weight.name.startswith("mx"):
         return "U8"
-    return SCALE_STORAGE.get(weight.scale_dtype, MODEL_DTYPE[problem.dtype])
+    return weight.scale_dtype or MODEL_DTYPE[problem.dtype]
 
 
 def groups(weight: WeightFormat, k: int) -> int:

@@ -146,6 +146,7 @@ REFUSED = [
     ("trtllm-mxint4", {"bias": True}, "no place for biases"),
     ("trtllm-mxint4", {"weight": int_format(4, 32, "F16")}, "BF16 scales, got F16"),
     ("moectl-mtile64", {"weight": int_format(4, 32, "F16")}, "U8 or BF16 scales, got F16"),
+    ("marlin-int4", {"weight": int_format(4, 32, "F32")}, "BF16 or F16 scales, got F32"),
     ("moectl-mtile64", {"weight": int_format(4, FULL)}, "got int4 per channel"),
     ("trtllm-mxfp4", {"rows": "upside down"}, "interleaved or concatenated"),
     ("cutlass-sm90", {"weight": MXFP4, "dims": Dims(256, 48)}, "whole number of groups of 32"),
