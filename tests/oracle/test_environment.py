@@ -153,6 +153,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty site folder, the only place to import from beside the standard library."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setenv("PATH", str(tmp_path))
+    for probe in environment.PROBES.values():
+        for module in probe.modules:
+            # What another test has imported would be found without looking at the path.
+            monkeypatch.delitem(sys.modules, module.split(".")[0], raising=False)
     return tmp_path
 
 
