@@ -2,7 +2,7 @@
 
 import csv
 import io
-import json as json_module
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import __version__
 from ..errors import ExitCode, UsageError
-from .options import CheckpointArg, Debug, Device, Json, Layer, Offline, Quiet, Seed, framed, option
+from .options import CheckpointArg, Device, Layer, Offline, Seed, framed, option
 from .output import SCHEMA_VERSION, Output, table
 
 if TYPE_CHECKING:
@@ -47,9 +47,6 @@ def bench(
         Path | None, option("--output", "-o", help="Write to this file; its suffix picks the format.")
     ] = None,
     offline: Offline = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
     *,
     out: Output,
 ) -> ExitCode:
@@ -59,7 +56,7 @@ def bench(
     reference first; a result that is wrong gets no time, and exit code 1.
     """
     counts = parse_counts(tokens)
-    wanted = pick_format(format, output, json)
+    wanted = pick_format(format, output, out.as_json)
 
     from ..bench import BenchOptions
     from ..bench import bench as library
@@ -243,9 +240,9 @@ def render(format: str, head: dict[str, Any], rows: "Sequence[Row]") -> str:
     """The whole result in one of `FORMATS`."""
     stamp = {"schema_version": SCHEMA_VERSION, "moectl": __version__, "command": "bench"}
     if format == "json":
-        return json_module.dumps({**stamp, **head, "rows": [record(row) for row in rows]}, indent=2)
+        return json.dumps({**stamp, **head, "rows": [record(row) for row in rows]}, indent=2)
     if format == "jsonl":
-        return "".join(json_module.dumps({**stamp, **head, **record(row)}) + "\n" for row in rows)
+        return "".join(json.dumps({**stamp, **head, **record(row)}) + "\n" for row in rows)
     constant = {"checkpoint": head["checkpoint"], "layer": head["layer"], "device": head["device"]}
     constant |= {"routing": head["routing"], "caches": head["caches"], **head["versions"]}
     if format == "csv":

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import CheckpointError, UsageError
 from ..targets import TARGETS
-from .options import CheckpointArg, Debug, Json, Offline, Quiet, framed, option
+from .options import CheckpointArg, Offline, framed, option
 from .output import Output, ranges, size, table
 
 if TYPE_CHECKING:
@@ -48,9 +48,6 @@ def convert(
         int | None, option("--threads", help="1: one thing after another; default: overlapped.", min=1)
     ] = None,
     offline: Offline = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
     *,
     out: Output,
 ) -> None:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import ExitCode, UsageError
-from .options import CheckpointArg, Debug, Json, Offline, Quiet, framed, option
+from .options import CheckpointArg, Offline, framed, option
 from .output import Output, ranges, size, table
 
 if TYPE_CHECKING:
@@ -55,9 +55,6 @@ def explain(
         str, option("--policy", help="vllm-0.33.0, or moectl: what this tool runs.")
     ] = "vllm-0.33.0",
     offline: Offline = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
     *,
     out: Output,
 ) -> ExitCode:

@@ -29,26 +29,33 @@ CheckpointArg = Annotated[
         show_default=False,
     ),
 ]
-Json = Annotated[bool, option("--json", help="Print one JSON document.")]
-Quiet = Annotated[bool, option("--quiet", "-q", help="Print the essential line only.")]
-Debug = Annotated[bool, option("--debug", help="Show tracebacks.")]
 Offline = Annotated[bool, option("--offline", help="Do not ask the Hub.")]
 Layer = Annotated[int | None, option("--layer", help="Layer number; default: the first MoE layer.", min=0)]
 Device = Annotated[str | None, option("--device", help="cpu or cuda; default: a GPU if there is one.")]
 Seed = Annotated[int, option("--seed", help="Seed of random data.", min=0)]
 
+SHARED = tuple(
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, made])
+    for name, made in {
+        "json": option("--json", help="Print one JSON document."),
+        "quiet": option("--quiet", "-q", help="Print the essential line only."),
+        "debug": option("--debug", help="Show tracebacks."),
+    }.items()
+)
+"""Options of every command."""
+
 
 def framed(name: str) -> Callable[[Command], Command]:
     """Decorate a command: give it an `Output`, turn MoectlError and interrupts into exit codes.
 
-    The command is called as typer calls it, plus `out`; it may return an ExitCode.
+    The command is called with its own options and `out`; it may return an ExitCode. The options that
+    every command has (`SHARED`) are added to it here.
     """
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
-        def run(*args: Any, **kwargs: Any) -> None:
-            debug = kwargs.get("debug", False)
-            out = Output(name, as_json=kwargs.get("json", False), quiet=kwargs.get("quiet", False))
+        def run(*args: Any, json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
+            out = Output(name, as_json=json, quiet=quiet)
             try:
                 code = command(*args, **kwargs, out=out)
             except MoectlError as error:
@@ -66,10 +73,10 @@ def framed(name: str) -> Callable[[Command], Command]:
                 raise typer.Exit(int(ExitCode.DONE)) from None
             raise typer.Exit(int(code or ExitCode.DONE))
 
-        signature = inspect.signature(command)
-        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[p for p in signature.parameters.values() if p.name != "out"]
-        )
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "out"]
+        parameters = [*own, *SHARED]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run  # type: ignore[return-value]
 
     return decorate

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import ExitCode
-from .options import CheckpointArg, Debug, Device, Json, Layer, Offline, Quiet, Seed, framed, option
+from .options import CheckpointArg, Device, Layer, Offline, Seed, framed, option
 from .output import Output, size
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ def run(
         Path | None, option("--output", help="Write y, x, ids and weights to this safetensors file.")
     ] = None,
     offline: Offline = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
     *,
     out: Output,
 ) -> ExitCode:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Debug, Json, Quiet, Seed, framed, option
+from .options import Seed, framed, option
 from .output import Output, size
 
 EXAMPLES = (
@@ -25,9 +25,6 @@ def synth(
         int | None, option("--intermediate", help="Experts' intermediate size.", min=32)
     ] = None,
     seed: Seed = 0,
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
     *,
     out: Output,
 ) -> None:

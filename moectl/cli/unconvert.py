@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Debug, Json, Quiet, framed
+from .options import framed
 from .output import Output, size
 
 EXAMPLES = ("moectl unconvert ./marlin ./gpt-oss-20b-again",)
@@ -15,9 +15,6 @@ EXAMPLES = ("moectl unconvert ./marlin ./gpt-oss-20b-again",)
 def unconvert(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="A converted folder.", show_default=False)],
     back: Annotated[Path, typer.Argument(metavar="BACK", help="A new or empty folder.", show_default=False)],
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
     *,
     out: Output,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ExitCode
-from .options import Debug, Json, Quiet, framed, option
+from .options import framed, option
 from .output import Output, size
 
 EXAMPLES = ("moectl verify ./marlin", "moectl verify ./marlin --source ./gpt-oss-20b --json")
@@ -19,9 +19,6 @@ def verify(
     source: Annotated[
         Path | None, option("--source", help="Compare with this checkpoint folder's bytes too.")
     ] = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
     *,
     out: Output,
 ) -> ExitCode:
