@@ -266,7 +266,8 @@ def converted_layer(manifest: Manifest, layer: int | None = None) -> ExpertLayer
         with FolderReader(manifest.folder) as reader:
             return {role: form.undo(_rows(reader, places[role], ids)) for role, form in forms.items()}
 
-    router = _converted_router(manifest, group.prefix.replace("{layer}", str(number)))
+    names = {key: name.replace("{layer}", str(number)) for key, name in group.router.items()}
+    router = _converted_router(manifest, names)
     return ExpertLayer(problem, number, manifest.layout.name, forms, canonical, stored, router)
 
 
@@ -280,25 +281,13 @@ def _rows(reader: FolderReader, info: TensorInfo, experts: Ids) -> Tensor:
     return as_tensor(buffer, info.dtype, (len(experts), *info.shape[1:]))
 
 
-def _converted_router(manifest: Manifest, prefix: str) -> Router | None:
-    """The router among the tensors that were not converted, by its name beside the experts."""
-    parent = prefix.removesuffix("experts.")
+def _converted_router(manifest: Manifest, names: Mapping[str, str]) -> Router | None:
+    """The router among the tensors that were not converted; None where they were left out."""
     tensors: dict[str, TensorInfo] = {}
     for record in manifest.record.rest:
         found = read_file_header(manifest.folder, record.file, record.size)
-        tensors |= {name: info for name, info in found.items() if name.startswith(parent)}
-    for names in ROUTER_NAMES:
-        router = read_router(manifest.folder, tensors, {key: parent + name for key, name in names.items()})
-        if router is not None:
-            return router
-    return None
-
-
-ROUTER_NAMES: tuple[Mapping[str, str], ...] = (
-    {"weight": "router.weight", "bias": "router.bias"},
-    {"weight": "gate.weight", "correction_bias": "gate.e_score_correction_bias"},
-)
-"""What routers are called beside their experts, for folders that name only the experts."""
+        tensors |= {name: info for name, info in found.items() if name in names.values()}
+    return read_router(manifest.folder, tensors, names)
 
 
 def prepare(

@@ -88,7 +88,11 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """Layers that are one problem: `problem.dims` has logical and padded sizes, padding is `pad_value`."""
+    """Layers that are one problem: `problem.dims` has logical and padded sizes, padding is `pad_value`.
+
+    `router` holds name templates of the router's tensors, as `ExpertNames.router`; the tensors
+    themselves are among those that are no experts.
+    """
 
     layers: tuple[int, ...]
     problem: MoEProblem
@@ -97,6 +101,7 @@ class GroupRecord:
     prefix: str
     roles: Mapping[str, RoleRecord]
     parts: Mapping[str, PartRecord]
+    router: Mapping[str, str]
 
 
 @dataclass(frozen=True)

@@ -345,6 +345,7 @@ def _group_record(
             for part in source.parts
             if part.stored in first
         },
+        router=dict(group.names.router),
     )
 
 
