@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, Unavailable
-from .header import LENGTH_BYTES, header_length, read_header
+from .header import LENGTH_BYTES, Budget, header_length, read_header
 from .model import TensorInfo
-from .shards import CONFIG, INDEX, index_files, join_tensors, shard_names
-from .strict_json import DOCUMENT_LIMIT, parse_json_object, shown
+from .shards import (
+    CONFIG,
+    INDEX,
+    check_document_size,
+    index_files,
+    join_tensors,
+    parse_document,
+    shard_names,
+)
+from .strict_json import shown
 
 FIRST_BYTES = 128 << 10
 """Bytes of a file that are asked for first; most headers are shorter."""
@@ -79,29 +87,38 @@ def read_hub(repo: str, revision: str | None, token: str | None, wanted: tuple[s
         sizes = {item.rfilename: item.size for item in info.siblings or []}
         commit = _commit(info.sha, repo)
         if CONFIG not in sizes:
-            raise NotOnHub(f"{repo} on the Hub has no config.json.")
+            raise NotOnHub(
+                f"{repo} on the Hub has no config.json.",
+                hint="Give a repository of a whole model, with a config.json and safetensors files.",
+            )
         for name in (CONFIG, *wanted):
-            if (sizes.get(name) or 0) > DOCUMENT_LIMIT:
-                raise CheckpointError(f"{name}: a JSON file of {sizes[name]} bytes is refused.")
+            check_document_size(sizes.get(name) or 0, name)
         # By the name asked for, so that the cache learns which commit it stands for.
         if _download(repo, CONFIG, revision, token).parent.name != commit:
             _download(repo, CONFIG, commit, token)
         documents = {
-            name: _document(_download(repo, name, commit, token), name)
+            name: parse_document(_download(repo, name, commit, token), name)
             for name in (CONFIG, *wanted)
             if name in sizes
         }
         index = index_files(documents[INDEX]) if INDEX in documents else None
         names = shard_names(sizes, index)
+        read = partial(_remote_header, repo, commit, token, Budget())
         with ThreadPoolExecutor(min(WORKERS, max(1, len(names)))) as pool:
-            read = partial(_remote_header, repo, commit, token)
-            shards = list(pool.map(read, names, [sizes[name] for name in names]))
+            try:
+                shards = list(pool.map(read, names, [sizes[name] for name in names]))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     return HubCheckpoint(commit, documents, join_tensors(shards, index) if names else None, frozenset(sizes))
 
 
 def _commit(sha: str | None, repo: str) -> str:
     if sha is None or re.fullmatch(r"[0-9a-f]{40}", sha) is None:
-        raise CheckpointError(f"the Hub names no commit for {repo}, got {shown(sha)}.")
+        raise CheckpointError(
+            f"the Hub names no commit for {repo}, got {shown(sha)}.",
+            hint="Check HF_ENDPOINT, or download the checkpoint and give its folder.",
+        )
     return sha
 
 
@@ -109,10 +126,6 @@ def _download(repo: str, name: str, revision: str | None, token: str | None) -> 
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(repo, name, revision=revision, token=token))
-
-
-def _document(path: Path, name: str) -> dict[str, Any]:
-    return parse_json_object(path.read_bytes(), name)
 
 
 @contextmanager
@@ -129,7 +142,10 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
             hint="Accept its terms on the Hub, then run `hf auth login` or set HF_TOKEN.",
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise NotOnHub(f"the Hub has no revision {revision} of {repo}.") from error
+        raise NotOnHub(
+            f"the Hub has no revision {revision} of {repo}.",
+            hint="Give a branch, tag or commit of it, or leave the revision out.",
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise NotOnHub(
             f"the Hub shows no model {at}.",
@@ -138,13 +154,16 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     except errors.LocalEntryNotFoundError as error:
         raise _unreachable(at, error) from error
     except errors.EntryNotFoundError as error:
-        raise NotOnHub(f"a file of {at} is missing on the Hub: {_first(error)}.") from error
+        raise NotOnHub(
+            f"a file of {at} is missing on the Hub: {_first(error)}.",
+            hint="Try again, as the repository may just be changing, or give another revision.",
+        ) from error
     except errors.HfHubHTTPError as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         hint = "Run `hf auth login` or set HF_TOKEN." if status in (401, 403) else _OFFLINE
         raise HubUnreachable(f"the Hub refuses {at}: {_first(error)}.", hint=hint) from error
     except errors.HFValidationError as error:
-        raise NotOnHub(f"{at} is no Hub id: {_first(error)}.") from error
+        raise NotOnHub(f"{at} is no Hub id: {_first(error)}.", hint="Give the model as org/name.") from error
     except (OSError, getattr(errors, "HTTPError", OSError)) as error:
         raise _unreachable(at, error) from error
 
@@ -163,19 +182,22 @@ def _first(error: BaseException) -> str:
 
 
 def _remote_header(
-    repo: str, commit: str, token: str | None, name: str, listed: int | None
+    repo: str, commit: str, token: str | None, budget: Budget, name: str, listed: int | None
 ) -> dict[str, TensorInfo]:
     from huggingface_hub import hf_hub_url
 
     url = hf_hub_url(repo, name, revision=commit)
     first, size = _read_range(url, 0, FIRST_BYTES, name, token)
     if listed is not None and listed != size:
-        raise CheckpointError(f"{name}: the Hub lists {listed} bytes, but serves a file of {size}.")
+        raise CheckpointError(
+            f"{name}: the Hub lists {listed} bytes, but serves a file of {size}.",
+            hint="Try again, as the file may just be changing, or download the checkpoint.",
+        )
     end = LENGTH_BYTES + header_length(first, size, name)
     if end > len(first):
         rest, _ = _read_range(url, len(first), end, name, token)
         first += rest
-    return read_header(first, size, name)
+    return read_header(first, size, name, budget)
 
 
 def _client() -> Any:

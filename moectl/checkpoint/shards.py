@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
-from .header import read_header
+from .header import Budget, read_header
 from .model import TensorInfo
-from .strict_json import DOCUMENT_LIMIT, parse_json_object, shown
+from .strict_json import FETCH_AGAIN, parse_json_object, shown
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+
+DOCUMENT_LIMIT = 64 << 20
+"""Largest config or index that is read, bytes; the index of a model with 200 000 tensors has 23 MB."""
+
+SHARD_LIMIT = 10_000
+"""Most weight files of a checkpoint."""
+
+FILE_NAME_LIMIT = 255
+"""Longest file name, bytes; what file systems allow."""
+
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors")
 
 
@@ -27,12 +41,15 @@ def index_files(document: Mapping[str, Any], where: str = INDEX) -> dict[str, st
     """
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{where}: weight_map must be an object that maps tensors to files.")
+        raise CheckpointError(
+            f"{where}: weight_map must be an object that maps tensors to files.", hint=FETCH_AGAIN
+        )
     checked: set[str] = set()
     for tensor, file in weight_map.items():
         if not isinstance(file, str):
             raise CheckpointError(
-                f"{where}: the file of tensor {shown(tensor)} must be a name, got {shown(file)}."
+                f"{where}: the file of tensor {shown(tensor)} must be a name, got {shown(file)}.",
+                hint=FETCH_AGAIN,
             )
         if file not in checked:
             _check_file_name(file, tensor, where)
@@ -41,14 +58,17 @@ def index_files(document: Mapping[str, Any], where: str = INDEX) -> dict[str, st
 
 
 def _check_file_name(file: str, tensor: str, where: str) -> None:
-    path = PurePosixPath(file)
     parts = file.split("/")
-    bad = path.is_absolute() or "\\" in file or "\0" in file or ":" in file or {"", ".", ".."} & set(parts)
-    if bad or not file.endswith(SUFFIX):
+    bad = PurePosixPath(file).is_absolute() or {"", ".", ".."} & set(parts) or {"\\", ":"} & set(file)
+    long = len(file) > 4 * FILE_NAME_LIMIT or any(
+        len(part.encode("utf-8", "replace")) > FILE_NAME_LIMIT for part in parts
+    )
+    if bad or long or not file.isprintable() or not file.endswith(SUFFIX):
         raise CheckpointError(
             f"{where}: tensor {shown(tensor)} is said to be in {shown(file)}, "
             "expected the name of a safetensors file inside the checkpoint's folder.",
-            reason="Absolute paths and '..' are refused.",
+            reason=f"Absolute paths, '..' and names over {FILE_NAME_LIMIT} bytes are refused.",
+            hint=FETCH_AGAIN,
         )
 
 
@@ -66,20 +86,27 @@ def shard_names(listed: Iterable[str], index: Mapping[str, str] | None) -> list[
                     f"{INDEX}: tensor {shown(tensor)} is said to be in {shown(file)}, which does not exist.",
                     hint="The checkpoint is incomplete; download it again.",
                 )
-        return sorted(set(index.values()))
-    names = sorted(name for name in present if name.endswith(SUFFIX) and "/" not in name)
-    for name in names:
-        match = _NUMBERED.fullmatch(name)
-        if match is None:
-            continue
-        same = [
-            other for other in names if _NUMBERED.fullmatch(other) and other.startswith(match["stem"] + "-")
-        ]
-        if len(same) != int(match["count"]):
+        return _few(sorted(set(index.values())))
+    names = _few(sorted(name for name in present if name.endswith(SUFFIX) and "/" not in name))
+    numbered = {name: match for name in names if (match := _NUMBERED.fullmatch(name))}
+    there = Counter(match["stem"] for match in numbered.values())
+    for name, match in numbered.items():
+        if there[match["stem"]] != int(match["count"]):
             raise CheckpointError(
-                f"{name}: the checkpoint has {int(match['count'])} files by its name, {len(same)} are there.",
+                f"{name}: the checkpoint has {int(match['count'])} files by its name, "
+                f"{there[match['stem']]} are there.",
                 hint="Download the others.",
             )
+    return names
+
+
+def _few(names: list[str]) -> list[str]:
+    """`names`; CheckpointError when there are more than `SHARD_LIMIT`."""
+    if len(names) > SHARD_LIMIT:
+        raise CheckpointError(
+            f"the checkpoint has {len(names)} weight files, expected at most {SHARD_LIMIT}.",
+            hint="Store it in fewer, larger files.",
+        )
     return names
 
 
@@ -97,7 +124,8 @@ def join_tensors(
             if name in tensors:
                 raise CheckpointError(
                     f"{info.file}: tensor {shown(name)} is there a second time, "
-                    f"first in {tensors[name].file}."
+                    f"first in {tensors[name].file}.",
+                    hint="Remove the file that does not belong to the checkpoint.",
                 )
             tensors[name] = info
     for name, file in (index or {}).items():
@@ -113,18 +141,61 @@ def join_tensors(
 def read_document(folder: Path, name: str) -> dict[str, Any] | None:
     """The JSON object in `folder`'s file `name`, or None when there is no such file.
 
-    Raises CheckpointError when it is damaged, too long, or leads out of the folder.
+    Raises CheckpointError when it is damaged, too long, no regular file, or leads out of the folder.
     """
     path = folder / name
     if not path.exists() and not path.is_symlink():
         return None
     inside(folder, name)
-    if path.stat().st_size > DOCUMENT_LIMIT:
-        raise CheckpointError(f"{path}: a JSON file of {path.stat().st_size} bytes is refused.")
+    return parse_document(path, str(path))
+
+
+def parse_document(path: Path, where: str) -> dict[str, Any]:
+    """The JSON object in the regular file `path`, of at most `DOCUMENT_LIMIT` bytes.
+
+    Raises CheckpointError when there is none; `where` names the file in messages.
+    """
+    with _open_regular(path, where) as file:
+        data = file.read(DOCUMENT_LIMIT + 1)
+        check_document_size(max(len(data), os.fstat(file.fileno()).st_size), where)
+    return parse_json_object(data, where)
+
+
+def check_document_size(nbytes: int, where: str) -> None:
+    """CheckpointError when a config or index has more than `DOCUMENT_LIMIT` bytes."""
+    if nbytes > DOCUMENT_LIMIT:
+        raise CheckpointError(
+            f"{where} has {nbytes} bytes, expected at most {DOCUMENT_LIMIT} of a config or index.",
+            hint=FETCH_AGAIN,
+        )
+
+
+@contextmanager
+def _open_regular(path: Path, where: str) -> Iterator[BinaryIO]:
+    """The regular file `path` opened for reading; a pipe or device is refused instead of waited for.
+
+    Raises CheckpointError for anything else, and for what goes wrong while it is read.
+    """
     try:
-        return parse_json_object(path.read_bytes(), str(path))
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise _irregular(where)
+            with open(fd, "rb", closefd=False) as file:
+                yield file
+        finally:
+            os.close(fd)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"{where} cannot be read: {error.strerror or error}.", hint="Check the file and its permissions."
+        ) from error
+
+
+def _irregular(where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} is not a file, but a folder, pipe or device.",
+        hint="Put the checkpoint's file in its place.",
+    )
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -136,7 +207,9 @@ def inside(folder: Path, name: str) -> Path:
     try:
         real = (folder / name).resolve(strict=True)
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{name}: the file cannot be found ({error}).") from error
+        raise CheckpointError(
+            f"{name}: the file cannot be found ({error}).", hint="Download it again."
+        ) from error
     root = folder.resolve()
     roots, repository = [root], root.parent.parent
     if root.parent.name == "snapshots" and repository.name.startswith("models--"):
@@ -147,7 +220,7 @@ def inside(folder: Path, name: str) -> Path:
             hint="Replace the link by the file, or give the folder that it points to.",
         )
     if not real.is_file():
-        raise CheckpointError(f"{name} is not a file.")
+        raise _irregular(name)
     return real
 
 
@@ -172,13 +245,10 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
     names, index = weight_files(folder)
     if not names:
         return None
-    return join_tensors((_read_local(folder, name) for name in names), index)
+    budget = Budget()
+    return join_tensors((_read_local(folder, name, budget) for name in names), index)
 
 
-def _read_local(folder: Path, name: str) -> dict[str, TensorInfo]:
-    path = inside(folder, name)
-    try:
-        with path.open("rb") as file:
-            return read_header(file, path.stat().st_size, name)
-    except OSError as error:
-        raise CheckpointError(f"{name}: cannot be read: {error.strerror or error}.") from error
+def _read_local(folder: Path, name: str, budget: Budget) -> dict[str, TensorInfo]:
+    with _open_regular(inside(folder, name), name) as file:
+        return read_header(file, os.fstat(file.fileno()).st_size, name, budget)

@@ -1,14 +1,23 @@
-"""JSON from untrusted files: UTF-8, no duplicate keys, bounded size and nesting."""
+"""JSON from untrusted files: UTF-8, no duplicate keys, no broken characters, bounded size and nesting."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from ..errors import CheckpointError
 
-DOCUMENT_LIMIT = 512 << 20
-"""Largest JSON document that is read, bytes; the index of a model with 10^6 tensors is half of it."""
+JSON_LIMIT = 512 << 20
+"""Largest JSON text that is parsed, bytes, whatever it is; readers have tighter limits of their own."""
+
+LFS_POINTER = b"version https://git-lfs"
+"""How the text file starts that Git keeps in place of a large one."""
+
+FETCH_AGAIN = "Download the file again, or ask its publisher for a sound one."
+"""What to do about a file whose content cannot be true."""
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def shown(name: object, limit: int = 120) -> str:
@@ -17,32 +26,59 @@ def shown(name: object, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
 
 
+def refuse_lfs_pointer(start: bytes, where: str) -> None:
+    """CheckpointError when a file that starts with these bytes is a Git LFS pointer."""
+    if start.startswith(LFS_POINTER):
+        raise CheckpointError(
+            f"{where} is a Git LFS pointer, expected the file that it stands for.",
+            hint="Run `git lfs pull` in the checkpoint's folder.",
+        )
+
+
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
     """The JSON object that `data` spells; `where` names the document in messages.
 
     Raises:
-        CheckpointError: not UTF-8, not JSON, nested too deeply, a key that occurs twice in one
-            object, or something else than an object at the top.
+        CheckpointError: a Git LFS pointer, not UTF-8, not JSON, nested too deeply, a lone surrogate,
+            a key that occurs twice in one object, or something else than an object at the top.
     """
-    if len(data) > DOCUMENT_LIMIT:
-        raise CheckpointError(f"{where} has {len(data)} bytes, more than the limit of {DOCUMENT_LIMIT}.")
+    if len(data) > JSON_LIMIT:
+        raise CheckpointError(
+            f"{where} has {len(data)} bytes, more than the limit of {JSON_LIMIT}.", hint=FETCH_AGAIN
+        )
+    refuse_lfs_pointer(data, where)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise CheckpointError(f"{where}: the name {shown(twice)} occurs twice.")
+            raise CheckpointError(f"{where}: the name {shown(twice)} occurs twice.", hint=FETCH_AGAIN)
         return found
 
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+        if _SURROGATE.search(data):
+            # Half a character cannot be written again, printed or be part of a file's name.
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where} is not UTF-8: bad byte at offset {error.start}.") from error
+        raise CheckpointError(
+            f"{where} is not UTF-8: bad byte at offset {error.start}.", hint=FETCH_AGAIN
+        ) from error
+    except UnicodeEncodeError as error:
+        half = shown(error.object[error.start])
+        raise CheckpointError(f"{where} holds a lone surrogate, {half}.", hint=FETCH_AGAIN) from error
     except RecursionError as error:
-        raise CheckpointError(f"{where} is nested too deeply to be a checkpoint's.") from error
+        raise CheckpointError(
+            f"{where} is nested too deeply to be a checkpoint's.", hint=FETCH_AGAIN
+        ) from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"{where} is not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}.",
+            hint="Correct it there, or download it again.",
+        ) from error
     except ValueError as error:
-        raise CheckpointError(f"{where} is not valid JSON: {str(error)[:200]}.") from error
+        raise CheckpointError(f"{where} is not valid JSON: {str(error)[:200]}.", hint=FETCH_AGAIN) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} must be a JSON object, got {type(value).__name__}.")
+        raise CheckpointError(f"{where} must be a JSON object, got {type(value).__name__}.", hint=FETCH_AGAIN)
     return value

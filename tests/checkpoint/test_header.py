@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moectl.checkpoint import TensorInfo, read_header
-from moectl.checkpoint.header import DTYPE_BITS, HEADER_LIMIT
+from moectl.checkpoint import header as header_module
+from moectl.checkpoint.header import DTYPE_BITS, HEADER_LIMIT, Budget
 from moectl.errors import CheckpointError, ExitCode
 
 
@@ -96,6 +97,11 @@ def test_source_shorter_than_said() -> None:
         (b'{"' + b"x" * 2000 + b'": {}}', "name"),
         (b'{"__metadata__": {"format": 1}}', "__metadata__"),
         (b'{"__metadata__": []}', "__metadata__"),
+        (b'{"\\ud800": {}}', "lone surrogate"),
+        (b'{"__metadata__": {"a": "\\uDC00"}}', "lone surrogate"),
+        (b'{"a\\nb": {}}', "printable"),
+        (b'{"a\\u0000": {}}', "printable"),
+        (b'{"a\xc2\x85": {}}', "printable"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -145,6 +151,58 @@ def test_overlap_names_both() -> None:
 def test_gap_and_tail() -> None:
     refused(packed({"one": entry(), "two": entry(offsets=[5, 9])}, 9), "'two'", "no tensor")
     refused(packed({"one": entry()}, 6), "'one'")
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4\n"
+
+
+@pytest.mark.parametrize("source", [LFS, io.BytesIO(LFS)], ids=["bytes", "file"])
+def test_git_lfs_pointer(source: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"w\.safetensors is a Git LFS pointer") as caught:
+        read_header(source, len(LFS), "w.safetensors")
+    assert "git lfs pull" in caught.value.hint
+
+
+def test_names_in_any_script() -> None:
+    content = packed({"b\U0001f600": entry()}, 4)
+    assert list(read_header(content, len(content), "w")) == ["b\U0001f600"]
+
+
+def empty_tensors(count: int) -> bytes:
+    return packed({f"t{at}": entry(shape=[0], offsets=[0, 0]) for at in range(count)})
+
+
+def test_flood_of_empty_tensors_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header_module, "EMPTY_LIMIT", 50)
+    read_header(empty_tensors(50), len(empty_tensors(50)), "w.safetensors")
+    monkeypatch.setattr(header_module, "parse_json_object", None)
+    refused(empty_tensors(60), "at most 50 tensors")
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"a":{' + b'"b":{},' * 99 + b'"c":{}}}', b'{"a":[' + b"[]," * 99 + b"[]]}"]
+)
+def test_flood_of_objects_is_not_parsed(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header_module, "TENSOR_LIMIT", 40)
+    monkeypatch.setattr(header_module, "parse_json_object", None)
+    refused(packed(raw, 1000), "at most 40 tensors")
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "word"),
+    [
+        ("EMPTY_LIMIT", 15, "20 tensors without data"),
+        ("TENSOR_LIMIT", 15, "20 tensors"),
+        ("TOTAL_HEADER_LIMIT", 1000, "bytes of headers"),
+    ],
+)
+def test_files_share_a_budget(limit: str, value: int, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header_module, limit, value)
+    content, budget = empty_tensors(10), Budget()
+    read_header(content, len(content), "one.safetensors", budget)
+    with pytest.raises(CheckpointError, match=rf"two\.safetensors.*{word}"):
+        read_header(content, len(content), "two.safetensors", budget)
+    read_header(content, len(content), "alone.safetensors")
 
 
 def test_control_characters_are_escaped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moectl.checkpoint import open_checkpoint
-from moectl.checkpoint.shards import INDEX, index_files
+from moectl.checkpoint import open_checkpoint, shards
+from moectl.checkpoint.shards import INDEX, index_files, shard_names
 from moectl.errors import CheckpointError
 
 
@@ -95,6 +96,10 @@ def test_index_names_a_missing_tensor(folder: Path) -> None:
         "C:model.safetensors",
         "model\0.safetensors",
         "model.bin",
+        "x" * 5000 + ".safetensors",
+        "a/" * 2000 + "x.safetensors",
+        "\u00e9" * 130 + ".safetensors",
+        "a\nb.safetensors",
         "",
         None,
         3,
@@ -205,3 +210,69 @@ def test_a_folder_instead_of_a_file(folder: Path) -> None:
     shard.unlink()
     shard.mkdir()
     refused(folder, shard.name, "not a file")
+
+
+def wait_free(folder: Path, name: str) -> None:
+    """Puts a pipe that nobody writes to in place of a file."""
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "shard"])
+def test_a_pipe_instead_of_a_file(folder: Path, name: str) -> None:
+    name = first_shard(folder).name if name == "shard" else name
+    wait_free(folder, name)
+    refused(folder, name, "pipe")
+
+
+def test_a_file_that_becomes_a_pipe_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = shards.inside
+
+    def swapped(where: Path, name: str) -> Path:
+        path = found(where, name)
+        if name == first_shard(folder).name:
+            wait_free(folder, name)
+        return path
+
+    monkeypatch.setattr(shards, "inside", swapped)
+    refused(folder, "pipe")
+
+
+def test_git_lfs_pointers(folder: Path) -> None:
+    first_shard(folder).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    refused(folder, first_shard(folder).name, "Git LFS pointer", "git lfs pull")
+    (folder / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    refused(folder, "config.json", "Git LFS pointer", "git lfs pull")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_long_documents(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "DOCUMENT_LIMIT", (folder / name).stat().st_size)
+    open_checkpoint(folder if name == INDEX else folder / name)
+    with (folder / name).open("a") as file:
+        file.write(" ")
+    refused(folder if name == INDEX else folder / name, name, "expected at most")
+
+
+def test_sparse_document_is_not_read_whole(folder: Path) -> None:
+    os.truncate(folder / "config.json", 1 << 40)
+    refused(folder, "config.json", str(1 << 40))
+
+
+def test_too_many_files() -> None:
+    names = [f"{at}.safetensors" for at in range(shards.SHARD_LIMIT + 1)]
+    assert len(shard_names(names[1:], None)) == shards.SHARD_LIMIT
+    for index in (None, {name: name for name in names}):
+        with pytest.raises(CheckpointError, match="10001 weight files"):
+            shard_names(names, index)
+
+
+def test_many_numbered_files_are_counted_once() -> None:
+    count = shards.SHARD_LIMIT
+    names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
+    assert shard_names(names, None) == names
+
+
+def test_files_of_a_folder_share_a_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moectl.checkpoint.header.TENSOR_LIMIT", len(open_checkpoint(folder).tensors) - 1)
+    refused(folder, max(folder.glob("*.safetensors")).name, "tensors up to this file")
