@@ -41,13 +41,16 @@ def declared_layers(
     experts = fields.integer("experts", KEYS["experts"])
     top_k = fields.integer("top_k", KEYS["top_k"])
     if top_k > experts:
-        raise CheckpointError(f"config.json: top-k {top_k} is more than the {experts} experts.")
+        raise CheckpointError(
+            f"config.json: top-k {top_k} is more than the {experts} experts.", hint="Check config.json."
+        )
     dims = Dims(fields.integer("hidden", KEYS["hidden"]), fields.integer("intermediate", family.intermediate))
     layers = family.moe_layers(fields, count)
     if not layers:
         raise CheckpointError(
             f"config.json: none of the {count} layers is a Mixture-of-Experts layer.",
             reason=f"{family.name} configs name them by first_k_dense_replace and moe_layer_freq.",
+            hint="Give the checkpoint of a Mixture-of-Experts model.",
         )
     described, place = _quantization_config(config, fields, quantization, quantization_file)
     found = parse_quantization(described, model_type=fields.model_type)

@@ -11,6 +11,9 @@ from .model import ExpertNames, TensorInfo
 from .storage import BESIDE, EXTRA_MODULES, MATRICES, Storage
 from .strict_json import shown
 
+RENAME = "Store the tensors under the names that the model's reference code gives them, or ask for these."
+"""What to do about a tensor of experts, router or shared experts whose name says nothing."""
+
 _EXPERT = re.compile(
     r"(?P<block>(?P<root>(?:\w+\.)*)layers\.(?P<layer>0|[1-9]\d{0,4})\.(?:\w+\.)*?)"
     r"experts\.(?:(?P<expert>0|[1-9]\d{0,5})\.)?(?P<leaf>[A-Za-z_][\w.]*)",
@@ -61,7 +64,8 @@ def find_layers(tensors: Mapping[str, TensorInfo], count: int) -> tuple[list[Fou
         layer = layers.setdefault(index, FoundLayer(index, block))
         if layer.block != block:
             raise CheckpointError(
-                f"layer {index} has experts under two names, {shown(layer.block)} and {shown(block)}."
+                f"layer {index} has experts under two names, {shown(layer.block)} and {shown(block)}.",
+                hint="Remove those that do not belong to the model.",
             )
         expert = None if match["expert"] is None else int(match["expert"])
         layer.experts.setdefault(expert, {})[match["leaf"]] = info
@@ -84,7 +88,8 @@ def _find_beside(layers: Mapping[int, FoundLayer], others: list[TensorInfo]) -> 
             if _LOOKS_LIKE_EXPERT.search(info.name):
                 raise CheckpointError(
                     f"{info.file}: tensor {shown(info.name)} looks like an expert's, "
-                    "but its name is not understood."
+                    "but its name is not understood.",
+                    hint=RENAME,
                 )
 
 
@@ -101,7 +106,9 @@ def _router_names(layer: FoundLayer) -> dict[str, str]:
         if rest.split(".")[0] not in BESIDE.router_modules:
             continue
         if rest not in known or known[rest] in roles:
-            raise CheckpointError(f"{info.file}: router tensor {shown(info.name)} is not understood.")
+            raise CheckpointError(
+                f"{info.file}: router tensor {shown(info.name)} is not understood.", hint=RENAME
+            )
         roles[known[rest]] = layer.template(rest)
     return dict(sorted(roles.items()))
 
@@ -115,7 +122,9 @@ def _shared_names(layer: FoundLayer) -> dict[str, str]:
             continue
         matrix, _, suffix = inner.partition(".")
         if matrix not in spelled or suffix not in BESIDE.shared_suffixes:
-            raise CheckpointError(f"{info.file}: shared expert tensor {shown(info.name)} is not understood.")
+            raise CheckpointError(
+                f"{info.file}: shared expert tensor {shown(info.name)} is not understood.", hint=RENAME
+            )
         roles[spelled[matrix] + BESIDE.shared_suffixes[suffix]] = layer.template(rest)
     return dict(sorted(roles.items()))
 

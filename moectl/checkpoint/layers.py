@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,12 @@ from ..errors import CheckpointError
 from ..problem import Dims, MoEProblem
 from ..schemes import BF16, FULL, Scheme
 from .declared import Declared, declared_layers
-from .found import FoundLayer, find_layers, tensor_names
+from .found import RENAME, FoundLayer, find_layers, tensor_names
 from .model import ExpertNames, LayerGroup, TensorInfo
 from .storage import BESIDE, HEADER_DTYPES, STORAGES, Storage, format_sizes
-from .strict_json import shown
+from .strict_json import FETCH_AGAIN, shown
+
+_CONFIG = "Check that config.json is the one that belongs to these files."
 
 
 def layer_groups(
@@ -43,6 +45,7 @@ def layer_groups(
         raise CheckpointError(
             "the tensors hold no Mixture-of-Experts layer.",
             reason="Expected names such as model.layers.0.mlp.experts.gate_up_proj_blocks.",
+            hint="Give the checkpoint of a Mixture-of-Experts model.",
         )
     groups: list[LayerGroup] = []
     for layer in layers:
@@ -60,22 +63,22 @@ def layer_groups(
 def _layer_notes(found: set[int], declared: set[int], extra: set[str]) -> tuple[str, ...]:
     notes = []
     if found - declared:
-        notes.append(f"layers {_ranges(found - declared)} have experts, which the config does not say")
+        notes.append(f"layers {ranges(found - declared)} have experts, which the config does not say")
     if declared - found:
-        notes.append(f"layers {_ranges(declared - found)} have no experts, though the config says so")
+        notes.append(f"layers {ranges(declared - found)} have no experts, though the config says so")
     if extra:
         notes.append(f"not read, as they are not the main model's: experts of {', '.join(sorted(extra))}")
     return tuple(notes)
 
 
-def _ranges(layers: set[int]) -> str:
-    """``0-2, 5`` for {0, 1, 2, 5}."""
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers in short, sorted: ``0-2, 5`` for {0, 1, 2, 5}."""
     spans: list[list[int]] = []
-    for layer in sorted(layers):
-        if spans and layer == spans[-1][1] + 1:
-            spans[-1][1] = layer
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            spans.append([layer, layer])
+            spans.append([number, number])
     return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
 
 
@@ -112,7 +115,9 @@ def _read_layer(layer: FoundLayer, declared: Declared) -> LayerGroup:
         shared_experts=_count_shared(layer, names, problem, sizes["intermediate"]),
     )
     if found.top_k > experts:
-        raise CheckpointError(f"layer {layer.index} has {experts} experts, fewer than top-k {found.top_k}.")
+        raise CheckpointError(
+            f"layer {layer.index} has {experts} experts, fewer than top-k {found.top_k}.", hint=_CONFIG
+        )
     _compare(layer, names, problem, found, sources, notes)
     return LayerGroup((layer.index,), found, names, sources, tuple(notes))
 
@@ -123,7 +128,8 @@ def _storage_of(layer: FoundLayer, problem: MoEProblem) -> Storage:
     if fused and len(layer.experts) > 1:
         raise CheckpointError(
             f"layer {layer.index} mixes experts in one tensor with experts of their own, "
-            f"under {layer.block}experts."
+            f"under {layer.block}experts.",
+            hint="Remove those that do not belong to the model.",
         )
     shaped = [storage for storage in STORAGES if storage.fused == fused]
     fitting = [it for it in shaped if not it.missing(leaves) and not it.unknown(leaves)]
@@ -144,12 +150,15 @@ def _storage_of(layer: FoundLayer, problem: MoEProblem) -> Storage:
             f"layer {layer.index}: {problem.storage} experts of {problem.scheme} are not understood yet, "
             f"with tensors {', '.join(sorted(leaves)[:12])}.",
             reason=f"Known leaves are {', '.join(sorted(known)[:24])}." if known else "",
+            hint=RENAME,
         )
     lacking, strange = nearest.missing(leaves), nearest.unknown(leaves)
     parts = [f"lack {', '.join(lacking)}"] if lacking else []
     parts += [f"have {', '.join(map(shown, strange[:8]))}, which is not understood"] if strange else []
     parts = parts or [f"do not store {problem.scheme.weight}"]
-    raise CheckpointError(f"layer {layer.index}: the {nearest.name} experts {' and '.join(parts)}.")
+    raise CheckpointError(
+        f"layer {layer.index}: the {nearest.name} experts {' and '.join(parts)}.", hint=_CONFIG
+    )
 
 
 def _count_experts(layer: FoundLayer, storage: Storage, declared: int) -> int:
@@ -166,7 +175,7 @@ def _count_experts(layer: FoundLayer, storage: Storage, declared: int) -> int:
                 f"layer {layer.index}: expert {expert} is missing: "
                 f"no tensor {layer.name(min(leaves), expert)}, "
                 f"of {max(wanted, max(present) + 1)} experts {len(present)} are there.",
-                hint="The checkpoint is incomplete; download it again.",
+                hint=FETCH_AGAIN,
             )
         tensors = layer.experts[expert]
         for leaf in sorted(leaves):
@@ -174,7 +183,7 @@ def _count_experts(layer: FoundLayer, storage: Storage, declared: int) -> int:
                 raise CheckpointError(
                     f"layer {layer.index}: expert {expert} has no tensor {layer.name(leaf, expert)}, "
                     "which others have.",
-                    hint="The checkpoint is incomplete; download it again.",
+                    hint=FETCH_AGAIN,
                 )
     return len(present)
 
@@ -195,7 +204,8 @@ def _solve(layer: FoundLayer, storage: Storage) -> dict[str, int]:
         if len(axes) != len(info.shape):
             raise CheckpointError(
                 f"{info.file}: tensor {shown(info.name)} must have {len(axes)} axes, "
-                f"got shape {list(info.shape)}."
+                f"got shape {list(info.shape)}.",
+                hint=_CONFIG,
             )
         for axis, size in zip(axes, info.shape, strict=True):
             if axis.per == 1 and axis.symbol and size % axis.times == 0:
@@ -205,7 +215,8 @@ def _solve(layer: FoundLayer, storage: Storage) -> dict[str, int]:
         info = next(iter(tensors.values()))
         raise CheckpointError(
             f"{info.file}: the sizes of tensor {shown(info.name)} and its layer make no expert: "
-            f"no {' or '.join(sorted(missing))} size."
+            f"no {' or '.join(sorted(missing))} size.",
+            hint=FETCH_AGAIN,
         )
     return sizes
 
@@ -244,7 +255,8 @@ def _check_tensors(layer: FoundLayer, storage: Storage, sizes: Mapping[str, int]
         allowed = storage.tensors[leaf].dtypes
         if info.dtype not in allowed:
             raise CheckpointError(
-                f"{info.file}: tensor {shown(info.name)} must be {' or '.join(allowed)}, got {info.dtype}."
+                f"{info.file}: tensor {shown(info.name)} must be {' or '.join(allowed)}, got {info.dtype}.",
+                hint=_CONFIG,
             )
     for tensors in layer.experts.values():
         for leaf, info in tensors.items():
@@ -252,7 +264,8 @@ def _check_tensors(layer: FoundLayer, storage: Storage, sizes: Mapping[str, int]
             if info.shape != shape or info.dtype != dtype:
                 raise CheckpointError(
                     f"{info.file}: tensor {shown(info.name)} must be {dtype} {list(shape)} beside the other "
-                    f"expert tensors, got {info.dtype} {list(info.shape)}."
+                    f"expert tensors, got {info.dtype} {list(info.shape)}.",
+                    hint=FETCH_AGAIN,
                 )
 
 
@@ -260,7 +273,8 @@ def _check_router(layer: FoundLayer, names: ExpertNames, experts: int) -> None:
     if "weight" not in names.router:
         raise CheckpointError(
             f"layer {layer.index} has experts but no router: no tensor "
-            f"{' or '.join(layer.block + rest for rest in BESIDE.router['weight'])}."
+            f"{' or '.join(layer.block + rest for rest in BESIDE.router['weight'])}.",
+            hint=FETCH_AGAIN,
         )
     for role, template in names.router.items():
         info = layer.tensor(template)
@@ -269,7 +283,8 @@ def _check_router(layer: FoundLayer, names: ExpertNames, experts: int) -> None:
             raise CheckpointError(
                 f"{info.file}: tensor {shown(info.name)} must have {axes} axes, "
                 f"the first of {experts} experts, "
-                f"got shape {list(info.shape)}."
+                f"got shape {list(info.shape)}.",
+                hint=FETCH_AGAIN,
             )
 
 
@@ -287,7 +302,9 @@ def _count_shared(layer: FoundLayer, names: ExpertNames, problem: MoEProblem, in
     if not names.shared:
         return 0
     if "w1" not in names.shared:
-        raise CheckpointError(f"layer {layer.index}: the shared experts have no gate matrix.")
+        raise CheckpointError(
+            f"layer {layer.index}: the shared experts have no gate matrix.", hint=FETCH_AGAIN
+        )
     info = layer.tensor(names.shared["w1"])
     width = info.shape[0] if info.shape else 0
     if width == 0 or width % intermediate:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moectl.checkpoint import TensorInfo, layer_groups, open_checkpoint
+from moectl.checkpoint import TensorInfo, layer_groups, open_checkpoint, ranges
 from moectl.checkpoint.catalogue import built_in
 from moectl.errors import CheckpointError, MoectlError
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
@@ -381,3 +381,10 @@ def test_config_is_no_object(text: str, tmp_path: Path) -> None:
     for ref in (path, tmp_path):
         with pytest.raises(MoectlError, match=r"config\.json"):
             open_checkpoint(ref)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [(set(), ""), ({3}, "3"), ({5, 0, 1, 2}, "0-2, 5"), (range(24), "0-23")]
+)
+def test_ranges(numbers, text):
+    assert ranges(numbers) == text
