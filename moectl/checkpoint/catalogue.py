@@ -16,6 +16,11 @@ from .model import TensorInfo
 from .storage import Extent, format_sizes, parse_shape
 from .strict_json import parse_json_object, shown
 
+MOE_ONLY = "the catalogue lists the MoE tensors only"
+"""What is true of every entry: attention, dense layers and embeddings are left out."""
+
+_INSTALL = "Install moectl again."
+
 
 @dataclass(frozen=True)
 class Schema:
@@ -37,13 +42,17 @@ class Schema:
 
 @dataclass(frozen=True)
 class Entry:
-    """A published model: its config, its MoE tensors' schema, and where these facts come from."""
+    """A published model: its config, its MoE tensors' schema, and where these facts come from.
+
+    `note` says what a reader of these facts must know besides, such as that a sibling's stand in.
+    """
 
     name: str
     config: Mapping[str, Any]
     tensors: tuple[Schema, ...]
     provenance: str
     revision: str | None = None
+    note: str = ""
 
     def sizes(self, config: Mapping[str, Any] | None = None) -> dict[str, int]:
         """The symbols in shapes, as `config` (default: the published one) gives them.
@@ -114,13 +123,16 @@ def _entry(document: Mapping[str, Any], file: str) -> Entry:
             Schema(row["name"], row["dtype"], parse_shape(row["shape"])) for row in document["tensors"]
         )
         entry = Entry(
-            document["name"], document["config"], tensors, document["provenance"], document["revision"]
+            document["name"],
+            document["config"],
+            tensors,
+            document["provenance"],
+            document["revision"],
+            "; ".join(part for part in (MOE_ONLY, document["note"]) if part),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"catalogue {file} is damaged: {error}.", hint="Install moectl again."
-        ) from error
+        raise CheckpointError(f"catalogue {file} is damaged: {error}.", hint=_INSTALL) from error
     unknown = {schema.dtype for schema in tensors} - DTYPE_BITS.keys()
     if unknown:
-        raise CheckpointError(f"catalogue {file}: unknown dtype {', '.join(sorted(unknown))}.")
+        raise CheckpointError(f"catalogue {file}: unknown dtype {', '.join(sorted(unknown))}.", hint=_INSTALL)
     return entry

@@ -34,7 +34,8 @@ class TensorInfo:
 class Origin:
     """Where a checkpoint was found: `kind` is folder, config, cache, hub or catalogue.
 
-    `note` says why an earlier place of the search was passed over.
+    `note` says why an earlier place of the search was passed over, and what is not all there: weights
+    that a cache or folder lacks, tensors that the catalogue does not list.
     """
 
     kind: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..errors import CheckpointError, MoectlError, Unavailable
 from .catalogue import Entry, catalogue, find_entry
 from .layers import layer_groups
 from .model import Checkpoint, Origin, TensorInfo
-from .shards import CONFIG, INDEX, read_document, read_folder, weight_files
+from .shards import CONFIG, INDEX, SUFFIX, read_document, read_folder, weight_files
 from .strict_json import shown
 
 MANIFEST = "moectl.json"
@@ -26,6 +27,9 @@ QUANTIZATION_FILES: Mapping[str, str] = {
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9_][\w.\-]*/[A-Za-z0-9_][\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?", re.ASCII
 )
+_HUB_URL = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/tree/([^?#]+?))?/?"
+)
 
 
 def open_checkpoint(
@@ -33,7 +37,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint that `ref` names: config, checked tensor headers, MoE layer groups.
 
-    `ref` is a folder, a ``config.json``, a Hub id ``org/name[@revision]`` or a built-in model.
+    `ref` is a folder, a ``config.json``, a Hub id ``org/name[@revision]``, the address of a model's
+    page on the Hub (``https://huggingface.co/org/name[/tree/revision]``) or a built-in model.
     ``org/name`` is looked up as a folder, in the Hub cache (when whole), on the Hub, as a config.json
     in the cache, then in the catalogue; without the network, cache, then catalogue. A revision never
     comes from the catalogue. `Checkpoint.origin` says where it was found.
@@ -47,25 +52,83 @@ def open_checkpoint(
         CheckpointError: nothing there, or damaged, incomplete, converted or not understood.
         Unavailable: the Hub is needed, and cannot be reached or wants a login.
     """
-    path = Path(ref).expanduser()
-    try:
-        is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{shown(str(ref))} cannot be a path: {error}.") from error
-    if is_folder:
-        return _open_folder(path, Origin("folder", str(ref), path=path))
-    if is_file:
-        return _open_config(path, str(ref))
-    match = _HUB_ID.fullmatch(str(ref))
+    name = _without_url(str(ref))
+    if not name.strip():
+        raise CheckpointError(
+            "the name of the checkpoint is empty, expected a folder, config.json, Hub id or built-in model.",
+            hint="Give one; `.` is the folder you are in.",
+        )
+    path = _path(name)
+    with _readable(name):
+        if path.is_dir():
+            return _open_folder(path, Origin("folder", name, path=path))
+        if path.is_file():
+            return _open_config(path, name)
+        if path.exists():
+            raise CheckpointError(
+                f"{shown(name)} is a pipe or device, expected a folder or a config.json.",
+                hint="Give the folder of a checkpoint.",
+            )
+    if _looks_like_a_path(name):
+        raise CheckpointError(
+            f"{shown(name)} does not exist.",
+            hint="Check the path, or give a Hub id org/name or a built-in model.",
+        )
+    match = _HUB_ID.fullmatch(name)
     if match is not None:
         return _open_id(match["repo"], match["revision"], token, offline, allow_catalogue)
-    entry = find_entry(str(ref)) if allow_catalogue else None
+    entry = find_entry(name) if allow_catalogue else None
     if entry is not None:
         return _open_entry(entry)
     raise CheckpointError(
-        f"{shown(str(ref))} is no folder, config.json, Hub id or built-in model.",
+        f"{shown(name)} is no folder, config.json, Hub id or built-in model.",
         hint=f"Check the path, or try one of {', '.join(catalogue())}.",
     )
+
+
+def _without_url(ref: str) -> str:
+    """`ref`, or the Hub id that it is the page of; CheckpointError for any other address."""
+    match = _HUB_URL.fullmatch(ref)
+    if match is not None:
+        return match[1] if match[2] is None else f"{match[1]}@{match[2]}"
+    if "://" in ref:
+        raise CheckpointError(
+            f"{shown(ref)} is not the address of a model's page on the Hub.",
+            hint="Give https://huggingface.co/org/name or org/name, or download the checkpoint.",
+        )
+    return ref
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{shown(name)} names the home folder of a user who has none.", hint="Give the whole path."
+        ) from error
+
+
+def _looks_like_a_path(name: str) -> bool:
+    """True for what can be no Hub id; its revision, after ``@``, may hold slashes."""
+    before = name.partition("@")[0]
+    return (
+        name.startswith((".", "/", "~"))
+        or "\\" in name
+        or before.count("/") > 1
+        or before.endswith(("/", ".json", SUFFIX))
+    )
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Turns what the system says about a name that it cannot take, or may not show, into CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{shown(name)} cannot be read: {error.strerror or error}.",
+            hint="Check the path and its permissions.",
+        ) from error
 
 
 def _open_folder(folder: Path, origin: Origin) -> Checkpoint:
@@ -73,7 +136,10 @@ def _open_folder(folder: Path, origin: Origin) -> Checkpoint:
         raise _converted(str(folder))
     config = read_document(folder, CONFIG)
     if config is None:
-        raise CheckpointError(f"{folder} has no config.json.", hint="Give the folder of a checkpoint.")
+        raise CheckpointError(
+            f"{folder} has no config.json.",
+            hint="Give the folder of a whole checkpoint, or a built-in model.",
+        )
     documents = {name: read_document(folder, name) for name in QUANTIZATION_FILES}
     tensors = read_folder(folder)
     if tensors is None:
@@ -83,11 +149,16 @@ def _open_folder(folder: Path, origin: Origin) -> Checkpoint:
 
 def _open_config(path: Path, name: str) -> Checkpoint:
     if path.suffix != ".json":
-        raise CheckpointError(f"{path} is a file, expected a folder or a config.json.")
+        what = "one weight file" if path.suffix == SUFFIX else "a file"
+        raise CheckpointError(
+            f"{path} is {what}, expected a folder or a config.json.", hint=f"Give its folder, {path.parent}."
+        )
     config = read_document(path.parent, path.name)
     assert config is not None, "the caller saw the file"
     if path.name == INDEX or "weight_map" in config:
-        raise CheckpointError(f"{path} is an index, expected a config.json.", hint="Give its folder.")
+        raise CheckpointError(
+            f"{path} is an index, expected a config.json.", hint=f"Give its folder, {path.parent}."
+        )
     return _checkpoint(config, {}, None, Origin("config", name, path=path), None)
 
 
@@ -149,6 +220,7 @@ def _open_hub(repo: str, revision: str | None, token: str | None) -> Checkpoint:
 
 
 def _open_entry(entry: Entry, note: str = "") -> Checkpoint:
+    note = "; ".join(part for part in (note, entry.note) if part)
     origin = Origin("catalogue", entry.name, entry.revision, note=note)
     return _checkpoint(entry.config, {}, entry.listing(), origin, None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moectl.checkpoint import open_checkpoint
-from moectl.checkpoint.catalogue import built_in, catalogue, find_entry
+from moectl.checkpoint.catalogue import MOE_ONLY, built_in, catalogue, find_entry
 from moectl.checkpoint.storage import parse_shape
 from moectl.errors import UsageError
 
@@ -70,3 +70,8 @@ def test_shape_values() -> None:
     axes = parse_shape("experts 2*rows columns/32 columns/group 16")
     sizes = {"experts": 3, "rows": 5, "columns": 65, "group": -1}
     assert [axis.value(sizes) for axis in axes] == [3, 10, 3, 1, 16]
+
+
+def test_every_entry_says_what_it_leaves_out() -> None:
+    assert all(entry.note.startswith(MOE_ONLY) for entry in catalogue().values())
+    assert "sibling" in built_in("moonshotai/Kimi-K2-Thinking").note

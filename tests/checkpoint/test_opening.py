@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import moectl.checkpoint
 from moectl.checkpoint import open_checkpoint
-from moectl.errors import CheckpointError
+from moectl.errors import CheckpointError, Unavailable
 
 
 def test_folder_and_config_say_the_same(tiny_kimi: Path) -> None:
@@ -40,17 +43,76 @@ def test_quantization_in_a_file_of_its_own(tiny_kimi: Path, tmp_path: Path) -> N
     assert group.sources["scheme"].startswith("config:hf_quant_config.json.")
 
 
+@pytest.mark.parametrize("name", ["nothing", "/no/such/folder", "a/b/c", "org/name@", "-x/y", "org/na me"])
+def test_no_such_checkpoint(name: str) -> None:
+    with pytest.raises(CheckpointError, match="built-in"):
+        open_checkpoint(name)
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_empty_name(name: str) -> None:
+    with pytest.raises(CheckpointError, match="is empty"):
+        open_checkpoint(name)
+
+
 @pytest.mark.parametrize(
-    "name", ["nothing", "/no/such/folder", "a/b/c", "org/name@", "-x/y", "org/na me", ""]
+    "name",
+    [
+        "./x",
+        "../x",
+        "/no/such",
+        "~/no/such",
+        "a/b/c",
+        "ckpt/",
+        "ckpt/config.json",
+        "a\\b",
+        "/x/y@z",
+        "x.json",
+    ],
 )
-def test_no_such_checkpoint(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if name:
-        with pytest.raises(CheckpointError, match="built-in"):
-            open_checkpoint(name)
-    else:
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(CheckpointError, match=r"no config\.json"):
-            open_checkpoint(name)
+def test_a_path_that_does_not_exist_is_not_looked_up(name: str) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_checkpoint(name)
+
+
+def test_unknown_home() -> None:
+    with pytest.raises(CheckpointError, match="home folder"):
+        open_checkpoint("~no-such-user-here/x")
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("https://huggingface.co/openai/gpt-oss-20b", "openai/gpt-oss-20b"),
+        ("http://www.huggingface.co/openai/gpt-oss-20b/", "openai/gpt-oss-20b"),
+        ("https://hf.co/openai/gpt-oss-20b", "openai/gpt-oss-20b"),
+    ],
+)
+def test_address_of_a_model_page(url: str, name: str) -> None:
+    assert open_checkpoint(url, offline=True).origin.name == name
+
+
+def test_address_with_a_revision() -> None:
+    with pytest.raises(Unavailable, match="org/name@refs/pr/1 is not in the Hub cache"):
+        open_checkpoint("https://huggingface.co/org/name/tree/refs/pr/1", offline=True)
+
+
+@pytest.mark.parametrize("url", ["https://example.com/org/name", "https://huggingface.co/org", "s3://a/b"])
+def test_other_addresses(url: str) -> None:
+    with pytest.raises(CheckpointError, match="not the address of a model's page"):
+        open_checkpoint(url)
+
+
+def test_catalogue_says_what_it_leaves_out() -> None:
+    assert "MoE tensors only" in open_checkpoint("gpt-oss-20b").origin.note
+    assert "Kimi-K2.5" in open_checkpoint("Kimi-K2-Thinking").origin.note
+
+
+def test_broken_config_names_the_place(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{\n  "a": 1,\n  b\n}')
+    with pytest.raises(CheckpointError, match="line 3, column 3") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.hint
 
 
 def test_catalogue_can_be_left_out() -> None:
@@ -59,8 +121,12 @@ def test_catalogue_can_be_left_out() -> None:
 
 
 def test_wrong_files(tiny_gpt_oss: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="folder"):
+    with pytest.raises(CheckpointError, match="one weight file") as caught:
         open_checkpoint(next(tiny_gpt_oss.glob("*.safetensors")))
+    assert str(tiny_gpt_oss) in caught.value.hint
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="pipe"):
+        open_checkpoint(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="index"):
         open_checkpoint(tiny_gpt_oss / "model.safetensors.index.json")
 
@@ -95,3 +161,18 @@ def test_no_heavy_import() -> None:
 def test_a_name_that_no_file_can_have_is_one_sentence(name):
     with pytest.raises(CheckpointError):
         open_checkpoint(name, offline=True)
+
+
+ERRORS = {"CheckpointError", "HubUnreachable", "NotOnHub", "Unavailable", "UsageError"}
+
+
+@pytest.mark.parametrize(
+    "module", sorted(Path(moectl.checkpoint.__file__).parent.glob("*.py")), ids=lambda path: path.stem
+)
+def test_every_error_says_what_to_do(module: Path) -> None:
+    made = [
+        node
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS
+    ]
+    assert [node.lineno for node in made if "hint" not in {key.arg for key in node.keywords}] == []
