@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,21 @@ from torch import Tensor
 
 from .checkpoint.catalogue import Entry, built_in
 from .checkpoint.families import KEYS, Fields, family_of
-from .checkpoint.header import DTYPE_BITS, LENGTH_BYTES
 from .checkpoint.layers import layer_groups
 from .checkpoint.model import LayerGroup, TensorInfo
 from .checkpoint.shards import CONFIG, INDEX
 from .convert.codecs import codec_for
-from .errors import Unavailable, UsageError
+from .convert.disk import (
+    create_folder,
+    disk_errors,
+    refuse_small_disk,
+    replacing,
+    write_exactly,
+    write_file,
+)
+from .convert.progress import Meter, Progress, silent
+from .convert.safetensors_file import TORCH_DTYPES, FilePlan, TensorSpec, plan_file
+from .errors import UsageError
 
 SHARD_BYTES = 2 << 30
 """Most bytes of one file, unless a single tensor has more."""
@@ -35,19 +43,6 @@ ROUTER_SPREAD = 2.0
 """Standard deviation of router logits for inputs of unit variance: far enough apart to rank experts."""
 
 BIAS_SPREAD = 0.05
-_TORCH = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
-
-Progress = Callable[[int, int, str], None]
-
-
-def _silent(done: int, total: int, text: str) -> None:
-    """Shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +70,16 @@ def synthesize(
     top_k: int | None = None,
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Path:
     """The folder `out` with a checkpoint of the built-in `model`, its sizes changed as asked.
 
     It holds config.json, the MoE layers' tensors (experts, router, shared experts) under their
-    published names, an embedding and a norm, and an index when there is more than one file. Weights
-    are drawn with standard deviation ``1 / sqrt(fan_in)`` and quantized with the format's codec; an
-    expert's rows are picked from `BANK_ROWS` such rows and turned by whole groups, so that a layer
+    published names, a small embedding and the last norm, and an index when there is more than one
+    file. It leaves out what the catalogue does not list: attention, the layers' norms, dense layers,
+    the output head and the tokenizer, so that no engine can generate text with it. Weights are drawn
+    with standard deviation ``1 / sqrt(fan_in)`` and quantized with the format's codec; an expert's
+    rows are picked from `BANK_ROWS` such rows and turned by whole groups, so that a layer
     of full size takes seconds. Equal arguments give equal bytes. Top-k never exceeds the experts.
 
     Args:
@@ -92,25 +89,49 @@ def synthesize(
 
     Raises:
         UsageError: an unknown model, a size that does not fit the format, or `out` is not empty.
-        Unavailable: not enough room on the disk.
+        Unavailable: `out` cannot be written, or the disk has not enough room. After any error, an
+            interrupt included, `out` is as it was.
     """
     entry = built_in(model)
     config = resized(entry, Sizes(layers, experts, hidden, intermediate, top_k))
     listing = {**entry.listing(config), **_rest(config)}
     (group,) = layer_groups(config, listing)
     _check_groups(group)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} is not an empty folder.", hint="Give a new folder, or remove this one.")
-    total = sum(info.nbytes for info in listing.values())
-    out.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out).free
-    if free < total:
-        raise Unavailable(f"{out} has room for {free} bytes, the checkpoint takes {total}.")
-    maker = _Maker(group, seed)
-    _write_files(out, _shards(list(listing.values()), shard_bytes), maker, total, progress)
-    # Last: an interrupted folder has no config.json, so that nothing takes it for a checkpoint.
-    _write(out / CONFIG, [json.dumps(config, indent=2).encode() + b"\n"])
+    with disk_errors(out, 0):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out} is not an empty folder.", hint="Give a new folder, or remove this one.")
+        total = sum(info.nbytes for info in listing.values())
+        refuse_small_disk(out, total, "Ask for fewer layers or experts, or write to another disk.")
+    files = _files(_shards(list(listing.values()), shard_bytes))
+    weight_map = {name: file.name for file in files for name in file.tensors}
+    documents = {INDEX: {"metadata": {"total_size": total}, "weight_map": weight_map}} if files[1:] else {}
+    # Last: a folder that was not finished has no config.json, so that nothing takes it for a checkpoint.
+    documents[CONFIG] = config
+    maker, meter = _Maker(group, seed), Meter(progress, total)
+    with _all_or_none(out, [*(file.name for file in files), *documents]):
+        for file in files:
+            _write(out / file.name, file, maker, meter)
+        for name, document in documents.items():
+            write_file(out / name, json.dumps(document, indent=2).encode() + b"\n")
     return out
+
+
+@contextmanager
+def _all_or_none(out: Path, names: Iterable[str]) -> Iterator[None]:
+    """Creates the folder `out` for the block to write `names` in; on any error all of it goes again."""
+    with disk_errors(out, 0):
+        made = [place for place in (out, *out.parents) if not place.exists()]
+    try:
+        create_folder(out)
+        yield
+    except BaseException:
+        for name in names:
+            with suppress(OSError):
+                (out / name).unlink()
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
+        raise
 
 
 def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:
@@ -120,7 +141,9 @@ def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:
     """
     for name, value in vars(sizes).items():
         if value is not None and value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}.")
+            raise UsageError(
+                f"{name} must be at least 1, got {value}.", hint="Leave it out for the published size."
+            )
     config = json.loads(json.dumps(entry.config))
     fields = Fields(config)
     family = family_of(fields)
@@ -128,12 +151,17 @@ def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:
     if sizes.layers is not None:
         published = len(family.moe_layers(fields, count))
         if sizes.layers > published:
-            raise UsageError(f"{entry.name} has {published} MoE layers, {sizes.layers} were asked for.")
+            raise UsageError(
+                f"{entry.name} has {published} MoE layers, {sizes.layers} were asked for.",
+                hint=f"Ask for 1 to {published}, or leave it out for all.",
+            )
         count = family.moe_layers(fields, count)[sizes.layers - 1] + 1
     experts = sizes.experts or fields.integer("experts", KEYS["experts"])
     top_k = sizes.top_k or min(experts, fields.integer("top_k", KEYS["top_k"]))
     if top_k > experts:
-        raise UsageError(f"top-k {top_k} is more than the {experts} experts.")
+        raise UsageError(
+            f"top-k {top_k} is more than the {experts} experts.", hint=f"Ask for at most {experts}."
+        )
     changes = {
         "layers": (KEYS["layers"], count),
         "experts": (KEYS["experts"], experts),
@@ -155,7 +183,10 @@ def _check_groups(group: LayerGroup) -> None:
     dims, block = group.problem.dims, group.problem.scheme.weight.group
     for name, size in (("hidden", dims.hidden), ("intermediate", dims.intermediate)):
         if block > 0 and size % block:
-            raise UsageError(f"{name} must be a multiple of {block}, the weights' group size, got {size}.")
+            raise UsageError(
+                f"{name} must be a multiple of {block}, the weights' group size, got {size}.",
+                hint=f"Ask for {-(-size // block) * block}.",
+            )
 
 
 def _rest(config: Mapping[str, Any]) -> dict[str, TensorInfo]:
@@ -216,13 +247,13 @@ class _Maker:
     def _plain(self, info: TensorInfo, kind: str, role: str) -> Tensor:
         """Router, shared experts and the rest."""
         if info.name.endswith("norm.weight"):
-            return torch.ones(info.shape, dtype=_TORCH[info.dtype])
+            return torch.ones(info.shape, dtype=TORCH_DTYPES[info.dtype])
         values = torch.randn(info.shape, generator=self._generator(info.name))
         if len(info.shape) == 1:
             values *= BIAS_SPREAD
         else:
             values *= (ROUTER_SPREAD if kind == "router" else 1.0) / math.sqrt(info.shape[-1])
-        return values.to(_TORCH[info.dtype])
+        return values.to(TORCH_DTYPES[info.dtype])
 
     def _extents(self, matrix: str) -> tuple[int, int]:
         """Rows and columns of an expert's matrix."""
@@ -258,12 +289,12 @@ class _Maker:
         return self._pick(self._bank(self._extents(matrix)[1]).scales, matrix, layer, expert)
 
     def _shape(self, info: TensorInfo, matrix: str, layer: int, expert: int) -> Tensor:
-        return torch.tensor(self._extents(matrix), dtype=_TORCH[info.dtype])
+        return torch.tensor(self._extents(matrix), dtype=TORCH_DTYPES[info.dtype])
 
     def _bias(self, info: TensorInfo, matrix: str, layer: int, expert: int) -> Tensor:
         generator = self._generator(matrix, "bias", layer, expert)
         values = torch.randn(self._extents(matrix)[0], generator=generator) * BIAS_SPREAD
-        return values.to(_TORCH[info.dtype])
+        return values.to(TORCH_DTYPES[info.dtype])
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -271,10 +302,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _shards(tensors: list[TensorInfo], shard_bytes: int) -> list[list[TensorInfo]]:
-    """`tensors` in runs of at most `shard_bytes`, the widest dtypes of each run first.
-
-    Offsets stay multiples of the element size that way, which some readers need.
-    """
+    """`tensors` in runs of at most `shard_bytes`."""
     runs: list[list[TensorInfo]] = [[]]
     room = shard_bytes
     for info in tensors:
@@ -283,64 +311,28 @@ def _shards(tensors: list[TensorInfo], shard_bytes: int) -> list[list[TensorInfo
             room = shard_bytes
         runs[-1].append(info)
         room -= info.nbytes
-    return [sorted(run, key=lambda info: -DTYPE_BITS[info.dtype]) for run in runs]
+    return runs
 
 
-def _write_files(
-    out: Path, shards: list[list[TensorInfo]], maker: _Maker, total: int, progress: Progress
-) -> None:
+def _files(shards: list[list[TensorInfo]]) -> list[FilePlan]:
+    """A plan for each shard's file, named as published checkpoints name them."""
     names = [f"model-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
-    done = 0
-    for name, shard in zip(names, shards, strict=True):
-        report = partial(_report, progress, done, total, name)
-        _write(out / name, _file_parts(shard, maker, report))
-        done += sum(info.nbytes for info in shard)
-    if len(shards) > 1:
-        weight_map = {info.name: name for name, shard in zip(names, shards, strict=True) for info in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write(out / INDEX, [json.dumps(index, indent=1).encode() + b"\n"])
+    return [
+        plan_file(name, (TensorSpec(it.name, it.dtype, it.shape) for it in shard), {"format": "pt"})
+        for name, shard in zip(names, shards, strict=True)
+    ]
 
 
-def _report(progress: Progress, before: int, total: int, name: str, written: int) -> None:
-    progress(before + written, total, name)
-
-
-def _file_parts(
-    shard: list[TensorInfo], maker: _Maker, report: Callable[[int], None]
-) -> Iterator[bytes | memoryview]:
-    """A safetensors file piece by piece: its header, then each tensor's data."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for info in shard:
-        header[info.name] = {
-            "dtype": info.dtype,
-            "shape": list(info.shape),
-            "data_offsets": [at, at + info.nbytes],
-        }
-        at += info.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
-    yield len(text).to_bytes(LENGTH_BYTES, "little") + text
-    written = 0
-    for info in shard:
-        before = written
-        for part in maker.parts(info):
-            yield part.numpy().data
-            written += part.numel()
-            report(written)
-        assert written - before == info.nbytes, f"{info.name}: {written - before} bytes, not {info.nbytes}"
-
-
-def _write(path: Path, parts: Iterator[bytes | memoryview] | list[bytes]) -> None:
-    """Write `parts` to `path`, which has its name only when it is whole."""
-    partial_path = path.with_name(path.name + ".partial")
-    try:
-        with partial_path.open("wb") as file:
-            for part in parts:
-                file.write(part)
-        partial_path.replace(path)
-    except OSError as error:
-        partial_path.unlink(missing_ok=True)
-        raise Unavailable(f"{path} cannot be written: {error.strerror or error}.") from error
+def _write(path: Path, file: FilePlan, maker: _Maker, meter: Meter) -> None:
+    meter.say(file.name)
+    with replacing(path, file.size) as fd:
+        write_exactly(fd, memoryview(file.header), 0)
+        for info in file.tensors.values():
+            at = info.start
+            for part in maker.parts(info):
+                write_exactly(fd, part.numpy().data, at)
+                at += part.numel()
+                meter.advance(part.numel())
+            assert at == info.end, f"{info.name}: {at - info.start} bytes, not {info.nbytes}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from safetensors import safe_open
 from moectl.checkpoint import Checkpoint, open_checkpoint
 from moectl.checkpoint.catalogue import built_in
 from moectl.convert.codecs import codec_for
-from moectl.errors import UsageError
+from moectl.errors import Unavailable, UsageError
 from moectl.synth import synthesize
 
 GPT, KIMI = "openai/gpt-oss-20b", "moonshotai/Kimi-K2-Thinking"
@@ -161,14 +163,48 @@ def test_output_must_be_empty(tmp_path: Path) -> None:
         synthesize("org/none", tmp_path / "out")
 
 
-def test_interrupted_output_is_no_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("when", ["at once", "in the second file", "at the end"])
+def test_interrupted_output_leaves_nothing(there: bool, when: str, tmp_path: Path) -> None:
     def stop(done: int, total: int, text: str) -> None:
-        raise KeyboardInterrupt
+        if {"at once": True, "in the second file": "-00002-" in text, "at the end": done == total}[when]:
+            raise KeyboardInterrupt
 
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
     with pytest.raises(KeyboardInterrupt):
-        synthesize(GPT, tmp_path / "out", **TINY, progress=stop)
-    assert not (tmp_path / "out" / "config.json").exists()
-    assert list((tmp_path / "out").glob("*.safetensors")) == []
+        synthesize(GPT, out, **TINY, shard_bytes=10_000, progress=stop)
+    assert (list(out.iterdir()) == []) if there else not out.exists()
+    assert open_checkpoint(synthesize(GPT, out, **TINY)).tensors
+
+
+@pytest.mark.parametrize("place", ["/proc/moectl", "file/out", "file/a/out", "x" * 300, "a/" + "x" * 300])
+def test_output_that_cannot_be_written(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises((Unavailable, UsageError)) as caught:
+        synthesize(GPT, tmp_path / place, **TINY)
+    assert Path(place).name in str(caught.value)
+    assert caught.value.exit_code in (2, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_read_only_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("moectl.convert.disk.os.open", refuse)
+    with pytest.raises(Unavailable, match="Read-only"):
+        synthesize(GPT, tmp_path / "out", **TINY)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(Unavailable, match="room for 1000"):
+        synthesize(GPT, tmp_path / "out", **TINY)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
