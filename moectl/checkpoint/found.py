@@ -11,7 +11,7 @@ from .model import ExpertNames, TensorInfo
 from .storage import BESIDE, EXTRA_MODULES, MATRICES, Storage
 from .strict_json import shown
 
-RENAME = "Store the tensors under the names that the model's reference code gives them, or ask for these."
+RENAME = "Store the tensors under the names that the model's reference code has, or ask for these to be read."
 """What to do about a tensor of experts, router or shared experts whose name says nothing."""
 
 _EXPERT = re.compile(

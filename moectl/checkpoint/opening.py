@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from ..errors import CheckpointError, MoectlError, Unavailable
 from .catalogue import Entry, catalogue, find_entry
@@ -90,7 +91,7 @@ def _without_url(ref: str) -> str:
     """`ref`, or the Hub id that it is the page of; CheckpointError for any other address."""
     match = _HUB_URL.fullmatch(ref)
     if match is not None:
-        return match[1] if match[2] is None else f"{match[1]}@{match[2]}"
+        return match[1] if match[2] is None else f"{match[1]}@{unquote(match[2])}"
     if "://" in ref:
         raise CheckpointError(
             f"{shown(ref)} is not the address of a model's page on the Hub.",

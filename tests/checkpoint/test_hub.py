@@ -203,3 +203,23 @@ def test_damaged_files_on_the_hub(hub: Hub, read: Reader, served: Path) -> None:
 def test_converted_folder_on_the_hub(hub: Hub, read: Reader, served: Path) -> None:
     (served / "moectl.json").write_text("{}")
     assert "converted folder" in read("org/tiny")["text"]
+
+
+def test_long_document_is_not_fetched(hub: Hub, read: Reader, served: Path) -> None:
+    with (served / "config.json").open("r+b") as file:
+        file.truncate(65 << 20)
+    refused = read("org/tiny")
+    assert (refused["error"], refused["exit"]) == ("CheckpointError", 4)
+    assert f"config.json has {65 << 20} bytes" in refused["text"]
+    assert not any("config.json" in row[1] for row in hub.requests)
+
+
+def test_damaged_shard_among_many_stops_the_others(hub: Hub, read: Reader, served: Path) -> None:
+    (served / "model.safetensors.index.json").unlink()
+    for path in served.glob("*.safetensors"):
+        path.unlink()
+    for at in range(200):
+        (served / f"{at:03}.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    refused = read("org/tiny")
+    assert "git lfs pull" in refused["text"]
+    assert sum(".safetensors" in row[1] for row in hub.requests) < 100

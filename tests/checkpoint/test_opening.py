@@ -92,9 +92,10 @@ def test_address_of_a_model_page(url: str, name: str) -> None:
     assert open_checkpoint(url, offline=True).origin.name == name
 
 
-def test_address_with_a_revision() -> None:
+@pytest.mark.parametrize("revision", ["refs/pr/1", "refs%2Fpr%2F1"])
+def test_address_with_a_revision(revision: str) -> None:
     with pytest.raises(Unavailable, match="org/name@refs/pr/1 is not in the Hub cache"):
-        open_checkpoint("https://huggingface.co/org/name/tree/refs/pr/1", offline=True)
+        open_checkpoint(f"https://huggingface.co/org/name/tree/{revision}", offline=True)
 
 
 @pytest.mark.parametrize("url", ["https://example.com/org/name", "https://huggingface.co/org", "s3://a/b"])
