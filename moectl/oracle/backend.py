@@ -269,7 +269,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A question that no field of `Capability` can say."""
+    """A question that no field of `Capability` can say; `switch` is one that it reads, if any."""
 
     question: str
     group: str
@@ -277,6 +277,7 @@ class Rule:
     holds: Callable[[Ask], bool]
     wanted: Callable[[Ask], str]
     offered: str
+    switch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +302,12 @@ class Capability:
     dtypes: Choice = ANY
     rules: tuple[Rule, ...] = ()
     codes: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def switch_names(self) -> frozenset[str]:
+        """Environment switches that any question reads."""
+        named = [switch.name for switch in self.switches]
+        named += [need.switch for need in self.needs] + [rule.switch for rule in self.rules]
+        return frozenset(filter(None, named))
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,13 @@ class Route:
     refusals: tuple[Condition, ...] = ()
     aftermath: tuple[Aftermath, ...] = ()
 
+    def backends(self) -> frozenset[Backend]:
+        """Every backend that this route may name."""
+        ranked = {backend for order in self.orders for backend in order.backends}
+        asked = {backend for named in self.names.values() for backend in named}
+        taken = {row.backend for row in self.assigned}
+        return frozenset(ranked | asked | taken | set(self.on_request))
+
     def ranking(self, device: Device) -> tuple[Backend, ...]:
         """Every backend of the automatic choice on `device`, best first."""
         for order in self.orders:
@@ -181,6 +188,7 @@ class Policy:
         accepted_names: requests that the engine's command line accepts.
         dtype: the engine's 16-bit dtype for a model dtype on a device.
         activation, routing: the engine's names for an activation function and a routing method.
+        exchanges: all2all names that the engine's command line accepts.
         exchange_sizes: by all2all name.
         retired: switches of earlier releases that this one ignores, with what to use instead.
     """
@@ -192,8 +200,25 @@ class Policy:
     dtype: Callable[[MoEProblem, Device], str]
     activation: Callable[[MoEProblem], str]
     routing: Callable[[MoEProblem], str]
+    exchanges: frozenset[str]
     exchange_sizes: Mapping[str, ExchangeSizes] = field(default_factory=dict, hash=False)
     retired: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def request_names(self) -> tuple[str, ...]:
+        """Backend names that may be asked for: those the engine accepts, or where it accepts any, knows."""
+        known = {name for route in self.routes for name in route.names}
+        return tuple(sorted(known if self.accepted_names.only is None else self.accepted_names.only))
+
+    def switches(self) -> frozenset[str]:
+        """Every environment switch that a row reads, or that the engine once had."""
+        read = {
+            name
+            for route in self.routes
+            for backend in route.backends()
+            for variant in backend.variants
+            for name in variant.offers.switch_names()
+        }
+        return frozenset(read | set(self.retired))
 
     def only_route(self, name: str) -> Policy:
         """This policy with one route that takes every problem and refuses none: a direct question."""

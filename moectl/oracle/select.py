@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..environment import Device, Packages
-from ..errors import UsageError
+from ..errors import NoBackend
 from ..problem import Dims, MoEProblem
 from ..schemes import A16
 from .backend import Ask, Backend, act_key
@@ -15,8 +15,8 @@ from .decision import Candidate, Decision
 from .policy import DECLARED_ACT, OWN_ACT, RANKED_ACT, Policy, Route
 
 
-class OutOfScope(UsageError):
-    """The policy has no row for this checkpoint format or platform."""
+class OutOfScope(NoBackend):
+    """The policy has no row for this checkpoint format or platform, so nothing can be said."""
 
 
 def select(
@@ -92,12 +92,13 @@ def _route(problem: MoEProblem, device: Device, packages: Packages, policy: Poli
             ):
                 return route
         raise OutOfScope(
-            f"policy {policy.name} has no row for {problem.storage} checkpoints with {scheme}",
-            hint="It knows " + "; ".join(route.name for route in policy.routes) + ".",
+            f"the rules of {policy.name} do not cover {scheme.weight} experts stored as {problem.storage}",
+            reason="They cover " + "; ".join(route.name for route in policy.routes) + ".",
+            hint="use a checkpoint of one of these formats",
         )
     raise OutOfScope(
-        f"policy {policy.name} has no rows for {device.platform} devices",
-        hint=f"It knows {', '.join(sorted(policy.platforms))}.",
+        f"the rules of {policy.name} do not cover {device.platform} devices",
+        hint=f"name a device of {', '.join(sorted(policy.platforms))} with --gpu",
     )
 
 

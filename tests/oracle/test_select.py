@@ -272,7 +272,7 @@ def test_documents_that_are_not_decisions_are_refused() -> None:
 
 
 def test_formats_and_platforms_without_rows_are_out_of_scope() -> None:
-    with pytest.raises(OutOfScope, match="no row for plain"):
+    with pytest.raises(OutOfScope, match="do not cover"):
         ask(replace(KIMI, storage="plain", scheme=Scheme(WeightFormat("bf16", 16))), "h100")
     with pytest.raises(UsageError, match="no policy 'sglang'"):
         policy_named("sglang")

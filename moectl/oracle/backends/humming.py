@@ -22,6 +22,7 @@ def _gemm(kind: str) -> Rule:
         holds=lambda ask: gemm_type(ask) == kind,
         wanted=gemm_type,
         offered=kind,
+        switch=_SWITCH,
     )
 
 

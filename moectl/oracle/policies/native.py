@@ -1,7 +1,7 @@
 """What this tool itself runs on one machine."""
 
 from ...environment import Device
-from ...problem import MoEProblem
+from ...problem import MoEProblem, Parallel
 from ..backend import ANY
 from ..backends.native import TORCH, TRITON
 from ..policy import DECLARED_ACT, Order, Policy, Route
@@ -35,6 +35,7 @@ MOECTL = Policy(
     ),
     platforms=frozenset({"cuda", "rocm", "xpu", "cpu"}),
     accepted_names=ANY,
+    exchanges=frozenset({Parallel().all2all}),
     dtype=_dtype,
     activation=_activation,
     routing=_routing,

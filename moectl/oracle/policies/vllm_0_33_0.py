@@ -326,6 +326,21 @@ VLLM_0_33_0 = Policy(
         "emulation",
         "rdna3",
     ),
+    exchanges=frozenset(
+        {
+            "allgather_reducescatter",
+            "deepep_high_throughput",
+            "deepep_low_latency",
+            "deepep_v2",
+            "flashinfer_all2allv",
+            "flashinfer_nvlink_one_sided",
+            "flashinfer_nvlink_two_sided",
+            "moonep",
+            "mori_high_throughput",
+            "mori_low_latency",
+            "nixl_ep",
+        }
+    ),
     dtype=dtype,
     activation=activation,
     routing=routing,
