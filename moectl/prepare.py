@@ -13,7 +13,14 @@ from .checkpoint.model import Checkpoint, LayerGroup, TensorInfo
 from .convert.batches import FolderReader, as_bytes, as_tensor, expert_bytes, pieces
 from .convert.codecs import check_scales, codec_for
 from .convert.layout import Chain, layout_named
-from .convert.manifest import Manifest, load_layer, load_manifest, read_file_header, unpadded
+from .convert.manifest import (
+    Manifest,
+    check_layer,
+    load_layer,
+    load_manifest,
+    read_file_header,
+    unpadded,
+)
 from .convert.safetensors_file import TORCH_DTYPES
 from .convert.sources import SIDE, RoleMap, map_layer, source_named
 from .errors import CheckpointError, Unavailable, UsageError
@@ -92,12 +99,16 @@ class ExpertLayer:
         device = torch.device(device)
         wanted = runner_for(backend).layout or self.layout
         try:
-            if wanted == self.layout:
-                weights, forms, relaid = self.stored(device), self.roles, ""
-            else:
+            forms = self.roles
+            if wanted != CANONICAL and runner_for(backend).layout is not None:
                 forms = layout_forms(wanted, self.problem, self.roles)
+            # A folder of an older version has the same name and other steps: those are the way back.
+            if wanted == self.layout and forms == self.roles:
+                weights, relaid = self.stored(device), ""
+            else:
                 weights = self._laid_out(forms, device)
-                relaid = "" if self.layout == CANONICAL else f"{self.layout} -> {wanted}"
+                older = " of another version" if wanted == self.layout else ""
+                relaid = "" if self.layout == CANONICAL else f"{self.layout}{older} -> {wanted}"
         except torch.OutOfMemoryError as error:
             raise Unavailable(
                 f"layer {self.layer} does not fit the memory of {device}", hint="free memory, or use the CPU"
@@ -246,7 +257,8 @@ def converted_layer(manifest: Manifest, layer: int | None = None) -> ExpertLayer
     """One layer of a converted folder; the first converted layer for None.
 
     Raises:
-        CheckpointError: the folder has no such layer, or its file differs from the manifest.
+        CheckpointError: the folder has no such layer, or its file differs from the manifest, in a
+            hash or otherwise.
     """
     number = manifest.layers[0] if layer is None else layer
     group = manifest.group_of(number)
@@ -258,6 +270,7 @@ def converted_layer(manifest: Manifest, layer: int | None = None) -> ExpertLayer
     }
 
     places = manifest.open_layer(number)
+    check_layer(manifest, number)
 
     def stored(device: torch.device) -> dict[str, Tensor]:
         return load_layer(manifest, number, place=lambda role: device)

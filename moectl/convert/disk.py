@@ -119,6 +119,18 @@ def write_file(path: Path, data: bytes) -> None:
         write_exactly(fd, memoryview(data), 0)
 
 
+def range_sha256(fd: int, start: int, end: int, name: str) -> str:
+    """SHA-256 of a run of bytes of an open file, read in small pieces."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(max(1, min(CHUNK, end - start))))
+    while start < end:
+        piece = buffer[: min(len(buffer), end - start)]
+        read_exactly(fd, piece, start, name)
+        digest.update(piece)
+        start += len(piece)
+    return digest.hexdigest()
+
+
 def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) -> str:
     """SHA-256 of a file in hexadecimal, read in small pieces; `advance` gets the bytes of each."""
     digest = hashlib.sha256()

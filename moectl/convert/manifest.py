@@ -16,7 +16,8 @@ from ..checkpoint.model import TensorInfo
 from ..checkpoint.strict_json import parse_json_object
 from ..errors import CheckpointError
 from ..problem import MoEProblem
-from .disk import read_exactly
+from .batches import FolderReader
+from .disk import range_sha256, read_exactly
 from .manifest_check import check_manifest
 from .manifest_record import (
     FORMAT_VERSION,
@@ -194,6 +195,26 @@ def _read_small(path: Path, limit: int) -> bytes | None:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
 
 
+def check_layer(manifest: Manifest, layer: int) -> None:
+    """Holds every stored tensor of a layer to its SHA-256.
+
+    Raises CheckpointError when the file is missing, cut, or holds other bytes than were written.
+    """
+    places = manifest.open_layer(layer)
+    with FolderReader(manifest.folder) as reader:
+        for role, item in manifest.tensors(layer).items():
+            info = places[role]
+            if range_sha256(reader.fd(info.file), info.start, info.end, info.file) != item.sha256:
+                raise _other_bytes(item.spec.name, info.file)
+
+
+def _other_bytes(name: str, file: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} of {file} does not have the SHA-256 that was written.",
+        hint="Look at the whole folder with moectl verify, and convert again.",
+    )
+
+
 def load_layer(
     manifest: Manifest,
     layer: int,
@@ -204,7 +225,7 @@ def load_layer(
     """One layer's stored tensors by role, ``source.*`` ones left out, in their stored shape and dtype.
 
     Args:
-        check: compare each tensor with its SHA-256.
+        check: hold each tensor to its SHA-256.
         place: the device of a role's tensor; the CPU without it. Each tensor is moved before the
             next one is read.
 
@@ -223,10 +244,7 @@ def load_layer(
             view = raw.numpy().data
             read_exactly(file.fileno(), view, info.start, info.file)
             if check and hashlib.sha256(view).hexdigest() != item.sha256:
-                raise CheckpointError(
-                    f"{item.spec.name} of {info.file} does not have the SHA-256 that was written.",
-                    hint="Convert again.",
-                )
+                raise _other_bytes(item.spec.name, info.file)
             tensor = raw.view(TORCH_DTYPES[info.dtype]).reshape(info.shape)
             result[role] = tensor if place is None else tensor.to(place(role))
     return result

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 
+from ..checkpoint.families import LIMITS
 from ..checkpoint.header import DTYPE_BITS
-from .batches import storage_form
+from ..errors import MoectlError
+from .canonical import canonical_shapes
 from .layout import Chain
 from .manifest_record import (
     CONFIG,
@@ -19,8 +21,13 @@ from .manifest_record import (
     is_plain_name,
 )
 from .safetensors_file import TORCH_DTYPES, nbytes
+from .sources import SIDE
 
 _MAX_SIZE = 1 << 48
+LARGEST_GROWTH = 16
+"""How many times larger than what is stored any form of a tensor on the way back may be: codes that are
+unpacked take two to eight times as much, and what is stored has been paid for on the disk."""
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -64,10 +71,10 @@ def _sizes_ok(dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 def _check_group(group: GroupRecord) -> list[str]:
-    wrong: list[str] = []
+    wrong = _check_problem(group)
+    if wrong:
+        return wrong
     first, last = group.experts
-    if not 0 <= first < last <= group.problem.experts:
-        wrong.append(f"expert range {first}-{last} does not fit {group.problem.experts} experts")
     for role, item in group.roles.items():
         if not _sizes_ok(item.dtype, item.shape) or not _sizes_ok(item.stored_dtype, item.stored_shape):
             wrong.append(f"role {role} has no possible dtype and shape")
@@ -75,9 +82,13 @@ def _check_group(group: GroupRecord) -> list[str]:
         if item.shape[0] != last - first or item.stored_shape[0] != last - first:
             wrong.append(f"role {role} does not have {last - first} experts")
             continue
-        stored = storage_form(Chain.from_json(item.chain), item.shape, item.dtype)
-        if (tuple(stored[0]), stored[1]) != (item.stored_shape, item.stored_dtype):
-            wrong.append(f"the chain of role {role} gives {stored}, not the stored shape and dtype")
+        steps = Chain.from_json(item.chain).trace(item.shape, item.dtype)
+        if steps[-1] != (item.stored_shape, item.stored_dtype):
+            wrong.append(f"the chain of role {role} gives {steps[-1]}, not the stored shape and dtype")
+        bound = LARGEST_GROWTH * nbytes(item.stored_dtype, item.stored_shape)
+        if any(nbytes(dtype, shape) > bound for shape, dtype in steps):
+            wrong.append(f"the chain of role {role} grows to more than {LARGEST_GROWTH} times what is stored")
+    wrong = wrong or _check_roles(group)
     if not wrong:
         for role in group.roles:
             wrong += _check_cover(role, group)
@@ -85,6 +96,35 @@ def _check_group(group: GroupRecord) -> list[str]:
         if len({part.template for part in group.parts.values()}) != len(group.parts):
             wrong.append("two parts share one name")
     return wrong
+
+
+def _check_problem(group: GroupRecord) -> list[str]:
+    """The problem must have possible sizes."""
+    problem, (first, last) = group.problem, group.experts
+    sizes = {
+        "experts": problem.experts,
+        "top_k": problem.top_k,
+        "hidden": problem.dims.hidden,
+        "intermediate": problem.dims.intermediate,
+        "shared_experts": max(problem.shared_experts, 1),
+    }
+    wrong = [f"{name} is {size}" for name, size in sizes.items() if not 1 <= size <= LIMITS[name]]
+    if not 0 <= first < last <= problem.experts or problem.local_experts != last - first:
+        wrong.append(f"expert range {first}-{last} does not fit {problem.experts} experts")
+    if problem.scheme.weight.bits not in (4, 8, 16):
+        wrong.append(f"weights have {problem.scheme.weight.bits} bits")
+    return wrong
+
+
+def _check_roles(group: GroupRecord) -> list[str]:
+    """The canonical roles must be those of the problem."""
+    first, last = group.experts
+    try:
+        wanted = canonical_shapes(group.problem, last - first)
+    except MoectlError as error:
+        return [error.what]
+    listed = {r: (item.shape, item.dtype) for r, item in group.roles.items() if not r.startswith(SIDE)}
+    return [] if listed == wanted else ["its roles do not have the shapes and dtypes of its problem"]
 
 
 def _check_cover(role: str, group: GroupRecord) -> list[str]:

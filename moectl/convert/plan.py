@@ -13,7 +13,7 @@ import psutil
 
 from .. import __version__
 from ..checkpoint.model import Checkpoint, LayerGroup, TensorInfo
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, Unavailable, UsageError
 from ..padding import padding
 from ..problem import MoEProblem
 from .batches import Arena, storage_form
@@ -201,6 +201,7 @@ def plan_conversion(
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of another shape or dtype.
+        Unavailable: there are no tensor headers to plan from.
         NoBackend: the layout cannot hold a layer.
         UsageError: the storage format has no converter, or one expert does not fit `max_memory`.
     """
@@ -208,7 +209,7 @@ def plan_conversion(
     if not checkpoint.groups:
         raise CheckpointError("the checkpoint has no MoE layers, so there is nothing to convert.")
     if not checkpoint.tensors:
-        raise CheckpointError(
+        raise Unavailable(
             f"{checkpoint.origin.name} gives no tensor headers; a conversion is planned from them.",
             hint="Give a folder or repository with its safetensors files.",
         )

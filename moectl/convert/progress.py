@@ -18,6 +18,9 @@ from .records import from_json, to_json
 
 LOG = "progress.jsonl"
 
+PLAIN = frozenset({"format", "moectl", "layout", "experts only"})
+"""Keys of a conversion's fingerprint whose values a person can read; the others are digests."""
+
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all, and what is being worked on."""
 
@@ -106,10 +109,17 @@ def open_log(folder: Path, fingerprint: Mapping[str, str]) -> ProgressLog:
             os.ftruncate(fd, 0)
             log._append({"conversion": dict(fingerprint)})
             return log
-        wrong = differences(fingerprint, entries[0].get("conversion", {}))
+        begun = entries[0].get("conversion", {})
+        wrong = differences(fingerprint, begun)
         if wrong:
+            # A digest tells nobody anything, and another layout changes others with it.
+            told = wrong if begun.get("layout") == fingerprint.get("layout") else ["layout"]
+            shown = [
+                f"{key}: {begun.get(key)!r}, not {fingerprint.get(key)!r}" if key in PLAIN else key
+                for key in sorted({item.split(":")[0] for item in told})
+            ]
             raise UsageError(
-                f"{folder} holds the beginning of another conversion; it differs in {'; '.join(wrong)}.",
+                f"{folder} holds the beginning of another conversion; it differs in {'; '.join(shown)}.",
                 hint="Resume with the same arguments, or convert into an empty folder.",
             )
         for entry in entries[1:]:

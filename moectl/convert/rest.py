@@ -12,12 +12,12 @@ from ..checkpoint.model import Checkpoint, TensorInfo
 from ..checkpoint.strict_json import parse_json_object
 from .batches import FolderReader
 from .disk import (
-    CHUNK,
     copy_bytes,
     copy_file,
     file_findings,
     file_sha256,
     link_or_copy,
+    range_sha256,
     read_exactly,
     replacing,
     write_exactly,
@@ -63,28 +63,22 @@ def file_matches(path: Path, file: FilePlan, hashes: Mapping[TensorInfo, str]) -
         os.close(fd)
 
 
-def range_sha256(fd: int, start: int, end: int, name: str) -> str:
-    """SHA-256 of a run of bytes of an open file, read in small pieces."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(max(1, min(CHUNK, end - start))))
-    while start < end:
-        piece = buffer[: min(len(buffer), end - start)]
-        read_exactly(fd, piece, start, name)
-        digest.update(piece)
-        start += len(piece)
-    return digest.hexdigest()
-
-
 def write_rest(
     item: RestPlan, reader: FolderReader, folder: Path, out: Path, log: ProgressLog, meter: Meter
 ) -> RestRecord:
-    """Links, copies or extracts one file of other tensors, unless the log's hash shows it is there."""
+    """Links, copies or extracts one file of other tensors; a copy that is there is kept when it is equal.
+
+    Extracted tensors are few, and are extracted again on resuming.
+    """
     path = out / item.name
     size = sum(info.nbytes for info in item.tensors)
     before = log.rest.get(item.name)
-    if before and not file_findings(path, before.size, before.sha256):
-        meter.advance(size)
-        return before
+    if before and item.file is None and not file_findings(path, before.size, before.sha256):
+        source = folder / item.source
+        if source.samefile(path) or not file_findings(source, before.size, before.sha256):
+            meter.advance(size)
+            return before
+    path.unlink(missing_ok=True)
     if item.file is None:
         link_or_copy(folder / item.source, path)
         record = RestRecord(item.name, path.stat().st_size, file_sha256(path), item.source, True)

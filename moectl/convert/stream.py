@@ -32,6 +32,7 @@ from .codecs import check_scales
 from .disk import (
     PARTIAL,
     create_folder,
+    range_sha256,
     refuse_inside,
     refuse_small_disk,
     replacing,
@@ -107,9 +108,9 @@ def convert(
             f"{plan.checkpoint.origin.name} has headers but no weights on this machine.",
             hint="Download the checkpoint, then convert its folder.",
         )
-    _check_output(folder, out, resume)
+    check_output(folder, out, resume)
     if resume and (out / READY).exists():
-        return _already_done(plan, out)
+        return _already_done(plan, folder, out, progress)
     refuse_small_disk(out, plan.disk_needed, "Make room, choose another folder, or give --experts-only.")
     create_folder(out)
     log = open_log(out, plan.fingerprint())
@@ -122,8 +123,12 @@ def convert(
     return summary
 
 
-def _check_output(folder: Path, out: Path, resume: bool) -> None:
-    refuse_inside(folder, out)
+def check_output(folder: Path | None, out: Path, resume: bool) -> None:
+    """Raises UsageError when a conversion of the checkpoint in `folder` cannot be written to `out`."""
+    if folder is not None:
+        refuse_inside(folder, out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"the output {out} is a file, not a folder.", hint="Choose another name.")
     found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     if found and not resume:
         begun = LOG in found
@@ -133,18 +138,50 @@ def _check_output(folder: Path, out: Path, resume: bool) -> None:
         )
     if found and LOG not in found and READY not in found:
         raise UsageError(
-            f"{out} holds no conversion to resume: it has no {LOG}.", hint="Choose an empty folder."
+            f"{out} holds no conversion to resume: it has no {LOG}.",
+            hint="Choose an empty folder, and remove this one if it is not needed.",
         )
 
 
-def _already_done(plan: Plan, out: Path) -> Summary:
+def _already_done(plan: Plan, folder: Path, out: Path, progress: Progress) -> Summary:
+    """The summary of a finished conversion, after it was held to the plan and to the source's bytes."""
     manifest = load_manifest(out)
     record = manifest.record
-    found = (to_json(record.layout), to_json(record.groups), record.experts_only)
-    if found != (to_json(plan.layout), to_json(plan.groups), plan.experts_only):
-        raise UsageError(f"{out} holds another finished conversion.", hint="Choose an empty folder.")
+    wanted, found = plan.layout.name, record.layout.name
+    if wanted != found:
+        raise UsageError(
+            f"{out} holds a finished {found} conversion, not {wanted}.", hint="Choose an empty folder."
+        )
+    held = (to_json(record.layout), to_json(record.groups), record.experts_only)
+    if held != (to_json(plan.layout), to_json(plan.groups), plan.experts_only):
+        raise UsageError(
+            f"{out} holds a finished conversion of another checkpoint or with other options.",
+            hint="Choose an empty folder.",
+        )
+    meter = Meter(progress, plan.bytes_in)
+    with FolderReader(folder) as reader:
+        for layer in plan.layers:
+            meter.say(f"layer {layer.layer}")
+            _check_same_source(layer, manifest.layer(layer.layer), reader, out)
+            meter.advance(layer.bytes_in)
     (out / LOG).unlink(missing_ok=True)
     return Summary(out, (), manifest.layers, 0, 0)
+
+
+def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderReader, out: Path) -> None:
+    """Raises UsageError when the source's tensors are not those that `record`'s layer was made of.
+
+    Names, shapes and headers are equal in every revision of a model, so only the bytes can tell.
+    """
+    for role in layer.roles:
+        for stored in dict.fromkeys(t.part.stored for t in role.source.tensors):
+            own = [t.info for t in role.source.tensors if t.part.stored == stored]
+            for info, before in zip(own, record.source[stored].sha256, strict=True):
+                if range_sha256(reader.fd(info.file), info.start, info.end, info.file) != before:
+                    raise UsageError(
+                        f"{out} was begun with another checkpoint: {info.name} has other bytes there.",
+                        hint="Resume with the same checkpoint, or convert into an empty folder.",
+                    )
 
 
 @dataclass
@@ -168,6 +205,7 @@ def _convert(
             meter.say(f"layer {layer.layer}")
             record = log.layers.get(layer.layer)
             if record and _is_finished(out, layer, record):
+                _check_same_source(layer, record, reader, out)
                 meter.advance(layer.bytes_in)
                 counts.resumed.append(layer.layer)
             else:

@@ -32,12 +32,16 @@ from .safetensors_file import FilePlan, TensorSpec, plan_file
 
 @dataclass(frozen=True)
 class Restoration:
-    """What `unconvert` wrote: the folder, how many files, tensors and bytes of tensors."""
+    """What `unconvert` wrote: the folder, how many files, tensors and bytes of tensors.
+
+    `experts_only` says that it holds the experts alone, as the converted folder did.
+    """
 
     folder: Path
     files: int
     tensors: int
     nbytes: int
+    experts_only: bool
 
 
 def unconvert(
@@ -89,7 +93,7 @@ def unconvert(
     _write_documents(manifest, back, places)
     kept = [item for item in manifest.record.rest if item.whole]
     size = sum(info.nbytes for _, info in places.values())
-    return Restoration(back, len(plans) + len(kept), len(places), size)
+    return Restoration(back, len(plans) + len(kept), len(places), size, manifest.record.experts_only)
 
 
 def _plan_files(manifest: Manifest) -> list[FilePlan]:

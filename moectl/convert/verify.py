@@ -7,11 +7,10 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .batches import FolderReader
-from .disk import file_findings, file_sha256
+from .disk import file_findings, file_sha256, range_sha256
 from .manifest import Manifest, load_manifest, read_file_header
 from .manifest_record import CONFIG, FileRecord
 from .progress import Meter, Progress, silent
-from .rest import range_sha256
 from .restore import LayerRestorer, Restored
 
 

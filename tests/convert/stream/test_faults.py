@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moectl.checkpoint import open_checkpoint
+from moectl.checkpoint import open_checkpoint, read_header
 from moectl.convert import disk
 from moectl.convert.stream import convert
 from moectl.convert.verify import verify
@@ -211,7 +211,7 @@ def test_resuming_another_conversion_is_refused(gpt_oss: Path, tmp_path: Path, d
     out = tmp_path / "out"
     interrupted(gpt_oss, out, drive)
     before = folder_bytes(out)
-    with pytest.raises(UsageError, match=r"another conversion.*layout: expected 'trtllm"):
+    with pytest.raises(UsageError, match=r"another conversion.*layout: 'marlin-mxfp4 1', not 'trtllm"):
         convert(plan_of(gpt_oss, "trtllm"), out, resume=True)
     with pytest.raises(UsageError, match="experts only"):
         convert(plan_of(gpt_oss, experts_only=True), out, resume=True)
@@ -236,8 +236,39 @@ def test_resuming_a_finished_conversion_does_nothing(
     summary = convert(plan_of(gpt_oss), tmp_path / "reference", resume=True)
     assert (summary.converted, summary.resumed) == ((), (0, 1, 2))
     assert folder_bytes(tmp_path / "reference") == reference
-    with pytest.raises(UsageError, match="another finished conversion"):
+    with pytest.raises(UsageError, match="finished marlin-mxfp4 conversion, not moectl"):
         convert(plan_of(gpt_oss, "moectl"), tmp_path / "reference", resume=True)
+
+
+def other_revision(source: Path, target: Path) -> Path:
+    """A checkpoint with the same names, shapes, headers and config, and one other byte in each file."""
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        with file.open("rb") as data:
+            infos = read_header(data, file.stat().st_size, file.name)
+        whole = bytearray(file.read_bytes())
+        for info in infos.values():
+            if info.name.endswith("_blocks"):
+                whole[info.start] ^= 1
+        file.write_bytes(whole)
+    return target
+
+
+def test_a_conversion_is_not_resumed_with_another_revision(
+    gpt_oss: Path, tmp_path: Path, drive: Drive, reference: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    interrupted(gpt_oss, out, drive)
+    other = other_revision(gpt_oss, tmp_path / "other")
+    with pytest.raises(UsageError, match=r"begun with another checkpoint: .*_blocks has other bytes"):
+        convert(plan_of(other), out, resume=True)
+    assert not (out / "READY").exists()
+    same = tmp_path / "same"
+    shutil.copytree(gpt_oss, same)
+    convert(plan_of(same), out, resume=True)
+    assert verify(out, gpt_oss).ok
+    with pytest.raises(UsageError, match="begun with another checkpoint"):
+        convert(plan_of(other), out, resume=True)
 
 
 def test_two_conversions_into_one_folder(gpt_oss: Path, tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ TAMPERED: list[tuple[Edit, str]] = [
     (put(*GROUP, "problem", "experts", value="5"), "experts must be of type int"),
     (put(*GROUP, "problem", "top_k", value=True), "top_k must be of type int"),
     (put(*GROUP, "experts", value=[0, 6]), "expert range 0-6"),
+    (put(*GROUP, "problem", "local_experts", value=2**31), "does not fit"),
+    (put(*GROUP, "problem", "dims", "hidden", value=2**40), "hidden is 1099511627776"),
+    (put(*GROUP, "problem", "top_k", value=0), "top_k is 0"),
+    (put(*GROUP, "problem", "dims", "hidden", value=128), "shapes and dtypes of its problem"),
     (put(*LAYER, "file", value="../../etc/passwd"), "not a plain name"),
     (put(*LAYER, "file", value="/etc/passwd"), "not a plain name"),
     (put(*LAYER, "file", value="moectl-layer-00000.safetensors"), "listed twice"),
@@ -130,6 +134,19 @@ TAMPERED: list[tuple[Edit, str]] = [
     (put(*PART, "role", value="w7"), "fill"),
     (put(*PART, "template", value="model.layers.{layer}.mlp.experts.down_proj_blocks"), "share one name"),
 ]
+
+
+def test_a_chain_that_blows_up_is_refused_before_it_runs(converted: Path) -> None:
+    def blow_up(document: dict[str, Any]) -> None:
+        role = document["groups"][0]["roles"]["w2_bias"]
+        halvings = [{"step": "codes", "bits": 4, "unpack": False}] * 20
+        bytes_ = [{"step": "view", "source": "BF16", "target": "U8"}]
+        role["chain"] = bytes_ + [{"step": "codes", "bits": 4, "unpack": True}] * 20 + halvings
+        role["stored_dtype"], role["stored_shape"] = "U8", [5, 192]
+
+    edit(converted, blow_up)
+    with pytest.raises(CheckpointError, match="grows to more than 16 times"):
+        load_manifest(converted)
 
 
 @pytest.mark.parametrize(("change", "text"), TAMPERED, ids=[text for _, text in TAMPERED])
