@@ -44,7 +44,6 @@ class GroupExplanation:
             ],
             "sources": dict(self.group.sources),
             "notes": list(self.group.notes),
-            "problem": repr(self.problem),
             "memory": {
                 "stored_bytes_per_layer": self.memory.stored,
                 "padded_bytes_per_layer": self.memory.padded,
@@ -71,6 +70,17 @@ class Explanation:
         """True when every layer group gets a backend that works."""
         return all(group.decision.usable for group in self.groups)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all layers' expert weights on one rank, as padded."""
+        return sum(group.memory.padded * len(group.group.layers) for group in self.groups)
+
+    @property
+    def fits(self) -> bool | None:
+        """False when the expert weights alone exceed the device's memory; None when that is not known."""
+        memory = self.device.memory_bytes
+        return None if not memory else self.expert_bytes <= memory
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, complete enough to make every decision again."""
         origin = self.checkpoint.origin
@@ -87,6 +97,8 @@ class Explanation:
             "parallel": asdict(self.parallel),
             "policy": self.policy,
             "usable": self.usable,
+            "expert_bytes": self.expert_bytes,
+            "fits": self.fits,
             "groups": [group.to_json() for group in self.groups],
         }
 

@@ -166,8 +166,14 @@ class MoEProblem:
     def on(self, parallel: Parallel) -> MoEProblem:
         """This problem, whole, as one rank of `parallel` sees it: its slice of each expert, or its experts.
 
-        Raises UsageError when the intermediate size does not divide by the ranks that slice it.
+        Raises UsageError when the intermediate size does not divide by the ranks that slice it, or
+        there are more ranks than experts to spread over them.
         """
+        if parallel.ep_size > self.experts:
+            raise UsageError(
+                f"{self.experts} experts cannot be spread over {parallel.ep_size} ranks",
+                hint="choose --tp and --dp so that tp x dp is at most the number of experts",
+            )
         whole = self.dims.intermediate * self.parallel.tp_size
         if whole % parallel.tp_size:
             raise UsageError(

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checkpoint import open_checkpoint
+from .checkpoint import Checkpoint
 from .convert.manifest import load_manifest
-from .convert.manifest_record import MANIFEST
 from .environment import Device, Packages, detect_cpu, detect_device, packages_from
 from .errors import CheckpointError, NoBackend, Unavailable, UsageError
 from .kernels.inputs import DTYPES, Inputs, make_inputs
@@ -65,6 +64,11 @@ class RunResult:
     weight_bytes: int
     peak_bytes: int
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens were run."""
+        return len(self.inputs.x)
+
 
 def this_machine(device: str | None = None) -> Machine:
     """This machine, on `device` (``cpu`` or ``cuda``); a GPU where torch has one by default.
@@ -75,22 +79,20 @@ def this_machine(device: str | None = None) -> Machine:
     packages = packages_from(None)
     if name == "cpu":
         return Machine(torch.device("cpu"), detect_cpu(), packages)
-    if name != "cuda":
-        raise UsageError(f"--device must be cpu or cuda, got {name!r}")
     if not torch.cuda.is_available():
         raise Unavailable("torch sees no CUDA device here", hint="run on the CPU with --device cpu")
     return Machine(torch.device("cuda"), detect_device(), packages)
 
 
-def open_layer(ref: str, layer: int | None = None, *, offline: bool = False) -> ExpertLayer:
-    """One MoE layer of a checkpoint or of a converted folder; the first one for None.
+def open_layer(source: Checkpoint | Path, layer: int | None = None) -> ExpertLayer:
+    """One MoE layer of a checkpoint or of a converted folder's path; the first one for None.
 
     Raises CheckpointError for a damaged one, Unavailable when its weights are not on this machine,
     UsageError when it has no such layer.
     """
-    if (Path(ref) / MANIFEST).is_file():
-        return converted_layer(load_manifest(Path(ref)), layer)
-    return checkpoint_layer(open_checkpoint(ref, offline=offline), layer)
+    if isinstance(source, Path):
+        return converted_layer(load_manifest(source), layer)
+    return checkpoint_layer(source, layer)
 
 
 def choose_backends(problem: MoEProblem, machine: Machine, names: Sequence[str] = ()) -> list[str]:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import __version__
 from ..errors import ExitCode, UsageError
-from .options import CheckpointArg, Device, Layer, Offline, Seed, framed, option
-from .output import SCHEMA_VERSION, Output, table
+from .options import (
+    MAX_TOKENS,
+    Device,
+    Layer,
+    Offline,
+    Seed,
+    WeightsArg,
+    check_writable,
+    framed,
+    option,
+    pick,
+)
+from .output import Output, table
+from .source import DEVICES, backend_names, find_source
 
 if TYPE_CHECKING:
     from ..bench import Row
@@ -22,17 +33,16 @@ EXAMPLES = (
     "moectl bench ./kimi -m 64 --format jsonl",
 )
 FORMATS = ("md", "csv", "json", "jsonl")
-MAX_TOKENS = 1 << 20
 
 
 @framed("bench")
 def bench(
-    checkpoint: CheckpointArg,
+    checkpoint: WeightsArg,
     tokens: Annotated[
-        str, option("--tokens", "-m", help="Token counts; 64-1024*4 is 64,256,1024.")
+        str, option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024.")
     ] = "1,8,64",
     backend: Annotated[
-        str, option("--backend", help="Names such as triton,torch; all: every usable one.")
+        str, option("--backend", own=True, help="Names such as triton,torch; all: every usable one.")
     ] = "all",
     layer: Layer = None,
     device: Device = None,
@@ -44,7 +54,8 @@ def bench(
         str | None, option("--format", help="md, csv, json or jsonl; default: a table.", show_default=False)
     ] = None,
     output: Annotated[
-        Path | None, option("--output", "-o", help="Write to this file; its suffix picks the format.")
+        Path | None,
+        option("--output", "-o", own=True, help="Write this file; its suffix picks the format."),
     ] = None,
     offline: Offline = False,
     *,
@@ -57,6 +68,11 @@ def bench(
     """
     counts = parse_counts(tokens)
     wanted = pick_format(format, output, out.as_json)
+    asked = backend_names(backend)
+    device = pick(device, DEVICES, "device") if device else None
+    source = find_source(checkpoint, layer, offline=offline)
+    if output is not None:
+        check_writable(output)
 
     from ..bench import BenchOptions
     from ..bench import bench as library
@@ -64,8 +80,7 @@ def bench(
     from ..run import choose_backends, open_layer, this_machine
 
     machine = this_machine(device)
-    opened = open_layer(checkpoint, layer, offline=offline)
-    asked = [] if backend == "all" else [name.strip() for name in backend.split(",") if name.strip()]
+    opened = open_layer(source, layer)
     names = choose_backends(opened.problem, machine, asked)
     prepared = {name: opened.prepared(name, machine.torch) for name in names}
     rates = measured_rates(machine.torch)
@@ -78,22 +93,25 @@ def bench(
     head = {
         "checkpoint": checkpoint,
         "layer": opened.layer,
-        "problem": repr(opened.problem),
+        "problem": asdict(opened.problem),
         "device": machine.device.name,
         "versions": versions(),
         "routing": routing,
         "caches": "warm" if warm else "cold",
         "rates": asdict(rates),
     }
-    if wanted is None:
-        out.result({}, lambda console: draw(head, rows, console), [brief(row) for row in rows])
-    elif output is None:
-        out.text(render(wanted, head, rows))
-    else:
+    if output is not None and wanted is not None:
         from ..convert.disk import write_file
 
-        write_file(output, render(wanted, head, rows).encode())
+        write_file(output, render(wanted, head, rows, out).encode())
         out.note(f"wrote {output}")
+    elif wanted not in (None, "json"):
+        out.text(render(wanted, head, rows, out))
+    if output is None and wanted == "json":
+        out.as_json = True
+    if out.as_json or wanted is None:
+        lines = [brief(row) for row in rows]
+        out.result(document(head, rows), lambda console: draw(head, rows, console), lines)
     return ExitCode.DONE if all(row.check.ok for row in rows) else ExitCode.FOUND
 
 
@@ -123,21 +141,30 @@ def parse_counts(text: str) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def pick_format(format: str | None, output: Path | None, json: bool) -> str | None:
-    """The format asked for, by name, by ``--json`` or by a file's suffix; None is a table on stdout."""
-    if format is not None and format not in FORMATS:
-        raise UsageError(f"--format must be one of {', '.join(FORMATS)}, got {format!r}")
-    if json:
-        return "json"
-    if format is None and output is not None:
-        suffix = output.suffix.lstrip(".")
-        if suffix not in FORMATS:
+def pick_format(format: str | None, output: Path | None, as_json: bool) -> str | None:
+    """The format of the file or of stdout: by name, by a file's suffix, or ``--json`` for stdout.
+
+    None is a table on stdout. Raises UsageError for an unknown or a contradicted format.
+    """
+    if format is not None:
+        format = pick(format, FORMATS, "format")
+    if output is None:
+        if as_json and format not in (None, "json"):
             raise UsageError(
-                f"the suffix of {output} names no format, expected one of {', '.join(FORMATS)}",
-                hint="give --format too",
+                f"--json and --format {format} ask for two formats", hint="leave one of them out"
             )
-        return suffix
-    return format
+        return "json" if as_json else format
+    suffix = output.suffix.lstrip(".").lower()
+    if suffix in FORMATS and format not in (None, suffix):
+        raise UsageError(
+            f"--format {format} and {output.name} ask for two formats", hint="leave --format out"
+        )
+    if format is None and suffix not in FORMATS:
+        raise UsageError(
+            f"the suffix of {output} names no format, expected one of {', '.join(FORMATS)}",
+            hint="give --format too",
+        )
+    return format or suffix
 
 
 def versions() -> dict[str, str]:
@@ -236,13 +263,17 @@ def flat(row: "Row") -> dict[str, Any]:
     }
 
 
-def render(format: str, head: dict[str, Any], rows: "Sequence[Row]") -> str:
+def document(head: dict[str, Any], rows: "Sequence[Row]") -> dict[str, Any]:
+    """The whole result as plain data."""
+    return {**head, "rows": [record(row) for row in rows]}
+
+
+def render(format: str, head: dict[str, Any], rows: "Sequence[Row]", out: Output) -> str:
     """The whole result in one of `FORMATS`."""
-    stamp = {"schema_version": SCHEMA_VERSION, "moectl": __version__, "command": "bench"}
     if format == "json":
-        return json.dumps({**stamp, **head, "rows": [record(row) for row in rows]}, indent=2)
+        return out.json(document(head, rows)) + "\n"
     if format == "jsonl":
-        return "".join(json.dumps({**stamp, **head, **record(row)}) + "\n" for row in rows)
+        return "".join(out.json({**head, **record(row)}, indent=None) + "\n" for row in rows)
     constant = {"checkpoint": head["checkpoint"], "layer": head["layer"], "device": head["device"]}
     constant |= {"routing": head["routing"], "caches": head["caches"], **head["versions"]}
     if format == "csv":

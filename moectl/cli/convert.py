@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..checkpoint.layers import ranges
 from ..errors import CheckpointError, UsageError
-from ..targets import TARGETS
-from .options import CheckpointArg, Offline, framed, option
-from .output import Output, ranges, size, table
+from ..targets import LAYOUTS, TARGETS
+from .options import CheckpointArg, Offline, framed, option, pick
+from .output import Output, count, duration, size, table
 
 if TYPE_CHECKING:
     from ..convert.plan import Plan
@@ -56,27 +57,38 @@ def convert(
     Streamed layer by layer, resumable, and bit-exactly reversible. The result is a cache for that
     backend, not a portable checkpoint.
     """
-    if to not in TARGETS:
-        raise UsageError(f"no layout is called {to!r}", hint=f"choose --to from {', '.join(TARGETS)}")
+    to = pick(to, TARGETS, "layout")
     memory = None if max_memory is None else parse_size(max_memory)
+    if arch is not None:
+        arch = pick(arch, sorted({a for facts in LAYOUTS.values() for a in facts.archs}), "architecture")
 
     from ..checkpoint import open_checkpoint
-    from ..convert.layout import layout_for
-    from ..convert.plan import plan_conversion
-    from ..convert.stream import convert as library
 
     source = open_checkpoint(checkpoint, offline=offline)
     if not source.groups:
         raise CheckpointError(f"{checkpoint} has no MoE layers", hint="moectl explain shows what it holds")
+
+    from ..convert.layout import layout_for
+    from ..convert.plan import plan_conversion
+    from ..convert.stream import check_output
+    from ..convert.stream import convert as library
+
     layout = layout_for(to, source.groups[0].problem.scheme.weight, arch)
+    check_output(source.folder, target, resume)
     plan = plan_conversion(source, layout, max_memory=memory, experts_only=experts_only)
+    if source.origin.note:
+        out.note(f"read from the {source.origin.kind}: {source.origin.note}")
     if dry_run:
         out.result(plan_document(plan), lambda console: draw_plan(plan, console), str(plan.bytes_out))
         return
     out.note(f"{plan.layout.name}: {size(plan.bytes_in)} of experts -> {size(plan.bytes_out)} in {target}")
     begin = time.perf_counter()
-    with out.progress("converting") as progress:
-        summary = library(plan, target, resume=resume, progress=progress, threads=threads)
+    try:
+        with out.progress("converting") as progress:
+            summary = library(plan, target, resume=resume, progress=progress, threads=threads)
+    except KeyboardInterrupt:
+        out.note(f"the layers that are finished stay in {target}; --resume goes on from there")
+        raise
     seconds = time.perf_counter() - begin
     document = {
         **plan_document(plan),
@@ -89,14 +101,14 @@ def convert(
 
     def draw(console: Any) -> None:
         rate = f", {size(summary.bytes_in / seconds)}/s" if summary.bytes_in else ""
-        done = f"{len(summary.converted)} layers converted"
-        done += f", {len(summary.resumed)} were finished before" if summary.resumed else ""
-        console.print(f"{target}: {plan.layout.name}, {done} in {seconds:.1f} s{rate}", markup=False)
+        done = f"{count(len(summary.converted), 'layer')} converted in {duration(seconds)}{rate}"
+        done += f"; {len(summary.resumed)} finished before" if summary.resumed else ""
+        console.print(f"{target}: {plan.layout.name}, {done}", markup=False)
         for name in summary.skipped_files:
             console.print(f"left out: {name}", markup=False)
-        console.print(f"check it with: moectl verify {target}", markup=False)
 
     out.result(document, draw, str(target))
+    out.note(f"check it with: moectl verify {target}")
 
 
 def plan_document(plan: "Plan") -> dict[str, Any]:
@@ -153,7 +165,7 @@ def draw_plan(plan: "Plan", console: Any) -> None:
         "other tensors": f"{size(plan.rest_bytes)} linked or copied" if plan.rest else "left out",
         "disk needed": size(plan.disk_needed),
         "peak memory": f"{size(plan.peak_memory)} above the program's own",
-        "time": f"about {plan.bytes_in / ESTIMATED_RATE:.0f} s at {size(ESTIMATED_RATE)}/s",
+        "time": f"about {duration(plan.bytes_in / ESTIMATED_RATE)} at {size(ESTIMATED_RATE)}/s",
     }
     for name, value in rows.items():
         console.print(f"{name:<15} {value}", markup=False)

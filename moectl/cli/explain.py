@@ -1,14 +1,19 @@
 """`moectl explain`: which backend a checkpoint gets, and every reason against the others."""
 
+import difflib
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ..checkpoint.layers import ranges
 from ..errors import ExitCode, UsageError
-from .options import CheckpointArg, Offline, framed, option
-from .output import Output, ranges, size, table
+from ..targets import LAYOUTS
+from .options import CheckpointArg, Offline, framed, option, pick
+from .output import Output, count, size, table
 
 if TYPE_CHECKING:
     from ..explain import Explanation, GroupExplanation
     from ..oracle.decision import Candidate, Decision
+    from ..oracle.policy import Policy
+    from ..problem import Parallel
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
@@ -37,8 +42,13 @@ def explain(
         bool, option("--ep", "-ep", "--enable-expert-parallel", help="Spread whole experts over all ranks.")
     ] = False,
     all2all: Annotated[
-        str, option("--all2all", "--all2all-backend", help="Exchange kernels for --dp with --ep.")
-    ] = "allgather_reducescatter",
+        str | None,
+        option(
+            "--all2all",
+            "--all2all-backend",
+            help="Exchange kernels for --dp with --ep; default: allgather_reducescatter.",
+        ),
+    ] = None,
     eplb: Annotated[bool, option("--eplb", "--enable-eplb", help="Expert load balancing.")] = False,
     packages: Annotated[
         str | None,
@@ -46,7 +56,8 @@ def explain(
     ] = None,
     env: Annotated[list[str] | None, option("--env", help="Engine switch K=V; repeatable.")] = None,
     backend: Annotated[
-        str | None, option("--backend", "--moe-backend", help="Ask for one backend by name.")
+        str | None,
+        option("--backend", "--moe-backend", own=True, help="Ask for a backend by its engine's name."),
     ] = None,
     allow_fallback: Annotated[
         bool, option("--allow-fallback", help="Let the automatic order take over if --backend cannot serve.")
@@ -66,29 +77,49 @@ def explain(
     from ..checkpoint import open_checkpoint
     from ..environment import detect_device, find_device, packages_from
     from ..explain import explain as library
-    from ..oracle.registry import policy_named
+    from ..oracle.registry import POLICIES, policy_named
     from ..problem import Parallel
 
+    chosen = policy_named(pick(policy, POLICIES, "policy"))
+    env_given = switches(env or [])
+    if backend is not None and backend != "auto":
+        backend = pick(backend, chosen.request_names(), "backend")
+    if all2all is not None:
+        all2all = pick(all2all, chosen.exchanges, "exchange")
+    parallel = Parallel(tp, dp, ep, all2all or Parallel().all2all, eplb)
     device = find_device(gpu) if gpu else detect_device()
-    chosen = policy_named(policy)
+    source = open_checkpoint(checkpoint, offline=offline)
     if packages is None:
         packages = PROFILE_OF[device.platform] if gpu else INSTALLED
         if gpu:
-            out.note(
-                f"assuming the packages of profile {packages}; for this machine's: --packages {INSTALLED}"
-            )
-    installed = packages_from(None if packages == INSTALLED else packages, switches(env or []))
+            out.note(f"packages assumed: profile {packages}; --packages {INSTALLED} takes those found here")
+    installed = packages_from(None if packages == INSTALLED else packages, env_given)
+    for note in remarks(chosen, parallel, all2all, env_given):
+        out.note(note)
     explanation = library(
-        open_checkpoint(checkpoint, offline=offline),
+        source,
         device,
         installed,
         chosen,
-        parallel=Parallel(tp, dp, ep, all2all, eplb),
+        parallel=parallel,
         backend=backend,
         allow_fallback=allow_fallback,
     )
     out.result(explanation.to_json(), lambda console: draw(explanation, console), brief(explanation))
     return ExitCode.DONE if explanation.usable else ExitCode.FOUND
+
+
+def remarks(policy: "Policy", parallel: "Parallel", all2all: str | None, env: dict[str, str]) -> list[str]:
+    """What a user should know of options that change nothing."""
+    found = []
+    if all2all is not None and not parallel.exchanges:
+        found.append("--all2all changes nothing here: tokens travel only with --ep and --dp above 1")
+    for name in env:
+        if name not in policy.switches():
+            near = difflib.get_close_matches(name, policy.switches(), n=1, cutoff=0.6)
+            also = f"; did you mean {near[0]}?" if near else ""
+            found.append(f"no rule of {policy.name} reads the switch {name}{also}")
+    return found
 
 
 def switches(pairs: list[str]) -> dict[str, str]:
@@ -112,26 +143,37 @@ def brief(explanation: "Explanation") -> list[str]:
 
 
 def draw(explanation: "Explanation", console: Any) -> None:
-    """The whole explanation for a person."""
+    """The whole explanation for a person: the answer of each group first, then its reasons."""
     origin, device = explanation.checkpoint.origin, explanation.device
-    where = f"{origin.kind}{f', revision {origin.revision}' if origin.revision else ''}"
-    where += f"; {origin.note}" if origin.note else ""
-    console.print(f"checkpoint  {origin.name}  (read from: {where})", markup=False)
-    console.print(f"device      {device.name}, {device.arch}{_device_facts(explanation)}", markup=False)
-    packages = ", ".join(sorted(explanation.packages.versions)) or "none"
-    console.print(f"packages    {packages}", markup=False)
-    if explanation.packages.env:
-        console.print(
-            f"switches    {' '.join(f'{k}={v}' for k, v in explanation.packages.env.items())}", markup=False
-        )
-    parallel = explanation.parallel
-    if parallel.ranks > 1:
-        ep = f" ep={parallel.ep_size} all2all={parallel.all2all}" if parallel.ep else ""
-        console.print(f"parallel    tp={parallel.tp} dp={parallel.dp}{ep}{' eplb' if parallel.eplb else ''}")
-    console.print(f"policy      {explanation.policy}")
+    packages, parallel = explanation.packages, explanation.parallel
+    lines = {
+        "checkpoint": f"{origin.name} (read from: {origin.kind}"
+        f"{f', revision {origin.revision}' if origin.revision else ''})",
+        "device": f"{device.name}, {device.arch}{_device_facts(explanation)}",
+        "packages": ", ".join(sorted(packages.versions)) or "none",
+        "switches": " ".join(f"{key}={value}" for key, value in packages.env.items()),
+        "parallel": _parallel(parallel) if parallel.ranks > 1 else "",
+        "policy": explanation.policy,
+        "memory": _memory(explanation),
+    }
+    for label, value in lines.items():
+        if value:
+            console.print(f"{label:<11} {value}", markup=False)
     for group in explanation.groups:
         console.print()
         _draw_group(group, console)
+
+
+def _parallel(parallel: "Parallel") -> str:
+    ep = f" ep={parallel.ep_size}" if parallel.ep else ""
+    exchange = f" all2all={parallel.all2all}" if parallel.exchanges else ""
+    return f"tp={parallel.tp} dp={parallel.dp}{ep}{exchange}{' eplb' if parallel.eplb else ''}"
+
+
+def _memory(explanation: "Explanation") -> str:
+    verdict = {True: "", False: ": does not fit", None: ""}[explanation.fits]
+    of = f" of {size(explanation.device.memory_bytes)}" if explanation.device.memory_bytes else ""
+    return f"expert weights take {size(explanation.expert_bytes)}{of} per rank, as padded{verdict}"
 
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
@@ -152,20 +194,21 @@ def _device_facts(explanation: "Explanation") -> str:
 def _draw_group(group: "GroupExplanation", console: Any) -> None:
     from ..explain import facts, source_of
 
-    known = table("fact", "value", "source", title=f"layers {ranges(group.group.layers)}")
+    decision, memory, layers = group.decision, group.memory, len(group.group.layers)
+    console.print(f"layers {ranges(group.group.layers)}", style="bold", markup=False)
+    _draw_choice(decision, console)
+    console.print(
+        f"weights     {size(memory.stored)} a layer per rank as stored, {size(memory.padded)} as padded; "
+        f"{size(memory.stored * layers)} and {size(memory.padded * layers)} in {count(layers, 'layer')}",
+        markup=False,
+    )
+    for note in (*decision.notes, *group.group.notes):
+        console.print(f"note: {note}", markup=False)
+    console.print()
+    known = table("fact", "value", "source", title="what the layers are")
     for fact, value in facts(group.problem).items():
         known.add_row(fact, value, source_of(fact, group.group.sources))
     console.print(known)
-    for note in group.group.notes:
-        console.print(f"note: {note}", markup=False)
-    decision = group.decision
-    _draw_choice(decision, console)
-    memory, layers = group.memory, len(group.group.layers)
-    console.print(
-        f"expert weights per rank: {size(memory.stored)} a layer as stored, {size(memory.padded)} as padded; "
-        f"{size(memory.stored * layers)} and {size(memory.padded * layers)} in {layers} layers"
-    )
-    console.print()
     candidates = table("#", "backend", "experts", "kind", "verdict", title="candidates, in the order asked")
     for candidate in decision.candidates:
         kind = "monolithic" if candidate.variant.monolithic else "modular"
@@ -174,32 +217,32 @@ def _draw_group(group: "GroupExplanation", console: Any) -> None:
         candidates.add_row(
             str(candidate.rank + 1), candidate.backend.name, candidate.variant.experts, kind, verdict
         )
-    console.print(candidates)
+    if decision.candidates:
+        console.print(candidates)
 
 
 def _draw_choice(decision: "Decision", console: Any) -> None:
     chosen = decision.chosen
-    for gate in decision.gates:
-        console.print(f"refused: {gate}", markup=False)
-    if chosen is None or decision.error:
-        console.print(f"no backend: {decision.error or 'see the reasons below'}", markup=False, style="bold")
-    if chosen is not None and not decision.error:
-        dims = decision.problem.dims
-        kind = (
-            "monolithic: takes router logits"
-            if chosen.variant.monolithic
-            else "modular: takes top-k ids and weights"
-        )
-        console.print(f"backend     {chosen.backend.name}", style="bold")
-        console.print(f"experts     {chosen.variant.experts} ({kind})")
-        console.print(f"route       {decision.route} ({decision.method})")
-        padded = [
-            f"hidden {dims.hidden} -> {dims.padded_hidden}",
-            f"intermediate {dims.intermediate} -> {dims.padded_intermediate}",
-        ]
-        console.print(f"padding     {', '.join(padded)}")
-    for note in decision.notes:
-        console.print(f"note: {note}", markup=False)
+    if chosen is None or not decision.usable:
+        for reason in (*decision.gates, decision.error):
+            if reason:
+                console.print(f"no backend: {reason}", markup=False, style="bold")
+        return
+    dims = decision.problem.dims
+    kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
+    target = LAYOUTS[chosen.layout].target if chosen.layout in LAYOUTS else ""
+    lines = {
+        "backend": chosen.backend.name + (f" ({chosen.backend.note})" if chosen.backend.note else ""),
+        "experts": f"{chosen.variant.experts}, takes {kind}",
+        "route": f"{decision.route} ({decision.method})",
+        "padding": f"hidden {dims.hidden} -> {dims.padded_hidden}, "
+        f"intermediate {dims.intermediate} -> {dims.padded_intermediate}",
+        "layout": f"{chosen.layout}: moectl convert CKPT OUT --to {target}" if target else chosen.layout,
+    }
+    for label, value in lines.items():
+        if value:
+            style = "bold" if label == "backend" else ""
+            console.print(f"{label:<11} {value}", markup=False, style=style)
 
 
 def _verdict(candidate: "Candidate", decision: "Decision") -> Any:
@@ -207,7 +250,7 @@ def _verdict(candidate: "Candidate", decision: "Decision") -> Any:
     from rich.text import Text
 
     if decision.chosen is not None and candidate is decision.chosen:
-        return Text("chosen" + (f": {candidate.backend.note}" if candidate.backend.note else ""))
+        return Text("chosen" if decision.usable else "would be chosen, but see above")
     if candidate.usable:
         return Text("usable, but comes later")
     lines = [f"{group}: {verdict}" for group, verdicts in candidate.reasons().items() for verdict in verdicts]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Annotated
 
 import typer
 
 from .. import __version__
+from ..errors import ExitCode
 from . import bench, convert, explain, run, synth, unconvert, verify
+from .output import drop_stdout
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
@@ -38,7 +43,9 @@ def epilog(examples: Sequence[str], more: Sequence[str] = ()) -> str:
 app = typer.Typer(
     name="moectl",
     help="Explain, convert, run and bench quantized Mixture-of-Experts layers.",
-    epilog=epilog(EXAMPLES, ["Every option can be set as MOECTL_<OPTION>, such as MOECTL_GPU=b200."]),
+    epilog=epilog(
+        EXAMPLES, ["Every option has a variable MOECTL_<COMMAND>_<OPTION>: MOECTL_EXPLAIN_GPU=b200."]
+    ),
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -64,6 +71,28 @@ def _root(
     pass
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End at once. Until something is being written there is nothing to put in order, and libraries
+    that are being imported do not survive an exception in their midst."""
+    os.write(2, b"moectl: interrupted\n")
+    os._exit(int(ExitCode.INTERRUPTED))
+
+
 def main() -> None:
     """Run the program with sys.argv; exits with an `ExitCode`."""
-    app(prog_name="moectl")
+    signal.signal(signal.SIGINT, _leave)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    try:
+        try:
+            app(prog_name="moectl")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        drop_stdout()
+        sys.exit(int(ExitCode.DONE))
+    except OSError as error:
+        drop_stdout()
+        print(f"moectl: error: cannot write the output: {error.strerror}", file=sys.stderr)
+        sys.exit(int(ExitCode.UNAVAILABLE))

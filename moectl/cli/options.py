@@ -1,24 +1,36 @@
 """Options that commands share, and the frame every command runs in."""
 
+import copy
+import difflib
 import functools
 import inspect
 import os
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
-from ..errors import ExitCode, MoectlError
-from .output import Output
+from ..errors import ExitCode, MoectlError, Unavailable, UsageError
+from .output import Output, drop_stdout
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+MAX_TOKENS = 1 << 20
+"""Most tokens that one call is given."""
 
-def option(*names: str, help: str, **settings: Any) -> Any:
-    """A typer option that can also be set as ``MOECTL_<NAME>`` (the first long name, upper case)."""
+
+def option(*names: str, help: str, own: bool = False, **settings: Any) -> Any:
+    """A typer option that can also be set as ``MOECTL_<COMMAND>_<NAME>``.
+
+    NAME is the first long name. ``MOECTL_<NAME>`` works too, unless the option is the command's `own`:
+    then other commands have one of the same name that means something else.
+    """
     long = next(name for name in names if name.startswith("--"))
-    variable = "MOECTL_" + long.split("/")[0].lstrip("-").replace("-", "_").upper()
-    return typer.Option(*names, help=help, envvar=variable, show_envvar=False, **settings)
+    name = long.split("/")[0].lstrip("-").replace("-", "_").upper()
+    variables = ["MOECTL_{command}_" + name] + ([] if own else [f"MOECTL_{name}"])
+    return typer.Option(*names, help=help, envvar=variables, show_envvar=False, **settings)
 
 
 CheckpointArg = Annotated[
@@ -27,6 +39,12 @@ CheckpointArg = Annotated[
         metavar="CKPT",
         help="A folder, a config.json, a Hub id org/name[@revision], or a built-in model.",
         show_default=False,
+    ),
+]
+WeightsArg = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT", help="The folder of a checkpoint, or a converted one.", show_default=False
     ),
 ]
 Offline = Annotated[bool, option("--offline", help="Do not ask the Hub.")]
@@ -45,8 +63,37 @@ SHARED = tuple(
 """Options of every command."""
 
 
+def pick(value: str, known: Iterable[str], what: str) -> str:
+    """`value` in the spelling of `known`, whatever its case and dashes.
+
+    Raises UsageError with the nearest names when it is none of them.
+    """
+    spelled = {name.lower().replace("-", "_"): name for name in known}
+    key = value.lower().replace("-", "_")
+    if key in spelled:
+        return spelled[key]
+    near = [spelled[name] for name in difflib.get_close_matches(key, spelled, n=3, cutoff=0.5)]
+    raise UsageError(
+        f"{what} {value!r} is not known",
+        reason=f"Known are {', '.join(spelled.values())}.",
+        hint=f"did you mean {' or '.join(near)}?" if near else "choose one of these",
+    )
+
+
+def check_writable(path: Path) -> None:
+    """Raises Unavailable when a file cannot be written to `path`: before the work, not after it."""
+    folder = path.parent
+    if path.is_dir():
+        raise Unavailable(f"cannot write {path}: it is a folder", hint="give the name of a file")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise Unavailable(
+            f"cannot write {path}: {folder} is not a folder that can be written to",
+            hint="choose another place for the output",
+        )
+
+
 def framed(name: str) -> Callable[[Command], Command]:
-    """Decorate a command: give it an `Output`, turn MoectlError and interrupts into exit codes.
+    """Decorate a command: give it an `Output`, turn whatever it raises into a sentence and an exit code.
 
     The command is called with its own options and `out`; it may return an ExitCode. The options that
     every command has (`SHARED`) are added to it here.
@@ -58,25 +105,53 @@ def framed(name: str) -> Callable[[Command], Command]:
             out = Output(name, as_json=json, quiet=quiet)
             try:
                 code = command(*args, **kwargs, out=out)
-            except MoectlError as error:
-                if debug:
-                    raise
-                out.error(error)
-                raise typer.Exit(int(error.exit_code)) from error
+            except BrokenPipeError:
+                # The reader went away, as in `moectl ... | head`.
+                drop_stdout()
+                code = ExitCode.DONE
             except KeyboardInterrupt:
                 out.note("interrupted")
-                raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
-            except BrokenPipeError:
-                # The reader went away (`moectl ... | head`): end quietly, and keep the interpreter
-                # from failing again when it flushes stdout at exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                raise typer.Exit(int(ExitCode.DONE)) from None
+                code = ExitCode.INTERRUPTED
+            except Exception as error:
+                if debug:
+                    traceback.print_exc()
+                told = explained(error)
+                out.error(told)
+                code = told.exit_code
             raise typer.Exit(int(code or ExitCode.DONE))
 
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "out"]
-        parameters = [*own, *SHARED]
+        parameters = [_of_command(p, name) for p in (*own, *SHARED)]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+def _of_command(parameter: inspect.Parameter, command: str) -> inspect.Parameter:
+    """`parameter` with the command's name in its environment variables."""
+    if get_origin(parameter.annotation) is not Annotated:
+        return parameter
+    kind, made, *_ = get_args(parameter.annotation)
+    if not getattr(made, "envvar", None):
+        return parameter
+    mine = copy.copy(made)
+    mine.envvar = [variable.replace("{command}", command.upper()) for variable in made.envvar]
+    return parameter.replace(annotation=Annotated[kind, mine])
+
+
+def explained(error: Exception) -> MoectlError:
+    """Any error as one that can be shown: what the system or a library refused, or a fault of our own."""
+    if isinstance(error, MoectlError):
+        return error
+    text = str(error).strip().split("\n")[0]
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in text.lower()):
+        return Unavailable(f"there is not enough memory for this: {text}", hint="use smaller sizes")
+    if isinstance(error, OSError):
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
+        return Unavailable(f"the system refused: {where}{error.strerror or text}")
+    return Unavailable(
+        f"internal error: {type(error).__name__}: {text}",
+        hint="run it again with --debug and report the traceback",
+    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +18,11 @@ from ..errors import MoectlError
 SCHEMA_VERSION = 1
 """Version of the JSON documents; it grows when a field changes its meaning or goes away."""
 
-PIPE_WIDTH = 160
-"""Columns of tables when stdout is not a terminal."""
+NARROWEST = 100
+"""Columns below which tables are not squeezed: the terminal wraps their lines instead."""
+
+WIDEST = 10_000
+"""Columns off a terminal, so that no line is wrapped there."""
 
 Progress = Callable[[int, int, str], None]
 """Called with work done, work in all, and what is being worked on."""
@@ -39,13 +45,15 @@ class Output:
     ) -> None:
         """Print one result: `document` as JSON, `brief` when quiet, else what `draw(console)` draws."""
         if self.as_json:
-            self._json(document)
+            self.text(self.json(document))
         elif self.quiet:
-            for line in [brief] if isinstance(brief, str) else brief:
-                print(line)
-        else:
+            self.text("\n".join([brief] if isinstance(brief, str) else brief))
+        elif sys.stdout.isatty():
             draw(_console(sys.stdout))
-        sys.stdout.flush()
+        else:
+            drawn = io.StringIO()
+            draw(_console(drawn))
+            self.text("\n".join(line.rstrip() for line in drawn.getvalue().splitlines()))
 
     def text(self, text: str) -> None:
         """Print text that is already in its final format to stdout."""
@@ -64,51 +72,73 @@ class Output:
             if line:
                 print(f"  {line}", file=sys.stderr)
         if self.as_json:
-            self._json(
-                {
-                    "error": {
-                        "what": error.what,
-                        "reason": error.reason,
-                        "hint": error.hint,
-                        "exit_code": int(error.exit_code),
-                    }
-                }
-            )
+            found = {"what": error.what, "reason": error.reason, "hint": error.hint}
+            self.text(self.json({"error": {**found, "exit_code": int(error.exit_code)}}))
+
+    def json(self, document: Mapping[str, Any], indent: int | None = 2) -> str:
+        """`document` as JSON under the version of its schema; numbers that are not finite become null."""
+        head = {"schema_version": SCHEMA_VERSION, "moectl": __version__, "command": self.command}
+        return json.dumps(_plain({**head, **document}), indent=indent, allow_nan=False)
 
     @contextmanager
     def progress(self, label: str, *, unit: str = "bytes") -> Iterator[Progress]:
-        """Yield a progress callback: a bar with rate and ETA on a terminal, nothing elsewhere."""
-        if self.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        """Yield a progress callback: a bar with rate and ETA on a terminal, nothing elsewhere.
 
-            def silent(done: int, total: int, text: str = "") -> None:
-                pass
+        An interrupt in here is a KeyboardInterrupt, so that what is being written can be put in order.
+        """
+        with _interruptible():
+            if self.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+                yield _silent
+            else:
+                with _bar(label, unit) as update:
+                    yield update
 
-            yield silent
-            return
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-        from rich.progress import Progress as Bar
 
-        columns: list[Any] = [TextColumn("{task.description}"), BarColumn()]
-        columns += [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn()]
-        columns += [TimeRemainingColumn(), TextColumn("{task.fields[text]}")]
-        with Bar(*columns, console=_console(sys.stderr), transient=True) as bar:
-            task = bar.add_task(label, total=None, text="")
+def _silent(done: int, total: int, text: str = "") -> None:
+    """A `Progress` that shows nothing."""
 
-            def update(done: int, total: int, text: str = "") -> None:
-                bar.update(task, completed=done, total=total, text=text)
 
-            yield update
+@contextmanager
+def _bar(label: str, unit: str) -> Iterator[Progress]:
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as Bar
 
-    def _json(self, document: dict[str, Any]) -> None:
-        head = {"schema_version": SCHEMA_VERSION, "moectl": __version__, "command": self.command}
-        print(json.dumps({**head, **document}, indent=2, default=_plain))
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn()]
+    columns += [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn()]
+    columns += [TimeRemainingColumn(), TextColumn("{task.fields[text]}")]
+    with Bar(*columns, console=_console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(label, total=None, text="")
+
+        def update(done: int, total: int, text: str = "") -> None:
+            bar.update(task, completed=done, total=total, text=text)
+
+        yield update
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGINT as a KeyboardInterrupt, whatever `main` makes of it outside."""
+    try:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    except ValueError:  # not the main thread, which alone gets signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def drop_stdout() -> None:
+    """Let whatever is still written to stdout go nowhere, so that the interpreter can end quietly."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) -> Any:
@@ -131,34 +161,50 @@ def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) ->
 def size(nbytes: float) -> str:
     """Bytes in decimal units with three significant digits: ``1.69 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
+        if abs(nbytes) < 999.5:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Layer numbers in short: ``0-23``, ``1-60``, ``0, 2, 4-7``."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+def duration(seconds: float) -> str:
+    """A time with three significant digits: ``34.6 us``, ``1.37 ms``, ``2.3 s``."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds / 60:.0f} min"
+
+
+def count(number: int, thing: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _console(stream: Any) -> Any:
     from rich.console import Console
 
-    terminal = stream.isatty()
-    width = None if terminal or "COLUMNS" in os.environ else PIPE_WIDTH
-    return Console(file=stream, width=width, highlight=False, soft_wrap=False, emoji=False)
+    width = None
+    if not stream.isatty():
+        width = WIDEST
+    else:
+        found = Console(file=stream).width
+        width = max(found, NARROWEST)
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Console(
+        file=stream, width=width, color_system=None if plain else "auto", highlight=False, emoji=False
+    )
 
 
 def _plain(value: Any) -> Any:
+    """`value` as JSON can say it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if hasattr(value, "to_json"):
-        return value.to_json()
+        return sorted(_plain(item) for item in value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int)):
+        return value
     return str(value)

@@ -5,8 +5,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import ExitCode
-from .options import CheckpointArg, Device, Layer, Offline, Seed, framed, option
-from .output import Output, size
+from .options import (
+    MAX_TOKENS,
+    Device,
+    Layer,
+    Offline,
+    Seed,
+    WeightsArg,
+    check_writable,
+    framed,
+    option,
+    pick,
+)
+from .output import Output, duration, size
+from .source import DEVICES, backend_names, find_source
 
 if TYPE_CHECKING:
     from ..run import RunResult
@@ -20,19 +32,20 @@ EXAMPLES = (
 
 @framed("run")
 def run(
-    checkpoint: CheckpointArg,
+    checkpoint: WeightsArg,
     layer: Layer = None,
-    tokens: Annotated[int, option("--tokens", help="Random tokens.", min=0)] = 8,
+    tokens: Annotated[int, option("--tokens", own=True, help="Random tokens.", min=0, max=MAX_TOKENS)] = 8,
     seed: Seed = 0,
     backend: Annotated[
-        str | None, option("--backend", help="triton or torch; default: the best one here.")
+        str | None, option("--backend", own=True, help="triton or torch; default: the best one here.")
     ] = None,
     device: Device = None,
     input: Annotated[
         Path | None, option("--input", help="safetensors file with x, or x, ids and weights.")
     ] = None,
     output: Annotated[
-        Path | None, option("--output", help="Write y, x, ids and weights to this safetensors file.")
+        Path | None,
+        option("--output", own=True, help="Write y, x, ids, weights to this safetensors file."),
     ] = None,
     offline: Offline = False,
     *,
@@ -43,11 +56,17 @@ def run(
     The result is compared with a plain fp32 reference; exit code 1 when it is too far away. CKPT may be
     a converted folder: the layer then runs from its prepared weights.
     """
+    names = backend_names(backend)
+    device = pick(device, DEVICES, "device") if device else None
+    source = find_source(checkpoint, layer, offline=offline)
+    if output is not None:
+        check_writable(output)
+
     from ..run import choose_backends, open_layer, run_layer, this_machine
 
     machine = this_machine(device)
-    opened = open_layer(checkpoint, layer, offline=offline)
-    name = choose_backends(opened.problem, machine, [backend] if backend else [])[0]
+    opened = open_layer(source, layer)
+    name = choose_backends(opened.problem, machine, names)[0]
     out.note(f"layer {opened.layer} on {name}, {machine.device.name}")
     result = run_layer(opened, name, machine, tokens=tokens, seed=seed, source=input)
     if output is not None:
@@ -56,12 +75,12 @@ def run(
     document = {
         "checkpoint": checkpoint,
         "layer": opened.layer,
-        "problem": repr(opened.problem),
+        "problem": asdict(opened.problem),
         "device": machine.device.name,
         "backend": name,
         "layout": result.prepared.layout,
         "relaid": result.prepared.relaid,
-        "tokens": len(result.inputs.x),
+        "tokens": result.tokens,
         "routed_by": result.routed_by,
         "check": asdict(checked),
         "prepare_seconds": result.prepare_seconds,
@@ -77,16 +96,18 @@ def run(
         rows = {
             "layer": f"{opened.layer} of {checkpoint}, {opened.problem.scheme}",
             "backend": f"{name}, weights in layout {result.prepared.layout}{moved}",
-            "tokens": f"{len(result.inputs.x)}, routed by {result.routed_by}, top-{opened.problem.top_k}",
-            "error": f"max {checked.max:.3g} (limit {limit.max:g}), RMS {checked.rms:.3g} (limit "
-            f"{limit.rms:g}), worst token {checked.worst_token} (RMS {checked.worst_rms:.3g})",
-            "time": f"prepare {result.prepare_seconds:.3g} s, first call {result.first_seconds:.3g} s, "
-            f"then {result.median_us:.4g} us (warm median)",
+            "tokens": f"{result.tokens}, routed by {result.routed_by}, top-{opened.problem.top_k}",
+            "error": f"max {checked.max:.3g} (at most {limit.max:g}), RMS {checked.rms:.3g} ({limit.rms:g})",
+            "worst": f"token {checked.worst_token}, RMS {checked.worst_rms:.3g}" if result.tokens else "",
+            "prepare": duration(result.prepare_seconds),
+            "first": f"{duration(result.first_seconds)} (compilation included)",
+            "warm": f"{duration(result.median_us * 1e-6)} (median)" if result.tokens else "",
             "memory": f"{size(result.weight_bytes)} of weights, peak {size(result.peak_bytes)}",
             "check": "passed" if checked.ok else "FAILED",
         }
         for label, value in rows.items():
-            console.print(f"{label:<9} {value}", markup=False)
+            if value:
+                console.print(f"{label:<9} {value}", markup=False)
 
     out.result(document, draw, f"{'ok' if checked.ok else 'failed'} {checked.rms:.3g}")
     return ExitCode.DONE if checked.ok else ExitCode.FOUND

@@ -8,14 +8,14 @@ import typer
 
 from ..errors import ExitCode
 from .options import framed, option
-from .output import Output, size
+from .output import Output, count, size
 
 EXAMPLES = ("moectl verify ./marlin", "moectl verify ./marlin --source ./gpt-oss-20b --json")
 
 
 @framed("verify")
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A converted folder.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A converted folder.", show_default=False)],
     source: Annotated[
         Path | None, option("--source", help="Compare with this checkpoint folder's bytes too.")
     ] = None,
@@ -35,13 +35,11 @@ def verify(
         for finding in report.findings:
             console.print(f"found: {finding}", markup=False)
         compared = ", equal to the source's bytes" if report.compared else ""
-        verdict = f"whole; {report.tensors} tensors lead back to their hashes{compared}"
-        bad = f"{len(report.findings)} findings"
-        console.print(
-            f"{folder}: {verdict if report.ok else bad} "
-            f"({report.layers} layers, {report.files} other files, {size(report.bytes_read)} read)",
-            markup=False,
-        )
+        verdict = f"whole; {report.tensors} tensors lead back to the source's hashes{compared}"
+        bad = count(len(report.findings), "finding")
+        read = f"{count(report.layers, 'layer')}, {count(report.files, 'other file')}"
+        text = f"{folder}: {verdict if report.ok else bad} ({read}, {size(report.bytes_read)} read)"
+        console.print(text, markup=False)
 
     document = {"folder": str(folder), "ok": report.ok, **asdict(report)}
     out.result(document, draw, "ok" if report.ok else list(report.findings))

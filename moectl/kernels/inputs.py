@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -77,7 +78,10 @@ def _logits(problem: MoEProblem, tokens: int, distribution: str, generator: torc
             hint="use uniform, balanced, zipf:A or hot:N:F",
         )
     try:
-        odds = LOG_ODDS[name](problem.experts, *(float(a) for a in arguments))
+        numbers = [float(a) for a in arguments]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"{arguments} are not all finite")
+        odds = LOG_ODDS[name](problem.experts, *numbers)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"routing distribution {distribution!r} has bad arguments",

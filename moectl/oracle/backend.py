@@ -284,6 +284,7 @@ class Rule:
 class Capability:
     """What one experts implementation serves. None is "any", an empty set is "never".
 
+    `dtypes` are the model's 16-bit dtypes, `scales` the storage dtypes of weight scales.
     `codes` overrides the engine's reason for a question that its own check files elsewhere.
     """
 
@@ -300,6 +301,7 @@ class Capability:
     zero_points: bool = True
     bias: bool = True
     dtypes: Choice = ANY
+    scales: Choice = ANY
     rules: tuple[Rule, ...] = ()
     codes: Mapping[str, str] = field(default_factory=dict, hash=False)
 

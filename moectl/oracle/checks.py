@@ -89,6 +89,11 @@ def _dtype(ask: Ask, offers: Capability, variant: Variant) -> Answer:
     return ask.dtype, str(offers.dtypes), offers.dtypes.allows(ask.dtype)
 
 
+def _scales(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    stored = ask.problem.scheme.weight.scale_dtype or {"fp16": "F16"}.get(ask.problem.dtype, "BF16")
+    return stored, str(offers.scales), offers.scales.allows(stored)
+
+
 def _routing(ask: Ask, offers: Capability, variant: Variant) -> Answer:
     return ask.routing, str(offers.routing), offers.routing.allows(ask.routing)
 
@@ -128,6 +133,7 @@ CHECKS: tuple[Check, ...] = (
     Check("expert bias", "scheme", "bias", _bias),
     Check("routing method", "scheme", "routing_method", _routing),
     Check("model dtype", "scheme", "other", _dtype),
+    Check("scale dtype", "scheme", "quant_scheme", _scales),
     Check("token exchange", "parallel", "parallel", _exchange),
     Check("expert parallel", "parallel", "parallel", _experts_spread),
     Check("data parallel ranks", "parallel", "parallel", _data_parallel),

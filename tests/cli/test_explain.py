@@ -68,7 +68,7 @@ def test_the_document_holds_enough_to_decide_again():
 
 def test_a_backend_that_cannot_serve_is_refused_with_its_reasons():
     done = moectl("explain", GPT, "--gpu", "h100", "--backend", "deep_gemm", "--offline", code=1)
-    assert "no backend" in done.stdout
+    assert "no backend: " in done.stdout
     done = moectl("explain", GPT, "--gpu", "h100", "--backend", "FLASHINFER-TRTLLM", "--offline", code=1)
     assert "sm100" in done.stdout
     fallen = ask(GPT, "--gpu", "h100", "--backend", "flashinfer_trtllm", "--allow-fallback")
@@ -125,6 +125,75 @@ def test_a_converted_folder_says_which_commands_read_it(tiny_gpt_oss, tmp_path):
     assert "moectl run" in done.stderr
 
 
-def test_debug_shows_the_traceback():
-    with pytest.raises(Exception, match="h2000"):
-        moectl("explain", GPT, "--gpu", "h2000", "--debug", code=2)
+def test_debug_shows_the_traceback_and_keeps_the_exit_code():
+    done = moectl("explain", GPT, "--gpu", "h2000", "--debug", code=2)
+    assert "Traceback" in done.stderr
+    assert "moectl: error:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "near"),
+    [
+        (["--backend", "marlni"], "marlin"),
+        (["--backend", "marlni", "--allow-fallback"], "marlin"),
+        (["--dp", "8", "--ep", "--all2all", "deepep_low_latncy"], "deepep_low_latency"),
+    ],
+)
+def test_a_name_that_the_engine_does_not_know_is_wrong_usage(options, near):
+    done = moectl("explain", GPT, "--gpu", "h100", "--offline", *options, code=2)
+    assert f"did you mean {near}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--env", "VLLM_USE_FLASHINFER_MOE_INT=1"], "VLLM_USE_FLASHINFER_MOE_INT4"),
+        (["--all2all", "deepep_low_latency"], "changes nothing"),
+    ],
+)
+def test_options_that_change_nothing_are_noted(options, words):
+    assert words in moectl("explain", KIMI, "--gpu", "b200", "--offline", *options).stderr
+
+
+def test_memory_is_held_against_the_device():
+    assert ask(KIMI, "--gpu", "l40s")["fits"] is False
+    assert ask(GPT, "--gpu", "h200")["fits"] is True
+    assert "does not fit" in moectl("explain", KIMI, "--gpu", "l40s", "--offline").stdout
+
+
+def test_more_ranks_than_experts_are_refused():
+    done = moectl("explain", GPT, "--gpu", "h100", "--tp", "256", "--ep", "--offline", code=2)
+    assert "128 experts cannot be spread over 256 ranks" in done.stderr
+
+
+def test_a_deployment_that_the_engine_refuses_names_no_backend_as_chosen():
+    done = moectl("explain", GPT, "--gpu", "t4", "--offline", code=1)
+    assert "no backend: " in done.stdout
+    assert not [line for line in done.stdout.splitlines() if line.startswith("backend ")]
+
+
+def test_a_format_without_rules_is_no_wrong_usage(tmp_path):
+    config = {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 7168,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = moectl("explain", tmp_path / "config.json", "--gpu", "h100", code=1)
+    assert "fp8" in done.stderr

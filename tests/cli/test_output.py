@@ -4,16 +4,25 @@ import json
 
 import pytest
 
-from moectl.cli.output import Output, ranges, size, table
+from moectl.cli.output import Output, count, duration, size, table
 from moectl.errors import CheckpointError, Unavailable
 
 
 @pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([5, 0, 2, 3, 4], "0, 2-5"), ([0, 2], "0, 2")],
+    ("seconds", "text"),
+    [(34.6e-6, "34.6 us"), (1.374, "1.37 s"), (0.0123, "12.3 ms"), (0.9999e-3, "1 ms"), (7200, "120 min")],
 )
-def test_ranges(numbers, text):
-    assert ranges(numbers) == text
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_count():
+    assert [count(n, "file") for n in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
+
+
+def test_numbers_that_are_not_finite_are_null_in_json():
+    text = Output("bench", as_json=True).json({"a": float("nan"), "b": [float("inf"), 1.5]})
+    assert json.loads(text, parse_constant=pytest.fail)["b"] == [None, 1.5]
 
 
 @pytest.mark.parametrize(

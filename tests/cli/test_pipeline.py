@@ -190,9 +190,41 @@ def test_bench_formats(tiny_gpt_oss, tmp_path):
     assert moectl("bench", tiny_gpt_oss, *options, "-o", file).stdout == ""
     rows = list(csv.DictReader(file.open()))
     assert [row["tokens"] for row in rows] == ["1", "3"] and float(rows[0]["floor_us"]) > 0
-    text = moectl("bench", tiny_gpt_oss, *options, "--format", "md").stdout
+    both = tmp_path / "rows.md"
+    assert moectl("bench", tiny_gpt_oss, *options, "-o", both, "--json").document["rows"]
+    assert both.read_text().startswith("| backend | M |")
+    text = moectl("bench", tiny_gpt_oss, *options, "--format", "MD").stdout
     assert text.startswith("| backend | M |")
     assert "torch" in moectl("bench", tiny_gpt_oss, *options).stdout
+
+
+@pytest.mark.parametrize("command", ["bench", "run"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, tiny_gpt_oss, tmp_path):
+    out = tmp_path / "no" / "y.csv"
+    done = moectl(command, tiny_gpt_oss, "--output", out, "--device", "cpu", code=3)
+    assert "not a folder that can be written to" in done.stderr
+
+
+def test_a_dry_run_looks_at_the_output_too(tiny_gpt_oss, tmp_path):
+    (tmp_path / "file").write_text("x")
+    done = moectl("convert", tiny_gpt_oss, tmp_path, "--to", "marlin", "--dry-run", code=2)
+    assert "not empty" in done.stderr
+
+
+def test_a_flipped_byte_is_found_by_run(tiny_gpt_oss, tmp_path):
+    out = tmp_path / "out"
+    moectl("convert", tiny_gpt_oss, out, "--to", "marlin")
+    file = out / "moectl-layer-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(data)
+    moectl("verify", out, code=1)
+    moectl("run", out, "--device", "cpu", code=4)
+
+
+def test_unconverting_experts_alone_says_so(tiny_gpt_oss, tmp_path):
+    moectl("convert", tiny_gpt_oss, tmp_path / "out", "--to", "marlin", "--experts-only")
+    assert "no complete checkpoint" in moectl("unconvert", tmp_path / "out", tmp_path / "back").stderr
 
 
 def test_bench_refuses_a_suffix_that_names_no_format(tiny_gpt_oss, tmp_path):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,15 @@ def start(*argv, env=None):
         (["bench", "x", "-m", "eight"], 2),
         (["bench", "x", "--format", "xml"], 2),
         (["run", "x", "--tokens", "-1"], 2),
+        (["run", "x", "--tokens", "99999999999"], 2),
+        (["run", "x", "--device", "tpu"], 2),
+        (["run", "x", "--backend", "warp"], 2),
+        (["bench", "x", "--backend", "warp,torch"], 2),
+        (["bench", "x", "--json", "--format", "csv"], 2),
+        (["run", "/no/such/folder"], 4),
+        (["convert", "/no/such/folder", "b", "--to", "marlin"], 4),
+        (["convert", "a", "b", "--to", "marlin", "--arch", "sm1"], 2),
+        (["explain", "openai/gpt-oss-20b", "--gpu", "h100", "--backend", "marlni"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
@@ -92,8 +102,9 @@ def test_every_option_has_an_environment_variable():
             if parameter.param_type_name == "option" and parameter.name != "help":
                 seen[name, parameter.name] = parameter.envvar
     assert len(seen) > 40
-    wrong = {key: value for key, value in seen.items() if not str(value).startswith("MOECTL_")}
-    assert not wrong
+    for (command, name), variables in seen.items():
+        assert variables[0] == f"MOECTL_{command}_{name}".upper().replace("ALL_TO_ALL", "ALL2ALL")
+        assert variables[1:] in ([], [f"MOECTL_{name}".upper()])
 
 
 def test_environment_variable_is_used():
@@ -122,18 +133,84 @@ def test_unknown_command_suggests_the_near_one():
     assert "explain" in done.stderr
 
 
-def test_no_color_and_pipes_print_no_escapes():
-    done = start("explain", "openai/gpt-oss-20b", "--gpu", "h100", "--offline")
-    assert "\x1b" not in done.stdout
-    done = start(
-        "explain",
-        "openai/gpt-oss-20b",
-        "--gpu",
-        "h100",
-        "--offline",
-        env={"FORCE_COLOR": "", "NO_COLOR": "1"},
+def on_a_terminal(*argv, columns=120, **env):
+    """What moectl writes to a terminal of that width."""
+    import pty
+
+    reader, writer = pty.openpty()
+    done = subprocess.Popen(
+        [sys.executable, "-m", "moectl", *argv],
+        stdout=writer,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), **env},
     )
+    os.close(writer)
+    found = b""
+    while True:
+        try:
+            piece = os.read(reader, 1 << 16)
+        except OSError:  # Linux says EIO when the last writer is gone
+            break
+        if not piece:
+            break
+        found += piece
+    os.close(reader)
+    assert done.wait() == 0
+    return found.decode()
+
+
+EXPLAIN = ("explain", "openai/gpt-oss-20b", "--gpu", "h100", "--offline")
+
+
+def test_pipes_get_no_escapes_and_no_padding():
+    done = start(*EXPLAIN)
     assert "\x1b" not in done.stdout
+    assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
+
+
+def test_terminals_get_bold_unless_no_color():
+    assert "\x1b[" in on_a_terminal(*EXPLAIN, NO_COLOR="")
+    assert "\x1b" not in on_a_terminal(*EXPLAIN, NO_COLOR="1")
+
+
+@pytest.mark.parametrize("argv", [("--help",), (*EXPLAIN, "-q"), (*EXPLAIN, "--json"), EXPLAIN])
+def test_a_full_disk_on_stdout_is_one_sentence(argv):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "moectl", *argv], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert "No space left" in done.stderr
+
+
+def test_a_closed_stdout_is_no_traceback():
+    done = subprocess.run(
+        f"{sys.executable} -m moectl {' '.join(EXPLAIN)} -q >&-",
+        shell=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("delay", [0.1, 0.3, 0.6])
+def test_an_interrupt_while_libraries_are_imported_ends_at_once(delay, tiny_gpt_oss):
+    import signal
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moectl", "bench", str(tiny_gpt_oss), "--repeats", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
 
 
 def test_completion_is_offered():
@@ -148,10 +225,12 @@ def test_completion_is_offered():
 
 def test_a_closed_pipe_is_no_error():
     done = subprocess.run(
-        f"{sys.executable} -m moectl explain openai/gpt-oss-20b --gpu h100 --offline | head -n 1",
+        f"set -o pipefail; {sys.executable} -m moectl {' '.join(EXPLAIN)} | head -n 1",
         shell=True,
+        executable="/bin/bash",
         capture_output=True,
         text=True,
     )
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+    assert done.returncode == 0

@@ -6,7 +6,7 @@ from ...padding import padding
 from ..backend import Backend, Capability, Form, Offer, Spread, Variant, only, sm
 
 _OFFERS = (Offer(frozenset({"mxfp4 group 32", "int4 group 32", "int4 group 64", "int4 group 128"})),)
-_ACTIVATIONS = only("silu", "swigluoai", "swigluoai_uninterleave")
+_ACTIVATIONS = only("silu", "swigluoai")
 _ONE_RANK = Spread(exchange=only("none"))
 
 TRITON = Backend(
@@ -23,6 +23,8 @@ TRITON = Backend(
                 spread=_ONE_RANK,
                 act_order=False,
                 zero_points=False,
+                dtypes=only("bf16"),
+                scales=only("E8M0", "BF16"),
             ),
         ),
     ),

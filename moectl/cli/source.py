@@ -1,0 +1,46 @@
+"""What a CKPT argument of `run` and `bench` names, found before anything heavy is imported."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError, UsageError
+from .options import pick
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+DEVICES = ("cpu", "cuda")
+POLICY = "moectl"
+"""The policy whose backends this tool runs itself."""
+
+
+def find_source(ref: str, layer: int | None, *, offline: bool) -> "Checkpoint | Path":
+    """The checkpoint that `ref` names, or the path of a converted folder.
+
+    Raises CheckpointError when it has no MoE layers, UsageError when `layer` is none of them.
+    """
+    from ..checkpoint import open_checkpoint
+    from ..checkpoint.opening import MANIFEST
+
+    if (Path(ref) / MANIFEST).exists():
+        return Path(ref)
+    found = open_checkpoint(ref, offline=offline)
+    layers = sorted(number for group in found.groups for number in group.layers)
+    if not layers:
+        raise CheckpointError(f"{ref} has no MoE layers", hint="moectl explain shows what it holds")
+    if layer is not None and layer not in layers:
+        raise UsageError(
+            f"layer {layer} has no experts; MoE layers are {layers[0]} to {layers[-1]}",
+            hint="choose one of them with --layer",
+        )
+    return found
+
+
+def backend_names(text: str | None) -> list[str]:
+    """Backends of a list such as ``triton,torch``; none for None or ``all``. UsageError for others."""
+    from ..oracle.registry import policy_named
+
+    if text is None or text == "all":
+        return []
+    known = policy_named(POLICY).request_names()
+    return [pick(name.strip(), known, "backend") for name in text.split(",") if name.strip()]

@@ -1,0 +1,61 @@
+"""What the oracle says runs here is what the runners and their layouts take."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from moectl.convert.layout import layout_named
+from moectl.environment import Packages, find_device
+from moectl.kernels.runners import runner_for
+from moectl.oracle import policy_named, select
+from moectl.padding import padding
+from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem
+from moectl.schemes import BF16, FULL, MXFP4, Scheme, int_format
+
+WEIGHTS = [
+    MXFP4,
+    BF16,
+    *(
+        int_format(bits, group, scales, zero)
+        for bits, group, scales, zero in product(
+            (4, 8), (16, 32, 64, 128, FULL), ("BF16", "F16"), (False, True)
+        )
+    ),
+]
+ACTIVATIONS = [SILU, SWIGLU_OAI, Activation("relu2", gated=False), Activation("gelu_tanh")]
+PROBLEMS = [
+    MoEProblem(Dims(hidden, 256), 8, 4, Scheme(weight), activation, bias=bias, dtype=dtype, act_order=order)
+    for weight, activation, bias, dtype, order, hidden in product(
+        WEIGHTS, ACTIVATIONS, (False, True), ("bf16", "fp16"), ("", "group"), (256, 2880)
+    )
+    if weight.group in (0, FULL) or hidden % weight.group == 0
+]
+
+
+def chosen_on(device, problem):
+    """The runner of the tool's own policy for a problem, or None."""
+    chosen = select(problem, find_device(device), Packages(), policy_named("moectl")).chosen
+    return chosen.backend.runner if chosen else None
+
+
+def test_triton_is_chosen_exactly_where_it_runs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    runner, layout = runner_for("triton"), layout_named("moectl-mtile64")
+    taken = 0
+    for problem in PROBLEMS:
+        align = padding(layout.name, problem.scheme.weight)
+        padded = replace(problem, dims=align.apply(problem.dims))
+        reasons = [runner.refusal(problem, torch.device("cuda")), *layout.refusals(padded)]
+        runs = not any(reasons)
+        assert (chosen_on("h100", problem) == "triton") == runs, (problem, reasons)
+        taken += runs
+    assert 20 < taken < len(PROBLEMS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "t4"])
+def test_torch_is_chosen_only_where_it_runs(device):
+    for problem in PROBLEMS:
+        if chosen_on(device, problem) == "torch":
+            assert not runner_for("torch").refusal(problem, torch.device("cpu")), problem
