@@ -14,8 +14,11 @@ from .kernels.prepared import DenseExpert, PreparedMoE
 from .kernels.reference import moe_reference
 from .kernels.roofline import Floor, Rates, Work, floor_of, work_of
 from .kernels.runners import Runner, runner_for
-from .kernels.timing import Timing, measured_rates, time_calls
+from .kernels.timing import Timing, last_level_cache, measured_rates, time_calls
 from .kernels.tolerance import CheckResult, check, tolerance_for
+
+COLD_FACTOR = 4
+"""How many times larger than the last-level cache a layer is whose calls stay cold one after another."""
 
 CHECKED_TOKENS = 32
 """Tokens whose result is compared with the reference; the others are checked to be finite."""
@@ -93,8 +96,13 @@ def bench(
 
 
 def _input_sets(layer: PreparedMoE, tokens: int, options: BenchOptions, device: torch.device) -> list[Inputs]:
-    """Inputs with different routings, so many that small batches do not find their weights in a cache."""
-    count = max(1, min(12, 2048 // tokens)) if device.type == "cuda" else 3
+    """Inputs with different routings.
+
+    On CUDA several are timed together, so that launching a graph counts little; a layer that a few
+    caches would hold is timed one call at a time, as its weights would be found in the cache.
+    """
+    several = device.type == "cpu" or layer.nbytes > COLD_FACTOR * last_level_cache(device)
+    count = 1 if not several else max(1, min(12, 2048 // tokens)) if device.type == "cuda" else 3
     return [
         make_inputs(layer.problem, tokens, options.seed + i, options.distribution, device=device)
         for i in range(count)

@@ -48,9 +48,12 @@ def time_calls(
 ) -> Timing:
     """Time of one of `calls`: equal work on different inputs, so that one call does not warm the next.
 
+    With `cold`, caches are flushed before every measurement; where a measurement is of several calls,
+    they must touch more than a cache holds to stay cold.
+
     On CUDA all calls are captured in one graph, which is replayed between two events; calls that are not
     `capturable` are made one after the other between the events. On a CPU they run in turn between
-    two readings of the clock. Caches are flushed before every measurement.
+    two readings of the clock.
     """
     if not calls or repeats < 1:
         raise UsageError(f"timing needs calls and repeats, got {len(calls)} and {repeats}")
@@ -123,9 +126,14 @@ def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 def _flusher(device: torch.device) -> Call:
     """A call that replaces what the last-level cache of `device` holds."""
-    size = _cuda_cache() if device.type == "cuda" else _cpu_cache()
+    size = last_level_cache(device)
     buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)
     return lambda: buffer.add_(1)
+
+
+def last_level_cache(device: torch.device) -> int:
+    """Bytes of the largest cache in front of the memory of `device`."""
+    return _cuda_cache() if device.type == "cuda" else _cpu_cache()
 
 
 def _cuda_cache() -> int:

@@ -47,7 +47,10 @@ def test_distributions_are_what_they_say() -> None:
     assert counts("hot:4:0.9")[:4].sum() > 1000
 
 
-@pytest.mark.parametrize("distribution", ["", "normal", "zipf", "zipf:x", "hot:4", "hot:0:0.5", "hot:2:1.5"])
+@pytest.mark.parametrize(
+    "distribution",
+    ["", "normal", "zipf", "zipf:x", "zipf:nan", "zipf:inf", "hot:4", "hot:0:0.5", "hot:2:1.5", "hot:1:nan"],
+)
 def test_other_distributions_are_refused(distribution: str) -> None:
     with pytest.raises(UsageError, match="routing distribution"):
         make_inputs(MANY, 1, 0, distribution)
