@@ -11,11 +11,8 @@ from ..schemes import A16, BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, i
 
 Config = Mapping[str, Any]
 
-FP8_TOKEN = ActFormat("fp8", 8, (1, FULL))
 FP8_TENSOR = ActFormat("fp8", 8, (FULL, FULL))
 FP8_TENSOR_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
-INT8_TOKEN = ActFormat("int8", 8, (1, FULL))
-INT8_TENSOR_STATIC = ActFormat("int8", 8, (FULL, FULL), dynamic=False)
 MXFP8_ACT = ActFormat("mxfp8", 8, (1, 32))
 MXFP4_ACT = ActFormat("mxfp4", 4, (1, 32))
 NVFP4_ACT = ActFormat("nvfp4", 4, (1, 16))

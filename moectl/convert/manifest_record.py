@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoint.opening import MANIFEST as MANIFEST
+from ..checkpoint.shards import CONFIG as CONFIG
+from ..checkpoint.shards import INDEX as INDEX
 from ..problem import MoEProblem
 from .records import to_json
 
 FORMAT_VERSION = 1
-MANIFEST, READY, CONFIG, SOURCE_CONFIG = "moectl.json", "READY", "config.json", "source.config.json"
-INDEX = "model.safetensors.index.json"
+READY = "READY"
+SOURCE_CONFIG = f"source.{CONFIG}"
 SOURCE_INDEX = f"source.{INDEX}"
 QUANT_METHOD = "moectl"
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..environment import Device
-from ..errors import UsageError
 from ..problem import MoEProblem
 
 
@@ -64,12 +62,3 @@ def floor_of(work: Work, rates: Rates) -> Floor:
     """The larger of moving `work`'s bytes and doing its operations at `rates`."""
     memory, compute = work.bytes / rates.bandwidth, work.flops / rates.flops
     return Floor(memory, "memory") if memory >= compute else Floor(compute, "compute")
-
-
-def stated_rates(device: Device) -> Rates:
-    """The data sheet's rates of `device`; UsageError when they are not known."""
-    if not (device.bandwidth and device.bf16_flops):
-        raise UsageError(
-            f"bandwidth and matrix rate of {device.name} are not known", hint="measure them on the device"
-        )
-    return Rates(device.bandwidth, device.bf16_flops, f"data sheet of {device.name}")

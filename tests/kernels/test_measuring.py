@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from moectl.bench import BenchOptions, bench
-from moectl.environment import Device
 from moectl.errors import UsageError
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.prepared import DenseExpert, DenseExperts
 from moectl.kernels.reference import route
-from moectl.kernels.roofline import Rates, floor_of, stated_rates, work_of
+from moectl.kernels.roofline import Rates, floor_of, work_of
 from moectl.kernels.timing import measured_rates, time_calls
 from moectl.problem import Dims
 
@@ -76,13 +75,6 @@ def test_the_floor_is_the_larger_of_the_two_times() -> None:
     slow_math = floor_of(work, Rates(1e30, 1e3, "test"))
     assert slow_memory.bound == "memory" and slow_memory.seconds == work.bytes / 1e3
     assert slow_math.bound == "compute" and slow_math.seconds == work.flops / 1e3
-
-
-def test_stated_rates_are_the_devices_own() -> None:
-    h200 = Device("cuda", "sm90", "H200", bandwidth=4.8e12, bf16_flops=9.9e14)
-    assert stated_rates(h200) == Rates(4.8e12, 9.9e14, "data sheet of H200")
-    with pytest.raises(UsageError, match="laptop are not known"):
-        stated_rates(Device("cpu", "x86", "laptop"))
 
 
 def test_times_are_taken_in_turn_and_summed_up() -> None:
