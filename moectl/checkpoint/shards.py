@@ -155,7 +155,7 @@ def parse_document(path: Path, where: str) -> dict[str, Any]:
 
     Raises CheckpointError when there is none; `where` names the file in messages.
     """
-    with _open_regular(path, where) as file:
+    with open_regular(path, where) as file:
         data = file.read(DOCUMENT_LIMIT + 1)
         check_document_size(max(len(data), os.fstat(file.fileno()).st_size), where)
     return parse_json_object(data, where)
@@ -171,7 +171,7 @@ def check_document_size(nbytes: int, where: str) -> None:
 
 
 @contextmanager
-def _open_regular(path: Path, where: str) -> Iterator[BinaryIO]:
+def open_regular(path: Path, where: str) -> Iterator[BinaryIO]:
     """The regular file `path` opened for reading; a pipe or device is refused instead of waited for.
 
     Raises CheckpointError for anything else, and for what goes wrong while it is read.
@@ -250,5 +250,5 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
 
 
 def _read_local(folder: Path, name: str, budget: Budget) -> dict[str, TensorInfo]:
-    with _open_regular(inside(folder, name), name) as file:
+    with open_regular(inside(folder, name), name) as file:
         return read_header(file, os.fstat(file.fileno()).st_size, name, budget)

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..errors import CheckpointError
+from ..checkpoint.shards import open_regular
 from .disk import read_exactly
 from .layout import Chain
 from .safetensors_file import TORCH_DTYPES, nbytes
@@ -33,12 +33,8 @@ class FolderReader(AbstractContextManager["FolderReader"]):
     def fd(self, name: str) -> int:
         """The descriptor of a file of the folder, opened for reading only."""
         if name not in self._open:
-            try:
-                self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot open {self._folder / name}: {error.strerror or error}."
-                ) from error
+            with open_regular(self._folder / name, str(self._folder / name)) as file:
+                self._open[name] = os.dup(file.fileno())
         return self._open[name]
 
     def read(self, name: str, view: memoryview, offset: int) -> None:

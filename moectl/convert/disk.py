@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.shards import open_regular
 from ..errors import CheckpointError, Unavailable, UsageError
 
 PARTIAL = ".partial"
@@ -135,8 +136,8 @@ def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) 
     """SHA-256 of a file in hexadecimal, read in small pieces; `advance` gets the bytes of each."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK))
-    with path.open("rb", buffering=0) as file:
-        while got := file.readinto(buffer):
+    with open_regular(path, str(path)) as file:
+        while got := os.readv(file.fileno(), [buffer]):
             digest.update(buffer[:got])
             advance(got)
     return digest.hexdigest()

@@ -13,6 +13,7 @@ import torch
 
 from ..checkpoint.header import read_header
 from ..checkpoint.model import TensorInfo
+from ..checkpoint.shards import open_regular
 from ..checkpoint.strict_json import parse_json_object
 from ..errors import CheckpointError
 from ..problem import MoEProblem
@@ -21,6 +22,7 @@ from .disk import range_sha256, read_exactly
 from .manifest_check import check_manifest
 from .manifest_record import (
     FORMAT_VERSION,
+    LOG,
     MANIFEST,
     READY,
     GroupRecord,
@@ -128,17 +130,15 @@ class Manifest:
 
 def read_file_header(folder: Path, name: str, size: int | None = None) -> dict[str, TensorInfo]:
     """The checked header of `folder`/`name`; CheckpointError when missing or not `size` bytes long."""
-    path = folder / name
-    try:
-        with path.open("rb", buffering=0) as file:
-            got = os.fstat(file.fileno()).st_size
-            if size is not None and got != size:
-                raise CheckpointError(
-                    f"{name} must have {size} bytes, got {got}.", hint="The file was cut or changed."
-                )
-            return read_header(file, got, name)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
+    with open_regular(folder / name, str(folder / name)) as file:
+        got = os.fstat(file.fileno()).st_size
+        if size is not None and got != size:
+            raise CheckpointError(
+                f"{name} must have {size} bytes, got {got}.",
+                reason="The file was cut or changed.",
+                hint="Convert again into an empty folder.",
+            )
+        return read_header(file, got, name)
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -152,17 +152,24 @@ def load_manifest(folder: Path) -> Manifest:
         CheckpointError: not a converted folder, not complete, or anything that does not agree.
     """
     data = _read_small(folder / MANIFEST, 1 << 29)
-    ready = _read_small(folder / READY, 1 << 10) if (folder / READY).is_file() else None
+    ready = _read_small(folder / READY, 1 << 10)
     if data is None and ready is None:
         raise CheckpointError(
-            f"{folder} is not a finished converted folder: {MANIFEST} and {READY} are missing.",
-            hint="Convert a checkpoint into it, or finish it with convert --resume.",
+            f"{folder} is not a finished converted folder: {MANIFEST} and {READY} are missing."
+            if folder.is_dir()
+            else f"there is no folder {folder}.",
+            hint="Convert a checkpoint into it, or finish it with convert --resume."
+            if folder.is_dir()
+            else "Check the path.",
         )
     if data is None or ready is None:
         missing = MANIFEST if data is None else READY
         raise CheckpointError(
-            f"{folder} is not complete: {missing} is missing, which is written last.",
-            hint="Finish it with convert --resume.",
+            f"{folder} is not complete: {missing} is missing.",
+            reason="READY is written last, when everything else is there.",
+            hint="Finish it with convert --resume."
+            if (folder / LOG).exists()
+            else "Convert again into an empty folder.",
         )
     if ready != ready_bytes(data):
         raise CheckpointError(
@@ -185,14 +192,12 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def _read_small(path: Path, limit: int) -> bytes | None:
-    try:
-        if not path.exists():
-            return None
-        if path.stat().st_size > limit:
+    if not path.exists():
+        return None
+    with open_regular(path, str(path)) as file:
+        if os.fstat(file.fileno()).st_size > limit:
             raise CheckpointError(f"{path.name} has more than {limit} bytes, which no converted folder has.")
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
+        return file.read()
 
 
 def check_layer(manifest: Manifest, layer: int) -> None:

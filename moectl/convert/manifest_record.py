@@ -17,6 +17,7 @@ from .records import to_json
 
 FORMAT_VERSION = 1
 READY = "READY"
+LOG = "progress.jsonl"
 SOURCE_CONFIG = f"source.{CONFIG}"
 SOURCE_INDEX = f"source.{INDEX}"
 QUANT_METHOD = "moectl"

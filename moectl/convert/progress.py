@@ -13,10 +13,9 @@ from typing import Any
 from ..checkpoint.strict_json import parse_json_object
 from ..errors import CheckpointError, Unavailable, UsageError
 from .disk import disk_errors, write_exactly
+from .manifest_record import LOG as LOG
 from .manifest_record import LayerRecord, RestRecord
 from .records import from_json, to_json
-
-LOG = "progress.jsonl"
 
 PLAIN = frozenset({"format", "moectl", "layout", "experts only"})
 """Keys of a conversion's fingerprint whose values a person can read; the others are digests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,28 @@ def test_an_incomplete_folder_is_refused(converted: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=name):
         unconvert(converted, converted.parent / "back")
     assert not (converted.parent / "back").exists()
+
+
+def test_the_next_step_is_one_that_works(converted: Path, tmp_path: Path) -> None:
+    (converted / "READY").unlink()
+    with pytest.raises(CheckpointError, match="again into an empty folder"):
+        load_manifest(converted)
+    (converted / "progress.jsonl").touch()
+    with pytest.raises(CheckpointError, match="convert --resume"):
+        load_manifest(converted)
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        load_manifest(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["moectl.json", "READY", "moectl-layer-00001.safetensors"])
+def test_a_pipe_is_refused_and_not_waited_for(converted: Path, name: str) -> None:
+    (converted / name).unlink()
+    os.mkfifo(converted / name)
+    if name.startswith("moectl-layer"):
+        assert any("pipe" in finding for finding in verify(converted).findings)
+    else:
+        with pytest.raises(CheckpointError, match="pipe"):
+            load_manifest(converted)
 
 
 def test_an_ordinary_folder_is_refused(gpt_oss: Path) -> None:
