@@ -1,3 +1,3 @@
-from .cli.main import main
+from .program import main
 
 main()

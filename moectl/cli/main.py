@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from .. import __version__
 from ..errors import ExitCode
-from . import bench, convert, explain, run, synth, unconvert, verify
+from . import bench, convert, explain, synth, unconvert, verify
+from . import run as run_command
 from .output import drop_stdout
 
 EXAMPLES = (
@@ -27,7 +25,7 @@ COMMANDS = (
     (convert.convert, "convert"),
     (verify.verify, "verify"),
     (unconvert.unconvert, "unconvert"),
-    (run.run, "run"),
+    (run_command.run, "run"),
     (bench.bench, "bench"),
     (synth.synth, "synth"),
 )
@@ -71,19 +69,8 @@ def _root(
     pass
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End at once. Until something is being written there is nothing to put in order, and libraries
-    that are being imported do not survive an exception in their midst."""
-    os.write(2, b"moectl: interrupted\n")
-    os._exit(int(ExitCode.INTERRUPTED))
-
-
-def main() -> None:
-    """Run the program with sys.argv; exits with an `ExitCode`."""
-    signal.signal(signal.SIGINT, _leave)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123
+def run() -> None:
+    """Run the commands with sys.argv; exits with an `ExitCode`, also when stdout cannot be written to."""
     try:
         try:
             app(prog_name="moectl")
