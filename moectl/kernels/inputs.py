@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..problem import MoEProblem
+from .distributions import parse_distribution
 from .reference import route
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,28 +65,14 @@ def make_inputs(
 
 def _logits(problem: MoEProblem, tokens: int, distribution: str, generator: torch.Generator) -> Tensor:
     """``[tokens, experts]``: log-odds with Gumbel noise: their top-k is a draw without replacement."""
-    name, *arguments = distribution.split(":")
+    name, arguments = parse_distribution(distribution)
     shape = (tokens, problem.experts)
     uniform = torch.rand(shape, generator=generator).clamp(1e-9, 1 - 1e-7)
-    if name == "balanced" and not arguments:
+    if name == "balanced":
         slots = torch.arange(tokens * problem.top_k) % problem.experts
         dealt = torch.zeros(shape).scatter_(1, slots.view(tokens, problem.top_k), 2.0)
         return dealt + uniform
-    if name not in LOG_ODDS:
-        raise UsageError(
-            f"routing distribution {distribution!r} is not known",
-            hint="use uniform, balanced, zipf:A or hot:N:F",
-        )
-    try:
-        numbers = [float(a) for a in arguments]
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError(f"{arguments} are not all finite")
-        odds = LOG_ODDS[name](problem.experts, *numbers)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"routing distribution {distribution!r} has bad arguments",
-            hint="use uniform, zipf:1.2 or hot:4:0.9",
-        ) from error
+    odds = LOG_ODDS[name](problem.experts, *arguments)
     order = torch.randperm(problem.experts, generator=generator)
     return odds[order] - torch.log(-torch.log(uniform))
 
@@ -100,11 +86,15 @@ def _zipf(experts: int, exponent: float) -> Tensor:
 
 
 def _hot(experts: int, count: float, fraction: float) -> Tensor:
-    if not (count == int(count) and 0 < count < experts and 0 < fraction < 1):
-        raise ValueError(f"hot:{count}:{fraction} of {experts} experts")
+    if count >= experts:
+        raise UsageError(
+            f"routing distribution hot:N:F must leave one of {experts} experts out, got N = {count:.0f}",
+            hint=f"use an N below {experts}",
+        )
     odds = torch.full((experts,), (1 - fraction) / (experts - count))
     odds[: int(count)] = fraction / count
     return odds.log()
 
 
 LOG_ODDS: dict[str, Callable[..., Tensor]] = {"uniform": _uniform, "zipf": _zipf, "hot": _hot}
+"""Log-odds of every expert by distribution; ``balanced`` draws nothing and has none."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from moectl.bench import BenchOptions, bench
 from moectl.errors import UsageError
+from moectl.kernels.distributions import check_distribution
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.prepared import DenseExpert, DenseExperts
 from moectl.kernels.reference import route
@@ -47,14 +50,45 @@ def test_distributions_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize(
-    "distribution",
-    ["", "normal", "zipf", "zipf:x", "zipf:nan", "zipf:inf", "hot:4", "hot:0:0.5", "hot:2:1.5", "hot:1:nan"],
+    ("distribution", "words"),
+    [
+        ("", "is not known"),
+        ("normal", "is not known"),
+        ("zipf", "has 0 arguments, expected 1"),
+        ("balanced:1", "has 1 arguments, expected 0"),
+        ("hot:4", "has 1 arguments, expected 2"),
+        ("zipf:x", "A must be a number from 0 to 100, got 'x'"),
+        ("zipf:nan", "A must be"),
+        ("zipf:inf", "A must be"),
+        ("zipf:1e308", "A must be"),
+        ("hot:0:0.5", "N must be a whole number"),
+        ("hot:1.5:0.5", "N must be"),
+        ("hot:inf:0.5", "N must be"),
+        ("hot:2:1.5", "F must be a fraction between 0 and 1, got '1.5'"),
+        ("hot:1:nan", "F must be"),
+    ],
 )
-def test_other_distributions_are_refused(distribution: str) -> None:
-    with pytest.raises(UsageError, match="routing distribution"):
-        make_inputs(MANY, 1, 0, distribution)
+def test_other_distributions_are_refused_with_the_part_that_is_wrong(distribution: str, words: str) -> None:
+    for refuse in (check_distribution, lambda text: make_inputs(MANY, 1, 0, text)):
+        with pytest.raises(UsageError, match=f"^routing distribution .*{words}"):
+            refuse(distribution)
+
+
+def test_inputs_need_fewer_hot_experts_than_there_are_and_no_negative_tokens() -> None:
+    check_distribution("hot:64:0.5")
+    with pytest.raises(UsageError, match="must leave one of 64 experts out, got N = 64"):
+        make_inputs(MANY, 1, 0, "hot:64:0.5")
     with pytest.raises(UsageError, match="must not be negative, got -1"):
         make_inputs(MANY, -1)
+
+
+def test_distributions_are_checked_without_torch() -> None:
+    code = (
+        "import sys; from moectl.kernels.distributions import check_distribution; "
+        "check_distribution('zipf:1.2'); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_work_counts_each_hit_expert_once() -> None:
