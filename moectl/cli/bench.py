@@ -66,7 +66,10 @@ def bench(
     Against the floor that the device's bandwidth and matrix rate set. Each is compared with the
     reference first; a result that is wrong gets no time, and exit code 1.
     """
+    from ..kernels.distributions import check_distribution
+
     counts = parse_counts(tokens)
+    check_distribution(routing)
     wanted = pick_format(format, output, out.as_json)
     asked = backend_names(backend)
     device = pick(device, DEVICES, "device") if device else None

@@ -54,6 +54,7 @@ def start(*argv, env=None):
         (["convert", "a", "b", "--to", "no-such-layout"], 2),
         (["bench", "x", "-m", "eight"], 2),
         (["bench", "x", "--format", "xml"], 2),
+        (["bench", "x", "--routing", "zipf:nan"], 2),
         (["run", "x", "--tokens", "-1"], 2),
         (["run", "x", "--tokens", "99999999999"], 2),
         (["run", "x", "--device", "tpu"], 2),
