@@ -1,15 +1,13 @@
 """The registry of weight layouts, and how a target and a scheme choose one.
 
-Public here: `Chain`, `WeightLayout`, `LAYOUTS`, `targets`, `layout_for`, `layout_named`.
+Public here: `Chain`, `WeightLayout`, `LAYOUTS`, `layout_for`, `layout_named`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..errors import CheckpointError, UsageError
 from ..schemes import WeightFormat
-from ..targets import TARGETS, Reader
+from ..targets import TARGETS
 from .chain import BLOCK_BYTES, Chain
 from .layouts.cutlass import CUTLASS_SM90
 from .layouts.marlin import MARLIN_INT4, MARLIN_INT8, MARLIN_MXFP4
@@ -22,12 +20,9 @@ __all__ = [
     "BLOCK_BYTES",
     "LAYOUTS",
     "Chain",
-    "Reader",
-    "Target",
     "WeightLayout",
     "layout_for",
     "layout_named",
-    "targets",
 ]
 
 LAYOUTS: tuple[WeightLayout, ...] = (
@@ -40,37 +35,7 @@ LAYOUTS: tuple[WeightLayout, ...] = (
     CUTLASS_SM90,
     MTILE64,
 )
-"""Every layout. Registering one is what offers it as a target and what tests it."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A name for ``--to``, with the formats, architectures and readers behind it."""
-
-    name: str
-    weights: tuple[str, ...]
-    archs: tuple[str, ...]
-    readers: tuple[Reader, ...]
-
-    @property
-    def help(self) -> str:
-        """One line for the help: formats, then engines with the backends that read it."""
-        return f"{', '.join(self.weights)}; read by {'; '.join(map(str, self.readers))}"
-
-
-def targets() -> tuple[Target, ...]:
-    """The closed list of targets."""
-    return tuple(_target(name) for name in TARGETS)
-
-
-def _target(name: str) -> Target:
-    found = [layout for layout in LAYOUTS if layout.target == name]
-    return Target(
-        name,
-        tuple(dict.fromkeys(weight.name for layout in found for weight in layout.weights)),
-        tuple(dict.fromkeys(arch for layout in found for arch in layout.archs)),
-        TARGETS[name],
-    )
+"""Every layout. Registering one here and in `moectl.targets` offers it, and tests it."""
 
 
 def layout_for(target: str, weight: WeightFormat, arch: str | None = None) -> WeightLayout:

@@ -12,7 +12,7 @@ import torch
 import moectl.padding
 import moectl.targets
 from moectl.convert.canonical import canonical_shapes
-from moectl.convert.layout import LAYOUTS, Chain, layout_for, layout_named, targets
+from moectl.convert.layout import LAYOUTS, Chain, layout_for, layout_named
 from moectl.convert.transforms import DTYPES
 from moectl.errors import CheckpointError, NoBackend, UsageError
 from moectl.padding import padding, size_rule
@@ -107,9 +107,11 @@ def _ones(t):
     return int(np.unpackbits(as_bytes(t).numpy()).sum())
 
 
-@pytest.mark.parametrize(
-    "name", ["trtllm-mxfp4", "trtllm-mxint4", "triton-hopper", "cutlass-sm90", "moectl-mtile64"]
-)
+KEEPS_ROWS = {"marlin-int4", "marlin-int8", "marlin-mxfp4"}
+"""Layouts that leave gate and up rows in the source's order; their kernels are told which it is."""
+
+
+@pytest.mark.parametrize("name", [layout.name for layout in LAYOUTS if layout.name not in KEEPS_ROWS])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(352, 96), (256, 256)])
 def test_row_order_of_the_source_does_not_matter(name, hidden, intermediate):
     layout = layout_named(name)
@@ -125,9 +127,10 @@ def test_row_order_of_the_source_does_not_matter(name, hidden, intermediate):
     assert all(same(one[role], other[role]) for role in one)
 
 
-def test_marlin_keeps_the_row_order_of_the_source():
-    layout = layout_named("marlin-mxfp4")
-    pairs = problem_for(layout, MXFP4, "interleaved", 256, 128)
+@pytest.mark.parametrize("name", sorted(KEEPS_ROWS))
+def test_marlin_keeps_the_row_order_of_the_source(name):
+    layout = layout_named(name)
+    pairs = problem_for(layout, layout.weights[0], "interleaved", 256, 128)
     tensors = canonical_tensors(pairs)
     halves = stored(layout, replace(pairs, rows="concatenated"), tensors)
     assert all(same(form, halves[role]) for role, form in stored(layout, pairs, tensors).items())
@@ -210,15 +213,14 @@ def test_registry_is_closed_and_complete():
         assert layout.readers
         for weight in layout.weights:
             assert size_rule(layout.name, weight).align == layout.align(weight)
-            assert all(layout_for(layout.target, weight, arch) is layout for arch in (None, *layout.archs))
-    assert [target.name for target in targets()] == [
-        "marlin",
-        "trtllm",
-        "triton-hopper",
-        "cutlass-sm90",
-        "moectl",
-    ]
-    assert targets()[0].help == "int4, int8, mxfp4; read by vLLM marlin"
+            assert all(layout_for(layout.target, weight, arch) is layout for arch in layout.archs)
+            others = [x for x in LAYOUTS if x.target == layout.target and weight in x.weights]
+            if len(others) == 1:
+                assert layout_for(layout.target, weight) is layout
+            else:
+                with pytest.raises(UsageError, match="--arch"):
+                    layout_for(layout.target, weight)
+    assert set(moectl.targets.TARGETS) == {layout.target for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize(
