@@ -35,6 +35,9 @@ CANONICAL = "canonical"
 BATCH_BYTES = 256 << 20
 """Canonical bytes that are moved through a chain at a time."""
 
+SCALES_AT_ONCE = 16 << 20
+"""Stored bytes of scales that are looked at together."""
+
 Ids = Sequence[int] | Tensor
 
 
@@ -271,6 +274,7 @@ def converted_layer(manifest: Manifest, layer: int | None = None) -> ExpertLayer
 
     places = manifest.open_layer(number)
     check_layer(manifest, number)
+    _check_scales(manifest, forms, places)
 
     def stored(device: torch.device) -> dict[str, Tensor]:
         return load_layer(manifest, number, place=lambda role: device)
@@ -282,6 +286,18 @@ def converted_layer(manifest: Manifest, layer: int | None = None) -> ExpertLayer
     names = {key: name.replace("{layer}", str(number)) for key, name in group.router.items()}
     router = _converted_router(manifest, names)
     return ExpertLayer(problem, number, manifest.layout.name, forms, canonical, stored, router)
+
+
+def _check_scales(manifest: Manifest, forms: Mapping[str, Form], places: Mapping[str, TensorInfo]) -> None:
+    """CheckpointError when a stored scale is not a number: hashes say only what was written."""
+    with FolderReader(manifest.folder) as reader:
+        for role, form in forms.items():
+            if role.endswith("_scale"):
+                experts = places[role].shape[0]
+                step = max(1, SCALES_AT_ONCE * experts // places[role].nbytes)
+                for first in range(0, experts, step):
+                    ids = range(first, min(experts, first + step))
+                    check_scales(form.undo(_rows(reader, places[role], ids)))
 
 
 def _rows(reader: FolderReader, info: TensorInfo, experts: Ids) -> Tensor:
