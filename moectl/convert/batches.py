@@ -121,11 +121,6 @@ def undo_chain(chain: Chain, stored: torch.Tensor, shape: tuple[int, ...], dtype
     return chain.undo(stored, shape, dtype) if chain.steps else stored
 
 
-def storage_form(chain: Chain, shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ...], str]:
-    """Stored shape and dtype. A chain without steps stores any dtype, one with steps those they know."""
-    return chain.storage_shape(shape, dtype) if chain.steps else (shape, dtype)
-
-
 Job = TypeVar("Job", contravariant=True)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .transforms import DTYPES, Shape, Step, dtype_name, nbytes, step_from_json, step_to_json
+from .safetensors_file import nbytes
+from .transforms import DTYPES, Shape, Step, dtype_name, step_from_json, step_to_json
 
 MAX_STEPS = 64
 MAX_BYTES = 1 << 42
@@ -34,9 +35,9 @@ class Chain:
         seen = [(tuple(shape), dtype)]
         for step in self.steps:
             seen.append(step.shape(*seen[-1]))
-        for at in seen:
-            if nbytes(*at) > MAX_BYTES:
-                raise CheckpointError(f"a tensor of {at[1]} {at[0]} is larger than any MoE layer.")
+        for form, kind in seen:
+            if nbytes(kind, form) > MAX_BYTES:
+                raise CheckpointError(f"a tensor of {kind} {form} is larger than any MoE layer.")
         return tuple(seen)
 
     def storage_shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:

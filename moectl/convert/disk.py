@@ -30,14 +30,24 @@ def disk_errors(path: Path, nbytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            raise Unavailable(
-                f"cannot write {path.name}, which needs {nbytes} bytes: {_FULL[error.errno]}.",
-                hint="Make room, then run the same command again with --resume.",
-            ) from error
-        raise Unavailable(
-            f"cannot write {path}: {error.strerror or error}.", hint="Check the output folder."
-        ) from error
+        raise _cannot_write(path, nbytes, error) from error
+
+
+def _cannot_write(path: Path, nbytes: int, error: OSError) -> Unavailable:
+    if error.errno in _FULL:
+        return Unavailable(
+            f"cannot write {path.name}, which needs {nbytes} bytes: {_FULL[error.errno]}.",
+            hint="Make room, then run the same command again with --resume.",
+        )
+    return Unavailable(f"cannot write {path}: {error.strerror or error}.", hint="Check the output folder.")
+
+
+class WriteRefused(OSError):
+    """The operating system's refusal to write to the open file `fd`."""
+
+    def __init__(self, fd: int, error: OSError) -> None:
+        super().__init__(error.errno, error.strerror)
+        self.fd = fd
 
 
 def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:
@@ -60,10 +70,13 @@ def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:
 
 
 def write_exactly(fd: int, view: memoryview, offset: int) -> None:
-    """Writes all of `view` at `offset`."""
+    """Writes all of `view` at `offset`; WriteRefused when the disk cannot take it."""
     done = 0
     while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
+        try:
+            done += os.pwrite(fd, view[done:], offset + done)
+        except OSError as error:
+            raise WriteRefused(fd, error) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -80,24 +93,33 @@ def replacing(path: Path, size: int) -> Iterator[int]:
     """A file descriptor of `size` preallocated bytes that becomes `path` when the block succeeds.
 
     The bytes live under a temporary name until they are synced; on any error, an interrupt
-    included, the temporary file is removed and `path` stays as it was.
+    included, the temporary file is removed and `path` stays as it was. Unavailable when the file
+    cannot be written; whatever else the block raises stays what it is.
     """
     partial = path.with_name(path.name + PARTIAL)
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with disk_errors(path, size):
         fd = os.open(partial, flags, 0o644)
+    try:
         try:
-            try:
+            with disk_errors(path, size):
                 _reserve(fd, size)
+            try:
                 yield fd
+            except WriteRefused as error:
+                if error.fd != fd:
+                    raise
+                raise _cannot_write(path, size, error) from error
+            with disk_errors(path, size):
                 os.fsync(fd)
-            finally:
-                os.close(fd)
+        finally:
+            os.close(fd)
+        with disk_errors(path, size):
             partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+            sync_folder(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _reserve(fd: int, size: int) -> None:
@@ -123,13 +145,18 @@ def write_file(path: Path, data: bytes) -> None:
 def range_sha256(fd: int, start: int, end: int, name: str) -> str:
     """SHA-256 of a run of bytes of an open file, read in small pieces."""
     digest = hashlib.sha256()
+    hash_range(digest, fd, start, end, name)
+    return digest.hexdigest()
+
+
+def hash_range(digest: Any, fd: int, start: int, end: int, name: str) -> None:
+    """Puts a run of bytes of an open file through `digest`, in small pieces."""
     buffer = memoryview(bytearray(max(1, min(CHUNK, end - start))))
     while start < end:
         piece = buffer[: min(len(buffer), end - start)]
         read_exactly(fd, piece, start, name)
         digest.update(piece)
         start += len(piece)
-    return digest.hexdigest()
 
 
 def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) -> str:
@@ -143,30 +170,23 @@ def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) 
     return digest.hexdigest()
 
 
-def copy_bytes(
-    source: int, target: int, read_at: int, write_at: int, nbytes: int, name: str, digest: Any = None
-) -> None:
-    """Copies `nbytes` between open files in small pieces, through `digest` where one is given."""
+def copy_bytes(source: int, target: int, read_at: int, write_at: int, nbytes: int, name: str) -> None:
+    """Copies `nbytes` between open files in small pieces."""
     buffer = memoryview(bytearray(min(CHUNK, nbytes)))
     done = 0
     while done < nbytes:
         piece = buffer[: min(len(buffer), nbytes - done)]
         read_exactly(source, piece, read_at + done, name)
-        if digest is not None:
-            digest.update(piece)
         write_exactly(target, piece, write_at + done)
         done += len(piece)
 
 
 def copy_file(source: Path, target: Path) -> None:
     """Copies a file under a temporary name, then renames it."""
-    fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(fd).st_size
+    with open_regular(source, str(source)) as file:
+        size = os.fstat(file.fileno()).st_size
         with replacing(target, size) as out:
-            copy_bytes(fd, out, 0, 0, size, source.name)
-    finally:
-        os.close(fd)
+            copy_bytes(file.fileno(), out, 0, 0, size, source.name)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

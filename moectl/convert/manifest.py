@@ -153,23 +153,20 @@ def load_manifest(folder: Path) -> Manifest:
     """
     data = _read_small(folder / MANIFEST, 1 << 29)
     ready = _read_small(folder / READY, 1 << 10)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}.", hint="Check the path.")
+    begun = (folder / LOG).exists()
     if data is None and ready is None:
         raise CheckpointError(
-            f"{folder} is not a finished converted folder: {MANIFEST} and {READY} are missing."
-            if folder.is_dir()
-            else f"there is no folder {folder}.",
-            hint="Convert a checkpoint into it, or finish it with convert --resume."
-            if folder.is_dir()
-            else "Check the path.",
+            f"{folder} is not a finished converted folder: {MANIFEST} and {READY} are missing.",
+            hint="Finish it with convert --resume." if begun else "Give a folder that convert has written.",
         )
     if data is None or ready is None:
         missing = MANIFEST if data is None else READY
         raise CheckpointError(
             f"{folder} is not complete: {missing} is missing.",
-            reason="READY is written last, when everything else is there.",
-            hint="Finish it with convert --resume."
-            if (folder / LOG).exists()
-            else "Convert again into an empty folder.",
+            reason=f"{READY} is written last, when everything else is there.",
+            hint="Finish it with convert --resume." if begun else "Convert again into an empty folder.",
         )
     if ready != ready_bytes(data):
         raise CheckpointError(
@@ -240,7 +237,8 @@ def load_layer(
     places = manifest.open_layer(layer)
     stored = manifest.tensors(layer)
     result: dict[str, torch.Tensor] = {}
-    with (manifest.folder / manifest.layer(layer).file).open("rb", buffering=0) as file:
+    path = manifest.folder / manifest.layer(layer).file
+    with open_regular(path, str(path)) as file:
         for role, item in stored.items():
             if role.startswith(SIDE):
                 continue

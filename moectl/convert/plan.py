@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -16,7 +17,7 @@ from ..checkpoint.model import Checkpoint, LayerGroup, TensorInfo
 from ..errors import CheckpointError, Unavailable, UsageError
 from ..padding import padding
 from ..problem import MoEProblem
-from .batches import Arena, storage_form
+from .batches import Arena
 from .layout import BLOCK_BYTES, Chain, WeightLayout
 from .manifest_record import (
     FORMAT_VERSION,
@@ -157,17 +158,37 @@ class Plan:
         """What must be the same for a conversion to be resumed, by name."""
         infos = sorted((i.name, i.dtype, i.shape, i.file, i.start) for i in self.checkpoint.tensors.values())
         return {
-            "format": str(FORMAT_VERSION),
             "moectl": __version__,
-            "layout": f"{self.layout.name} {self.layout.version}",
-            "experts only": str(self.experts_only),
-            "config": _digest(self.checkpoint.config),
-            "tensor headers": _digest(infos),
-            "groups": _digest(to_json(self.groups)),
+            "config": digest_of(self.checkpoint.config),
+            "tensor headers": digest_of(infos),
+            **conversion_facts(self),
         }
 
 
-def _digest(value: object) -> str:
+class Conversion(Protocol):
+    """A conversion that is planned, or that a manifest records."""
+
+    @property
+    def layout(self) -> LayoutRecord: ...
+    @property
+    def groups(self) -> tuple[GroupRecord, ...]: ...
+    @property
+    def experts_only(self) -> bool: ...
+
+
+def conversion_facts(conversion: Conversion) -> dict[str, str]:
+    """What tells one conversion of a checkpoint from another, by name."""
+    return {
+        "format": str(FORMAT_VERSION),
+        "layout": conversion.layout.name,
+        "layout version": str(conversion.layout.version),
+        "experts only": "yes" if conversion.experts_only else "no",
+        "layer groups": digest_of(to_json(conversion.groups)),
+    }
+
+
+def digest_of(value: object) -> str:
+    """SHA-256 of JSON data, equal for equal data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -280,7 +301,7 @@ def _check_roles(
 def _plan_role(source: RoleMap, chains: Mapping[str, Chain], layout: WeightLayout, memory: int) -> RolePlan:
     side = source.role.startswith(SIDE)
     chain = Chain(()) if side else chains[source.role]
-    shape, dtype = storage_form(chain, source.shape, source.dtype)
+    shape, dtype = chain.storage_shape(source.shape, source.dtype)
     if shape[0] != source.shape[0] or dtype not in TORCH_DTYPES:
         raise UsageError(
             f"layout {layout.name} stores {source.role} as {dtype} {list(shape)}, "
@@ -295,7 +316,7 @@ def _plan_role(source: RoleMap, chains: Mapping[str, Chain], layout: WeightLayou
     if peak > memory:
         raise UsageError(
             f"one expert's {source.role} needs {math.ceil(peak / MIB)} MiB, "
-            f"--max-memory allows {memory / MIB:.4g} MiB.",
+            f"--max-memory allows {f'{memory / MIB:.4g} MiB' if memory >= MIB else f'{memory} bytes'}.",
             hint=f"Give --max-memory {math.ceil(peak / MIB)}MiB or more.",
         )
     logical = source.dtype if side else layout.logical_dtypes.get(source.role, dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,8 @@ from .manifest_record import LOG as LOG
 from .manifest_record import LayerRecord, RestRecord
 from .records import from_json, to_json
 
-PLAIN = frozenset({"format", "moectl", "layout", "experts only"})
-"""Keys of a conversion's fingerprint whose values a person can read; the others are digests."""
+PLAIN = frozenset({"format", "moectl", "layout version", "experts only"})
+"""Facts of a conversion whose values a person can read; the others are digests."""
 
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all, and what is being worked on."""
@@ -80,13 +81,19 @@ class ProgressLog:
             os.fsync(self.fd)
 
 
-def differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    """The keys in which two records differ, with both values, for a loader that refuses."""
-    return [
-        f"{key}: expected {expected.get(key)!r}, got {got.get(key)!r}"
-        for key in sorted(set(expected) | set(got))
-        if expected.get(key) != got.get(key)
-    ]
+def refuse_another(folder: Path, held: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
+    """UsageError when `folder` holds another conversion than is wanted, naming the facts that differ."""
+    wrong = [key for key in sorted({*held, *wanted}) if held.get(key) != wanted.get(key)]
+    if not wrong:
+        return
+    shown = [f"{key} ({held.get(key)}, not {wanted.get(key)})" if key in PLAIN else key for key in wrong]
+    # Another layout changes other facts with it.
+    what = (
+        f"{folder} holds a {held.get('layout')} conversion, not {wanted.get('layout')}."
+        if "layout" in wrong
+        else f"{folder} holds another conversion; it differs in {', '.join(shown)}."
+    )
+    raise UsageError(what, hint="Resume with the same arguments, or convert into an empty folder.")
 
 
 def open_log(folder: Path, fingerprint: Mapping[str, str]) -> ProgressLog:
@@ -95,32 +102,27 @@ def open_log(folder: Path, fingerprint: Mapping[str, str]) -> ProgressLog:
     Raises:
         UsageError: the log belongs to another conversion; the differing fields are named.
         Unavailable: another process is writing there.
-        CheckpointError: a line that this program cannot have written.
+        CheckpointError: no regular file, or a line that this program cannot have written.
     """
     path = folder / LOG
     with disk_errors(path, 0):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     log = ProgressLog(path, fd)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CheckpointError(f"{path} is not a file.", hint="Convert into an empty folder.")
         _lock(fd, folder)
         entries = _read(fd)
         if not entries:
             os.ftruncate(fd, 0)
             log._append({"conversion": dict(fingerprint)})
             return log
-        begun = entries[0].get("conversion", {})
-        wrong = differences(fingerprint, begun)
-        if wrong:
-            # A digest tells nobody anything, and another layout changes others with it.
-            told = wrong if begun.get("layout") == fingerprint.get("layout") else ["layout"]
-            shown = [
-                f"{key}: {begun.get(key)!r}, not {fingerprint.get(key)!r}" if key in PLAIN else key
-                for key in sorted({item.split(":")[0] for item in told})
-            ]
-            raise UsageError(
-                f"{folder} holds the beginning of another conversion; it differs in {'; '.join(shown)}.",
-                hint="Resume with the same arguments, or convert into an empty folder.",
+        begun = entries[0].get("conversion")
+        if not isinstance(begun, Mapping):
+            raise CheckpointError(
+                f"{LOG} does not begin with a conversion.", hint="Convert into an empty folder."
             )
+        refuse_another(folder, begun, fingerprint)
         for entry in entries[1:]:
             _take(log, entry)
     except BaseException:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 from ..checkpoint.header import header_length
 from ..checkpoint.model import Checkpoint, TensorInfo
+from ..checkpoint.shards import SUFFIX, inside, open_regular
 from ..checkpoint.strict_json import parse_json_object
+from ..errors import CheckpointError
 from .batches import FolderReader
 from .disk import (
     copy_bytes,
     copy_file,
     file_findings,
     file_sha256,
+    hash_range,
     link_or_copy,
     range_sha256,
     read_exactly,
@@ -48,7 +51,7 @@ _OWN = frozenset({CONFIG, SOURCE_CONFIG, INDEX, SOURCE_INDEX, MANIFEST, READY, L
 def file_matches(path: Path, file: FilePlan, hashes: Mapping[TensorInfo, str]) -> bool:
     """True when `path` has the planned header and every tensor has the SHA-256 given for it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
@@ -98,12 +101,24 @@ def _extract(item: RestPlan, file: FilePlan, reader: FolderReader, path: Path) -
     return RestRecord(file.name, file.size, file_sha256(path), item.source, False)
 
 
+def rest_sha256(item: RestPlan, reader: FolderReader, folder: Path) -> str:
+    """SHA-256 of the file that `write_rest` would write."""
+    if item.file is None:
+        return file_sha256(folder / item.source)
+    digest = hashlib.sha256(item.file.header)
+    own = {info.name: info for info in item.tensors}
+    for name in item.file.tensors:
+        info = own[name]
+        hash_range(digest, reader.fd(info.file), info.start, info.end, info.file)
+    return digest.hexdigest()
+
+
 def source_record(checkpoint: Checkpoint, folder: Path) -> SourceRecord:
     """Which checkpoint this is: name, revision, and the hashes of its config and of every header."""
     files = sorted({info.file for info in checkpoint.tensors.values()})
     return SourceRecord(
         kind=checkpoint.origin.kind,
-        name=checkpoint.origin.name,
+        name=checkpoint.origin.name.encode("utf-8", "backslashreplace").decode(),
         revision=checkpoint.origin.revision,
         config_sha256=file_sha256(folder / CONFIG),
         files=tuple(_source_file(folder, name) for name in files),
@@ -111,7 +126,7 @@ def source_record(checkpoint: Checkpoint, folder: Path) -> SourceRecord:
 
 
 def _source_file(folder: Path, name: str) -> SourceFile:
-    with (folder / name).open("rb") as file:
+    with open_regular(folder / name, name) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         raw = file.read(header_length(prefix, size, name))
@@ -146,13 +161,9 @@ def _copied(source: Path, target: Path) -> FileRecord:
 
 
 def _is_small_file(path: Path, folder: Path) -> bool:
-    root = folder.resolve()
-    homes = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    return (
-        path.is_file()
-        and any(home in path.resolve().parents for home in homes)
-        and path.suffix != ".safetensors"
-        and is_plain_name(path.name)
-        and not path.name.startswith(RESERVED)
-        and path.stat().st_size <= SMALL_FILE
-    )
+    if not is_plain_name(path.name) or path.name.startswith(RESERVED) or path.suffix == SUFFIX:
+        return False
+    try:
+        return inside(folder, path.name).stat().st_size <= SMALL_FILE
+    except CheckpointError:
+        return False

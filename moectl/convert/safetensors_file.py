@@ -11,6 +11,7 @@ import torch
 
 from ..checkpoint.header import DTYPE_BITS
 from ..checkpoint.model import TensorInfo
+from ..errors import CheckpointError
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -51,7 +52,9 @@ class TensorSpec:
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor."""
+    """Bytes of a tensor; CheckpointError for a dtype that safetensors do not have."""
+    if dtype not in DTYPE_BITS:
+        raise CheckpointError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPE_BITS)}.")
     return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 

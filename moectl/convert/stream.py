@@ -52,14 +52,15 @@ from .manifest_record import (
     ManifestRecord,
     PartHashes,
     RestRecord,
+    SourceRecord,
     converted_config,
     manifest_bytes,
     ready_bytes,
 )
-from .plan import LayerPlan, Plan, RolePlan
-from .progress import LOG, Meter, Progress, ProgressLog, open_log, silent
+from .plan import LayerPlan, Plan, RolePlan, conversion_facts, digest_of
+from .progress import LOG, Meter, Progress, ProgressLog, open_log, refuse_another, silent
 from .records import to_json
-from .rest import copy_small_files, file_matches, source_record, write_rest
+from .rest import copy_small_files, file_matches, rest_sha256, source_record, write_rest
 from .sources import SIDE
 
 SCALES_AT_ONCE = 1 << 20
@@ -147,25 +148,35 @@ def _already_done(plan: Plan, folder: Path, out: Path, progress: Progress) -> Su
     """The summary of a finished conversion, after it was held to the plan and to the source's bytes."""
     manifest = load_manifest(out)
     record = manifest.record
-    wanted, found = plan.layout.name, record.layout.name
-    if wanted != found:
-        raise UsageError(
-            f"{out} holds a finished {found} conversion, not {wanted}.", hint="Choose an empty folder."
-        )
-    held = (to_json(record.layout), to_json(record.groups), record.experts_only)
-    if held != (to_json(plan.layout), to_json(plan.groups), plan.experts_only):
-        raise UsageError(
-            f"{out} holds a finished conversion of another checkpoint or with other options.",
-            hint="Choose an empty folder.",
-        )
-    meter = Meter(progress, plan.bytes_in)
+    held = {**conversion_facts(record), **_source_facts(record.source)}
+    wanted = {**conversion_facts(plan), **_source_facts(source_record(plan.checkpoint, folder))}
+    refuse_another(out, held, wanted)
+    meter = Meter(progress, plan.bytes_in + plan.rest_bytes)
     with FolderReader(folder) as reader:
         for layer in plan.layers:
             meter.say(f"layer {layer.layer}")
             _check_same_source(layer, manifest.layer(layer.layer), reader, out)
             meter.advance(layer.bytes_in)
+        hashes = {item.file: item.sha256 for item in record.rest}
+        for rest in plan.rest:
+            meter.say(rest.name)
+            if rest_sha256(rest, reader, folder) != hashes.get(rest.name):
+                raise _other_checkpoint(out, rest.name)
+            meter.advance(sum(info.nbytes for info in rest.tensors))
     (out / LOG).unlink(missing_ok=True)
     return Summary(out, (), manifest.layers, 0, 0)
+
+
+def _source_facts(source: SourceRecord) -> dict[str, str]:
+    """What tells checkpoints apart without their weights. A copy elsewhere is the same checkpoint."""
+    return {"config": source.config_sha256, "tensor headers": digest_of(to_json(source.files))}
+
+
+def _other_checkpoint(out: Path, name: str) -> UsageError:
+    return UsageError(
+        f"{out} was begun with another checkpoint: {name} has other bytes there.",
+        hint="Resume with the same checkpoint, or convert into an empty folder.",
+    )
 
 
 def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderReader, out: Path) -> None:
@@ -178,10 +189,7 @@ def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderRead
             own = [t.info for t in role.source.tensors if t.part.stored == stored]
             for info, before in zip(own, record.source[stored].sha256, strict=True):
                 if range_sha256(reader.fd(info.file), info.start, info.end, info.file) != before:
-                    raise UsageError(
-                        f"{out} was begun with another checkpoint: {info.name} has other bytes there.",
-                        hint="Resume with the same checkpoint, or convert into an empty folder.",
-                    )
+                    raise _other_checkpoint(out, info.name)
 
 
 @dataclass

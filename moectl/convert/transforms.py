@@ -6,7 +6,6 @@ experts, so a batch of experts may be converted in any pieces. Dtypes are spelle
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -342,8 +341,3 @@ def step_from_json(data: Any, where: str) -> Step:
     if not isinstance(name, str) or name not in STEPS:
         raise CheckpointError(f"{where} is no known step; known are {', '.join(STEPS)}.")
     return from_json(STEPS[name], {key: value for key, value in data.items() if key != "step"}, where)
-
-
-def nbytes(shape: Shape, dtype: str) -> int:
-    """Bytes of a tensor of `shape` and `dtype`."""
-    return math.prod(shape) * itemsize(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -158,7 +159,9 @@ def test_a_disk_that_fills_up(tmp_path: Path, drive: Drive) -> None:
     unshare = ["unshare", "--mount", "--map-root-user"]
     probe = subprocess.run([*unshare, "mount", "-t", "tmpfs", "none", str(tmp_path)], capture_output=True)
     if probe.returncode:
-        pytest.skip("this user may not mount a small file system")
+        pytest.skip(
+            "this user may not mount a small file system; test_a_file_that_may_not_grow goes the same way"
+        )
     source = gpt_oss_checkpoint(tmp_path / "source", num_local_experts=16)
     out = tmp_path / "out"
     out.mkdir()
@@ -211,9 +214,9 @@ def test_resuming_another_conversion_is_refused(gpt_oss: Path, tmp_path: Path, d
     out = tmp_path / "out"
     interrupted(gpt_oss, out, drive)
     before = folder_bytes(out)
-    with pytest.raises(UsageError, match=r"another conversion.*layout: 'marlin-mxfp4 1', not 'trtllm"):
+    with pytest.raises(UsageError, match="holds a marlin-mxfp4 conversion, not trtllm-mxfp4"):
         convert(plan_of(gpt_oss, "trtllm"), out, resume=True)
-    with pytest.raises(UsageError, match="experts only"):
+    with pytest.raises(UsageError, match=r"differs in experts only \(no, not yes\)\."):
         convert(plan_of(gpt_oss, experts_only=True), out, resume=True)
     assert folder_bytes(out) == before
 
@@ -236,7 +239,7 @@ def test_resuming_a_finished_conversion_does_nothing(
     summary = convert(plan_of(gpt_oss), tmp_path / "reference", resume=True)
     assert (summary.converted, summary.resumed) == ((), (0, 1, 2))
     assert folder_bytes(tmp_path / "reference") == reference
-    with pytest.raises(UsageError, match="finished marlin-mxfp4 conversion, not moectl"):
+    with pytest.raises(UsageError, match="holds a marlin-mxfp4 conversion, not moectl-mtile64"):
         convert(plan_of(gpt_oss, "moectl"), tmp_path / "reference", resume=True)
 
 
@@ -269,6 +272,64 @@ def test_a_conversion_is_not_resumed_with_another_revision(
     assert verify(out, gpt_oss).ok
     with pytest.raises(UsageError, match="begun with another checkpoint"):
         convert(plan_of(other), out, resume=True)
+
+
+def test_a_finished_conversion_is_that_of_one_checkpoint(gpt_oss: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(plan_of(gpt_oss), out)
+    before = folder_bytes(out)
+    for number, name in enumerate(("model.layers.1.mlp.router.weight", "model.norm.weight")):
+        other = tmp_path / str(number)
+        shutil.copytree(gpt_oss, other)
+        poke(other, name, b"\x01\x02")
+        with pytest.raises(UsageError, match=r"another checkpoint: .*\.safetensors has other bytes"):
+            convert(plan_of(other), out, resume=True)
+    other = tmp_path / "other"
+    shutil.copytree(gpt_oss, other)
+    with (other / "config.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(UsageError, match=r"holds another conversion; it differs in config\."):
+        convert(plan_of(other), out, resume=True)
+    with pytest.raises(UsageError, match=r"differs in experts only \(no, not yes\)\."):
+        convert(plan_of(gpt_oss, experts_only=True), out, resume=True)
+    assert folder_bytes(out) == before
+
+
+@pytest.mark.parametrize("name", ["progress.jsonl", "moectl-layer-00000.safetensors"])
+def test_a_pipe_in_the_output_is_not_waited_for(
+    gpt_oss: Path, tmp_path: Path, drive: Drive, reference: dict[str, bytes], name: str
+) -> None:
+    out = tmp_path / "out"
+    interrupted(gpt_oss, out, drive)
+    (out / name).unlink()
+    os.mkfifo(out / name)
+    if name == "progress.jsonl":
+        with pytest.raises(CheckpointError, match="is not a file"):
+            convert(plan_of(gpt_oss), out, resume=True)
+    else:
+        convert(plan_of(gpt_oss), out, resume=True)
+        assert folder_bytes(out) == reference
+
+
+def test_only_a_refused_write_is_the_outputs_fault(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(FileNotFoundError), disk.replacing(path, 3):
+        (tmp_path / "elsewhere").read_bytes()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_write_names_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with (
+        pytest.raises(Unavailable, match="cannot write first, which needs 3 bytes: the disk is full"),
+        disk.replacing(tmp_path / "first", 3) as fd,
+        disk.replacing(tmp_path / "second", 5),
+    ):
+        monkeypatch.setattr(os, "pwrite", full)
+        disk.write_exactly(fd, memoryview(b"abc"), 0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_conversions_into_one_folder(gpt_oss: Path, tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ def test_memory_bound(source: Path) -> None:
     with pytest.raises(UsageError, match=r"one expert's .* needs .* --max-memory allows") as refused:
         plan_of(source, max_memory=1 << 20)
     assert "--max-memory" in refused.value.hint
+    with pytest.raises(UsageError, match=r"--max-memory allows 1000 bytes\."):
+        plan_of(source, max_memory=1000)
     small, large = plan_of(source, max_memory=26 << 20), plan_of(source, max_memory=1 << 30)
     assert small.peak_memory <= 26 << 20
     assert large.peak_memory <= 1 << 30

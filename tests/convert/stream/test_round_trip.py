@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from moectl.convert.layout import layout_named
 from moectl.convert.manifest import load_layer, load_manifest
@@ -40,8 +42,26 @@ def test_the_way_back_gives_every_file_of_the_source(kind: str, target: str, tmp
     assert folder_bytes(source) == before
     assert verify(out).findings == ()
     assert verify(out, source).ok
-    unconvert(out, back)
+    assert not unconvert(out, back).experts_only
     assert folder_bytes(back) == before
+
+
+def test_shapes_may_be_stored_in_64_bits(tmp_path: Path) -> None:
+    source = kimi_checkpoint(tmp_path / "source")
+    for path in source.glob("*.safetensors"):
+        tensors = {key: t.long() if key.endswith("_shape") else t for key, t in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+    convert(plan_of(source), tmp_path / "out")
+    assert verify(tmp_path / "out", source).ok
+    unconvert(tmp_path / "out", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(source)
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    source = CHECKPOINTS["gpt_oss"](Path(os.fsdecode(os.fsencode(tmp_path / "source") + b"\xff")))
+    convert(plan_of(source), tmp_path / "out")
+    assert load_manifest(tmp_path / "out").record.source.name.endswith("source\\udcff")
+    assert verify(tmp_path / "out", source).ok
 
 
 def test_mxint4_layout_and_its_way_back(tmp_path: Path) -> None:
@@ -118,7 +138,7 @@ def test_experts_only_leaves_the_rest_out(source: Path, tmp_path: Path) -> None:
     convert(plan_of(source, experts_only=True), out)
     assert all(".experts." in key for key in all_tensors(out))
     assert verify(out, source).ok
-    unconvert(out, back)
+    assert unconvert(out, back).experts_only
     experts = {key: t for key, t in all_tensors(source).items() if ".mlp.experts." in key}
     assert same_tensors(all_tensors(back), experts)
     index = json.loads((back / "model.safetensors.index.json").read_text())["weight_map"]
@@ -171,6 +191,18 @@ def test_what_is_left_out_is_named(gpt_oss: Path, tmp_path: Path) -> None:
     summary = convert(plan_of(gpt_oss), tmp_path / "out")
     assert set(summary.skipped_files) == {"original", "secret.txt"}
     assert not (tmp_path / "out" / "secret.txt").exists()
+
+
+def test_links_to_blobs_belong_to_a_hub_cache_alone(gpt_oss: Path, tmp_path: Path) -> None:
+    """The rule for small files is the one for weights."""
+    for number, (name, skipped) in enumerate((("models--a--b", ()), ("home", ("tokenizer.json",)))):
+        repository = tmp_path / name
+        snapshot = repository / "snapshots" / "main"
+        shutil.copytree(gpt_oss, snapshot)
+        (repository / "blobs").mkdir()
+        (snapshot / "tokenizer.json").rename(repository / "blobs" / "1")
+        (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
+        assert convert(plan_of(snapshot), tmp_path / f"out{number}").skipped_files == skipped
 
 
 def test_a_hub_cache_snapshot(gpt_oss: Path, tmp_path: Path) -> None:
