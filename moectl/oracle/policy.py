@@ -205,9 +205,12 @@ class Policy:
     retired: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def request_names(self) -> tuple[str, ...]:
-        """Backend names that may be asked for: those the engine accepts, or where it accepts any, knows."""
+        """Backend names that may be asked for: those the engine's command line accepts, and those of rows.
+
+        A row's name that the command line does not accept is refused by the decision, with the reason.
+        """
         known = {name for route in self.routes for name in route.names}
-        return tuple(sorted(known if self.accepted_names.only is None else self.accepted_names.only))
+        return tuple(sorted(known | (self.accepted_names.only or frozenset())))
 
     def switches(self) -> frozenset[str]:
         """Every environment switch that a row reads, or that the engine once had."""

@@ -76,6 +76,17 @@ def test_a_backend_that_cannot_serve_is_refused_with_its_reasons():
     assert any("flashinfer_trtllm" in note for note in fallen["groups"][0]["decision"]["notes"])
 
 
+def test_every_request_of_the_grid_can_be_asked():
+    from moectl.environment import PROFILES_FILE
+    from moectl.oracle import policy_named
+
+    forced = json.loads(PROFILES_FILE.read_text())["FORCED"]
+    asked = {name for _, names in forced.values() for name in names}
+    assert asked <= set(policy_named().request_names())
+    done = moectl("explain", GPT, "--gpu", "b200", "--backend", "flashinfer_trtllm_afp8", "--offline", code=1)
+    assert "does not accept flashinfer_trtllm_afp8" in done.stdout
+
+
 def test_memory_as_stored_and_padded():
     memory = ask(GPT, "--gpu", "sm80")["groups"][0]["memory"]
     stored = 128 * (3 * 2880 * 2880 // 2 + 3 * 2880 * 90 + 2 * 3 * 2880)
