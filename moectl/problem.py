@@ -49,13 +49,17 @@ class Activation:
     """The function between the two GEMMs.
 
     `silu`: silu(gate) * up. `swigluoai`: gate = min(gate, limit), up = clamp(up, -limit, limit),
-    gate * sigmoid(alpha * gate) * (up + 1), as gpt-oss publishes it. `limit` None is no clamp.
+    gate * sigmoid(alpha * gate) * (up + 1), as gpt-oss publishes it. `gelu_tanh`: gelu's tanh form of
+    gate, times up. `relu2`: relu(x)^2 of the one matrix of an ungated expert. `situ`: Kimi-K3's, with
+    `beta` on the gate's side and `linear_beta` on the other. `limit` None is no clamp.
     """
 
     name: str
     gated: bool = True
     alpha: float | None = None
     limit: float | None = None
+    beta: float | None = None
+    linear_beta: float | None = None
 
 
 SCALE_BYTES = {"mxfp4": 1, "mxfp8": 1, "nvfp4": 1, "fp8": 4}
@@ -70,7 +74,7 @@ class Routing:
     """How router logits become top-k expert ids and weights.
 
     Attributes:
-        scoring: ``softmax``, ``sigmoid`` or ``sqrtsoftplus`` of the logits.
+        scoring: ``softmax``, ``sigmoid``, ``sqrtsoftplus`` or ``sparsemixer`` of the logits.
         renormalize: the chosen weights are divided by their sum. With softmax this equals a softmax
             over the chosen logits (`after_topk`), which is how gpt-oss states it.
         after_topk: the model computes the scores of the chosen logits only.
@@ -79,6 +83,8 @@ class Routing:
         groups, topk_groups: group-limited choice (DeepSeek); None when the model has no groups.
         scale: factor on the final weights.
         weight_on_input: weights multiply the experts' input instead of their output (Llama 4).
+        hashed: ids come from a table by token id, the scores only weigh (first layers of DeepSeek-V4).
+        expert_scale: a per-expert factor on the final weights (Gemma 4).
     """
 
     scoring: str = "softmax"
@@ -90,6 +96,8 @@ class Routing:
     topk_groups: int | None = None
     scale: float = 1.0
     weight_on_input: bool = False
+    hashed: bool = False
+    expert_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,9 @@ class MoEProblem:
         dtype: the model's 16-bit dtype, ``bf16`` or ``fp16``.
         local_experts: experts on this rank; 0 means all.
         shared_experts: shared experts computed beside the routed ones.
+        model_hidden: the model's hidden size; 0 means the experts' own, from which it differs only
+            where experts work in a latent space.
+        router_dtype: dtype of the router's weights, ``bf16``, ``fp16`` or ``fp32``.
     """
 
     dims: Dims
@@ -159,9 +170,12 @@ class MoEProblem:
     dtype: str = "bf16"
     parallel: Parallel = Parallel()
     local_experts: int = field(default=0)
+    model_hidden: int = 0
+    router_dtype: str = "bf16"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local_experts", self.local_experts or self.experts)
+        object.__setattr__(self, "model_hidden", self.model_hidden or self.dims.hidden)
 
     def on(self, parallel: Parallel) -> MoEProblem:
         """This problem, whole, as one rank of `parallel` sees it: its slice of each expert, or its experts.

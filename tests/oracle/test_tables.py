@@ -12,7 +12,7 @@ from moectl.environment import PROBES, Packages
 from moectl.oracle.backend import GROUPS, Ask, Backend, Variant, exact_key, group32_key
 from moectl.oracle.checks import CHECKS
 from moectl.oracle.policies.vllm_0_33_0 import VLLM_0_33_0
-from moectl.oracle.policies.vllm_terms import routing as engine_routing
+from moectl.oracle.policies.vllm_0_33_0.terms import routing as engine_routing
 from moectl.oracle.policy import Route
 from moectl.oracle.registry import POLICIES
 from moectl.padding import RULES

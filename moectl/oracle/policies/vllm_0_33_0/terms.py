@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...environment import Device
-from ...problem import MoEProblem
-from ...schemes import FULL
-from ..backend import Ask
-from ..backends.marlin import BATCHED_MARLIN, MARLIN, shape_fits
-from ..decision import Candidate
-from ..policy import Aftermath, Condition
+from ....environment import Device
+from ....problem import MoEProblem
+from ....schemes import FULL
+from ...backend import Ask
+from ...backends.marlin import BATCHED_MARLIN, MARLIN, shape_fits
+from ...decision import Candidate
+from ...policy import Aftermath, Condition
 
 
 def dtype(problem: MoEProblem, device: Device) -> str:

@@ -1,0 +1,83 @@
+"""vLLM 0.33.0: which fused-MoE backend it chooses, as rows, one module for each family of formats.
+
+Orders, conditions and sizes are those of the release; `moectl.conformance` compares them with its
+recorded decisions.
+"""
+
+from ...backend import only
+from ...policy import ExchangeSizes, Policy
+from . import integers, mxfp4
+from .terms import activation, dtype, routing
+
+_LOW_LATENCY = ExchangeSizes(sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192))
+_HIGH_THROUGHPUT = ExchangeSizes(multiple_bytes=512)
+
+VLLM_0_33_0 = Policy(
+    name="vllm-0.33.0",
+    routes=(*mxfp4.ROUTES, *integers.ROUTES),
+    platforms=frozenset({"cuda", "rocm", "cpu", "xpu"}),
+    accepted_names=only(
+        "auto",
+        "triton",
+        "batched_triton",
+        "deep_gemm",
+        "deep_gemm_mega_moe",
+        "cutlass",
+        "flashinfer_trtllm",
+        "flashinfer_cutlass",
+        "flashinfer_cutedsl",
+        "flashinfer_moe_ep_cutedsl",
+        "flashinfer_b12x",
+        "b12x",
+        "flashinfer_moe_ep_mega_deep_gemm",
+        "marlin",
+        "humming",
+        "triton_unfused",
+        "aiter",
+        "aiter_mega_moe",
+        "aiter_triton_mxfp4_bf16",
+        "aiter_triton_mxfp4_mxfp4",
+        "flydsl",
+        "hpc",
+        "emulation",
+        "rdna3",
+    ),
+    exchanges=frozenset(
+        {
+            "allgather_reducescatter",
+            "deepep_high_throughput",
+            "deepep_low_latency",
+            "deepep_v2",
+            "flashinfer_all2allv",
+            "flashinfer_nvlink_one_sided",
+            "flashinfer_nvlink_two_sided",
+            "moonep",
+            "mori_high_throughput",
+            "mori_low_latency",
+            "nixl_ep",
+        }
+    ),
+    dtype=dtype,
+    activation=activation,
+    routing=routing,
+    retired=dict.fromkeys(
+        (
+            "VLLM_FLASHINFER_MOE_BACKEND",
+            "VLLM_USE_FLASHINFER_MOE_FP16",
+            "VLLM_USE_FLASHINFER_MOE_FP8",
+            "VLLM_USE_FLASHINFER_MOE_FP4",
+            "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
+            "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8",
+            "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS",
+            "VLLM_MXFP4_USE_MARLIN",
+        ),
+        "--moe-backend",
+    )
+    | {"VLLM_ALL2ALL_BACKEND": "--all2all-backend"},
+    exchange_sizes={
+        "deepep_high_throughput": _HIGH_THROUGHPUT,
+        "deepep_v2": _HIGH_THROUGHPUT,
+        "deepep_low_latency": _LOW_LATENCY,
+        "nixl_ep": _LOW_LATENCY,
+    },
+)
