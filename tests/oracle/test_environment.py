@@ -9,6 +9,7 @@ import pytest
 
 from moectl import environment
 from moectl.environment import DATA, detect_cpu, detect_device, find_device, packages_from
+from moectl.environment.devices import squeeze
 from moectl.errors import Unavailable, UsageError
 
 TABLE = json.loads((DATA / "gpus.json").read_text())
@@ -65,7 +66,7 @@ def test_table_rows_are_complete_sourced_and_plausible() -> None:
         if bf16 and fp8:
             assert 1.9 <= fp8 / bf16 <= 2.1, key
         for spelling in (key, *row["aliases"], *row["names"]):
-            assert spellings.setdefault(environment._squeeze(spelling), key) == key
+            assert spellings.setdefault(squeeze(spelling), key) == key
     for arch, key in TABLE["representatives"].items():
         assert TABLE["gpus"][key]["arch"] == arch
         assert find_device(arch).arch == arch
@@ -136,7 +137,7 @@ def test_cpu_features_come_from_its_flags(monkeypatch: pytest.MonkeyPatch) -> No
         "/proc/cpuinfo": "vendor_id\t: GenuineIntel\nmodel name\t: Xeon\nflags\t\t: fpu amx_tile avx512f\n",
         "/proc/meminfo": "MemTotal:       1024 kB\n",
     }
-    monkeypatch.setattr(environment, "_read", files.__getitem__)
+    monkeypatch.setattr(environment.detection, "_read", files.__getitem__)
     device = detect_cpu()
     assert device.features == {"amx", "avx512"}
     assert (device.name, device.memory_bytes) == ("Xeon", 1 << 20)

@@ -1,0 +1,126 @@
+"""Machines as values: every GPU by name, from a table of published figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, or the CPU.
+
+    Attributes:
+        platform: ``cuda``, ``rocm``, ``xpu`` or ``cpu``.
+        arch: ``sm90``, ``gfx942``, ``x86``, ``aarch64``, ...
+        name: the name an engine would see.
+        sms: streaming multiprocessors (CUDA), compute units (ROCm), cores (CPU).
+        memory_bytes: device memory.
+        bandwidth: peak memory bandwidth, bytes/s; 0 when unknown.
+        bf16_flops, fp8_flops: peak dense matrix rates, FLOP/s; 0 when unknown or absent.
+        features: instruction sets that decide, such as ``amx``.
+    """
+
+    platform: str
+    arch: str
+    name: str
+    sms: int = 0
+    memory_bytes: int = 0
+    bandwidth: float = 0.0
+    bf16_flops: float = 0.0
+    fp8_flops: float = 0.0
+    features: frozenset[str] = frozenset()
+
+    @property
+    def capability(self) -> int:
+        """CUDA compute capability times ten (``sm90`` is 90, ``sm103`` 103); 0 off CUDA."""
+        return int(self.arch[2:].rstrip("af")) if self.platform == "cuda" else 0
+
+
+DATA = Path(__file__).parents[1] / "data"
+_GIB = 1 << 30
+_CPUS = {
+    "cpu": frozenset[str](),
+    "cpu-x86": frozenset[str](),
+    "cpu-amx": frozenset({"amx"}),
+    "cpu-x86-amx": frozenset({"amx"}),
+}
+_CUDA_ARCH = re.compile(r"sm_?(\d{2,3})[af]?")
+_GFX_ARCH = re.compile(r"gfx[0-9a-f]{3,5}")
+_NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|[\s_()-]")
+
+
+@cache
+def _table() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((DATA / "gpus.json").read_text(encoding="utf-8"))
+    return document
+
+
+def squeeze(name: str) -> str:
+    """A GPU's name without makers, brands and punctuation: what spellings are compared by."""
+    return _NOISE.sub("", name.lower())
+
+
+@cache
+def known_names() -> dict[str, str]:
+    """Every spelling, squeezed, with the key of its row."""
+    found: dict[str, str] = {}
+    for key, row in _table()["gpus"].items():
+        for spelling in (key, *row["aliases"], *row["names"]):
+            found.setdefault(squeeze(spelling), key)
+    return found
+
+
+def _scaled(figure: float | None) -> float:
+    """A figure in tera as a whole number; 0 where it is unknown."""
+    return float(round((figure or 0) * 1e12))
+
+
+def device_of(key: str, arch: str = "") -> Device:
+    """The device of row `key`, under another architecture where one is given."""
+    row = _table()["gpus"][key]
+    return Device(
+        platform=row["platform"],
+        arch=arch or row["arch"],
+        name=row["names"][0],
+        sms=row["sms"] or 0,
+        memory_bytes=row["memory_gib"] * _GIB,
+        bandwidth=_scaled(row["bandwidth_tb_s"]),
+        bf16_flops=_scaled(row["bf16_tflops"]),
+        fp8_flops=_scaled(row["fp8_tflops"]),
+    )
+
+
+def find_device(name: str) -> Device:
+    """The device called `name`: a GPU (``h100``, ``NVIDIA H200``, ``mi300x``), an architecture
+    (``sm90``, ``gfx942``, stood for by one GPU of it), ``cpu`` or ``cpu-amx``.
+
+    UsageError with near matches when nothing has that name.
+    """
+    text = name.strip().lower()
+    if text in _CPUS:
+        return Device("cpu", "x86", "cpu", features=_CPUS[text])
+    if key := known_names().get(squeeze(text)):
+        return device_of(key)
+    representatives = _table()["representatives"]
+    cuda = _CUDA_ARCH.fullmatch(text)
+    arch = f"sm{cuda[1]}" if cuda else text
+    if key := representatives.get(arch):
+        return device_of(key, arch)
+    if cuda and 50 <= int(cuda[1]) < 200:
+        return Device("cuda", arch, arch)
+    if _GFX_ARCH.fullmatch(text):
+        return Device("rocm", arch, arch)
+    names = [*_table()["gpus"], *representatives, *_CPUS]
+    near = get_close_matches(text, names, n=4, cutoff=0.5)
+    raise UsageError(
+        f"no device is called {name!r}",
+        hint=f"Near matches: {', '.join(near)}." if near else f"Known are {', '.join(names)}.",
+    )
