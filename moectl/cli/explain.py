@@ -224,7 +224,7 @@ def _draw_group(group: "GroupExplanation", console: Any) -> None:
 def _draw_choice(decision: "Decision", console: Any) -> None:
     chosen = decision.chosen
     if chosen is None or not decision.usable:
-        for reason in (*decision.gates, decision.error):
+        for reason in (*map(str, decision.gates), decision.error):
             if reason:
                 console.print(f"no backend: {reason}", markup=False, style="bold")
         return

@@ -1,6 +1,6 @@
 """Choosing a backend: one function over tables of data."""
 
-from .decision import Candidate, Decision, Inputs, replay_inputs
+from .decision import Candidate, Decision, Gate, Inputs, replay_inputs
 from .registry import POLICIES, policy_named
 from .select import OutOfScope, select
 
@@ -8,6 +8,7 @@ __all__ = [
     "POLICIES",
     "Candidate",
     "Decision",
+    "Gate",
     "Inputs",
     "OutOfScope",
     "policy_named",

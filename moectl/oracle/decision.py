@@ -17,6 +17,32 @@ FORMAT = "moectl-decision-1"
 """Version of the JSON document."""
 
 
+CAPABILITY, DTYPE, PLATFORM, NAME = "minimum capability", "model dtype", "platform", "backend name"
+"""Kinds of `Gate`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What an engine refuses before it asks any backend: the `kind` of the check, and a sentence."""
+
+    kind: str
+    says: str
+
+    def __str__(self) -> str:
+        return self.says
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A sentence, and the exception class with which the engine fails."""
+
+    says: str
+    kind: str
+
+    def __str__(self) -> str:
+        return self.says
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One experts class, judged.
@@ -92,6 +118,7 @@ class Decision:
         sized: False when the engine fails before it fixes padded sizes.
         gates: what the engine refuses before it asks; it would not start.
         error: why nothing is chosen, or what fails after the choice; empty when all is well.
+        error_kind: the engine's exception class for it; empty where the engine goes on without a choice.
         notes: what a user should know about how the choice came about.
     """
 
@@ -106,8 +133,9 @@ class Decision:
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
     sized: bool = True
-    gates: tuple[str, ...] = ()
+    gates: tuple[Gate, ...] = ()
     error: str = ""
+    error_kind: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -119,7 +147,7 @@ class Decision:
         """The chosen candidate; NoBackend with the reasons when the deployment would not work."""
         if self.chosen is not None and self.usable:
             return self.chosen
-        what = self.error or f"policy {self.policy} refuses this: {'; '.join(self.gates)}"
+        what = self.error or f"policy {self.policy} refuses this: {'; '.join(map(str, self.gates))}"
         raise NoBackend(what, hint="Every candidate's reasons are in `moectl explain`.")
 
     def to_json(self) -> dict[str, Any]:
@@ -144,8 +172,9 @@ class Decision:
             "usable": self.usable,
             "chosen": chosen.to_json() if chosen else None,
             "candidates": [candidate.to_json() for candidate in self.candidates],
-            "gates": list(self.gates),
+            "gates": [{"kind": gate.kind, "says": gate.says} for gate in self.gates],
             "error": self.error or None,
+            "error_kind": self.error_kind or None,
             "notes": list(self.notes),
         }
 

@@ -17,16 +17,17 @@ OWN_ACT, RANKED_ACT, DECLARED_ACT = "own", "ranked", "declared"
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A named statement about a problem, with the sentence an engine gives when it holds."""
+    """A named statement about a problem, with an engine's sentence and exception class when it holds."""
 
     name: str
     holds: Callable[[Ask], bool]
     says: Callable[[Ask], str]
+    kind: str = "ValueError"
 
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """A failure after a backend was chosen.
+    """A failure after a backend was chosen, of the exception class `kind`.
 
     `sized` is True when the engine had already fixed the padded sizes by then.
     """
@@ -34,6 +35,7 @@ class Aftermath:
     name: str
     holds: Callable[[Ask, Candidate], bool]
     says: Callable[[Ask, Candidate], str]
+    kind: str
     sized: bool = False
 
 
@@ -114,6 +116,8 @@ class Route:
         platforms: platforms on which the engine accepts the method; `minimum`: lowest CUDA capability;
             `dtypes`: 16-bit model dtypes.
         refusals: what the method refuses before it asks; `aftermath`: what fails afterwards.
+        fails: exception class when no backend of the automatic order serves, empty where the engine
+            goes on without one; `fails_by_name`: when one that was asked for does not serve.
     """
 
     name: str
@@ -144,6 +148,8 @@ class Route:
     dtypes: Choice = ANY
     refusals: tuple[Condition, ...] = ()
     aftermath: tuple[Aftermath, ...] = ()
+    fails: str = "NotImplementedError"
+    fails_by_name: str = "ValueError"
 
     def backends(self) -> frozenset[Backend]:
         """Every backend that this route may name."""
@@ -165,10 +171,14 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSizes:
-    """Hidden sizes that exchange kernels carry: multiples of some bytes, or a list."""
+    """Hidden sizes that exchange kernels carry: multiples of some bytes, or a list.
+
+    `fails` is the engine's exception class for a size above the list.
+    """
 
     multiple_bytes: int = 0
     sizes: tuple[int, ...] = ()
+    fails: str = "ValueError"
 
     def round(self, hidden: int, item_bytes: int = 2) -> int | None:
         """The next hidden size that is carried; None when `hidden` is above the largest."""

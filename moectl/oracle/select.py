@@ -11,7 +11,7 @@ from ..problem import Dims, MoEProblem
 from ..schemes import A16
 from .backend import Ask, Backend, act_key
 from .checks import Verdict, judge
-from .decision import Candidate, Decision
+from .decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
 from .policy import DECLARED_ACT, OWN_ACT, RANKED_ACT, Policy, Route
 
 
@@ -42,11 +42,11 @@ def select(
     taken = route.detours.get(name, route) if name else route
     if taken is not route:
         ask = _ask(problem, device, packages, policy, taken)
-    candidates, chosen, error, notes = _choose(ask, policy, taken, name)
+    candidates, chosen, failure, notes = _choose(ask, policy, taken, name)
     notes = (*notes, *_retired(packages, policy))
     if name and allow_fallback and (chosen is None or gates):
-        problem_of_name = error or "; ".join(gates)
-        rest, chosen, error, more = _choose(ask, policy, taken, None)
+        problem_of_name = failure.says if failure else "; ".join(map(str, gates))
+        rest, chosen, failure, more = _choose(ask, policy, taken, None)
         rest = tuple(replace(c, rank=c.rank + len(candidates)) for c in rest)
         chosen = next((c for c in rest if chosen and c.usable), None)
         candidates, gates = (*candidates, *rest), _gates(ask, policy, route, None)
@@ -57,10 +57,12 @@ def select(
             notes = (*notes, _unasked(policy, chosen))
         for aftermath in taken.aftermath:
             if aftermath.holds(ask, chosen):
-                error, sized = aftermath.says(ask, chosen), aftermath.sized
+                failure, sized = Failure(aftermath.says(ask, chosen), aftermath.kind), aftermath.sized
                 break
         if _exchanged(ask, policy) is None:
-            error, sized = _too_large(ask, policy), False
+            failure, sized = _too_large(ask, policy), False
+    elif failure is not None and not failure.kind:
+        problem, sized = replace(problem, dims=_carried(ask, policy)), True
     return Decision(
         problem=replace(problem, dims=chosen.dims) if chosen and sized else problem,
         device=device,
@@ -74,7 +76,8 @@ def select(
         chosen=chosen,
         sized=sized,
         gates=gates,
-        error=error,
+        error=failure.says if failure else "",
+        error_kind=failure.kind if failure else "",
         notes=notes,
     )
 
@@ -122,14 +125,14 @@ def _ask(problem: MoEProblem, device: Device, packages: Packages, policy: Policy
 
 def _choose(
     ask: Ask, policy: Policy, route: Route, name: str | None
-) -> tuple[tuple[Candidate, ...], Candidate | None, str, tuple[str, ...]]:
+) -> tuple[tuple[Candidate, ...], Candidate | None, Failure | None, tuple[str, ...]]:
     """Judged candidates, the first usable one, why there is none, and notes."""
     candidates, notes = _candidates(ask, policy, route, name)
     for refusal in route.refusals:
         if refusal.holds(ask):
-            return candidates, None, refusal.says(ask), notes
+            return candidates, None, Failure(refusal.says(ask), refusal.kind), notes
     chosen = next((candidate for candidate in candidates if candidate.usable), None)
-    return candidates, chosen, "" if chosen else _nothing(policy, route, name, candidates), notes
+    return candidates, chosen, None if chosen else _nothing(policy, route, name, candidates), notes
 
 
 def _retired(packages: Packages, policy: Policy) -> tuple[str, ...]:
@@ -147,18 +150,21 @@ def _act(ask: Ask, route: Route, backend: Backend) -> str:
     return act_key(ask.declared if follows else backend.act)
 
 
-def _gates(ask: Ask, policy: Policy, route: Route, name: str | None) -> tuple[str, ...]:
+def _gates(ask: Ask, policy: Policy, route: Route, name: str | None) -> tuple[Gate, ...]:
     """What the engine refuses before any backend is asked."""
     found = []
     capability = ask.device.capability
     if not route.platforms.allows(ask.device.platform):
-        found.append(f"{policy.name} does not accept {route.name} on {ask.device.platform}")
+        says = f"{policy.name} does not accept {route.name} on {ask.device.platform}"
+        found.append(Gate(PLATFORM, says))
     if ask.device.platform == "cuda" and capability < route.minimum:
-        found.append(f"{route.method} needs sm{route.minimum} or newer, the device is {ask.device.arch}")
+        says = f"{route.method} needs sm{route.minimum} or newer, the device is {ask.device.arch}"
+        found.append(Gate(CAPABILITY, says))
     if not route.dtypes.allows(ask.dtype):
-        found.append(f"{route.method} computes in {route.dtypes}, the model runs in {ask.dtype}")
+        says = f"{route.method} computes in {route.dtypes}, the model runs in {ask.dtype}"
+        found.append(Gate(DTYPE, says))
     if name and not policy.accepted_names.allows(name):
-        found.append(f"{policy.name} does not accept {name} as a backend name")
+        found.append(Gate(NAME, f"{policy.name} does not accept {name} as a backend name"))
     return tuple(found)
 
 
@@ -286,22 +292,31 @@ def _exchanged(ask: Ask, policy: Policy) -> int | None:
     return hidden if sizes is None else sizes.round(hidden)
 
 
+def _carried(ask: Ask, policy: Policy) -> Dims:
+    """Sizes with the padding that the exchange needs."""
+    logical = ask.problem.dims
+    return replace(logical, padded_hidden=_exchanged(ask, policy) or logical.hidden)
+
+
 def _dims(ask: Ask, policy: Policy, route: Route, backend: Backend) -> Dims:
     """Sizes with padding: first what the exchange carries, then what the backend wants."""
-    logical = ask.problem.dims
-    carried = _exchanged(ask, policy) or logical.hidden
-    padded = Dims(carried, logical.intermediate)
-    if route.rounds:
-        known = ask if route.rounds_by_activation else replace(ask, activation="")
-        padded = backend.align(known).apply(padded)
+    carried = _carried(ask, policy)
+    if not route.rounds:
+        return carried
+    known = ask if route.rounds_by_activation else replace(ask, activation="")
+    padded = backend.align(known).apply(Dims(carried.padded_hidden, carried.intermediate))
     return replace(
-        logical, padded_hidden=padded.padded_hidden, padded_intermediate=padded.padded_intermediate
+        carried, padded_hidden=padded.padded_hidden, padded_intermediate=padded.padded_intermediate
     )
 
 
-def _too_large(ask: Ask, policy: Policy) -> str:
-    largest = policy.exchange_sizes[ask.exchange].sizes[-1]
-    return f"{ask.exchange} carries hidden sizes up to {largest}, the model has {ask.problem.dims.hidden}"
+def _too_large(ask: Ask, policy: Policy) -> Failure:
+    carried = policy.exchange_sizes[ask.exchange]
+    says = (
+        f"{ask.exchange} carries hidden sizes up to {carried.sizes[-1]}, "
+        f"the model has {ask.problem.dims.hidden}"
+    )
+    return Failure(says, carried.fails)
 
 
 def _reasons(candidates: Iterable[Candidate]) -> str:
@@ -310,14 +325,16 @@ def _reasons(candidates: Iterable[Candidate]) -> str:
     )
 
 
-def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[Candidate, ...]) -> str:
+def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[Candidate, ...]) -> Failure:
     """Why no candidate is chosen, as one sentence."""
-    if name and not candidates:
+    if not name:
+        says = f"no backend of policy {policy.name} serves this deployment ({route.name})"
+        return Failure(says, route.fails)
+    says = f"backend {name} cannot serve this deployment: {_reasons(candidates)}"
+    if not candidates:
         known = ", ".join(route.names) or "none"
-        return f"backend {name} does not serve {route.name} under policy {policy.name}; it knows {known}"
-    if name:
-        return f"backend {name} cannot serve this deployment: {_reasons(candidates)}"
-    return f"no backend of policy {policy.name} serves this deployment ({route.name})"
+        says = f"backend {name} does not serve {route.name} under policy {policy.name}; it knows {known}"
+    return Failure(says, route.fails_by_name)
 
 
 def _unasked(policy: Policy, chosen: Candidate) -> str:

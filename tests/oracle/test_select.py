@@ -12,6 +12,7 @@ from moectl.errors import NoBackend, UsageError
 from moectl.oracle import Decision, OutOfScope, policy_named, replay_inputs, select
 from moectl.oracle.backend import GROUPS
 from moectl.oracle.checks import CHECKS
+from moectl.oracle.decision import CAPABILITY, DTYPE
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
 from moectl.schemes import FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 
@@ -185,7 +186,9 @@ def test_refusals_before_and_failures_after_the_choice() -> None:
     assert "Marlin only" in channel.error
     old = ask(GPT_OSS, "t4")
     assert old.chosen is not None
-    assert len(old.gates) == 2
+    assert [gate.kind for gate in old.gates] == [CAPABILITY, DTYPE]
+    assert old.to_json()["gates"][0] == {"kind": CAPABILITY, "says": str(old.gates[0])}
+    assert (ordered.error_kind, channel.error_kind, old.error_kind) == ("ValueError", "AssertionError", "")
     with pytest.raises(NoBackend, match="needs sm80"):
         old.require()
 
@@ -198,6 +201,14 @@ def test_a_gptq_method_changes_where_marlin_does_not_take_the_sizes() -> None:
     too_thin = ask(odd.on(Parallel(tp=8)), "a100")
     assert "no scale group of 32" in too_thin.error
     assert too_thin.sized
+    assert too_thin.error_kind == "AssertionError"
+
+
+def test_a_failure_carries_the_engines_exception_class() -> None:
+    nothing = ask(KIMI.on(Parallel(dp=8, ep=True, all2all="nixl_ep")), "mi300x")
+    assert nothing.error_kind == nothing.to_json()["error_kind"] == "NotImplementedError"
+    assert ask(KIMI, "a100", only="flashinfer_trtllm").error_kind == "ValueError"
+    assert ask(KIMI, "a100", only="cutlass").error_kind == "ValueError"
 
 
 def test_switches_and_packages_decide() -> None:

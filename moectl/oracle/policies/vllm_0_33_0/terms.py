@@ -113,16 +113,19 @@ CHANNELS_WITH_MARLIN_ONLY = Aftermath(
     lambda ask, chosen: (
         f"the method takes scales per channel with Marlin only and stops on {chosen.variant.experts}"
     ),
+    kind="AssertionError",
 )
 WHOLE_GROUPS = Aftermath(
     "scale groups",
     _straddles,
     lambda ask, chosen: f"scale groups would cross ranks ({_sizes(ask, chosen)})",
+    kind="ValueError",
     sized=True,
 )
 HALVES_GROUPS = Aftermath(
     "scale groups",
     _halved_below_32,
     lambda ask, chosen: f"no scale group of 32 or more divides the sizes ({_sizes(ask, chosen)})",
+    kind="AssertionError",
     sized=True,
 )
