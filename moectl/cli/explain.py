@@ -1,19 +1,19 @@
 """`moectl explain`: which backend a checkpoint gets, and every reason against the others."""
 
 import difflib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..checkpoint.layers import ranges
 from ..errors import ExitCode, UsageError
-from ..targets import LAYOUTS
 from .options import CheckpointArg, Offline, framed, option, pick
-from .output import Output, count, size, table
+from .output import Output
 
 if TYPE_CHECKING:
-    from ..explain import Explanation, GroupExplanation
-    from ..oracle.decision import Candidate, Decision
+    from ..explain import Explanation
     from ..oracle.policy import Policy
     from ..problem import Parallel
+    from .blocks import Block
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
@@ -65,6 +65,10 @@ def explain(
     policy: Annotated[
         str, option("--policy", help="vllm-0.33.0, or moectl: what this tool runs.")
     ] = "vllm-0.33.0",
+    markdown: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False,
+    verbose: Annotated[
+        bool, option("--verbose", "-v", help="Show every fact with its source, and every candidate.")
+    ] = False,
     offline: Offline = False,
     *,
     out: Output,
@@ -79,6 +83,7 @@ def explain(
     from ..explain import explain as library
     from ..oracle.registry import POLICIES, policy_named
     from ..problem import Parallel
+    from .explaining.sections import View, document, sections
 
     chosen = policy_named(pick(policy, POLICIES, "policy"))
     env_given = switches(env or [])
@@ -105,8 +110,21 @@ def explain(
         backend=backend,
         allow_fallback=allow_fallback,
     )
-    out.result(explanation.to_json(), lambda console: draw(explanation, console), brief(explanation))
+    show(out, document(explanation), sections(explanation, View(verbose)), brief(explanation), markdown)
     return ExitCode.DONE if explanation.usable else ExitCode.FOUND
+
+
+def show(
+    out: Output, document: dict[str, Any], blocks: "Iterable[Block]", brief: list[str], markdown: bool
+) -> None:
+    """One result in the form asked for: JSON, one line each, markdown, or text."""
+    from . import blocks as drawing
+
+    shown = list(blocks)
+    if markdown and not (out.as_json or out.quiet):
+        out.text(drawing.markdown(shown))
+    else:
+        out.result(document, lambda console: drawing.draw(shown, console), brief)
 
 
 def remarks(policy: "Policy", parallel: "Parallel", all2all: str | None, env: dict[str, str]) -> list[str]:
@@ -138,8 +156,9 @@ def brief(explanation: "Explanation") -> list[str]:
     lines = []
     for group in explanation.groups:
         chosen = group.decision.chosen if group.decision.usable else None
-        lines.append(f"{ranges(group.group.layers)}\t{chosen.backend.name if chosen else 'none'}")
+        lines.append(f"{ranges(group.layers)}\t{chosen.backend.name if chosen else 'none'}")
     return lines
+<<<<<<< HEAD
 
 
 def draw(explanation: "Explanation", console: Any) -> None:
@@ -255,3 +274,5 @@ def _verdict(candidate: "Candidate", decision: "Decision") -> Any:
         return Text("usable, but comes later")
     lines = [f"{group}: {verdict}" for group, verdicts in candidate.reasons().items() for verdict in verdicts]
     return Text("\n".join(lines))
+=======
+>>>>>>> a7d4151 (explain is a package; its text and markdown are drawn from one table of sections)

@@ -176,8 +176,9 @@ def duration(seconds: float) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    """``1 file``, ``2 files``, ``2 classes``."""
+    ending = "es" if thing.endswith("s") else "s"
+    return f"{number} {thing}{'' if number == 1 else ending}"
 
 
 def _console(stream: Any) -> Any:

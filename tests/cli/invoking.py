@@ -17,6 +17,11 @@ class Done:
     stderr: str
 
     @property
+    def words(self):
+        """What stands on stdout without its line breaks."""
+        return " ".join(self.stdout.split())
+
+    @property
     def document(self):
         """The JSON document on stdout."""
         return json.loads(self.stdout)

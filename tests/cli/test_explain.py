@@ -96,12 +96,14 @@ def test_memory_as_stored_and_padded():
     assert memory["stored_bytes"] == 36 * stored
 
 
-def test_the_table_says_where_facts_come_from():
-    text = moectl("explain", KIMI, "--gpu", "h100", "--offline").stdout
-    assert "catalogue" in text
+def test_verbose_says_where_facts_come_from():
+    brief, text = (moectl("explain", KIMI, "--gpu", "h100", "--offline", *v).stdout for v in ([], ["-v"]))
+    assert "config:moe_intermediate_size" not in brief
     assert "config:moe_intermediate_size" in text
-    assert "layers 1-60" in text
-    assert "HummingIndexedExperts" in text
+    for shown in (brief, text):
+        assert "catalogue" in shown
+        assert "layers (1-60): 60 x" in shown
+        assert "HummingIndexedExperts" in shown
 
 
 def test_quiet_is_one_line_a_group():
@@ -180,7 +182,7 @@ def test_more_ranks_than_experts_are_refused():
 def test_a_deployment_that_the_engine_refuses_names_no_backend_as_chosen():
     done = moectl("explain", GPT, "--gpu", "t4", "--offline", code=1)
     assert "no backend: " in done.stdout
-    assert not [line for line in done.stdout.splitlines() if line.startswith("backend ")]
+    assert not [line for line in done.stdout.splitlines() if line.startswith("  backend ")]
 
 
 def test_a_format_without_rules_is_no_wrong_usage(tmp_path):

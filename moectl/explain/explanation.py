@@ -1,4 +1,4 @@
-"""Which backend each layer group of a checkpoint gets: checkpoint and oracle, joined."""
+"""The decision for every layer group of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .checkpoint.model import Checkpoint, LayerGroup
-from .environment import Device, Packages
-from .oracle.decision import Decision
-from .oracle.policy import Policy
-from .oracle.select import select
-from .problem import MoEProblem, Parallel
+from ..checkpoint.model import Checkpoint, Origin
+from ..environment import Device, Packages
+from ..oracle.decision import Decision
+from ..oracle.policy import Policy
+from ..oracle.select import select
+from ..problem import MoEProblem, Parallel
+from .facts import facts, source_of
 
 
 @dataclass(frozen=True)
@@ -27,28 +28,33 @@ class Memory:
 
 @dataclass(frozen=True)
 class GroupExplanation:
-    """One layer group with its decision; `problem` is one rank's share."""
+    """Layers with one decision; `problem` is one rank's share.
 
-    group: LayerGroup
+    `sources` and `notes` are those of the checkpoint's layer group.
+    """
+
+    layers: tuple[int, ...]
     problem: MoEProblem
     decision: Decision
     memory: Memory
+    sources: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the facts with their sources, the memory, the decision."""
         return {
-            "layers": list(self.group.layers),
+            "layers": list(self.layers),
             "facts": [
-                {"fact": fact, "value": value, "source": source_of(fact, self.group.sources)}
+                {"fact": fact, "value": value, "source": source_of(fact, self.sources)}
                 for fact, value in facts(self.problem).items()
             ],
-            "sources": dict(self.group.sources),
-            "notes": list(self.group.notes),
+            "sources": dict(self.sources),
+            "notes": list(self.notes),
             "memory": {
                 "stored_bytes_per_layer": self.memory.stored,
                 "padded_bytes_per_layer": self.memory.padded,
-                "stored_bytes": self.memory.stored * len(self.group.layers),
-                "padded_bytes": self.memory.padded * len(self.group.layers),
+                "stored_bytes": self.memory.stored * len(self.layers),
+                "padded_bytes": self.memory.padded * len(self.layers),
             },
             "decision": self.decision.to_json(),
         }
@@ -58,7 +64,7 @@ class GroupExplanation:
 class Explanation:
     """Every layer group of a checkpoint under one policy on one device."""
 
-    checkpoint: Checkpoint
+    origin: Origin
     device: Device
     packages: Packages
     parallel: Parallel
@@ -73,7 +79,7 @@ class Explanation:
     @property
     def expert_bytes(self) -> int:
         """Bytes of all layers' expert weights on one rank, as padded."""
-        return sum(group.memory.padded * len(group.group.layers) for group in self.groups)
+        return sum(group.memory.padded * len(group.layers) for group in self.groups)
 
     @property
     def fits(self) -> bool | None:
@@ -83,7 +89,7 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, complete enough to make every decision again."""
-        origin = self.checkpoint.origin
+        origin = self.origin
         return {
             "checkpoint": {
                 "name": origin.name,
@@ -126,43 +132,5 @@ def explain(
             problem.expert_bytes() * problem.local_experts,
             decision.problem.expert_bytes(padded=True) * problem.local_experts,
         )
-        groups.append(GroupExplanation(group, problem, decision, memory))
-    return Explanation(checkpoint, device, packages, parallel, policy.name, tuple(groups))
-
-
-def source_of(fact: str, sources: Mapping[str, str]) -> str:
-    """Where a fact of `facts` was read, its parts' places included, each once."""
-    parts = {"storage": ("storage", "rows")}.get(fact, (fact,))
-    found = [place for key, place in sources.items() if key.split(".")[0] in parts]
-    return ", ".join(dict.fromkeys(found))
-
-
-def facts(problem: MoEProblem) -> Mapping[str, str]:
-    """A problem's fields in words, by the names that `LayerGroup.sources` uses."""
-    act, routing = problem.activation, problem.routing
-    details = [
-        f"{name} {value:g}" for name in ("alpha", "limit") if (value := getattr(act, name)) is not None
-    ]
-    order = f"{routing.scoring} {'of the chosen logits' if routing.after_topk else 'scores'}"
-    steps = [
-        order,
-        "renormalized" if routing.renormalize else "not renormalized",
-        *(["correction bias"] if routing.correction_bias else []),
-        *(["router bias"] if routing.router_bias else []),
-        *([f"groups {routing.groups}, best {routing.topk_groups}"] if routing.groups else []),
-        *([f"scale {routing.scale:g}"] if routing.scale != 1 else []),
-        *(["weights on the input"] if routing.weight_on_input else []),
-    ]
-    local = "" if problem.local_experts == problem.experts else f" ({problem.local_experts} on this rank)"
-    return {
-        "experts": f"{problem.experts}{local}",
-        "top_k": str(problem.top_k),
-        "hidden": str(problem.dims.hidden),
-        "intermediate": f"{problem.dims.intermediate}{'' if problem.parallel.tp_size == 1 else ' per rank'}",
-        "scheme": str(problem.scheme),
-        "storage": f"{problem.storage}, rows {problem.rows}",
-        "activation": ", ".join([act.name, "gated" if act.gated else "not gated", *details]),
-        "routing": ", ".join(steps),
-        "bias": "yes" if problem.bias else "no",
-        "shared_experts": str(problem.shared_experts),
-    }
+        groups.append(GroupExplanation(group.layers, problem, decision, memory, group.sources, group.notes))
+    return Explanation(checkpoint.origin, device, packages, parallel, policy.name, tuple(groups))

@@ -1,0 +1,201 @@
+"""Small documents: blocks that are drawn as wrapped text on a terminal, or as markdown."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WIDEST = 100
+"""Columns that prose fills at most; beyond them lines are hard to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A line that opens a part of the document; `level` 1 opens the largest."""
+
+    text: str
+    level: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A sentence of its own; `strong` where it is the answer."""
+
+    text: str
+    strong: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Labelled values; those that are empty are left out. `strong` labels hold the answer."""
+
+    rows: tuple[tuple[str, str], ...]
+    strong: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of a `Listing`: a mark (its number), a head, and labelled lines below it."""
+
+    mark: str
+    head: str
+    lines: tuple[tuple[str, str], ...] = ()
+    strong: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Entries below each other."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table; columns named in `right` are right-aligned."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: frozenset[str] = frozenset()
+
+
+Block = Heading | Line | Facts | Listing | Grid
+
+
+def columns_here() -> int:
+    """Columns of the terminal, ``COLUMNS``, or 80."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def draw(blocks: Iterable[Block], console: Any, width: int | None = None) -> None:
+    """Print `blocks` to a rich `console`, prose wrapped to `width` (default: the terminal's)."""
+    for text, strong in text_lines(blocks, width or columns_here()):
+        console.print(text, style="bold" if strong else "", markup=False, soft_wrap=True)
+
+
+def text_lines(blocks: Iterable[Block], width: int) -> Iterable[tuple[str, bool]]:
+    """Lines of text with whether they are strong; prose fits into `width`, long words and tables may not."""
+    room = max(40, min(width, WIDEST))
+    first = True
+    for block in blocks:
+        if isinstance(block, Heading) and not first:
+            yield "", False
+        first = False
+        yield from _TEXT[type(block)](block, room)
+
+
+def _wrap(text: str, room: int, first: str = "", rest: str | None = None) -> list[str]:
+    """`text` in lines of `room` columns; `first` opens the first line, `rest` (or blanks) the others."""
+    return textwrap.wrap(
+        text,
+        room,
+        initial_indent=first,
+        subsequent_indent=" " * len(first) if rest is None else rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]
+
+
+def _heading_text(block: Heading, room: int) -> Iterable[tuple[str, bool]]:
+    return ((line, True) for line in _wrap(block.text, room, rest="  "))
+
+
+def _line_text(block: Line, room: int) -> Iterable[tuple[str, bool]]:
+    return ((line, block.strong) for line in _wrap(block.text, room, "  "))
+
+
+def _labelled(
+    rows: Sequence[tuple[str, str]], room: int, indent: int, strong: frozenset[str] = frozenset()
+) -> Iterable[tuple[str, bool]]:
+    shown = [(label, value) for label, value in rows if value]
+    wide = max((len(label) for label, _ in shown), default=0)
+    before = ""
+    for label, value in shown:
+        # A label that is repeated stands only once.
+        named = "" if label == before else label
+        before = label
+        for line in _wrap(value, room, f"{'':{indent}}{named:<{wide}}  "):
+            yield line, label in strong
+
+
+def _facts_text(block: Facts, room: int) -> Iterable[tuple[str, bool]]:
+    return _labelled(block.rows, room, 2, block.strong)
+
+
+def _listing_text(block: Listing, room: int) -> Iterable[tuple[str, bool]]:
+    wide = max((len(entry.mark) for entry in block.entries), default=0)
+    for entry in block.entries:
+        for line in _wrap(entry.head, room, f"  {entry.mark:>{wide}}  "):
+            yield line, entry.strong
+        yield from _labelled(entry.lines, room, wide + 6)
+
+
+def _grid_text(block: Grid, room: int) -> Iterable[tuple[str, bool]]:
+    wide = [max(len(cells[i]) for cells in (block.columns, *block.rows)) for i in range(len(block.columns))]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = (
+            f"{cell:>{w}}" if name in block.right else f"{cell:<{w}}"
+            for name, cell, w in zip(block.columns, cells, wide, strict=True)
+        )
+        return "  " + "  ".join(aligned).rstrip()
+
+    yield line(block.columns), True
+    for row in block.rows:
+        yield line(row), False
+
+
+_TEXT: dict[type, Any] = {
+    Heading: _heading_text,
+    Line: _line_text,
+    Facts: _facts_text,
+    Listing: _listing_text,
+    Grid: _grid_text,
+}
+
+
+def markdown(blocks: Iterable[Block]) -> str:
+    """`blocks` as GitHub markdown, to paste into an issue."""
+    return "\n\n".join(part for block in blocks if (part := _MARKDOWN[type(block)](block))) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """`text` with what markdown or HTML would swallow made literal."""
+    for mark in "\\`*<|":
+        text = text.replace(mark, f"\\{mark}" if mark != "<" else "&lt;")
+    return text
+
+
+def _facts_markdown(block: Facts) -> str:
+    return "\n".join(
+        f"- {label}: **{_escaped(value)}**" if label in block.strong else f"- {label}: {_escaped(value)}"
+        for label, value in block.rows
+        if value
+    )
+
+
+def _listing_markdown(block: Listing) -> str:
+    lines = []
+    for entry in block.entries:
+        head = f"**{_escaped(entry.head)}**" if entry.strong else _escaped(entry.head)
+        lines.append(f"- {f'{entry.mark}: ' if entry.mark else ''}{head}")
+        lines += [f"  - {label}: {_escaped(text)}" for label, text in entry.lines if text]
+    return "\n".join(lines)
+
+
+def _grid_markdown(block: Grid) -> str:
+    rule = ["---:" if name in block.right else "---" for name in block.columns]
+    rows = (block.columns, rule, *([_escaped(cell) for cell in row] for row in block.rows))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+_MARKDOWN: dict[type, Any] = {
+    Heading: lambda block: f"{'#' * (block.level + 1)} {_escaped(block.text)}",
+    Line: lambda block: f"**{_escaped(block.text)}**" if block.strong else _escaped(block.text),
+    Facts: _facts_markdown,
+    Listing: _listing_markdown,
+    Grid: _grid_markdown,
+}

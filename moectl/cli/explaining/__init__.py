@@ -1,0 +1,1 @@
+"""What `moectl explain` shows: an explanation as sections of blocks."""

@@ -1,0 +1,87 @@
+"""Candidates with every failing question, equal ones merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ...oracle.decision import Candidate, Decision
+from ..blocks import Entry, Line, Listing
+from .sentences import reasons
+
+
+@dataclass(frozen=True)
+class Row:
+    """Neighbouring experts classes of one backend with the same answer."""
+
+    candidates: tuple[Candidate, ...]
+    answer: str
+    reasons: tuple[tuple[str, str], ...]
+
+    @property
+    def first(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def mark(self) -> str:
+        """Numbers in the order asked, from 1."""
+        ranks = [candidate.rank + 1 for candidate in self.candidates]
+        return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+    @property
+    def head(self) -> str:
+        """Backend and classes, with the answer where it is not a list of reasons."""
+        experts = ", ".join(dict.fromkeys(c.variant.experts for c in self.candidates))
+        return f"{self.first.backend.name} ({experts}){f': {self.answer}' if self.answer else ''}"
+
+
+def answer_of(candidate: Candidate, decision: Decision) -> str:
+    """``chosen`` or why it is not, where no question fails; else empty."""
+    if decision.chosen is not None and candidate is decision.chosen:
+        return "chosen" if decision.usable else "would be chosen, but see above"
+    return "would serve, comes later" if candidate.usable else ""
+
+
+def rows_of(decision: Decision) -> tuple[Row, ...]:
+    """The candidates of `decision` in order, merged."""
+    found: list[Row] = []
+    for candidate in decision.candidates:
+        row = Row((candidate,), answer_of(candidate, decision), reasons(candidate))
+        last = found[-1] if found else None
+        if (
+            last
+            and last.first.backend.name == candidate.backend.name
+            and (last.answer, last.reasons) == (row.answer, row.reasons)
+        ):
+            found[-1] = Row((*last.candidates, candidate), last.answer, last.reasons)
+        else:
+            found.append(row)
+    return tuple(found)
+
+
+def elsewhere(row: Row, decision: Decision) -> bool:
+    """True when every class of `row` is for other platforms than the decision's device."""
+    platform = decision.device.platform
+    return all(
+        not c.usable
+        and c.variant.offers.arch is not None
+        and all(arch.platform != platform for arch in c.variant.offers.arch)
+        for c in row.candidates
+    )
+
+
+def listed(rows: Iterable[Row]) -> Listing:
+    """`rows` with their reasons."""
+    return Listing(
+        tuple(Entry(row.mark, row.head, row.reasons, strong=row.answer.startswith("chosen")) for row in rows)
+    )
+
+
+def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | Line]:
+    """The candidates; those for other platforms in one line unless `verbose`."""
+    rows = rows_of(decision)
+    hidden = [] if verbose else [row for row in rows if elsewhere(row, decision)]
+    yield listed(row for row in rows if row not in hidden)
+    if hidden:
+        names = ", ".join(dict.fromkeys(row.first.backend.name for row in hidden))
+        yield Line(f"Not for {decision.device.platform} devices: {names} (-v lists their reasons).")

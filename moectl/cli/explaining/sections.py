@@ -1,0 +1,223 @@
+"""The sections of an explanation, in two tables: about the whole of it, and about each layer group.
+
+A section turns an explanation into blocks; text and markdown are drawn from the same ones. A section
+with a `document` adds that under its name to the JSON document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...checkpoint.layers import ranges
+from ...environment import Device
+from ...explain import Explanation, GroupExplanation, facts, source_of
+from ...oracle.decision import Decision
+from ...problem import MoEProblem, Parallel
+from ...targets import LAYOUTS
+from ..blocks import Block, Facts, Grid, Heading, Line
+from ..output import count, size
+from .candidates import candidate_blocks
+
+UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How much is shown: every candidate and every source with `verbose`."""
+
+    verbose: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part that speaks of the whole explanation; `detail` ones are shown with `verbose` only."""
+
+    name: str
+    blocks: Callable[[Explanation, View], Iterable[Block]]
+    detail: bool = False
+    document: Callable[[Explanation], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSection:
+    """A part that speaks of one layer group."""
+
+    name: str
+    blocks: Callable[[GroupExplanation, View], Iterable[Block]]
+    detail: bool = False
+
+
+def sections(explanation: Explanation, view: View = View()) -> Iterator[Block]:
+    """Every block that is shown, in order."""
+    for section in BEFORE:
+        if view.verbose or not section.detail:
+            yield from section.blocks(explanation, view)
+    for group in explanation.groups:
+        for part in GROUP_SECTIONS:
+            if view.verbose or not part.detail:
+                yield from part.blocks(group, view)
+    for section in AFTER:
+        if view.verbose or not section.detail:
+            yield from section.blocks(explanation, view)
+
+
+def document(explanation: Explanation) -> dict[str, Any]:
+    """The explanation as one JSON document, with what the sections add."""
+    added = {
+        section.name: section.document(explanation)
+        for section in (*BEFORE, *AFTER)
+        if section.document is not None
+    }
+    return {**explanation.to_json(), **added}
+
+
+def layers_line(layers: tuple[int, ...]) -> str:
+    """``(0-27, 29-47): 47 x``, as engines print models."""
+    return f"({ranges(layers)}): {len(layers)} x"
+
+
+def shape_words(problem: MoEProblem) -> str:
+    """Experts, sizes and number format in one phrase."""
+    dims = problem.dims
+    local = "" if problem.local_experts == problem.experts else f" ({problem.local_experts} on this rank)"
+    return (
+        f"{problem.experts} experts{local}, top-{problem.top_k}, hidden {dims.hidden}, "
+        f"intermediate {dims.intermediate}, {problem.scheme}"
+    )
+
+
+def parallel_words(parallel: Parallel) -> str:
+    """``TP 8, DP 2, EP 16 through deepep_low_latency``; empty for one rank."""
+    if parallel.ranks == 1:
+        return ""
+    parts = [f"TP {parallel.tp}", *([f"DP {parallel.dp}"] if parallel.dp > 1 else [])]
+    exchange = f" through {parallel.all2all}" if parallel.exchanges else ""
+    parts += [f"EP {parallel.ep_size}{exchange}"] if parallel.ep else []
+    return ", ".join([*parts, *(["EPLB"] if parallel.eplb else [])])
+
+
+def device_words(device: Device) -> str:
+    """Name, architecture and what the table of GPUs knows."""
+    known = {
+        f"{device.sms} {UNITS_OF.get(device.platform, 'CUs')}": device.sms,
+        size(device.memory_bytes): device.memory_bytes,
+        f"{device.bandwidth / 1e12:.3g} TB/s": device.bandwidth,
+        f"{device.bf16_flops / 1e12:.4g} bf16 TFLOP/s": device.bf16_flops,
+        f"{device.fp8_flops / 1e12:.4g} fp8 TFLOP/s": device.fp8_flops,
+    }
+    return ", ".join([device.name, device.arch, *(fact for fact, there in known.items() if there)])
+
+
+def _head(explanation: Explanation, view: View) -> Iterator[Block]:
+    origin, packages = explanation.origin, explanation.packages
+    yield Heading(f"{origin.name} on {explanation.device.name} under {explanation.policy}", 1)
+    revision = f", revision {origin.revision}" if origin.revision else ""
+    switches = " ".join(f"{key}={value}" for key, value in packages.env.items())
+    yield Facts(
+        (
+            ("checkpoint", f"{origin.name} (read from: {origin.kind}{revision})"),
+            ("device", device_words(explanation.device)),
+            ("parallel", parallel_words(explanation.parallel)),
+            ("packages", ", ".join(sorted(packages.versions)) or "none"),
+            ("switches", switches),
+            ("memory", _memory(explanation)),
+        )
+    )
+
+
+def _memory(explanation: Explanation) -> str:
+    verdict = "does not fit: " if explanation.fits is False else ""
+    of = f" of {size(explanation.device.memory_bytes)}" if explanation.device.memory_bytes else ""
+    return f"{verdict}expert weights take {size(explanation.expert_bytes)}{of} per rank, as padded"
+
+
+def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
+    decision, memory, layers = group.decision, group.memory, len(group.layers)
+    yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
+    chosen, dims = decision.chosen, decision.problem.dims
+    if chosen is None or not decision.usable:
+        for reason in (*decision.gates, decision.error):
+            if reason:
+                yield Line(f"no backend: {reason}", strong=True)
+        return
+    kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
+    layout = chosen.layout
+    if layout in LAYOUTS:
+        layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
+    yield Facts(
+        (
+            ("backend", chosen.backend.name),
+            ("because", because(decision)),
+            ("experts", f"{chosen.variant.experts}, takes {kind}"),
+            ("route", f"{decision.route} ({decision.method})"),
+            (
+                "padding",
+                f"hidden {dims.hidden} -> {dims.padded_hidden}, "
+                f"intermediate {dims.intermediate} -> {dims.padded_intermediate}",
+            ),
+            (
+                "layout",
+                f"{chosen.layout}: moectl convert CKPT OUT --to {target}" if target else chosen.layout,
+            ),
+            (
+                "weights",
+                f"{size(memory.stored)} a layer per rank as stored, {size(memory.padded)} as padded; "
+                f"{size(memory.stored * layers)} and {size(memory.padded * layers)} "
+                f"in {count(layers, 'layer')}",
+            ),
+        ),
+        strong=frozenset({"backend"}),
+    )
+
+
+def because(decision: Decision) -> str:
+    """Why the chosen candidate is the one."""
+    chosen = decision.chosen
+    assert chosen is not None
+    before = [c for c in decision.candidates if c.rank < chosen.rank]
+    note = f" {chosen.backend.note}" if chosen.backend.note else ""
+    if chosen.assigned:
+        return f"the method takes it on this device without asking the others.{note}"
+    if decision.requested and decision.requested != "auto" and not decision.allow_fallback:
+        return f"it was asked for by name and serves this.{note}"
+    if not before:
+        return f"it is first in the order, and nothing speaks against it.{note}"
+    skipped = len(before)
+    return f"it is the first in the order that can serve; {count(skipped, 'class')} before it cannot.{note}"
+
+
+def _notes(group: GroupExplanation, view: View) -> Iterator[Block]:
+    rows = tuple(("note", note) for note in (*group.decision.notes, *group.notes))
+    if rows:
+        yield Facts(rows)
+
+
+def _facts(group: GroupExplanation, view: View) -> Iterator[Block]:
+    yield Heading("what the layers are", 3)
+    yield Grid(
+        ("fact", "value", "source"),
+        tuple((fact, value, source_of(fact, group.sources)) for fact, value in facts(group.problem).items()),
+    )
+
+
+def _candidates(group: GroupExplanation, view: View) -> Iterator[Block]:
+    if group.decision.candidates:
+        yield Heading("candidates, in the order asked", 3)
+        yield from candidate_blocks(group.decision, view.verbose)
+
+
+BEFORE: tuple[Section, ...] = (Section("head", _head),)
+"""Sections above the layer groups."""
+
+GROUP_SECTIONS: tuple[GroupSection, ...] = (
+    GroupSection("choice", _choice),
+    GroupSection("notes", _notes),
+    GroupSection("facts", _facts, detail=True),
+    GroupSection("candidates", _candidates),
+)
+"""Sections of each layer group."""
+
+AFTER: tuple[Section, ...] = ()
+"""Sections below the layer groups."""
