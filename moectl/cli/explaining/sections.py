@@ -138,7 +138,7 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
     yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
     chosen, dims = decision.chosen, decision.problem.dims
     if chosen is None or not decision.usable:
-        for reason in (*decision.gates, decision.error):
+        for reason in (*map(str, decision.gates), decision.error):
             if reason:
                 yield Line(f"no backend: {reason}", strong=True)
         return
@@ -157,10 +157,7 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
                 f"hidden {dims.hidden} -> {dims.padded_hidden}, "
                 f"intermediate {dims.intermediate} -> {dims.padded_intermediate}",
             ),
-            (
-                "layout",
-                f"{chosen.layout}: moectl convert CKPT OUT --to {target}" if target else chosen.layout,
-            ),
+            ("layout", layout),
             (
                 "weights",
                 f"{size(memory.stored)} a layer per rank as stored, {size(memory.padded)} as padded; "
