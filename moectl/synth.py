@@ -93,6 +93,12 @@ def synthesize(
             interrupt included, `out` is as it was.
     """
     entry = built_in(model)
+    if not entry.resizable:
+        raise UsageError(
+            f"weights of {entry.name} cannot be made: synth knows the MXFP4 experts of gpt-oss and the "
+            "packed integers of compressed-tensors only.",
+            hint="Take openai/gpt-oss-20b or moonshotai/Kimi-K2-Thinking, with other sizes if need be.",
+        )
     config = resized(entry, Sizes(layers, experts, hidden, intermediate, top_k))
     listing = {**entry.listing(config), **_rest(config)}
     (group,) = layer_groups(config, listing)

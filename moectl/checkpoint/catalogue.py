@@ -1,10 +1,15 @@
-"""Published models by name, from data files: their config and the schema of one MoE layer."""
+"""Published models by name, from data files: their config and the schema of their MoE layers.
+
+A file holds one model, so that reading one does not read the others; `scripts/catalogue` writes them.
+"""
 
 from __future__ import annotations
 
+import difflib
+import gzip
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -12,6 +17,7 @@ from typing import Any
 from ..errors import CheckpointError, UsageError
 from .declared import declared_layers
 from .header import DTYPE_BITS
+from .layers import ranges
 from .model import TensorInfo
 from .storage import Extent, format_sizes, parse_shape
 from .strict_json import parse_json_object, shown
@@ -19,16 +25,27 @@ from .strict_json import parse_json_object, shown
 MOE_ONLY = "the catalogue lists the MoE tensors only"
 """What is true of every entry: attention, dense layers and embeddings are left out."""
 
+SUFFIXES = (".json", ".json.gz")
+"""Endings of data files; the second is for configs that name every expert."""
+
+LIST_MODELS = "`moectl list models` prints all of them"
+"""Where to find the name that was meant."""
+
 _INSTALL = "Install moectl again."
 
 
 @dataclass(frozen=True)
 class Schema:
-    """One tensor of every MoE layer: a name with ``{layer}`` and maybe ``{expert}``, its dtype and shape."""
+    """One tensor of MoE layers: a name with ``{layer}`` and maybe ``{expert}``, its dtype and shape.
+
+    `layers` are those that have it; None: every MoE layer of the model. A name without ``{layer}`` is
+    that of a single tensor, or of one for each expert.
+    """
 
     name: str
     dtype: str
     shape: tuple[Extent, ...]
+    layers: tuple[int, ...] | None = None
 
     def names(self, layer: int, experts: int) -> Iterator[str]:
         """The tensor's name in `layer`, once or for each expert."""
@@ -44,15 +61,29 @@ class Schema:
 class Entry:
     """A published model: its config, its MoE tensors' schema, and where these facts come from.
 
-    `note` says what a reader of these facts must know besides, such as that a sibling's stand in.
+    Attributes:
+        documents: the quantization files beside config.json, by name.
+        layers: the main model's MoE layers.
+        experts: routed experts of a layer.
+        provenance: what config and tensors were taken from, and how sure they are.
+        revision: the commit that they were taken at, where it is known.
+        note: what a reader of these facts must know besides, such as that a sibling's stand in.
     """
 
     name: str
     config: Mapping[str, Any]
     tensors: tuple[Schema, ...]
+    layers: tuple[int, ...]
+    experts: int
     provenance: str
+    documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     revision: str | None = None
     note: str = ""
+
+    @property
+    def resizable(self) -> bool:
+        """True when shapes are in the model's sizes, so that `listing` can give others than the published."""
+        return any(axis.symbol for schema in self.tensors for axis in schema.shape)
 
     def sizes(self, config: Mapping[str, Any] | None = None) -> dict[str, int]:
         """The symbols in shapes, as `config` (default: the published one) gives them.
@@ -71,62 +102,122 @@ class Entry:
     def listing(self, config: Mapping[str, Any] | None = None) -> dict[str, TensorInfo]:
         """Every MoE tensor of the checkpoint, layer by layer, with no file and offsets from 0.
 
-        `config` is the published one unless given, as in `sizes`.
+        `config` is the published one unless given, as in `sizes`; with one, the entry must be resizable.
         """
-        sizes, layers = self.sizes(config), declared_layers(config or self.config).group.layers
-        shapes = [tuple(axis.value(sizes) for axis in schema.shape) for schema in self.tensors]
+        sizes = self.sizes(config) if self.resizable else {}
+        layers, experts = self.layers, self.experts
+        if config is not None:
+            layers, experts = declared_layers(config).group.layers, sizes["experts"]
+        rows: dict[int, list[Schema]] = {}
+        for schema in self.tensors:
+            own = layers if schema.layers is None else schema.layers if config is None else ()
+            for layer in own if "{layer}" in schema.name else (-1,):
+                rows.setdefault(layer, []).append(schema)
         found: dict[str, TensorInfo] = {}
-        for layer in layers:
-            for schema, shape in zip(self.tensors, shapes, strict=True):
+        for layer in (*sorted(rows.keys() - {-1}), *(rows.keys() & {-1})):
+            for schema in rows[layer]:
+                shape = tuple(axis.value(sizes) for axis in schema.shape)
                 nbytes = math.prod(shape) * DTYPE_BITS[schema.dtype] // 8
-                for name in schema.names(layer, sizes["experts"]):
+                for name in schema.names(layer, experts):
                     found[name] = TensorInfo(name, schema.dtype, shape, "", 0, nbytes)
         return found
 
 
 @cache
-def catalogue() -> Mapping[str, Entry]:
-    """Every built-in model by its published name.
-
-    Raises CheckpointError when a data file of the package is damaged.
-    """
-    entries = {}
+def _data_files() -> Mapping[str, str]:
+    """The file of every built-in model, by its published name."""
+    found = {}
     for item in sorted(files("moectl").joinpath("data/catalogue").iterdir(), key=lambda item: item.name):
-        if item.name.endswith(".json"):
-            entry = _entry(parse_json_object(item.read_bytes(), f"catalogue {item.name}"), item.name)
-            entries[entry.name] = entry
-    return entries
+        for suffix in SUFFIXES:
+            if item.name.endswith(suffix):
+                found[item.name.removesuffix(suffix).replace("--", "/", 1)] = item.name
+    return found
+
+
+def model_names() -> tuple[str, ...]:
+    """The published names of the built-in models, sorted; reads none of them."""
+    return tuple(sorted(_data_files(), key=str.casefold))
+
+
+@cache
+def read_entry(name: str) -> Entry:
+    """The built-in model of exactly this name. KeyError for another, CheckpointError for a damaged file."""
+    file = _data_files()[name]
+    data = files("moectl").joinpath(f"data/catalogue/{file}").read_bytes()
+    return _entry(parse_json_object(gzip.decompress(data) if file.endswith(".gz") else data, file), file)
 
 
 def find_entry(name: str) -> Entry | None:
     """The built-in model called `name`, in any case, with or without its organization; or None."""
     wanted = name.casefold()
-    for known, entry in catalogue().items():
+    for known in model_names():
         if wanted in (known.casefold(), known.casefold().split("/")[-1]):
-            return entry
+            return read_entry(known)
     return None
 
 
+def near_names(name: str) -> list[str]:
+    """At most three built-in models whose names, with or without the organization, resemble `name`."""
+    wanted = name.casefold().rstrip("/")
+    spelled = {form: known for known in model_names() for form in _spellings(known)}
+    near = difflib.get_close_matches(wanted, spelled, n=6, cutoff=0.6)
+    near += [form for form in spelled if len(wanted) > 3 and wanted.split("/")[-1] in form]
+    return list(dict.fromkeys(spelled[form] for form in near))[:3]
+
+
+def _spellings(known: str) -> tuple[str, str]:
+    return known.casefold(), known.casefold().split("/")[-1]
+
+
+def suggestion(name: str) -> str:
+    """What to say to someone who meant a built-in model by `name`: a sentence without its full stop."""
+    near = near_names(name)
+    return (
+        f"did you mean {' or '.join(near)}? {LIST_MODELS}" if near else f"for built-in models, {LIST_MODELS}"
+    )
+
+
 def built_in(name: str) -> Entry:
-    """The built-in model called `name`; UsageError with the known names when there is none."""
+    """The built-in model called `name`; UsageError with the nearest names when there is none."""
     entry = find_entry(name)
     if entry is None:
-        raise UsageError(
-            f"{shown(name)} is no built-in model.", hint=f"Built in are {', '.join(catalogue())}."
-        )
+        raise UsageError(f"{shown(name)} is no built-in model.", hint=f"{suggestion(name)}.")
     return entry
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """The numbers that ``"0-2,5"`` spells; ValueError when it is no such list."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        found.extend(range(int(first), int(last if dash else first) + 1))
+    return tuple(found)
+
+
+def spell_layers(layers: Iterable[int]) -> str:
+    """The text that `parse_layers` reads back."""
+    return ranges(layers).replace(" ", "")
 
 
 def _entry(document: Mapping[str, Any], file: str) -> Entry:
     try:
         tensors = tuple(
-            Schema(row["name"], row["dtype"], parse_shape(row["shape"])) for row in document["tensors"]
+            Schema(
+                row["name"],
+                row["dtype"],
+                parse_shape(row["shape"]),
+                parse_layers(row["layers"]) if "layers" in row else None,
+            )
+            for row in document["tensors"]
         )
         entry = Entry(
             document["name"],
             document["config"],
             tensors,
+            parse_layers(document["layers"]),
+            document["experts"],
             document["provenance"],
+            document["documents"],
             document["revision"],
             "; ".join(part for part in (MOE_ONLY, document["note"]) if part),
         )

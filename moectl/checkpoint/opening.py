@@ -10,20 +10,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import CheckpointError, MoectlError, Unavailable
-from .catalogue import Entry, catalogue, find_entry
+from .catalogue import Entry, find_entry, suggestion
 from .layers import layer_groups
 from .model import Checkpoint, Origin, TensorInfo
-from .shards import CONFIG, INDEX, SUFFIX, read_document, read_folder, weight_files
+from .shards import CONFIG, INDEX, QUANTIZATION_FILES, SUFFIX, read_document, read_folder, weight_files
 from .strict_json import shown
 
 MANIFEST = "moectl.json"
 """The file that marks a converted folder."""
-
-QUANTIZATION_FILES: Mapping[str, str] = {
-    "hf_quant_config.json": "modelopt",
-    "quantize_config.json": "gptq",
-}
-"""Files of their own that describe the quantization, and the method whose keys they hold."""
 
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9_][\w.\-]*/[A-Za-z0-9_][\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?", re.ASCII
@@ -83,7 +77,7 @@ def open_checkpoint(
         return _open_entry(entry)
     raise CheckpointError(
         f"{shown(name)} is no folder, config.json, Hub id or built-in model.",
-        hint=f"Check the path, or try one of {', '.join(catalogue())}.",
+        hint=f"Check the path; {suggestion(name)}.",
     )
 
 
@@ -223,7 +217,7 @@ def _open_hub(repo: str, revision: str | None, token: str | None) -> Checkpoint:
 def _open_entry(entry: Entry, note: str = "") -> Checkpoint:
     note = "; ".join(part for part in (note, entry.note) if part)
     origin = Origin("catalogue", entry.name, entry.revision, note=note)
-    return _checkpoint(entry.config, {}, entry.listing(), origin, None)
+    return _checkpoint(entry.config, entry.documents, entry.listing(), origin, None)
 
 
 def _checkpoint(

@@ -20,6 +20,12 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 
+QUANTIZATION_FILES: Mapping[str, str] = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+}
+"""Files of their own that describe the quantization, and the method whose keys they hold."""
+
 DOCUMENT_LIMIT = 64 << 20
 """Largest config or index that is read, bytes; the index of a model with 200 000 tensors has 23 MB."""
 

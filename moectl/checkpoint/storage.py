@@ -20,6 +20,13 @@ class Extent:
     times: int = 1
     per: int | str = 1
 
+    def __str__(self) -> str:
+        """As `parse_shape` reads it."""
+        if not self.symbol:
+            return str(self.times)
+        times = f"{self.times}*" if self.times != 1 else ""
+        return f"{times}{self.symbol}{f'/{self.per}' if self.per != 1 else ''}"
+
     def value(self, sizes: Mapping[str, int]) -> int:
         """The axis's size, where `sizes` gives every symbol. KeyError for an unknown one."""
         if not self.symbol:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from moectl.checkpoint import open_checkpoint
-from moectl.checkpoint.catalogue import MOE_ONLY, built_in, catalogue, find_entry
+from moectl.checkpoint import catalogue, open_checkpoint
+from moectl.checkpoint.catalogue import (
+    MOE_ONLY,
+    built_in,
+    find_entry,
+    model_names,
+    near_names,
+    parse_layers,
+    read_entry,
+    spell_layers,
+)
+from moectl.checkpoint.described import entry_document, read_described
 from moectl.checkpoint.storage import parse_shape
-from moectl.errors import UsageError
+from moectl.errors import CheckpointError, UsageError
 
 SHAPES = {
     "openai/gpt-oss-120b": {
@@ -53,7 +67,9 @@ def test_listing_agrees_with_expert_bytes(model: str) -> None:
 
 
 def test_names() -> None:
-    assert set(catalogue()) == set(SHAPES)
+    assert set(SHAPES) <= set(model_names())
+    assert len(model_names()) == 60
+    assert len({name.casefold().split("/")[-1] for name in model_names()}) == 60
     assert find_entry("GPT-OSS-20B") is built_in("openai/gpt-oss-20b")
     assert find_entry("someone/gpt-oss-20b") is None
     with pytest.raises(UsageError, match="gpt-oss-120b"):
@@ -72,6 +88,100 @@ def test_shape_values() -> None:
     assert [axis.value(sizes) for axis in axes] == [3, 10, 3, 1, 16]
 
 
-def test_every_entry_says_what_it_leaves_out() -> None:
-    assert all(entry.note.startswith(MOE_ONLY) for entry in catalogue().values())
-    assert "sibling" in built_in("moonshotai/Kimi-K2-Thinking").note
+def test_near_names() -> None:
+    assert near_names("DeepSeek-v31")[:2] == ["deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3"]
+    assert near_names("someone/gpt-oss-20b")[0] == "openai/gpt-oss-20b"
+    assert near_names("mixtral")[0] == "mistralai/Mixtral-8x7B-v0.1"
+    assert near_names("nothing like it") == []
+
+
+def test_one_model_is_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    parse = catalogue.parse_json_object
+    monkeypatch.setattr(
+        catalogue, "parse_json_object", lambda data, where: read.append(where) or parse(data, where)
+    )
+    read_entry.cache_clear()
+    assert find_entry("deepseek-v3") is not None
+    assert read == ["deepseek-ai--DeepSeek-V3.json"]
+
+
+@pytest.mark.parametrize("model", model_names())
+def test_every_entry(model: str) -> None:
+    entry = read_entry(model)
+    assert entry.name == model
+    assert entry.note.startswith(MOE_ONLY)
+    assert entry.provenance.startswith("config: ")
+    assert ("partial" in entry.provenance) == ("partial" in entry.note)
+    assert entry.layers
+    for layer in (entry.layers[0], entry.layers[-1]):
+        own = [schema for schema in entry.tensors if schema.layers is None or layer in schema.layers]
+        names = [name for schema in own for name in schema.names(layer, entry.experts)]
+        assert any(".experts." in name or "_linear." in name for name in names)
+        assert any("router" in name or "gate." in name for name in names)
+        assert not {"{", "}"} & set("".join(names))
+
+
+def test_catalogue_is_small() -> None:
+    folder = Path(catalogue.__file__).parents[1] / "data/catalogue"
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 600_000
+
+
+@pytest.mark.parametrize(("text", "layers"), [("0-2,5", (0, 1, 2, 5)), ("7", (7,)), ("1,3", (1, 3))])
+def test_layers(text: str, layers: tuple[int, ...]) -> None:
+    assert parse_layers(text) == layers
+    assert spell_layers(layers) == text
+
+
+def test_layers_of_another_kind() -> None:
+    hashed = built_in("deepseek-ai/DeepSeek-V4-Flash").listing()
+    assert [name for name in hashed if "tid2eid" in name] == [
+        f"layers.{i}.ffn.gate.tid2eid" for i in range(3)
+    ]
+    assert "layers.2.ffn.gate.bias" not in hashed
+    assert "layers.3.ffn.gate.bias" in hashed
+    mixed = built_in("QuantTrio/Qwen3.6-35B-A3B-AWQ").listing()
+    first = {
+        name.removeprefix("model.language_model.layers.0.mlp.") for name in mixed if ".layers.0." in name
+    }
+    assert {"experts.gate_up_proj", "experts.down_proj", "gate.weight"} <= first
+    assert not any("qweight" in name for name in first)
+    assert mixed["model.language_model.layers.0.mlp.experts.down_proj"].shape == (256, 2048, 512)
+
+
+def test_what_a_folder_describes_comes_back(tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    }
+    rows = [
+        {"name": "model.layers.1.mlp.experts.{e}.up_proj.weight", "shape": [32, 64], "dtype": "BF16"},
+        {"name": "model.layers.1.mlp.gate.weight", "shape": [8, 64], "dtype": "F32"},
+    ]
+    listed = {
+        "layer_shown": "model.layers.1 (0 dense)",
+        "num_experts": 8,
+        "tensors": rows,
+        "provenance": "inferred",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tensors.json").write_text(json.dumps(listed))
+    (tmp_path / "source.md").write_text("# it\n\nconfig.json: **partial (cut)**\n")
+    entry = read_described(tmp_path, "org/it")
+    assert entry.layers == (1, 2, 3)
+    assert len(entry.listing()) == 3 * 9
+    assert entry.listing()["model.layers.3.mlp.experts.7.up_proj.weight"].shape == (32, 64)
+    assert "partial" in entry.note
+    assert "inferred" in entry.note
+    document = entry_document(entry)
+    assert catalogue._entry(document, "it.json") == replace(entry, note=f"{MOE_ONLY}; {entry.note}")
+    for key, value in {
+        "num_experts": 0,
+        "tensors": [{**rows[0], "shape": [0]}],
+        "layer_shown": "none",
+    }.items():
+        (tmp_path / "tensors.json").write_text(json.dumps({**listed, key: value}))
+        with pytest.raises(CheckpointError, match="cannot be"):
+            read_described(tmp_path, "org/it")

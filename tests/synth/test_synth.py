@@ -212,3 +212,8 @@ def test_full_size_layer(tmp_path: Path) -> None:
     found = open_checkpoint(synthesize("openai/gpt-oss-120b", tmp_path / "out", layers=1))
     assert sum(info.nbytes for info in found.tensors.values()) > 1.69e9
     assert decoded(found, 0, 127, "w2").shape == (2880, 2880)
+
+
+def test_formats_that_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="weights of deepseek-ai/DeepSeek-V3 cannot be made"):
+        synthesize("deepseek-v3", tmp_path / "out")
