@@ -154,6 +154,8 @@ class MoEProblem:
         model_hidden: the model's hidden size; 0 means the experts' own, from which it differs only
             where experts work in a latent space.
         router_dtype: dtype of the router's weights, ``bf16``, ``fp16`` or ``fp32``.
+        lora: adapters are served on the experts.
+        model_type: the family, as ``config.json`` names the text model; empty when it is not known.
     """
 
     dims: Dims
@@ -172,6 +174,8 @@ class MoEProblem:
     local_experts: int = field(default=0)
     model_hidden: int = 0
     router_dtype: str = "bf16"
+    lora: bool = False
+    model_type: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local_experts", self.local_experts or self.experts)

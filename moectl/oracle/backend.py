@@ -8,7 +8,7 @@ from functools import cache
 
 from ..environment import Device, Packages
 from ..problem import Align, MoEProblem
-from ..schemes import A16, FULL, ActFormat, WeightFormat
+from ..schemes import A16, ActFormat, WeightFormat
 
 GROUPS = ("arch", "package", "scheme", "shape", "parallel", "policy")
 """The groups that questions belong to, in the order in which they are shown."""
@@ -103,52 +103,30 @@ def but(*names: str) -> Choice:
     return Choice(never=frozenset(names))
 
 
-@cache
-def act_key(act: ActFormat) -> str:
-    """An activation format as rows of `Offer` name it: ``a16``, ``fp8 per tensor static``, ``mxfp8``."""
-    if act.name not in ("fp8", "int8"):
-        return act.name
-    extent = {(FULL, FULL): "per tensor", (1, FULL): "per token"}.get(act.block, f"group {act.block[1]}")
-    return f"{act.name} {extent} {'dynamic' if act.dynamic else 'static'}"
-
-
-@cache
-def exact_key(weight: WeightFormat) -> str:
-    """A weight format as rows of `Offer` name it: ``mxfp4 group 32``, ``int4 group 128``."""
-    return str(weight)
-
-
-@cache
-def group32_key(weight: WeightFormat) -> str:
-    """As `exact_key`, but integer formats tell only group 32 from every other group or channel."""
-    if weight.name not in ("int4", "int8"):
-        return str(weight)
-    group = "group 32" if weight.name == "int4" and weight.group == 32 else "group"
-    return f"{weight.name} {group}{' with zero points' if weight.zero_point else ''}"
-
-
-@cache
-def symmetric_group32_key(weight: WeightFormat) -> str:
-    """As `group32_key`, for methods that declare their weights symmetric and carry zero points apart."""
-    return group32_key(weight).removesuffix(" with zero points")
-
-
-@cache
-def symmetric_group_key(weight: WeightFormat) -> str:
-    """As `symmetric_group32_key`, for methods that do not tell group 32 apart either."""
-    return symmetric_group32_key(weight).removesuffix(" 32")
-
-
 A16_ONLY = only("a16")
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Weight formats with the activation formats they are computed with, on some devices."""
+    """Weight formats with the activation formats they are computed with, on some devices.
+
+    A name that ends in ``*`` stands for every format that begins like it.
+    """
 
     weights: frozenset[str]
     acts: Choice = A16_ONLY
     where: Archs | None = None
+
+    def serves(self, weight: str, act: str, device: Device) -> bool:
+        """True when the pair is served on `device`."""
+        named = weight in self.weights or any(
+            weight.startswith(name[:-1]) for name in self.weights if name.endswith("*")
+        )
+        return (
+            named
+            and self.acts.allows(act)
+            and (self.where is None or any(a.fits(device) for a in self.where))
+        )
 
     def __str__(self) -> str:
         where = "" if self.where is None else f" on {spell_archs(self.where)}"
@@ -239,6 +217,10 @@ class Ask:
         dtype: the engine's 16-bit dtype on this device.
         activation: the activation function, with the engine's suffixes for row order and gating.
         routing: the engine's name of the routing method.
+        invariant: results must not depend on the rest of the batch.
+        by_expert: tokens are handed over expert by expert whatever the exchange, as a request can ask.
+        sliced: one rank's intermediate size in the checkpoint, where the method pads that slice before
+            it asks (`problem` then has the padded size); 0 where it does not.
     """
 
     problem: MoEProblem
@@ -254,6 +236,9 @@ class Ask:
     dtype: str = "bf16"
     activation: str = "silu"
     routing: str = ""
+    invariant: bool = False
+    by_expert: bool = False
+    sliced: int = 0
 
     @property
     def exchange(self) -> str:
@@ -262,9 +247,14 @@ class Ask:
         return parallel.all2all if parallel.exchanges else "none"
 
     @property
+    def logits(self) -> str:
+        """Dtype of the router's logits: that of its weights where they are wider than the model's."""
+        return "fp32" if self.problem.router_dtype == "fp32" else self.dtype
+
+    @property
     def batched(self) -> bool:
-        """True when the exchange hands tokens over expert by expert."""
-        return self.exchange in ("deepep_low_latency", "nixl_ep")
+        """True when tokens are handed over expert by expert."""
+        return self.by_expert or self.exchange in ("deepep_low_latency", "nixl_ep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +274,9 @@ class Rule:
 class Capability:
     """What one experts implementation serves. None is "any", an empty set is "never".
 
-    `dtypes` are the model's 16-bit dtypes, `scales` the storage dtypes of weight scales.
+    `dtypes` are the model's 16-bit dtypes, `logits` the router's, `scales` the storage dtypes of weight
+    scales. `hashed` concerns fused routers alone: whether they look experts up by token id.
+    `lora` is adapters on experts, `invariant` results that do not depend on the rest of the batch.
     `codes` overrides the engine's reason for a question that its own check files elsewhere.
     """
 
@@ -301,7 +293,11 @@ class Capability:
     zero_points: bool = True
     bias: bool = True
     dtypes: Choice = ANY
+    logits: Choice = ANY
     scales: Choice = ANY
+    hashed: bool = False
+    lora: bool = False
+    invariant: bool = False
     rules: tuple[Rule, ...] = ()
     codes: Mapping[str, str] = field(default_factory=dict, hash=False)
 

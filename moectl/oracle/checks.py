@@ -56,10 +56,7 @@ def _activation(ask: Ask, offers: Capability, variant: Variant) -> Answer:
 
 def _formats(ask: Ask, offers: Capability, variant: Variant) -> Answer:
     holds = offers.offers is None or any(
-        ask.weight in offer.weights
-        and offer.acts.allows(ask.act)
-        and (offer.where is None or any(arch.fits(ask.device) for arch in offer.where))
-        for offer in offers.offers
+        offer.serves(ask.weight, ask.act, ask.device) for offer in offers.offers
     )
     return f"{ask.weight} with {ask.act} activations", spell_offers(offers.offers), holds
 
@@ -98,6 +95,26 @@ def _routing(ask: Ask, offers: Capability, variant: Variant) -> Answer:
     return ask.routing, str(offers.routing), offers.routing.allows(ask.routing)
 
 
+def _hashed(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    hashed = ask.problem.routing.hashed
+    serves = offers.hashed or not variant.monolithic
+    return "by token id" if hashed else "by score", "any" if serves else "by score", serves or not hashed
+
+
+def _logits(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    return ask.logits, str(offers.logits), offers.logits.allows(ask.logits)
+
+
+def _lora(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    lora = ask.problem.lora
+    return "yes" if lora else "no", "yes" if offers.lora else "no", offers.lora or not lora
+
+
+def _invariant(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    wanted = ask.invariant
+    return "yes" if wanted else "no", "yes" if offers.invariant else "no", offers.invariant or not wanted
+
+
 def _exchange(ask: Ask, offers: Capability, variant: Variant) -> Answer:
     return ask.exchange, str(offers.spread.exchange), offers.spread.exchange.allows(ask.exchange)
 
@@ -132,6 +149,8 @@ CHECKS: tuple[Check, ...] = (
     Check("zero points", "scheme", "zero_points", _zero_points),
     Check("expert bias", "scheme", "bias", _bias),
     Check("routing method", "scheme", "routing_method", _routing),
+    Check("hash routing", "scheme", "other", _hashed),
+    Check("router dtype", "scheme", "other", _logits),
     Check("model dtype", "scheme", "other", _dtype),
     Check("scale dtype", "scheme", "quant_scheme", _scales),
     Check("token exchange", "parallel", "parallel", _exchange),
@@ -139,6 +158,8 @@ CHECKS: tuple[Check, ...] = (
     Check("data parallel ranks", "parallel", "parallel", _data_parallel),
     Check("expert balancing", "parallel", "parallel", _balancing),
     Check("token format", "parallel", "activation_format", _token_format),
+    Check("batch invariance", "policy", "other", _invariant),
+    Check("adapters on experts", "policy", "other", _lora),
 )
 """Every question with a field in `Capability`; needs, switches and rules bring their own."""
 

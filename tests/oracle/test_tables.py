@@ -9,12 +9,13 @@ import pytest
 
 from moectl.conformance import read_grid, recorded_device
 from moectl.environment import PROBES, Packages
-from moectl.oracle.backend import GROUPS, Ask, Backend, Variant, exact_key, group32_key
+from moectl.oracle.backend import GROUPS, Ask, Backend, Variant
 from moectl.oracle.checks import CHECKS
+from moectl.oracle.keys import exact_key, group32_key
 from moectl.oracle.policies.vllm_0_33_0 import VLLM_0_33_0
 from moectl.oracle.policies.vllm_0_33_0.terms import routing as engine_routing
-from moectl.oracle.policy import Route
 from moectl.oracle.registry import POLICIES
+from moectl.oracle.route import Route
 from moectl.padding import RULES
 from moectl.problem import Activation, Dims, MoEProblem, Routing
 from moectl.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format

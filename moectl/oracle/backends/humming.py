@@ -59,6 +59,7 @@ def _capability(kind: str) -> Capability:
         needs=(Need("humming"),),
         offers=_OFFERS,
         activations=SHARED,
+        invariant=True,
         rules=(_gemm(kind),),
     )
 

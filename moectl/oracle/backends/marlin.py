@@ -1,5 +1,7 @@
 """Marlin: weight-only quantization on every CUDA GPU since Turing."""
 
+from dataclasses import replace
+
 from ...padding import padding
 from ...problem import Align
 from ...schemes import FULL, MXFP4
@@ -91,7 +93,7 @@ _FORMS = (
 MARLIN = Backend(
     name="marlin",
     engine_name="MARLIN",
-    variants=(Variant("MarlinExperts", _CAPABILITY),),
+    variants=(Variant("MarlinExperts", replace(_CAPABILITY, lora=True)),),
     forms=_FORMS,
 )
 BATCHED_MARLIN = Backend(

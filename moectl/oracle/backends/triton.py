@@ -75,6 +75,7 @@ TRITON_UNFUSED = Backend(
                 offers=_MXFP4,
                 activations=only("silu", "gelu", "swigluoai", "swiglustep", "swigluoai_uninterleave"),
                 ungated=False,
+                lora=True,
             ),
         ),
     ),
@@ -121,6 +122,8 @@ INTEGER_CAPABILITY = Capability(
     checkpoints=but("awq"),
     act_order=False,
     bias=False,
+    lora=True,
+    invariant=True,
     rules=(FEW_EXPERTS,),
 )
 TRITON_INT = Backend(
@@ -148,6 +151,8 @@ PLAIN_CAPABILITY = Capability(
     ),
     activations=SHARED,
     spread=NO_NVLINK_EXCHANGE,
+    lora=True,
+    invariant=True,
     rules=(FEW_EXPERTS,),
 )
 TRITON_PLAIN = Backend(

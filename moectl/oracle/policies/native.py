@@ -4,7 +4,8 @@ from ...environment import Device
 from ...problem import MoEProblem, Parallel
 from ..backend import ANY
 from ..backends.native import TORCH, TRITON
-from ..policy import DECLARED_ACT, Order, Policy, Route
+from ..policy import Policy
+from ..route import DECLARED_ACT, Order, Route
 
 
 def _dtype(problem: MoEProblem, device: Device) -> str:

@@ -60,6 +60,7 @@ VLLM_0_33_0 = Policy(
     dtype=dtype,
     activation=activation,
     routing=routing,
+    invariance="VLLM_BATCH_INVARIANT",
     retired=dict.fromkeys(
         (
             "VLLM_FLASHINFER_MOE_BACKEND",

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from ...backend import but, exact_key, group32_key, only, symmetric_group32_key, symmetric_group_key
+from ...backend import but, only
 from ...backends import cpu, emulation, flashinfer, rdna3, triton, xpu
 from ...backends.humming import HUMMING
 from ...backends.marlin import BATCHED_MARLIN, MARLIN
-from ...policy import DECLARED_ACT, Order, Route
+from ...keys import exact_key, group32_key, symmetric_group32_key, symmetric_group_key
+from ...route import DECLARED_ACT, Order, Route
 from .order import CPU, HUMMING_FIRST, XPU
 from .terms import (
     AWQ_NEEDS_TURING,

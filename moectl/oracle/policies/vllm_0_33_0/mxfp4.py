@@ -6,7 +6,7 @@ from ...backend import SM12X, Backend, but, only
 from ...backends import aiter, b12x, cpu, cutlass, deep_gemm, emulation, flashinfer, triton, xpu
 from ...backends.humming import HUMMING
 from ...backends.marlin import BATCHED_MARLIN, MARLIN
-from ...policy import RANKED_ACT, Assignment, Move, Order, Route
+from ...route import RANKED_ACT, Assignment, Move, Order, Route
 from .order import CPU, HUMMING_FIRST, ROCM, XPU
 from .terms import REFUSES_ACT_ORDER
 

@@ -3,7 +3,7 @@
 from ...backend import SM90, Arch
 from ...backends.humming import HUMMING
 from ...backends.marlin import MARLIN
-from ...policy import Move
+from ...route import Move
 
 CPU, XPU, ROCM = (Arch("cpu"),), (Arch("xpu"),), (Arch("rocm"),)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....environment import Device
-from ....problem import MoEProblem
+from ....problem import Dims, MoEProblem
 from ....schemes import FULL
 from ...backend import Ask
 from ...backends.marlin import BATCHED_MARLIN, MARLIN, shape_fits
 from ...decision import Candidate
-from ...policy import Aftermath, Condition
+from ...route import Aftermath, Condition
 
 
 def dtype(problem: MoEProblem, device: Device) -> str:
@@ -67,12 +67,17 @@ def _no_awq_kernels(ask: Ask) -> bool:
     return ask.problem.storage == "awq" and (old or ask.device.platform in ("cpu", "xpu"))
 
 
-def _per_channel(ask: Ask, chosen: Candidate) -> bool:
-    return ask.problem.scheme.weight.group == FULL and chosen.backend not in (MARLIN, BATCHED_MARLIN)
+def _per_channel(ask: Ask, chosen: Candidate | None) -> bool:
+    marlin = chosen is not None and chosen.backend in (MARLIN, BATCHED_MARLIN)
+    return ask.problem.scheme.weight.group == FULL and not marlin
 
 
-def _straddles(ask: Ask, chosen: Candidate) -> bool:
-    weight, dims = ask.problem.scheme.weight, chosen.dims
+def _final(ask: Ask, chosen: Candidate | None) -> Dims:
+    return chosen.dims if chosen else ask.problem.dims
+
+
+def _straddles(ask: Ask, chosen: Candidate | None) -> bool:
+    weight, dims = ask.problem.scheme.weight, _final(ask, chosen)
     sizes = (dims.padded_hidden, dims.padded_intermediate)
     if weight.group != FULL and any(size % weight.group for size in sizes):
         return True
@@ -81,8 +86,8 @@ def _straddles(ask: Ask, chosen: Candidate) -> bool:
     return weight.zero_point and any(size % words for size in (sizes[0], 2 * sizes[1]))
 
 
-def _halved_below_32(ask: Ask, chosen: Candidate) -> bool:
-    group, dims = ask.problem.scheme.weight.group, chosen.dims
+def _halved_below_32(ask: Ask, chosen: Candidate | None) -> bool:
+    group, dims = ask.problem.scheme.weight.group, _final(ask, chosen)
     if group == FULL:
         return True
     while dims.padded_intermediate % group or dims.padded_hidden % group:
@@ -92,8 +97,8 @@ def _halved_below_32(ask: Ask, chosen: Candidate) -> bool:
     return False
 
 
-def _sizes(ask: Ask, chosen: Candidate) -> str:
-    dims, weight = chosen.dims, ask.problem.scheme.weight
+def _sizes(ask: Ask, chosen: Candidate | None) -> str:
+    dims, weight = _final(ask, chosen), ask.problem.scheme.weight
     return f"hidden {dims.padded_hidden}, intermediate {dims.padded_intermediate} per rank, {weight}"
 
 
@@ -111,7 +116,8 @@ CHANNELS_WITH_MARLIN_ONLY = Aftermath(
     "scales per channel",
     _per_channel,
     lambda ask, chosen: (
-        f"the method takes scales per channel with Marlin only and stops on {chosen.variant.experts}"
+        "the method takes scales per channel with Marlin only and stops on "
+        f"{chosen.variant.experts if chosen else 'no backend'}"
     ),
     kind="AssertionError",
 )
