@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from .errors import UsageError
+from .floors import Floor, Rates, Work, floor_of
 from .kernels.inputs import Inputs, make_inputs
 from .kernels.prepared import DenseExpert, PreparedMoE
 from .kernels.reference import moe_reference
-from .kernels.roofline import Floor, Rates, Work, floor_of, work_of
+from .kernels.roofline import work_of
 from .kernels.runners import Runner, runner_for
 from .kernels.timing import Timing, last_level_cache, measured_rates, time_calls
 from .kernels.tolerance import CheckResult, check, tolerance_for

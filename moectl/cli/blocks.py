@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -89,14 +90,19 @@ def text_lines(blocks: Iterable[Block], width: int) -> Iterable[tuple[str, bool]
 
 def _wrap(text: str, room: int, first: str = "", rest: str | None = None) -> list[str]:
     """`text` in lines of `room` columns; `first` opens the first line, `rest` (or blanks) the others."""
-    return textwrap.wrap(
-        text,
+    lines = textwrap.wrap(
+        _NUMBER.sub("\\1\u00a0\\2", text),
         room,
         initial_indent=first,
         subsequent_indent=" " * len(first) if rest is None else rest,
         break_long_words=False,
         break_on_hyphens=False,
-    ) or [first.rstrip()]
+    )
+    return [line.replace("\u00a0", " ") for line in lines] or [first.rstrip()]
+
+
+_NUMBER = re.compile(r"(\d) ([kMGT]?B|[um]?s|TB/s|[a-z0-9]+ TFLOP/s)\b")
+"""A number and its unit, which stay on one line."""
 
 
 def _heading_text(block: Heading, room: int) -> Iterable[tuple[str, bool]]:

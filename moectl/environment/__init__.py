@@ -1,7 +1,7 @@
 """Machines, installed packages and engine variables: values, and reading the real ones at the edge."""
 
 from .detection import detect_cpu, detect_device
-from .devices import DATA, Device, find_device
+from .devices import DATA, Device, device_names, find_device
 from .packages import PROBES, PROFILES_FILE, Packages, packages_from
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Packages",
     "detect_cpu",
     "detect_device",
+    "device_names",
     "find_device",
     "packages_from",
 ]

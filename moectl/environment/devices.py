@@ -24,7 +24,7 @@ class Device:
         sms: streaming multiprocessors (CUDA), compute units (ROCm), cores (CPU).
         memory_bytes: device memory.
         bandwidth: peak memory bandwidth, bytes/s; 0 when unknown.
-        bf16_flops, fp8_flops: peak dense matrix rates, FLOP/s; 0 when unknown or absent.
+        bf16_flops, fp8_flops, fp4_flops: peak dense matrix rates, FLOP/s; 0 when unknown or absent.
         features: instruction sets that decide, such as ``amx``.
     """
 
@@ -36,6 +36,7 @@ class Device:
     bandwidth: float = 0.0
     bf16_flops: float = 0.0
     fp8_flops: float = 0.0
+    fp4_flops: float = 0.0
     features: frozenset[str] = frozenset()
 
     @property
@@ -95,7 +96,13 @@ def device_of(key: str, arch: str = "") -> Device:
         bandwidth=_scaled(row["bandwidth_tb_s"]),
         bf16_flops=_scaled(row["bf16_tflops"]),
         fp8_flops=_scaled(row["fp8_tflops"]),
+        fp4_flops=_scaled(row.get("fp4_tflops")),
     )
+
+
+def device_names() -> tuple[str, ...]:
+    """The name of every device in the table, and the CPUs'."""
+    return (*_table()["gpus"], "cpu", "cpu-amx")
 
 
 def find_device(name: str) -> Device:

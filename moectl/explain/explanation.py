@@ -12,18 +12,8 @@ from ..oracle.decision import Decision
 from ..oracle.policy import Policy
 from ..oracle.select import select
 from ..problem import MoEProblem, Parallel
+from .deployment import Floors, Memory, floors_of, memory_of
 from .facts import facts, source_of
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one layer's expert weights, scales and biases on one rank.
-
-    `stored` as the checkpoint's formats take them, `padded` with the chosen backend's sizes.
-    """
-
-    stored: int
-    padded: int
 
 
 @dataclass(frozen=True)
@@ -37,6 +27,7 @@ class GroupExplanation:
     problem: MoEProblem
     decision: Decision
     memory: Memory
+    floors: Floors
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
@@ -50,12 +41,8 @@ class GroupExplanation:
             ],
             "sources": dict(self.sources),
             "notes": list(self.notes),
-            "memory": {
-                "stored_bytes_per_layer": self.memory.stored,
-                "padded_bytes_per_layer": self.memory.padded,
-                "stored_bytes": self.memory.stored * len(self.layers),
-                "padded_bytes": self.memory.padded * len(self.layers),
-            },
+            "memory": self.memory.to_json(len(self.layers)),
+            "floors": self.floors.to_json(),
             "decision": self.decision.to_json(),
         }
 
@@ -82,6 +69,11 @@ class Explanation:
         return sum(group.memory.padded * len(group.layers) for group in self.groups)
 
     @property
+    def loading_bytes(self) -> int:
+        """Bytes held at the peak of load-time repacking: all layers as padded, and the largest copies."""
+        return self.expert_bytes + max((group.memory.repacking for group in self.groups), default=0)
+
+    @property
     def fits(self) -> bool | None:
         """False when the expert weights alone exceed the device's memory; None when that is not known."""
         memory = self.device.memory_bytes
@@ -104,9 +96,23 @@ class Explanation:
             "policy": self.policy,
             "usable": self.usable,
             "expert_bytes": self.expert_bytes,
+            "loading_bytes": self.loading_bytes,
             "fits": self.fits,
             "groups": [group.to_json() for group in self.groups],
         }
+
+
+def explained(
+    layers: tuple[int, ...],
+    problem: MoEProblem,
+    decision: Decision,
+    sources: Mapping[str, str],
+    notes: tuple[str, ...] = (),
+) -> GroupExplanation:
+    """`decision` for one rank's `problem` with its memory and floors."""
+    return GroupExplanation(
+        layers, problem, decision, memory_of(decision), floors_of(problem, decision.device), sources, notes
+    )
 
 
 def explain(
@@ -128,9 +134,5 @@ def explain(
     for group in checkpoint.groups:
         problem = group.problem.on(parallel)
         decision = select(problem, device, packages, policy, backend, allow_fallback)
-        memory = Memory(
-            problem.expert_bytes() * problem.local_experts,
-            decision.problem.expert_bytes(padded=True) * problem.local_experts,
-        )
-        groups.append(GroupExplanation(group.layers, problem, decision, memory, group.sources, group.notes))
+        groups.append(explained(group.layers, problem, decision, group.sources, group.notes))
     return Explanation(checkpoint.origin, device, packages, parallel, policy.name, tuple(groups))

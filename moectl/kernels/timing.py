@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UsageError
-from .roofline import Rates
+from ..floors import Rates
 
 Call = Callable[[], object]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moectl.bench import BenchOptions, bench
+from moectl.floors import Rates
 from moectl.kernels.inputs import Inputs
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.roofline import Rates
 from moectl.kernels.runners import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.kernels.triton.launch import DECODE, GROUPED, Launch

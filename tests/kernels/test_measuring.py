@@ -12,11 +12,12 @@ import torch
 
 from moectl.bench import BenchOptions, bench
 from moectl.errors import UsageError
+from moectl.floors import Rates, floor_of
 from moectl.kernels.distributions import check_distribution
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.prepared import DenseExpert, DenseExperts
 from moectl.kernels.reference import route
-from moectl.kernels.roofline import Rates, floor_of, work_of
+from moectl.kernels.roofline import work_of
 from moectl.kernels.timing import measured_rates, time_calls
 from moectl.problem import Dims
 

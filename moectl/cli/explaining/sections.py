@@ -12,12 +12,12 @@ from typing import Any
 
 from ...checkpoint.layers import ranges
 from ...environment import Device
-from ...explain import Explanation, GroupExplanation, facts, source_of
+from ...explain import Explanation, Floors, GroupExplanation, Memory, facts, source_of
 from ...oracle.decision import Decision
 from ...problem import MoEProblem, Parallel
 from ...targets import LAYOUTS
 from ..blocks import Block, Facts, Grid, Heading, Line
-from ..output import count, size
+from ..output import count, duration, size
 from .candidates import candidate_blocks
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
@@ -106,6 +106,7 @@ def device_words(device: Device) -> str:
         f"{device.bandwidth / 1e12:.3g} TB/s": device.bandwidth,
         f"{device.bf16_flops / 1e12:.4g} bf16 TFLOP/s": device.bf16_flops,
         f"{device.fp8_flops / 1e12:.4g} fp8 TFLOP/s": device.fp8_flops,
+        f"{device.fp4_flops / 1e12:.4g} fp4 TFLOP/s": device.fp4_flops,
     }
     return ", ".join([device.name, device.arch, *(fact for fact, there in known.items() if there)])
 
@@ -130,7 +131,9 @@ def _head(explanation: Explanation, view: View) -> Iterator[Block]:
 def _memory(explanation: Explanation) -> str:
     verdict = "does not fit: " if explanation.fits is False else ""
     of = f" of {size(explanation.device.memory_bytes)}" if explanation.device.memory_bytes else ""
-    return f"{verdict}expert weights take {size(explanation.expert_bytes)}{of} per rank, as padded"
+    peak = explanation.loading_bytes
+    loading = f"; {size(peak)} while loading" if peak > explanation.expert_bytes else ""
+    return f"{verdict}expert weights take {size(explanation.expert_bytes)}{of} per rank{loading}"
 
 
 def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
@@ -158,15 +161,33 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
                 f"intermediate {dims.intermediate} -> {dims.padded_intermediate}",
             ),
             ("layout", layout),
-            (
-                "weights",
-                f"{size(memory.stored)} a layer per rank as stored, {size(memory.padded)} as padded; "
-                f"{size(memory.stored * layers)} and {size(memory.padded * layers)} "
-                f"in {count(layers, 'layer')}",
-            ),
+            ("weights", weights_words(memory, layers)),
+            ("floor", floor_words(group.floors)),
         ),
         strong=frozenset({"backend"}),
     )
+
+
+def weights_words(memory: Memory, layers: int) -> str:
+    """Bytes as stored, as padded, and while they are repacked."""
+    padded = "" if memory.padded == memory.stored else f" as stored, {size(memory.padded * layers)} as padded"
+    extra = f"; {size(memory.repacking)} more while loading ({memory.why})" if memory.copies else ""
+    return f"{size(memory.stored * layers)}{padded} per rank, {size(memory.padded)} a layer{extra}"
+
+
+def floor_words(floors: Floors) -> str:
+    """The floors of decode and prefill; ``unknown`` where a rate is not published."""
+    if all(step.floor is None for step in (*floors.decode, floors.prefill)):
+        return "unknown: no bandwidth is known for this device"
+    decode = ", ".join(
+        f"{duration(step.floor.seconds)} at M={step.tokens}" for step in floors.decode if step.floor
+    )
+    bounds = "/".join(dict.fromkeys(step.floor.bound for step in floors.decode if step.floor))
+    prefill = "unknown: no matrix rate is known for this device"
+    if floors.prefill.floor:
+        at = f"at M={floors.prefill.tokens} ({floors.prefill.floor.bound})"
+        prefill = f"{duration(floors.prefill.floor.seconds)} {at}"
+    return f"a layer takes at least {decode} ({bounds}); prefill: {prefill}"
 
 
 def because(decision: Decision) -> str:
