@@ -30,7 +30,7 @@ def test_two_tokens_share_experts():
 def test_ranks_share_the_work(parallel):
     whole, share = uniform_work(PROBLEM, 16), uniform_work(PROBLEM.on(parallel), 16)
     assert share.flops * 4 == pytest.approx(whole.flops)
-    assert share.weight_bytes * 4 == pytest.approx(whole.weight_bytes)
+    assert share.weight_bytes * 4 == pytest.approx(whole.weight_bytes, abs=4)
 
 
 def test_ungated_experts_have_two_matrices():

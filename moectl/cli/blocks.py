@@ -91,7 +91,7 @@ def text_lines(blocks: Iterable[Block], width: int) -> Iterable[tuple[str, bool]
 def _wrap(text: str, room: int, first: str = "", rest: str | None = None) -> list[str]:
     """`text` in lines of `room` columns; `first` opens the first line, `rest` (or blanks) the others."""
     lines = textwrap.wrap(
-        _NUMBER.sub("\\1\u00a0\\2", text),
+        _NUMBER.sub(lambda found: found[0].replace(" ", "\u00a0"), text),
         room,
         initial_indent=first,
         subsequent_indent=" " * len(first) if rest is None else rest,
@@ -101,7 +101,7 @@ def _wrap(text: str, room: int, first: str = "", rest: str | None = None) -> lis
     return [line.replace("\u00a0", " ") for line in lines] or [first.rstrip()]
 
 
-_NUMBER = re.compile(r"(\d) ([kMGT]?B|[um]?s|TB/s|[a-z0-9]+ TFLOP/s)\b")
+_NUMBER = re.compile(r"\d (?:[kMGT]?B|[um]?s|TB/s|[a-z0-9]+ TFLOP/s)\b")
 """A number and its unit, which stay on one line."""
 
 
