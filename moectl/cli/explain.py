@@ -133,8 +133,8 @@ def remarks(policy: "Policy", parallel: "Parallel", all2all: str | None, env: di
     if all2all is not None and not parallel.exchanges:
         found.append("--all2all changes nothing here: tokens travel only with --ep and --dp above 1")
     for name in env:
-        if name not in policy.switches():
-            near = difflib.get_close_matches(name, policy.switches(), n=1, cutoff=0.6)
+        if name not in policy.variables:
+            near = difflib.get_close_matches(name, policy.variables, n=1, cutoff=0.6)
             also = f"; did you mean {near[0]}?" if near else ""
             found.append(f"no rule of {policy.name} reads the switch {name}{also}")
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from ..environment import Device, Packages
+from ..environment.vllm_0_33_0 import VARIABLES
 from ..problem import Align, MoEProblem
 from ..schemes import A16, ActFormat, WeightFormat
 
@@ -158,7 +159,7 @@ class Need:
         return (
             packages.has(self.package, self.symbol)
             or (bool(self.instead) and all(packages.has(name) for name in self.instead))
-            or (bool(self.switch) and is_on(packages, self.switch, False))
+            or (bool(self.switch) and is_on(packages, self.switch))
         )
 
     def __str__(self) -> str:
@@ -168,18 +169,16 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An environment switch of the engine that must be on (or off), with the engine's default."""
+    """An environment switch of the engine, by its name in the engine's table, that must be on or off."""
 
     name: str
-    default: bool
     wanted: bool = True
     vllm_code: str = "device"
 
 
-def is_on(packages: Packages, name: str, default: bool) -> bool:
-    """True when the switch `name` is set to 1 or true; `default` when it is not set."""
-    value = packages.env.get(name)
-    return default if value is None else value.strip().lower() in ("1", "true")
+def is_on(packages: Packages, name: str) -> bool:
+    """True when the switch `name` is on: as the engine reads its value, by its default when it is not set."""
+    return VARIABLES[name].is_on(packages.env.get(name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ def _answers(ask: Ask, variant: Variant) -> Iterator[Verdict]:
             offered = f"{need.package} without it"
         yield Verdict(f"package {need.package}", "package", str(need), offered, met, need.vllm_code)
     for switch in offers.switches:
-        value = is_on(ask.packages, switch.name, switch.default)
+        value = is_on(ask.packages, switch.name)
         on = {True: "1", False: "0"}
         yield Verdict(
             f"switch {switch.name}",

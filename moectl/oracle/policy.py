@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..environment import Device
+from ..environment.variables import Variable
 from ..errors import UsageError
 from ..problem import MoEProblem
 from .backend import ANY, Choice
@@ -43,7 +44,7 @@ class Policy:
         activation, routing: the engine's names for an activation function and a routing method.
         exchanges: all2all names that the engine's command line accepts.
         exchange_sizes: by all2all name.
-        retired: switches of earlier releases that this one ignores, with what to use instead.
+        variables: environment variables that concern experts, also those that it no longer reads.
         invariance: the switch that asks for results which do not depend on the rest of the batch.
     """
 
@@ -56,7 +57,7 @@ class Policy:
     routing: Callable[[MoEProblem], str]
     exchanges: frozenset[str]
     exchange_sizes: Mapping[str, ExchangeSizes] = field(default_factory=dict, hash=False)
-    retired: Mapping[str, str] = field(default_factory=dict, hash=False)
+    variables: Mapping[str, Variable] = field(default_factory=dict, hash=False)
     invariance: str = ""
 
     def request_names(self) -> tuple[str, ...]:
@@ -68,9 +69,9 @@ class Policy:
         return tuple(sorted(known | (self.accepted_names.only or frozenset())))
 
     def switches(self) -> frozenset[str]:
-        """Every environment switch that a row reads, or that the engine once had."""
+        """Every environment switch that a row reads."""
         read = {name for route in self.routes for name in route.switches()}
-        return frozenset(read | set(self.retired) | ({self.invariance} - {""}))
+        return frozenset(read | ({self.invariance} - {""}))
 
     def only_route(self, name: str) -> Policy:
         """This policy with one route that takes every problem and refuses none: a direct question."""

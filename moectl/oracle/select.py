@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..environment import Device, Packages
+from ..environment.variables import judge_variable
 from ..errors import NoBackend
 from ..problem import MoEProblem
 from ..schemes import A16
@@ -45,7 +46,7 @@ def select(
     if name and allow_fallback and (found.chosen is None or gates):
         found = _fallen_back(found, _choose(problem, device, packages, policy, taken, None), name, gates)
         gates = tuple(gate for gate in gates if gate.kind != NAME)
-    chosen, failure, notes = found.chosen, found.failure, (*found.notes, *_retired(packages, policy))
+    chosen, failure, notes = found.chosen, found.failure, (*found.notes, *_variables(packages, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
         notes = (*notes, _unasked(policy, chosen))
     sized = chosen is not None or bool(found.stand_in)
@@ -107,7 +108,7 @@ def _ask(
     name: str | None = None,
 ) -> Ask:
     weight = problem.scheme.weight
-    invariant = bool(policy.invariance) and is_on(packages, policy.invariance, False)
+    invariant = bool(policy.invariance) and is_on(packages, policy.invariance)
     declared = route.declares(problem, invariant) if route.declares else problem.scheme.act
     return Ask(
         problem=problem,
@@ -204,13 +205,13 @@ def _afterwards(found: _Outcome, policy: Policy, route: Route) -> tuple[Failure 
     return None, True
 
 
-def _retired(packages: Packages, policy: Policy) -> tuple[str, ...]:
-    """A note for each switch that is set and does nothing."""
-    return tuple(
-        f"{policy.name} ignores {name}; use {instead}"
-        for name, instead in policy.retired.items()
-        if name in packages.env
+def _variables(packages: Packages, policy: Policy) -> tuple[str, ...]:
+    """A note for each variable that is set and does not do what was meant."""
+    known = policy.variables
+    found = (
+        judge_variable(known[name], packages.env[name], policy.name) for name in packages.env if name in known
     )
+    return tuple(finding.remark for finding in found if finding.remark)
 
 
 def _gates(ask: Ask, policy: Policy, route: Route, name: str | None) -> tuple[Gate, ...]:

@@ -20,7 +20,7 @@ from ..backend import (
 from .defaults import mxfp4_forms
 
 _NEEDS = (Need("aiter"),)
-_SWITCHES = (Switch("VLLM_ROCM_USE_AITER", default=False),)
+_SWITCHES = (Switch("VLLM_ROCM_USE_AITER"),)
 _MXFP4 = frozenset({"mxfp4 group 32"})
 _FORMS = mxfp4_forms("aiter-mxfp4")
 _ROUTERS = ("Renormalize", "RenormalizeNaive")
@@ -30,7 +30,7 @@ _CK = Variant(
     Capability(
         arch=(ROCM,),
         needs=_NEEDS,
-        switches=(*_SWITCHES, Switch("VLLM_ROCM_USE_AITER_MOE", default=True)),
+        switches=(*_SWITCHES, Switch("VLLM_ROCM_USE_AITER_MOE")),
         offers=(
             Offer(_MXFP4, only("a16", "mxfp4"), (gfx("gfx950"),)),
             Offer(frozenset({"int4 group 32"}), only("a16"), (gfx("gfx942"),)),

@@ -29,7 +29,7 @@ _BF16 = Capability(
 _MXFP8 = replace(
     _BF16,
     activations=only("silu", "situ"),
-    switches=(Switch("VLLM_B12X_MOE_FP4_FORCE_A16", default=False, wanted=False),),
+    switches=(Switch("VLLM_B12X_MOE_FP4_FORCE_A16", wanted=False),),
     rules=(_rule("sizes", "hidden a multiple of 256, intermediate of 32", 256),),
 )
 

@@ -101,7 +101,7 @@ ZEN_INT4 = Backend(
             Capability(
                 arch=(Arch("cpu", features=frozenset({"zen"})),),
                 needs=(Need("zentorch"),),
-                switches=(Switch("VLLM_CPU_INT4_W4A8", default=True, vllm_code="other"),),
+                switches=(Switch("VLLM_CPU_INT4_W4A8", vllm_code="other"),),
                 offers=(Offer(frozenset({"int4 group", "int4 group 32"})),),
                 activations=only("silu", "gelu", "swigluoai"),
                 ungated=False,

@@ -25,7 +25,7 @@ DEEP_GEMM_MXFP4 = Backend(
             Capability(
                 arch=(SM10X, SM12X),
                 needs=(Need("deep_gemm"),),
-                switches=(Switch("VLLM_USE_DEEP_GEMM", default=True),),
+                switches=(Switch("VLLM_USE_DEEP_GEMM"),),
                 offers=(Offer(frozenset({"mxfp4 group 32"}), only("fp8 group 128 dynamic")),),
                 activations=only("silu", "swiglustep", "situ"),
                 ungated=False,

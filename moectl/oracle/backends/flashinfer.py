@@ -91,7 +91,7 @@ TRTLLM_INT4 = Backend(
             Capability(
                 arch=(SM10X,),
                 needs=_needs(TRTLLM_SYMBOLS),
-                switches=(Switch("VLLM_USE_FLASHINFER_MOE_INT4", default=False),),
+                switches=(Switch("VLLM_USE_FLASHINFER_MOE_INT4"),),
                 offers=(Offer(frozenset({"int4 group 32"})),),
                 activations=only("silu", "swigluoai"),
                 ungated=False,

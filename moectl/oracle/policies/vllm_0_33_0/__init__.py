@@ -4,6 +4,7 @@ Orders, conditions and sizes are those of the release; `moectl.conformance` comp
 recorded decisions.
 """
 
+from ....environment.vllm_0_33_0 import VARIABLES
 from ...backend import only
 from ...policy import ExchangeSizes, Policy
 from . import integers, mxfp4
@@ -61,20 +62,7 @@ VLLM_0_33_0 = Policy(
     activation=activation,
     routing=routing,
     invariance="VLLM_BATCH_INVARIANT",
-    retired=dict.fromkeys(
-        (
-            "VLLM_FLASHINFER_MOE_BACKEND",
-            "VLLM_USE_FLASHINFER_MOE_FP16",
-            "VLLM_USE_FLASHINFER_MOE_FP8",
-            "VLLM_USE_FLASHINFER_MOE_FP4",
-            "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
-            "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8",
-            "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS",
-            "VLLM_MXFP4_USE_MARLIN",
-        ),
-        "--moe-backend",
-    )
-    | {"VLLM_ALL2ALL_BACKEND": "--all2all-backend"},
+    variables=VARIABLES,
     exchange_sizes={
         "deepep_high_throughput": _HIGH_THROUGHPUT,
         "deepep_v2": _HIGH_THROUGHPUT,
