@@ -29,9 +29,9 @@ SOURCE = "source.md"
 
 TENSOR_SOURCES: Mapping[str, str] = {
     "header": "a public listing of the published headers",
-    "header-of-sibling": "a public listing of the headers of a sibling: same architecture, sizes and format",
-    "names-attested+shape-arithmetic": "names from public code, shapes and dtypes computed",
-    "inferred": "inferred from the architecture and the format's conventions",
+    "header-of-sibling": "a public listing of a sibling's headers",
+    "names-attested+shape-arithmetic": "names from public code, the rest computed",
+    "inferred": "inferred from architecture and format",
 }
 """What ``provenance`` means."""
 

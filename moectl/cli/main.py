@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import ExitCode
-from . import bench, convert, explain, synth, unconvert, verify
+from . import bench, convert, explain, known, synth, unconvert, verify
 from . import run as run_command
 from .output import drop_stdout
 
@@ -28,6 +28,7 @@ COMMANDS = (
     (run_command.run, "run"),
     (bench.bench, "bench"),
     (synth.synth, "synth"),
+    (known.known, "list"),
 )
 
 

@@ -79,6 +79,17 @@ def known_names() -> dict[str, str]:
     return found
 
 
+def gpu_names() -> tuple[str, ...]:
+    """The GPUs with figures of their own, by the name that `find_device` takes, oldest architecture first."""
+    return tuple(_table()["gpus"])
+
+
+def spellings(key: str) -> tuple[str, ...]:
+    """The other names of GPU `key`."""
+    row = _table()["gpus"][key]
+    return (*row["aliases"], *row["names"])
+
+
 def _scaled(figure: float | None) -> float:
     """A figure in tera as a whole number; 0 where it is unknown."""
     return float(round((figure or 0) * 1e12))

@@ -1,0 +1,34 @@
+"""`moectl list`: names of models and GPUs."""
+
+from invoking import moectl
+
+from moectl.checkpoint.catalogue import model_names
+from moectl.environment.devices import find_device, gpu_names
+
+
+def test_models():
+    document = moectl("list", "models", "--json").document
+    assert [row["name"] for row in document["models"]] == list(model_names())
+    assert {row["experts"] for row in document["models"]} >= {8, 384, 896}
+    assert "60 models" in moectl("list", "models").words
+
+
+def test_words_narrow_the_list():
+    assert moectl("list", "models", "deepseek", "NVFP4", "-q").stdout.split() == [
+        name for name in model_names() if "DeepSeek" in name and "NVFP4" in name
+    ]
+    assert moectl("list", "models", "no such model").words == "0 models"
+    assert moectl("list", "gpus", "sm103", "-q").stdout.split() == ["b300", "gb300"]
+
+
+def test_every_listed_gpu_is_found_by_every_name():
+    rows = moectl("list", "gpus", "--json").document["gpus"]
+    assert [row["name"] for row in rows] == list(gpu_names())
+    for row in rows:
+        assert find_device(row["name"]).arch == row["arch"]
+        assert all(find_device(spelling).platform == row["platform"] for spelling in row["spellings"])
+    assert "TB/s" in moectl("list", "gpus", "h200").words
+
+
+def test_what_cannot_be_listed():
+    assert "models" in moectl("list", "layers", code=2).stderr
