@@ -9,7 +9,8 @@ from ..environment import Device
 from ..environment.variables import Variable
 from ..errors import UsageError
 from ..problem import MoEProblem
-from .backend import ANY, Choice
+from ..schemes import WeightFormat
+from .backend import ANY, Choice, Form
 from .route import Route
 
 
@@ -44,6 +45,7 @@ class Policy:
         activation, routing: the engine's names for an activation function and a routing method.
         exchanges: all2all names that the engine's command line accepts.
         exchange_sizes: by all2all name.
+        default_forms: by weight format name, what sizes are rounded up to for a backend without a rule.
         variables: environment variables that concern experts, also those that it no longer reads.
         invariance: the switch that asks for results which do not depend on the rest of the batch.
     """
@@ -57,8 +59,13 @@ class Policy:
     routing: Callable[[MoEProblem], str]
     exchanges: frozenset[str]
     exchange_sizes: Mapping[str, ExchangeSizes] = field(default_factory=dict, hash=False)
+    default_forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict, hash=False)
     variables: Mapping[str, Variable] = field(default_factory=dict, hash=False)
     invariance: str = ""
+
+    def forms(self, weight: WeightFormat) -> tuple[Form, ...]:
+        """What sizes of `weight` are rounded up to for a backend without a rule of its own."""
+        return self.default_forms.get(weight.name, ())
 
     def request_names(self) -> tuple[str, ...]:
         """Backend names that may be asked for: those the engine's command line accepts, and those of rows.

@@ -11,12 +11,21 @@ from typing import Any
 
 import pytest
 
-from moectl.conformance import compare, decide, read_decisions, read_grid
+from moectl.conformance import (
+    compare,
+    compare_rounding,
+    decide,
+    read_decisions,
+    read_grid,
+    read_rounding,
+)
+from moectl.conformance.fields import FIELDS
 from moectl.errors import UsageError
 from moectl.oracle import policy_named
 from moectl.padding import padding
 
 SAMPLE = Path(__file__).parents[1] / "data" / "oracle" / "decisions-sample.jsonl.gz"
+ROUNDING = SAMPLE.with_name("padding-sample.json.gz")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "conformance"
 POLICY = policy_named("vllm-0.33.0")
 
@@ -27,17 +36,18 @@ def records() -> list[tuple[int, dict[str, Any]]]:
 
 
 def test_every_recorded_decision_in_scope_agrees(records: list[tuple[int, dict[str, Any]]]) -> None:
-    report = compare(records, read_grid(), POLICY, reasons=True)
+    report = compare(records, read_grid(), POLICY)
     assert not report.disagreements, "\n".join(map(str, report.disagreements))
-    asked, outside = sum(report.asked.values()), sum(report.out_of_scope.values())
-    assert asked + outside + report.without_meaning == len(records)
-    assert asked > 900
-    assert set(report.asked) >= {
+    total = report.total
+    assert total.asked + total.outside + total.without_meaning == len(records)
+    assert total.asked > 900
+    assert {name for name, tally in report.axes["scheme"].items() if tally.asked} >= {
         record["scheme"]
         for _, record in records
         if record["scheme"].startswith(("mxfp4", "int4", "int8")) and record["device"].startswith("sm")
     }
-    assert report.without_meaning >= 2
+    assert total.without_meaning >= 2
+    assert set(report.fields) == {field.name for field in FIELDS}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +58,10 @@ def test_every_recorded_decision_in_scope_agrees(records: list[tuple[int, dict[s
         ("monolithic", None),
         ("padded", {"hidden": 1, "intermediate_per_partition": 1}),
         ("gates", ["refused"]),
+        ("gates", ["min capability of gpt_oss_mxfp4 is 80, device has 75"]),
+        ("error", "ValueError: no"),
+        ("create_weights_error", "ValueError: no"),
+        ("priority", ["TRITON"]),
     ],
 )
 def test_a_changed_record_is_a_disagreement(
@@ -58,9 +72,11 @@ def test_a_changed_record_is_a_disagreement(
         for line, r in records
         if r["scheme"] == "mxfp4_gptoss" and r["selected"] == "TRITON" and not r["gates"]
     )
+    assert not compare([(line, record)], read_grid(), POLICY).disagreements
     report = compare([(line, {**record, field: value})], read_grid(), POLICY)
-    assert report.disagreed == 1
-    assert len(report.disagreements) == 1
+    assert (report.total.asked, report.total.agreed) == (1, 0)
+    assert report.disagreements
+    assert "recorded" in str(report.disagreements[0])
 
 
 def test_a_missing_reason_and_another_order_are_seen(records: list[tuple[int, dict[str, Any]]]) -> None:
@@ -70,9 +86,9 @@ def test_a_missing_reason_and_another_order_are_seen(records: list[tuple[int, di
         if r["scheme"] == "mxfp4_gptoss" and r["device"] == "sm90" and r["rejected"]
     )
     wrong = [{**record["rejected"][0], "code": "lora"}, *record["rejected"][1:]]
-    assert compare([(line, {**record, "rejected": wrong})], read_grid(), POLICY, reasons=True).disagreements
+    assert compare([(line, {**record, "rejected": wrong})], read_grid(), POLICY).disagreements
     other = [{**record["rejected"][0], "backend": "HUMMING", "experts_cls": None}]
-    assert compare([(line, {**record, "rejected": other})], read_grid(), POLICY, reasons=True).disagreements
+    assert compare([(line, {**record, "rejected": other})], read_grid(), POLICY).disagreements
 
 
 def test_marlin_weight_preparation_sizes_are_the_layouts(
@@ -97,8 +113,6 @@ def test_unknown_names_and_incomplete_records_are_refused(
     record = records[0][1]
     with pytest.raises(UsageError, match="the grid has no devices 'sm999'"):
         compare([(1, {**record, "device": "sm999"})], read_grid(), POLICY)
-    with pytest.raises(UsageError, match="line 7 has no selected"):
-        compare([(7, {k: v for k, v in record.items() if k != "selected"})], read_grid(), POLICY)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
@@ -107,8 +121,12 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read after line"):
         list(read_decisions(cut))
     text = tmp_path / "bad.jsonl"
-    text.write_text('{"a": 1}\n{"a":\n')
+    first = gzip.decompress(SAMPLE.read_bytes()).decode().splitlines()[0]
+    text.write_text(first + '\n{"a":\n')
     with pytest.raises(UsageError, match="line 2 is not JSON"):
+        list(read_decisions(text))
+    text.write_text('{"scheme": "bf16"}\n')
+    with pytest.raises(UsageError, match="line 1 has no model"):
         list(read_decisions(text))
     text.write_text("[1]\n")
     with pytest.raises(UsageError, match="line 1 must be an object"):
@@ -151,12 +169,51 @@ def altered(tmp_path: Path) -> Iterator[Path]:
 
 def test_script_reports_the_total_last_and_fails_on_a_disagreement(altered: Path) -> None:
     assert shutil.which(str(SCRIPT)), "scripts/conformance must be executable"
-    good = run(SAMPLE)
-    assert good.returncode == 0, good.stderr
+    good = run(SAMPLE, ROUNDING)
+    assert good.returncode == 0, good.stdout + good.stderr
     assert good.stdout.splitlines()[-1].startswith("total: ")
-    assert "mxfp4_gptoss: " in good.stdout
+    for heading in ("by scheme", "by device", "by parallel", "by field", "by family", "by backend"):
+        assert heading in good.stdout
     bad = run(altered)
     assert bad.returncode == 1
-    assert "selected: recorded HUMMING, ours MARLIN" in bad.stdout
+    assert "selected: recorded HUMMING" in bad.stdout
     assert bad.stdout.splitlines()[-1].startswith("total: ")
+    assert "ours" not in run(altered, "--show", 0).stdout
+    assert run(altered, "--fields", "monolithic").returncode == 0
+    assert run(altered, "--fields", "colour").returncode == 2
+    assert run(altered.parent / "absent.jsonl").returncode == 2
     assert run(altered.parent / "absent").returncode == 2
+
+
+def test_cores_share_the_lines(altered: Path) -> None:
+    one, three = (json.loads(run(altered, "--json", "--cores", n).stdout)[str(altered)] for n in (1, 3))
+    assert one == three
+    assert {found["field"] for found in one["disagreements"]} == {"selected"}
+    assert one["total"]["asked"] - one["total"]["agreed"] == 1
+    assert sum(tally["asked"] for tally in one["axes"]["device"].values()) == one["total"]["asked"]
+
+
+def test_recorded_roundings_agree_and_another_size_is_seen() -> None:
+    rows = [dict(row) for row in read_rounding(ROUNDING)]
+    report = compare_rounding(rows, read_grid(), POLICY)
+    assert not report.disagreements, "\n".join(map(str, report.disagreements))
+    assert report.total.asked + report.total.outside == len(rows)
+    assert report.total.asked > 1000
+    wrong = {**rows[0], "padded": [1, 1]}
+    assert compare_rounding([wrong], read_grid(), POLICY).disagreements
+
+
+def test_damaged_roundings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rounding.json"
+    row = read_rounding(ROUNDING)[0]
+    for rows, why in (
+        ({}, "must be a list"),
+        ([1], "must be a list"),
+        ([{**row, "family": "int3"}], "family 'int3'"),
+        ([{"family": "mxfp4"}], "answer 1 has no device"),
+    ):
+        path.write_text(json.dumps(rows))
+        with pytest.raises(UsageError, match=why):
+            read_rounding(path)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_rounding(tmp_path / "absent.json")

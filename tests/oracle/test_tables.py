@@ -1,26 +1,20 @@
 """Tables of backends and policies: sizes as recorded, and every name in them known."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from moectl.conformance import read_grid, recorded_device
-from moectl.environment import PROBES, Packages
-from moectl.oracle.backend import GROUPS, Ask, Backend, Variant
+from moectl.environment import PROBES
+from moectl.oracle.backend import GROUPS, Backend, Variant
 from moectl.oracle.checks import CHECKS
 from moectl.oracle.keys import exact_key, group32_key
-from moectl.oracle.policies.vllm_0_33_0 import VLLM_0_33_0
 from moectl.oracle.policies.vllm_0_33_0.terms import routing as engine_routing
 from moectl.oracle.registry import POLICIES
 from moectl.oracle.route import Route
 from moectl.padding import RULES
-from moectl.problem import Activation, Dims, MoEProblem, Routing
+from moectl.problem import Dims, MoEProblem, Routing
 from moectl.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
-
-PADDING = Path(__file__).parents[1] / "data" / "oracle" / "padding-sample.json"
 
 
 def routes() -> Iterator[Route]:
@@ -42,34 +36,6 @@ def backends() -> dict[int, Backend]:
 
 def variants() -> list[tuple[Backend, Variant]]:
     return [(backend, variant) for backend in backends().values() for variant in backend.variants]
-
-
-def test_padded_sizes_are_the_recorded_ones() -> None:
-    grid = read_grid()
-    mxfp4 = {
-        backend.engine_name: backend
-        for route in VLLM_0_33_0.routes
-        if route.weights == {"mxfp4"}
-        for backend in listed(route)
-    }
-    compared = 0
-    for row in json.loads(PADDING.read_text())["rows"]:
-        device, name, activation, hidden, intermediate, *padded = row
-        problem = MoEProblem(
-            Dims(hidden, intermediate),
-            experts=8,
-            top_k=2,
-            scheme=Scheme(MXFP4),
-            activation=Activation(activation),
-            storage="mxfp4",
-        )
-        ask = Ask(
-            problem, recorded_device(grid.row("devices", device)), Packages(), "mxfp4", activation=activation
-        )
-        dims = mxfp4[name].align(ask).apply(problem.dims)
-        assert [dims.padded_hidden, dims.padded_intermediate] == padded, row
-        compared += 1
-    assert compared > 1000
 
 
 def test_layout_names_are_spelled_as_in_the_padding_table() -> None:

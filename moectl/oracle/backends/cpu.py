@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from ...problem import Align
 from ..backend import (
+    ROCM,
     X86_AMX,
     Arch,
     Ask,
@@ -37,7 +38,8 @@ CPU_MXFP4 = Backend(
             ),
         ),
     ),
-    forms=(Form("cpu-amx-mxfp4", Align(32, 32)),),
+    # The engine rounds for ROCm before it looks at the backend.
+    forms=(Form("cpu-amx-mxfp4", Align(256, 256), where=(ROCM,)), Form("cpu-amx-mxfp4", Align(32, 32))),
 )
 CPU_INT4 = Backend(
     name="cpu",

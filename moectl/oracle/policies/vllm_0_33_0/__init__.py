@@ -6,6 +6,7 @@ recorded decisions.
 
 from ....environment.vllm_0_33_0 import VARIABLES
 from ...backend import only
+from ...backends.defaults import mxfp4_forms
 from ...policy import ExchangeSizes, Policy
 from . import integers, mxfp4
 from .terms import activation, dtype, routing
@@ -63,6 +64,7 @@ VLLM_0_33_0 = Policy(
     routing=routing,
     invariance="VLLM_BATCH_INVARIANT",
     variables=VARIABLES,
+    default_forms={"mxfp4": mxfp4_forms("")},
     exchange_sizes={
         "deepep_high_throughput": _HIGH_THROUGHPUT,
         "deepep_v2": _HIGH_THROUGHPUT,

@@ -1,0 +1,94 @@
+"""Comparison of a policy with recorded decisions, on one core or several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from pathlib import Path
+
+from ..oracle.policy import Policy
+from ..oracle.registry import policy_named
+from ..oracle.select import OutOfScope
+from .fields import FIELDS, Field, Pair
+from .grid import CELL, Grid, Record, decide, has_meaning, is_direct, read_decisions, read_grid
+from .report import AXES, Disagreement, Report, Tally
+
+TITLE = "recorded decisions"
+EVERY_FIELD = frozenset(compared.name for compared in FIELDS)
+
+
+def compare(
+    records: Iterable[tuple[int, Record]], grid: Grid, policy: Policy, fields: Sequence[Field] = FIELDS
+) -> Report:
+    """Agreement of `policy` with numbered `records` in `fields`.
+
+    UsageError when a record uses a name that the grid does not have.
+    """
+    report = Report(TITLE)
+    for line, record in records:
+        names = [(axis, str(record[axis])) for axis in AXES]
+        if not has_meaning(grid, record):
+            report.count(names, Tally(without_meaning=1))
+            continue
+        try:
+            decision = decide(grid, record, policy)
+        except OutOfScope as outside:
+            report.count(names, Tally(outside=1))
+            report.out_of_scope[outside.what] += 1
+            continue
+        pair = Pair(record, decision, is_direct(grid, record))
+        found = []
+        for compared in fields:
+            if not compared.stated(pair):
+                continue
+            recorded, ours = compared.recorded(pair), compared.ours(pair)
+            report.count_field(compared.name, recorded == ours)
+            if recorded != ours:
+                found.append(Disagreement(line, _cell(record), compared.name, recorded, ours))
+        report.count(names, Tally(1, int(not found)))
+        report.disagreements += found
+    return report
+
+
+def _cell(record: Record) -> str:
+    cell = " ".join(str(record[name]) for name in CELL[:-1])
+    return cell + (f" asked for {record['forced']}" if record["forced"] else "")
+
+
+def _part(
+    path: Path, grid: Path | None, policy: str, fields: frozenset[str], part: int, parts: int
+) -> Report:
+    records = read_decisions(path, part, parts)
+    wanted = [compared for compared in FIELDS if compared.name in fields]
+    return compare(records, read_grid(grid), policy_named(policy), wanted)
+
+
+def compare_file(
+    path: Path,
+    grid: Path | None = None,
+    policy: str = "",
+    fields: frozenset[str] = EVERY_FIELD,
+    cores: int = 0,
+) -> Report:
+    """Agreement of the policy with that name with the decisions in `path`.
+
+    `cores` is how many processes share the lines; 0 means as many as the machine has, 8 at most.
+
+    UsageError for a file, a grid or a line that cannot be read.
+    """
+    parts = cores or min(os.cpu_count() or 1, 8)
+    report = Report(TITLE)
+    if parts == 1:
+        report.add(_part(path, grid, policy, fields, 0, 1))
+    else:
+        with ProcessPoolExecutor(parts) as pool:
+            each = (repeat(value) for value in (path, grid, policy, fields))
+            for found in pool.map(_part, *each, range(parts), repeat(parts)):
+                report.add(found)
+    known = read_grid(grid)
+    tables = (known.schemes, known.devices, known.parallel)
+    for axis, table in zip(AXES, tables, strict=True):
+        report.arrange(axis, table)
+    return report

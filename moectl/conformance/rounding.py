@@ -1,0 +1,82 @@
+"""Comparison of a policy with an engine's recorded answers on rounded sizes."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..environment import Packages
+from ..errors import UsageError
+from ..oracle.backend import Ask, Backend
+from ..oracle.policy import Policy
+from ..problem import Dims, MoEProblem
+from ..schemes import BF16, MXFP4, Scheme, WeightFormat
+from .grid import Grid, Record, opened, recorded_device
+from .report import Disagreement, Report, Tally
+
+TITLE = "recorded roundings"
+FAMILIES: Mapping[str, WeightFormat] = {"mxfp4": MXFP4, "unquantized": BF16}
+"""Weight formats whose sizes the engine rounds, by the name in the recorded answers."""
+NEEDED = ("device", "family", "backend", "activation", "hidden", "intermediate", "padded")
+
+
+def read_rounding(path: Path) -> list[Record]:
+    """Recorded answers of a ``.json`` or ``.json.gz`` file; UsageError when it holds none."""
+    try:
+        with opened(path) as text:
+            rows: Any = json.load(text)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(f"{path} must be a list of objects, one for each answer")
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in NEEDED if name not in row]:
+            raise UsageError(f"{path} answer {number} has no {', '.join(missing)}")
+        if row["family"] not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise UsageError(f"{path} answer {number} is of the family {row['family']!r}, known are {known}")
+    return rows
+
+
+def compare_rounding(rows: Iterable[Record], grid: Grid, policy: Policy) -> Report:
+    """Agreement of `policy` with recorded roundings; UsageError when the grid lacks a device."""
+    report = Report(TITLE)
+    backends = {family: _backends(policy, weight) for family, weight in FAMILIES.items()}
+    for line, row in enumerate(rows, 1):
+        family = row["family"]
+        names = [("family", family), ("device", row["device"]), ("backend", f"{family} {row['backend']}")]
+        weight = FAMILIES[family]
+        if not backends[family]:
+            report.count(names, Tally(outside=1))
+            report.out_of_scope[f"{policy.name} has no row for {weight}"] += 1
+            continue
+        backend = backends[family].get(row["backend"], Backend("", "", (), forms=policy.forms(weight)))
+        problem = MoEProblem(Dims(row["hidden"], row["intermediate"]), 8, 2, Scheme(weight))
+        ask = Ask(
+            problem,
+            recorded_device(grid.row("devices", row["device"])),
+            Packages(),
+            str(weight),
+            activation=row["activation"] or "",
+        )
+        dims = backend.align(ask).apply(problem.dims)
+        ours, recorded = [dims.padded_hidden, dims.padded_intermediate], row["padded"]
+        report.count(names, Tally(1, int(ours == recorded)))
+        report.count_field("padded", ours == recorded)
+        if ours != recorded:
+            cell = " ".join(str(row[name]) for name in NEEDED[:-1])
+            report.disagreements.append(Disagreement(line, cell, "padded", recorded, ours))
+    return report
+
+
+def _backends(policy: Policy, weight: WeightFormat) -> dict[str, Backend]:
+    """Backends of the policy's rows for `weight`, by the engine's name."""
+    return {
+        backend.engine_name: backend
+        for route in policy.routes
+        if route.weights == {weight.name}
+        for backend in route.backends()
+    }
