@@ -1,8 +1,9 @@
 """Machines, installed packages and engine variables: values, and reading the real ones at the edge."""
 
-from .detection import detect_cpu, detect_device
+from .detection import detect_cpu, detect_device, detect_gpus
 from .devices import DATA, Device, device_names, find_device
-from .packages import PROBES, PROFILES_FILE, Packages, packages_from
+from .packages import PROFILES_FILE, Packages, packages_from
+from .probes import PROBES
 
 __all__ = [
     "DATA",
@@ -12,6 +13,7 @@ __all__ = [
     "Packages",
     "detect_cpu",
     "detect_device",
+    "detect_gpus",
     "device_names",
     "find_device",
     "packages_from",

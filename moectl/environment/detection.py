@@ -5,65 +5,31 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import Unavailable
-from .devices import Device, device_of, known_names, squeeze
+from .devices import Device
+from .gpus import Gpu, visible_gpus
+from .kernel_files import amd_gpus, intel_gpus
+from .nvidia import nvidia_gpus
 
 _MACHINES = {"x86_64": "x86", "amd64": "x86", "arm64": "aarch64"}
 _CPU_FLAGS = {"amx_tile": "amx", "avx512f": "avx512"}
 
 
-def detect_device() -> Device:
-    """The first visible GPU of this machine, or its CPU.
+def detect_gpus() -> tuple[Gpu, ...]:
+    """Every GPU here, also those that this process is not shown: NVIDIA's, else AMD's, else Intel's."""
+    return nvidia_gpus() or amd_gpus() or intel_gpus()
 
-    Asks `nvidia-smi` (five seconds) and honours ``CUDA_VISIBLE_DEVICES``. Unavailable when that
-    variable names a GPU that is not there.
+
+def detect_device(env: Mapping[str, str] | None = None) -> Device:
+    """The first GPU that this process is shown and can use, or the CPU.
+
+    `env` is this process's environment by default: ``CUDA_VISIBLE_DEVICES`` and its like are honoured.
+    Unavailable when one of them names a GPU that is not there.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1", "none", "NoDevFiles"):
-        return detect_cpu()
-    rows = _nvidia_rows()
-    if not rows:
-        return detect_cpu()
-    row = rows[0] if visible is None else _visible_row(rows, visible.split(",")[0].strip())
-    _, _, name, mebibytes, capability = row
-    known = known_names().get(squeeze(name))
-    arch = "sm" + capability.replace(".", "")
-    device = device_of(known, arch) if known else Device("cuda", arch, name)
-    return replace(device, name=name, memory_bytes=_mebibytes(mebibytes) or device.memory_bytes)
-
-
-def _mebibytes(text: str) -> int:
-    """Bytes of a MiB figure; 0 where the driver gives none, as on unified memory."""
-    return int(text) << 20 if text.isdigit() else 0
-
-
-def _visible_row(rows: list[tuple[str, ...]], wanted: str) -> tuple[str, ...]:
-    for row in rows:
-        if wanted == row[0] or (wanted.startswith("GPU-") and row[1].startswith(wanted)):
-            return row
-    raise Unavailable(
-        f"CUDA_VISIBLE_DEVICES asks for GPU {wanted!r}, nvidia-smi lists {len(rows)} GPU(s) from 0",
-        hint="Unset CUDA_VISIBLE_DEVICES, or name a device with --gpu.",
-    )
-
-
-def _nvidia_rows() -> list[tuple[str, ...]]:
-    """(index, uuid, name, memory in MiB, compute capability) of each GPU; empty without a driver."""
-    command = [
-        "nvidia-smi",
-        "--query-gpu=index,uuid,name,memory.total,compute_cap",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [tuple(part.strip() for part in line.split(",")) for line in done.stdout.splitlines()]
-    return [row for row in rows if len(row) == 5 and re.fullmatch(r"\d+\.\d", row[4])]
+    shown = visible_gpus(detect_gpus(), os.environ if env is None else env)
+    return next((gpu.device for gpu in shown if not gpu.remark), None) or detect_cpu()
 
 
 def detect_cpu() -> Device:
@@ -77,15 +43,20 @@ def detect_cpu() -> Device:
     if "AuthenticAMD" in info and "avx512" in features:
         features.add("zen")
     memory = re.search(r"^MemTotal:\s*(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
-    affinity = getattr(os, "sched_getaffinity", None)
     return Device(
         platform="cpu",
         arch=_MACHINES.get(machine, machine),
         name=model[1].strip() if model else "cpu",
-        sms=len(affinity(0)) if affinity else (os.cpu_count() or 1),
+        sms=usable_cores(),
         memory_bytes=int(memory[1]) << 10 if memory else 0,
         features=frozenset(features),
     )
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else (os.cpu_count() or 1)
 
 
 def _read(path: str) -> str:

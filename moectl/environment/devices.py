@@ -54,7 +54,7 @@ _CPUS = {
     "cpu-x86-amx": frozenset({"amx"}),
 }
 _CUDA_ARCH = re.compile(r"sm_?(\d{2,3})[af]?")
-_GFX_ARCH = re.compile(r"gfx[0-9a-f]{3,5}")
+_ARCHES = {"sm": "cuda", "gfx": "rocm"}
 _NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|[\s_()-]")
 
 
@@ -120,7 +120,7 @@ def find_device(name: str) -> Device:
     """The device called `name`: a GPU (``h100``, ``NVIDIA H200``, ``mi300x``), an architecture
     (``sm90``, ``gfx942``, stood for by one GPU of it), ``cpu`` or ``cpu-amx``.
 
-    UsageError with near matches when nothing has that name.
+    UsageError with near matches when nothing has that name, and for an architecture that no product has.
     """
     text = name.strip().lower()
     if text in _CPUS:
@@ -132,12 +132,15 @@ def find_device(name: str) -> Device:
     arch = f"sm{cuda[1]}" if cuda else text
     if key := representatives.get(arch):
         return device_of(key, arch)
-    if cuda and 50 <= int(cuda[1]) < 200:
-        return Device("cuda", arch, arch)
-    if _GFX_ARCH.fullmatch(text):
-        return Device("rocm", arch, arch)
+    architectures = _table()["architectures"]
+    for platform, known in architectures.items():
+        if arch in known:
+            return Device(platform, arch, arch)
     names = [*_table()["gpus"], *representatives, *_CPUS]
-    near = get_close_matches(text, names, n=4, cutoff=0.5)
+    looks_like = next((known for prefix, known in _ARCHES.items() if text.startswith(prefix)), "")
+    if looks_like:
+        names = list(dict.fromkeys([*architectures[looks_like], *names]))
+    near = get_close_matches(arch if looks_like else text, names, n=4, cutoff=0.5)
     raise UsageError(
         f"no device is called {name!r}",
         hint=f"Near matches: {', '.join(near)}." if near else f"Known are {', '.join(names)}.",

@@ -30,6 +30,8 @@ TABLE = json.loads((DATA / "gpus.json").read_text())
         ("mi300x", "gfx942", 304),
         ("gfx950", "gfx950", 256),
         ("gfx1103", "gfx1103", 0),
+        ("sm110", "sm110", 20),
+        ("sm53", "sm53", 0),
         ("gb10", "sm121", 48),
     ],
 )
@@ -46,7 +48,16 @@ def test_cpus_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("h10", "h100"), ("b20", "b200"), ("mi300", "mi300x"), ("sm20", "sm")]
+    ("name", "near"),
+    [
+        ("h10", "h100"),
+        ("b20", "b200"),
+        ("mi300", "mi300x"),
+        ("sm20", "sm"),
+        ("sm95", "sm90"),
+        ("sm101", "sm100"),
+        ("gfx000", "gfx90"),
+    ],
 )
 def test_unknown_devices_get_near_matches(name: str, near: str) -> None:
     with pytest.raises(UsageError, match="no device is called") as caught:
@@ -78,8 +89,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "nvidia-smi"
     script.write_text(
         f"#!{sys.executable}\n"
-        "print('0, GPU-aaaa-1, NVIDIA H200, 143771, 9.0')\n"
-        "print('1, GPU-bbbb-2, NVIDIA Wonder, [N/A], 12.1')\n"
+        "print('0, GPU-aaaa-1, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled')\n"
+        "print('1, GPU-bbbb-2, NVIDIA Wonder, [N/A], 12.1, 580.95.05, [N/A]')\n"
     )
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -116,7 +127,7 @@ def test_a_gpu_that_is_not_there_is_an_error(machine: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "body", ["raise SystemExit(9)", "print('no devices were found')", "print('a,b,c,d,e')"]
+    "body", ["raise SystemExit(9)", "print('no devices were found')", "print('a,b,c,d,e,f,g')"]
 )
 def test_a_driver_that_does_not_answer_leaves_the_cpu(machine: Path, body: str) -> None:
     machine.write_text(f"#!{sys.executable}\n{body}\n")
@@ -154,6 +165,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty site folder, the only place to import from beside the standard library."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     for probe in environment.PROBES.values():
         for module in probe.modules:
             # What another test has imported would be found without looking at the path.

@@ -1,0 +1,89 @@
+"""Optional packages that decide on backends: how to tell each from others, and what it must hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Where a package may be installed, and what must be in its source files.
+
+    Attributes:
+        modules: importable names, the engine's bundled copy last.
+        distribution: name of its metadata.
+        marks: files of which the real package has at least one; empty: any package of the name.
+        symbols: dotted names that are looked for.
+        serves: what it is for, in a few words.
+        get: how to install it.
+        other: who publishes another package of the same name, where there is one.
+    """
+
+    modules: tuple[str, ...]
+    distribution: str = ""
+    marks: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()
+    serves: str = ""
+    get: str = ""
+    other: str = ""
+
+
+PROBES: dict[str, Probe] = {
+    "flashinfer": Probe(
+        ("flashinfer",),
+        "flashinfer-python",
+        symbols=(
+            "fp4_quantize",
+            "nvfp4_block_scale_interleave",
+            "fused_moe.cutlass_fused_moe",
+            "fused_moe.trtllm_bf16_moe",
+            "fused_moe.trtllm_fp4_block_scale_moe",
+            "fused_moe.trtllm_fp8_block_scale_moe",
+            "fused_moe.trtllm_fp8_per_tensor_scale_moe",
+            "fused_moe.trtllm_mxint4_block_scale_moe",
+        ),
+        serves="TRT-LLM, CUTLASS and CuteDSL kernels",
+        get="pip install flashinfer-python",
+    ),
+    "flashinfer_cubin": Probe(
+        ("flashinfer_cubin",),
+        "flashinfer-cubin",
+        serves="FlashInfer's compiled kernels",
+        get="pip install flashinfer-cubin, in the version of flashinfer-python",
+    ),
+    "triton_kernels": Probe(
+        ("triton_kernels", "vllm.third_party.triton_kernels"),
+        marks=("matmul_ogs.py", "matmul.py"),
+        serves="OpenAI's Triton kernels for MXFP4",
+        get="comes with vLLM; its source is python/triton_kernels of github.com/triton-lang/triton",
+        other="Kernelize AI's package of that name on PyPI",
+    ),
+    "deep_gemm": Probe(
+        ("deep_gemm", "vllm.third_party.deep_gemm"),
+        "deep-gemm",
+        serves="FP8 and FP4 GEMMs",
+        get="comes with vLLM; its source is github.com/deepseek-ai/DeepGEMM",
+    ),
+    "humming": Probe(
+        ("humming",),
+        "humming-kernels",
+        marks=("layer.py", "kernel", "ops"),
+        serves="weight-only and 8-bit GEMMs",
+        get="pip install humming-kernels",
+        other="a package of that name that is not humming-kernels",
+    ),
+    "deep_ep": Probe(
+        ("deep_ep",), "deep-ep", serves="token exchange", get="build github.com/deepseek-ai/DeepEP"
+    ),
+    "aiter": Probe(("aiter",), "amd-aiter", serves="AMD's kernels", get="build github.com/ROCm/aiter"),
+    "quark": Probe(
+        ("quark",), "amd-quark", ("torch",), serves="emulation of MX formats", get="pip install amd-quark"
+    ),
+    "b12x": Probe(("b12x",), "b12x", serves="FP4 kernels for SM12x", get="pip install b12x"),
+    "hpc": Probe(("hpc",), serves="FP8 kernels for Hopper", get="build github.com/Tencent/hpc-ops"),
+    "zentorch": Probe(("zentorch",), "zentorch", serves="AMD CPU kernels", get="pip install zentorch"),
+}
+"""Optional packages that decide, by the name under which `Packages` lists them."""
+
+TOOLS = ("nvcc", "ninja")
+"""Programs that compile kernels when they are first called."""

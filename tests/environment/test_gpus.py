@@ -1,0 +1,171 @@
+"""GPUs of a machine from stand-in drivers and kernel files: several, hidden ones, slices, three makers."""
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from moectl.environment import detect_device, detect_gpus, kernel_files, nvidia
+from moectl.environment.devices import Device
+from moectl.environment.gpus import VISIBILITY, Gpu, visible_gpus
+from moectl.environment.kernel_files import amd_gpus, gfx_name, intel_gpus
+from moectl.errors import Unavailable
+
+SMI = """#!{python}
+import sys
+if sys.argv[1:] == ["-L"]:
+    print('''{listing}''')
+elif len(sys.argv) > 1:
+    print('''{rows}''')
+else:
+    print("| NVIDIA-SMI 580.95.05      Driver Version: 580.95.05      CUDA Version: 13.0     |")
+"""
+
+H100 = "0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 9.0, 580.95.05, {mig}"
+SLICES = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)
+  MIG 1g.10gb     Device  0: (UUID: MIG-1111)
+  MIG 3g.40gb     Device  1: (UUID: MIG-2222)
+GPU 1: NVIDIA H200 (UUID: GPU-bbbb)"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Installs an `nvidia-smi` that prints these rows and this listing; nothing else is found."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in {name for names in VISIBILITY.values() for name in names}:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(kernel_files, "KFD", tmp_path / "kfd")
+    monkeypatch.setattr(kernel_files, "DRM", tmp_path / "drm")
+
+    def install(rows: str, listing: str = "") -> None:
+        script = tmp_path / "nvidia-smi"
+        script.write_text(SMI.format(python=sys.executable, rows=rows, listing=listing))
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+
+    return install
+
+
+def test_every_gpu_is_listed_with_its_driver(smi) -> None:
+    smi(H100.format(mig="Disabled") + "\n1, GPU-bbbb, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled")
+    found = detect_gpus()
+    assert [(gpu.index, gpu.device.name, gpu.driver) for gpu in found] == [
+        ("0", "NVIDIA H100 80GB HBM3", "580.95.05"),
+        ("1", "NVIDIA H200", "580.95.05"),
+    ]
+    assert nvidia.driver_cuda() == "13.0"
+
+
+def test_a_split_gpu_is_its_slices(smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(H100.format(mig="Enabled") + "\n1, GPU-bbbb, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled", SLICES)
+    found = detect_gpus()
+    assert [(gpu.index, gpu.mig, gpu.device.memory_bytes >> 30) for gpu in found[:2]] == [
+        ("0:0", "1g.10gb", 10),
+        ("0:1", "3g.40gb", 40),
+    ]
+    assert found[0].device.name == "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    assert (found[0].device.sms, found[0].device.bandwidth, found[0].device.bf16_flops) == (0, 0, 0)
+    assert found[2].device.sms == 132
+    assert detect_device() == found[0].device
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
+    assert detect_device() == found[1].device
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert detect_device() == found[0].device
+
+
+def test_a_gpu_that_is_to_be_split_and_is_not_runs_nothing(smi) -> None:
+    smi(H100.format(mig="Enabled"), SLICES.splitlines()[0])
+    (gpu,) = detect_gpus()
+    assert "no slice is made" in gpu.remark
+    assert detect_device().platform == "cpu"
+
+
+def test_without_a_driver_there_is_no_gpu(smi) -> None:
+    assert detect_gpus() == ()
+    assert nvidia.driver_cuda() == ""
+    assert detect_device({"CUDA_VISIBLE_DEVICES": "3"}).platform == "cpu"
+
+
+def _gpus(platform: str) -> tuple[Gpu, ...]:
+    return tuple(Gpu(Device(platform, "x", f"g{n}"), str(n), f"GPU-{n}{n}") for n in range(4))
+
+
+@pytest.mark.parametrize(
+    ("platform", "env", "shown"),
+    [
+        ("cuda", {}, "0123"),
+        ("cuda", {"CUDA_VISIBLE_DEVICES": "2,0"}, "20"),
+        ("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-33"}, "3"),
+        ("cuda", {"CUDA_VISIBLE_DEVICES": ""}, ""),
+        ("cuda", {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ""),
+        ("cuda", {"HIP_VISIBLE_DEVICES": "1"}, "0123"),
+        ("rocm", {"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "2"}, "1"),
+        ("rocm", {"CUDA_VISIBLE_DEVICES": "2"}, "2"),
+        ("rocm", {"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "2"}, "2"),
+        ("xpu", {"ZE_AFFINITY_MASK": "3"}, "3"),
+    ],
+)
+def test_variables_hide_gpus(platform: str, env: dict[str, str], shown: str) -> None:
+    assert "".join(gpu.index for gpu in visible_gpus(_gpus(platform), env)) == shown
+
+
+def test_a_variable_that_asks_for_too_much_is_an_error() -> None:
+    with pytest.raises(Unavailable, match="ROCR_VISIBLE_DEVICES asks for GPU '9', and this machine has 0, 1"):
+        visible_gpus(_gpus("rocm"), {"ROCR_VISIBLE_DEVICES": "0,9"})
+    assert visible_gpus((), {"CUDA_VISIBLE_DEVICES": "9"}) == ()
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty /sys; no driver program is found."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(kernel_files, "KFD", tmp_path / "kfd")
+    monkeypatch.setattr(kernel_files, "DRM", tmp_path / "drm")
+    monkeypatch.setattr(kernel_files, "AMDGPU_VERSION", tmp_path / "amdgpu")
+    for name in {name for names in VISIBILITY.values() for name in names}:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_amd_gpus_come_from_the_kernels_topology(kernel: Path) -> None:
+    write(kernel / "kfd/0/properties", "cpu_cores_count 96\nsimd_count 0\n")
+    node = "simd_count 1216\nsimd_per_cu 4\ngfx_target_version 90402\ndevice_id 29857\nunique_id 255\n"
+    write(kernel / "kfd/1/properties", node + "drm_render_minor 128\nmax_waves lots\n")
+    write(kernel / "kfd/1/mem_banks/0/properties", "heap_type 1\nsize_in_bytes 206141652992\n")
+    node = "simd_count 8\nsimd_per_cu 2\ngfx_target_version 120001\n"
+    write(kernel / "kfd/10/properties", node + "drm_render_minor 129\n")
+    write(kernel / "drm/renderD129/device/product_name", "AMD Radeon Wonder\n")
+    write(kernel / "amdgpu", "6.14.5\n")
+    first, second = detect_gpus()
+    assert (first.device.platform, first.device.arch, first.device.sms) == ("rocm", "gfx942", 304)
+    assert first.device.name == "AMD Instinct MI300X"
+    assert first.device.memory_bytes == 206141652992
+    assert first.device.bandwidth > 5e12
+    assert (first.uuid, first.driver, second.index) == ("GPU-00000000000000ff", "6.14.5", "1")
+    assert (second.device.name, second.device.arch, second.device.sms) == ("AMD Radeon Wonder", "gfx1201", 4)
+    assert detect_device({"HIP_VISIBLE_DEVICES": "1"}) == second.device
+
+
+@pytest.mark.parametrize(
+    ("version", "name"), [(90402, "gfx942"), (90010, "gfx90a"), (110000, "gfx1100"), (90500, "gfx950")]
+)
+def test_architectures_of_the_kernel_are_spelled(version: int, name: str) -> None:
+    assert gfx_name(version) == name
+
+
+def test_intel_gpus_are_those_that_experts_could_run_on(kernel: Path) -> None:
+    for number, (vendor, device) in enumerate(
+        [("0x8086", "0xe211"), ("0x8086", "0x4680"), ("0x1af4", "0xe211"), ("0x8086", "odd")]
+    ):
+        write(kernel / f"drm/renderD{128 + number}/device/vendor", vendor + "\n")
+        write(kernel / f"drm/renderD{128 + number}/device/device", device + "\n")
+    (gpu,) = intel_gpus()
+    assert (gpu.device.platform, gpu.device.name) == ("xpu", "Intel(R) Arc(TM) Pro B60")
+    assert gpu.device.memory_bytes > 0
+    assert detect_device() == gpu.device
+    assert amd_gpus() == ()

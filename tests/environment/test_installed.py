@@ -1,0 +1,93 @@
+"""Optional packages in stand-in site folders: versions, places, what they lack, others of the name."""
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from moectl.environment import PROBES
+from moectl.environment.installed import distribution_version, find_all, find_package, find_tool
+from moectl.environment.packages import installed_packages
+
+
+def make(folder: Path, name: str, text: str = "") -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty site folder, the only place to import from; the only folder in PATH."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    for probe in PROBES.values():
+        for module in probe.modules:
+            monkeypatch.delitem(sys.modules, module.split(".")[0], raising=False)
+    return tmp_path
+
+
+def test_the_unrelated_package_of_pypi_is_told_by_its_files(site: Path) -> None:
+    make(site, "triton_kernels/__init__.py")
+    make(site, "triton_kernels/add_vectors.py")
+    make(site, "triton_kernels-0.1.0.dist-info/METADATA", "Name: triton-kernels\nVersion: 0.1.0\n")
+    make(site, "vllm/third_party/triton_kernels/matmul_ogs.py")
+    found = find_package("triton_kernels")
+    assert not found.present
+    assert (found.wrong, found.wrong_version) == (str(site / "triton_kernels"), "0.1.0")
+    assert PROBES["triton_kernels"].other.startswith("Kernelize AI")
+    assert "triton_kernels" not in installed_packages({}).versions
+
+
+def test_the_engines_own_copy_counts(site: Path) -> None:
+    make(site, "vllm/third_party/deep_gemm/__init__.py", "__version__ = '2.5.0'\n")
+    found = find_package("deep_gemm")
+    assert (found.module, found.version) == ("vllm.third_party.deep_gemm", "2.5.0")
+    assert found.path == str(site / "vllm" / "third_party" / "deep_gemm")
+
+
+def test_what_a_package_lacks_is_listed(site: Path) -> None:
+    make(site, "flashinfer/__init__.py", "from .x import fp4_quantize\n")
+    make(site, "flashinfer/fused_moe.py", "def cutlass_fused_moe(): ...\n")
+    found = find_package("flashinfer")
+    assert "fused_moe.cutlass_fused_moe" not in found.lacks
+    assert "fused_moe.trtllm_bf16_moe" in found.lacks
+    packages = installed_packages({"A": "1"})
+    assert not packages.has("flashinfer", "fused_moe.trtllm_bf16_moe")
+    assert packages.env == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("version.py", "__version__: str = '1.2'\n"),
+        ("_version.py", 'version = "1.2"\n'),
+        ("__init__.py", "import os\n__version__ = '1.2'\n"),
+    ],
+)
+def test_a_version_without_metadata_comes_from_the_source(site: Path, file: str, text: str) -> None:
+    make(site, "hpc/__init__.py")
+    make(site, f"hpc/{file}", text)
+    assert find_package("hpc").version == "1.2"
+    assert distribution_version("no-such-distribution", "hpc") == "1.2"
+    assert distribution_version("no-such-distribution") == ""
+
+
+def test_the_compiler_is_looked_for_where_kernels_are_compiled_with_it(site: Path, monkeypatch) -> None:
+    assert not find_tool("nvcc").present
+    make(site, "cuda/bin/nvcc", "#!/bin/sh\n")
+    compiler = site / "cuda" / "bin" / "nvcc"
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    assert find_tool("nvcc").path == str(compiler)
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("CUDA_PATH", str(site / "cuda"))
+    assert find_tool("nvcc").present
+    assert not find_tool("ninja").present
+
+
+def test_everything_is_looked_for_once(site: Path) -> None:
+    names = [found.name for found in find_all()]
+    assert names == [*PROBES, "nvcc", "ninja"]
+    assert not any(found.present for found in find_all())
