@@ -54,7 +54,6 @@ _CPUS = {
     "cpu-x86-amx": frozenset({"amx"}),
 }
 _CUDA_ARCH = re.compile(r"sm_?(\d{2,3})[af]?")
-_ARCHES = {"sm": "cuda", "gfx": "rocm"}
 _NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|[\s_()-]")
 
 
@@ -137,10 +136,10 @@ def find_device(name: str) -> Device:
         if arch in known:
             return Device(platform, arch, arch)
     names = [*_table()["gpus"], *representatives, *_CPUS]
-    looks_like = next((known for prefix, known in _ARCHES.items() if text.startswith(prefix)), "")
-    if looks_like:
-        names = list(dict.fromkeys([*architectures[looks_like], *names]))
-    near = get_close_matches(arch if looks_like else text, names, n=4, cutoff=0.5)
+    if cuda:
+        near = sorted(architectures["cuda"], key=lambda known: abs(int(known[2:]) - int(cuda[1])))[:4]
+    else:
+        near = get_close_matches(text, dict.fromkeys([*architectures["rocm"], *names]), n=4, cutoff=0.5)
     raise UsageError(
         f"no device is called {name!r}",
         hint=f"Near matches: {', '.join(near)}." if near else f"Known are {', '.join(names)}.",
