@@ -83,6 +83,11 @@ class Scheme:
 A16 = ActFormat()
 BF16 = WeightFormat("bf16", 16)
 MXFP4 = WeightFormat("mxfp4", 4, (1, 32), "E8M0")
+NVFP4 = WeightFormat("nvfp4", 4, (1, 16), "F8_E4M3")
+MXFP8 = WeightFormat("mxfp8", 8, (1, 32), "E8M0")
+MXFP8_ACT = ActFormat("mxfp8", 8, (1, 32))
+MXFP4_ACT = ActFormat("mxfp4", 4, (1, 32))
+NVFP4_ACT = ActFormat("nvfp4", 4, (1, 16))
 
 
 def int_format(bits: int, group: int, scale_dtype: str = "BF16", zero_point: bool = False) -> WeightFormat:

@@ -7,17 +7,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointError
-from ..schemes import A16, BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
+from ..schemes import (
+    A16,
+    BF16,
+    FULL,
+    MXFP4,
+    MXFP4_ACT,
+    MXFP8,
+    MXFP8_ACT,
+    NVFP4,
+    NVFP4_ACT,
+    ActFormat,
+    Scheme,
+    WeightFormat,
+    int_format,
+)
 
 Config = Mapping[str, Any]
 
 FP8_TENSOR = ActFormat("fp8", 8, (FULL, FULL))
 FP8_TENSOR_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
-MXFP8_ACT = ActFormat("mxfp8", 8, (1, 32))
-MXFP4_ACT = ActFormat("mxfp4", 4, (1, 32))
-NVFP4_ACT = ActFormat("nvfp4", 4, (1, 16))
-MXFP8 = WeightFormat("mxfp8", 8, (1, 32), "E8M0")
-NVFP4 = WeightFormat("nvfp4", 4, (1, 16), "F8_E4M3")
 FP8_TENSOR_WEIGHT = WeightFormat("fp8", 8, (FULL, FULL), "F32")
 
 

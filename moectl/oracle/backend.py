@@ -185,13 +185,16 @@ def is_on(packages: Packages, name: str) -> bool:
 class Spread:
     """Deployments over several ranks that are served.
 
-    `exchange` names the all2all kernels, or ``none`` where tokens stay on their rank.
+    `exchange` names the all2all kernels, or ``none`` where tokens stay on their rank. `sequence` is
+    tokens sliced over the tensor-parallel ranks, `alone` a deployment without expert parallelism.
     """
 
     exchange: Choice = ANY
     eplb: bool = True
     dp: bool = True
     ep: bool = True
+    sequence: bool = True
+    alone: bool = True
 
 
 ALONE = Spread(exchange=only("none"), eplb=False, dp=False)
@@ -214,6 +217,7 @@ class Ask:
         zero_points, bias: whether the method may hand over zero points or expert biases.
         pads_tiles: whether the method pads weights up to a kernel tile.
         dtype: the engine's 16-bit dtype on this device.
+        sequence: tokens are sliced over the tensor-parallel ranks before they are exchanged.
         activation: the activation function, with the engine's suffixes for row order and gating.
         routing: the engine's name of the routing method.
         invariant: results must not depend on the rest of the batch.
@@ -233,8 +237,23 @@ class Ask:
     bias: bool = False
     pads_tiles: bool = False
     dtype: str = "bf16"
+    sequence: bool = False
     activation: str = "silu"
     routing: str = ""
+
+    @property
+    def parametrized(self) -> bool:
+        """True when the activation function has parameters that a kernel must be told."""
+        activation = self.problem.activation
+        return self.activation != "swigluoai" and (
+            activation.limit is not None or activation.alpha is not None
+        )
+
+    @property
+    def clamped(self) -> bool:
+        """True when the engine asks for a clamp; that of gpt-oss is part of its activation function."""
+        return self.activation != "swigluoai" and self.problem.activation.limit is not None
+
     invariant: bool = False
     by_expert: bool = False
     sliced: int = 0
@@ -273,6 +292,7 @@ class Rule:
 class Capability:
     """What one experts implementation serves. None is "any", an empty set is "never".
 
+    `clamps` tells that the activation function's limit is applied.
     `dtypes` are the model's 16-bit dtypes, `logits` the router's, `scales` the storage dtypes of weight
     scales. `hashed` concerns fused routers alone: whether they look experts up by token id.
     `lora` is adapters on experts, `invariant` results that do not depend on the rest of the batch.
@@ -285,6 +305,7 @@ class Capability:
     offers: tuple[Offer, ...] | None = None
     activations: Choice = ANY
     ungated: bool = True
+    clamps: bool = True
     routing: Choice = ANY
     spread: Spread = Spread()
     checkpoints: Choice = ANY

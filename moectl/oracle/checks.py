@@ -139,11 +139,29 @@ def _token_format(ask: Ask, offers: Capability, variant: Variant) -> Answer:
     return names[ask.batched], names[variant.batched], ask.batched == variant.batched
 
 
+def _clamp(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    limit = ask.problem.activation.limit if ask.clamped else None
+    wanted = "none" if limit is None else str(limit)
+    return wanted, "any" if offers.clamps else "none", offers.clamps or limit is None
+
+
+def _alone(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    ep = ask.problem.parallel.ep
+    return str(ep).lower(), "any" if offers.spread.alone else "true", offers.spread.alone or ep
+
+
+def _sequence(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    wanted = "sliced over ranks" if ask.sequence else "whole on each rank"
+    offered = "any" if offers.spread.sequence else "whole on each rank"
+    return wanted, offered, offers.spread.sequence or not ask.sequence
+
+
 CHECKS: tuple[Check, ...] = (
     Check("device", "arch", "device", _device),
     Check("number formats", "scheme", "quant_scheme", _formats),
     Check("activation function", "scheme", "activation", _activation),
     Check("gating", "scheme", "activation", _gating),
+    Check("activation clamp", "scheme", "other", _clamp),
     Check("checkpoint storage", "scheme", "layout", _checkpoint),
     Check("activation order", "scheme", "act_order", _act_order),
     Check("zero points", "scheme", "zero_points", _zero_points),
@@ -155,6 +173,8 @@ CHECKS: tuple[Check, ...] = (
     Check("scale dtype", "scheme", "quant_scheme", _scales),
     Check("token exchange", "parallel", "parallel", _exchange),
     Check("expert parallel", "parallel", "parallel", _experts_spread),
+    Check("experts over ranks", "parallel", "parallel", _alone),
+    Check("token sequence", "parallel", "parallel", _sequence),
     Check("data parallel ranks", "parallel", "parallel", _data_parallel),
     Check("expert balancing", "parallel", "parallel", _balancing),
     Check("token format", "parallel", "activation_format", _token_format),

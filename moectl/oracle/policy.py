@@ -45,6 +45,7 @@ class Policy:
         activation, routing: the engine's names for an activation function and a routing method.
         exchanges: all2all names that the engine's command line accepts.
         exchange_sizes: by all2all name.
+        sequence_exchanges: all2all names that slice tokens over tensor-parallel ranks first.
         default_forms: by weight format name, what sizes are rounded up to for a backend without a rule.
         variables: environment variables that concern experts, also those that it no longer reads.
         invariance: the switch that asks for results which do not depend on the rest of the batch.
@@ -59,9 +60,15 @@ class Policy:
     routing: Callable[[MoEProblem], str]
     exchanges: frozenset[str]
     exchange_sizes: Mapping[str, ExchangeSizes] = field(default_factory=dict, hash=False)
+    sequence_exchanges: frozenset[str] = frozenset()
     default_forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict, hash=False)
     variables: Mapping[str, Variable] = field(default_factory=dict, hash=False)
     invariance: str = ""
+
+    def slices_tokens(self, problem: MoEProblem) -> bool:
+        """True when tokens of tensor-parallel ranks are sliced over them before they are exchanged."""
+        parallel = problem.parallel
+        return parallel.exchanges and parallel.tp > 1 and parallel.all2all in self.sequence_exchanges
 
     def forms(self, weight: WeightFormat) -> tuple[Form, ...]:
         """What sizes of `weight` are rounded up to for a backend without a rule of its own."""

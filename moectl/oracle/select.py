@@ -121,6 +121,7 @@ def _ask(
         bias=problem.bias if route.may_have_bias is None else route.may_have_bias,
         pads_tiles=route.pads_tiles,
         dtype=policy.dtype(problem, device),
+        sequence=policy.slices_tokens(problem),
         activation=policy.activation(problem),
         routing=policy.routing(problem),
         invariant=invariant,

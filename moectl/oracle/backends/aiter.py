@@ -1,16 +1,18 @@
 """AITER: AMD's kernels. On other platforms they stand in the ranking and are refused."""
 
-from ...problem import Align
-from ...schemes import ActFormat
+from ...problem import SWIGLU_OAI, Align
+from ...schemes import MXFP4_ACT, MXFP8_ACT, ActFormat
 from ..backend import (
     ALONE,
     NO_NVLINK_EXCHANGE,
     ROCM,
+    Ask,
     Backend,
     Capability,
     Form,
     Need,
     Offer,
+    Rule,
     Spread,
     Switch,
     Variant,
@@ -18,6 +20,7 @@ from ..backend import (
     only,
 )
 from .defaults import mxfp4_forms
+from .triton import FEW_EXPERTS
 
 _NEEDS = (Need("aiter"),)
 _SWITCHES = (Switch("VLLM_ROCM_USE_AITER"),)
@@ -53,7 +56,7 @@ AITER_MXFP4 = Backend(
     name="aiter_mxfp4_mxfp4",
     engine_name="AITER_MXFP4_MXFP4",
     variants=(_CK,),
-    act=ActFormat("mxfp4", 4, (1, 32)),
+    act=MXFP4_ACT,
     forms=(Form("aiter-mxfp4", Align(256, 128), (ROCM,)), *_FORMS),
 )
 AITER_TRITON_BF16 = Backend(
@@ -120,6 +123,43 @@ AITER_TRITON_MXFP4 = Backend(
             monolithic=True,
         ),
     ),
-    act=ActFormat("mxfp4", 4, (1, 32)),
+    act=MXFP4_ACT,
     forms=_FORMS,
+)
+
+
+def _published_alpha(ask: Ask) -> bool:
+    activation = ask.problem.activation
+    return activation.name != "swigluoai" or activation.alpha in (None, SWIGLU_OAI.alpha)
+
+
+AITER_MXFP8 = Backend(
+    name="aiter",
+    engine_name="AITER_MXFP8",
+    variants=(
+        Variant(
+            "AiterMxfp8Experts",
+            Capability(
+                arch=(gfx("gfx950", "gfx1250"),),
+                needs=_NEEDS,
+                switches=(*_SWITCHES, Switch("VLLM_ROCM_USE_AITER_MOE")),
+                offers=(Offer(frozenset({"mxfp8 group 32"}), only("mxfp8")),),
+                activations=only("silu", "swigluoai_uninterleave"),
+                rules=(
+                    FEW_EXPERTS,
+                    Rule(
+                        question="activation parameters",
+                        group="scheme",
+                        vllm_code="other",
+                        holds=_published_alpha,
+                        wanted=lambda ask: str(ask.problem.activation),
+                        offered=f"SwiGLU of gpt-oss with alpha {SWIGLU_OAI.alpha} only",
+                    ),
+                ),
+                codes={"activation function": "other"},
+            ),
+        ),
+    ),
+    act=MXFP8_ACT,
+    forms=(Form("aiter-mxfp8"),),
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...schemes import ActFormat
+from ...schemes import MXFP8_ACT, NVFP4_ACT
 from ..backend import SM12X, Ask, Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, only
 
 
@@ -17,6 +17,19 @@ def _rule(question: str, offered: str, multiple_of_hidden: int) -> Rule:
     return Rule(question, "shape", "shape", holds, wanted, offered)
 
 
+def _situ_fits(ask: Ask) -> bool:
+    activation = ask.problem.activation
+    return activation.name != "situ" or (activation.beta, activation.linear_beta) == (4.0, 25.0)
+
+
+_SITU = Rule(
+    question="activation parameters",
+    group="scheme",
+    vllm_code="other",
+    holds=_situ_fits,
+    wanted=lambda ask: str(ask.problem.activation),
+    offered="SiTU with beta 4 and linear beta 25",
+)
 _BF16 = Capability(
     arch=(SM12X,),
     needs=(Need("b12x"),),
@@ -24,13 +37,19 @@ _BF16 = Capability(
     activations=only("silu", "situ", "swigluoai_uninterleave", "relu2_no_mul"),
     spread=Spread(exchange=only("none"), eplb=False, ep=False),
     bias=False,
-    rules=(_rule("sizes", "intermediate a multiple of 32", 1),),
+    rules=(_SITU, _rule("sizes", "intermediate a multiple of 32", 1)),
+)
+_NVFP4 = replace(
+    _BF16,
+    offers=(Offer(frozenset({"nvfp4 group 16"}), only("a16", "nvfp4")),),
+    activations=only("silu", "situ", "relu2_no_mul", "swigluoai_uninterleave"),
+    rules=(_SITU,),
 )
 _MXFP8 = replace(
     _BF16,
     activations=only("silu", "situ"),
     switches=(Switch("VLLM_B12X_MOE_FP4_FORCE_A16", wanted=False),),
-    rules=(_rule("sizes", "hidden a multiple of 256, intermediate of 32", 256),),
+    rules=(_SITU, _rule("sizes", "hidden a multiple of 256, intermediate of 32", 256)),
 )
 
 B12X_BF16 = Backend(
@@ -43,6 +62,13 @@ B12X_MXFP8 = Backend(
     name="b12x",
     engine_name="B12X_MXFP4_MXFP8",
     variants=(Variant("B12xExperts", _MXFP8),),
-    act=ActFormat("mxfp8", 8, (1, 32)),
+    act=MXFP8_ACT,
     forms=(Form("b12x-mxfp4"),),
+)
+B12X_NVFP4 = Backend(
+    name="b12x",
+    engine_name="B12X",
+    variants=(Variant("B12xExperts", _NVFP4),),
+    act=NVFP4_ACT,
+    forms=(Form("b12x-nvfp4"),),
 )

@@ -1,7 +1,7 @@
 """vLLM's own CUTLASS grouped GEMM for MXFP4 weights and activations."""
 
 from ...problem import Align
-from ...schemes import ActFormat
+from ...schemes import MXFP4_ACT
 from ..backend import Backend, Capability, Form, Offer, Spread, Variant, but, only, sm
 from .defaults import SHARED
 
@@ -27,6 +27,6 @@ CUTLASS_MXFP4 = Backend(
             ),
         ),
     ),
-    act=ActFormat("mxfp4", 4, (1, 32)),
+    act=MXFP4_ACT,
     forms=(Form("cutlass-sm100", Align(128, 128)),),
 )

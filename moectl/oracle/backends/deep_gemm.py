@@ -1,11 +1,12 @@
 """DeepGEMM: FP8 activations with FP4 weights on Blackwell."""
 
 from ...problem import Align
-from ...schemes import ActFormat
+from ...schemes import MXFP8_ACT, ActFormat
 from ..backend import (
     NO_NVLINK_EXCHANGE,
     SM10X,
     SM12X,
+    SM90,
     Backend,
     Capability,
     Form,
@@ -16,6 +17,29 @@ from ..backend import (
     only,
 )
 
+PLAIN_DEEP_GEMM = Variant(
+    "DeepGemmExperts",
+    Capability(
+        arch=(SM90, SM10X, SM12X),
+        needs=(Need("deep_gemm"),),
+        switches=(Switch("VLLM_USE_DEEP_GEMM"),),
+        offers=(
+            Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
+            Offer(frozenset({"mxfp8 group 32"}), only("mxfp8"), (SM10X,)),
+        ),
+        activations=only("silu", "swiglustep", "swigluoai_uninterleave"),
+        ungated=False,
+        spread=NO_NVLINK_EXCHANGE,
+    ),
+)
+"""DeepGEMM alone, without the engine's fallback to Triton for small layers."""
+DEEP_GEMM_MXFP8 = Backend(
+    name="deep_gemm",
+    engine_name="DEEPGEMM",
+    variants=(PLAIN_DEEP_GEMM,),
+    act=MXFP8_ACT,
+    forms=(Form("deep-gemm"),),
+)
 DEEP_GEMM_MXFP4 = Backend(
     name="deep_gemm",
     engine_name="DEEPGEMM_MXFP4",

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from ...problem import Align
+from ...schemes import MXFP8_ACT
 from ..backend import CUDA, ROCM, Backend, Form, Need, Offer, Variant, but
-from .triton import PLAIN_CAPABILITY
+from .triton import MXFP8_CAPABILITY, PLAIN_CAPABILITY
 
 EMULATION_MX = Backend(
     name="emulation",
@@ -17,6 +18,13 @@ EMULATION_MX = Backend(
     ),
     follows_declared=True,
     forms=(Form("plain", Align(32, 32)),),
+)
+EMULATION_MXFP8 = Backend(
+    name="emulation",
+    engine_name="EMULATION",
+    variants=(Variant("Mxfp8EmulationTritonExperts", replace(MXFP8_CAPABILITY, arch=None)),),
+    act=MXFP8_ACT,
+    forms=(Form("plain"),),
 )
 EMULATION_INT4 = Backend(
     name="emulation",

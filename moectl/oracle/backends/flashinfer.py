@@ -2,7 +2,7 @@
 
 from ...padding import padding
 from ...problem import Align
-from ...schemes import MXFP4, ActFormat
+from ...schemes import MXFP4, MXFP8_ACT
 from ..backend import (
     ALONE,
     SM10X,
@@ -19,8 +19,6 @@ from ..backend import (
     only,
     sm,
 )
-
-MXFP8_ACT = ActFormat("mxfp8", 8, (1, 32))
 
 KERNELS = Need("flashinfer_cubin", instead=("nvcc", "ninja"), switch="VLLM_HAS_FLASHINFER_CUBIN")
 """Compiled kernels, or the tools to compile them at run time."""
@@ -40,14 +38,15 @@ CUTLASS_SYMBOLS = (
 )
 
 
-def _needs(symbols: tuple[str, ...] = ("",)) -> tuple[Need, ...]:
+def flashinfer_needs(symbols: tuple[str, ...] = ("",)) -> tuple[Need, ...]:
+    """FlashInfer with `symbols`, and kernels that are compiled or can be."""
     return (*(Need("flashinfer", symbol) for symbol in symbols), KERNELS)
 
 
 _MXFP4 = frozenset({"mxfp4 group 32"})
 _TRTLLM = Capability(
     arch=(SM10X,),
-    needs=_needs(),
+    needs=flashinfer_needs(),
     offers=(Offer(_MXFP4, only("a16", "mxfp8")),),
     # FlashInfer 0.7.2 has no SiTU, which later versions of these classes take.
     activations=only("silu", "swigluoai"),
@@ -90,7 +89,7 @@ TRTLLM_INT4 = Backend(
             "TrtLlmMxint4ExpertsMonolithic",
             Capability(
                 arch=(SM10X,),
-                needs=_needs(TRTLLM_SYMBOLS),
+                needs=flashinfer_needs(TRTLLM_SYMBOLS),
                 switches=(Switch("VLLM_USE_FLASHINFER_MOE_INT4"),),
                 offers=(Offer(frozenset({"int4 group 32"})),),
                 activations=only("silu", "swigluoai"),
@@ -107,9 +106,9 @@ TRTLLM_INT4 = Backend(
     forms=(Form("trtllm-mxint4"),),
 )
 
-_CUTLASS = Capability(
+CUTLASS_CAPABILITY = Capability(
     arch=(SM90, SM10X, SM12X),
-    needs=_needs(CUTLASS_SYMBOLS),
+    needs=flashinfer_needs(CUTLASS_SYMBOLS),
     offers=(
         Offer(frozenset({"bf16"}), only("a16"), (sm(90),)),
         Offer(frozenset({"fp8 per tensor"}), only("fp8 per tensor static"), (sm(90),)),
@@ -124,13 +123,13 @@ _CUTLASS = Capability(
 CUTLASS_BF16 = Backend(
     name="flashinfer_cutlass",
     engine_name="FLASHINFER_CUTLASS_MXFP4_BF16",
-    variants=(Variant("FlashInferExperts", _CUTLASS),),
+    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
     forms=(Form("cutlass-sm90", padding("cutlass-sm90", MXFP4)),),
 )
 CUTLASS_MXFP8 = Backend(
     name="flashinfer_cutlass_afp8",
     engine_name="FLASHINFER_CUTLASS_MXFP4_MXFP8",
-    variants=(Variant("FlashInferExperts", _CUTLASS),),
+    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
     act=MXFP8_ACT,
     forms=(Form("cutlass-sm100", Align(128, 128)),),
 )

@@ -84,9 +84,10 @@ _CAPABILITY = Capability(
 _FORMS = (
     Form("marlin-mxfp4", Align(128, 128), where=(XPU,), weights=frozenset({"mxfp4"})),
     Form("marlin-mxfp4", padding("marlin-mxfp4", MXFP4), weights=frozenset({"mxfp4"})),
-    # Integer weights are padded to the layout's tiles only when they are repacked.
+    # Other weights are padded to the layout's tiles only when they are repacked.
     Form("marlin-int4", weights=frozenset({"int4"})),
     Form("marlin-int8", weights=frozenset({"int8"})),
+    *(Form(f"marlin-{name}", weights=frozenset({name})) for name in ("nvfp4", "mxfp8")),
     Form("marlin"),
 )
 

@@ -1,8 +1,10 @@
 """The engine's Triton backends: OpenAI's triton_kernels for MXFP4, and its own integer kernels."""
 
+from dataclasses import replace
+
 from ...padding import padding
 from ...problem import Align
-from ...schemes import MXFP4
+from ...schemes import MXFP4, MXFP8_ACT
 from ..backend import (
     ALONE,
     CUDA,
@@ -159,5 +161,16 @@ TRITON_PLAIN = Backend(
     name="triton",
     engine_name="TRITON",
     variants=(Variant("TritonExperts", PLAIN_CAPABILITY),),
+    forms=(Form("plain"),),
+)
+
+MXFP8_CAPABILITY = replace(PLAIN_CAPABILITY, offers=(Offer(frozenset({"mxfp8 group 32"}), only("mxfp8")),))
+TRITON_MXFP8 = Backend(
+    name="triton",
+    engine_name="TRITON_MXFP8",
+    variants=(
+        Variant("Mxfp8NativeTritonExperts", replace(MXFP8_CAPABILITY, arch=(gfx("gfx950", "gfx1250"),))),
+    ),
+    act=MXFP8_ACT,
     forms=(Form("plain"),),
 )

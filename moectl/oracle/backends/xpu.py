@@ -1,10 +1,33 @@
 """Intel GPU kernels."""
 
+from dataclasses import replace
+
 from ..backend import XPU, Backend, Capability, Form, Offer, Variant, only
 from .defaults import mxfp4_forms
 
 _ACTIVATIONS = only("silu", "gelu", "gelu_tanh", "swigluoai", "relu2_no_mul")
 
+_PLAIN = Capability(
+    arch=(XPU,),
+    offers=(Offer(frozenset({"fp8 per tensor"}), only("a16", "fp8 per tensor dynamic")),),
+    activations=_ACTIVATIONS,
+)
+XPU_FP8 = Backend(
+    name="xpu",
+    engine_name="XPU",
+    variants=(
+        Variant("XPUExpertsFp8", _PLAIN),
+        Variant(
+            "XPUExpertsMxFp8",
+            replace(_PLAIN, offers=(Offer(frozenset({"mxfp8 group 32"}), only("a16", "mxfp8")),)),
+        ),
+        Variant(
+            "XPUExpertsBlockFp8",
+            replace(_PLAIN, offers=(Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),)),
+        ),
+    ),
+    forms=(Form("plain"),),
+)
 XPU_MXFP4 = Backend(
     name="xpu",
     engine_name="XPU",

@@ -8,7 +8,7 @@ from ....environment.vllm_0_33_0 import VARIABLES
 from ...backend import only
 from ...backends.defaults import mxfp4_forms
 from ...policy import ExchangeSizes, Policy
-from . import integers, mxfp4
+from . import integers, mxfp4, mxfp8, nvfp4
 from .terms import activation, dtype, routing
 
 _LOW_LATENCY = ExchangeSizes(sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192))
@@ -16,7 +16,7 @@ _HIGH_THROUGHPUT = ExchangeSizes(multiple_bytes=512)
 
 VLLM_0_33_0 = Policy(
     name="vllm-0.33.0",
-    routes=(*mxfp4.ROUTES, *integers.ROUTES),
+    routes=(*mxfp4.ROUTES, *mxfp8.ROUTES, *nvfp4.ROUTES, *integers.ROUTES),
     platforms=frozenset({"cuda", "rocm", "cpu", "xpu"}),
     accepted_names=only(
         "auto",
@@ -65,6 +65,18 @@ VLLM_0_33_0 = Policy(
     invariance="VLLM_BATCH_INVARIANT",
     variables=VARIABLES,
     default_forms={"mxfp4": mxfp4_forms("")},
+    sequence_exchanges=frozenset(
+        {
+            "allgather_reducescatter",
+            "deepep_high_throughput",
+            "deepep_low_latency",
+            "deepep_v2",
+            "flashinfer_nvlink_one_sided",
+            "mori_high_throughput",
+            "mori_low_latency",
+            "nixl_ep",
+        }
+    ),
     exchange_sizes={
         "deepep_high_throughput": _HIGH_THROUGHPUT,
         "deepep_v2": _HIGH_THROUGHPUT,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...backend import SM12X, Backend, but, only
-from ...backends import aiter, b12x, cpu, cutlass, deep_gemm, emulation, flashinfer, triton, xpu
+from ...backends import aiter, b12x, cpu, cutlass, deep_gemm, emulation, flashinfer, moe_ep, triton, xpu
 from ...backends.humming import HUMMING
 from ...backends.marlin import BATCHED_MARLIN, MARLIN
 from ...route import RANKED_ACT, Assignment, Move, Order, Route
@@ -25,6 +25,8 @@ _MXFP4_NAMES: dict[str, tuple[Backend, ...]] = {
     "flashinfer_trtllm_afp8": (flashinfer.TRTLLM_MXFP8,),
     "flashinfer_cutlass": (flashinfer.CUTLASS_BF16, flashinfer.CUTLASS_MXFP8),
     "flashinfer_cutlass_afp8": (flashinfer.CUTLASS_MXFP8,),
+    "flashinfer_moe_ep_cutedsl": (moe_ep.MOE_EP_CUTEDSL,),
+    "flashinfer_moe_ep_mega_deep_gemm": (moe_ep.MOE_EP_DEEP_GEMM,),
     "triton": (triton.TRITON_MXFP4,),
     "triton_unfused": (triton.TRITON_UNFUSED,),
     "humming": (HUMMING,),
@@ -44,7 +46,13 @@ _MXFP4_NAMES: dict[str, tuple[Backend, ...]] = {
     "cpu": (cpu.CPU_MXFP4,),
     "emulation": (emulation.EMULATION_MX,),
 }
-_ON_REQUEST = (triton.TRITON_UNFUSED, b12x.B12X_MXFP8, b12x.B12X_BF16)
+_ON_REQUEST = (
+    triton.TRITON_UNFUSED,
+    b12x.B12X_MXFP8,
+    b12x.B12X_BF16,
+    moe_ep.MOE_EP_CUTEDSL,
+    moe_ep.MOE_EP_DEEP_GEMM,
+)
 
 _GPT_OSS = Route(
     name="MXFP4 of gpt-oss",

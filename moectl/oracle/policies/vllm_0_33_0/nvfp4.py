@@ -1,0 +1,69 @@
+"""NVFP4 of ModelOpt, compressed-tensors and Quark, with NVFP4 or 16-bit activations."""
+
+from dataclasses import replace
+
+from ...backend import but, only
+from ...backends import b12x, nvfp4
+from ...backends.humming import HUMMING
+from ...backends.marlin import MARLIN
+from ...backends.moe_ep import MOE_EP_CUTEDSL
+from ...route import DECLARED_ACT, Order, Route
+from .order import HUMMING_FIRST
+
+_MODELOPT = Route(
+    name="NVFP4 of ModelOpt",
+    method="ModelOptNvFp4FusedMoE",
+    storages=only("modelopt"),
+    weights=frozenset({"nvfp4"}),
+    acts=only("nvfp4", "a16"),
+    act=DECLARED_ACT,
+    orders=(
+        Order(
+            (
+                nvfp4.TRTLLM_NVFP4,
+                nvfp4.CUTEDSL,
+                nvfp4.CUTEDSL_BATCHED,
+                nvfp4.FLASHINFER_CUTLASS_NVFP4,
+                nvfp4.CUTLASS_NVFP4,
+                MARLIN,
+                HUMMING,
+                nvfp4.EMULATION_NVFP4,
+            )
+        ),
+    ),
+    moves=(HUMMING_FIRST,),
+    on_request=(b12x.B12X_NVFP4, nvfp4.FLASHINFER_B12X, MOE_EP_CUTEDSL),
+    names={
+        "b12x": (b12x.B12X_NVFP4,),
+        "cutlass": (nvfp4.CUTLASS_NVFP4,),
+        "flashinfer_trtllm": (nvfp4.TRTLLM_NVFP4,),
+        "flashinfer_cutlass": (nvfp4.FLASHINFER_CUTLASS_NVFP4,),
+        "flashinfer_cutedsl": (nvfp4.CUTEDSL,),
+        "flashinfer_moe_ep_cutedsl": (MOE_EP_CUTEDSL,),
+        "flashinfer_b12x": (nvfp4.FLASHINFER_B12X,),
+        "marlin": (MARLIN,),
+        "humming": (HUMMING,),
+        "emulation": (nvfp4.EMULATION_NVFP4,),
+    },
+    twins=((nvfp4.CUTEDSL, nvfp4.CUTEDSL_BATCHED),),
+    platforms=but("xpu"),
+    minimum=75,
+    dtypes=only("bf16", "fp16"),
+)
+_COMPRESSED = replace(
+    _MODELOPT,
+    name="NVFP4 of compressed-tensors",
+    method="CompressedTensorsW4A4Nvfp4MoEMethod",
+    storages=only("compressed-tensors"),
+    platforms=but(),
+    minimum=70,
+)
+_QUARK = replace(
+    _MODELOPT,
+    name="NVFP4 of Quark",
+    method="QuarkNvfp4MoEMethod",
+    storages=only("quark"),
+    minimum=70,
+)
+
+ROUTES = (_MODELOPT, _COMPRESSED, _QUARK)
