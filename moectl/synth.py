@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from .checkpoint.model import LayerGroup, TensorInfo
 from .checkpoint.shards import CONFIG, INDEX
 from .convert.codecs import codec_for
 from .convert.disk import (
-    create_folder,
+    all_or_none,
     disk_errors,
+    refuse_filled,
     refuse_small_disk,
     replacing,
     write_exactly,
@@ -103,9 +103,8 @@ def synthesize(
     listing = {**entry.listing(config), **_rest(config)}
     (group,) = layer_groups(config, listing)
     _check_groups(group)
+    refuse_filled(out)
     with disk_errors(out, 0):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"{out} is not an empty folder.", hint="Give a new folder, or remove this one.")
         total = sum(info.nbytes for info in listing.values())
         refuse_small_disk(out, total, "Ask for fewer layers or experts, or write to another disk.")
     files = _files(_shards(list(listing.values()), shard_bytes))
@@ -114,30 +113,12 @@ def synthesize(
     # Last: a folder that was not finished has no config.json, so that nothing takes it for a checkpoint.
     documents[CONFIG] = config
     maker, meter = _Maker(group, seed), Meter(progress, total)
-    with _all_or_none(out, [*(file.name for file in files), *documents]):
+    with all_or_none(out, [*(file.name for file in files), *documents]):
         for file in files:
             _write(out / file.name, file, maker, meter)
         for name, document in documents.items():
             write_file(out / name, json.dumps(document, indent=2).encode() + b"\n")
     return out
-
-
-@contextmanager
-def _all_or_none(out: Path, names: Iterable[str]) -> Iterator[None]:
-    """Creates the folder `out` for the block to write `names` in; on any error all of it goes again."""
-    with disk_errors(out, 0):
-        made = [place for place in (out, *out.parents) if not place.exists()]
-    try:
-        create_folder(out)
-        yield
-    except BaseException:
-        for name in names:
-            with suppress(OSError):
-                (out / name).unlink()
-        for place in made:
-            with suppress(OSError):
-                place.rmdir()
-        raise
 
 
 def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:

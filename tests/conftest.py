@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,3 +63,35 @@ def tiny_kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
         top_k=4,
         shard_bytes=700_000,
     )
+
+
+@pytest.fixture(scope="session")
+def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a built-in model without data into a folder whose name, like its config, does not tell it.
+
+    Called with the model's name, and with ``layers=N`` for a model of its first N MoE layers.
+    """
+    from moectl.checkpoint.catalogue import read_entry
+    from moectl.checkpoint.families import KEYS
+    from moectl.sparse import write_sparse
+
+    def write(model: str, layers: int | None = None) -> Path:
+        entry = read_entry(model)
+        config: dict[str, Any] = {key: value for key, value in entry.config.items() if key != "_name_or_path"}
+        if layers is not None:
+            kept = entry.layers[:layers]
+            counted = dict.fromkeys(KEYS["layers"], kept[-1] + 1)
+            text = config.get("text_config")
+            if isinstance(text, dict):
+                config["text_config"] = {**text, **{key: counted[key] for key in counted if key in text}}
+            config |= {key: counted[key] for key in counted if key in config}
+            rows = []
+            for row in entry.tensors:
+                own = row.layers if row.layers is None else tuple(it for it in row.layers if it <= kept[-1])
+                rows += [replace(row, layers=own)] if own is None or own else []
+            entry = replace(entry, layers=kept, tensors=tuple(rows))
+        folder = tmp_path_factory.mktemp("sparse") / "weights"
+        write_sparse(replace(entry, config=config), folder)
+        return folder
+
+    return write

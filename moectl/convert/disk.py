@@ -6,8 +6,8 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,31 @@ def create_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Unavailable(f"cannot create {folder}: {error.strerror or error}.") from error
+
+
+def refuse_filled(out: Path) -> None:
+    """UsageError when `out` is anything but an empty folder or nothing at all."""
+    with disk_errors(out, 0):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out} is not an empty folder.", hint="Give a new folder, or remove this one.")
+
+
+@contextmanager
+def all_or_none(out: Path, names: Iterable[str]) -> Iterator[None]:
+    """Creates the folder `out` for the block to write `names` in; on any error all of it goes again."""
+    with disk_errors(out, 0):
+        made = [place for place in (out, *out.parents) if not place.exists()]
+    try:
+        create_folder(out)
+        yield
+    except BaseException:
+        for name in names:
+            with suppress(OSError):
+                (out / name).unlink()
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
+        raise
 
 
 def refuse_small_disk(out: Path, needed: int, hint: str) -> None:

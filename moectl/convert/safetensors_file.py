@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ..checkpoint.header import DTYPE_BITS
 from ..checkpoint.model import TensorInfo
-from ..errors import CheckpointError
+from ..checkpoint.writing import TensorSpec as TensorSpec
+from ..checkpoint.writing import header_bytes, in_file_order
+from ..checkpoint.writing import nbytes as nbytes
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -32,30 +31,6 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
 }
 """Safetensors dtype spellings and the torch dtypes with the same bytes."""
-
-
-_ORDER = {dtype: place for place, dtype in enumerate(DTYPE_BITS)}
-"""The format's own order of dtypes, in which widths do not fall."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, safetensors dtype and shape of a tensor to be written."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return nbytes(self.dtype, self.shape)
-
-
-def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor; CheckpointError for a dtype that safetensors do not have."""
-    if dtype not in DTYPE_BITS:
-        raise CheckpointError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPE_BITS)}.")
-    return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 
 @dataclass(frozen=True)
@@ -80,16 +55,8 @@ def plan_file(name: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str
     Wide elements first keeps every tensor aligned to its element; the order is also the one that
     the safetensors library writes. The header is padded with spaces to a multiple of 8 bytes.
     """
-    ordered = sorted(specs, key=lambda spec: (-_ORDER[spec.dtype], spec.name))
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for spec in ordered:
-        ends = [offset, offset + spec.nbytes]
-        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": ends}
-        offset = ends[1]
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
+    ordered = in_file_order(specs)
+    header = header_bytes(ordered, metadata)
     places: dict[str, TensorInfo] = {}
     start = len(header)
     for spec in ordered:

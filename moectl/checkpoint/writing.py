@@ -1,0 +1,58 @@
+"""The safetensors header of a file to be written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..errors import CheckpointError
+from .header import DTYPE_BITS
+
+_ORDER = {dtype: place for place, dtype in enumerate(DTYPE_BITS)}
+"""The format's own order of dtypes, in which widths do not fall."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, safetensors dtype and shape of a tensor to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.dtype, self.shape)
+
+
+def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor; CheckpointError for a dtype that safetensors do not have."""
+    if dtype not in DTYPE_BITS:
+        raise CheckpointError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPE_BITS)}.")
+    return math.prod(shape) * DTYPE_BITS[dtype] // 8
+
+
+def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Tensors as the safetensors library orders them: widest elements first, then by name.
+
+    Wide elements first keeps every tensor aligned to its element.
+    """
+    return sorted(specs, key=lambda spec: (-_ORDER[spec.dtype], spec.name))
+
+
+def header_bytes(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The start of a file that holds these tensors in this order: length and header.
+
+    The header is padded with spaces to a multiple of 8 bytes.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for spec in specs:
+        ends = [offset, offset + spec.nbytes]
+        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": ends}
+        offset = ends[1]
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
