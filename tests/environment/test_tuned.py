@@ -129,7 +129,7 @@ def test_near_misses_are_like_gpus_and_near_shapes() -> None:
     assert status.wanted.gpu == "NVIDIA_H100_PCIe"
     assert "NVIDIA_H100_80GB_HBM3" in [name.gpu for name in status.other_gpus]
     assert all((name.experts, name.size) == (128, 384) for name in status.other_gpus)
-    nearby = tuned_status(decided("TritonExperts", Scheme(BF16), "h200", size=700, n=128))
+    nearby = tuned_status(decided("TritonExperts", Scheme(BF16), "h200", size=640, n=128))
     assert nearby.other_shapes
     assert all(name.gpu == "NVIDIA_H200" and not name.dtype for name in nearby.other_shapes)
     assert nearby.other_shapes[0].experts == 128
