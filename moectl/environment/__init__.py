@@ -2,11 +2,12 @@
 
 from .detection import detect_cpu, detect_device, detect_gpus
 from .devices import DATA, Device, device_names, find_device
-from .packages import PROFILES_FILE, Packages, packages_from
+from .packages import INSTALLED, PROFILES_FILE, Packages, packages_from
 from .probes import PROBES
 
 __all__ = [
     "DATA",
+    "INSTALLED",
     "PROBES",
     "PROFILES_FILE",
     "Device",

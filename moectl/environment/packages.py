@@ -34,37 +34,48 @@ class Packages:
         return package in self.versions and f"{package}:{symbol}" not in self.missing
 
 
+INSTALLED = "installed"
+"""What packages are called when this machine's own are meant."""
+
+
 def packages_from(spec: str | None, env: Mapping[str, str] | None = None) -> Packages:
     """Packages and switches that a decision may count on; `env` adds or replaces switches.
 
     None is what is installed here, found without importing it, and this process's ``VLLM_*``
-    variables. Otherwise `spec` is the name of a profile (``full``, ``bare``, ...) or a list such as
-    ``flashinfer,humming=0.1.19``; listed packages count as complete, and ``none`` is no package.
+    variables. Otherwise `spec` is a list: packages such as ``flashinfer`` or ``humming=0.1.19``, which
+    then count as complete, profiles (``full``, ``bare``, ...) for what each holds, and ``installed`` for
+    what is here; ``none`` is no package.
 
-    UsageError when a name is neither.
+    UsageError when a name is none of these.
     """
-    switches = dict(env or {})
-    if spec is None:
-        mine = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
-        return installed_packages({**mine, **switches})
     profiles: dict[str, Any] = json.loads(PROFILES_FILE.read_text(encoding="utf-8"))["PROFILES"]
-    if profile := profiles.get(spec.strip()):
-        return Packages(dict.fromkeys(profile["packages"], ""), env={**profile["env"], **switches})
-    versions = {}
-    for item in spec.split(","):
+    versions: dict[str, str] = {}
+    missing: set[str] = set()
+    switches: dict[str, str] = {}
+    listed = []
+    for item in (INSTALLED if spec is None else spec).split(","):
         name, _, version = (part.strip() for part in item.partition("="))
-        name = name.replace("-", "_")
-        if name in ("", "none"):
-            continue
+        if name == INSTALLED:
+            here = installed_packages({})
+            versions |= here.versions
+            missing |= here.missing
+            switches |= {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
+        elif name in profiles:
+            versions |= dict.fromkeys(profiles[name]["packages"], "")
+            switches |= profiles[name]["env"]
+        elif name not in ("", "none"):
+            listed.append((name.replace("-", "_"), version))
+    for name, version in listed:
         if name not in PROBES and name not in TOOLS:
             raise UsageError(
                 f"{name!r} is neither a package that decides nor a profile",
                 hint=f"Packages: {', '.join((*PROBES, *TOOLS))}. Profiles: {', '.join(profiles)}.",
             )
         versions[name] = version
-    if "flashinfer" in versions:
-        versions.setdefault("flashinfer_cubin", "")
-    return Packages(versions, env=switches)
+        missing = {symbol for symbol in missing if not symbol.startswith(f"{name}:")}
+        if name == "flashinfer":
+            versions.setdefault("flashinfer_cubin", "")
+    return Packages(versions, frozenset(missing), switches | dict(env or {}))
 
 
 def installed_packages(env: Mapping[str, str]) -> Packages:

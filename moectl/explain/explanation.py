@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..checkpoint.model import Checkpoint, Origin
 from ..environment import Device, Packages
+from ..errors import NoBackend
 from ..oracle.decision import Decision
 from ..oracle.policy import Policy
-from ..oracle.select import select
+from ..oracle.registry import policy_named
 from ..problem import MoEProblem, Parallel
 from .deployment import Floors, Memory, floors_of, memory_of
 from .facts import facts, source_of
+from .fallback import Fallback, fallback_of
+from .situation import Situation, assume
+
+
+@dataclass(frozen=True)
+class OtherAnswer:
+    """What another policy says of the same layers: its decision, or why it has no rule for them."""
+
+    policy: str
+    decision: Decision | None
+    refusal: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "policy": self.policy,
+            "decision": self.decision.to_json() if self.decision else None,
+            "refusal": self.refusal or None,
+        }
 
 
 @dataclass(frozen=True)
 class GroupExplanation:
     """Layers with one decision; `problem` is one rank's share.
 
-    `sources` and `notes` are those of the checkpoint's layer group.
+    `sources` and `notes` are those of the checkpoint's layer group, `others` what further policies say.
     """
 
     layers: tuple[int, ...]
@@ -30,6 +50,12 @@ class GroupExplanation:
     floors: Floors
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    others: tuple[OtherAnswer, ...] = ()
+
+    @property
+    def fallback(self) -> Fallback | None:
+        """Why the choice is a fallback, or None."""
+        return fallback_of(self.decision, policy_named(self.decision.policy))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the facts with their sources, the memory, the decision."""
@@ -43,7 +69,9 @@ class GroupExplanation:
             "notes": list(self.notes),
             "memory": self.memory.to_json(len(self.layers)),
             "floors": self.floors.to_json(),
+            "fallback": self.fallback.kind if self.fallback else None,
             "decision": self.decision.to_json(),
+            "others": [other.to_json() for other in self.others],
         }
 
 
@@ -104,35 +132,64 @@ class Explanation:
 
 def explained(
     layers: tuple[int, ...],
-    problem: MoEProblem,
-    decision: Decision,
+    situation: Situation,
     sources: Mapping[str, str],
     notes: tuple[str, ...] = (),
+    others: Sequence[Policy] = (),
 ) -> GroupExplanation:
-    """`decision` for one rank's `problem` with its memory and floors."""
+    """The decision for `situation` with its memory and floors, and what `others` say of it unasked."""
+    decision = situation.decide()
     return GroupExplanation(
-        layers, problem, decision, memory_of(decision), floors_of(problem, decision.device), sources, notes
+        layers,
+        situation.problem,
+        decision,
+        memory_of(decision),
+        floors_of(situation.problem, decision.device),
+        sources,
+        notes,
+        tuple(_other(situation, policy) for policy in others),
     )
 
 
-def explain(
-    checkpoint: Checkpoint,
-    device: Device,
-    packages: Packages,
-    policy: Policy,
-    *,
-    parallel: Parallel = Parallel(),
-    backend: str | None = None,
-    allow_fallback: bool = False,
-) -> Explanation:
-    """The decision of `policy` for every layer group of `checkpoint`, as one rank of `parallel` sees it.
+def _other(situation: Situation, policy: Policy) -> OtherAnswer:
+    asked = replace(situation, policy=policy, requested=None, allow_fallback=False)
+    try:
+        return OtherAnswer(policy.name, asked.decide())
+    except NoBackend as error:
+        return OtherAnswer(policy.name, None, error.what)
 
-    Raises UsageError when the experts cannot be sliced as `parallel` asks, OutOfScope when the policy
-    has no row for a group's format or for the platform.
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of every layer group: a policy and what the engine is told, on one kind of rank."""
+
+    policy: Policy
+    parallel: Parallel = field(default_factory=Parallel)
+    backend: str | None = None
+    allow_fallback: bool = False
+    assumptions: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[Policy, ...] = ()
+
+    def situation(self, problem: MoEProblem, device: Device, packages: Packages) -> Situation:
+        """One rank's share of a layer group's `problem`, assumptions made, with all that decides.
+
+        Raises UsageError when the experts cannot be sliced or spread as `parallel` asks.
+        """
+        share = assume(problem, self.assumptions).on(self.parallel)
+        return Situation(share, device, packages, self.policy, self.backend, self.allow_fallback)
+
+
+def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question: Question) -> Explanation:
+    """The decision for every layer group of `checkpoint`.
+
+    Raises UsageError when the experts cannot be sliced as asked, OutOfScope when the policy has no row
+    for a group's format or for the platform.
     """
     groups = []
     for group in checkpoint.groups:
-        problem = group.problem.on(parallel)
-        decision = select(problem, device, packages, policy, backend, allow_fallback)
-        groups.append(explained(group.layers, problem, decision, group.sources, group.notes))
-    return Explanation(checkpoint.origin, device, packages, parallel, policy.name, tuple(groups))
+        situation = question.situation(group.problem, device, packages)
+        sources = {**group.sources, **dict.fromkeys(question.assumptions, "assumed")}
+        groups.append(explained(group.layers, situation, sources, group.notes, question.others))
+    return Explanation(
+        checkpoint.origin, device, packages, question.parallel, question.policy.name, tuple(groups)
+    )

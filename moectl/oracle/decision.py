@@ -160,8 +160,8 @@ class Decision:
         return {
             "format": FORMAT,
             "inputs": {
-                "problem": _plain(asdict(self.problem)),
-                "device": _plain(asdict(self.device)),
+                "problem": plain(asdict(self.problem)),
+                "device": plain(asdict(self.device)),
                 "packages": {
                     "versions": dict(self.packages.versions),
                     "missing": sorted(self.packages.missing),
@@ -185,13 +185,14 @@ class Decision:
         }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` as JSON can say it: sets as sorted lists."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

@@ -1,0 +1,80 @@
+"""The command that asks a changed question, spelled out."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...environment import Device, find_device
+from ...explain.changes import Change
+from ...explain.explanation import Question
+from ...explain.machines import PROFILE_OF, Machine
+from ...problem import Parallel
+
+ABSENT = "no"
+"""The value of an option that is left out."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a question was asked, so that its command can be spelled."""
+
+    checkpoint: str
+    machine: Machine
+    question: Question
+    env: tuple[tuple[str, str], ...] = ()
+    policy: str = ""
+
+    def options(self) -> dict[str, str]:
+        """Options by name; those that repeat have their key behind the name."""
+        question, parallel = self.question, self.question.parallel
+        return {
+            "--gpu": self.machine.key or ABSENT,
+            "--packages": ABSENT if self.machine.assumed else self.machine.spec,
+            **{f"--env {key}": f"{key}={value}" for key, value in self.env},
+            **_parallel(parallel),
+            "--backend": question.backend or ABSENT,
+            "--allow-fallback": "" if question.allow_fallback else ABSENT,
+            **{f"--assume {key}": f"{key}={value}" for key, value in question.assumptions.items()},
+            "--policy": self.policy or ABSENT,
+        }
+
+    def command(self, changes: Iterable[Change]) -> str:
+        """The `moectl explain` command with `changes` made, largest first as they are applied."""
+        options, device = self.options(), self.machine.device
+        for change in sorted(changes, key=lambda c: -c.size):
+            for name, value in change.options:
+                if name == "--gpu":
+                    device = find_device(value)
+                options |= _changed(options, name, value, self.machine, device)
+        words = ["moectl", "explain", self.checkpoint]
+        for name, value in options.items():
+            if value != ABSENT:
+                words += [name.split(" ")[0], *([value] if value else [])]
+        return shlex.join(words)
+
+
+def _parallel(parallel: Parallel) -> dict[str, str]:
+    return {
+        "--tp": str(parallel.tp) if parallel.tp > 1 else ABSENT,
+        "--dp": str(parallel.dp) if parallel.dp > 1 else ABSENT,
+        "--ep": "" if parallel.ep else ABSENT,
+        "--all2all": parallel.all2all if parallel.exchanges else ABSENT,
+        "--eplb": "" if parallel.eplb else ABSENT,
+    }
+
+
+def _changed(
+    options: dict[str, str], name: str, value: str, machine: Machine, device: Device
+) -> dict[str, str]:
+    """The entries of `options` that one changed option replaces."""
+    if name in ("--env", "--assume"):
+        return {f"{name} {value.split('=')[0]}": value}
+    if name == "--packages":
+        default = PROFILE_OF.get(device.platform, "none") if machine.assumed else machine.spec
+        before = default if options[name] == ABSENT else options[name]
+        return {name: value if before == "none" else f"{before},{value}"}
+    if name in ("--tp", "--dp") and value == "1":
+        value = ABSENT
+    return {name: value}

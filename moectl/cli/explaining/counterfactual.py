@@ -1,0 +1,74 @@
+"""What would have to change for a backend to be chosen, as blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...explain.why import Answer, Why
+from ..blocks import Block, Entry, Heading, Line, Listing
+from .commands import Asked
+from .sections import layers_line
+from .sentences import sentence
+
+
+def why_blocks(asked: Asked, found: tuple[tuple[tuple[int, ...], Why], ...]) -> Iterator[Block]:
+    """The answers for each layer group, equal ones together."""
+    groups: dict[str, tuple[list[int], Why]] = {}
+    for layers, why in found:
+        groups.setdefault(str(why.to_json()), ([], why))[0].extend(layers)
+    for numbers, why in groups.values():
+        yield Heading(f"what would have to change for {why.backend}: layers {layers_line(tuple(numbers))}")
+        yield from _one(asked, why)
+
+
+def _one(asked: Asked, why: Why) -> Iterator[Block]:
+    if why.chosen:
+        yield Line(f"Nothing: {why.backend} is chosen.", strong=True)
+    elif why.answers:
+        yield Listing(tuple(_entry(asked, number, answer) for number, answer in enumerate(why.answers, 1)))
+        yield Line("Each answer was checked by deciding again with the change made.")
+    else:
+        yield Line("Nothing that can be changed helps.", strong=True)
+        yield Listing(
+            tuple(
+                Entry("", candidate.variant.experts, (("because", f"it {sentence(verdict)}"),))
+                for candidate, verdict in why.remaining
+            )
+        )
+    if not why.complete:
+        yield Line("The search was cut short; there may be further answers.")
+
+
+def _entry(asked: Asked, number: int, answer: Answer) -> Entry:
+    chosen = answer.decision.chosen
+    largest = max(answer.changes, key=lambda change: change.size)
+    # The largest change comes last, with its alternatives.
+    ordered = sorted(answer.changes, key=lambda change: change.size)
+    also = [change.text for change in answer.also]
+    said = [change.text for change in ordered if change is not largest]
+    said.append(_alternatives([largest.text, *also]))
+    return Entry(
+        str(number),
+        ", and ".join(said),
+        (
+            ("gets", chosen.variant.experts if chosen else ""),
+            ("check", asked.command(answer.changes)),
+        ),
+    )
+
+
+def _alternatives(texts: list[str]) -> str:
+    """``use b200 (sm100) or b300 (sm103)``: the words that all begin with stand once."""
+    first, *rest = texts
+    words = first.split(" ")
+    common = 0
+    while (
+        rest
+        and common < len(words) - 1
+        and all(text.split(" ")[: common + 1] == words[: common + 1] for text in rest)
+    ):
+        common += 1
+    tails = [" ".join(text.split(" ")[common:]) for text in rest]
+    if not tails:
+        return first
+    return f"{', '.join([first, *tails[:-1]])} or {tails[-1]}"

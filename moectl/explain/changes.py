@@ -1,0 +1,321 @@
+"""What could be changed to turn a failing verdict: tables of generators, by the question that failed.
+
+A generator proposes; only a decision on the changed input says whether a proposal helps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from ..environment import PROBES, Packages, device_names, find_device
+from ..oracle.checks import Verdict
+from ..oracle.decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate
+from ..oracle.keys import act_key
+from ..problem import Parallel
+from .machines import machine
+from .situation import Situation, assume
+
+KINDS = ("request", "variable", "launch", "package", "parallel", "padding", "checkpoint", "gpu")
+"""Kinds of change, the smallest first."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing done differently.
+
+    Attributes:
+        kind: one of `KINDS`.
+        slot: what it changes; a combination changes each slot once.
+        text: what to do, as a sentence without a full stop.
+        options: options of `moectl explain` that ask the changed question, with their values.
+    """
+
+    kind: str
+    slot: str
+    text: str
+    options: tuple[tuple[str, str], ...]
+    apply: Callable[[Situation], Situation] = field(compare=False)
+
+    @property
+    def size(self) -> int:
+        return KINDS.index(self.kind)
+
+
+def request(name: str) -> Change:
+    """Asking for a backend by name."""
+    return Change(
+        "request",
+        "request",
+        f"ask for it by name (vllm serve --moe-backend {name})",
+        (("--backend", name),),
+        lambda now: replace(now, requested=name),
+    )
+
+
+def variable(name: str, value: str) -> Change:
+    """Setting an environment variable of the engine."""
+
+    def apply(now: Situation) -> Situation:
+        packages = replace(now.packages, env={**now.packages.env, name: value})
+        return replace(now, packages=packages)
+
+    return Change("variable", name, f"set {name}={value}", (("--env", f"{name}={value}"),), apply)
+
+
+def package(names: tuple[str, ...]) -> Change:
+    """Installing packages, complete with every symbol."""
+
+    def apply(now: Situation) -> Situation:
+        old = now.packages
+        missing = frozenset(symbol for symbol in old.missing if symbol.split(":")[0] not in names)
+        return replace(now, packages=Packages({**old.versions, **dict.fromkeys(names, "")}, missing, old.env))
+
+    pip = [PROBES[name].distribution or name for name in names if name in PROBES]
+    also = f" (pip install {' '.join(pip)})" if pip else ""
+    return Change(
+        "package",
+        "package " + names[0],
+        f"install {' and '.join(names)}{also}",
+        tuple(("--packages", name) for name in names),
+        apply,
+    )
+
+
+def parallel(target: Parallel, text: str) -> Change:
+    """Deploying differently."""
+    options = [("--tp", str(target.tp)), ("--dp", str(target.dp)), ("--ep", "" if target.ep else "no")]
+    options += [("--eplb", "" if target.eplb else "no")]
+    options += [("--all2all", target.all2all if target.exchanges else "no")]
+    return Change(
+        "parallel",
+        "parallel",
+        text,
+        tuple(options),
+        lambda now: replace(now, problem=now.problem.on(target)),
+    )
+
+
+def assumption(kind: str, name: str, value: str, text: str) -> Change:
+    """A checkpoint that is different in one respect."""
+    return Change(
+        kind,
+        name,
+        text,
+        (("--assume", f"{name}={value.replace(' ', '-')}"),),
+        lambda now: replace(now, problem=assume(now.problem, {name: value})),
+    )
+
+
+def gpu(name: str) -> Change:
+    """Another device; on another platform with the engine's default packages there."""
+
+    def apply(now: Situation) -> Situation:
+        there = machine(name, None, now.packages.env)
+        same = there.device.platform == now.device.platform
+        return replace(now, device=there.device, packages=now.packages if same else there.packages)
+
+    return Change("gpu", "gpu", f"use {name} ({find_device(name).arch})", (("--gpu", name),), apply)
+
+
+def _switches(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    """Values of the switch that the failing question reads."""
+    offers = candidate.variant.offers
+    for switch in offers.switches:
+        if verdict.question == f"switch {switch.name}":
+            yield variable(switch.name, verdict.wanted)
+    for rule in offers.rules:
+        if rule.question == verdict.question and rule.switch:
+            known = now.policy.variables.get(rule.switch)
+            for value in dict.fromkeys((*(known.choices if known else ()), "1", "0")):
+                if value != now.packages.env.get(rule.switch):
+                    yield variable(rule.switch, value)
+
+
+def _packages(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    """What the failing need asks for, and what does instead; every symbol of one package at once."""
+    for need in candidate.variant.offers.needs:
+        if verdict.question == f"package {need.package}" and not need.met(now.packages):
+            yield package((need.package,))
+            if need.instead:
+                yield package(need.instead)
+
+
+def _ranks(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    """Other tensor-parallel sizes, the nearest first."""
+    here = now.problem.parallel
+    sizes = sorted((1, 2, 4, 8, 16, 32), key=lambda tp: (abs(math.log2(tp / here.tp)), tp))
+    for tp in sizes:
+        if tp != here.tp:
+            yield parallel(replace(here, tp=tp), f"use --tensor-parallel-size {tp}")
+    if not here.ep and here.ranks > 1:
+        yield parallel(
+            replace(here, ep=True), "spread whole experts over the ranks (--enable-expert-parallel)"
+        )
+
+
+def _spread(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    """The same ranks used in another way, or with another exchange."""
+    here = now.problem.parallel
+    if here.eplb:
+        yield parallel(replace(here, eplb=False), "turn expert load balancing off")
+    if here.exchanges:
+        for name in sorted(now.policy.exchanges - {here.all2all}):
+            yield parallel(replace(here, all2all=name), f"use --all2all-backend {name}")
+    if here.dp > 1:
+        ranks = here.ranks
+        yield parallel(
+            replace(here, tp=ranks, dp=1), f"use tensor parallelism over the {ranks} ranks instead"
+        )
+    if here.ep:
+        yield parallel(replace(here, ep=False), "do without expert parallelism")
+    if here.ep and here.dp > 1:
+        yield parallel(
+            replace(here, tp=here.ranks, dp=1, ep=False, eplb=False),
+            f"use tensor parallelism over the {here.ranks} ranks, without expert parallelism",
+        )
+
+
+def _padding(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    """Sizes rounded up with zeros, the least first."""
+    dims, ranks = now.problem.dims, now.problem.parallel.tp_size
+    for name, size, factor in (
+        ("intermediate", dims.intermediate, ranks),
+        ("hidden", dims.hidden, 1),
+    ):
+        for padded in dict.fromkeys(-(-size // step) * step for step in (32, 64, 128, 256, 512)):
+            if padded != size:
+                text = f"pad the experts' {name} size with zeros from {size * factor} to {padded * factor}"
+                yield assumption("padding", name, str(padded * factor), text)
+
+
+def _act_formats(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    """Activation formats with which the weights' format is offered."""
+    key = verdict.wanted.split(" with ")[0]
+    declared = {
+        act
+        for offer in candidate.variant.offers.offers or ()
+        if any(key == name or (name.endswith("*") and key.startswith(name[:-1])) for name in offer.weights)
+        for act in (offer.acts.only or ())
+    }
+    backend = candidate.backend
+    for act in sorted(declared | {act_key(backend.act)}):
+        if act != act_key(now.problem.scheme.act):
+            what = "16-bit activations" if act == "a16" else f"{act} activations"
+            how = (
+                "a checkpoint without activation scales"
+                if act == "a16"
+                else "a checkpoint with activation scales"
+            )
+            yield assumption("checkpoint", "act", act, f"use {how} for {what}")
+
+
+def _symmetric(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    if now.problem.scheme.weight.zero_point:
+        yield assumption("checkpoint", "zero_points", "no", "use a checkpoint without zero points")
+
+
+def _unordered(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    if now.problem.act_order:
+        yield assumption("checkpoint", "act_order", "none", "use a checkpoint without activation order")
+
+
+def _dtypes(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    for dtype, flag in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if dtype != now.problem.dtype:
+            yield assumption("launch", "dtype", dtype, f"run the model with --dtype {flag}")
+
+
+def _adapters(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    yield assumption("launch", "lora", "no", "serve without LoRA adapters on experts")
+
+
+def _variant(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    if now.policy.invariance:
+        yield variable(now.policy.invariance, "0")
+
+
+def _devices(now: Situation, candidate: Candidate | None, verdict: Verdict | None) -> Iterator[Change]:
+    """One device of each architecture that differs from this one."""
+    seen = {(now.device.arch, now.device.features)}
+    for name in device_names():
+        device = find_device(name)
+        if (device.arch, device.features) not in seen:
+            seen.add((device.arch, device.features))
+            yield gpu(name)
+
+
+Generator = Callable[[Situation, Candidate, Verdict], Iterable[Change]]
+
+BY_QUESTION: Mapping[str, tuple[Generator, ...]] = {
+    "device": (_devices,),
+    "number formats": (_act_formats, _devices),
+    "activation filter": (_act_formats,),
+    "zero points": (_symmetric,),
+    "activation order": (_unordered,),
+    "model dtype": (_dtypes,),
+    "token exchange": (_spread,),
+    "expert parallel": (_spread,),
+    "data parallel ranks": (_spread,),
+    "expert balancing": (_spread,),
+    "token format": (_spread,),
+    "batch invariance": (_variant,),
+    "adapters on experts": (_adapters,),
+}
+"""What may turn a failing question that the check names."""
+
+FIXED = {
+    "activation function": "the model's activation function",
+    "gating": "whether the model's experts are gated",
+    "checkpoint storage": "how the checkpoint stores its experts",
+    "expert bias": "the method hands over an expert bias",
+    "routing method": "the model's routing",
+    "hash routing": "the model's routing by token id",
+    "router dtype": "the dtype of the model's router",
+    "scale dtype": "the dtype of the checkpoint's scales",
+}
+"""Questions that nothing changes: they are about what the model is."""
+
+BY_GROUP: Mapping[str, tuple[Generator, ...]] = {
+    "package": (_packages,),
+    "shape": (_switches, _ranks, _padding),
+    "parallel": (_switches, _spread, _ranks),
+    "policy": (_switches,),
+    "scheme": (_switches,),
+    "arch": (_devices,),
+}
+"""What may turn a failing question that has no row of its own, by its group."""
+
+
+def proposals(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    """Changes that may turn the failing `verdict` of `candidate`."""
+    if verdict.question in FIXED:
+        return
+    for generator in BY_QUESTION.get(verdict.question, BY_GROUP[verdict.group]):
+        yield from generator(now, candidate, verdict)
+
+
+BY_GATE: Mapping[str, tuple[Generator, ...]] = {
+    PLATFORM: (_devices,),
+    CAPABILITY: (_devices,),
+    DTYPE: (_dtypes, _devices),
+    NAME: (),
+}
+"""What may open a gate of the engine, by its kind."""
+
+ON_FAILURE: tuple[Generator, ...] = (_dtypes, _ranks, _padding, _spread, _symmetric, _unordered, _devices)
+"""What may help when the engine fails though every question of a candidate holds."""
+
+
+def proposals_for_failure(now: Situation, candidate: Candidate, gates: Iterable[str]) -> Iterator[Change]:
+    """Changes that may help when the engine refuses (`gates`) or fails around a good `candidate`."""
+    gates = tuple(gates)
+    nothing = Verdict("", "shape", "", "", False)
+    for generator in BY_GATE[gates[0]] if gates else ON_FAILURE:
+        yield from generator(now, candidate, nothing)
+
+
+def new_devices(now: Situation) -> Iterator[Change]:
+    """Other devices, for a backend that no order here names."""
+    yield from _devices(now, None, None)

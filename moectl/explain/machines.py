@@ -1,0 +1,39 @@
+"""Named and real machines with the packages that a decision may count on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..environment import INSTALLED, Device, Packages, detect_device, find_device, packages_from
+
+PROFILE_OF = {"cuda": "full", "rocm": "rocm_default", "cpu": "cpu", "xpu": "xpu"}
+"""Packages that a named device is assumed to have: the engine's default installation there."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device with its packages.
+
+    `key` is the name it was asked by (empty: this machine), `spec` how the packages were asked for, and
+    `assumed` tells that they were not.
+    """
+
+    device: Device
+    packages: Packages
+    key: str = ""
+    spec: str = INSTALLED
+    assumed: bool = False
+
+
+def machine(name: str | None, spec: str | None, env: Mapping[str, str]) -> Machine:
+    """The device called `name` (None: this machine's) with the packages of `spec`.
+
+    Without `spec`, a named device has the engine's default packages and this machine what is installed.
+    Raises UsageError for unknown names.
+    """
+    device = find_device(name) if name else detect_device()
+    assumed = spec is None
+    if spec is None:
+        spec = PROFILE_OF.get(device.platform, "none") if name else INSTALLED
+    return Machine(device, packages_from(spec, env), name or "", spec, assumed and bool(name))

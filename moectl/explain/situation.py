@@ -1,0 +1,131 @@
+"""Everything that a decision rests on, as one value; and what can be assumed of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ..environment import Device, Packages
+from ..errors import UsageError
+from ..oracle.decision import Decision
+from ..oracle.keys import act_key
+from ..oracle.policy import Policy
+from ..oracle.select import select
+from ..problem import Dims, MoEProblem
+from ..schemes import A16, FULL, ActFormat
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Arguments of `select`; `problem` is one rank's share."""
+
+    problem: MoEProblem
+    device: Device
+    packages: Packages
+    policy: Policy
+    requested: str | None = None
+    allow_fallback: bool = False
+
+    def decide(self) -> Decision:
+        """The decision; OutOfScope when the policy has no row for it."""
+        return select(
+            self.problem, self.device, self.packages, self.policy, self.requested, self.allow_fallback
+        )
+
+
+ACTIVATIONS: Mapping[str, ActFormat] = {
+    act_key(form): form
+    for form in (
+        A16,
+        ActFormat("fp8", 8, (FULL, FULL), dynamic=False),
+        ActFormat("fp8", 8, (FULL, FULL)),
+        ActFormat("fp8", 8, (1, FULL)),
+        ActFormat("fp8", 8, (1, 128)),
+        ActFormat("int8", 8, (1, FULL)),
+        ActFormat("int8", 8, (FULL, FULL)),
+        ActFormat("mxfp8", 8, (1, 32)),
+        ActFormat("mxfp4", 4, (1, 32)),
+        ActFormat("nvfp4", 4, (1, 16)),
+    )
+}
+"""Activation formats by the names that questions use."""
+
+
+def _size(value: str, name: str) -> int:
+    if not value.isdigit() or not int(value):
+        raise UsageError(f"--assume {name} takes a positive number, got {value!r}")
+    return int(value)
+
+
+def _flag(value: str, name: str) -> bool:
+    if value.lower() not in ("yes", "no"):
+        raise UsageError(f"--assume {name} takes yes or no, got {value!r}")
+    return value.lower() == "yes"
+
+
+def _of(value: str, name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    spelled = {key.replace(" ", "-"): key for key in known}
+    found = spelled.get(value.lower().replace(" ", "-"))
+    if found is None:
+        raise UsageError(f"--assume {name} takes one of {', '.join(spelled)}, got {value!r}")
+    return found
+
+
+def _hidden(problem: MoEProblem, value: str) -> MoEProblem:
+    latent = problem.model_hidden != problem.dims.hidden
+    size = _size(value, "hidden")
+    return replace(
+        problem,
+        dims=Dims(size, problem.dims.intermediate),
+        model_hidden=problem.model_hidden if latent else size,
+    )
+
+
+def _intermediate(problem: MoEProblem, value: str) -> MoEProblem:
+    whole = replace(problem, dims=Dims(problem.dims.hidden, _size(value, "intermediate")))
+    return replace(whole, parallel=type(problem.parallel)()).on(problem.parallel)
+
+
+def _act(problem: MoEProblem, value: str) -> MoEProblem:
+    return replace(problem, scheme=replace(problem.scheme, act=ACTIVATIONS[_of(value, "act", ACTIVATIONS)]))
+
+
+def _zero_points(problem: MoEProblem, value: str) -> MoEProblem:
+    weight = replace(problem.scheme.weight, zero_point=_flag(value, "zero_points"))
+    return replace(problem, scheme=replace(problem.scheme, weight=weight))
+
+
+def _act_order(problem: MoEProblem, value: str) -> MoEProblem:
+    order = _of(value, "act_order", ("none", "weight", "group"))
+    return replace(problem, act_order="" if order == "none" else order)
+
+
+def _dtype(problem: MoEProblem, value: str) -> MoEProblem:
+    return replace(problem, dtype=_of(value, "dtype", ("bf16", "fp16")))
+
+
+def _lora(problem: MoEProblem, value: str) -> MoEProblem:
+    return replace(problem, lora=_flag(value, "lora"))
+
+
+ASSUMPTIONS: Mapping[str, Callable[[MoEProblem, str], MoEProblem]] = {
+    "hidden": _hidden,
+    "intermediate": _intermediate,
+    "act": _act,
+    "zero_points": _zero_points,
+    "act_order": _act_order,
+    "dtype": _dtype,
+    "lora": _lora,
+}
+"""What may be assumed instead of what the checkpoint says: sizes are those of the whole expert."""
+
+
+def assume(problem: MoEProblem, assumptions: Mapping[str, str]) -> MoEProblem:
+    """`problem` with `assumptions`; UsageError for a name or value that makes no sense."""
+    for name, value in assumptions.items():
+        if name not in ASSUMPTIONS:
+            raise UsageError(
+                f"nothing is known to assume about {name!r}", hint=f"choose one of {', '.join(ASSUMPTIONS)}"
+            )
+        problem = ASSUMPTIONS[name](problem, value)
+    return problem

@@ -1,0 +1,227 @@
+"""What would have to change for a backend to be chosen, smallest change first, each answer verified."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations, count
+from typing import Any
+
+from ..errors import MoectlError
+from ..oracle.checks import Verdict
+from ..oracle.decision import Candidate, Decision
+from .changes import Change, new_devices, proposals, proposals_for_failure, request
+from .situation import Situation
+
+MOST_DECISIONS = 1500
+"""Decisions that one search makes at most."""
+MOST_CHANGES = 4
+"""Changes that one answer combines at most."""
+MOST_ANSWERS = 6
+"""Answers that one search gives at most; alternatives of one change count once."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Changes that together make the backend the chosen one, and the decision that proves it.
+
+    `also` are other values of the last change that do as well.
+    """
+
+    changes: tuple[Change, ...]
+    decision: Decision
+    also: tuple[Change, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        chosen = self.decision.chosen
+        return {
+            "changes": [
+                {"kind": c.kind, "text": c.text, "options": [list(pair) for pair in c.options]}
+                for c in self.changes
+            ],
+            "also": [{"kind": c.kind, "text": c.text} for c in self.also],
+            "experts": chosen.variant.experts if chosen else None,
+            "device": self.decision.device.name,
+        }
+
+
+@dataclass(frozen=True)
+class Why:
+    """The answers for one backend and one layer group.
+
+    Attributes:
+        backend: the name asked for.
+        chosen: it is what is chosen already.
+        answers: smallest first.
+        remaining: why no change helps, a sentence each; empty where one does.
+        complete: False when the search stopped at `MOST_DECISIONS`.
+    """
+
+    backend: str
+    chosen: bool
+    answers: tuple[Answer, ...]
+    remaining: tuple[tuple[Candidate, Verdict], ...]
+    complete: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "backend": self.backend,
+            "chosen": self.chosen,
+            "answers": [answer.to_json() for answer in self.answers],
+            "remaining": [
+                {
+                    "experts": c.variant.experts,
+                    "question": v.question,
+                    "wanted": v.wanted,
+                    "offered": v.offered,
+                }
+                for c, v in self.remaining
+            ],
+            "complete": self.complete,
+        }
+
+
+def why(situation: Situation, name: str) -> Why:
+    """What would have to change for backend `name` to serve `situation`."""
+    return _Search(situation, name).run()
+
+
+class _Search:
+    """Best first: the largest change decides, then the next, as `KINDS` orders them."""
+
+    def __init__(self, start: Situation, name: str) -> None:
+        self.start, self.name, self.wanted = start, name, start.policy.meant(name)
+        self.decisions = 0
+        self.order = count()
+        self.seen: set[frozenset[tuple[str, str]]] = set()
+        self.queue: list[tuple[tuple[int, ...], int, tuple[Change, ...]]] = []
+        self.answers: list[Answer] = []
+        self.stuck: dict[tuple[str, str], tuple[Candidate, Verdict]] = {}
+
+    def run(self) -> Why:
+        first = self.start.decide()
+        if self.reached(first):
+            return Why(self.name, True, (), (), True)
+        self.push(())
+        while self.queue and self.decisions < MOST_DECISIONS and len(self.merged()) < MOST_ANSWERS:
+            _, _, changes = heapq.heappop(self.queue)
+            if not self.covered(changes):
+                self.visit(changes)
+        complete = not self.queue or len(self.merged()) >= MOST_ANSWERS
+        remaining = () if self.answers else tuple(self.stuck.values())
+        return Why(self.name, False, tuple(self.merged()), remaining, complete)
+
+    def push(self, changes: tuple[Change, ...]) -> None:
+        key = frozenset((c.slot, c.text) for c in changes)
+        if key not in self.seen and len(changes) <= MOST_CHANGES:
+            self.seen.add(key)
+            sizes = tuple(sorted((c.size for c in changes), reverse=True))
+            heapq.heappush(self.queue, (sizes, next(self.order), changes))
+
+    def covered(self, changes: tuple[Change, ...]) -> bool:
+        """True when an answer needs only some of `changes`."""
+        return any(set(answer.changes) <= set(changes) for answer in self.answers)
+
+    def visit(self, changes: tuple[Change, ...]) -> None:
+        now = self.changed(changes)
+        decision = self.decided(now)
+        if now is None or decision is None:
+            return
+        if self.reached(decision):
+            self.answers.append(self.smallest(changes, decision))
+            return
+        slots = {change.slot for change in changes}
+        for change in self.next_changes(now, decision):
+            if change.slot not in slots:
+                self.push((*changes, change))
+
+    def changed(self, changes: Iterable[Change]) -> Situation | None:
+        """The start with `changes` made, largest first; None when they make no sense together."""
+        now = self.start
+        try:
+            for change in sorted(changes, key=lambda c: -c.size):
+                now = change.apply(now)
+        except MoectlError:
+            return None
+        return now
+
+    def decided(self, now: Situation | None) -> Decision | None:
+        if now is None:
+            return None
+        self.decisions += 1
+        try:
+            return now.decide()
+        except MoectlError:
+            # No rule covers the changed input, so it is no answer.
+            return None
+
+    def merged(self) -> list[Answer]:
+        return list(_merged(self.answers))
+
+    def reached(self, decision: Decision) -> bool:
+        chosen = decision.chosen
+        return chosen is not None and decision.usable and chosen.backend.name in self.wanted
+
+    def smallest(self, changes: tuple[Change, ...], decision: Decision) -> Answer:
+        """The answer without changes that it does not need."""
+        for kept in range(1, len(changes)):
+            for subset in combinations(sorted(changes, key=lambda c: c.size), kept):
+                found = self.decided(self.changed(subset))
+                if found is not None and self.reached(found):
+                    return Answer(subset, found)
+        return Answer(tuple(sorted(changes, key=lambda c: -c.size)), decision)
+
+    def next_changes(self, now: Situation, decision: Decision) -> Iterator[Change]:
+        targets = [c for c in decision.candidates if c.backend.name in self.wanted]
+        if now.requested != self.name and self.name in now.policy.request_names():
+            ready = not targets or any(c.usable or _only_asked(c) for c in targets)
+            if ready:
+                yield request(self.name)
+        if not targets:
+            yield from new_devices(now)
+        for candidate in targets:
+            yield from self.for_candidate(now, decision, candidate)
+
+    def for_candidate(self, now: Situation, decision: Decision, candidate: Candidate) -> Iterator[Change]:
+        """Changes for the failing question that takes the largest change; the others are asked after it.
+
+        A candidate with a question that nothing turns is left alone, and remembered.
+        """
+        found: list[list[Change]] = []
+        for verdict in candidate.failed:
+            if verdict.question == "order":
+                continue
+            changes = list(proposals(now, candidate, verdict))
+            if not changes:
+                self.stuck.setdefault((candidate.variant.experts, verdict.question), (candidate, verdict))
+                return
+            found.append(changes)
+        if found:
+            yield from max(found, key=lambda changes: min(change.size for change in changes))
+        elif decision.gates or decision.error:
+            yield from proposals_for_failure(now, candidate, (gate.kind for gate in decision.gates))
+
+
+def _only_asked(candidate: Candidate) -> bool:
+    """True when nothing but the automatic order stands against `candidate`."""
+    return all(verdict.question in ("order", "activation filter") for verdict in candidate.failed)
+
+
+def _shape(answer: Answer) -> tuple[Any, ...]:
+    """What answers have in common whose largest change differs in its value only."""
+    changes = sorted(answer.changes, key=lambda c: -c.size)
+    chosen = answer.decision.chosen
+    experts = chosen.variant.experts if chosen else ""
+    return (changes[0].kind, changes[0].slot, frozenset((c.slot, c.text) for c in changes[1:]), experts)
+
+
+def _merged(answers: Iterable[Answer]) -> Iterator[Answer]:
+    groups: dict[tuple[Any, ...], list[Answer]] = {}
+    for answer in answers:
+        groups.setdefault(_shape(answer), []).append(answer)
+    for same in groups.values():
+        also = tuple(max(other.changes, key=lambda c: c.size) for other in same[1:])
+        yield Answer(same[0].changes, same[0].decision, also)
