@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 from ..errors import UsageError
@@ -32,24 +33,42 @@ class CandidateChange:
 
 
 @dataclass(frozen=True)
+class Move:
+    """An experts class at another place of the order."""
+
+    backend: str
+    experts: str
+    old: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Something that made the choice another one: a sentence, and the verdicts that it is about."""
+
+    says: str
+    verdicts: tuple[Verdict, ...] = ()
+
+
+@dataclass(frozen=True)
 class GroupDifference:
     """What changed for some layers.
 
     Attributes:
         old_choice, new_choice: (backend, experts), or None where nothing serves.
-        order: experts classes before and after, empty when they stand in the same order.
+        moved: experts classes that stand elsewhere in the order, with their places from 1 (0: not there).
         candidates: those with other verdicts.
         failures: the engine's own refusals, before and after, where they differ.
-        rules: sentences that say what made the choice another one.
+        rules: what made the choice another one.
     """
 
     layers: tuple[int, ...]
     old_choice: tuple[str, str] | None
     new_choice: tuple[str, str] | None
-    order: tuple[tuple[str, ...], tuple[str, ...]] | tuple[()]
+    moved: tuple[Move, ...]
     candidates: tuple[CandidateChange, ...]
     failures: tuple[str, str] | tuple[()]
-    rules: tuple[str, ...]
+    rules: tuple[Cause, ...]
 
 
 @dataclass(frozen=True)
@@ -170,18 +189,17 @@ def _group(layers: tuple[int, ...], old: Document, new: Document) -> GroupDiffer
             was, now = _verdicts(before[key]), _verdicts(after[key])
             if {v.question for v in was} != {v.question for v in now}:
                 changed.append(CandidateChange(key[0], key[2], _sorted(was - now), _sorted(now - was)))
-    orders = (tuple(experts for *_, experts in before), tuple(experts for *_, experts in after))
     failures = (_failure(old), _failure(new))
     found = GroupDifference(
         layers,
         _choice(old),
         _choice(new),
-        orders if list(before) != list(after) else (),
+        tuple(_moves([*before], [*after])),
         tuple(changed),
         failures if failures[0] != failures[1] else (),
         tuple(_rules(old, new, changed)) if _choice(old) != _choice(new) else (),
     )
-    unchanged = found.old_choice == found.new_choice and not (found.order or changed or found.failures)
+    unchanged = found.old_choice == found.new_choice and not (found.moved or changed or found.failures)
     return None if unchanged else found
 
 
@@ -189,39 +207,48 @@ def _sorted(verdicts: frozenset[Verdict]) -> tuple[Verdict, ...]:
     return tuple(sorted(verdicts, key=lambda verdict: (verdict.group, verdict.question)))
 
 
-def _rules(old: Document, new: Document, changed: Sequence[CandidateChange]) -> Iterator[str]:
+def _moves(before: list[Key], after: list[Key]) -> Iterator[Move]:
+    """Entries outside the longest common order, which alone count as moved."""
+    matcher = SequenceMatcher(None, before, after, autojunk=False)
+    kept = {
+        before[i] for block in matcher.get_matching_blocks() for i in range(block.a, block.a + block.size)
+    }
+    for key in dict.fromkeys((*after, *before)):
+        if key not in kept:
+            places = [order.index(key) + 1 if key in order else 0 for order in (before, after)]
+            yield Move(key[0], key[2], *places)
+
+
+def _rules(old: Document, new: Document, changed: Sequence[CandidateChange]) -> Iterator[Cause]:
     """What made the choice another one: lost and gained candidates, order, requests, refusals."""
     lost, gained = _choice(old), _choice(new)
     by_name = {(change.backend, change.experts): change for change in changed}
     if lost and lost in by_name and by_name[lost].new:
-        yield f"{lost[1]} fails now: {_spelled(by_name[lost].new)}"
+        yield Cause(f"{lost[1]} cannot serve now:", by_name[lost].new)
     if gained and gained in by_name and by_name[gained].old:
-        yield f"{gained[1]} does not fail any more: {_spelled(by_name[gained].old)}"
+        yield Cause(f"{gained[1]} can serve now; before it could not:", by_name[gained].old)
     requested = (old["inputs"].get("requested"), new["inputs"].get("requested"))
     if requested[0] != requested[1]:
-        yield f"the request is {requested[1] or 'none'}, it was {requested[0] or 'none'}"
+        yield Cause(f"the request is {requested[1] or 'none'}, it was {requested[0] or 'none'}")
     if old["route"] != new["route"]:
-        yield f"another row of the policy takes the checkpoint: {new['route']} instead of {old['route']}"
-    for note in new["notes"]:
-        if note not in old["notes"]:
-            yield note
-    if gained and gained not in {(c["backend"], c["experts"]) for c in old["candidates"]}:
-        yield f"{gained[1]} was no candidate before"
-    if lost and lost not in {(c["backend"], c["experts"]) for c in new["candidates"]}:
-        yield f"{lost[1]} is no candidate any more"
-    if lost and gained and not {lost, gained} & by_name.keys():
-        yield from _moved(old, new, lost, gained)
+        yield Cause(f"another row of the policy decides: {new['route']} instead of {old['route']}")
+    yield from (Cause(note) for note in new["notes"] if note not in old["notes"])
+    yield from (Cause(f"no longer: {note}") for note in old["notes"] if note not in new["notes"])
+    names = [{(c["backend"], c["experts"]) for c in document["candidates"]} for document in (old, new)]
+    if gained and gained not in names[0]:
+        yield Cause(f"{gained[1]} was no candidate before")
+    if lost and lost not in names[1]:
+        yield Cause(f"{lost[1]} is no candidate any more")
+    if lost and gained and not {lost, gained} & by_name.keys() and _overtakes(old, new, lost, gained):
+        yield Cause(f"{gained[1]} stands before {lost[1]} now")
     if failure := _failure(new):
-        yield f"the engine refuses or fails: {failure}"
+        yield Cause(f"the engine refuses or fails: {failure}")
 
 
-def _moved(old: Document, new: Document, lost: tuple[str, str], gained: tuple[str, str]) -> Iterator[str]:
-    orders = [[(c["backend"], c["experts"]) for c in d["candidates"]] for d in (old, new)]
-    if all(lost in order and gained in order for order in orders):
-        before, after = ([order.index(lost), order.index(gained)] for order in orders)
-        if (before[0] < before[1]) != (after[0] < after[1]):
-            yield f"{gained[1]} stands before {lost[1]} now"
-
-
-def _spelled(verdicts: Sequence[Verdict]) -> str:
-    return "; ".join(f"{verdict.group}: {verdict}" for verdict in verdicts)
+def _overtakes(old: Document, new: Document, lost: tuple[str, str], gained: tuple[str, str]) -> bool:
+    """True when `gained` stands before `lost` in the new order only."""
+    orders = [[(c["backend"], c["experts"]) for c in document["candidates"]] for document in (old, new)]
+    if not all(lost in order and gained in order for order in orders):
+        return False
+    before, after = (order.index(gained) < order.index(lost) for order in orders)
+    return after and not before

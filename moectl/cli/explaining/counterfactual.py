@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...checkpoint.layers import ranges
 from ...explain.why import Answer, Why
 from ..blocks import Block, Entry, Heading, Line, Listing
 from .commands import Asked
@@ -72,3 +73,12 @@ def _alternatives(texts: list[str]) -> str:
     if not tails:
         return first
     return f"{', '.join([first, *tails[:-1]])} or {tails[-1]}"
+
+
+def why_lines(asked: Asked, found: tuple[tuple[tuple[int, ...], Why], ...]) -> list[str]:
+    """One line a group: layers, and the command that asks for the smallest change."""
+    lines = []
+    for layers, why in found:
+        said = asked.command(why.answers[0].changes) if why.answers else "nothing helps"
+        lines.append(f"{ranges(layers)}\t{'chosen' if why.chosen else said}")
+    return lines

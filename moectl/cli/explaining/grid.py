@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from ...checkpoint.layers import ranges
 from ...explain.explanation import GroupExplanation
 from ...explain.matrix import Cell, Matrix
 from ...oracle.decision import Decision
@@ -143,3 +144,18 @@ def _agreeing(names: Sequence[str], cells: Sequence[str]) -> tuple[tuple[str, st
         labels = [name for name, _ in same]
         found.append((labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]}", text))
     return tuple(found)
+
+
+def matrix_lines(matrix: Matrix) -> list[str]:
+    """One line a cell: GPU, deployment, layers, backend."""
+    return [
+        "\t".join(
+            (
+                cell.machine.key or cell.machine.device.name,
+                parallel_name(cell.parallel),
+                ranges(cell.layers),
+                _said(cell.answer).split(" ")[0] if cell.answer else "none",
+            )
+        )
+        for cell in matrix.cells
+    ]

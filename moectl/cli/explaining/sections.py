@@ -12,13 +12,14 @@ from typing import Any
 
 from ...checkpoint.layers import ranges
 from ...environment import Device
-from ...explain import Explanation, Floors, GroupExplanation, Memory, facts, source_of
+from ...explain import Explanation, Floors, GroupExplanation, Memory, OtherAnswer, facts, source_of
 from ...oracle.decision import Decision
 from ...problem import MoEProblem, Parallel
 from ...targets import LAYOUTS
 from ..blocks import Block, Facts, Grid, Heading, Line
 from ..output import count, duration, size
 from .candidates import candidate_blocks
+from .sentences import sentence
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
 
@@ -212,6 +213,26 @@ def _notes(group: GroupExplanation, view: View) -> Iterator[Block]:
         yield Facts(rows)
 
 
+def _others(group: GroupExplanation, view: View) -> Iterator[Block]:
+    rows = tuple((other.policy, other_words(other)) for other in group.others)
+    if rows:
+        yield Facts(rows)
+
+
+def other_words(other: OtherAnswer) -> str:
+    """What another policy runs the layers with, or why it does not."""
+    if other.decision is None:
+        return f"none: {other.refusal}"
+    chosen = other.decision.chosen
+    if chosen is not None and other.decision.usable:
+        layout = f", layout {chosen.layout}" if chosen.layout else ""
+        return f"{chosen.backend.name} ({chosen.variant.experts}{layout})"
+    closest = min(other.decision.candidates, key=lambda c: len(c.failed), default=None)
+    if closest is None or not closest.failed:
+        return f"none: {other.decision.error}"
+    return f"none: {closest.backend.name} {'; '.join(map(sentence, closest.failed))}"
+
+
 def _facts(group: GroupExplanation, view: View) -> Iterator[Block]:
     yield Heading("what the layers are", 3)
     yield Grid(
@@ -231,6 +252,7 @@ BEFORE: tuple[Section, ...] = (Section("head", _head),)
 
 GROUP_SECTIONS: tuple[GroupSection, ...] = (
     GroupSection("choice", _choice),
+    GroupSection("others", _others),
     GroupSection("notes", _notes),
     GroupSection("facts", _facts, detail=True),
     GroupSection("candidates", _candidates),

@@ -11,7 +11,6 @@ from ...oracle.decision import Candidate
 
 SENTENCES: Mapping[str, str] = {
     "device": "needs {offered}, this device is {wanted}",
-    "number formats": "computes {offered}; the checkpoint has {wanted}",
     "activation function": "computes {offered}, the model has {wanted}",
     "gating": "takes {offered} experts only, these are {wanted}",
     "checkpoint storage": "takes {offered} storage, this is {wanted}",
@@ -25,7 +24,7 @@ SENTENCES: Mapping[str, str] = {
     "expert parallel": "does not serve expert parallelism",
     "data parallel ranks": "serves one data-parallel rank, this deployment has {wanted}",
     "expert balancing": "does not serve expert load balancing (EPLB)",
-    "token format": "takes {offered} tokens, this deployment hands over {wanted} ones",
+    "token format": "takes its tokens {offered}, here they come {wanted}",
     "activation filter": "computes {offered} activations, this policy keeps {wanted}",
     "order": "is taken {offered}",
 }
@@ -41,9 +40,36 @@ def sentence(verdict: Verdict) -> str:
         return _package(verdict, name)
     if kind == "switch":
         return f"needs {name}={verdict.wanted}, it is {verdict.offered}"
+    if verdict.question == "number formats":
+        return _shown(_formats(verdict))
     template = SENTENCES.get(verdict.question, "{question}: takes {offered}, this is {wanted}")
-    text = template.format(question=verdict.question, wanted=verdict.wanted, offered=verdict.offered)
+    wanted, offered = (_WORDS.get(text, text) for text in (verdict.wanted, verdict.offered))
+    return _shown(template.format(question=verdict.question, wanted=wanted, offered=offered))
+
+
+_WORDS = {"standard": "in their own order"}
+
+
+def _shown(text: str) -> str:
+    """`text` with architectures as their makers spell them."""
     return _ARCH.sub(lambda found: f"SM{found[1]}", text)
+
+
+def _formats(verdict: Verdict) -> str:
+    """What is offered for the checkpoint's weights; that there is nothing, where that is so."""
+    weight = verdict.wanted.split(" with ")[0]
+    offers = [offer.partition(" with ") for offer in verdict.offered.split("; ")]
+    for_weight = [
+        f"with {rest}" for names, _, rest in offers if any(_named(weight, name) for name in names.split("/"))
+    ]
+    if not for_weight:
+        return f"does not compute {weight}"
+    asked = verdict.wanted.removeprefix(f"{weight} with ")
+    return f"computes {weight} {' or '.join(for_weight)}, here it is asked for {asked}"
+
+
+def _named(weight: str, name: str) -> bool:
+    return weight == name or (name.endswith("*") and weight.startswith(name[:-1]))
 
 
 def _package(verdict: Verdict, name: str) -> str:
