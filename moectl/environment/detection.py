@@ -14,7 +14,7 @@ from .kernel_files import amd_gpus, intel_gpus
 from .nvidia import nvidia_gpus
 
 _MACHINES = {"x86_64": "x86", "amd64": "x86", "arm64": "aarch64"}
-_CPU_FLAGS = {"amx_tile": "amx", "avx512f": "avx512"}
+_CPU_FLAGS = {"amx_tile": "amx", "amx_fp8": "amx-fp8", "avx512f": "avx512"}
 
 
 def detect_gpus() -> tuple[Gpu, ...]:

@@ -91,7 +91,7 @@ class Choice:
         return f"any but {', '.join(sorted(self.never))}" if self.never else "any"
 
 
-ANY = Choice()
+ANY, NONE = Choice(), Choice(frozenset())
 
 
 def only(*names: str) -> Choice:
@@ -350,7 +350,8 @@ class Form:
     """How a backend wants weights: one row of a table, of which the first that fits a problem holds.
 
     `layout` names the weight layout; `align` is what sizes are rounded up to when the weights are
-    created, by weight format where that differs. An engine may round less than the layout's own
+    created, by weight format where that differs. `scaled`: weights by their whole key.
+    `up_to`: only intermediate sizes up to this one. An engine may round less than the layout's own
     padding, and pad the rest when it repacks.
     """
 
@@ -359,6 +360,8 @@ class Form:
     where: Archs | None = None
     weights: frozenset[str] | None = None
     activations: Choice = ANY
+    scaled: Choice = ANY
+    up_to: int = 0
 
     def fits(self, ask: Ask) -> bool:
         """True when this row speaks of `ask`'s device, weights and activation."""
@@ -366,6 +369,8 @@ class Form:
             (self.where is None or any(arch.fits(ask.device) for arch in self.where))
             and (self.weights is None or ask.problem.scheme.weight.name in self.weights)
             and self.activations.allows(ask.activation)
+            and self.scaled.allows(ask.weight)
+            and (not self.up_to or ask.problem.dims.intermediate <= self.up_to)
         )
 
 

@@ -21,7 +21,7 @@ Judged = tuple[tuple[Candidate, ...], tuple[str, ...]]
 def candidates(ask: Ask, policy: Policy, route: Route, name: str | None) -> Judged:
     """Every candidate in order, judged, for the request `name` or for the automatic choice."""
     ignored: tuple[str, ...] = ()
-    if name and (route.assigned or name in route.ignored):
+    if name and (route.assigned or route.ignored.allows(name)):
         ignored = (f"{policy.name} ignores the request for {name} here",)
     if route.assigned:
         note = f"{policy.name} assigns the backend of {route.name} without asking the others"

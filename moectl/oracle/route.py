@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..environment import Device
 from ..problem import MoEProblem
 from ..schemes import ActFormat, WeightFormat
-from .backend import ANY, Archs, Ask, Backend, Choice, Variant, but
+from .backend import ANY, NONE, Archs, Ask, Backend, Choice, Variant, but
 from .decision import Candidate, Failure
 from .keys import exact_key
 
@@ -202,7 +202,7 @@ class Route:
     unfiltered: frozenset[str] = frozenset()
     twins: tuple[tuple[Backend, Backend], ...] = ()
     detours: Mapping[str, Route] = field(default_factory=dict, hash=False)
-    ignored: frozenset[str] = frozenset()
+    ignored: Choice = NONE
     sorts: frozenset[str] = frozenset()
     demands: tuple[Demand, ...] = ()
     slices: Callable[[Ask, tuple[Backend, ...]], Ask | Failure] | None = None

@@ -164,9 +164,11 @@ def _choose(
     chosen = next((c for c in judged if c.usable), None) if refused is None else None
     if refused or chosen:
         return _Outcome(ask, judged, chosen, refused, notes)
-    demand = None if name and name not in route.ignored else route.demand(ask)
-    asked_for = name if demand is None or demand.falls_back else demand.name
-    late = None if asked_for and asked_for not in route.ignored else route.stand_in(device, at_once=False)
+    asked_for = None if name and route.ignored.allows(name) else name
+    demand = None if asked_for else route.demand(ask)
+    if demand is not None and not demand.falls_back:
+        asked_for = demand.name
+    late = None if asked_for else route.stand_in(device, at_once=False)
     if late is not None:
         return _Outcome(ask, judged, None, Failure(late.says, ""), notes, late.engine_name)
     return _Outcome(ask, judged, None, _nothing(policy, route, asked_for, judged), notes)

@@ -28,17 +28,67 @@ _MXFP4 = frozenset({"mxfp4 group 32"})
 _FORMS = mxfp4_forms("aiter-mxfp4")
 _ROUTERS = ("Renormalize", "RenormalizeNaive")
 
+_MOE = (*_SWITCHES, Switch("VLLM_ROCM_USE_AITER_MOE"))
+_ACTIVATIONS = only("silu", "gelu", "situ", "swigluoai", "swigluoai_uninterleave")
+
+
+def _fused(experts: str, *offers: Offer) -> Variant:
+    """Kernels of CDNA3 and newer, on by switch."""
+    return Variant(
+        experts,
+        Capability(
+            arch=(gfx("gfx942", "gfx950", "gfx1250"),),
+            needs=_NEEDS,
+            switches=_MOE,
+            offers=offers,
+            activations=_ACTIVATIONS,
+            ungated=False,
+            spread=NO_NVLINK_EXCHANGE,
+        ),
+    )
+
+
+AITER_PLAIN = Backend(
+    name="aiter",
+    engine_name="ROCm AITER",
+    variants=(_fused("AiterUnquantizedExperts", Offer(frozenset({"bf16"}))),),
+    forms=(
+        # Its kernels pick tiles of 64 or 128 by the size itself.
+        Form("aiter-shuffled", Align(1, 64), up_to=192),
+        Form("aiter-shuffled", Align(1, 128)),
+    ),
+)
+AITER_W8A8 = Backend(
+    name="aiter",
+    engine_name="AITER",
+    variants=(
+        _fused(
+            "AiterFp8BlockExperts",
+            Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
+        ),
+        _fused(
+            "AiterFp8TensorExperts",
+            Offer(frozenset({"fp8 per tensor"}), only("fp8 per tensor static", "fp8 per tensor dynamic")),
+        ),
+        _fused(
+            "AiterFp8ChannelExperts",
+            Offer(frozenset({"fp8 per channel"}), only("fp8 per token dynamic")),
+        ),
+    ),
+    forms=(Form("aiter-shuffled"),),
+)
+
 _CK = Variant(
     "AiterMxfp4Experts",
     Capability(
         arch=(ROCM,),
         needs=_NEEDS,
-        switches=(*_SWITCHES, Switch("VLLM_ROCM_USE_AITER_MOE")),
+        switches=_MOE,
         offers=(
             Offer(_MXFP4, only("a16", "mxfp4"), (gfx("gfx950"),)),
             Offer(frozenset({"int4 group 32"}), only("a16"), (gfx("gfx942"),)),
         ),
-        activations=only("silu", "gelu", "situ", "swigluoai", "swigluoai_uninterleave"),
+        activations=_ACTIVATIONS,
         ungated=False,
         spread=NO_NVLINK_EXCHANGE,
     ),

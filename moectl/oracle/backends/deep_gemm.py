@@ -1,4 +1,4 @@
-"""DeepGEMM: FP8 activations with FP4 weights on Blackwell."""
+"""DeepGEMM: FP8 activations with FP8 weights in blocks, or with FP4 weights on Blackwell."""
 
 from ...problem import Align
 from ...schemes import MXFP8_ACT, ActFormat
@@ -17,12 +17,17 @@ from ..backend import (
     only,
 )
 
+_NEEDS = (Need("deep_gemm"),)
+_SWITCHES = (Switch("VLLM_USE_DEEP_GEMM"),)
+_FP8 = (Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),)
+_FORMS = (Form("deep-gemm-fp8"),)
+
 PLAIN_DEEP_GEMM = Variant(
     "DeepGemmExperts",
     Capability(
         arch=(SM90, SM10X, SM12X),
-        needs=(Need("deep_gemm"),),
-        switches=(Switch("VLLM_USE_DEEP_GEMM"),),
+        needs=_NEEDS,
+        switches=_SWITCHES,
         offers=(
             Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
             Offer(frozenset({"mxfp8 group 32"}), only("mxfp8"), (SM10X,)),
@@ -40,6 +45,45 @@ DEEP_GEMM_MXFP8 = Backend(
     act=MXFP8_ACT,
     forms=(Form("deep-gemm"),),
 )
+DEEP_GEMM_FP8 = Backend(
+    name="deep_gemm",
+    engine_name="DEEPGEMM",
+    variants=(
+        Variant(
+            # Small batches go to Triton at run time, so both must serve the deployment.
+            "TritonOrDeepGemmExperts",
+            Capability(
+                arch=(SM90, SM10X, SM12X),
+                needs=_NEEDS,
+                switches=_SWITCHES,
+                offers=_FP8,
+                activations=only("silu", "swiglustep", "swigluoai_uninterleave"),
+                ungated=False,
+                spread=NO_NVLINK_EXCHANGE,
+            ),
+        ),
+    ),
+    forms=_FORMS,
+)
+BATCHED_DEEP_GEMM = Backend(
+    name="batched_deep_gemm",
+    engine_name="BATCHED_DEEPGEMM",
+    variants=(
+        Variant(
+            "BatchedDeepGemmExperts",
+            Capability(
+                arch=(SM90, SM10X, SM12X),
+                needs=_NEEDS,
+                switches=_SWITCHES,
+                offers=_FP8,
+                activations=only("silu"),
+                ungated=False,
+            ),
+            batched=True,
+        ),
+    ),
+    forms=_FORMS,
+)
 DEEP_GEMM_MXFP4 = Backend(
     name="deep_gemm",
     engine_name="DEEPGEMM_MXFP4",
@@ -48,8 +92,8 @@ DEEP_GEMM_MXFP4 = Backend(
             "DeepGemmFP4Experts",
             Capability(
                 arch=(SM10X, SM12X),
-                needs=(Need("deep_gemm"),),
-                switches=(Switch("VLLM_USE_DEEP_GEMM"),),
+                needs=_NEEDS,
+                switches=_SWITCHES,
                 offers=(Offer(frozenset({"mxfp4 group 32"}), only("fp8 group 128 dynamic")),),
                 activations=only("silu", "swiglustep", "situ"),
                 ungated=False,

@@ -87,7 +87,7 @@ _FORMS = (
     # Other weights are padded to the layout's tiles only when they are repacked.
     Form("marlin-int4", weights=frozenset({"int4"})),
     Form("marlin-int8", weights=frozenset({"int8"})),
-    *(Form(f"marlin-{name}", weights=frozenset({name})) for name in ("nvfp4", "mxfp8")),
+    *(Form(f"marlin-{name}", weights=frozenset({name})) for name in ("fp8", "nvfp4", "mxfp8")),
     Form("marlin"),
 )
 

@@ -103,6 +103,25 @@ FEW_EXPERTS = Rule(
     offered="fewer than 993 (1024 rounded up to 32)",
 )
 
+XPU_ACTIVATIONS = only(
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "swigluoai",
+    "silu_no_mul",
+    "gelu_no_mul",
+    "gelu_tanh_no_mul",
+    "relu2_no_mul",
+)
+XPU_MASKED = Rule(
+    question="activation function on xpu",
+    group="scheme",
+    vllm_code="activation",
+    holds=lambda ask: ask.device.platform != "xpu" or XPU_ACTIVATIONS.allows(ask.activation),
+    wanted=lambda ask: ask.activation,
+    offered=str(XPU_ACTIVATIONS),
+)
+
 INTEGER_CAPABILITY = Capability(
     arch=(CUDA, ROCM, XPU),
     offers=(
@@ -136,20 +155,23 @@ TRITON_INT = Backend(
 )
 
 _TURING = (sm(75), ROCM, XPU)
-_FP8 = (sm(89), gfx("gfx942", "gfx950", "gfx1200", "gfx1201"), XPU)
+_FP8 = (sm(89), ROCM, XPU)
+_FP8_TOKENS = frozenset({"fp8 per channel"}), only("fp8 per token dynamic")
+_FP8_TENSOR = (
+    frozenset({"fp8 per tensor"}),
+    only("fp8 per token dynamic", "fp8 per tensor static", "fp8 per tensor dynamic"),
+)
+_FP8_GROUPS = only("fp8 group 128 dynamic")
 PLAIN_CAPABILITY = Capability(
     arch=(CUDA, ROCM, XPU),
     offers=(
         Offer(frozenset({"bf16"})),
         Offer(frozenset({"int8 per channel"}), only("int8 per token dynamic"), _TURING),
         Offer(frozenset({"int8 per tensor"}), only("int8 per tensor dynamic"), _TURING),
-        Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic"), _FP8),
-        Offer(frozenset({"fp8 per channel"}), only("fp8 per token dynamic"), _FP8),
-        Offer(
-            frozenset({"fp8 per tensor"}),
-            only("fp8 per token dynamic", "fp8 per tensor static", "fp8 per tensor dynamic"),
-            _FP8,
-        ),
+        # The block is an argument of the kernel.
+        Offer(frozenset({"fp8 block *"}), _FP8_GROUPS, _FP8),
+        Offer(*_FP8_TOKENS, _FP8),
+        Offer(*_FP8_TENSOR, _FP8),
     ),
     activations=SHARED,
     spread=NO_NVLINK_EXCHANGE,
@@ -161,6 +183,30 @@ TRITON_PLAIN = Backend(
     name="triton",
     engine_name="TRITON",
     variants=(Variant("TritonExperts", PLAIN_CAPABILITY),),
+    forms=(Form("plain"),),
+)
+
+_FP8_BATCHED = (sm(89), gfx("gfx942", "gfx950", "gfx1250", "gfx1200", "gfx1201"))
+BATCHED_TRITON = Backend(
+    name="batched_triton",
+    engine_name="BATCHED_TRITON",
+    variants=(
+        Variant(
+            "BatchedTritonExperts",
+            Capability(
+                arch=(CUDA, ROCM, XPU),
+                offers=(
+                    Offer(frozenset({"bf16"})),
+                    Offer(frozenset({"fp8 block 128x128"}), _FP8_GROUPS, _FP8_BATCHED),
+                    Offer(*_FP8_TOKENS, _FP8_BATCHED),
+                    Offer(*_FP8_TENSOR, _FP8_BATCHED),
+                ),
+                activations=SHARED,
+                rules=(XPU_MASKED,),
+            ),
+            batched=True,
+        ),
+    ),
     forms=(Form("plain"),),
 )
 

@@ -8,7 +8,7 @@ from ....environment.vllm_0_33_0 import VARIABLES
 from ...backend import only
 from ...backends.defaults import mxfp4_forms
 from ...policy import ExchangeSizes, Policy
-from . import integers, mxfp4, mxfp8, nvfp4
+from . import bf16, fp8, integers, mxfp4, mxfp8, nvfp4, w4a8
 from .terms import activation, dtype, routing
 
 _LOW_LATENCY = ExchangeSizes(sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192))
@@ -16,8 +16,16 @@ _HIGH_THROUGHPUT = ExchangeSizes(multiple_bytes=512)
 
 VLLM_0_33_0 = Policy(
     name="vllm-0.33.0",
-    routes=(*mxfp4.ROUTES, *mxfp8.ROUTES, *nvfp4.ROUTES, *integers.ROUTES),
-    platforms=frozenset({"cuda", "rocm", "cpu", "xpu"}),
+    routes=(
+        *bf16.ROUTES,
+        *fp8.ROUTES,
+        *mxfp4.ROUTES,
+        *mxfp8.ROUTES,
+        *nvfp4.ROUTES,
+        *integers.ROUTES,
+        *w4a8.ROUTES,
+    ),
+    platforms=frozenset({"cuda", "rocm", "cpu", "xpu", "tpu", "out-of-tree"}),
     accepted_names=only(
         "auto",
         "triton",

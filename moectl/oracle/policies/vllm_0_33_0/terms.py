@@ -44,6 +44,8 @@ def routing(problem: MoEProblem) -> str:
     routing = problem.routing
     if routing.weight_on_input and problem.top_k == 1:
         return "Llama4"
+    if routing.scoring == "sparsemixer" or routing.expert_scale:
+        return "Custom"
     name = _ROUTING.get((routing.scoring, routing.correction_bias, routing.renormalize), "Unspecified")
     return "DeepSeekV3" if name == "MiniMax2" and routing.groups else name
 

@@ -1,0 +1,103 @@
+"""FlashInfer's unquantized kernels: TRT-LLM generated ones on SM10x, and CUTLASS."""
+
+from dataclasses import replace
+
+from ...problem import Align
+from ..backend import SM10X, Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, but, only
+from .flashinfer import CUTLASS_CAPABILITY, TRTLLM_SYMBOLS, flashinfer_needs
+
+ROUTED_EXPERTS = Rule(
+    question="number of experts",
+    group="shape",
+    vllm_code="shape",
+    holds=lambda ask: ask.problem.experts <= 2048,
+    wanted=lambda ask: str(ask.problem.experts),
+    offered="2048 or fewer",
+)
+
+_TRTLLM = Capability(
+    arch=(SM10X,),
+    needs=flashinfer_needs(TRTLLM_SYMBOLS),
+    offers=(Offer(frozenset({"bf16"})),),
+    activations=only("silu", "relu2_no_mul"),
+    rules=(ROUTED_EXPERTS,),
+)
+_GATHERED = Spread(exchange=only("none", "allgather_reducescatter"), eplb=False)
+_FORMS = (Form("trtllm-bf16", Align(1, 128)),)
+
+TRTLLM_PLAIN = Backend(
+    name="flashinfer_trtllm",
+    engine_name="FlashInfer TRTLLM",
+    variants=(
+        Variant(
+            "TrtLlmBf16ExpertsMonolithic",
+            replace(
+                _TRTLLM,
+                routing=only(
+                    "DeepSeekV3",
+                    "Llama4",
+                    "Renormalize",
+                    "RenormalizeNaive",
+                    "SigmoidRenorm",
+                    "MiniMax2",
+                    "Sigmoid",
+                ),
+                spread=_GATHERED,
+            ),
+            monolithic=True,
+        ),
+        Variant(
+            # Without an exchange that routes tokens itself, only the monolithic form is used.
+            "TrtLlmBf16ExpertsModular",
+            replace(
+                _TRTLLM,
+                spread=Spread(
+                    exchange=but("none", "allgather_reducescatter", "deepep_high_throughput"), eplb=False
+                ),
+            ),
+        ),
+    ),
+    forms=_FORMS,
+)
+
+
+def _whole_tiles(ask: Ask) -> bool:
+    return ask.problem.dims.intermediate % 128 == 0
+
+
+TRTLLM_LORA = Backend(
+    name="flashinfer_trtllm",
+    engine_name="FlashInfer TRTLLM",
+    variants=(
+        Variant(
+            "TrtLlmBf16LoRAExperts",
+            replace(
+                _TRTLLM,
+                activations=only("silu"),
+                ungated=False,
+                routing=only("DeepSeekV3", "Llama4", "Renormalize", "RenormalizeNaive"),
+                spread=_GATHERED,
+                lora=True,
+                rules=(
+                    Rule(
+                        question="intermediate size",
+                        group="shape",
+                        vllm_code="shape",
+                        holds=_whole_tiles,
+                        wanted=lambda ask: f"{ask.problem.dims.intermediate} per rank",
+                        offered="a multiple of 128, which is not padded here",
+                    ),
+                ),
+            ),
+        ),
+    ),
+    forms=_FORMS,
+    note="The only kernels beside Triton's that add adapters between the two GEMMs.",
+)
+
+CUTLASS_PLAIN = Backend(
+    name="flashinfer_cutlass",
+    engine_name="FlashInfer CUTLASS",
+    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
+    forms=(Form("cutlass-bf16"),),
+)
