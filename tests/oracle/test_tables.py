@@ -86,7 +86,9 @@ KEYS = {
 def test_offered_formats_are_ones_that_a_checkpoint_can_have() -> None:
     for backend, variant in variants():
         for offer in variant.offers.offers or ():
-            assert offer.weights <= KEYS, (backend.name, offer.weights - KEYS)
+            for name in offer.weights:
+                begins = name.endswith("*") and any(key.startswith(name[:-1]) for key in KEYS)
+                assert begins or name in KEYS, (backend.name, name)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ _CUTS_BLOCKS = Aftermath(
         f"{ask.problem.scheme.weight}"
     ),
     kind="ValueError",
+    sized=True,
 )
 
 _CUTLASS_PAIR = (cutlass.CUTLASS_FP8, cutlass.BATCHED_CUTLASS_FP8)
