@@ -18,7 +18,7 @@ class Device:
     """One accelerator, or the CPU.
 
     Attributes:
-        platform: ``cuda``, ``rocm``, ``xpu`` or ``cpu``.
+        platform: ``cuda``, ``rocm``, ``xpu``, ``cpu``, ``tpu`` or ``out-of-tree``.
         arch: ``sm90``, ``gfx942``, ``x86``, ``aarch64``, ...
         name: the name an engine would see.
         sms: streaming multiprocessors (CUDA), compute units (ROCm), cores (CPU).
@@ -53,6 +53,8 @@ _CPUS = {
     "cpu-amx": frozenset({"amx"}),
     "cpu-x86-amx": frozenset({"amx"}),
 }
+_PLUG_INS = ("tpu", "out-of-tree")
+"""Platforms that an engine knows only through a plug-in."""
 _CUDA_ARCH = re.compile(r"sm_?(\d{2,3})[af]?")
 _NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|[\s_()-]")
 
@@ -117,13 +119,15 @@ def device_names() -> tuple[str, ...]:
 
 def find_device(name: str) -> Device:
     """The device called `name`: a GPU (``h100``, ``NVIDIA H200``, ``mi300x``), an architecture
-    (``sm90``, ``gfx942``, stood for by one GPU of it), ``cpu`` or ``cpu-amx``.
+    (``sm90``, ``gfx942``, stood for by one GPU of it), ``cpu``, ``cpu-amx``, ``tpu`` or ``out-of-tree``.
 
     UsageError with near matches when nothing has that name, and for an architecture that no product has.
     """
     text = name.strip().lower()
     if text in _CPUS:
         return Device("cpu", "x86", "cpu", features=_CPUS[text])
+    if text in _PLUG_INS:
+        return Device(text, text, text)
     if key := known_names().get(squeeze(text)):
         return device_of(key)
     representatives = _table()["representatives"]
@@ -135,7 +139,7 @@ def find_device(name: str) -> Device:
     for platform, known in architectures.items():
         if arch in known:
             return Device(platform, arch, arch)
-    names = [*_table()["gpus"], *representatives, *_CPUS]
+    names = [*_table()["gpus"], *representatives, *_CPUS, *_PLUG_INS]
     if cuda:
         near = sorted(architectures["cuda"], key=lambda known: abs(int(known[2:]) - int(cuda[1])))[:4]
     else:

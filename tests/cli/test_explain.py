@@ -205,8 +205,8 @@ def test_a_format_without_rules_is_no_wrong_usage(tmp_path):
         "topk_group": 4,
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "quantization_config": {"quant_method": "mxfp4"},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = moectl("explain", tmp_path / "config.json", "--gpu", "h100", code=1)
-    assert "fp8" in done.stderr
+    done = moectl("explain", tmp_path / "config.json", "--gpu", "tpu", code=1)
+    assert "do not cover tpu devices with native MXFP4" in done.stderr

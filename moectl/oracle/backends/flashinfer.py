@@ -133,3 +133,16 @@ CUTLASS_MXFP8 = Backend(
     act=MXFP8_ACT,
     forms=(Form("cutlass-sm100", Align(128, 128)),),
 )
+CUTLASS_PLAIN = Backend(
+    name="flashinfer_cutlass",
+    engine_name="FlashInfer CUTLASS",
+    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
+    forms=(Form("cutlass-bf16"),),
+)
+CUTLASS_FP8 = Backend(
+    name="flashinfer_cutlass",
+    engine_name="FLASHINFER_CUTLASS",
+    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
+    # Sizes are padded when the weights are repacked.
+    forms=(Form("cutlass-fp8-block", scaled=only("fp8 block 128x128")), Form("cutlass-fp8-tensor")),
+)

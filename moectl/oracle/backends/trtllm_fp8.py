@@ -10,7 +10,7 @@ _SWIGLU = ("silu", "swigluoai_uninterleave")
 _BLOCKS = frozenset({"fp8 block 128x128", "mxfp8 group 32"})
 MOST_EXPERTS = 2048
 
-_EXPERTS = Rule(
+ROUTED_EXPERTS = Rule(
     question="number of experts",
     group="shape",
     vllm_code="other",
@@ -66,7 +66,7 @@ _MODULAR = Capability(
         ),
         eplb=False,
     ),
-    rules=(_EXPERTS, _CLAMP),
+    rules=(ROUTED_EXPERTS, _CLAMP),
 )
 _MONOLITHIC = replace(
     _MODULAR,
@@ -85,7 +85,7 @@ _MONOLITHIC = replace(
     ),
     logits=only("bf16", "fp32"),
     spread=Spread(exchange=only(*_ALONE_OR_GATHERED), eplb=False, sequence=False),
-    rules=(_EXPERTS, _CLAMP, _LLAMA4),
+    rules=(ROUTED_EXPERTS, _CLAMP, _LLAMA4),
 )
 
 TRTLLM_FP8 = Backend(
@@ -96,5 +96,9 @@ TRTLLM_FP8 = Backend(
         Variant("TrtLlmFp8ExpertsModular", _MODULAR),
     ),
     # Weights are padded to the layout's tiles only when they are repacked.
-    forms=(Form("trtllm-mxfp8", weights=frozenset({"mxfp8"})), Form("trtllm-fp8")),
+    forms=(
+        Form("trtllm-mxfp8", weights=frozenset({"mxfp8"})),
+        Form("trtllm-fp8-block", scaled=only("fp8 block 128x128")),
+        Form("trtllm-fp8-tensor"),
+    ),
 )

@@ -26,7 +26,7 @@ XPU_FP8 = Backend(
             replace(_PLAIN, offers=(Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),)),
         ),
     ),
-    forms=(Form("plain"),),
+    forms=(Form("xpu-fp8"),),
 )
 XPU_MXFP4 = Backend(
     name="xpu",
@@ -59,29 +59,11 @@ XPU_INT4 = Backend(
     forms=(Form("xpu-int4"),),
 )
 
-
-def _standard(experts: str, *offers: Offer) -> Variant:
-    return Variant(experts, Capability(arch=(XPU,), offers=offers, activations=_ACTIVATIONS))
-
-
-_TENSOR = Offer(frozenset({"fp8 per tensor"}), only("a16", "fp8 per tensor dynamic"))
-
 XPU_PLAIN = Backend(
     name="xpu",
     engine_name="XPU",
-    variants=(_standard("XPUExperts", Offer(frozenset({"bf16"})), _TENSOR),),
-    forms=(Form("xpu-transposed"),),
-)
-XPU_FP8 = Backend(
-    name="xpu",
-    engine_name="XPU",
     variants=(
-        _standard("XPUExpertsFp8", _TENSOR),
-        _standard("XPUExpertsMxFp8", Offer(frozenset({"mxfp8 group 32"}), only("a16", "mxfp8"))),
-        _standard(
-            "XPUExpertsBlockFp8",
-            Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
-        ),
+        Variant("XPUExperts", replace(_PLAIN, offers=(Offer(frozenset({"bf16"})), *(_PLAIN.offers or ())))),
     ),
-    forms=(Form("xpu-fp8"),),
+    forms=(Form("xpu-transposed"),),
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...backend import ANY, Ask, Backend, only, sm
-from ...backends import aiter, cpu, flashinfer_bf16, moonep, triton, xpu
+from ...backends import aiter, cpu, flashinfer, moonep, triton, trtllm_bf16, xpu
 from ...route import Assignment, Condition, Move, Order, Route, StandIn
 from .order import AITER_DEMANDED, CPU, OUT_OF_TREE, ROCM, TPU, XPU, without_aiter
 
@@ -24,8 +24,8 @@ def _gpt_oss(ask: Ask) -> bool:
 _NAMES: dict[str, tuple[Backend, ...]] = {
     "triton": (triton.TRITON_PLAIN,),
     "batched_triton": (triton.BATCHED_TRITON,),
-    "flashinfer_trtllm": (flashinfer_bf16.TRTLLM_PLAIN,),
-    "flashinfer_cutlass": (flashinfer_bf16.CUTLASS_PLAIN,),
+    "flashinfer_trtllm": (trtllm_bf16.TRTLLM_PLAIN,),
+    "flashinfer_cutlass": (flashinfer.CUTLASS_PLAIN,),
     "aiter": (aiter.AITER_PLAIN,),
 }
 
@@ -40,19 +40,19 @@ _BF16 = Route(
         Order((cpu.CPU_BF16,), CPU),
         Order(
             (
-                flashinfer_bf16.TRTLLM_PLAIN,
-                flashinfer_bf16.CUTLASS_PLAIN,
+                trtllm_bf16.TRTLLM_PLAIN,
+                flashinfer.CUTLASS_PLAIN,
                 triton.TRITON_PLAIN,
                 triton.BATCHED_TRITON,
             )
         ),
     ),
     moves=(
-        Move(flashinfer_bf16.TRTLLM_PLAIN, (sm(90, 99),), last=True, why=_LAST_ON_HOPPER),
-        Move(flashinfer_bf16.CUTLASS_PLAIN, (sm(90, 99),), last=True, why=_LAST_ON_HOPPER),
-        Move(flashinfer_bf16.CUTLASS_PLAIN, last=True, when=_data_parallel, why=_LAST_WITH_DP),
-        Move(flashinfer_bf16.TRTLLM_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
-        Move(flashinfer_bf16.CUTLASS_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
+        Move(trtllm_bf16.TRTLLM_PLAIN, (sm(90, 99),), last=True, why=_LAST_ON_HOPPER),
+        Move(flashinfer.CUTLASS_PLAIN, (sm(90, 99),), last=True, why=_LAST_ON_HOPPER),
+        Move(flashinfer.CUTLASS_PLAIN, last=True, when=_data_parallel, why=_LAST_WITH_DP),
+        Move(trtllm_bf16.TRTLLM_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
+        Move(flashinfer.CUTLASS_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
     ),
     exclusions=(without_aiter(aiter.AITER_PLAIN),),
     demands=(replace(AITER_DEMANDED, falls_back=True),),
@@ -82,9 +82,9 @@ _ADAPTERS = replace(
     demands=(),
     assigned=(
         Assignment(
-            flashinfer_bf16.TRTLLM_LORA,
-            flashinfer_bf16.TRTLLM_LORA.variants[0],
-            flashinfer_bf16.TRTLLM_LORA.engine_name,
+            trtllm_bf16.TRTLLM_LORA,
+            trtllm_bf16.TRTLLM_LORA.variants[0],
+            trtllm_bf16.TRTLLM_LORA.engine_name,
             asks=True,
         ),
         Assignment(triton.TRITON_PLAIN, triton.TRITON_PLAIN.variants[0], triton.TRITON_PLAIN.engine_name),

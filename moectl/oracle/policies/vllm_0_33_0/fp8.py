@@ -8,7 +8,7 @@ from dataclasses import replace
 from ....problem import Dims, MoEProblem
 from ....schemes import FULL, ActFormat, WeightFormat
 from ...backend import ANY, SM10X, SM90, Ask, Backend, but, only
-from ...backends import aiter, cpu, cutlass, deep_gemm, flashinfer_fp8, hpc, triton, xpu
+from ...backends import aiter, cpu, cutlass, deep_gemm, flashinfer, hpc, triton, trtllm_fp8, xpu
 from ...backends.humming import HUMMING
 from ...backends.marlin import MARLIN
 from ...decision import Candidate, Failure
@@ -138,8 +138,8 @@ _NAMES: dict[str, tuple[Backend, ...]] = {
     "triton": (triton.TRITON_PLAIN,),
     "deep_gemm": (deep_gemm.DEEP_GEMM_FP8,),
     "cutlass": (cutlass.CUTLASS_FP8,),
-    "flashinfer_trtllm": (flashinfer_fp8.TRTLLM_FP8,),
-    "flashinfer_cutlass": (flashinfer_fp8.CUTLASS_FP8,),
+    "flashinfer_trtllm": (trtllm_fp8.TRTLLM_FP8,),
+    "flashinfer_cutlass": (flashinfer.CUTLASS_FP8,),
     "marlin": (MARLIN,),
     "humming": (HUMMING,),
     "aiter": (aiter.AITER_W8A8,),
@@ -159,8 +159,8 @@ _COMPRESSED_FP8 = Route(
         Order(
             (
                 aiter.AITER_W8A8,
-                flashinfer_fp8.TRTLLM_FP8,
-                flashinfer_fp8.CUTLASS_FP8,
+                trtllm_fp8.TRTLLM_FP8,
+                flashinfer.CUTLASS_FP8,
                 deep_gemm.DEEP_GEMM_FP8,
                 cutlass.CUTLASS_FP8,
                 triton.TRITON_PLAIN,
@@ -179,14 +179,14 @@ _COMPRESSED_FP8 = Route(
     moves=(
         HUMMING_FIRST,
         Move(
-            flashinfer_fp8.TRTLLM_FP8,
+            trtllm_fp8.TRTLLM_FP8,
             (SM10X,),
             first=True,
             when=lambda ask: ask.exchange == "deepep_v2" and _hopper_blocks(ask),
             why="TRT-LLM goes first with DeepEP v2, as it skips the padding between experts",
         ),
         Move(
-            flashinfer_fp8.CUTLASS_FP8,
+            flashinfer.CUTLASS_FP8,
             (SM90,),
             first=True,
             when=lambda ask: ask.problem.parallel.ep_size > 1 and _hopper_blocks(ask),

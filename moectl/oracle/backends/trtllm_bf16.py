@@ -1,19 +1,11 @@
-"""FlashInfer's unquantized kernels: TRT-LLM generated ones on SM10x, and CUTLASS."""
+"""FlashInfer's TRT-LLM kernels for unquantized weights on SM10x, without and with adapters."""
 
 from dataclasses import replace
 
 from ...problem import Align
 from ..backend import SM10X, Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, but, only
-from .flashinfer import CUTLASS_CAPABILITY, TRTLLM_SYMBOLS, flashinfer_needs
-
-ROUTED_EXPERTS = Rule(
-    question="number of experts",
-    group="shape",
-    vllm_code="shape",
-    holds=lambda ask: ask.problem.experts <= 2048,
-    wanted=lambda ask: str(ask.problem.experts),
-    offered="2048 or fewer",
-)
+from .flashinfer import TRTLLM_SYMBOLS, flashinfer_needs
+from .trtllm_fp8 import ROUTED_EXPERTS
 
 _TRTLLM = Capability(
     arch=(SM10X,),
@@ -93,11 +85,4 @@ TRTLLM_LORA = Backend(
     ),
     forms=_FORMS,
     note="The only kernels beside Triton's that add adapters between the two GEMMs.",
-)
-
-CUTLASS_PLAIN = Backend(
-    name="flashinfer_cutlass",
-    engine_name="FlashInfer CUTLASS",
-    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
-    forms=(Form("cutlass-bf16"),),
 )
