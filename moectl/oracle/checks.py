@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..environment import Device, Packages
 from .backend import Ask, Capability, Variant, is_on, spell_archs, spell_offers
 
 
@@ -39,10 +40,14 @@ class Check:
     answer: Callable[[Ask, Capability, Variant], Answer]
 
 
-def _device(ask: Ask, offers: Capability, variant: Variant) -> Answer:
-    holds = offers.arch is None or any(arch.fits(ask.device) for arch in offers.arch)
-    wanted = " with ".join([ask.device.arch, *sorted(ask.device.features)])
+def _fits(device: Device, offers: Capability) -> Answer:
+    holds = offers.arch is None or any(arch.fits(device) for arch in offers.arch)
+    wanted = " with ".join([device.arch, *sorted(device.features)])
     return wanted, spell_archs(offers.arch), holds
+
+
+def _device(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+    return _fits(ask.device, offers)
 
 
 def _gating(ask: Ask, offers: Capability, variant: Variant) -> Answer:
@@ -195,14 +200,44 @@ def _answers(ask: Ask, variant: Variant) -> Iterator[Verdict]:
         wanted, offered, holds = check.answer(ask, offers, variant)
         code = offers.codes.get(check.question, check.vllm_code)
         yield Verdict(check.question, check.group, wanted, offered, holds, code)
+    yield from _installed(ask.packages, offers)
+    for rule in offers.rules:
+        yield Verdict(
+            rule.question, rule.group, rule.wanted(ask), rule.offered, rule.holds(ask), rule.vllm_code
+        )
+
+
+def judge_machine(device: Device, packages: Packages, variant: Variant) -> tuple[Verdict, ...]:
+    """The questions in which no problem has a part: the device, packages, switches, any format at all."""
+    offers = variant.offers
+    wanted, offered, holds = _fits(device, offers)
+    found = [Verdict("device", "arch", wanted, offered, holds, "device"), *_installed(packages, offers)]
+    if holds and offers.offers is not None and not formats_on(device, offers):
+        spelled = spell_offers(offers.offers)
+        found.append(Verdict("number formats", "scheme", f"any on {device.arch}", spelled, False))
+    return tuple(found)
+
+
+def formats_on(device: Device, offers: Capability) -> frozenset[str]:
+    """Keys of the weight formats that are served on `device`; empty also where any is."""
+    return frozenset(
+        weight
+        for offer in offers.offers or ()
+        if offer.where is None or any(arch.fits(device) for arch in offer.where)
+        for weight in offer.weights
+    )
+
+
+def _installed(packages: Packages, offers: Capability) -> Iterator[Verdict]:
+    """What packages and switches say."""
     for need in offers.needs:
-        met = need.met(ask.packages)
+        met = need.met(packages)
         offered = "installed" if met else "not installed"
-        if not met and need.symbol and ask.packages.has(need.package):
+        if not met and need.symbol and packages.has(need.package):
             offered = f"{need.package} without it"
         yield Verdict(f"package {need.package}", "package", str(need), offered, met, need.vllm_code)
     for switch in offers.switches:
-        value = is_on(ask.packages, switch.name)
+        value = is_on(packages, switch.name)
         on = {True: "1", False: "0"}
         yield Verdict(
             f"switch {switch.name}",
@@ -211,8 +246,4 @@ def _answers(ask: Ask, variant: Variant) -> Iterator[Verdict]:
             on[value],
             value == switch.wanted,
             switch.vllm_code,
-        )
-    for rule in offers.rules:
-        yield Verdict(
-            rule.question, rule.group, rule.wanted(ask), rule.offered, rule.holds(ask), rule.vllm_code
         )
