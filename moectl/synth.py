@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .checkpoint.catalogue import Entry, built_in
-from .checkpoint.families import KEYS, Fields, family_of
+from .checkpoint.fields import KEYS, Fields
+from .checkpoint.moe_layers import moe_layers
 from .checkpoint.layers import layer_groups
 from .checkpoint.model import LayerGroup, TensorInfo
 from .checkpoint.shards import CONFIG, INDEX
@@ -133,16 +134,15 @@ def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:
             )
     config = json.loads(json.dumps(entry.config))
     fields = Fields(config)
-    family = family_of(fields)
     count = fields.integer("layers", KEYS["layers"])
     if sizes.layers is not None:
-        published = len(family.moe_layers(fields, count))
+        published = len(moe_layers(fields, count))
         if sizes.layers > published:
             raise UsageError(
                 f"{entry.name} has {published} MoE layers, {sizes.layers} were asked for.",
                 hint=f"Ask for 1 to {published}, or leave it out for all.",
             )
-        count = family.moe_layers(fields, count)[sizes.layers - 1] + 1
+        count = moe_layers(fields, count)[sizes.layers - 1] + 1
     experts = sizes.experts or fields.integer("experts", KEYS["experts"])
     top_k = sizes.top_k or min(experts, fields.integer("top_k", KEYS["top_k"]))
     if top_k > experts:
@@ -154,7 +154,7 @@ def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:
         "experts": (KEYS["experts"], experts),
         "top_k": (KEYS["top_k"], top_k),
         "hidden": (KEYS["hidden"], sizes.hidden),
-        "intermediate": (family.intermediate, sizes.intermediate),
+        "intermediate": ((fields.key_of(KEYS["intermediate"]) or "",), sizes.intermediate),
         "vocabulary": (("vocab_size",), VOCABULARY),
     }
     for keys, value in changes.values():

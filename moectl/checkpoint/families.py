@@ -1,260 +1,327 @@
-"""What an architecture means by its config: which keys hold a fact, and what no key says.
+"""What an architecture means by its config: the keys of each fact, and what no key says.
 
-A family is a row of `FAMILIES`; the next one is another row, and a fact's other spelling another
-word in `KEYS`.
+A fact is a row of `ROUTING` or `ACTIVATION`, another spelling a word there. A family is a row of
+`FAMILIES` and states only what its architecture implies where its configs have no key. A config of no
+known family is read by its keys alone; what they leave open is assumed, and said to be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields as fields_of, replace
 from typing import Any
 
 from ..errors import CheckpointError
 from ..problem import SILU, SWIGLU_OAI, Activation, Routing
+from .fields import KEYS, Fields, Take
 from .strict_json import shown
 
-KEYS: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layers"),
-    "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_top_k"),
-    "hidden": ("hidden_size", "d_model"),
-    "dtype": ("torch_dtype", "dtype"),
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": SILU,
+    "swish": SILU,
+    "swiglu": SILU,
+    "swigluoai": SWIGLU_OAI,
+    "swiglustep": Activation("swiglustep", limit=7.0),
+    "gelu": Activation("gelu"),
+    "gelu_pytorch_tanh": Activation("gelu_tanh"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "gelu_new": Activation("gelu_tanh"),
+    "relu2": Activation("relu2", gated=False),
+    "situ": Activation("situ", beta=1.0, linear_beta=1.0),
 }
-"""Config keys of a fact, in order of preference, whatever the family."""
+"""`Activation` by the config's word, with the parameters that the function has unless told others.
 
-LIMITS: Mapping[str, int] = {
-    "layers": 1 << 14,
-    "experts": 1 << 16,
-    "top_k": 1 << 10,
-    "hidden": 1 << 20,
-    "intermediate": 1 << 20,
-    "shared_experts": 1 << 10,
+Whether experts are gated is what their tensors show; `relu2` alone is published without a gate.
+"""
+
+SCORINGS: Mapping[str, str] = {
+    "softmax": "softmax",
+    "sigmoid": "sigmoid",
+    "sqrtsoftplus": "sqrtsoftplus",
+    "sparsemixer": "sparsemixer",
 }
-"""Largest values that a config may ask for, far above any model, so that a wrong one costs nothing."""
+"""`Routing.scoring` by the config's word."""
 
-DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "torch.bfloat16": "bf16"}
-"""`MoEProblem.dtype` by the config's spelling."""
+_BIAS_WORDS: Mapping[Any, bool] = {
+    "noaux_tc": True,
+    "greedy": False,
+    "group_limited_greedy": False,
+    True: True,
+    False: False,
+}
+_YES_NO: Mapping[Any, bool] = {True: True, False: False}
 
-ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swiglu": SILU}
-"""`Activation` by `hidden_act`."""
-
-
-class Fields:
-    """A config's text model, read key by key; remembers where each value came from."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        inner = config.get("text_config")
-        nested = isinstance(inner, Mapping) and "hidden_size" in inner
-        self.values: Mapping[str, Any] = inner if nested and isinstance(inner, Mapping) else config
-        self.prefix = "text_config." if nested else ""
-        self.sources: dict[str, str] = {}
-
-    @property
-    def model_type(self) -> str:
-        value = self.values.get("model_type")
-        return value if isinstance(value, str) else ""
-
-    def has(self, *keys: str) -> bool:
-        """True when every key is there and not null."""
-        return all(self.values.get(key) is not None for key in keys)
-
-    def key_of(self, keys: Sequence[str]) -> str | None:
-        """The first of `keys` that is there and not null."""
-        return next((key for key in keys if self.has(key)), None)
-
-    def refuse(self, key: str, expected: str) -> CheckpointError:
-        """The error that `key` is not what it must be."""
-        got = shown(self.values.get(key))
-        return CheckpointError(
-            f"config.json: {self.prefix}{key} must be {expected}, got {got}.", hint="Check config.json."
-        )
-
-    def integer(self, name: str, keys: Sequence[str], default: int | None = None, low: int = 1) -> int:
-        """The integer that one of `keys` holds, `low` to `LIMITS[name]`; `default` when none is there.
-
-        Raises CheckpointError when it is something else, or absent without a default.
-        """
-        key = self.key_of(keys)
-        if key is None:
-            if default is None:
-                raise CheckpointError(
-                    f"config.json: {name} is missing, expected one of the keys {', '.join(keys)}.",
-                    hint="Check that this is the config of a Mixture-of-Experts model.",
-                )
-            return default
-        value = self.values[key]
-        high = LIMITS.get(name, 1 << 20)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.refuse(key, f"an integer from {low} to {high}")
-        self.sources[name] = f"config:{self.prefix}{key}"
-        return value
-
-
-_KINDS: Mapping[type, tuple[Callable[[Any], bool], str]] = {
-    bool: (lambda value: isinstance(value, bool), "true or false"),
-    int: (
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 20,
-        "a whole number",
+ROUTING: Mapping[str, Take] = {
+    "scoring": Take(
+        (
+            "scoring_func",
+            "score_func",
+            "score_function",
+            "scoring_function",
+            "moe_router_activation_func",
+            "moe_router_activation",
+        ),
+        default="softmax",
+        assumed=True,
+        words=SCORINGS,
+        option="--routing",
     ),
-    float: (
-        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e6,
-        "a positive number",
+    "renormalize": Take(
+        ("norm_topk_prob", "moe_renormalize", "norm_expert_weight", "route_norm"),
+        default=True,
+        assumed=True,
+        option="--routing",
     ),
+    "after_topk": Take(default=False),
+    "correction_bias": Take(
+        (
+            "topk_method",
+            "use_routing_bias",
+            "use_moe_router_bias",
+            "moe_use_aux_free",
+            "moe_router_enable_expert_bias",
+            "use_expert_bias",
+        ),
+        default=False,
+        words=_BIAS_WORDS,
+        option="--routing",
+    ),
+    "router_bias": Take(default=False),
+    "groups": Take(("n_group", "num_expert_group"), int),
+    "topk_groups": Take(("topk_group", "num_limited_groups"), int),
+    "scale": Take(
+        ("routed_scaling_factor", "moe_router_scaling_factor", "route_scale", "router_scaling_factor"),
+        float,
+        default=1.0,
+        option="--routing",
+    ),
+    "weight_on_input": Take(default=False),
+    "expert_scale": Take(default=False),
 }
+"""Where each field of `Routing` comes from; `hashed` differs by layer and is no row."""
 
+ACTIVATION = Take(
+    ("mlp_hidden_act", "hidden_act", "hidden_activation", "ffn_config.ffn_act_fn.name"),
+    words={word: word for word in ACTIVATIONS},
+    option="--activation",
+)
+"""Where the activation's name comes from."""
 
-@dataclass(frozen=True)
-class Take:
-    """One value of a config.
+TAKES: Mapping[str, tuple[str, ...]] = {
+    "silu": ("limit",),
+    "swigluoai": ("alpha", "limit"),
+    "swiglustep": ("limit",),
+    "situ": ("beta", "linear_beta"),
+}
+"""Parameters of an activation; the others have none."""
 
-    Attributes:
-        keys: keys that may hold it.
-        kind: the type of its value: bool, int or float, unless `words` says more.
-        default: its value without any of them.
-        assumed: True when `default` is only what such models usually have, not part of the family.
-        words: for a key whose value is a word: what each known word means.
-    """
-
-    keys: tuple[str, ...] = ()
-    kind: type = bool
-    default: Any = None
-    assumed: bool = False
-    words: Mapping[Any, Any] | None = None
-
-    def read(self, name: str, fields: Fields, family: str) -> Any:
-        """The value; its source goes to ``fields.sources[name]``.
-
-        Raises CheckpointError when the key's value is no known word, or not of the right kind.
-        """
-        key = fields.key_of(self.keys)
-        if key is None:
-            fields.sources[name] = "assumed" if self.assumed else f"family:{family}"
-            return self.default
-        value = fields.values[key]
-        fields.sources[name] = f"config:{fields.prefix}{key}"
-        if self.words is not None:
-            if not isinstance(value, (str, bool)) or value not in self.words:
-                raise fields.refuse(key, f"one of {', '.join(map(str, self.words))}")
-            return self.words[value]
-        good, expected = _KINDS[self.kind]
-        if not good(value):
-            raise fields.refuse(key, expected)
-        return self.kind(value)
-
-
-def _all_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    return tuple(range(layers))
-
-
-def _dense_first(fields: Fields, layers: int) -> tuple[int, ...]:
-    """Dense before `first_k_dense_replace`, then every `moe_layer_freq`-th, or as a list of 0/1 says."""
-    every = fields.values.get("moe_layer_freq", 1)
-    listed = isinstance(every, list)
-    freq = 1 if listed else fields.integer("layers", ("moe_layer_freq",), 1)
-    first = fields.integer("layers", ("first_k_dense_replace",), 0, low=0)
-    if listed:
-        if len(every) < layers or any(flag not in (0, 1) for flag in every):
-            raise fields.refuse("moe_layer_freq", f"a positive integer or {layers} flags of 0 or 1")
-        return tuple(layer for layer in range(first, layers) if every[layer])
-    return tuple(layer for layer in range(first, layers) if layer % freq == 0)
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "alpha": ("swiglu_alpha",),
+    "limit": ("swiglu_limit",),
+    "beta": ("activation_situ_beta",),
+    "linear_beta": ("activation_situ_linear_beta",),
+}
+"""Keys of the activation's parameters."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture's reading of its config.
+    """What an architecture implies beyond the keys of its configs.
 
     Attributes:
-        holds: True for a config that this family reads.
-        intermediate: keys of the experts' intermediate size.
-        moe_layers: the indices of MoE layers among so many.
-        routing: a `Take` for each field of `Routing` that is not at its default.
-        activation: the function between the GEMMs, or None when `hidden_act` names it.
-        limit: where the activation's clamp comes from.
-        shared_experts: where their number comes from.
-        rows: as `MoEProblem.rows`.
-        bias: experts have biases.
+        name: as sources spell it.
+        words: how its model types and classes begin, letters and digits only.
+        marks: keys that together only its configs have, for one that does not name itself.
+        without: keys that its configs never have, to tell it from those with the same marks.
+        implied: facts where no key says them: ``routing.FIELD``, ``activation``, ``shared_experts``,
+            ``rows``, ``bias``.
+        fixed: facts that the architecture decides whatever a key says.
     """
 
     name: str
-    holds: Callable[[Fields], bool]
-    intermediate: tuple[str, ...]
-    moe_layers: Callable[[Fields, int], tuple[int, ...]]
-    routing: Mapping[str, Take]
-    activation: Activation | None = None
-    limit: Take = field(default_factory=Take)
-    shared_experts: Take = field(default_factory=lambda: Take(default=0))
-    rows: str = "concatenated"
-    bias: bool = False
+    words: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
-    def read_routing(self, fields: Fields) -> Routing:
-        """The routing that the config declares, with a source for each field as ``routing.FIELD``."""
-        return Routing(
-            **{name: take.read(f"routing.{name}", fields, self.name) for name, take in self.routing.items()}
-        )
+    def calls_itself(self, name: str) -> bool:
+        """True for a model type or class of this family."""
+        return name.startswith(self.words)
+
+    def marked(self, fields: Fields) -> bool:
+        """True when the config's keys are this family's."""
+        return bool(self.marks) and fields.has(*self.marks) and not any(map(fields.has, self.without))
+
+    def fact(self, name: str, take: Take, fields: Fields) -> Any:
+        """The value of a fact, its source noted in `fields`. CheckpointError as `Take.read`."""
+        if name in self.fixed:
+            fields.sources[name] = f"family:{self.name}"
+            return self.fixed[name]
+        return take.read(name, fields, self.implied, self.name)
+
+    def read_routing(self, fields: Fields, given: Mapping[str, Any]) -> Routing:
+        """The routing that the config declares, with a source for each field as ``routing.FIELD``.
+
+        Fields of `given` are not looked up. CheckpointError when a key's value is not understood.
+        """
+        found = dict(given)
+        for name, take in ROUTING.items():
+            if name not in given:
+                found[name] = self.fact(f"routing.{name}", _of_kind(take, fields), fields)
+        return Routing(**found)
 
     def read_activation(self, fields: Fields) -> Activation:
-        """The activation with its parameters; CheckpointError when `hidden_act` is not understood."""
-        found = self.activation
-        if found is None:
-            name = Take(("hidden_act", "hidden_activation"), words={key: key for key in ACTIVATIONS})
-            if fields.key_of(name.keys) is None:
-                raise CheckpointError("config.json: hidden_act is missing.", hint="Check config.json.")
-            found = ACTIVATIONS[name.read("activation", fields, self.name)]
-        else:
-            fields.sources["activation"] = f"family:{self.name}"
-        limit = self.limit.read("activation.limit", fields, self.name)
-        if limit == found.limit:
-            return found
-        return Activation(found.name, found.gated, found.alpha, limit)
+        """The activation with its parameters; CheckpointError when its name is not understood."""
+        name = self.fact("activation", ACTIVATION, fields)
+        if name is None:
+            fields.sources["activation"] = "assumed"
+            name = "silu"
+        found = ACTIVATIONS[name]
+        told = {}
+        for parameter in TAKES.get(found.name, ()):
+            default = getattr(found, parameter)
+            take = Take(PARAMETERS[parameter], float, default, default is not None, option="--activation")
+            told[parameter] = self.fact(f"activation.{parameter}", take, fields)
+        return replace(found, **told)
 
 
-_NOAUX = {"noaux_tc": True, "greedy": False, "group_limited_greedy": False}
+def _of_kind(take: Take, fields: Fields) -> Take:
+    """`take`, read as the norm's order where the config states one instead of yes or no (DBRX)."""
+    order = "ffn_config.moe_normalize_expert_weights"
+    if "norm_topk_prob" in take.keys and fields.key_of(take.keys) is None and fields.has(order):
+        if fields.get(order) != 1:
+            raise fields.refuse(order, "1: weights divided by their sum", "State it with --routing.")
+        return replace(take, keys=(order,), kind=float)
+    return take
+
+
+_SOFTMAX = {"routing.scoring": "softmax", "routing.renormalize": True}
+_SIGMOID_BIAS = {"routing.scoring": "sigmoid", "routing.renormalize": True, "routing.correction_bias": True}
 
 FAMILIES: tuple[Family, ...] = (
     Family(
         "gpt-oss",
-        lambda fields: fields.model_type == "gpt_oss",
-        intermediate=("intermediate_size",),
-        moe_layers=_all_layers,
-        routing={
-            "scoring": Take(default="softmax"),
-            "renormalize": Take(default=True),
-            "after_topk": Take(default=True),
-            "router_bias": Take(default=True),
+        ("gptoss",),
+        ("num_local_experts", "swiglu_limit", "initial_context_length"),
+        implied={
+            **_SOFTMAX,
+            "routing.after_topk": True,
+            "routing.router_bias": True,
+            "rows": "interleaved",
+            "bias": True,
         },
-        activation=SWIGLU_OAI,
-        limit=Take(("swiglu_limit",), float, default=SWIGLU_OAI.limit),
-        rows="interleaved",
-        bias=True,
+        # Its configs say silu.
+        fixed={"activation": "swigluoai"},
     ),
     Family(
-        "deepseek",
-        lambda fields: fields.has("n_routed_experts", "moe_intermediate_size", "scoring_func"),
-        intermediate=("moe_intermediate_size",),
-        moe_layers=_dense_first,
-        routing={
-            "scoring": Take(("scoring_func",), words={"softmax": "softmax", "sigmoid": "sigmoid"}),
-            "renormalize": Take(("norm_topk_prob",), default=True, assumed=True),
-            "correction_bias": Take(("topk_method",), default=False, assumed=True, words=_NOAUX),
-            "groups": Take(("n_group",), int),
-            "topk_groups": Take(("topk_group",), int),
-            "scale": Take(("routed_scaling_factor",), float, default=1.0, assumed=True),
-        },
-        limit=Take(("swiglu_limit",), float),
-        shared_experts=Take(("n_shared_experts",), int, default=0),
+        "glm",
+        ("glm4moe", "glm4vmoe", "glmmoe"),
+        ("n_routed_experts", "first_k_dense_replace", "n_group"),
+        ("scoring_func", "topk_method"),
+        implied={**_SIGMOID_BIAS, "activation": "silu"},
     ),
+    Family(
+        "nemotron-h",
+        ("nemotronh",),
+        ("hybrid_override_pattern", "n_routed_experts"),
+        implied={**_SIGMOID_BIAS, "activation": "relu2"},
+    ),
+    Family("deepseek", ("deepseek", "kimik2"), ("n_routed_experts", "moe_intermediate_size", "scoring_func")),
+    Family(
+        "kimi-linear",
+        ("kimilinear", "kimik3"),
+        ("moe_router_activation_func",),
+        implied={"routing.correction_bias": True},
+    ),
+    Family("minimax", ("minimax",), ("use_routing_bias",), implied=_SIGMOID_BIAS),
+    Family("mimo", ("mimo",), implied=_SIGMOID_BIAS),
+    Family("qwen2", ("qwen2moe",), implied={"routing.scoring": "softmax", "routing.renormalize": False}),
+    Family("qwen3", ("qwen3",), ("decoder_sparse_step",), implied=_SOFTMAX),
+    Family(
+        "phi-moe",
+        ("phimoe",),
+        ("num_local_experts", "input_jitter_noise"),
+        implied={"routing.scoring": "sparsemixer", "routing.renormalize": False},
+    ),
+    Family(
+        "jamba",
+        ("jamba",),
+        ("expert_layer_period",),
+        implied={"routing.scoring": "softmax", "routing.renormalize": False},
+    ),
+    Family("dbrx", ("dbrx",), ("ffn_config",), implied={"routing.scoring": "softmax", "activation": "silu"}),
+    Family(
+        "granite",
+        ("granitemoe",),
+        ("num_local_experts", "residual_multiplier"),
+        implied={**_SOFTMAX, "routing.after_topk": True},
+    ),
+    Family(
+        "ernie",
+        ("ernie45moe",),
+        ("moe_num_experts", "moe_k"),
+        implied={**_SOFTMAX, "routing.correction_bias": True},
+    ),
+    Family("olmoe", ("olmoe",), implied={"routing.scoring": "softmax", "routing.renormalize": False}),
+    Family(
+        "gemma4",
+        ("gemma4",),
+        ("top_k_experts",),
+        implied={**_SOFTMAX, "routing.expert_scale": True, "activation": "gelu_pytorch_tanh"},
+    ),
+    Family(
+        "llama4",
+        ("llama4",),
+        ("interleave_moe_layer_step",),
+        implied={
+            "routing.scoring": "sigmoid",
+            "routing.renormalize": False,
+            "routing.after_topk": True,
+            "routing.weight_on_input": True,
+            "shared_experts": 1,
+        },
+    ),
+    Family(
+        "step",
+        ("step3",),
+        ("moe_num_experts", "moe_top_k", "share_expert_dim"),
+        implied={"routing.scoring": "softmax", "activation": "silu"},
+    ),
+    Family("afmoe", ("afmoe",), implied={"routing.correction_bias": True}),
+    Family(
+        "bailing",
+        ("bailingmoe",),
+        implied={"routing.scoring": "softmax", "routing.renormalize": True, "activation": "silu"},
+    ),
+    Family("lfm2", ("lfm2moe",), implied={"routing.scoring": "sigmoid", "activation": "silu"}),
+    Family("exaone", ("exaonemoe",), implied=_SIGMOID_BIAS),
+    Family("mixtral", ("mixtral",), implied=_SOFTMAX),
 )
-"""Every architecture whose config is understood; the first that holds reads it."""
+"""Every architecture that implies more than its keys say; the first that the config names reads it."""
+
+UNKNOWN = Family("unknown")
+"""Reads a config of no known family: by its keys alone."""
 
 
 def family_of(fields: Fields) -> Family:
-    """The family that reads this config; CheckpointError when none does."""
-    for family in FAMILIES:
-        if family.holds(fields):
-            return family
-    raise CheckpointError(
-        f"config.json: model_type {shown(fields.model_type)} is not understood yet.",
-        reason=f"Understood are {' and '.join(family.name for family in FAMILIES)} configs.",
-        hint="Ask for this architecture to be added.",
-    )
+    """The family that reads this config: by what it calls itself, else by its keys, else `UNKNOWN`.
+
+    Raises CheckpointError when no key states experts and top-k: such a config is no MoE model's.
+    """
+    for name in fields.names():
+        for family in FAMILIES:
+            if family.words and family.calls_itself(name):
+                return family
+    if fields.key_of(KEYS["experts"]) is None or fields.key_of(KEYS["top_k"]) is None:
+        raise CheckpointError(
+            f"config.json: model_type {shown(fields.model_type)} is not understood as a "
+            "Mixture-of-Experts model: no key states the number of experts and top-k.",
+            reason=f"Keys looked for are {', '.join(KEYS['experts'])} and {', '.join(KEYS['top_k'])}.",
+            hint="Check that this is the config of a Mixture-of-Experts model.",
+        )
+    return next((family for family in FAMILIES if family.marked(fields)), UNKNOWN)
+
+
+ROUTING_FIELDS = tuple(it.name for it in fields_of(Routing))
+"""Every field of `Routing`, for whoever states one."""

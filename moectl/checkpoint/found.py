@@ -7,131 +7,181 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
-from .model import ExpertNames, TensorInfo
-from .storage import BESIDE, EXTRA_MODULES, MATRICES, Storage
+from .model import TensorInfo
+from .storage import BESIDE, EXTRA_MODULES
 from .strict_json import shown
 
 RENAME = "Store the tensors under the names that the model's reference code has, or ask for these to be read."
 """What to do about a tensor of experts, router or shared experts whose name says nothing."""
 
-_EXPERT = re.compile(
-    r"(?P<block>(?P<root>(?:\w+\.)*)layers\.(?P<layer>0|[1-9]\d{0,4})\.(?:\w+\.)*?)"
-    r"experts\.(?:(?P<expert>0|[1-9]\d{0,5})\.)?(?P<leaf>[A-Za-z_][\w.]*)",
-    re.ASCII,
-)
-_LOOKS_LIKE_EXPERT = re.compile(r"(?:^|\.)layers\..*\bexperts\.")
+EXPERTS = "experts."
+"""The module of a layer's experts, as nearly all models call it."""
+
+BARE: Mapping[str, tuple[str, ...]] = {
+    "moe.": ("gate_proj.", "up_proj.", "down_proj."),
+    "block_sparse_moe.": ("input_linear.", "output_linear."),
+}
+"""Modules that hold all experts' matrices themselves, and how the names of these begin there."""
+
+_LAYER = re.compile(r"(?P<root>(?:\w+\.)*?)(?:layers|blocks)\.(?P<layer>0|[1-9]\d{0,4})\.", re.ASCII)
+_BLOCK = re.compile(r"(?:\w+\.)*?", re.ASCII)
+_LEAF = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 
 
 @dataclass
 class FoundLayer:
-    """One layer's MoE tensors as found: by expert (None when fused) and leaf, and those beside them."""
+    """One layer's MoE tensors as found: by expert (None when fused) and leaf, and those beside them.
+
+    Attributes:
+        index: the layer's number.
+        root: what all names of the layer begin with, ending in its number and a dot.
+        block: the same with the module that holds router and experts.
+        stem: the same with the module that holds the experts.
+        beside: other MoE tensors by their name after `block`, or after `root` outside of it.
+    """
 
     index: int
+    root: str
     block: str
+    stem: str
     experts: dict[int | None, dict[str, TensorInfo]] = field(default_factory=dict)
     beside: dict[str, TensorInfo] = field(default_factory=dict)
 
     @property
     def leaves(self) -> frozenset[str]:
-        return frozenset(leaf for tensors in self.experts.values() for leaf in tensors)
+        return frozenset().union(*self.experts.values())
 
     def name(self, leaf: str, expert: int | None) -> str:
-        return f"{self.block}experts.{'' if expert is None else f'{expert}.'}{leaf}"
+        """The full name of one expert's tensor."""
+        return f"{self.stem}{'' if expert is None else f'{expert}.'}{leaf}"
 
-    def tensor(self, template: str) -> TensorInfo:
-        """The tensor beside the experts whose name's template this is."""
-        return self.beside[template.format(layer=self.index)[len(self.block) :]]
+    def template(self, name: str) -> str:
+        """A tensor's full name with ``{layer}`` for the layer's number."""
+        word = self.root.split(".")[-3]
+        head = f"{self.root.removesuffix(f'{word}.{self.index}.')}{word}.{{layer}}."
+        return head + name[len(self.root) :]
 
-    def template(self, rest: str) -> str:
-        """The name of `rest`, inside this layer's block, with ``{layer}`` for the layer's index."""
-        return self.block.replace(f"layers.{self.index}.", "layers.{layer}.", 1) + rest
+    def modules(self) -> tuple[str, ...]:
+        """The names of one expert's matrices, as quantization configs spell modules."""
+        expert = next(iter(self.experts))
+        names = {self.name(leaf, expert) for leaf in self.experts[expert]}
+        return tuple(sorted({name.rpartition(".")[0] for name in names} | {self.stem.rstrip(".")}))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the names that begin alike belong: a layer, None for what is not the main model's."""
+
+    layer: FoundLayer | None
+
+
+class _Finder:
+    """Sorts names into layers, and does what can be done once for all names that begin alike."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.layers: dict[int, FoundLayer] = {}
+        self.extra: set[str] = set()
+        self._places: dict[str, _Place] = {}
+
+    def experts_at(self, stem: str, info: TensorInfo) -> dict[int | None, dict[str, TensorInfo]] | None:
+        """The experts of the layer whose experts' names begin with `stem`; None for another model's."""
+        place = self._places.get(stem)
+        if place is None:
+            place = self._places[stem] = self._place(stem, info)
+        return None if place.layer is None else place.layer.experts
+
+    def _place(self, stem: str, info: TensorInfo) -> _Place:
+        block = stem.removesuffix(EXPERTS)
+        match = _LAYER.match(stem)
+        words = set(block.split("."))
+        if not words.isdisjoint(EXTRA_MODULES) or (match and int(match["layer"]) >= self.count):
+            self.extra.add(block.rstrip("."))
+            return _Place(None)
+        if match is None or not _BLOCK.fullmatch(block[match.end() :]):
+            raise _not_understood(info)
+        index = int(match["layer"])
+        layer = self.layers.setdefault(index, FoundLayer(index, match[0], block, stem))
+        if layer.stem != stem:
+            raise CheckpointError(
+                f"layer {index} has experts under two names, {shown(layer.stem)} and {shown(stem)}.",
+                hint="Remove those that do not belong to the model.",
+            )
+        return _Place(layer)
+
+
+def _not_understood(info: TensorInfo) -> CheckpointError:
+    return CheckpointError(
+        f"{info.file}: tensor {shown(info.name)} looks like an expert's, but its name is not understood.",
+        hint=RENAME,
+    )
 
 
 def find_layers(tensors: Mapping[str, TensorInfo], count: int) -> tuple[list[FoundLayer], set[str]]:
-    """Layers with experts, in order, and the blocks of experts that are not the main model's."""
-    layers: dict[int, FoundLayer] = {}
-    extra: set[str] = set()
+    """Layers with experts, in order, and the blocks of experts that are not the main model's.
+
+    Raises CheckpointError for an expert's tensor whose name is not understood, or two places of experts
+    in one layer.
+    """
+    finder = _Finder(count)
+    numbers: dict[str, int] = {}
     others: list[TensorInfo] = []
     for name, info in tensors.items():
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            others.append(info)
+        head, found, rest = name.partition(".experts.")
+        if not found:
+            stem, rest = _bare_stem(name)
+            if not stem:
+                others.append(info)
+                continue
+        else:
+            stem = head + ".experts."
+        experts = finder.experts_at(stem, info)
+        if experts is None:
             continue
-        index, block = int(match["layer"]), match["block"]
-        if index >= count or not set(match["root"].split(".")).isdisjoint(EXTRA_MODULES):
-            extra.add(block.rstrip("."))
-            continue
-        layer = layers.setdefault(index, FoundLayer(index, block))
-        if layer.block != block:
-            raise CheckpointError(
-                f"layer {index} has experts under two names, {shown(layer.block)} and {shown(block)}.",
-                hint="Remove those that do not belong to the model.",
-            )
-        expert = None if match["expert"] is None else int(match["expert"])
-        layer.experts.setdefault(expert, {})[match["leaf"]] = info
-    _find_beside(layers, others)
-    return [layers[index] for index in sorted(layers)], extra
+        number, _, leaf = rest.partition(".")
+        expert = numbers.get(number)
+        if expert is None and number[:1].isdigit():
+            expert = numbers[number] = _expert_number(number, info)
+        own = experts.setdefault(expert, {})
+        own[rest if expert is None else leaf] = info
+    for layer in finder.layers.values():
+        for leaf in layer.leaves:
+            if not _LEAF.fullmatch(leaf):
+                raise _not_understood(next(own[leaf] for own in layer.experts.values() if leaf in own))
+    _find_beside(finder.layers, others)
+    return [finder.layers[index] for index in sorted(finder.layers)], finder.extra
+
+
+def _bare_stem(name: str) -> tuple[str, str]:
+    """What a name of `BARE` begins with and the rest; nothing for another name."""
+    for module, matrices in BARE.items():
+        at = name.find(module)
+        if at > 0 and name[at - 1] == ".":
+            end = at + len(module)
+            if name.startswith(matrices, end):
+                return name[:end], name[end:]
+    return "", ""
+
+
+def _expert_number(text: str, info: TensorInfo) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 6 or (text[0] == "0" and text != "0"):
+        raise _not_understood(info)
+    return int(text)
 
 
 def _find_beside(layers: Mapping[int, FoundLayer], others: list[TensorInfo]) -> None:
-    """Give each layer the tensors of its router and shared experts."""
-    modules = {*BESIDE.router_modules, *BESIDE.shared_modules}
-    blocks = {layer.block: layer for layer in layers.values()}
+    """Give each layer the tensors of its router, shared experts and latent projections."""
+    roots = {layer.root: layer for layer in layers.values()}
+    modules = BESIDE.modules
     for info in others:
-        parts = info.name.split(".")
-        for cut in range(1, len(parts)):
-            layer = blocks.get(".".join(parts[:cut]) + ".")
-            if layer is not None and parts[cut] in modules:
-                layer.beside[".".join(parts[cut:])] = info
-                break
-        else:
-            if _LOOKS_LIKE_EXPERT.search(info.name):
-                raise CheckpointError(
-                    f"{info.file}: tensor {shown(info.name)} looks like an expert's, "
-                    "but its name is not understood.",
-                    hint=RENAME,
-                )
-
-
-def _expert_names(layer: FoundLayer, storage: Storage) -> dict[str, str]:
-    prefix = "experts." if storage.fused else "experts.{expert}."
-    roles = {storage.tensors[leaf].role: layer.template(prefix + leaf) for leaf in layer.leaves}
-    return dict(sorted(roles.items()))
-
-
-def _router_names(layer: FoundLayer) -> dict[str, str]:
-    known = {rest: role for role, names in BESIDE.router.items() for rest in names}
-    roles = {}
-    for rest, info in layer.beside.items():
-        if rest.split(".")[0] not in BESIDE.router_modules:
+        match = _LAYER.match(info.name)
+        layer = roots.get(match[0]) if match else None
+        if layer is None:
             continue
-        if rest not in known or known[rest] in roles:
-            raise CheckpointError(
-                f"{info.file}: router tensor {shown(info.name)} is not understood.", hint=RENAME
-            )
-        roles[known[rest]] = layer.template(rest)
-    return dict(sorted(roles.items()))
+        inside = info.name.startswith(layer.block)
+        rest = info.name[len(layer.block if inside else layer.root) :]
+        if rest.partition(".")[0] in modules and (inside or rest.partition(".")[0] not in _ROUTER):
+            layer.beside[rest] = info
 
 
-def _shared_names(layer: FoundLayer) -> dict[str, str]:
-    spelled = {name: role for names in MATRICES for role, name in names.items()}
-    roles = {}
-    for rest, info in layer.beside.items():
-        module, _, inner = rest.partition(".")
-        if module not in BESIDE.shared_modules:
-            continue
-        matrix, _, suffix = inner.partition(".")
-        if matrix not in spelled or suffix not in BESIDE.shared_suffixes:
-            raise CheckpointError(
-                f"{info.file}: shared expert tensor {shown(info.name)} is not understood.", hint=RENAME
-            )
-        roles[spelled[matrix] + BESIDE.shared_suffixes[suffix]] = layer.template(rest)
-    return dict(sorted(roles.items()))
-
-
-def tensor_names(layer: FoundLayer, storage: Storage) -> ExpertNames:
-    """Name templates of the layer's tensors by role, its experts stored as `storage`.
-
-    Raises CheckpointError when a tensor of the router or the shared experts is not understood.
-    """
-    return ExpertNames(_expert_names(layer, storage), _router_names(layer), _shared_names(layer))
+_ROUTER = frozenset(BESIDE.router_modules)

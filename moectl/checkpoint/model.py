@@ -50,21 +50,29 @@ class ExpertNames:
     """Name templates of one layer group's tensors, by role.
 
     `experts` maps a role to a template with ``{layer}`` and, for per-expert tensors, ``{expert}``.
-    Fused roles: ``w13``, ``w2`` and with ``_scale``, ``_bias`` appended; unfused ones: ``w1`` (gate),
-    ``w3`` (up), ``w2`` (down), each also with ``_scale``, ``_shape``, ``_bias``, ``_zero``.
-    `router` has ``weight`` and where present ``bias`` and ``correction_bias``; `shared` the shared
-    experts' ``w1``, ``w3``, ``w2``.
+    Matrices: ``w13`` (gate and up in one) or ``w1`` (gate, or the only one of experts without a gate) and
+    ``w3`` (up); ``w2`` (down). Each also with ``_scale``, ``_global`` (the scale of its scales),
+    ``_input`` (activations' scale), ``_zero``, ``_order``, ``_shape``, ``_bias``.
+    `router` has ``weight`` and where present ``bias``, ``correction_bias``, ``hash`` (expert ids by token
+    id), ``expert_scale``, ``input_scale``; ``packed`` stands for the weight of a quantized router.
+    `shared` has the shared experts' matrices likewise and their ``gate``; `latent` the projections
+    ``in`` and ``out`` of experts with a hidden size of their own, and the ``norm`` between.
+    `arrangement` is how the experts' matrices are laid out, as `Storage.arrangement`; ``""`` when no
+    tensor was seen.
     """
 
     experts: Mapping[str, str]
     router: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
+    latent: Mapping[str, str] = field(default_factory=dict)
+    arrangement: str = ""
 
 
 @dataclass(frozen=True)
 class LayerGroup:
     """Layers whose MoE is the same problem. `sources` says where each field of it comes from:
-    ``config:KEY``, ``header:TENSOR``, ``family:NAME`` (a rule of the architecture) or ``assumed``.
+    ``config:KEY``, ``config:no KEY``, ``header:TENSOR``, ``family:NAME`` (a rule of the architecture),
+    ``asked`` (an option of the command line) or ``assumed``.
     """
 
     layers: tuple[int, ...]

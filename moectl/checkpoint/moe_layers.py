@@ -1,139 +1,133 @@
-"""Which layers of a model are Mixture-of-Experts layers, by the keys of its config."""
+"""Which layers have experts, as a config says it: each rule of a key, all of them together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .families import Fields
+from .fields import KEYS, Fields
 
-SPARSE_WORDS = ("sparse", "moe")
-"""What a list of layer kinds calls a layer with experts."""
-
-EXPERT_LETTER = "E"
-"""What a pattern of layer kinds, one letter each, calls a layer with experts."""
+Rule = Callable[[Fields, str, int], frozenset[int]]
+"""(config, key, number of layers) to the layers that the key allows experts in."""
 
 
-def _number(fields: Fields, key: str, default: int, low: int = 0) -> int:
-    return fields.integer("layers", (key,), default, low=low)
+def moe_layers(fields: Fields, layers: int) -> tuple[int, ...]:
+    """The indices of the layers with experts among `layers`: all, where no key says otherwise.
 
-
-def _every(fields: Fields, layers: int) -> set[int]:
-    return set(range(layers))
-
-
-def _dense_first(fields: Fields, layers: int) -> set[int]:
-    """Dense before `first_k_dense_replace`, then every `moe_layer_freq`-th layer."""
-    first = _number(fields, "first_k_dense_replace", 0)
-    listed = isinstance(fields.values.get("moe_layer_freq"), list)
-    freq = 1 if listed else _number(fields, "moe_layer_freq", 1, low=1)
-    return {layer for layer in range(first, layers) if layer % freq == 0}
-
-
-def _flags(fields: Fields, layers: int) -> set[int]:
-    """`moe_layer_freq` as a list of 0 or 1 for each layer."""
-    flags = fields.values["moe_layer_freq"]
-    if not isinstance(flags, list):
-        return _every(fields, layers)
-    if len(flags) < layers or any(flag not in (0, 1) for flag in flags):
-        raise fields.refuse("moe_layer_freq", f"a positive integer or {layers} flags of 0 or 1")
-    return {layer for layer in range(layers) if flags[layer]}
-
-
-def _words(fields: Fields, layers: int) -> set[int]:
-    """`mlp_layer_types`: a word for each layer."""
-    words = fields.values["mlp_layer_types"]
-    if not isinstance(words, list) or len(words) < layers:
-        raise fields.refuse("mlp_layer_types", f"a list of {layers} words")
-    return {layer for layer in range(layers) if words[layer] in SPARSE_WORDS}
-
-
-def _step(fields: Fields, layers: int) -> set[int]:
-    """Every `decoder_sparse_step`-th layer, counted from 1."""
-    step = _number(fields, "decoder_sparse_step", 1, low=1)
-    return {layer for layer in range(layers) if (layer + 1) % step == 0}
-
-
-def _not_dense(fields: Fields, layers: int) -> set[int]:
-    """All but `mlp_only_layers`."""
-    return _every(fields, layers) - _numbers(fields, "mlp_only_layers")
-
-
-def _interleaved(fields: Fields, layers: int) -> set[int]:
-    """Every `interleave_moe_layer_step`-th layer, counted from 1."""
-    step = _number(fields, "interleave_moe_layer_step", 1, low=1)
-    return {layer for layer in range(layers) if (layer + 1) % step == 0}
-
-
-def _period(fields: Fields, layers: int) -> set[int]:
-    """Every `expert_layer_period`-th layer from `expert_layer_offset`."""
-    period = _number(fields, "expert_layer_period", 1, low=1)
-    offset = _number(fields, "expert_layer_offset", 0)
-    return {layer for layer in range(layers) if layer % period == offset % period}
-
-
-def _span(fields: Fields, layers: int) -> set[int]:
-    """Every `moe_layer_interval`-th layer, counted from 1, of a first to a last one."""
-    first = _number(fields, "moe_layer_start_index", 0)
-    last = layers - 1
-    if fields.has("moe_layer_end_index") and fields.values["moe_layer_end_index"] != -1:
-        last = _number(fields, "moe_layer_end_index", last)
-    interval = _number(fields, "moe_layer_interval", 1, low=1)
-    return {layer for layer in range(first, min(last + 1, layers)) if (layer + 1) % interval == 0}
-
-
-def _pattern(fields: Fields, layers: int) -> set[int]:
-    """The letters of `hybrid_override_pattern`, one for each layer."""
-    pattern = fields.values["hybrid_override_pattern"]
-    if not isinstance(pattern, str) or len(pattern) < layers:
-        raise fields.refuse("hybrid_override_pattern", f"{layers} letters")
-    return {layer for layer in range(layers) if pattern[layer] == EXPERT_LETTER}
-
-
-def _named(fields: Fields, layers: int) -> set[int]:
-    """`moe_layers`: the layers themselves."""
-    return _numbers(fields, "moe_layers")
-
-
-def _enumerated(fields: Fields, layers: int) -> set[int]:
-    """`moe_layers_enum`: the layers themselves, in one string."""
-    text = fields.values["moe_layers_enum"]
-    if not isinstance(text, str) or not all(part.strip().isdecimal() for part in text.split(",")):
-        raise fields.refuse("moe_layers_enum", "layer numbers between commas")
-    return {int(part) for part in text.split(",")}
-
-
-def _numbers(fields: Fields, key: str) -> set[int]:
-    found = fields.values[key]
-    if not isinstance(found, list) or any(isinstance(it, bool) or not isinstance(it, int) for it in found):
-        raise fields.refuse(key, "a list of layer numbers")
-    return set(found)
-
-
-RULES: Mapping[str, Callable[[Fields, int], set[int]]] = {
-    "first_k_dense_replace": _dense_first,
-    "moe_layer_freq": _flags,
-    "mlp_layer_types": _words,
-    "decoder_sparse_step": _step,
-    "mlp_only_layers": _not_dense,
-    "interleave_moe_layer_step": _interleaved,
-    "moe_layers": _named,
-    "moe_layers_enum": _enumerated,
-    "expert_layer_period": _period,
-    "moe_layer_start_index": _span,
-    "hybrid_override_pattern": _pattern,
-}
-"""What a key leaves of all layers, by the key; where several stand in one config, all of them hold."""
-
-
-def moe_layers(config: Mapping[str, Any] | Fields, count: int) -> tuple[int, ...]:
-    """The indices of MoE layers among the first `count`; every layer where no key says otherwise.
-
-    Raises CheckpointError when a key's value is not of its kind.
+    Raises CheckpointError when a key of `LAYER_RULES` has a value that says nothing.
     """
-    fields = config if isinstance(config, Fields) else Fields(config)
-    found = _every(fields, count)
-    for key, rule in RULES.items():
-        if fields.has(key) and not (key == "moe_layers" and fields.values[key] == []):
-            found &= rule(fields, count)
+    found = frozenset(range(layers))
+    told = [key for key in LAYER_RULES if fields.has(key) and (key, fields.get(key)) not in _SILENT]
+    for key in told:
+        found &= LAYER_RULES[key](fields, key, layers)
+    places = [fields.place(key) for key in told]
+    fields.sources["layers"] = ", ".join(places) or fields.place(fields.key_of(KEYS["layers"]) or "")
     return tuple(sorted(found))
+
+
+def _count(fields: Fields, key: str, low: int) -> int:
+    return fields.integer("layers", (key,), low=low)
+
+
+def _from(fields: Fields, key: str, layers: int) -> frozenset[int]:
+    return frozenset(range(_count(fields, key, 0), layers))
+
+
+def _up_to(fields: Fields, key: str, layers: int) -> frozenset[int]:
+    if fields.get(key) == -1:
+        return frozenset(range(layers))
+    return frozenset(range(min(layers, _count(fields, key, 0) + 1)))
+
+
+def _every(shift: int) -> Rule:
+    """Every so-many-th layer; `shift` 1 counts from one, so that the last of each run has experts."""
+
+    def rule(fields: Fields, key: str, layers: int) -> frozenset[int]:
+        step = _count(fields, key, 1)
+        return frozenset(layer for layer in range(layers) if (layer + shift) % step == 0)
+
+    return rule
+
+
+def _flags_or_every(fields: Fields, key: str, layers: int) -> frozenset[int]:
+    """A flag of 0 or 1 for each layer, or every so-many-th."""
+    flags = fields.get(key)
+    if not isinstance(flags, list):
+        return _every(0)(fields, key, layers)
+    if len(flags) < layers or any(flag not in (0, 1) for flag in flags):
+        raise fields.refuse(key, f"a positive integer or {layers} flags of 0 or 1")
+    return frozenset(layer for layer in range(layers) if flags[layer])
+
+
+def _without(fields: Fields, key: str, layers: int) -> frozenset[int]:
+    return frozenset(range(layers)) - _numbers(fields, key, fields.get(key))
+
+
+def _named(fields: Fields, key: str, layers: int) -> frozenset[int]:
+    """Layer numbers, as a list or separated by commas."""
+    value = fields.get(key)
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        if not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
+            raise fields.refuse(key, "layer numbers separated by commas")
+        value = [int(part) for part in parts]
+    return _numbers(fields, key, value) & frozenset(range(layers))
+
+
+def _numbers(fields: Fields, key: str, value: Any) -> frozenset[int]:
+    if not isinstance(value, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in value):
+        raise fields.refuse(key, "a list of layer numbers")
+    return frozenset(value)
+
+
+def _phase(fields: Fields, key: str, layers: int) -> frozenset[int]:
+    period, offset = _count(fields, key, 1), fields.integer("layers", ("expert_layer_offset",), 0, low=0)
+    return frozenset(layer for layer in range(layers) if layer % period == offset)
+
+
+def _words(word: str, only: bool = True) -> Rule:
+    """A word, or a letter of one string, for each layer; `word` means experts.
+
+    Without `only`, a list that never says it is about something else, such as attention.
+    """
+
+    def rule(fields: Fields, key: str, layers: int) -> frozenset[int]:
+        kinds = fields.get(key)
+        if not isinstance(kinds, (list, str)) or len(kinds) < layers:
+            raise fields.refuse(key, f"a kind for each of {layers} layers")
+        if not only and word not in kinds:
+            return frozenset(range(layers))
+        return frozenset(layer for layer in range(layers) if kinds[layer] == word)
+
+    return rule
+
+
+def _switch(fields: Fields, key: str, layers: int) -> frozenset[int]:
+    value = fields.get(key)
+    if not isinstance(value, bool):
+        raise fields.refuse(key, "true or false")
+    return frozenset(range(layers)) if value else frozenset()
+
+
+LAYER_RULES: Mapping[str, Rule] = {
+    "first_k_dense_replace": _from,
+    "num_dense_layers": _from,
+    "moe_layer_start_index": _from,
+    "moe_layer_end_index": _up_to,
+    "moe_layer_freq": _flags_or_every,
+    "moe_layer_interval": _every(1),
+    "decoder_sparse_step": _every(1),
+    "interleave_moe_layer_step": _every(1),
+    "mlp_only_layers": _without,
+    "mlp_layer_types": _words("sparse"),
+    "moe_layers_enum": _named,
+    "moe_layers": _named,
+    "expert_layer_period": _phase,
+    "hybrid_override_pattern": _words("E"),
+    "layers_block_type": _words("moe", only=False),
+    "enable_moe_block": _switch,
+}
+"""Every key that says which layers have experts, and how."""
+
+_SILENT = (("moe_layers", []),)
+"""Keys with values that say nothing: Llama-4 then goes by its step alone."""

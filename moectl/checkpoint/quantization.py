@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,24 +52,31 @@ class Quantization:
     method: str = ""
 
 
-def parse_quantization(quantization_config: Config | None, *, model_type: str = "") -> Quantization:
-    """The expert weights' `Quantization`; plain BF16 when the config is absent or empty.
+UNQUANTIZED = Quantization("plain", Scheme(BF16), sources={"scheme": "config:no quantization_config"})
+"""What a model without a quantization config has."""
 
-    `model_type` tells gpt-oss, whose MXFP4 experts are fused blocks, from other MXFP4 checkpoints.
+
+def parse_quantization(
+    quantization_config: Config | None, *, model_type: str = "", expert_dtype: str = ""
+) -> Quantization:
+    """The `Quantization` of most expert weights; plain BF16 when the config is absent or empty.
+
+    `model_type` tells gpt-oss, whose MXFP4 experts are fused blocks, from other MXFP4 checkpoints;
+    `expert_dtype` is the model config's key of that name, which speaks of the experts alone.
 
     Raises:
         CheckpointError: the method is unknown, or a key that decides the format has a value that no
             known writer produces.
     """
     if quantization_config is None:
-        return Quantization("plain", Scheme(BF16), sources={"scheme": "config:no quantization_config"})
+        return UNQUANTIZED
     if not isinstance(quantization_config, Mapping):
         raise CheckpointError(
             f"quantization_config must be an object, got {type(quantization_config).__name__}.",
             hint="Check config.json.",
         )
     if not quantization_config:
-        return Quantization("plain", Scheme(BF16), sources={"scheme": "config:no quantization_config"})
+        return UNQUANTIZED
     method = quantization_config.get("quant_method")
     parser = _METHODS.get(method) if isinstance(method, str) else None
     if parser is None or not isinstance(method, str):
@@ -78,6 +86,9 @@ def parse_quantization(quantization_config: Config | None, *, model_type: str = 
         )
     storage, scheme, order, keys, ignore = parser(quantization_config, model_type)
     named = {name: f"config:quantization_config.{key}" for name, key in keys.items()}
+    if method == "fp8" and expert_dtype == "fp4" and scheme.weight.name == "fp8":
+        storage, scheme = "mxfp4", Scheme(MXFP4)
+        named = dict.fromkeys(named, "config:expert_dtype")
     return Quantization(storage, scheme, order, named, ignore, method)
 
 
@@ -109,6 +120,14 @@ def _group(config: Config, key: str, where: str, default: int | None = None) -> 
     return size
 
 
+def _pair(config: Config, key: str, where: str) -> tuple[int, int]:
+    block = config.get(key)
+    good = isinstance(block, (list, tuple)) and len(block) == 2
+    if not isinstance(block, (list, tuple)) or not good or any(type(b) is not int or b < 1 for b in block):
+        raise _refuse(f"{where}{key}", "two positive integers", block)
+    return block[0], block[1]
+
+
 def _mapping(config: Config, key: str) -> Config:
     value = config.get(key)
     if value is None:
@@ -128,7 +147,7 @@ def _names(config: Config, *keys: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _is_expert_rule(name: str) -> bool:
+def is_expert_rule(name: str) -> bool:
     """True when a module pattern speaks of routed experts of the main model."""
     text = name.lower()
     return "expert" in text and "shared" not in text and "mtp" not in text
@@ -149,14 +168,10 @@ def _mxfp8(config: Config, model_type: str) -> Parsed:
 def _fp8(config: Config, model_type: str) -> Parsed:
     ignore = _names(config, "modules_to_not_convert", "ignored_layers", "ignore")
     if "moe_quant_algo" in config:
-        scheme = _modelopt_scheme(config["moe_quant_algo"], "moe_quant_algo")
+        scheme = modelopt_scheme(config["moe_quant_algo"], "moe_quant_algo")
         return "modelopt", scheme, "", {"storage": "moe_quant_algo", "scheme": "moe_quant_algo"}, ignore
-    block = config.get("weight_block_size")
-    if block is not None:
-        good = isinstance(block, (list, tuple)) and len(block) == 2 and all(isinstance(b, int) for b in block)
-        if not good or min(block) < 1:
-            raise _refuse("weight_block_size", "two positive integers", block)
-        rows, columns = block
+    if config.get("weight_block_size") is not None:
+        rows, columns = _pair(config, "weight_block_size", "")
         weight, act = (
             WeightFormat("fp8", 8, (rows, columns), "F32"),
             ActFormat("fp8", 8, (1, columns)),
@@ -180,6 +195,10 @@ _MODELOPT_ALGORITHMS = {
     "FP8": Scheme(FP8_TENSOR_WEIGHT, FP8_TENSOR_STATIC),
     "NVFP4": Scheme(NVFP4, NVFP4_ACT),
     "NVFP4_AWQ": Scheme(NVFP4, NVFP4_ACT),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(
+        WeightFormat("fp8", 8, (1, FULL), "F32"), ActFormat("fp8", 8, (1, FULL))
+    ),
+    "FP8_PB_WO": Scheme(WeightFormat("fp8", 8, (128, 128), "F32"), ActFormat("fp8", 8, (1, 128))),
     "W4A16_NVFP4": Scheme(NVFP4),
     "MXFP8": Scheme(MXFP8, MXFP8_ACT),
     "MXFP4": Scheme(MXFP4),
@@ -187,7 +206,8 @@ _MODELOPT_ALGORITHMS = {
 }
 
 
-def _modelopt_scheme(name: object, key: str) -> Scheme:
+def modelopt_scheme(name: object, key: str) -> Scheme:
+    """The scheme that ModelOpt calls `name`; CheckpointError, naming `key`, for another word."""
     if not isinstance(name, str) or name.upper() not in _MODELOPT_ALGORITHMS:
         raise _refuse(key, f"one of {', '.join(_MODELOPT_ALGORITHMS)}", name)
     return _MODELOPT_ALGORITHMS[name.upper()]
@@ -197,17 +217,23 @@ def _modelopt(config: Config, model_type: str) -> Parsed:
     inner = _mapping(config, "quantization") or config
     ignore = _names(inner, "ignore", "exclude_modules")
     name, key = inner.get("quant_algo"), "quant_algo"
+    if name is None and "quant_algo" in inner:
+        return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
     if name == "MIXED_PRECISION":
-        layers = _mapping(inner, "quantized_layers")
-        found = {
-            str(layer.get("quant_algo"))
-            for module, layer in layers.items()
-            if isinstance(layer, Mapping) and _is_expert_rule(module)
-        }
-        if len(found) != 1:
-            raise _refuse("quantized_layers", "one quant_algo for all routed experts", sorted(found))
-        name, key = found.pop(), "quantized_layers"
-    return "modelopt", _modelopt_scheme(name, key), "", {"storage": "quant_method", "scheme": key}, ignore
+        found = Counter(listed_algorithms(inner).values())
+        if not found:
+            raise _refuse("quantized_layers", "an object that names the quant_algo of routed experts", None)
+        name, key = found.most_common(1)[0][0], "quantized_layers"
+    return "modelopt", modelopt_scheme(name, key), "", {"storage": "quant_method", "scheme": key}, ignore
+
+
+def listed_algorithms(config: Config) -> dict[str, str]:
+    """ModelOpt's name of the format of each module of routed experts, where the config lists modules."""
+    return {
+        module: str(entry.get("quant_algo"))
+        for module, entry in _mapping(config, "quantized_layers").items()
+        if isinstance(entry, Mapping) and is_expert_rule(module)
+    }
 
 
 _ACT_ORDERS = {
@@ -229,7 +255,7 @@ def _compressed_group(config: Config) -> tuple[str, Config]:
 
     def rank(item: tuple[str, Config]) -> int:
         targets = _names(item[1], "targets")
-        return 0 if any(_is_expert_rule(target) for target in targets) else 1 if "Linear" in targets else 2
+        return 0 if any(is_expert_rule(target) for target in targets) else 1 if "Linear" in targets else 2
 
     return min(usable.items(), key=rank)
 
@@ -237,18 +263,21 @@ def _compressed_group(config: Config) -> tuple[str, Config]:
 def _compressed(config: Config, model_type: str) -> Parsed:
     name, group = _compressed_group(config)
     where = f"config_groups.{name}"
-    weights, inputs = _mapping(group, "weights"), _mapping(group, "input_activations")
-    ignore = _names(config, "ignore")
-    order = weights.get("actorder")
+    order = _mapping(group, "weights").get("actorder")
     if isinstance(order, (list, dict)) or order not in _ACT_ORDERS:
         raise _refuse(f"{where}.weights.actorder", "null, 'weight', 'static', 'group' or 'dynamic'", order)
-    scheme = Scheme(_compressed_weight(weights, f"{where}.weights."), _compressed_act(inputs, where))
     keys = {
         "storage": "quant_method",
         "scheme": f"{where}.weights",
         "act_order": f"{where}.weights.actorder",
     }
-    return "compressed-tensors", scheme, _ACT_ORDERS[order], keys, ignore
+    return "compressed-tensors", group_scheme(group, where), _ACT_ORDERS[order], keys, _names(config, "ignore")
+
+
+def group_scheme(group: Config, where: str) -> Scheme:
+    """The scheme of one of compressed-tensors' config_groups; CheckpointError, naming `where` it stands."""
+    weights, inputs = _mapping(group, "weights"), _mapping(group, "input_activations")
+    return Scheme(_compressed_weight(weights, f"{where}.weights."), _compressed_act(inputs, where))
 
 
 def _blocks(spec: Config, where: str) -> tuple[int, int]:
@@ -258,10 +287,7 @@ def _blocks(spec: Config, where: str) -> tuple[int, int]:
     if strategy in ("group", "tensor_group"):
         return 1, _group(spec, "group_size", where)
     if strategy == "block":
-        block = spec.get("block_structure")
-        if not isinstance(block, (list, tuple)) or len(block) != 2:
-            raise _refuse(f"{where}block_structure", "two integers", block)
-        return int(block[0]), int(block[1])
+        return _pair(spec, "block_structure", where)
     shapes = {"channel": (1, FULL), "token": (1, FULL), "tensor": (FULL, FULL)}
     if strategy not in shapes:
         raise _refuse(f"{where}strategy", "tensor, channel, token, group, tensor_group or block", strategy)
@@ -306,12 +332,23 @@ def _compressed_act(spec: Config, where: str) -> ActFormat:
     return ActFormat({"int": "int8", "float": "fp8"}[kind], 8, block, bool(spec.get("dynamic", False)))
 
 
+def _lists_experts(modules: object) -> bool:
+    """True when routed experts are on GPTQ's list of what to quantize, or there is none."""
+    if not isinstance(modules, list) or not modules:
+        return True
+    flat = [name for entry in modules for name in (entry if isinstance(entry, list) else [entry])]
+    return any(isinstance(name, str) and is_expert_rule(name) for name in flat)
+
+
 def _gptq(config: Config, model_type: str) -> Parsed:
     rules = _mapping(config, "dynamic")
     ignore = tuple(name[2:] for name in rules if name.startswith("-:"))
     for name, rule in rules.items():
-        if not name.startswith("-:") and _is_expert_rule(name) and isinstance(rule, Mapping):
+        if not name.startswith("-:") and is_expert_rule(name) and isinstance(rule, Mapping):
             config = {**config, **rule}
+    if not _lists_experts(config.get("modules_in_block_to_quantize")):
+        key = "modules_in_block_to_quantize"
+        return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
     bits = _integer(config, "bits", "")
     if bits not in (4, 8):
         raise _refuse("bits", "4 or 8", bits)
@@ -336,11 +373,23 @@ def _awq(config: Config, model_type: str) -> Parsed:
 def _quark(config: Config, model_type: str) -> Parsed:
     chosen, where = _mapping(config, "global_quant_config"), "global_quant_config"
     for name, rule in _mapping(config, "layer_quant_config").items():
-        if _is_expert_rule(name) and isinstance(rule, Mapping):
+        if is_expert_rule(name) and isinstance(rule, Mapping):
             chosen, where = rule, f"layer_quant_config.{name}"
-    weight, act = _mapping(chosen, "weight"), _mapping(chosen, "input_tensors")
-    scheme = Scheme(_quark_weight(weight, where), _quark_act(act, where))
-    return "quark", scheme, "", {"storage": "quant_method", "scheme": where}, _names(config, "exclude")
+    keys = {"storage": "quant_method", "scheme": where}
+    return "quark", quark_scheme(chosen, where), "", keys, _names(config, "exclude")
+
+
+def quark_scheme(rule: Config, where: str) -> Scheme:
+    """The scheme of one of Quark's rules; CheckpointError, naming `where` it stands."""
+    return Scheme(_quark_weight(_quark_spec(rule, "weight"), where), _quark_act(_quark_spec(rule, "input_tensors"), where))
+
+
+def _quark_spec(rule: Config, key: str) -> Config:
+    """One tensor's format; of several that it went through, the last, which is what is stored."""
+    found = rule.get(key)
+    if isinstance(found, list) and found and isinstance(found[-1], Mapping):
+        return dict(found[-1])
+    return _mapping(rule, key)
 
 
 def _quark_block(spec: Config, where: str) -> tuple[int, int]:
@@ -348,8 +397,10 @@ def _quark_block(spec: Config, where: str) -> tuple[int, int]:
     kind = spec.get("qscheme")
     if kind == "per_group":
         return 1, _group(spec, "group_size", where)
+    if kind == "per_block":
+        return _pair(spec, "block_size", where)
     if kind not in shapes:
-        raise _refuse(f"{where}qscheme", "per_tensor, per_channel or per_group", kind)
+        raise _refuse(f"{where}qscheme", "per_tensor, per_channel, per_group or per_block", kind)
     return shapes[kind]
 
 
@@ -364,6 +415,7 @@ def _quark_weight(spec: Config, where: str) -> WeightFormat:
         ("int8", block): int_format(8, block[1], "F32"),
         ("fp8_e4m3", (FULL, FULL)): FP8_TENSOR_WEIGHT,
         ("fp8_e4m3", (1, FULL)): WeightFormat("fp8", 8, (1, FULL), "F32"),
+        **({("fp8_e4m3", block): WeightFormat("fp8", 8, block, "F32")} if block[0] > 1 else {}),
     }
     key = (str(spec.get("dtype")), block)
     if key not in formats:
@@ -383,12 +435,22 @@ def _quark_act(spec: Config, where: str) -> ActFormat:
     return ActFormat("mxfp8" if (name, block) == ("fp8", (1, 32)) else name, bits, block, dynamic)
 
 
+def _auto_round(config: Config, model_type: str) -> Parsed:
+    """AutoRound packs as one of the two others, and says as which."""
+    return (_awq if "awq" in str(config.get("packing_format")) else _gptq)(config, model_type)
+
+
 _METHODS: dict[str, Callable[[Config, str], Parsed]] = {
+    "auto-round": _auto_round,
     "awq": _awq,
+    "awq_marlin": _awq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
     "gptq": _gptq,
+    "gptq_marlin": _gptq,
     "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "modelopt_mixed": _modelopt,
     "mxfp4": _mxfp4,
     "gpt_oss_mxfp4": _mxfp4,
     "mxfp8": _mxfp8,

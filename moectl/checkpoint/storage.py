@@ -1,15 +1,17 @@
-"""How expert tensors are named and shaped: one table row per storage, one list of names per role.
+"""How expert tensors are named and shaped: formats, arrangements, and every storage of the two together.
 
-The next storage or naming is a new row here; nothing else asks for a tensor's name or shape.
+A format says which tensors a matrix ``[n, k]`` has; an arrangement how a layer's matrices are spelled and
+laid out. The next of either is a new row; nothing else asks for a tensor's name or shape.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from ..schemes import FULL, Scheme
+from ..schemes import FULL, Scheme, WeightFormat
+from .formats import FORMATS, GPT_OSS, Format, Suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,7 @@ class Extent:
     """One axis of a shape: ``times * symbol / per``, rounded up; a plain number has no symbol."""
 
     symbol: str
-    times: int = 1
+    times: int | str = 1
     per: int | str = 1
 
     def __str__(self) -> str:
@@ -29,21 +31,24 @@ class Extent:
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """The axis's size, where `sizes` gives every symbol. KeyError for an unknown one."""
+        times = sizes[self.times] if isinstance(self.times, str) else self.times
         if not self.symbol:
-            return self.times
+            return times
         per = sizes[self.per] if isinstance(self.per, str) else self.per
         if per == FULL:
             return 1
-        return -(-sizes[self.symbol] * self.times // per)
+        return -(-sizes[self.symbol] * times // per)
 
 
-_EXTENT = re.compile(r"(?:(?P<times>\d+)\*)?(?P<symbol>[a-z_]+)(?:/(?P<per>\w+))?|(?P<number>\d+)")
+Shape = tuple[Extent, ...]
+
+_EXTENT = re.compile(r"(?:(?P<times>\w+)\*)?(?P<symbol>[a-z_]+)(?:/(?P<per>\w+))?|(?P<number>\d+)")
 
 
-def parse_shape(text: str) -> tuple[Extent, ...]:
+def parse_shape(text: str) -> Shape:
     """The axes that a shape such as ``"experts 2*intermediate hidden/32 16"`` spells.
 
-    Raises ValueError when an axis is not ``[N*]symbol[/N or /symbol]`` or a number.
+    Raises ValueError when an axis is not ``[N or symbol*]symbol[/N or /symbol]`` or a number.
     """
     axes = []
     for word in text.split():
@@ -53,19 +58,27 @@ def parse_shape(text: str) -> tuple[Extent, ...]:
         if match["number"]:
             axes.append(Extent("", int(match["number"])))
         else:
-            per = match["per"] or "1"
-            axes.append(Extent(match["symbol"], int(match["times"] or 1), int(per) if per.isdigit() else per))
+            axes.append(Extent(match["symbol"], _number(match["times"]), _number(match["per"])))
     return tuple(axes)
+
+
+def _number(text: str | None) -> int | str:
+    return int(text or 1) if not text or text.isdigit() else text
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One expert tensor: its role, the dtypes it may have and its shape."""
+    """One expert tensor: its role, the dtypes it may have, its shape and others that it may have instead."""
 
     role: str
     dtypes: tuple[str, ...]
-    shape: tuple[Extent, ...]
+    shape: Shape
     required: bool = True
+    others: tuple[Shape, ...] = ()
+
+    def shape_of(self, axes: int) -> Shape:
+        """The first of the shapes with so many axes; the usual one when none has."""
+        return next((shape for shape in (self.shape, *self.others) if len(shape) == axes), self.shape)
 
 
 @dataclass(frozen=True)
@@ -73,16 +86,34 @@ class Storage:
     """How one kind of checkpoint stores a layer's experts.
 
     Attributes:
-        name: as `MoEProblem.storage`.
-        weights: names of the weight formats that are stored this way.
-        fused: one tensor holds all experts; otherwise each expert has its own.
-        tensors: from a tensor's name after ``experts.`` or ``experts.{expert}.`` to what it is.
+        format: how each matrix is stored.
+        arrangement: ``per_expert``; ``fused`` with all experts in one tensor, rows first;
+            ``fused_transposed``; ``fused_apart`` with gate and up in tensors of their own;
+            ``fused_blocks`` (gpt-oss); ``flat`` with experts and rows in one axis.
+        tensors: from a tensor's name after its expert, or after the module of all, to what it is.
     """
 
-    name: str
-    weights: frozenset[str]
-    fused: bool
+    format: Format
+    arrangement: str
     tensors: Mapping[str, Stored]
+
+    @property
+    def fused(self) -> bool:
+        """True when one tensor holds all experts."""
+        return self.arrangement != PER_EXPERT
+
+    @property
+    def weight(self) -> WeightFormat:
+        return self.format.weight
+
+    def name(self, declared: str) -> str:
+        """`MoEProblem.storage`: the declared one where its checkpoints have this format, else the usual."""
+        return declared if declared in self.format.storages else self.format.storages[0]
+
+    @property
+    def gated(self) -> bool:
+        """True when experts have a gate beside the matrix that it multiplies."""
+        return any(stored.role in ("w13", "w3") for stored in self.tensors.values())
 
     def missing(self, leaves: frozenset[str]) -> list[str]:
         """Required tensors that `leaves` lacks."""
@@ -93,124 +124,195 @@ class Storage:
         return sorted(leaves - self.tensors.keys())
 
 
-HEADER_DTYPES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16"}
-"""`MoEProblem.dtype` by a 16-bit tensor's dtype."""
+PER_EXPERT = "per_expert"
 
-FLOATS = ("BF16", "F16", "F32")
-INDICES = ("I32", "I64")
+HEADER_DTYPES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+"""`MoEProblem.router_dtype` by a tensor's dtype; the first two may be the model's."""
 
-MATRICES: tuple[Mapping[str, str], ...] = (
-    {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
-    {"w1": "w1", "w3": "w3", "w2": "w2"},
+_N = {"w1": "intermediate", "w3": "intermediate", "w13": "2*intermediate", "w2": "hidden"}
+_K = {"w1": "hidden", "w3": "hidden", "w13": "hidden", "w2": "intermediate"}
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a layer's matrices are spelled and laid out.
+
+    Attributes:
+        name: as `Storage.arrangement`.
+        matrices: the name of each role's matrix.
+        joint: what stands between a matrix's name and the suffix: ``.`` or ``_``; with ``_`` the
+            weight itself has no suffix.
+        short: suffixes lose their ``weight_``.
+        outer: axes before those of one expert's matrix.
+        transposed: axes of the matrix in reverse order.
+        only: formats that are stored so; empty for all.
+    """
+
+    name: str
+    matrices: Mapping[str, str]
+    joint: str = "."
+    short: bool = False
+    outer: str = ""
+    transposed: bool = False
+    only: tuple[str, ...] = ()
+
+    def leaf(self, matrix: str, suffix: str) -> str:
+        """The tensor's name after its expert, or after the module of all experts."""
+        if self.joint == "_" and suffix == "weight":
+            return matrix
+        return matrix + self.joint + (suffix.removeprefix("weight_") if self.short else suffix)
+
+    def shape(self, role: str, text: str) -> str:
+        """The shape that a suffix's `text` is in this arrangement."""
+        axes = text.format(n=_N[role], k=_K[role]).split()
+        return " ".join((self.outer, *(reversed(axes) if self.transposed else axes))).strip()
+
+    def stored(self, role: str, suffix: Suffix) -> Stored:
+        """What one suffix of one matrix is."""
+        shapes = [self.shape(role, text) for text in suffix.shapes]
+        if self.outer and suffix.scalar:
+            shapes += ["", "1", "experts 1", "experts 1 1"] + (["experts 2"] if role == "w13" else [])
+        first, *others = dict.fromkeys(shapes)
+        parsed = tuple(map(parse_shape, others))
+        return Stored(role + suffix.role, suffix.dtypes, parse_shape(first), suffix.required, parsed)
+
+    def of(self, form: Format) -> Storage:
+        """The storage of `form` in this arrangement."""
+        tensors = {
+            self.leaf(spelled, name): self.stored(role, suffix)
+            for role, spelled in self.matrices.items()
+            for name, suffix in form.suffixes.items()
+        }
+        return Storage(form, self.name, tensors)
+
+
+_PROJ = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_UNGATED = {"w1": "up_proj", "w2": "down_proj"}
+_TOGETHER = {"w13": "gate_up_proj", "w2": "down_proj"}
+
+ARRANGEMENTS: tuple[Arrangement, ...] = (
+    Arrangement(PER_EXPERT, _PROJ),
+    Arrangement(PER_EXPERT, {"w1": "w1", "w3": "w3", "w2": "w2"}),
+    Arrangement(PER_EXPERT, _UNGATED),
+    Arrangement(PER_EXPERT, _TOGETHER),
+    Arrangement("fused", _TOGETHER, "_", outer="experts"),
+    Arrangement("fused", _TOGETHER, "_", short=True, outer="experts"),
+    Arrangement("fused", _TOGETHER, outer="experts"),
+    Arrangement("fused", {"w13": "input_linear", "w2": "output_linear"}, outer="experts"),
+    Arrangement("fused_transposed", _TOGETHER, "_", outer="experts", transposed=True),
+    Arrangement("fused_transposed", _TOGETHER, "_", short=True, outer="experts", transposed=True),
+    Arrangement("fused_apart", _PROJ, outer="experts"),
+    Arrangement("fused_apart", _PROJ, "_", outer="experts"),
+    Arrangement("fused_apart", _UNGATED, outer="experts"),
+    Arrangement("fused_apart", _UNGATED, "_", outer="experts"),
 )
-"""How checkpoints call the three matrices of one expert: gate, up and down."""
+"""Every arrangement but gpt-oss' and DBRX's, which have shapes of their own."""
 
-_SIDES: Mapping[str, Mapping[str, str]] = {
-    "w1": {"n": "intermediate", "k": "hidden"},
-    "w3": {"n": "intermediate", "k": "hidden"},
-    "w2": {"n": "hidden", "k": "intermediate"},
+SPELLED: Mapping[str, str] = {
+    name: role for it in reversed(ARRANGEMENTS) for role, name in it.matrices.items()
 }
+"""The role of a matrix by its name, whatever the arrangement; `up_proj` is the gated experts' one."""
+
+
+def _storages() -> Iterator[Storage]:
+    blocks = {
+        leaf: Stored(stored[0], stored[1], parse_shape(stored[2])) for leaf, stored in GPT_OSS.tensors.items()
+    }
+    yield Storage(GPT_OSS.format, "fused_blocks", blocks)
+    flat = parse_shape("experts*intermediate hidden")
+    plain = next(form for form in FORMATS if form.weight.name == "bf16")
+    names = {"w1": "mlp.w1", "w3": "mlp.v1", "w2": "mlp.w2"}
+    dtypes = plain.suffixes["weight"].dtypes
+    yield Storage(plain, "flat", {name: Stored(role, dtypes, flat) for role, name in names.items()})
+    for form in FORMATS:
+        for arrangement in ARRANGEMENTS:
+            yield arrangement.of(form)
+
+
+STORAGES: tuple[Storage, ...] = tuple(_storages())
+"""Every storage whose tensors are understood; of several that fit, the first, unless the config says."""
 
 
 @dataclass(frozen=True)
-class _Suffix:
-    """One tensor of a matrix ``[n, k]``: its shape names ``{n}`` and ``{k}``; the rest as in `Stored`."""
+class Beside:
+    """Names of the tensors beside the experts, relative to the module that holds them, or to the layer.
 
-    role: str
-    dtypes: tuple[str, ...]
-    shape: str
-    required: bool = True
+    Attributes:
+        router: names of each role of the router; ``hash`` is the table of expert ids by token id.
+        router_modules, shared_modules, latent_modules: what these names begin with; a tensor of them
+            with another name is refused, not ignored.
+        latent: names of the projections into and out of the experts' own space.
+    """
+
+    router: Mapping[str, tuple[str, ...]]
+    router_modules: tuple[str, ...]
+    shared_modules: tuple[str, ...]
+    latent: Mapping[str, tuple[str, ...]]
+
+    @property
+    def modules(self) -> frozenset[str]:
+        latent = (name.split(".")[0] for names in self.latent.values() for name in names)
+        return frozenset((*self.router_modules, *self.shared_modules, *latent))
 
 
-def _per_expert(name: str, weights: set[str], suffixes: Mapping[str, _Suffix]) -> tuple[Storage, ...]:
-    """One `Storage` per spelling of the matrices, each matrix with all of `suffixes`."""
-    rows = []
-    for names in MATRICES:
-        tensors = {}
-        for matrix, spelled in names.items():
-            for suffix, it in suffixes.items():
-                shape = parse_shape(it.shape.format(**_SIDES[matrix]))
-                tensors[f"{spelled}.{suffix}"] = Stored(matrix + it.role, it.dtypes, shape, it.required)
-        rows.append(Storage(name, frozenset(weights), False, tensors))
-    return tuple(rows)
-
-
-STORAGES: tuple[Storage, ...] = (
-    Storage(
-        "gpt_oss",
-        frozenset({"mxfp4"}),
-        True,
-        {
-            "gate_up_proj_blocks": Stored("w13", ("U8",), parse_shape("experts 2*intermediate hidden/32 16")),
-            "gate_up_proj_scales": Stored(
-                "w13_scale", ("U8", "F8_E8M0"), parse_shape("experts 2*intermediate hidden/32")
-            ),
-            "gate_up_proj_bias": Stored("w13_bias", FLOATS, parse_shape("experts 2*intermediate")),
-            "down_proj_blocks": Stored("w2", ("U8",), parse_shape("experts hidden intermediate/32 16")),
-            "down_proj_scales": Stored(
-                "w2_scale", ("U8", "F8_E8M0"), parse_shape("experts hidden intermediate/32")
-            ),
-            "down_proj_bias": Stored("w2_bias", FLOATS, parse_shape("experts hidden")),
-        },
+BESIDE = Beside(
+    router={
+        "weight": (
+            "gate.weight",
+            "router.weight",
+            "router.layer.weight",
+            "router.proj.weight",
+            "router.gate.weight",
+            "router.classifier.weight",
+            "gate.wg.weight",
+        ),
+        "packed": ("gate.qweight", "gate.weight_packed", "router.weight_packed"),
+        "bias": ("router.bias", "gate.bias", "router.layer.bias", "router.proj.bias"),
+        "correction_bias": (
+            "gate.e_score_correction_bias",
+            "e_score_correction_bias",
+            "moe_statics.e_score_correction_bias",
+            "router.e_score_correction_bias",
+            "router_bias",
+            "gate.expert_bias",
+            "expert_bias",
+            "gate.correction_bias",
+        ),
+        "hash": ("gate.tid2eid",),
+        "expert_scale": ("router.per_expert_scale",),
+        "input_scale": ("router.scale",),
+    },
+    router_modules=(
+        "gate",
+        "router",
+        "e_score_correction_bias",
+        "moe_statics",
+        "router_bias",
+        "expert_bias",
     ),
-    *_per_expert(
-        "compressed-tensors",
-        {"int4", "int8"},
-        {
-            "weight_packed": _Suffix("", ("I32",), "{n} {k}/pack"),
-            "weight_scale": _Suffix("_scale", FLOATS, "{n} {k}/group"),
-            "weight_shape": _Suffix("_shape", INDICES, "2"),
-            "weight_zero_point": _Suffix("_zero", ("I32",), "{n}/pack {k}/group", required=False),
-            "weight_g_idx": _Suffix("_order", INDICES, "{k}", required=False),
-        },
-    ),
-    *_per_expert(
-        "plain",
-        {"bf16"},
-        {
-            "weight": _Suffix("", ("BF16", "F16"), "{n} {k}"),
-            "bias": _Suffix("_bias", FLOATS, "{n}", required=False),
-        },
-    ),
+    shared_modules=("shared_experts", "shared_expert", "share_expert", "shared_mlp", "shared_expert_gate"),
+    latent={
+        "in": ("routed_expert_down_proj.weight", "fc1_latent_proj.weight"),
+        "norm": ("routed_expert_norm.weight",),
+        "out": ("routed_expert_up_proj.weight", "fc2_latent_proj.weight"),
+    },
 )
-"""Every storage whose tensors are understood."""
+"""Router, shared experts and latent projections."""
 
+SUFFIX_ROLES: Mapping[str, str] = {
+    name: suffix.role for form in reversed(FORMATS) for name, suffix in form.suffixes.items()
+}
+"""What a suffix adds to a matrix's role, whatever the format."""
 
-@dataclass(frozen=True)
-class _Beside:
-    """Names of the tensors beside the experts, relative to the module that holds them."""
-
-    router: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {
-            "weight": ("gate.weight", "router.weight"),
-            "bias": ("router.bias",),
-            "correction_bias": ("gate.e_score_correction_bias", "e_score_correction_bias"),
-        }
-    )
-    router_modules: tuple[str, ...] = ("gate", "router", "e_score_correction_bias")
-    shared_modules: tuple[str, ...] = ("shared_experts", "shared_expert")
-    shared_suffixes: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "weight": "",
-            "weight_packed": "",
-            "weight_scale": "_scale",
-            "weight_shape": "_shape",
-            "weight_zero_point": "_zero",
-            "bias": "_bias",
-        }
-    )
-
-
-BESIDE = _Beside()
-"""Router and shared experts. A tensor of these modules with another name is refused, not ignored."""
-
-EXTRA_MODULES = ("mtp",)
-"""Path components of layers that are not the main model's: multi-token prediction."""
+EXTRA_MODULES = frozenset(("mtp", "talker", "visual", "vision_tower", "vision_model", "draft", "eagle"))
+"""Path components of layers that are not the main model's: multi-token prediction, speech, vision."""
 
 
 def format_sizes(scheme: Scheme) -> dict[str, int]:
     """The symbols of shapes that the weight format gives.
 
-    ``pack`` is weights in a 32-bit word, ``group`` weights per scale (`FULL`: one scale for the axis).
+    ``pack`` is weights in a 32-bit word, ``group`` and ``rows`` weights along either axis per scale
+    (`FULL`: one scale for the axis).
     """
-    return {"pack": 32 // scheme.weight.bits, "group": scheme.weight.group or 1}
+    weight = scheme.weight
+    return {"pack": 32 // weight.bits, "group": weight.group or 1, "rows": weight.block[0] or 1}

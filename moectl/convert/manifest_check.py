@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from ..checkpoint.families import LIMITS
+from ..checkpoint.fields import LIMITS
 from ..checkpoint.header import DTYPE_BITS
 from ..errors import MoectlError
 from .canonical import canonical_shapes

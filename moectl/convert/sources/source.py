@@ -84,7 +84,7 @@ class Source:
     def stored(self, part: Part) -> Stored:
         """The dtypes and the shape that `part` may have."""
         for storage in STORAGES:
-            if storage.name == self.name:
+            if self.name in storage.format.storages:
                 for found in storage.tensors.values():
                     if found.role == part.stored:
                         return found

@@ -1,0 +1,156 @@
+"""Names and shapes of what stands beside a layer's experts: router, shared experts, latent projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import CheckpointError
+from ..problem import MoEProblem
+from .declared import Declared
+from .found import RENAME, FoundLayer
+from .model import ExpertNames, TensorInfo
+from .storage import BESIDE, HEADER_DTYPES, SPELLED, SUFFIX_ROLES, Storage
+from .strict_json import FETCH_AGAIN, shown
+
+_GATE = "shared_expert_gate.weight"
+"""A gate of all shared experts together."""
+
+_MATRICES = {**SPELLED, "w1": "w1", "w3": "w3", "w2": "w2"}
+
+
+def tensor_names(layer: FoundLayer, storage: Storage, correction: bool) -> ExpertNames:
+    """Name templates of the layer's tensors by role, its experts stored as `storage`.
+
+    `correction` says that a bias that may be either is the correction bias. Raises CheckpointError when
+    a tensor of the router or the shared experts is not understood.
+    """
+    first = next(iter(layer.experts))
+    prefix = layer.template(layer.stem) + ("" if first is None else "{expert}.")
+    experts = {storage.tensors[leaf].role: prefix + leaf for leaf in layer.leaves}
+    return ExpertNames(
+        dict(sorted(experts.items())),
+        _router_names(layer, correction),
+        _shared_names(layer),
+        latent=_latent_names(layer),
+        arrangement=storage.arrangement,
+    )
+
+
+def _router_names(layer: FoundLayer, correction: bool) -> dict[str, str]:
+    known = {rest: role for role, names in BESIDE.router.items() for rest in names}
+    # DeepSeek-V4 calls its correction bias as others call the router's own.
+    known["gate.bias"] = "correction_bias" if correction else "bias"
+    packed = any(rest in BESIDE.router["packed"] for rest in layer.beside)
+    roles: dict[str, str] = {}
+    for rest, info in layer.beside.items():
+        if rest.split(".")[0] not in BESIDE.router_modules:
+            continue
+        role = known.get(rest)
+        if role is None and packed:
+            continue
+        if role is None or role in roles:
+            raise CheckpointError(
+                f"{info.file}: router tensor {shown(info.name)} is not understood.", hint=RENAME
+            )
+        roles[role] = layer.template(info.name)
+    return dict(sorted(roles.items()))
+
+
+def _shared_names(layer: FoundLayer) -> dict[str, str]:
+    roles: dict[str, str] = {}
+    for rest, info in layer.beside.items():
+        module, _, inner = rest.partition(".")
+        if module not in BESIDE.shared_modules:
+            continue
+        if rest == _GATE:
+            roles["gate"] = layer.template(info.name)
+            continue
+        matrix, _, suffix = inner.partition(".")
+        if matrix not in _MATRICES or suffix not in SUFFIX_ROLES:
+            raise CheckpointError(
+                f"{info.file}: shared expert tensor {shown(info.name)} is not understood.", hint=RENAME
+            )
+        roles[_MATRICES[matrix] + SUFFIX_ROLES[suffix]] = layer.template(info.name)
+    if "w1" not in roles and "w3" in roles:
+        roles = {role.replace("w3", "w1"): name for role, name in roles.items()}
+    return dict(sorted(roles.items()))
+
+
+def _latent_names(layer: FoundLayer) -> dict[str, str]:
+    known = {rest: role for role, names in BESIDE.latent.items() for rest in names}
+    return {known[rest]: layer.template(info.name) for rest, info in layer.beside.items() if rest in known}
+
+
+def infos(layer: FoundLayer) -> dict[str, TensorInfo]:
+    """The tensors beside the experts by name template."""
+    return {layer.template(info.name): info for info in layer.beside.values()}
+
+
+def check_router(layer: FoundLayer, names: ExpertNames, experts: int, top_k: int) -> TensorInfo:
+    """The router's weight; CheckpointError when there is none, or a tensor of it has another shape."""
+    beside = infos(layer)
+    if "weight" not in names.router and "packed" not in names.router:
+        raise CheckpointError(
+            f"layer {layer.index} has experts but no router: no tensor "
+            f"{' or '.join(layer.block + rest for rest in BESIDE.router['weight'][:4])}.",
+            hint=FETCH_AGAIN,
+        )
+    shapes: Mapping[str, tuple[str, tuple[tuple[int | None, ...], ...]]] = {
+        "weight": (f"[{experts}, hidden]", ((experts, None),)),
+        "bias": (f"[{experts}]", ((experts,),)),
+        "correction_bias": (f"[{experts}]", ((experts,), (1, experts))),
+        "expert_scale": (f"[{experts}]", ((experts,),)),
+        "hash": (f"[tokens, {top_k}]", ((None, top_k),)),
+    }
+    for role, template in names.router.items():
+        info = beside[template]
+        expected, allowed = shapes.get(role, ("", (info.shape,)))
+        if not any(_fits(info.shape, shape) for shape in allowed):
+            raise CheckpointError(
+                f"{info.file}: tensor {shown(info.name)} must be {expected}, got shape {list(info.shape)}.",
+                hint=FETCH_AGAIN,
+            )
+    return beside[names.router["weight" if "weight" in names.router else "packed"]]
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(b is None or a == b for a, b in zip(shape, wanted, strict=True))
+
+
+def router_dtype(info: TensorInfo, problem: MoEProblem) -> str:
+    """The router's dtype; the model's where its tensor has none of its own, as a packed one."""
+    return HEADER_DTYPES.get(info.dtype, problem.dtype)
+
+
+def count_shared(layer: FoundLayer, names: ExpertNames, declared: Declared, intermediate: int) -> int:
+    """Shared experts: the declared number where their matrix is as wide as it says, else what fits it.
+
+    Their one matrix is as wide as all of them together. Raises CheckpointError when it is missing.
+    """
+    matrices = [role for role in ("w1", "w13") if role in names.shared]
+    if not set(names.shared) - {"gate"}:
+        return 0
+    if not matrices:
+        raise CheckpointError(
+            f"layer {layer.index}: the shared experts have no gate matrix.", hint=FETCH_AGAIN
+        )
+    info = infos(layer)[names.shared[matrices[0]]]
+    width = (info.shape[0] if info.shape else 0) // (2 if matrices[0] == "w13" else 1)
+    said = declared.group.problem.shared_experts
+    if said and (width in declared.shared_widths or width == 0 or width % intermediate):
+        return said
+    return width // intermediate if width and width % intermediate == 0 else 1
+
+
+def shared_note(layer: FoundLayer, names: ExpertNames) -> str:
+    """That shared experts are stored in another dtype than the routed ones; nothing when they are not."""
+    shared = next((names.shared[role] for role in ("w1", "w13") if role in names.shared), None)
+    if shared is None:
+        return ""
+    own = next(iter(layer.experts.values()))
+    stem = names.experts["w2"].rpartition("}.")[2]
+    routed = next((info for leaf, info in own.items() if names.experts["w2"].endswith(leaf)), None)
+    beside = infos(layer)[shared]
+    if routed is None or routed.dtype == beside.dtype or not stem:
+        return ""
+    return f"shared experts are stored as {beside.dtype}, routed experts as {routed.dtype}"

@@ -1,0 +1,221 @@
+"""Which storage a layer's expert tensors are: by names first, then by dtypes, then by shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..errors import CheckpointError
+from ..problem import MoEProblem
+from ..schemes import FULL, Scheme, WeightFormat
+from .formats import SHOWN
+from .found import RENAME, FoundLayer
+from .model import TensorInfo
+from .storage import STORAGES, Extent, Shape, Storage, format_sizes
+from .strict_json import FETCH_AGAIN, shown
+
+CONFIG_HINT = "Check that config.json is the one that belongs to these files."
+
+SIDES = (16, 32, 64, 128, 256, 512)
+"""Block sides in use; of several that give as many scales, the first of these is meant."""
+
+Tensors = Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The storage of a layer's experts, its sizes, and the weight format that its scales show."""
+
+    storage: Storage
+    sizes: Mapping[str, int]
+    weight: WeightFormat
+
+    def scheme(self, said: Scheme, declared: bool, tensors: Tensors) -> Scheme:
+        """The scheme: activations as the config declares them, else as the format has them."""
+        form = self.storage.format
+        if declared and said.weight.name == self.weight.name:
+            return replace(said, weight=self.weight)
+        scaled = any(self.storage.tensors[leaf].role.endswith("_input") for leaf in tensors)
+        return Scheme(self.weight, form.static if scaled and form.static else form.act)
+
+
+def fit(layer: FoundLayer, problem: MoEProblem, experts: int) -> Fit:
+    """The storage that a layer's tensors are, `problem` being what the config declares of it.
+
+    `experts` is their number as the router or the config says, for tensors that do not show it.
+    Raises CheckpointError, about the storage that comes nearest, when none fits.
+    """
+    tensors = next(iter(layer.experts.values()))
+    named = _named(layer, problem)
+    typed = [it for it in named if all(tensors[leaf].dtype in it.tensors[leaf].dtypes for leaf in tensors)]
+    if not typed:
+        raise _wrong_dtype(_first(named, problem), tensors)
+    found: list[Fit] = []
+    why: CheckpointError | None = None
+    for storage in sorted(typed, key=lambda it: not _as_said(it, problem)):
+        try:
+            found.append(_solve(storage, tensors, problem.scheme.weight, experts))
+        except CheckpointError as error:
+            why = why or error
+    if not found:
+        assert why is not None, "every storage with the right dtypes was tried"
+        raise why
+    exact = (it for it in found if it.weight == problem.scheme.weight and _as_said(it.storage, problem))
+    return next(exact, found[0])
+
+
+def _as_said(storage: Storage, problem: MoEProblem) -> bool:
+    return (
+        problem.storage in storage.format.storages and storage.weight.name == problem.scheme.weight.name
+    )
+
+
+def _first(storages: list[Storage], problem: MoEProblem) -> Storage:
+    return next((it for it in storages if _as_said(it, problem)), storages[0])
+
+
+def _named(layer: FoundLayer, problem: MoEProblem) -> list[Storage]:
+    """The storages whose tensors have these names; CheckpointError when there is none."""
+    leaves, fused = layer.leaves, None in layer.experts
+    if fused and len(layer.experts) > 1:
+        raise CheckpointError(
+            f"layer {layer.index} mixes experts in one tensor with experts of their own, "
+            f"under {layer.stem.rstrip('.')}.",
+            hint="Remove those that do not belong to the model.",
+        )
+    shaped = [storage for storage in STORAGES if storage.fused == fused]
+    named = [it for it in shaped if not it.missing(leaves) and not it.unknown(leaves)]
+    if named:
+        return named
+    nearest = max(
+        shaped, key=lambda it: (len(leaves & it.tensors.keys()), _as_said(it, problem), -len(it.missing(leaves)))
+    )
+    if not leaves & nearest.tensors.keys():
+        raise CheckpointError(
+            f"layer {layer.index}: {problem.storage} experts of {problem.scheme} are not understood, "
+            f"with tensors {', '.join(map(shown, sorted(leaves)[:12]))}.",
+            hint=RENAME,
+        )
+    lacking, strange = nearest.missing(leaves), nearest.unknown(leaves)
+    parts = [f"lack {', '.join(lacking)}"] if lacking else []
+    parts += [f"have {', '.join(map(shown, strange[:8]))}, which is not understood"] if strange else []
+    raise CheckpointError(
+        f"layer {layer.index}: the {nearest.name(problem.storage)} experts {' and '.join(parts)}.",
+        hint=CONFIG_HINT,
+    )
+
+
+def _wrong_dtype(storage: Storage, tensors: Tensors) -> CheckpointError:
+    for leaf, info in sorted(tensors.items()):
+        allowed = storage.tensors[leaf].dtypes
+        if info.dtype not in allowed:
+            return CheckpointError(
+                f"{info.file}: tensor {shown(info.name)} must be {' or '.join(allowed)}, got {info.dtype}.",
+                hint=CONFIG_HINT,
+            )
+    raise AssertionError("a storage without a wrong dtype fits")
+
+
+def _solve(storage: Storage, tensors: Tensors, said: WeightFormat, experts: int) -> Fit:
+    """The sizes and block that all tensors' shapes agree on; CheckpointError names one that does not."""
+    shapes = {leaf: _axes(storage, leaf, info) for leaf, info in tensors.items()}
+    sizes = _plain_sizes(storage, tensors, shapes, experts)
+    weight = _fit_block(storage, tensors, shapes, sizes, said)
+    sizes |= format_sizes(Scheme(weight))
+    for leaf, info in tensors.items():
+        wanted = tuple(axis.value(sizes) for axis in shapes[leaf])
+        if info.shape != wanted:
+            raise CheckpointError(
+                f"{info.file}: tensor {shown(info.name)} must be {info.dtype} {list(wanted)} beside the "
+                f"other expert tensors, got {info.dtype} {list(info.shape)}.",
+                hint=FETCH_AGAIN,
+            )
+    return Fit(storage, sizes, weight)
+
+
+def _axes(storage: Storage, leaf: str, info: TensorInfo) -> Shape:
+    """The axes that a tensor's shape is to be read by; of several of one length, those whose numbers fit."""
+    stored = storage.tensors[leaf]
+    same = [shape for shape in (stored.shape, *stored.others) if len(shape) == len(info.shape)]
+    if not same:
+        raise CheckpointError(
+            f"{info.file}: tensor {shown(info.name)} must have {len(stored.shape)} axes, "
+            f"got shape {list(info.shape)}.",
+            hint=CONFIG_HINT,
+        )
+    fitting = (
+        shape
+        for shape in same
+        if all(axis.symbol or axis.times == size for axis, size in zip(shape, info.shape, strict=True))
+    )
+    return next(fitting, same[0])
+
+
+def _plain_sizes(
+    storage: Storage, tensors: Tensors, shapes: Mapping[str, Shape], experts: int
+) -> dict[str, int]:
+    """Sizes that stand in a shape as they are, or times a number."""
+    sizes: dict[str, int] = {}
+    for leaf, info in tensors.items():
+        for axis, size in zip(shapes[leaf], info.shape, strict=True):
+            if axis.per != 1 or not axis.symbol:
+                continue
+            times = experts if axis.times == "experts" else axis.times
+            if isinstance(times, int) and times and size % times == 0:
+                sizes.setdefault(axis.symbol, size // times)
+    sizes.setdefault("experts", experts)
+    missing = {"hidden", "intermediate"} - {name for name, size in sizes.items() if size > 0}
+    if missing:
+        info = next(iter(tensors.values()))
+        raise CheckpointError(
+            f"{info.file}: the sizes of tensor {shown(info.name)} and its layer make no expert: "
+            f"no {' or '.join(sorted(missing))} size.",
+            hint=FETCH_AGAIN,
+        )
+    return sizes
+
+
+def _fit_block(
+    storage: Storage,
+    tensors: Tensors,
+    shapes: Mapping[str, Shape],
+    sizes: Mapping[str, int],
+    said: WeightFormat,
+) -> WeightFormat:
+    """The storage's weight format with the block and scale dtype that the scales show.
+
+    The declared block stays where it gives as many scales.
+    """
+    weight = storage.weight
+    same = said.name == weight.name
+    sides = dict(zip(("rows", "group"), weight.block, strict=True))
+    for leaf, info in tensors.items():
+        role = storage.tensors[leaf].role
+        if not role.endswith(("_scale", "_zero")):
+            continue
+        if role.endswith("_scale") and weight.scale_dtype != "E8M0":
+            weight = replace(weight, scale_dtype=info.dtype)
+        for axis, size in zip(shapes[leaf], info.shape, strict=True):
+            if axis.per in sides and sides[str(axis.per)] == SHOWN and size:
+                index = ("rows", "group").index(str(axis.per))
+                sides[str(axis.per)] = _side(axis, sizes, size, said.block[index] if same else SHOWN)
+    zeros = any(storage.tensors[leaf].role.endswith("_zero") for leaf in tensors)
+    if same and storage.format.storages[0] in ("gptq", "awq"):
+        zeros = said.zero_point
+    elif storage.format.storages[0] == "gptq":
+        zeros = False
+    if storage.weight.block == (0, 0):
+        return weight
+    return replace(weight, block=(sides["rows"] or 1, sides["group"] or FULL), zero_point=zeros)
+
+
+def _side(axis: Extent, sizes: Mapping[str, int], scales: int, said: int) -> int:
+    """How many weights along an axis share each of so many scales."""
+    times = axis.times if isinstance(axis.times, int) else sizes[axis.times]
+    length = sizes[axis.symbol] * times
+    fitting = [side for side in (said, *SIDES) if side > 0 and -(-length // side) == scales]
+    if said == FULL and scales == 1:
+        return FULL
+    if fitting:
+        return fitting[0]
+    return length // scales if length % scales == 0 and scales < length else -(-length // scales)

@@ -1,0 +1,262 @@
+"""Number formats as checkpoints store them: the tensors of one matrix, their dtypes and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..schemes import A16, BF16, FULL, MXFP4, ActFormat, WeightFormat, int_format
+from .quantization import (
+    FP8_TENSOR,
+    FP8_TENSOR_STATIC,
+    FP8_TENSOR_WEIGHT,
+    MXFP8,
+    MXFP8_ACT,
+    NVFP4,
+    NVFP4_ACT,
+)
+
+FLOATS = ("BF16", "F16", "F32")
+INDICES = ("I32", "I64")
+E8M0 = ("U8", "F8_E8M0")
+FP8 = ("F8_E4M3",)
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """One tensor of a matrix ``[n, k]``, whose sizes its shapes name ``{n}`` and ``{k}``.
+
+    Attributes:
+        role: what it adds to the matrix's role.
+        dtypes: safetensors dtypes it may have.
+        shapes: shapes it may have, the usual one first, as `parse_shape` spells them.
+        required: False for what some checkpoints leave out.
+    """
+
+    role: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[str, ...]
+    required: bool = True
+
+    @property
+    def scalar(self) -> bool:
+        """True for one number a matrix."""
+        return "" in self.shapes
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store a matrix.
+
+    Attributes:
+        storages: `MoEProblem.storage` of the checkpoints that have it, the usual one first.
+        weight: the weight format; a `SHOWN` side of its block is what the scales' shapes show.
+        suffixes: the tensors.
+        act: the activation format where no config says it.
+        static: likewise, where the checkpoint has scales for activations.
+    """
+
+    storages: tuple[str, ...]
+    weight: WeightFormat
+    suffixes: Mapping[str, Suffix]
+    act: ActFormat = A16
+    static: ActFormat | None = None
+
+
+SHOWN = 0
+"""In a format's block: the side is what the scales' shapes show."""
+
+
+def _one(role: str, dtypes: tuple[str, ...], shape: str, required: bool = True) -> Suffix:
+    return Suffix(role, dtypes, (shape,), required)
+
+
+def _number(role: str, required: bool = True) -> Suffix:
+    """One number a matrix, stored without an axis or with one of size one."""
+    return Suffix(role, FLOATS, ("", "1"), required)
+
+
+_BIAS = _one("_bias", FLOATS, "{n}", required=False)
+_INPUT = _number("_input", required=False)
+_BLOCK_ACT = ActFormat("fp8", 8, (1, 128))
+_TOKEN_ACT = ActFormat("fp8", 8, (1, FULL))
+_INT8_ACT = ActFormat("int8", 8, (1, FULL))
+
+
+def _int(bits: int) -> WeightFormat:
+    return int_format(bits, SHOWN)
+
+
+def _packed(bits: int) -> Format:
+    return Format(
+        ("compressed-tensors",),
+        _int(bits),
+        {
+            "weight_packed": _one("", ("I32",), "{n} {k}/pack"),
+            "weight_scale": _one("_scale", FLOATS, "{n} {k}/group"),
+            "weight_shape": _one("_shape", INDICES, "2"),
+            "weight_zero_point": _one("_zero", ("I32",), "{n}/pack {k}/group", required=False),
+            "weight_g_idx": _one("_order", INDICES, "{k}", required=False),
+        },
+    )
+
+
+def _gptq(bits: int) -> Format:
+    return Format(
+        ("gptq",),
+        _int(bits),
+        {
+            "qweight": _one("", ("I32",), "{k}/pack {n}"),
+            "qzeros": _one("_zero", ("I32",), "{k}/group {n}/pack", required=False),
+            "scales": _one("_scale", FLOATS, "{k}/group {n}"),
+            "g_idx": _one("_order", INDICES, "{k}", required=False),
+            "bias": _BIAS,
+        },
+    )
+
+
+def _awq(bits: int) -> Format:
+    return Format(
+        ("awq",),
+        int_format(bits, SHOWN, zero_point=True),
+        {
+            "qweight": _one("", ("I32",), "{k} {n}/pack"),
+            "qzeros": _one("_zero", ("I32",), "{k}/group {n}/pack", required=False),
+            "scales": _one("_scale", FLOATS, "{k}/group {n}"),
+            "bias": _BIAS,
+        },
+    )
+
+
+def _fp8_block(scale: str, storages: tuple[str, ...], dtypes: tuple[str, ...] = FLOATS) -> Format:
+    return Format(
+        storages,
+        WeightFormat("fp8", 8, (SHOWN, SHOWN), "F32"),
+        {
+            "weight": _one("", FP8, "{n} {k}"),
+            scale: _one("_scale", dtypes, "{n}/rows {k}/group"),
+            "bias": _BIAS,
+        },
+        _BLOCK_ACT,
+    )
+
+
+def _mxfp8(scale: str, storages: tuple[str, ...]) -> Format:
+    return Format(
+        storages,
+        MXFP8,
+        {
+            "weight": _one("", FP8, "{n} {k}"),
+            scale: _one("_scale", E8M0, "{n} {k}/32"),
+            "bias": _BIAS,
+        },
+        MXFP8_ACT,
+    )
+
+
+def _mxfp4(weight: str, scale: str, storages: tuple[str, ...], dtype: str = "U8") -> Format:
+    return Format(
+        storages,
+        MXFP4,
+        {
+            weight: _one("", (dtype,), "{n} {k}/2"),
+            scale: _one("_scale", E8M0, "{n} {k}/32"),
+            "bias": _BIAS,
+            "input_scale": _INPUT,
+        },
+    )
+
+
+def _nvfp4(weight: str, second: str, inputs: str, storage: str) -> Format:
+    return Format(
+        (storage,),
+        NVFP4,
+        {
+            weight: _one("", ("U8",), "{n} {k}/2"),
+            "weight_scale": _one("_scale", FP8, "{n} {k}/16"),
+            second: _number("_global"),
+            inputs: _number("_input", required=False),
+            "bias": _BIAS,
+        },
+        static=NVFP4_ACT,
+    )
+
+
+_DENSE8 = ("compressed-tensors", "fp8", "modelopt", "quark")
+
+FORMATS: tuple[Format, ...] = (
+    _packed(4),
+    _packed(8),
+    Format(("plain",), BF16, {"weight": _one("", FLOATS, "{n} {k}"), "bias": _BIAS}),
+    _mxfp8("weight_scale_inv", ("fp8",)),
+    _mxfp8("weight_scale", ("modelopt", "compressed-tensors", "quark", "fp8")),
+    Format(
+        ("fp8", "modelopt", "compressed-tensors", "quark"),
+        FP8_TENSOR_WEIGHT,
+        {
+            "weight": _one("", FP8, "{n} {k}"),
+            "weight_scale": _number("_scale"),
+            "input_scale": _INPUT,
+            "bias": _BIAS,
+        },
+        FP8_TENSOR,
+        FP8_TENSOR_STATIC,
+    ),
+    Format(
+        _DENSE8,
+        WeightFormat("fp8", 8, (1, FULL), "F32"),
+        {
+            "weight": _one("", FP8, "{n} {k}"),
+            "weight_scale": Suffix("_scale", FLOATS, ("{n} 1", "{n}")),
+            "input_scale": _INPUT,
+            "bias": _BIAS,
+        },
+        _TOKEN_ACT,
+    ),
+    _fp8_block("weight_scale_inv", ("fp8",)),
+    _fp8_block("weight_scale", ("compressed-tensors", "fp8", "modelopt", "quark")),
+    _fp8_block("scale", ("fp8",), ("F8_E8M0", *FLOATS)),
+    _nvfp4("weight", "weight_scale_2", "input_scale", "modelopt"),
+    _nvfp4("weight_packed", "weight_global_scale", "input_global_scale", "compressed-tensors"),
+    _mxfp4("weight", "weight_scale", ("quark", "modelopt", "mxfp4")),
+    _mxfp4("weight_packed", "weight_scale", ("compressed-tensors",)),
+    # DeepSeek-V4 declares the bytes of packed pairs as signed.
+    _mxfp4("weight", "scale", ("mxfp4",), "I8"),
+    Format(
+        ("compressed-tensors", "quark"),
+        int_format(8, FULL),
+        {
+            "weight": _one("", ("I8",), "{n} {k}"),
+            "weight_scale": Suffix("_scale", FLOATS, ("{n} 1", "{n}")),
+            "input_scale": _INPUT,
+            "bias": _BIAS,
+        },
+        _INT8_ACT,
+    ),
+    _gptq(4),
+    _gptq(8),
+    _awq(4),
+    _awq(8),
+)
+"""Every format; of several whose tensors fit, the first, unless the config says another."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """gpt-oss' fused blocks: tensors as (role, dtypes, shape)."""
+
+    format: Format
+    tensors: Mapping[str, tuple[str, tuple[str, ...], str]]
+
+
+GPT_OSS = Blocks(
+    Format(("gpt_oss",), MXFP4, {}),
+    {
+        "gate_up_proj_blocks": ("w13", ("U8",), "experts 2*intermediate hidden/32 16"),
+        "gate_up_proj_scales": ("w13_scale", E8M0, "experts 2*intermediate hidden/32"),
+        "gate_up_proj_bias": ("w13_bias", FLOATS, "experts 2*intermediate"),
+        "down_proj_blocks": ("w2", ("U8",), "experts hidden intermediate/32 16"),
+        "down_proj_scales": ("w2_scale", E8M0, "experts hidden intermediate/32"),
+        "down_proj_bias": ("w2_bias", FLOATS, "experts hidden"),
+    },
+)

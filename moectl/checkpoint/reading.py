@@ -1,0 +1,206 @@
+"""One MoE layer as its tensors' headers show it, held against what the config declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..errors import CheckpointError
+from ..problem import Activation, Dims, MoEProblem, Routing
+from .asked import Asked
+from .beside import check_router, count_shared, router_dtype, shared_note, tensor_names
+from .declared import Declared
+from .fit import CONFIG_HINT, Fit, fit
+from .found import FoundLayer
+from .model import ExpertNames, LayerGroup, TensorInfo
+from .storage import BESIDE, HEADER_DTYPES
+from .strict_json import FETCH_AGAIN, shown
+
+
+def read_layer(layer: FoundLayer, declared: Declared, asked: Asked = Asked()) -> LayerGroup:
+    """The group of this layer alone; headers win over the config, with a note where they disagree.
+
+    Raises CheckpointError when an expert or tensor is missing, or has another dtype or shape than the
+    others ask for.
+    """
+    said, sources = declared.at(layer.index, layer.modules())
+    notes: list[str] = []
+    fitted = fit(layer, said, _router_experts(layer) or said.experts)
+    experts = _check_experts(layer, fitted.sizes["experts"], said)
+    names = tensor_names(layer, fitted.storage, _correction(layer, said))
+    router = check_router(layer, names, experts, said.top_k)
+    hidden = fitted.sizes["hidden"]
+    model_hidden = router.shape[1] if "weight" in names.router else said.model_hidden
+    as_said = fitted.storage.name(said.storage) == said.storage
+    found = replace(
+        said,
+        dims=Dims(hidden, fitted.sizes["intermediate"]),
+        experts=experts,
+        local_experts=experts,
+        scheme=fitted.scheme(said.scheme, as_said, next(iter(layer.experts.values()))),
+        storage=fitted.storage.name(said.storage),
+        act_order=said.act_order if as_said else "",
+        activation=_activation(said.activation, fitted),
+        bias=_biased(said, names),
+        dtype=_model_dtype(said, router, sources),
+        routing=_routing(said, names, asked),
+        shared_experts=count_shared(layer, names, declared, fitted.sizes["intermediate"]),
+        model_hidden=model_hidden,
+    )
+    found = replace(found, router_dtype=router_dtype(router, found))
+    if found.top_k > experts:
+        raise CheckpointError(
+            f"layer {layer.index} has {experts} experts, fewer than top-k {found.top_k}.", hint=CONFIG_HINT
+        )
+    _check_latent(layer, names, found)
+    _compare(layer, names, said, found, sources, notes)
+    if found.scheme != said.scheme:
+        notes.append(f"the config says {said.scheme}, the headers say {found.scheme}")
+    elif found.storage != said.storage:
+        notes.append(f"the config says {said.storage} storage, the headers say {found.storage}")
+    notes += filter(None, [shared_note(layer, names)])
+    return LayerGroup((layer.index,), found, names, sources, tuple(notes))
+
+
+def _router_experts(layer: FoundLayer) -> int | None:
+    for rest in BESIDE.router["weight"]:
+        if rest in layer.beside and layer.beside[rest].shape:
+            return layer.beside[rest].shape[0]
+    return None
+
+
+def _correction(layer: FoundLayer, said: MoEProblem) -> bool:
+    """True when a bias called as either kind may be is the correction bias."""
+    return said.routing.correction_bias or said.routing.scoring not in ("softmax", "sparsemixer")
+
+
+def _check_experts(layer: FoundLayer, fused: int, said: MoEProblem) -> int:
+    """The number of experts; CheckpointError when one of them, or one of its tensors, is missing or odd."""
+    if None in layer.experts:
+        return fused
+    present = {expert for expert in layer.experts if expert is not None}
+    wanted = max(_router_experts(layer) or said.experts, max(present) + 1)
+    first = layer.experts[min(present)]
+    leaves = layer.leaves
+    for expert in range(wanted):
+        if expert not in present:
+            raise CheckpointError(
+                f"layer {layer.index}: expert {expert} is missing: "
+                f"no tensor {layer.name(min(leaves), expert)}, "
+                f"of {wanted} experts {len(present)} are there.",
+                hint=FETCH_AGAIN,
+            )
+        tensors = layer.experts[expert]
+        if len(tensors) != len(leaves):
+            leaf = min(leaves - tensors.keys())
+            raise CheckpointError(
+                f"layer {layer.index}: expert {expert} has no tensor {layer.name(leaf, expert)}, "
+                "which others have.",
+                hint=FETCH_AGAIN,
+            )
+        for leaf, info in tensors.items():
+            model = first.get(leaf)
+            if model is not None and (info.shape != model.shape or info.dtype != model.dtype):
+                raise CheckpointError(
+                    f"{info.file}: tensor {shown(info.name)} must be {model.dtype} {list(model.shape)} "
+                    f"beside the other experts', got {info.dtype} {list(info.shape)}.",
+                    hint=FETCH_AGAIN,
+                )
+    return len(present)
+
+
+def _activation(said: Activation, fitted: Fit) -> Activation:
+    return replace(said, gated=fitted.storage.gated)
+
+
+def _biased(said: MoEProblem, names: ExpertNames) -> bool:
+    """True when experts have biases; the zeros that GPTQ stores for every matrix are none."""
+    return "w2_bias" in names.experts and (said.storage != "gptq" or said.bias)
+
+
+def _routing(said: MoEProblem, names: ExpertNames, asked: Asked) -> Routing:
+    """The declared routing with what the router's tensors show; what was asked stays."""
+    shown_by = {
+        "router_bias": "bias" in names.router,
+        "correction_bias": "correction_bias" in names.router,
+        "hashed": "hash" in names.router,
+        "expert_scale": "expert_scale" in names.router,
+    }
+    return replace(
+        said.routing, **{name: value for name, value in shown_by.items() if name not in asked.routing}
+    )
+
+
+def _model_dtype(said: MoEProblem, router: TensorInfo, sources: dict[str, str]) -> str:
+    """The model's dtype; where the config does not say it, the router's, if that has 16 bits."""
+    found = HEADER_DTYPES.get(router.dtype)
+    if sources["dtype"] != "assumed" or found not in ("bf16", "fp16"):
+        return said.dtype
+    sources["dtype"] = f"header:{router.name}"
+    return found
+
+
+def _check_latent(layer: FoundLayer, names: ExpertNames, found: MoEProblem) -> None:
+    """CheckpointError unless the projections lead from the model's hidden size to the experts'."""
+    wanted = {
+        "in": (found.dims.hidden, found.model_hidden),
+        "out": (found.model_hidden, found.dims.hidden),
+    }
+    for role, shape in wanted.items():
+        template = names.latent.get(role)
+        info = next((it for it in layer.beside.values() if layer.template(it.name) == template), None)
+        if info is not None and info.dtype in HEADER_DTYPES and info.shape != shape:
+            raise CheckpointError(
+                f"{info.file}: tensor {shown(info.name)} must be {list(shape)} between the model and its "
+                f"experts, got shape {list(info.shape)}.",
+                hint=FETCH_AGAIN,
+            )
+
+
+def _compare(
+    layer: FoundLayer,
+    names: ExpertNames,
+    said: MoEProblem,
+    found: MoEProblem,
+    sources: dict[str, str],
+    notes: list[str],
+) -> None:
+    """Where headers decide, name the tensor as the source; where they disagree, say so in a note."""
+    expert = {"layer": layer.index, "expert": 0}
+    first = next(iter(names.experts.values())).format(**expert)
+    w2 = names.experts["w2"].format(**expert)
+    router = names.router.get("weight", names.router.get("packed", "")).format(**expert)
+
+    def tensor(group: Mapping[str, str], *roles: str, default: str = router) -> str:
+        return next((group[role].format(**expert) for role in roles if role in group), default)
+
+    def routing(name: str, role: str) -> tuple[bool, bool, str]:
+        return getattr(said.routing, name), getattr(found.routing, name), tensor(names.router, role)
+
+    facts: dict[str, tuple[object, object, str]] = {
+        "experts": (said.experts, found.experts, first),
+        "hidden": (said.dims.hidden, found.dims.hidden, w2),
+        "model_hidden": (said.model_hidden, found.model_hidden, router),
+        "intermediate": (said.dims.intermediate, found.dims.intermediate, first),
+        "bias": (said.bias, found.bias, tensor(names.experts, "w2_bias", default=w2)),
+        "shared_experts": (
+            said.shared_experts,
+            found.shared_experts,
+            tensor(names.shared, "w1", "w13"),
+        ),
+        "activation.gated": (said.activation.gated, found.activation.gated, first),
+        "routing.router_bias": routing("router_bias", "bias"),
+        "routing.correction_bias": routing("correction_bias", "correction_bias"),
+        "routing.hashed": routing("hashed", "hash"),
+        "routing.expert_scale": routing("expert_scale", "expert_scale"),
+    }
+    for name, (config, header, where) in facts.items():
+        if config != header:
+            origin = sources.get(name, "config")
+            if origin.startswith("config") and not origin.startswith("config:no"):
+                notes.append(f"{name}: the config says {config}, the headers say {header}")
+            sources[name] = f"header:{where}"
+    sources["storage"] = sources["arrangement"] = f"header:{first}"
+    sources["router_dtype"] = f"header:{router}"
+    if found.scheme != said.scheme:
+        sources["scheme"] = f"header:{first}"
