@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .checkpoint.catalogue import Entry, built_in
 from .checkpoint.fields import KEYS, Fields
-from .checkpoint.moe_layers import moe_layers
 from .checkpoint.layers import layer_groups
 from .checkpoint.model import LayerGroup, TensorInfo
+from .checkpoint.moe_layers import moe_layers
 from .checkpoint.shards import CONFIG, INDEX
 from .convert.codecs import codec_for
 from .convert.disk import (

@@ -86,15 +86,13 @@ def infos(layer: FoundLayer) -> dict[str, TensorInfo]:
     return {layer.template(info.name): info for info in layer.beside.values()}
 
 
-def check_router(layer: FoundLayer, names: ExpertNames, experts: int, top_k: int) -> TensorInfo:
-    """The router's weight; CheckpointError when there is none, or a tensor of it has another shape."""
+NO_ROUTER = "no router's weight was found beside the experts; the config's sizes stand for it"
+"""Said of experts whose router is stored elsewhere or missing."""
+
+
+def check_router(layer: FoundLayer, names: ExpertNames, experts: int, top_k: int) -> TensorInfo | None:
+    """The router's weight, None without one; CheckpointError when a tensor of it has another shape."""
     beside = infos(layer)
-    if "weight" not in names.router and "packed" not in names.router:
-        raise CheckpointError(
-            f"layer {layer.index} has experts but no router: no tensor "
-            f"{' or '.join(layer.block + rest for rest in BESIDE.router['weight'][:4])}.",
-            hint=FETCH_AGAIN,
-        )
     shapes: Mapping[str, tuple[str, tuple[tuple[int | None, ...], ...]]] = {
         "weight": (f"[{experts}, hidden]", ((experts, None),)),
         "bias": (f"[{experts}]", ((experts,),)),
@@ -110,47 +108,41 @@ def check_router(layer: FoundLayer, names: ExpertNames, experts: int, top_k: int
                 f"{info.file}: tensor {shown(info.name)} must be {expected}, got shape {list(info.shape)}.",
                 hint=FETCH_AGAIN,
             )
-    return beside[names.router["weight" if "weight" in names.router else "packed"]]
+    weight = names.router.get("weight", names.router.get("packed"))
+    return None if weight is None else beside[weight]
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
     return len(shape) == len(wanted) and all(b is None or a == b for a, b in zip(shape, wanted, strict=True))
 
 
-def router_dtype(info: TensorInfo, problem: MoEProblem) -> str:
-    """The router's dtype; the model's where its tensor has none of its own, as a packed one."""
-    return HEADER_DTYPES.get(info.dtype, problem.dtype)
+def router_dtype(info: TensorInfo | None, problem: MoEProblem) -> str:
+    """The router's dtype; the model's where no tensor shows it, or a packed one."""
+    return problem.dtype if info is None else HEADER_DTYPES.get(info.dtype, problem.dtype)
 
 
 def count_shared(layer: FoundLayer, names: ExpertNames, declared: Declared, intermediate: int) -> int:
     """Shared experts: the declared number where their matrix is as wide as it says, else what fits it.
 
-    Their one matrix is as wide as all of them together. Raises CheckpointError when it is missing.
+    Their one matrix is as wide as all of them together; where no tensor of theirs is listed, the config
+    is believed. Raises CheckpointError when only some of their tensors are.
     """
     matrices = [role for role in ("w1", "w13") if role in names.shared]
+    said = declared.group.problem.shared_experts
     if not set(names.shared) - {"gate"}:
-        return 0
+        return said
     if not matrices:
         raise CheckpointError(
             f"layer {layer.index}: the shared experts have no gate matrix.", hint=FETCH_AGAIN
         )
     info = infos(layer)[names.shared[matrices[0]]]
     width = (info.shape[0] if info.shape else 0) // (2 if matrices[0] == "w13" else 1)
-    said = declared.group.problem.shared_experts
     if said and (width in declared.shared_widths or width == 0 or width % intermediate):
         return said
     return width // intermediate if width and width % intermediate == 0 else 1
 
 
-def shared_note(layer: FoundLayer, names: ExpertNames) -> str:
-    """That shared experts are stored in another dtype than the routed ones; nothing when they are not."""
-    shared = next((names.shared[role] for role in ("w1", "w13") if role in names.shared), None)
-    if shared is None:
-        return ""
-    own = next(iter(layer.experts.values()))
-    stem = names.experts["w2"].rpartition("}.")[2]
-    routed = next((info for leaf, info in own.items() if names.experts["w2"].endswith(leaf)), None)
-    beside = infos(layer)[shared]
-    if routed is None or routed.dtype == beside.dtype or not stem:
-        return ""
-    return f"shared experts are stored as {beside.dtype}, routed experts as {routed.dtype}"
+def shared_dtype(layer: FoundLayer, names: ExpertNames) -> str:
+    """The safetensors dtype of the shared experts' weights; ``""`` when none are listed."""
+    template = next((names.shared[role] for role in ("w1", "w13") if role in names.shared), None)
+    return "" if template is None else infos(layer)[template].dtype

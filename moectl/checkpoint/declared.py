@@ -51,14 +51,12 @@ class Declared:
     notes: tuple[str, ...] = ()
 
     def at(self, layer: int, modules: Iterable[str] | None = None) -> tuple[MoEProblem, dict[str, str]]:
-        """One layer's problem with its sources; `modules` are its expert matrices' names, None for unknown."""
+        """One layer's problem with its sources; `modules` name its expert matrices, None: not known."""
         problem, sources = self.group.problem, dict(self.group.sources)
         found = self.precision.guess(layer) if modules is None else self.precision.at(layer, modules)
         if found is not self.precision.main:
             sources |= _told(found, self.place)
-            problem = replace(
-                problem, scheme=found.scheme, storage=found.storage, act_order=found.act_order
-            )
+            problem = replace(problem, scheme=found.scheme, storage=found.storage, act_order=found.act_order)
         if layer < self.hashed:
             routing = replace(problem.routing, hashed=True, correction_bias=False)
             problem = replace(problem, routing=routing)
@@ -137,6 +135,7 @@ def declared_layers(
         shared_experts=shared,
         dtype=_dtype(fields, notes),
         model_hidden=model_hidden,
+        model_type=fields.model_type,
     )
     sources.update({f"routing.{name}": "asked" for name in asked.routing})
     sources.update(_told(found, place), router_dtype="assumed")

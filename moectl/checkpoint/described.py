@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .catalogue import Entry, Schema, spell_layers
-from .families import KEYS, Fields
+from .fields import KEYS, Fields
 from .header import DTYPE_BITS
 from .moe_layers import moe_layers
 from .shards import CONFIG, QUANTIZATION_FILES, read_document

@@ -8,7 +8,8 @@ known family is read by its keys alone; what they leave open is assumed, and sai
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields as fields_of, replace
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from typing import Any
 
 from ..errors import CheckpointError
@@ -169,7 +170,7 @@ class Family:
         for name, take in ROUTING.items():
             if name not in given:
                 found[name] = self.fact(f"routing.{name}", _of_kind(take, fields), fields)
-        return Routing(**found)
+        return Routing(**{**found, "renormalize": bool(found["renormalize"])})
 
     def read_activation(self, fields: Fields) -> Activation:
         """The activation with its parameters; CheckpointError when its name is not understood."""
@@ -181,7 +182,8 @@ class Family:
         told = {}
         for parameter in TAKES.get(found.name, ()):
             default = getattr(found, parameter)
-            take = Take(PARAMETERS[parameter], float, default, default is not None, option="--activation")
+            unsure = default is not None and not fields.sources["activation"].startswith("family:")
+            take = Take(PARAMETERS[parameter], float, default, unsure, option="--activation")
             told[parameter] = self.fact(f"activation.{parameter}", take, fields)
         return replace(found, **told)
 

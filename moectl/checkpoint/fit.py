@@ -65,9 +65,7 @@ def fit(layer: FoundLayer, problem: MoEProblem, experts: int) -> Fit:
 
 
 def _as_said(storage: Storage, problem: MoEProblem) -> bool:
-    return (
-        problem.storage in storage.format.storages and storage.weight.name == problem.scheme.weight.name
-    )
+    return problem.storage in storage.format.storages and storage.weight.name == problem.scheme.weight.name
 
 
 def _first(storages: list[Storage], problem: MoEProblem) -> Storage:
@@ -88,7 +86,8 @@ def _named(layer: FoundLayer, problem: MoEProblem) -> list[Storage]:
     if named:
         return named
     nearest = max(
-        shaped, key=lambda it: (len(leaves & it.tensors.keys()), _as_said(it, problem), -len(it.missing(leaves)))
+        shaped,
+        key=lambda it: (len(leaves & it.tensors.keys()), _as_said(it, problem), -len(it.missing(leaves))),
     )
     if not leaves & nearest.tensors.keys():
         raise CheckpointError(
@@ -206,7 +205,7 @@ def _fit_block(
         zeros = False
     if storage.weight.block == (0, 0):
         return weight
-    return replace(weight, block=(sides["rows"] or 1, sides["group"] or FULL), zero_point=zeros)
+    return replace(weight, block=(sides["rows"], sides["group"]), zero_point=zeros)
 
 
 def _side(axis: Extent, sizes: Mapping[str, int], scales: int, said: int) -> int:

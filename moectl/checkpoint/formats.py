@@ -63,7 +63,7 @@ class Format:
     static: ActFormat | None = None
 
 
-SHOWN = 0
+SHOWN = -2
 """In a format's block: the side is what the scales' shapes show."""
 
 

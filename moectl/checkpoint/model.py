@@ -72,7 +72,8 @@ class ExpertNames:
 class LayerGroup:
     """Layers whose MoE is the same problem. `sources` says where each field of it comes from:
     ``config:KEY``, ``config:no KEY``, ``header:TENSOR``, ``family:NAME`` (a rule of the architecture),
-    ``asked`` (an option of the command line) or ``assumed``.
+    ``asked`` (an option of the command line) or ``assumed``. `shared_dtype` is the safetensors dtype of
+    the shared experts' weights, which may be stored unlike the routed ones.
     """
 
     layers: tuple[int, ...]
@@ -80,6 +81,7 @@ class LayerGroup:
     names: ExpertNames
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    shared_dtype: str = ""
 
 
 @dataclass(frozen=True)

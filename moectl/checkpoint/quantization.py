@@ -271,7 +271,13 @@ def _compressed(config: Config, model_type: str) -> Parsed:
         "scheme": f"{where}.weights",
         "act_order": f"{where}.weights.actorder",
     }
-    return "compressed-tensors", group_scheme(group, where), _ACT_ORDERS[order], keys, _names(config, "ignore")
+    return (
+        "compressed-tensors",
+        group_scheme(group, where),
+        _ACT_ORDERS[order],
+        keys,
+        _names(config, "ignore"),
+    )
 
 
 def group_scheme(group: Config, where: str) -> Scheme:
@@ -381,7 +387,10 @@ def _quark(config: Config, model_type: str) -> Parsed:
 
 def quark_scheme(rule: Config, where: str) -> Scheme:
     """The scheme of one of Quark's rules; CheckpointError, naming `where` it stands."""
-    return Scheme(_quark_weight(_quark_spec(rule, "weight"), where), _quark_act(_quark_spec(rule, "input_tensors"), where))
+    return Scheme(
+        _quark_weight(_quark_spec(rule, "weight"), where),
+        _quark_act(_quark_spec(rule, "input_tensors"), where),
+    )
 
 
 def _quark_spec(rule: Config, key: str) -> Config:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..errors import CheckpointError
 from ..problem import Activation, Dims, MoEProblem, Routing
 from .asked import Asked
-from .beside import check_router, count_shared, router_dtype, shared_note, tensor_names
+from .beside import NO_ROUTER, check_router, count_shared, router_dtype, shared_dtype, tensor_names
 from .declared import Declared
 from .fit import CONFIG_HINT, Fit, fit
 from .found import FoundLayer
@@ -30,7 +30,7 @@ def read_layer(layer: FoundLayer, declared: Declared, asked: Asked = Asked()) ->
     names = tensor_names(layer, fitted.storage, _correction(layer, said))
     router = check_router(layer, names, experts, said.top_k)
     hidden = fitted.sizes["hidden"]
-    model_hidden = router.shape[1] if "weight" in names.router else said.model_hidden
+    model_hidden = router.shape[1] if router and "weight" in names.router else said.model_hidden
     as_said = fitted.storage.name(said.storage) == said.storage
     found = replace(
         said,
@@ -58,8 +58,9 @@ def read_layer(layer: FoundLayer, declared: Declared, asked: Asked = Asked()) ->
         notes.append(f"the config says {said.scheme}, the headers say {found.scheme}")
     elif found.storage != said.storage:
         notes.append(f"the config says {said.storage} storage, the headers say {found.storage}")
-    notes += filter(None, [shared_note(layer, names)])
-    return LayerGroup((layer.index,), found, names, sources, tuple(notes))
+    if router is None:
+        notes.append(NO_ROUTER)
+    return LayerGroup((layer.index,), found, names, sources, tuple(notes), shared_dtype(layer, names))
 
 
 def _router_experts(layer: FoundLayer) -> int | None:
@@ -131,10 +132,10 @@ def _routing(said: MoEProblem, names: ExpertNames, asked: Asked) -> Routing:
     )
 
 
-def _model_dtype(said: MoEProblem, router: TensorInfo, sources: dict[str, str]) -> str:
+def _model_dtype(said: MoEProblem, router: TensorInfo | None, sources: dict[str, str]) -> str:
     """The model's dtype; where the config does not say it, the router's, if that has 16 bits."""
-    found = HEADER_DTYPES.get(router.dtype)
-    if sources["dtype"] != "assumed" or found not in ("bf16", "fp16"):
+    found = HEADER_DTYPES.get(router.dtype) if router else None
+    if router is None or sources["dtype"] != "assumed" or found not in ("bf16", "fp16"):
         return said.dtype
     sources["dtype"] = f"header:{router.name}"
     return found
@@ -201,6 +202,7 @@ def _compare(
                 notes.append(f"{name}: the config says {config}, the headers say {header}")
             sources[name] = f"header:{where}"
     sources["storage"] = sources["arrangement"] = f"header:{first}"
-    sources["router_dtype"] = f"header:{router}"
+    if router:
+        sources["router_dtype"] = f"header:{router}"
     if found.scheme != said.scheme:
         sources["scheme"] = f"header:{first}"

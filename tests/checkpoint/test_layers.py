@@ -12,6 +12,7 @@ import pytest
 
 from moectl.checkpoint import TensorInfo, layer_groups, open_checkpoint, ranges
 from moectl.checkpoint.catalogue import built_in
+from moectl.checkpoint.declared import CONFIG_ONLY
 from moectl.errors import CheckpointError, MoectlError
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.schemes import MXFP4, Scheme, int_format
@@ -53,6 +54,7 @@ GPT_PROBLEM = MoEProblem(
     storage="gpt_oss",
     rows="interleaved",
     bias=True,
+    model_type="gpt_oss",
 )
 KIMI_PROBLEM = MoEProblem(
     Dims(7168, 2048),
@@ -62,6 +64,7 @@ KIMI_PROBLEM = MoEProblem(
     routing=Routing("sigmoid", renormalize=True, correction_bias=True, groups=1, topk_groups=1, scale=2.827),
     storage="compressed-tensors",
     shared_experts=1,
+    model_type="kimi_k2",
 )
 
 
@@ -72,7 +75,7 @@ def test_published_problem_with_and_without_headers(model: str, problem: MoEProb
     (whole,) = layer_groups(entry.config, entry.listing())
     assert alone.problem == whole.problem == problem
     assert alone.layers == whole.layers == tuple(range(24) if model == GPT else range(1, 61))
-    assert alone.notes == whole.notes == ()
+    assert (alone.notes, whole.notes) == ((CONFIG_ONLY,), ())
     assert not alone.names.experts
 
 
@@ -310,8 +313,12 @@ def test_unknown_names_are_refused() -> None:
 
 def test_no_router() -> None:
     config, listing = small(KIMI)
-    del listing["model.layers.1.mlp.gate.weight"]
-    refused(config, listing, "layer 1", "gate.weight")
+    for layer in (1, 2):
+        del listing[f"model.layers.{layer}.mlp.gate.weight"]
+    (group,) = layer_groups(config, listing)
+    assert any("no router's weight" in note for note in group.notes)
+    assert (group.problem.experts, group.problem.router_dtype) == (8, "bf16")
+    assert group.sources["router_dtype"] == "assumed"
     config, listing = small(KIMI)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     refused(config, changed(listing, name, shape=(9,)), name)
@@ -348,7 +355,7 @@ def test_no_experts_at_all() -> None:
         ("routed_scaling_factor", -1.0),
         ("routed_scaling_factor", float("inf")),
         ("n_shared_experts", 1.5),
-        ("hidden_act", "gelu"),
+        ("hidden_act", "geglu"),
         ("hidden_act", ["silu"]),
         ("torch_dtype", "float64"),
         ("num_experts_per_tok", 9),
@@ -359,7 +366,7 @@ def test_bad_config_value(key: str, value: Any) -> None:
     refused({**config, key: value}, None, "config.json")
 
 
-@pytest.mark.parametrize("key", ["n_routed_experts", "num_hidden_layers", "hidden_size", "hidden_act"])
+@pytest.mark.parametrize("key", ["n_routed_experts", "num_hidden_layers", "hidden_size"])
 def test_missing_config_key(key: str) -> None:
     config, _ = small(KIMI)
     del config[key]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from moectl.checkpoint.precision import read_precision
 from moectl.checkpoint.quantization import KNOWN_METHODS, parse_quantization
 from moectl.environment import PROFILES_FILE
 from moectl.errors import CheckpointError
@@ -113,9 +114,18 @@ def test_mixed_precision_of_modelopt_takes_what_the_experts_have() -> None:
         },
     }
     assert parse_quantization(config).scheme == Scheme(NVFP4, NVFP4_ACT)
-    config["quantized_layers"]["layers.1.mlp.experts"] = {"quant_algo": "FP8"}
-    with pytest.raises(CheckpointError, match="one quant_algo for all routed experts"):
-        parse_quantization(config)
+    config["quantized_layers"] |= {
+        "layers.1.mlp.experts": {"quant_algo": "FP8"},
+        "layers.2.mlp.experts": {"quant_algo": "NVFP4"},
+    }
+    main = parse_quantization(config)
+    assert main.scheme == Scheme(NVFP4, NVFP4_ACT)
+    layers = read_precision(main, config)
+    found = [layers.at(layer, [f"layers.{layer}.mlp.experts.0.up_proj"]) for layer in range(4)]
+    assert [it.scheme.weight.name for it in found] == ["nvfp4", "fp8", "nvfp4", "bf16"]
+    config["quantized_layers"]["layers.2.mlp.experts.0.w2"] = {"quant_algo": "FP8"}
+    with pytest.raises(CheckpointError, match="one quant_algo for all routed experts of layer 2"):
+        read_precision(main, config)
 
 
 def test_scale_dtypes_do_not_make_formats_differ() -> None:
