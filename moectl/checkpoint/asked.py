@@ -40,7 +40,7 @@ def parse_activation(text: str) -> Activation:
         raise _refuse("activation", name, ", ".join(ACTIVATIONS), ACTIVATION_EXAMPLE)
     found = ACTIVATIONS[name]
     known = TAKES.get(found.name, ())
-    told = {}
+    told: dict[str, Any] = {}
     for part in _parts(rest):
         key, equals, number = part.partition("=")
         if key not in known or not equals:

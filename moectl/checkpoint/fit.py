@@ -85,10 +85,12 @@ def _named(layer: FoundLayer, problem: MoEProblem) -> list[Storage]:
     named = [it for it in shaped if not it.missing(leaves) and not it.unknown(leaves)]
     if named:
         return named
-    nearest = max(
-        shaped,
-        key=lambda it: (len(leaves & it.tensors.keys()), _as_said(it, problem), -len(it.missing(leaves))),
-    )
+
+    def nearness(storage: Storage) -> tuple[int, bool, int]:
+        common = len(leaves & storage.tensors.keys())
+        return common, _as_said(storage, problem), -len(storage.missing(leaves))
+
+    nearest = max(shaped, key=nearness)
     if not leaves & nearest.tensors.keys():
         raise CheckpointError(
             f"layer {layer.index}: {problem.storage} experts of {problem.scheme} are not understood, "

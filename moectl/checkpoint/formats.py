@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..schemes import A16, BF16, FULL, MXFP4, ActFormat, WeightFormat, int_format
-from .quantization import (
-    FP8_TENSOR,
-    FP8_TENSOR_STATIC,
-    FP8_TENSOR_WEIGHT,
+from ..schemes import (
+    A16,
+    BF16,
+    FULL,
+    MXFP4,
     MXFP8,
     MXFP8_ACT,
     NVFP4,
     NVFP4_ACT,
+    ActFormat,
+    WeightFormat,
+    int_format,
 )
+from .quantization import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
 
 FLOATS = ("BF16", "F16", "F32")
 INDICES = ("I32", "I64")

@@ -129,5 +129,5 @@ LAYER_RULES: Mapping[str, Rule] = {
 }
 """Every key that says which layers have experts, and how."""
 
-_SILENT = (("moe_layers", []),)
+_SILENT: tuple[tuple[str, Any], ...] = (("moe_layers", []),)
 """Keys with values that say nothing: Llama-4 then goes by its step alone."""

@@ -387,10 +387,8 @@ def _quark(config: Config, model_type: str) -> Parsed:
 
 def quark_scheme(rule: Config, where: str) -> Scheme:
     """The scheme of one of Quark's rules; CheckpointError, naming `where` it stands."""
-    return Scheme(
-        _quark_weight(_quark_spec(rule, "weight"), where),
-        _quark_act(_quark_spec(rule, "input_tensors"), where),
-    )
+    weight, act = _quark_spec(rule, "weight"), _quark_spec(rule, "input_tensors")
+    return Scheme(_quark_weight(weight, where), _quark_act(act, where))
 
 
 def _quark_spec(rule: Config, key: str) -> Config:

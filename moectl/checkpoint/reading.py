@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..errors import CheckpointError
 from ..problem import Activation, Dims, MoEProblem, Routing
@@ -121,7 +122,7 @@ def _biased(said: MoEProblem, names: ExpertNames) -> bool:
 
 def _routing(said: MoEProblem, names: ExpertNames, asked: Asked) -> Routing:
     """The declared routing with what the router's tensors show; what was asked stays."""
-    shown_by = {
+    shown_by: dict[str, Any] = {
         "router_bias": "bias" in names.router,
         "correction_bias": "correction_bias" in names.router,
         "hashed": "hash" in names.router,
