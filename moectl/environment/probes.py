@@ -47,6 +47,7 @@ PROBES: dict[str, Probe] = {
             "fused_moe.trtllm_fp8_block_scale_moe",
             "fused_moe.trtllm_fp8_per_tensor_scale_moe",
             "fused_moe.trtllm_mxint4_block_scale_moe",
+            "tllm_enums.Situ",
         ),
         serves="TRT-LLM, CUTLASS and CuteDSL kernels",
         get="pip install flashinfer-python",

@@ -181,7 +181,7 @@ def _cut(before: Ask, after: Ask, policy: Policy) -> tuple[str, ...]:
         notes = (f"{policy.name} repeats scales down to {after.weight}, as slices cut across blocks",)
     if after.sliced:
         size = after.problem.dims.intermediate
-        notes = (*notes, f"{policy.name} pads one rank's slice from {after.sliced} to {size} whole blocks")
+        notes = (*notes, f"{policy.name} pads one rank's slice from {after.sliced} to {size}")
     return notes
 
 

@@ -13,6 +13,7 @@ from ..backend import (
     Form,
     Need,
     Offer,
+    Rule,
     Spread,
     Switch,
     Variant,
@@ -43,14 +44,24 @@ def flashinfer_needs(symbols: tuple[str, ...] = ("",)) -> tuple[Need, ...]:
     return (*(Need("flashinfer", symbol) for symbol in symbols), KERNELS)
 
 
+SITU = "tllm_enums.Situ"
+SITU_KERNELS = Rule(
+    question="SiTU in FlashInfer",
+    group="package",
+    vllm_code="activation",
+    holds=lambda ask: ask.activation != "situ" or ask.packages.has("flashinfer", SITU),
+    wanted=lambda ask: ask.activation,
+    offered=f"situ with flashinfer.{SITU} only",
+)
+
 _MXFP4 = frozenset({"mxfp4 group 32"})
 _TRTLLM = Capability(
     arch=(SM10X,),
     needs=flashinfer_needs(),
     offers=(Offer(_MXFP4, only("a16", "mxfp8")),),
-    # FlashInfer 0.7.2 has no SiTU, which later versions of these classes take.
-    activations=only("silu", "swigluoai"),
+    activations=only("silu", "swigluoai", "situ"),
     ungated=False,
+    rules=(SITU_KERNELS,),
 )
 _TRTLLM_MONOLITHIC = Capability(
     arch=_TRTLLM.arch,
@@ -60,6 +71,7 @@ _TRTLLM_MONOLITHIC = Capability(
     ungated=False,
     routing=only("DeepSeekV3", "Renormalize", "RenormalizeNaive"),
     spread=ALONE,
+    rules=_TRTLLM.rules,
 )
 _TRTLLM_VARIANTS = (
     Variant("TrtLlmMxfp4ExpertsMonolithic", _TRTLLM_MONOLITHIC, monolithic=True),

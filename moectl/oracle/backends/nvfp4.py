@@ -17,7 +17,7 @@ from ..backend import (
     sm,
 )
 from .defaults import SHARED
-from .flashinfer import CUTLASS_CAPABILITY, TRTLLM_SYMBOLS, flashinfer_needs
+from .flashinfer import CUTLASS_CAPABILITY, SITU_KERNELS, TRTLLM_SYMBOLS, flashinfer_needs
 from .triton import PLAIN_CAPABILITY
 
 WEIGHTS = frozenset({"nvfp4 group 16"})
@@ -27,8 +27,8 @@ _TRTLLM = Capability(
     arch=(SM10X,),
     needs=flashinfer_needs(TRTLLM_SYMBOLS),
     offers=_W4A4,
-    # FlashInfer 0.7.2 has no SiTU, which later versions of these classes take.
-    activations=only("silu", "relu2_no_mul", "gelu", "gelu_tanh", "swigluoai_uninterleave"),
+    activations=only("silu", "relu2_no_mul", "gelu", "gelu_tanh", "swigluoai_uninterleave", "situ"),
+    rules=(SITU_KERNELS,),
 )
 TRTLLM_NVFP4 = Backend(
     name="flashinfer_trtllm",

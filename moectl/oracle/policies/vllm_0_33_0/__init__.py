@@ -8,7 +8,7 @@ from ....environment.vllm_0_33_0 import VARIABLES
 from ...backend import only
 from ...backends.defaults import mxfp4_forms
 from ...policy import ExchangeSizes, Policy
-from . import bf16, fp8, integers, mxfp4, mxfp8, nvfp4, w4a8
+from . import bf16, fp8, integers, mxfp4, mxfp4_native, mxfp8, nvfp4, w4a8
 from .terms import activation, dtype, routing
 
 _LOW_LATENCY = ExchangeSizes(sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192))
@@ -19,6 +19,7 @@ VLLM_0_33_0 = Policy(
     routes=(
         *bf16.ROUTES,
         *fp8.ROUTES,
+        *mxfp4_native.ROUTES,
         *mxfp4.ROUTES,
         *mxfp8.ROUTES,
         *nvfp4.ROUTES,

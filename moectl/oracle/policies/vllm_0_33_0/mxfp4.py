@@ -1,4 +1,4 @@
-"""MXFP4: the routes of gpt-oss, Quark, native and compressed-tensors checkpoints."""
+"""MXFP4: the routes of gpt-oss, Quark and compressed-tensors checkpoints."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ from ...backends import aiter, b12x, cpu, cutlass, deep_gemm, emulation, flashin
 from ...backends.humming import HUMMING
 from ...backends.marlin import BATCHED_MARLIN, MARLIN
 from ...route import RANKED_ACT, Assignment, Move, Order, Route
-from .order import CPU, HUMMING_FIRST, ROCM, XPU
-from .terms import REFUSES_ACT_ORDER
+from .order import HUMMING_FIRST, XPU
+from .terms import REFUSES_ACT_ORDER, refuses
 
 _TRITON_LATE = Move(
     triton.TRITON_MXFP4,
@@ -16,9 +16,9 @@ _TRITON_LATE = Move(
     after=BATCHED_MARLIN,
     why="Triton goes after Marlin on SM12x, whose small shared memory makes Marlin prefill faster",
 )
-_TWINS = ((MARLIN, BATCHED_MARLIN),)
+TWINS = ((MARLIN, BATCHED_MARLIN),)
 
-_MXFP4_NAMES: dict[str, tuple[Backend, ...]] = {
+NAMES: dict[str, tuple[Backend, ...]] = {
     "b12x": (b12x.B12X_MXFP8, b12x.B12X_BF16),
     "deep_gemm": (deep_gemm.DEEP_GEMM_MXFP4,),
     "flashinfer_trtllm": (flashinfer.TRTLLM_BF16, flashinfer.TRTLLM_MXFP8),
@@ -46,7 +46,7 @@ _MXFP4_NAMES: dict[str, tuple[Backend, ...]] = {
     "cpu": (cpu.CPU_MXFP4,),
     "emulation": (emulation.EMULATION_MX,),
 }
-_ON_REQUEST = (
+ON_REQUEST = (
     triton.TRITON_UNFUSED,
     b12x.B12X_MXFP8,
     b12x.B12X_BF16,
@@ -83,10 +83,10 @@ _GPT_OSS = Route(
         ),
     ),
     moves=(_TRITON_LATE, HUMMING_FIRST),
-    on_request=_ON_REQUEST,
-    names=_MXFP4_NAMES,
+    on_request=ON_REQUEST,
+    names=NAMES,
     unfiltered=frozenset({"b12x"}),
-    twins=_TWINS,
+    twins=TWINS,
     rounds=True,
     rounds_by_activation=False,
     minimum=80,
@@ -102,33 +102,11 @@ _QUARK_MXFP4 = replace(
     minimum=70,
     dtypes=only("bf16", "fp16"),
 )
-_MXFP4 = Route(
-    name="native MXFP4",
-    method="Mxfp4MoEMethod",
-    storages=only("mxfp4"),
-    weights=frozenset({"mxfp4"}),
-    orders=(
-        Order((aiter.AITER_BF16, emulation.EMULATION_MX), ROCM),
-        Order((xpu.XPU_MXFP4,), XPU),
-        Order((cpu.CPU_MXFP4,), CPU),
-        Order(
-            (flashinfer.TRTLLM_MXFP8, deep_gemm.DEEP_GEMM_MXFP4, MARLIN, BATCHED_MARLIN, HUMMING),
-        ),
-    ),
-    moves=(HUMMING_FIRST,),
-    on_request=_ON_REQUEST,
-    names=_MXFP4_NAMES,
-    twins=_TWINS,
-    rounds=True,
-    minimum=80,
-    dtypes=only("bf16"),
-)
 _COMPRESSED_MXFP4 = Route(
     name="MXFP4 of compressed-tensors",
     method="CompressedTensorsW4A4Mxfp4MoEMethod",
     storages=only("compressed-tensors"),
     weights=frozenset({"mxfp4"}),
-    acts=only("a16", "mxfp4", "mxfp8"),
     assigned=(
         # The method names Marlin as its backend even where it takes the CUTLASS class.
         Assignment(
@@ -140,17 +118,57 @@ _COMPRESSED_MXFP4 = Route(
         Assignment(xpu.XPU_MXFP4, xpu.XPU_MXFP4.variants[0], "XPU", XPU),
         Assignment(MARLIN, MARLIN.variants[0], "MARLIN"),
     ),
-    detours={
-        "b12x": replace(
+    detours=dict.fromkeys(
+        ("b12x", "flashinfer_moe_ep_cutedsl", "flashinfer_moe_ep_mega_deep_gemm"),
+        replace(
             _GPT_OSS,
-            name="MXFP4 of compressed-tensors, b12x asked for",
+            name="MXFP4 of compressed-tensors, asked for by name",
             method="CompressedTensorsW4A4Mxfp4MoEMethod",
             act="own",
             rounds=False,
-        )
-    },
+        ),
+    ),
     minimum=70,
     refusals=(REFUSES_ACT_ORDER,),
 )
 
-ROUTES = (_GPT_OSS, _QUARK_MXFP4, _MXFP4, _COMPRESSED_MXFP4)
+_QUARK_DYNAMIC = replace(
+    _QUARK_MXFP4,
+    name="MXFP4 of Quark with FP8 activations scaled at run time",
+    acts=only("fp8 per tensor dynamic"),
+    refusals=(
+        refuses(
+            "dynamic FP8 activations",
+            "QuarkOCP_MX_MoEMethod does not scale FP8 activations at run time; use static scales",
+            "NotImplementedError",
+        ),
+    ),
+)
+_QUARK_OTHERS = replace(
+    _QUARK_MXFP4,
+    name="MXFP4 of Quark with other activations",
+    acts=but(),
+    refusals=(
+        refuses(
+            "activation format",
+            "Quark's MXFP4 experts take 16-bit, MXFP4 or static FP8 activations; "
+            "export the checkpoint with one of these",
+            "RuntimeError",
+        ),
+    ),
+)
+_MODELOPT = replace(
+    _GPT_OSS,
+    name="MXFP4 of ModelOpt",
+    method="ModelOptMixedPrecisionConfig",
+    storages=only("modelopt"),
+    refusals=(
+        refuses(
+            "ModelOpt algorithm",
+            "ModelOpt's algorithms do not include MXFP4; use NVFP4, or MXFP4 of another tool",
+            "ValueError",
+        ),
+    ),
+)
+
+ROUTES = (_GPT_OSS, _QUARK_MXFP4, _QUARK_DYNAMIC, _QUARK_OTHERS, _COMPRESSED_MXFP4, _MODELOPT)

@@ -9,6 +9,7 @@ from ...backends.marlin import MARLIN
 from ...backends.moe_ep import MOE_EP_CUTEDSL
 from ...route import DECLARED_ACT, Order, Route
 from .order import HUMMING_FIRST
+from .terms import ROUTES_AS_DEEPSEEK_V4, refuses
 
 _MODELOPT = Route(
     name="NVFP4 of ModelOpt",
@@ -58,12 +59,45 @@ _COMPRESSED = replace(
     platforms=but(),
     minimum=70,
 )
+_COMPRESSED_OTHERS = replace(
+    _COMPRESSED,
+    name="NVFP4 of compressed-tensors with other activations",
+    acts=but(),
+    refusals=(
+        refuses(
+            "activation format",
+            "compressed-tensors' NVFP4 experts take NVFP4 or 16-bit activations; "
+            "quantize the checkpoint with one of these",
+            "ValueError",
+        ),
+    ),
+)
 _QUARK = replace(
     _MODELOPT,
     name="NVFP4 of Quark",
     method="QuarkNvfp4MoEMethod",
     storages=only("quark"),
+    acts=only("nvfp4"),
     minimum=70,
 )
+_QUARK_OTHERS = replace(
+    _QUARK,
+    name="NVFP4 of Quark with other activations",
+    acts=but(),
+    refusals=(
+        refuses(
+            "activation format",
+            "Quark's NVFP4 experts take NVFP4 activations; export the checkpoint with these",
+            "RuntimeError",
+        ),
+    ),
+)
+_DEEPSEEK_V4 = replace(
+    _MODELOPT,
+    name="NVFP4 experts of DeepSeek-V4",
+    when=ROUTES_AS_DEEPSEEK_V4,
+    # The config is that of the FP8 layers around them.
+    platforms=but(),
+)
 
-ROUTES = (_MODELOPT, _COMPRESSED, _QUARK)
+ROUTES = (_DEEPSEEK_V4, _MODELOPT, _COMPRESSED, _COMPRESSED_OTHERS, _QUARK, _QUARK_OTHERS)

@@ -50,6 +50,11 @@ def routing(problem: MoEProblem) -> str:
     return "DeepSeekV3" if name == "MiniMax2" and routing.groups else name
 
 
+def refuses(name: str, says: str, kind: str) -> Condition:
+    """The refusal of every problem that a row takes: checkpoints that the engine knows not to load."""
+    return Condition(name, lambda ask: True, lambda ask: says, kind)
+
+
 def _group_order(ask: Ask) -> bool:
     return ask.problem.act_order == "group"
 
@@ -104,6 +109,11 @@ def _sizes(ask: Ask, chosen: Candidate | None) -> str:
     return f"hidden {dims.padded_hidden}, intermediate {dims.padded_intermediate} per rank, {weight}"
 
 
+ROUTES_AS_DEEPSEEK_V4 = Condition(
+    "routes as DeepSeek-V4",
+    lambda ask: ask.routing == "DeepseekV4",
+    lambda ask: f"experts are routed as {ask.routing}",
+)
 AWQ_NEEDS_TURING = Condition(
     "AWQ needs a GPU",
     _no_awq_kernels,
