@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import operator
+import re
 import threading
+from array import array
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
 from .model import TensorInfo
 from .strict_json import FETCH_AGAIN, LFS_POINTER, parse_json_object, refuse_lfs_pointer, shown
+from .tensor_table import Form, TensorTable, table_of
 
 LENGTH_BYTES = 8
 """A file starts with the header's length, 64 bits, little-endian."""
@@ -115,9 +120,7 @@ def header_length(prefix: bytes, size: int, name: str) -> int:
     return length
 
 
-def read_header(
-    source: bytes | BinaryIO, size: int, name: str, budget: Budget | None = None
-) -> dict[str, TensorInfo]:
+def read_header(source: bytes | BinaryIO, size: int, name: str, budget: Budget | None = None) -> TensorTable:
     """The tensors of a safetensors file, by name, with absolute byte offsets in the file.
 
     Args:
@@ -144,13 +147,117 @@ def read_header(
             hint=FETCH_AGAIN,
         )
     _check_marks(raw, size - end, name)
-    document = parse_json_object(raw, f"{name}: the header")
-    _check_metadata(document.pop("__metadata__", None), name)
-    tensors = {key: _tensor(key, entry, name, end, size) for key, entry in document.items()}
-    empty = sum(info.start == info.end for info in tensors.values())
-    budget.spend(name, tensors=len(tensors), empty=empty)
-    _check_cover(tensors, end, size, name)
+    tensors = _read_as_written(raw, name, end, size) or _read_any(raw, name, end, size)
+    budget.spend(name, tensors=len(tensors), empty=tensors.empty)
     return tensors
+
+
+_ENTRY = re.compile(
+    r'"([^"\\]+)":\{("dtype":"[^"\\]+","shape":\[[\d,]*\]),"data_offsets":\[(0|[1-9]\d{0,17}),(0|[1-9]\d{0,17})\]\},',
+    re.ASCII,
+)
+"""A tensor as every writer spells it, and the comma after it."""
+
+_ENTRY_MARKS = len('"":{,"data_offsets":[,]},')
+"""Characters of such an entry beside its four groups."""
+
+METADATA = "__metadata__"
+"""The entry of a header that is no tensor."""
+
+
+def _read_as_written(raw: bytes, name: str, base: int, size: int) -> TensorTable | None:
+    """What `_read_any` returns for a sound header that is spelled the usual way; None for any other.
+
+    Tensors are not looked at one by one: each check is one pass over a whole column.
+    """
+    if b"\\u" in raw:
+        return None
+    try:
+        body = _after_metadata(raw.decode("utf-8").rstrip(" "), name)
+    except (ValueError, RecursionError, CheckpointError):
+        return None
+    found = _ENTRY.findall(body)
+    # Matches that are together as long as the text leave nothing between them.
+    if not found or sum(map(len, map("".join, found))) + len(found) * _ENTRY_MARKS != len(body):
+        return None
+    names, spelled, starts, ends = map(list, zip(*found, strict=True))
+    forms = _forms(spelled)
+    if forms is None or len(max(names, key=len)) > NAME_LIMIT or not "".join(names).isprintable():
+        return None
+    table = TensorTable(
+        names,
+        [form for form, _ in forms.values()],
+        list(map({text: kind for kind, text in enumerate(forms)}.__getitem__, spelled)),
+        array("q", map(base.__add__, map(int, starts))),
+        array("q", map(base.__add__, map(int, ends))),
+        [name],
+        [0],
+    )
+    sizes = [nbytes for _, nbytes in forms.values()]
+    spans = map(operator.sub, table.ends, table.starts)
+    sound = (
+        table.repeated is None
+        and METADATA not in table
+        and all(map(operator.eq, spans, map(sizes.__getitem__, table.kinds)))
+        and _covers(table, base, size)
+    )
+    return table if sound else None
+
+
+def _after_metadata(text: str, name: str) -> str:
+    """The entries of a header's text, each with a comma after it; an error for a text that is none."""
+    at = 1
+    start = f'{{"{METADATA}":'
+    if text.startswith(start):
+        metadata, at = json.JSONDecoder(object_pairs_hook=_no_repeats).raw_decode(text, len(start))
+        _check_metadata(metadata, name)
+        if text[at : at + 1] != ",":
+            raise ValueError("no tensor follows")
+        at += 1
+    if not (text.startswith("{") and text.endswith("}")):
+        raise ValueError("no object")
+    return text[at:-1] + ","
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _forms(spelled: list[str]) -> dict[str, tuple[Form, int]] | None:
+    """Dtype and shape, and the bytes of such a tensor, by their text; None when one of them is wrong."""
+    found = {}
+    for text in dict.fromkeys(spelled):
+        try:
+            entry = json.loads("{" + text + "}")
+            dtype, shape, _ = _fields({**entry, "data_offsets": [0, 0]}, "")
+        except (ValueError, CheckpointError):
+            return None
+        bits = math.prod(shape) * DTYPE_BITS[dtype]
+        if bits % 8:
+            return None
+        found[text] = (dtype, shape), bits // 8
+    return found
+
+
+def _covers(table: TensorTable, base: int, size: int) -> bool:
+    """True when the rows' bytes follow each other from `base` to the file's end."""
+    starts, ends = table.starts, table.ends
+    if starts[1:] != ends[:-1]:
+        order = sorted(range(len(starts)), key=lambda row: (starts[row], ends[row]))
+        starts, ends = (array("q", map(column.__getitem__, order)) for column in (starts, ends))
+    return starts[0] == base and ends[-1] == size and starts[1:] == ends[:-1]
+
+
+def _read_any(raw: bytes, name: str, end: int, size: int) -> TensorTable:
+    """The tensors of a header, looked at one by one; CheckpointError for what cannot be true."""
+    document = parse_json_object(raw, f"{name}: the header")
+    _check_metadata(document.pop(METADATA, None), name)
+    tensors = {key: _tensor(key, entry, name, end, size) for key, entry in document.items()}
+    _check_cover(tensors, end, size, name)
+    return table_of(tensors.values())
 
 
 def _check_marks(raw: bytes, data: int, name: str) -> None:

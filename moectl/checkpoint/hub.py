@@ -25,6 +25,7 @@ from .shards import (
     shard_names,
 )
 from .strict_json import shown
+from .tensor_table import TensorTable
 
 FIRST_BYTES = 128 << 10
 """Bytes of a file that are asked for first; most headers are shorter."""
@@ -183,7 +184,7 @@ def _first(error: BaseException) -> str:
 
 def _remote_header(
     repo: str, commit: str, token: str | None, budget: Budget, name: str, listed: int | None
-) -> dict[str, TensorInfo]:
+) -> TensorTable:
     from huggingface_hub import hf_hub_url
 
     url = hf_hub_url(repo, name, revision=commit)

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
 from .header import Budget, read_header
-from .model import TensorInfo
 from .strict_json import FETCH_AGAIN, parse_json_object, shown
+from .tensor_table import TensorTable, joined
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -116,32 +116,35 @@ def _few(names: list[str]) -> list[str]:
     return names
 
 
-def join_tensors(
-    shards: Iterable[Mapping[str, TensorInfo]], index: Mapping[str, str] | None
-) -> dict[str, TensorInfo]:
-    """The tensors of all files by name.
+def join_tensors(shards: Iterable[TensorTable], index: Mapping[str, str] | None) -> TensorTable:
+    """All tensors of a checkpoint by name.
 
     Raises:
-        CheckpointError: a name in two files, or a tensor that is not where the index says.
+        CheckpointError: a name occurs in two files, or the index names a tensor that its file lacks.
     """
-    tensors: dict[str, TensorInfo] = {}
-    for shard in shards:
-        for name, info in shard.items():
-            if name in tensors:
+    tensors = joined(shards)
+    if tensors.repeated is not None:
+        name, first, second = tensors.repeated
+        raise CheckpointError(
+            f"{second}: tensor {shown(name)} is there a second time, first in {first}.",
+            hint="Remove the file that does not belong to the checkpoint.",
+        )
+    if index is not None and not _agrees(tensors, index):
+        for name, file in index.items():
+            found = tensors.get(name)
+            if found is None or found.file != file:
                 raise CheckpointError(
-                    f"{info.file}: tensor {shown(name)} is there a second time, "
-                    f"first in {tensors[name].file}.",
-                    hint="Remove the file that does not belong to the checkpoint.",
+                    f"{file}: tensor {shown(name)} is missing, though {INDEX} says it is there.",
+                    hint="The checkpoint is incomplete; download it again.",
                 )
-            tensors[name] = info
-    for name, file in (index or {}).items():
-        found = tensors.get(name)
-        if found is None or found.file != file:
-            raise CheckpointError(
-                f"{file}: tensor {shown(name)} is missing, though {INDEX} says it is there.",
-                hint="The checkpoint is incomplete; download it again.",
-            )
     return tensors
+
+
+def _agrees(tensors: TensorTable, index: Mapping[str, str]) -> bool:
+    """True when every tensor of the index is in the file that it says."""
+    return all(name in tensors for name in index) and all(
+        {index.get(name, file) for name in names} == {file} for file, names in tensors.by_file()
+    )
 
 
 def read_document(folder: Path, name: str) -> dict[str, Any] | None:
@@ -242,7 +245,7 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     return shard_names(listed, index), index
 
 
-def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
+def read_folder(folder: Path) -> TensorTable | None:
     """Every tensor of a local checkpoint by name, or None when it has no safetensors file or index.
 
     Raises:
@@ -255,6 +258,6 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
     return join_tensors((_read_local(folder, name, budget) for name in names), index)
 
 
-def _read_local(folder: Path, name: str, budget: Budget) -> dict[str, TensorInfo]:
+def _read_local(folder: Path, name: str, budget: Budget) -> TensorTable:
     with open_regular(inside(folder, name), name) as file:
         return read_header(file, os.fstat(file.fileno()).st_size, name, budget)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
-from .header import DTYPE_BITS
+from .header import DTYPE_BITS, METADATA
 
 _ORDER = {dtype: place for place, dtype in enumerate(DTYPE_BITS)}
 """The format's own order of dtypes, in which widths do not fall."""
@@ -30,7 +30,9 @@ class TensorSpec:
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor; CheckpointError for a dtype that safetensors do not have."""
     if dtype not in DTYPE_BITS:
-        raise CheckpointError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPE_BITS)}.")
+        raise CheckpointError(
+            f"unknown dtype {dtype!r}; known are {', '.join(DTYPE_BITS)}.", hint="Choose one of them."
+        )
     return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 
@@ -47,7 +49,7 @@ def header_bytes(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> by
 
     The header is padded with spaces to a multiple of 8 bytes.
     """
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for spec in specs:
         ends = [offset, offset + spec.nbytes]

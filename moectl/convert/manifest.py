@@ -128,7 +128,7 @@ class Manifest:
         return {role: found[item.spec.name] for role, item in stored.items()}
 
 
-def read_file_header(folder: Path, name: str, size: int | None = None) -> dict[str, TensorInfo]:
+def read_file_header(folder: Path, name: str, size: int | None = None) -> Mapping[str, TensorInfo]:
     """The checked header of `folder`/`name`; CheckpointError when missing or not `size` bytes long."""
     with open_regular(folder / name, str(folder / name)) as file:
         got = os.fstat(file.fileno()).st_size

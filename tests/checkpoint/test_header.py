@@ -13,11 +13,17 @@ from hypothesis import strategies as st
 from moectl.checkpoint import TensorInfo, read_header
 from moectl.checkpoint import header as header_module
 from moectl.checkpoint.header import DTYPE_BITS, HEADER_LIMIT, Budget
+from moectl.checkpoint.tensor_table import TensorTable
 from moectl.errors import CheckpointError, ExitCode
 
 
+def spelled(header: dict[str, Any]) -> bytes:
+    """A header as writers spell it, without spaces."""
+    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
 def packed(header: bytes | dict[str, Any], data: int = 0, length: int | None = None) -> bytes:
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    raw = header if isinstance(header, bytes) else spelled(header)
     return (len(raw) if length is None else length).to_bytes(8, "little") + raw + bytes(data)
 
 
@@ -136,11 +142,8 @@ def test_size_does_not_match() -> None:
 
 def test_odd_count_of_four_bit_values() -> None:
     refused(packed({"t": entry("F4", [7], [0, 4])}, 4), "'t'")
-    assert read_header(
-        packed({"t": entry("F4", [8], [0, 4])}, 4),
-        8 + len(json.dumps({"t": entry("F4", [8], [0, 4])})) + 4,
-        "x",
-    )
+    content = packed({"t": entry("F4", [8], [0, 4])}, 4)
+    assert read_header(content, len(content), "x")
 
 
 def test_overlap_names_both() -> None:
@@ -248,3 +251,81 @@ def test_any_bytes_are_read_or_refused(content: bytes) -> None:
     except CheckpointError:
         return
     assert all(info.end <= len(content) for info in found.values())
+
+
+def slowly(raw: bytes, data: int) -> TensorTable | str:
+    """What looking at the tensors one by one says of a header: the tensors, or the error."""
+    try:
+        return header_module._read_any(raw, "w", 8 + len(raw), 8 + len(raw) + data)
+    except CheckpointError as error:
+        return str(error)
+
+
+def quickly(raw: bytes, data: int) -> TensorTable | None:
+    return header_module._read_as_written(raw, "w", 8 + len(raw), 8 + len(raw) + data)
+
+
+USUAL = {
+    "__metadata__": {"format": "pt", "note": "a {}"},
+    "layers.0.experts.1.w": entry("BF16", [2, 3], [0, 12]),
+    "layers.0.experts.2.w": entry("BF16", [2, 3], [12, 24]),
+    "b\U0001f600": entry("F32", [], [24, 28]),
+    "empty": entry("U8", [0], [28, 28]),
+}
+
+
+def test_a_usual_header_is_read_by_columns() -> None:
+    for header in (USUAL, {key: value for key, value in USUAL.items() if key != "__metadata__"}):
+        raw = spelled(header) + b"   "
+        found = quickly(raw, 28)
+        assert found is not None
+        assert found == slowly(raw, 28)
+        assert list(found) == [key for key in header if key != "__metadata__"]
+    swapped = {name: USUAL[name] for name in reversed(USUAL) if name != "__metadata__"}
+    assert quickly(spelled(swapped), 28) == slowly(spelled(swapped), 28)
+
+
+@given(st.data())
+def test_columns_never_accept_what_is_wrong(draw: st.DataObject) -> None:
+    """A usual header with a few characters changed: read alike by both ways, or not by columns."""
+    text = spelled(USUAL).decode()
+    for _ in range(draw.draw(st.integers(0, 3))):
+        at = draw.draw(st.integers(0, len(text) - 1))
+        piece = draw.draw(st.sampled_from(["", *'019",}{[\\w\x01: é']))
+        text = text[:at] + piece + text[at + draw.draw(st.integers(0, 2)) :]
+    raw, data = text.encode(), draw.draw(st.sampled_from([28, 27, 29, 0]))
+    found = quickly(raw, data)
+    assert found is None or found == slowly(raw, data)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("12,24", "12,23"),
+        ("[12,24]", "[11,24]"),
+        ("[24,28]", "[24,29]"),
+        ("experts.2", "experts.1"),
+        ("F32", "F33"),
+        ("[2,3]", "[2,4]"),
+        ("[2,3]", "[02,3]"),
+        ("[2,3]", "[2,,3]"),
+        ("[0,12]", "[00,12]"),
+        ("[24,28]", "[24,99999999999999999999]"),
+        ("empty", "__metadata__"),
+        ("empty", "\x85"),
+        ("empty", "\\ud800"),
+        ("empty", "x" * 2000),
+        ("},", "}},"),
+        ("},", "}"),
+        ("a {}", "\\ud800"),
+        ('{"format":"pt",', '{"format":1,'),
+        ('{"format":"pt",', '{"note":"pt",'),
+    ],
+)
+def test_what_columns_leave_to_the_slow_way(old: str, new: str) -> None:
+    raw = spelled(USUAL).decode().replace(old, new).encode()
+    assert quickly(raw, 28) is None
+    assert isinstance(slowly(raw, 28), str)
+    content = packed(raw, 28)
+    with pytest.raises(CheckpointError):
+        read_header(content, len(content), "w")

@@ -1,0 +1,126 @@
+"""Many tensors' headers in little memory: one row each, made a `TensorInfo` only when asked for."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, ValuesView
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from .model import TensorInfo
+
+Form: TypeAlias = tuple[str, tuple[int, ...]]
+"""Dtype and shape; a model has few of them."""
+
+
+@dataclass(eq=False)
+class TensorTable(Mapping[str, TensorInfo]):
+    """Tensors by name, in the order of their files' headers; equal to a mapping with the same tensors.
+
+    Attributes:
+        names: one for each row, all different.
+        forms: the dtypes and shapes that occur.
+        kinds: for each row the index of its form.
+        starts, ends: for each row its byte offsets in the file, as in `TensorInfo`.
+        files: the files, and `firsts` the row at which each begins.
+    """
+
+    names: list[str]
+    forms: list[Form]
+    kinds: list[int]
+    starts: array[int]
+    ends: array[int]
+    files: list[str]
+    firsts: list[int]
+    _rows: dict[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._rows = dict(zip(self.names, range(len(self.names)), strict=True))
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self._at(self._rows[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def values(self) -> ValuesView[TensorInfo]:
+        return _Values(self)
+
+    @property
+    def repeated(self) -> tuple[str, str, str] | None:
+        """A name that two rows have and their files; None, as it must be, when there is none."""
+        if len(self._rows) == len(self.names):
+            return None
+        seen: dict[str, int] = {}
+        row = next(row for row, name in enumerate(self.names) if seen.setdefault(name, row) != row)
+        name = self.names[row]
+        return name, self._file(seen[name]), self._file(row)
+
+    def by_file(self) -> Iterator[tuple[str, list[str]]]:
+        """Each file and the names of its tensors."""
+        for file, first, last in zip(
+            self.files, self.firsts, [*self.firsts[1:], len(self.names)], strict=True
+        ):
+            yield file, self.names[first:last]
+
+    @property
+    def empty(self) -> int:
+        """Tensors without data."""
+        return sum(start == end for start, end in zip(self.starts, self.ends, strict=True))
+
+    def _file(self, row: int) -> str:
+        return self.files[bisect_right(self.firsts, row) - 1]
+
+    def _at(self, row: int) -> TensorInfo:
+        dtype, shape = self.forms[self.kinds[row]]
+        return TensorInfo(self.names[row], dtype, shape, self._file(row), self.starts[row], self.ends[row])
+
+
+class _Values(ValuesView[TensorInfo]):
+    """The rows in order, made one at a time."""
+
+    _mapping: TensorTable
+
+    def __iter__(self) -> Iterator[TensorInfo]:
+        return map(self._mapping._at, range(len(self._mapping)))
+
+
+def table_of(infos: Iterable[TensorInfo]) -> TensorTable:
+    """The table of these tensors, whose names differ; those of one file must stand together."""
+    forms: dict[Form, int] = {}
+    table = TensorTable([], [], [], array("q"), array("q"), [], [])
+    for row, info in enumerate(infos):
+        if not table.files or table.files[-1] != info.file:
+            table.files.append(info.file)
+            table.firsts.append(row)
+        table.names.append(info.name)
+        table.kinds.append(forms.setdefault((info.dtype, info.shape), len(forms)))
+        table.starts.append(info.start)
+        table.ends.append(info.end)
+    table.forms = list(forms)
+    table.__post_init__()
+    return table
+
+
+def joined(tables: Iterable[TensorTable]) -> TensorTable:
+    """One table of all rows; `TensorTable.repeated` says whether a name occurs twice."""
+    forms: dict[Form, int] = {}
+    whole = TensorTable([], [], [], array("q"), array("q"), [], [])
+    for table in tables:
+        into = [forms.setdefault(form, len(forms)) for form in table.forms]
+        whole.files += table.files
+        whole.firsts += [len(whole.names) + first for first in table.firsts]
+        whole.names += table.names
+        whole.kinds += map(into.__getitem__, table.kinds)
+        whole.starts += table.starts
+        whole.ends += table.ends
+    whole.forms = list(forms)
+    whole.__post_init__()
+    return whole
