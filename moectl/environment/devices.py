@@ -48,11 +48,16 @@ class Device:
 DATA = Path(__file__).parents[1] / "data"
 _GIB = 1 << 30
 _CPUS = {
-    "cpu": frozenset[str](),
-    "cpu-x86": frozenset[str](),
-    "cpu-amx": frozenset({"amx"}),
-    "cpu-x86-amx": frozenset({"amx"}),
+    "cpu": ("x86", frozenset[str]()),
+    "cpu-x86": ("x86", frozenset[str]()),
+    "cpu-amx": ("x86", frozenset({"amx"})),
+    "cpu-x86-amx": ("x86", frozenset({"amx"})),
+    "cpu-amx-fp8": ("x86", frozenset({"amx", "amx-fp8"})),
+    "cpu-zen": ("x86", frozenset({"zen"})),
+    "cpu-arm": ("aarch64", frozenset[str]()),
+    "cpu-power": ("ppc64le", frozenset[str]()),
 }
+"""Architectures and features of CPUs by name."""
 _PLUG_INS = ("tpu", "out-of-tree")
 """Platforms that an engine knows only through a plug-in."""
 _CUDA_ARCH = re.compile(r"sm_?(\d{2,3})[af]?")
@@ -119,13 +124,15 @@ def device_names() -> tuple[str, ...]:
 
 def find_device(name: str) -> Device:
     """The device called `name`: a GPU (``h100``, ``NVIDIA H200``, ``mi300x``), an architecture
-    (``sm90``, ``gfx942``, stood for by one GPU of it), ``cpu``, ``cpu-amx``, ``tpu`` or ``out-of-tree``.
+    (``sm90``, ``gfx942``, stood for by one GPU of it), a CPU (``cpu``, ``cpu-amx``,
+    ``cpu-zen``, ``cpu-arm``, ``cpu-power``), ``tpu`` or ``out-of-tree``.
 
     UsageError with near matches when nothing has that name, and for an architecture that no product has.
     """
     text = name.strip().lower()
     if text in _CPUS:
-        return Device("cpu", "x86", "cpu", features=_CPUS[text])
+        arch, features = _CPUS[text]
+        return Device("cpu", arch, "cpu", features=features)
     if text in _PLUG_INS:
         return Device(text, text, text)
     if key := known_names().get(squeeze(text)):

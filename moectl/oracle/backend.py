@@ -289,6 +289,24 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """What kernels stop on when they run, which the engine does not ask before; `kind` is its exception."""
+
+    when: Callable[[Ask], bool]
+    says: str
+    kind: str
+
+
+def weighted_input(kind: str) -> Stop:
+    """Kernels that do not take tokens already multiplied by the router's weight, as Llama 4 does it."""
+    return Stop(
+        lambda ask: ask.problem.routing.weight_on_input,
+        "do not serve the router's weight on the experts' input",
+        kind,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Capability:
     """What one experts implementation serves. None is "any", an empty set is "never".
 
@@ -319,6 +337,7 @@ class Capability:
     lora: bool = False
     invariant: bool = False
     rules: tuple[Rule, ...] = ()
+    stops: tuple[Stop, ...] = ()
     codes: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def switch_names(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ from ..environment.variables import judge_variable
 from ..errors import NoBackend
 from ..problem import MoEProblem
 from ..schemes import A16
-from .backend import Ask, is_on
+from .backend import NONE, Ask, is_on
 from .candidates import candidates, carried, exchanged
 from .decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
 from .keys import act_key
@@ -49,6 +49,7 @@ def select(
     chosen, failure, notes = found.chosen, found.failure, (*found.notes, *_variables(packages, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
         notes = (*notes, _unasked(policy, chosen))
+    notes = (*notes, *_unbalanced(policy, taken, found.ask, chosen))
     sized = chosen is not None or bool(found.stand_in)
     if sized:
         late, sized = _afterwards(found, policy, taken)
@@ -205,7 +206,20 @@ def _afterwards(found: _Outcome, policy: Policy, route: Route) -> tuple[Failure 
     for aftermath in route.aftermath:
         if aftermath.holds(ask, chosen):
             return Failure(aftermath.says(ask, chosen), aftermath.kind), aftermath.sized
+    for stop in chosen.variant.offers.stops if chosen else ():
+        if stop.when(ask):
+            what = chosen.variant.experts if chosen else ""
+            return Failure(f"{what} stop when they run, as they {stop.says}", stop.kind), True
     return None, True
+
+
+def _unbalanced(policy: Policy, route: Route, ask: Ask, chosen: Candidate | None) -> tuple[str, ...]:
+    """A note where expert balancing is asked for and the method does not do it."""
+    if chosen is None or not policy.balancing or not ask.problem.parallel.eplb:
+        return ()
+    if policy.balancing.get(route.method, NONE).allows(chosen.engine_name):
+        return ()
+    return (f"{policy.name} refuses expert balancing with {route.method} and {chosen.backend.name}",)
 
 
 def _variables(packages: Packages, policy: Policy) -> tuple[str, ...]:

@@ -14,10 +14,12 @@ from ..backend import (
     Offer,
     Rule,
     Spread,
+    Stop,
     Switch,
     Variant,
     gfx,
     only,
+    weighted_input,
 )
 from .defaults import mxfp4_forms
 from .triton import FEW_EXPERTS
@@ -32,7 +34,7 @@ _MOE = (*_SWITCHES, Switch("VLLM_ROCM_USE_AITER_MOE"))
 _ACTIVATIONS = only("silu", "gelu", "situ", "swigluoai", "swigluoai_uninterleave")
 
 
-def _fused(experts: str, *offers: Offer) -> Variant:
+def _fused(experts: str, *offers: Offer, stops: tuple[Stop, ...] = ()) -> Variant:
     """Kernels of CDNA3 and newer, on by switch."""
     return Variant(
         experts,
@@ -44,6 +46,7 @@ def _fused(experts: str, *offers: Offer) -> Variant:
             activations=_ACTIVATIONS,
             ungated=False,
             spread=NO_NVLINK_EXCHANGE,
+            stops=stops,
         ),
     )
 
@@ -65,6 +68,7 @@ AITER_W8A8 = Backend(
         _fused(
             "AiterFp8BlockExperts",
             Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
+            stops=(weighted_input("AssertionError"),),
         ),
         _fused(
             "AiterFp8TensorExperts",

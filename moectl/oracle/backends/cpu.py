@@ -20,11 +20,13 @@ from ..backend import (
     Variant,
     but,
     only,
+    weighted_input,
 )
 
 _ZEN = Arch("cpu", features=frozenset({"zen"}))
 _ARM = Arch("cpu", names=frozenset({"aarch64"}))
 _POWER = Arch("cpu", names=frozenset({"ppc64le"}))
+_STOPS = (weighted_input("NotImplementedError"),)
 _ROUTERS = ("Default", "Renormalize", "RenormalizeNaive")
 
 CPU_MXFP4 = Backend(
@@ -39,6 +41,7 @@ CPU_MXFP4 = Backend(
                 activations=only("silu", "swigluoai", "gelu", "gelu_tanh"),
                 ungated=False,
                 routing=only(*_ROUTERS, "DeepseekV4"),
+                stops=_STOPS,
             ),
         ),
     ),
@@ -57,6 +60,7 @@ CPU_INT4 = Backend(
                 activations=only("silu", "gelu_tanh"),
                 ungated=False,
                 routing=only(*_ROUTERS),
+                stops=_STOPS,
             ),
         ),
     ),
@@ -86,9 +90,11 @@ _INT8 = Capability(
     ungated=False,
     routing=only(*_ROUTERS),
     rules=(_multiples(32),),
+    stops=_STOPS,
 )
 _INT8_SPLIT = replace(
     _INT8,
+    stops=(),
     activations=only("silu", "swigluoai", "gelu", "gelu_tanh"),
     spread=Spread(ep=False),
 )
@@ -175,6 +181,7 @@ _FP8 = Capability(
     activations=only("silu", "gelu", "gelu_tanh"),
     ungated=False,
     routing=only(*_ROUTERS, "DeepSeekV3", "DeepseekV4"),
+    stops=_STOPS,
 )
 CPU_FP8 = Backend(
     name="cpu",

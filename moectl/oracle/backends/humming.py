@@ -1,6 +1,6 @@
 """Humming: generated GEMMs for many weight formats; the engine's first choice on Hopper."""
 
-from ..backend import Ask, Backend, Capability, Form, Need, Offer, Rule, Variant, only, sm
+from ..backend import Ask, Backend, Capability, Form, Need, Offer, Rule, Variant, only, sm, weighted_input
 from .defaults import SHARED, mxfp4_forms
 
 _SWITCH = "VLLM_HUMMING_MOE_GEMM_TYPE"
@@ -60,6 +60,7 @@ def _capability(kind: str) -> Capability:
         offers=_OFFERS,
         activations=SHARED,
         invariant=True,
+        stops=(weighted_input("AssertionError"),),
         rules=(_gemm(kind),),
     )
 

@@ -5,7 +5,7 @@ recorded decisions.
 """
 
 from ....environment.vllm_0_33_0 import VARIABLES
-from ...backend import only
+from ...backend import ANY, only
 from ...backends.defaults import mxfp4_forms
 from ...policy import ExchangeSizes, Policy
 from . import bf16, fp8, integers, mxfp4, mxfp4_native, mxfp8, nvfp4, w4a8
@@ -13,6 +13,25 @@ from .terms import activation, dtype, routing
 
 _LOW_LATENCY = ExchangeSizes(sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192))
 _HIGH_THROUGHPUT = ExchangeSizes(multiple_bytes=512)
+
+_BALANCING = {
+    "UnquantizedFusedMoEMethod": ANY,
+    "Fp8MoEMethod": ANY,
+    "CompressedTensorsW8A8Fp8MoEMethod": ANY,
+    "ModelOptNvFp4FusedMoE": ANY,
+    "Mxfp4MoEMethod": ANY,
+    "QuarkOCP_MX_MoEMethod": ANY,
+    "QuarkW8A8Mxfp8MoEMethod": ANY,
+    "CompressedTensorsWNA16MoEMethod": only("TRITON"),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": only(
+        "FLASHINFER_CUTEDSL",
+        "FLASHINFER_CUTEDSL_BATCHED",
+        "FLASHINFER_TRTLLM",
+        "FLASHINFER_MOE_EP_CUTEDSL",
+    ),
+    "CompressedTensorsW4A4Mxfp4MoEMethod": only("FLASHINFER_MOE_EP_CUTEDSL", "FLASHINFER_MOE_EP_DEEP_GEMM"),
+}
+"""Methods that move experts between ranks. Recorded decisions stop before this is asked: it is a note."""
 
 VLLM_0_33_0 = Policy(
     name="vllm-0.33.0",
@@ -72,6 +91,7 @@ VLLM_0_33_0 = Policy(
     activation=activation,
     routing=routing,
     invariance="VLLM_BATCH_INVARIANT",
+    balancing=_BALANCING,
     variables=VARIABLES,
     default_forms={"mxfp4": mxfp4_forms("")},
     sequence_exchanges=frozenset(

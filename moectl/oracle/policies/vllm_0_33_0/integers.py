@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+from ....schemes import FULL
 from ...backend import but, only
 from ...backends import cpu, emulation, flashinfer, rdna3, triton, xpu
 from ...backends.humming import HUMMING
 from ...backends.marlin import BATCHED_MARLIN, MARLIN
 from ...keys import exact_key, group32_key, symmetric_group32_key, symmetric_group_key
-from ...route import DECLARED_ACT, Order, Route
+from ...route import DECLARED_ACT, Condition, Order, Route
 from .order import CPU, HUMMING_FIRST, XPU
 from .terms import (
     AWQ_NEEDS_TURING,
@@ -100,6 +101,11 @@ _QUARK_INT4 = replace(
     refusals=(),
     aftermath=(HALVES_GROUPS,),
 )
+_INT8_PER_CHANNEL = Condition(
+    "scales",
+    lambda ask: ask.problem.scheme.weight.block != (1, FULL),
+    lambda ask: f"the method takes scales per channel only, the weights are {ask.problem.scheme.weight}",
+)
 _INT8 = Route(
     name="int8 weights and activations",
     method="CompressedTensorsW8A8Int8MoEMethod",
@@ -111,7 +117,15 @@ _INT8 = Route(
     orders=(Order((triton.TRITON_PLAIN, HUMMING, cpu.CPU_INT8)),),
     names={"triton": (triton.TRITON_PLAIN,), "humming": (HUMMING,)},
     minimum=70,
-    refusals=(REFUSES_ACT_ORDER,),
+    refusals=(REFUSES_ACT_ORDER, _INT8_PER_CHANNEL),
+)
+_QUARK_INT8 = replace(
+    _INT8,
+    name="int8 weights and activations of Quark",
+    method="QuarkW8A8Int8MoEMethod",
+    storages=only("quark"),
+    platforms=but("xpu"),
+    refusals=(),
 )
 
-ROUTES = (_COMPRESSED_INT, _MOE_WNA16, _GPTQ, _AWQ, _QUARK_INT4, _INT8)
+ROUTES = (_COMPRESSED_INT, _MOE_WNA16, _GPTQ, _AWQ, _QUARK_INT4, _INT8, _QUARK_INT8)
