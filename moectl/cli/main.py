@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import ExitCode
-from . import bench, convert, explain, known, synth, unconvert, verify
+from . import bench, convert, doctor, env, explain, known, synth, unconvert, verify
 from . import run as run_command
 from .output import drop_stdout
 
@@ -29,6 +29,8 @@ COMMANDS = (
     (bench.bench, "bench"),
     (synth.synth, "synth"),
     (known.known, "list"),
+    (doctor.doctor, "doctor"),
+    (env.env, "env"),
 )
 
 

@@ -1,0 +1,217 @@
+"""`moectl doctor`: what this machine has for MoE layers, what can run on it, and what is wrong."""
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from ..errors import ExitCode
+from .options import framed, option
+from .output import Output, count, size
+
+if TYPE_CHECKING:
+    from ..doctor import Report
+    from ..doctor.backends import BackendStatus
+    from ..environment.installed import Installed
+    from .blocks import Block
+
+EXAMPLES = (
+    "moectl doctor",
+    "moectl doctor -v --md > machine.md",
+    "moectl doctor --deep --json",
+)
+MORE = ("Ends with 1 when it finds a problem, with 0 when there are only notes.",)
+
+
+@framed("doctor")
+def doctor(
+    deep: Annotated[
+        bool, option("--deep", help="Import each package that is installed, in a process of its own.")
+    ] = False,
+    markdown: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False,
+    verbose: Annotated[
+        bool, option("--verbose", "-v", help="Show what is missing, too, and backends for other devices.")
+    ] = False,
+    *,
+    out: Output,
+) -> ExitCode:
+    """Check this machine: GPUs, driver, packages, caches, variables, and which backends can run.
+
+    Nothing is imported without --deep: packages are judged by their files.
+    """
+    from ..doctor import examine
+    from . import blocks
+
+    report = examine(os.environ, deep=deep)
+    made = list(drawn(report, verbose))
+    if markdown and not (out.as_json or out.quiet):
+        out.text(blocks.markdown(made))
+    else:
+        brief = [f"{remark.about}: {remark.says}" for remark in report.problems]
+        out.result(report.to_json(), lambda console: blocks.draw(made, console), brief or "no problems")
+    return ExitCode.FOUND if report.problems else ExitCode.DONE
+
+
+def drawn(report: "Report", verbose: bool = False) -> "Iterator[Block]":
+    """The report for a person: what is wrong first, then what there is."""
+    yield from _remarks(report)
+    yield from _machine(report)
+    yield from _backends(report, verbose)
+    yield from _packages(report, verbose)
+    yield from _variables(report)
+    yield from _caches(report, verbose)
+
+
+def _remarks(report: "Report") -> "Iterator[Block]":
+    from .blocks import Entry, Heading, Line, Listing
+
+    problems = len(report.problems)
+    yield Heading(count(problems, "problem") if problems else "no problems", 1)
+    entries = tuple(
+        Entry(
+            remark.level,
+            f"{remark.about}: {remark.says}",
+            (("do", remark.do),) if remark.do else (),
+            strong=remark in report.problems,
+        )
+        for remark in report.remarks
+    )
+    yield Listing(entries) if entries else Line("Nothing to remark on.")
+
+
+def _machine(report: "Report") -> "Iterator[Block]":
+    from .blocks import Facts, Heading
+
+    software = report.software
+    yield Heading("machine")
+    rows = [("device", f"{report.device.name}, {report.device.arch}: decisions are made for it")]
+    rows += [("GPUs", line) for line in gpu_lines(report)]
+    rows += [("shown by", f"{name}={value}") for name, value in report.hidden_by.items()]
+    cuda = f", runs CUDA up to {report.driver_cuda}" if report.driver_cuda else ""
+    rows += [
+        ("driver", f"{report.driver}{cuda}" if report.driver else ""),
+        ("software", ", ".join(software_words(report))),
+        ("torch", f"built for {software.torch_built}" if software.torch_built else "not installed"),
+        (
+            "compilers",
+            f"MAX_JOBS={report.jobs.safe} is safe: {count(report.jobs.cores, 'core')}, "
+            f"{size(report.jobs.memory)} of memory free",
+        ),
+    ]
+    yield Facts(tuple(rows))
+
+
+def gpu_lines(report: "Report") -> list[str]:
+    """One line for each GPU: number, name, architecture, memory, and whether this process may use it."""
+    return [
+        f"{gpu.index}: {gpu.device.name}, {gpu.device.arch}, "
+        f"{size(gpu.device.memory_bytes) if gpu.device.memory_bytes else 'memory unknown'}"
+        f"{'' if gpu in report.shown else ', hidden'}"
+        for gpu in report.gpus
+    ]
+
+
+def software_words(report: "Report") -> list[str]:
+    """``python 3.11.7``, ``torch 2.13.0``, ...: what is installed, with versions."""
+    software = report.software
+    named = {"moectl": software.moectl, "python": software.python, **software.libraries}
+    return [*(f"{name} {version}" for name, version in named.items()), software.system]
+
+
+def _backends(report: "Report", verbose: bool) -> "Iterator[Block]":
+    from .blocks import Entry, Heading, Line, Listing
+
+    for policy in dict.fromkeys(status.policy for status in report.backends):
+        mine = [status for status in report.backends if status.policy == policy]
+        yield Heading(f"backends of {policy} on {report.device.arch}")
+        listed = [status for status in mine if verbose or not status.elsewhere]
+        yield Listing(
+            tuple(
+                Entry(
+                    "yes" if status.runs else "no",
+                    f"{status.name}: {', '.join(status.formats) or 'any format'}"
+                    if status.runs
+                    else status.name,
+                    against(status),
+                )
+                for status in listed
+            )
+        )
+        others = [status.name for status in mine if status not in listed]
+        if others:
+            yield Line(f"For other devices: {', '.join(others)} (-v lists their reasons).")
+
+
+def against(status: "BackendStatus") -> tuple[tuple[str, str], ...]:
+    """(group, sentence) of every reason why a backend cannot run, each once."""
+    from .explaining.sentences import sentence
+
+    return tuple(dict.fromkeys((verdict.group, sentence(verdict)) for verdict in status.against))
+
+
+def _packages(report: "Report", verbose: bool) -> "Iterator[Block]":
+    from .blocks import Grid, Heading, Line
+
+    yield Heading("optional packages and tools")
+    shown = [found for found in report.packages if verbose or found.present or found.wrong]
+    if shown:
+        rows = tuple(
+            (found.name, found.version or "-", _state(report, found), found.path or found.wrong or "-")
+            for found in shown
+        )
+        yield Grid(("package", "version", "state", "where"), rows)
+    missing = [found.name for found in report.packages if found not in shown]
+    if missing:
+        yield Line(f"Not installed: {', '.join(missing)}.")
+
+
+def _state(report: "Report", found: "Installed") -> str:
+    if found.wrong:
+        return "another package of the name"
+    if not found.present:
+        return "not installed"
+    if report.imports.get(found.name):
+        return "cannot be imported"
+    if found.lacks:
+        return f"lacks {count(len(found.lacks), 'symbol')}"
+    return "imports" if found.name in report.imports else "found"
+
+
+def _variables(report: "Report") -> "Iterator[Block]":
+    from .blocks import Entry, Heading, Listing
+
+    if report.variables:
+        yield Heading("engine variables")
+        yield Listing(
+            tuple(
+                Entry(
+                    finding.verdict,
+                    f"{finding.name}={finding.value}{f': {finding.does}' if finding.does else ''}",
+                    (("why", finding.remark),) if finding.remark else (),
+                )
+                for finding in report.variables
+            )
+        )
+
+
+def _caches(report: "Report", verbose: bool) -> "Iterator[Block]":
+    from .blocks import Grid, Heading, Line
+
+    yield Heading("compiled kernels")
+    shown = [cache for cache in report.caches if verbose or cache.there]
+    rows = tuple(
+        (
+            cache.name,
+            str(cache.files) if cache.counted else f"over {cache.files}",
+            size(cache.nbytes) if cache.there else "-",
+            size(cache.free),
+            "yes" if cache.writable else "no",
+            cache.path,
+        )
+        for cache in shown
+    )
+    if rows:
+        columns = ("cache", "files", "size", "free", "writable", "where")
+        yield Grid(columns, rows, frozenset({"files", "size", "free"}))
+    absent = [cache.name for cache in report.caches if cache not in shown]
+    if absent:
+        yield Line(f"Not there yet: {', '.join(absent)}.")

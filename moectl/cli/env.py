@@ -1,0 +1,130 @@
+"""`moectl env`: this machine in a block to paste into a bug report."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from .doctor import gpu_lines
+from .options import framed, option
+from .output import Output
+
+if TYPE_CHECKING:
+    from ..doctor import Report
+
+EXAMPLES = ("moectl env", "moectl env --paths", "moectl env --json")
+MORE = ("No host name, user name or token is in it, and no variable that does not concern experts.",)
+
+SHOWN = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "MAX_JOBS",
+    "FLASHINFER_WORKSPACE_BASE",
+    "FLASHINFER_CUBIN_DIR",
+    "FLASHINFER_CUDA_ARCH_LIST",
+    "TRITON_CACHE_DIR",
+    "TRITON_HOME",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "DG_JIT_CACHE_DIR",
+    "HUMMING_CACHE_DIR",
+    "AITER_JIT_DIR",
+)
+"""Variables that are printed beside those that concern experts."""
+
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?:^|_)(?:API_?)?KEY(?:$|_)", re.IGNORECASE)
+_UUID = re.compile(r"(?:GPU|MIG)-[0-9a-fA-F-]{4,}")
+
+
+@framed("env")
+def env(
+    paths: Annotated[bool, option("--paths", help="Print folders, too: they may hold your name.")] = False,
+    *,
+    out: Output,
+) -> None:
+    """Print versions, GPUs, packages and variables as a block for a bug report."""
+    from ..doctor import examine
+
+    report = examine(os.environ)
+    document = described(report, os.environ, paths)
+    lines = list(written(document))
+    block = "\n".join(["```text", *lines, "```"])
+    if out.as_json or out.quiet:
+        out.result(document, lambda console: None, lines)
+    else:
+        out.text(block)
+
+
+def described(report: "Report", environ: Mapping[str, str], paths: bool) -> dict[str, Any]:
+    """What is printed: nothing of it tells who or where somebody is unless `paths` is True."""
+    software = report.software
+    concern = {finding.name: finding.value for finding in report.variables if finding.does}
+    concern |= {name: environ[name] for name in SHOWN if name in environ}
+    return {
+        "versions": {"moectl": software.moectl, "python": software.python, **software.libraries},
+        "system": software.system,
+        "torch_built_for": software.torch_built or None,
+        "gpus": gpu_lines(report),
+        "driver": report.driver or None,
+        "driver_cuda": report.driver_cuda or None,
+        "cores": report.jobs.cores,
+        "memory_bytes": report.device.memory_bytes if report.device.platform == "cpu" else None,
+        "packages": {
+            found.name: {
+                "version": found.version or None,
+                "lacks": list(found.lacks),
+                "another_of_the_name": bool(found.wrong),
+                "path": (found.path or found.wrong) if paths else None,
+            }
+            for found in report.packages
+            if found.present or found.wrong
+        },
+        "variables": {name: shown_value(name, value, paths) for name, value in sorted(concern.items())},
+        "unknown_variables": [f.name for f in report.variables if not f.does and not _SECRET.search(f.name)],
+        "problems": [_clean(remark.says, paths) for remark in report.problems],
+    }
+
+
+def shown_value(name: str, value: str, paths: bool) -> str:
+    """A variable's value, or `HIDDEN` for a secret, for a folder without `paths`; no UUID of a GPU."""
+    if _SECRET.search(name) or (not paths and ("/" in value or "\\" in value)):
+        return HIDDEN
+    return _UUID.sub(lambda found: found[0][:4] + "...", value)
+
+
+def _clean(text: str, paths: bool) -> str:
+    """A sentence without folders and UUIDs."""
+    text = _UUID.sub(lambda found: found[0][:4] + "...", text)
+    return text if paths else re.sub(r"(?<![\w.])~?/[^\s,;:)']+", HIDDEN, text).replace(str(Path.home()), "~")
+
+
+def written(document: dict[str, Any]) -> Iterator[str]:
+    """`document` in lines of ``name: value``."""
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    yield f"versions: {versions}"
+    yield f"system: {document['system']}, {document['cores']} cores"
+    yield f"torch built for: {document['torch_built_for'] or 'not installed'}"
+    if not document["gpus"]:
+        yield "GPUs: none"
+    for line in document["gpus"]:
+        yield f"GPU {line}"
+    if document["driver"]:
+        cuda = f", CUDA up to {document['driver_cuda']}" if document["driver_cuda"] else ""
+        yield f"driver: {document['driver']}{cuda}"
+    for name, found in document["packages"].items():
+        state = " (another package of the name)" if found["another_of_the_name"] else ""
+        lacks = f", lacks {', '.join(found['lacks'])}" if found["lacks"] else ""
+        where = f", {found['path']}" if found["path"] else ""
+        yield f"package {name}: {found['version'] or 'found'}{state}{lacks}{where}"
+    for name, value in document["variables"].items():
+        yield f"variable {name}={value}"
+    for name in document["unknown_variables"]:
+        yield f"unknown variable {name}"
+    for text in document["problems"]:
+        yield f"problem: {text}"

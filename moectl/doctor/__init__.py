@@ -1,0 +1,79 @@
+"""The state of this machine as far as MoE layers go: what is there, what can run, what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..environment import detect_cpu, detect_gpus
+from ..environment.gpus import VISIBILITY, Gpu, visible_gpus
+from ..environment.installed import Installed, find_all
+from ..environment.nvidia import driver_cuda
+from ..environment.packages import installed_packages
+from ..environment.probes import TOOLS
+from ..environment.variables import judge_variables
+from ..environment.vllm_0_33_0 import VARIABLES, other_names
+from ..errors import Unavailable
+from ..oracle.registry import POLICIES
+from .backends import backend_statuses
+from .caches import find_caches, find_jobs
+from .remarks import remarks_on
+from .report import NOTE, PROBLEM, Remark, Report
+from .software import installed_software, try_import
+
+__all__ = ["NOTE", "PROBLEM", "Remark", "Report", "examine"]
+
+ENGINE = "vllm-0.33.0"
+"""The engine whose environment variables are judged."""
+
+ORDER = "CUDA_DEVICE_ORDER"
+
+
+def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
+    """What this machine has, and what is wrong with it, for a process with `env`.
+
+    Nothing is imported; with `deep`, each optional package that is installed is imported in a process
+    of its own.
+    """
+    gpus = detect_gpus()
+    shown, refused = _shown(gpus, env)
+    packages = installed_packages({key: value for key, value in env.items() if key.startswith("VLLM_")})
+    found = find_all()
+    device = next((gpu.device for gpu in shown if not gpu.remark), None) or detect_cpu()
+    report = Report(
+        software=installed_software(),
+        gpus=gpus,
+        shown=shown,
+        hidden_by=_hiding(gpus, env),
+        refused=refused,
+        device=device,
+        driver_cuda=driver_cuda() if any(gpu.device.platform == "cuda" for gpu in gpus) else "",
+        packages=found,
+        caches=find_caches(env),
+        jobs=find_jobs(env),
+        variables=judge_variables(env, VARIABLES, ENGINE, others=other_names()),
+        backends=tuple(
+            status for policy in POLICIES.values() for status in backend_statuses(policy, device, packages)
+        ),
+        imports=_imports(found) if deep else {},
+    )
+    return replace(report, remarks=remarks_on(report, packages))
+
+
+def _shown(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
+    """GPUs that a process with `env` may use, or why that cannot be told."""
+    try:
+        return visible_gpus(gpus, env), ""
+    except Unavailable as error:
+        return (), error.what
+
+
+def _hiding(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that hide or order GPUs, as set."""
+    names = [name for gpu in gpus[:1] for name in VISIBILITY[gpu.device.platform]]
+    return {name: env[name] for name in (*names, ORDER) if name in env}
+
+
+def _imports(found: tuple[Installed, ...]) -> dict[str, str]:
+    """Why each package that is installed cannot be imported; empty for one that can."""
+    return {one.name: try_import(one.module) for one in found if one.present and one.name not in TOOLS}

@@ -1,0 +1,91 @@
+"""Which backends can run on a machine, and why the others cannot: no checkpoint has a part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..environment import Device, Packages
+from ..oracle.backend import Backend, Variant
+from ..oracle.checks import Verdict, formats_on, judge_machine
+from ..oracle.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """One backend on one machine.
+
+    Attributes:
+        policy, name: the backend.
+        experts: its experts classes that can run; empty when none can.
+        formats: weight formats that those classes serve; empty where any is.
+        against: what the class that comes nearest fails, when none can run.
+    """
+
+    policy: str
+    name: str
+    experts: tuple[str, ...]
+    formats: tuple[str, ...]
+    against: tuple[Verdict, ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        """True when one of its classes can run."""
+        return bool(self.experts)
+
+    @property
+    def elsewhere(self) -> bool:
+        """True when it is for other devices."""
+        return any(verdict.question == "device" for verdict in self.against)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; reasons as a decision gives them."""
+        return {
+            "policy": self.policy,
+            "backend": self.name,
+            "runs": self.runs,
+            "experts": list(self.experts),
+            "formats": list(self.formats),
+            "reasons": [
+                {"question": v.question, "wanted": v.wanted, "offered": v.offered} for v in self.against
+            ],
+        }
+
+
+def backend_statuses(policy: Policy, device: Device, packages: Packages) -> tuple[BackendStatus, ...]:
+    """Every backend of `policy` on `device`: those that can run, those that lack something, the others."""
+    merged: dict[str, list[Variant]] = {}
+    for backend in _listed(policy):
+        merged.setdefault(backend.name, []).extend(backend.variants)
+    found = [_status(policy.name, name, variants, device, packages) for name, variants in merged.items()]
+    return tuple(sorted(found, key=lambda status: (not status.runs, status.elsewhere, status.name)))
+
+
+def _listed(policy: Policy) -> list[Backend]:
+    """Every backend that a row or a row's detour may name, each once."""
+    routes = [route for row in policy.routes for route in (row, *row.detours.values())]
+    found = {id(backend): backend for route in routes for backend in route.backends()}
+    return sorted(found.values(), key=lambda backend: (backend.name, backend.engine_name))
+
+
+def _status(
+    policy: str, name: str, variants: Iterable[Variant], device: Device, packages: Packages
+) -> BackendStatus:
+    judged = [
+        (variant, tuple(v for v in judge_machine(device, packages, variant) if not v.holds))
+        for variant in variants
+    ]
+    able = [variant for variant, against in judged if not against]
+    if not able:
+        nearest = min((against for _, against in judged), key=_far)
+        return BackendStatus(policy, name, (), (), nearest)
+    formats: set[str] = set()
+    for variant in able:
+        formats |= formats_on(device, variant.offers)
+    return BackendStatus(policy, name, tuple(dict.fromkeys(v.experts for v in able)), tuple(sorted(formats)))
+
+
+def _far(against: tuple[Verdict, ...]) -> tuple[bool, int]:
+    """How far a class is from running: another device is farthest, then by what it lacks."""
+    return any(verdict.question == "device" for verdict in against), len(against)

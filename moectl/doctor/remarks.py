@@ -1,0 +1,181 @@
+"""What is wrong with a machine: one function for each subject, all in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..environment import PROBES
+from ..environment.packages import Packages
+from ..environment.variables import IGNORED
+from ..oracle.backends.flashinfer import KERNELS
+from .caches import JOB_BYTES, ROOMY
+from .report import NOTE, PROBLEM, Remark, Report
+
+
+def remarks_on(report: Report, packages: Packages) -> tuple[Remark, ...]:
+    """Every remark on `report`, problems first; `packages` are those that a decision counts on."""
+    found = [remark for check in CHECKS for remark in check(report, packages)]
+    return tuple(sorted(found, key=lambda remark: remark.level != PROBLEM))
+
+
+def _gpus(report: Report, packages: Packages) -> Iterator[Remark]:
+    if report.refused:
+        yield Remark(PROBLEM, "GPUs", report.refused)
+    for gpu in report.gpus:
+        if gpu.remark:
+            yield Remark(PROBLEM, "GPUs", f"GPU {gpu.index}: {gpu.remark}", "nvidia-smi mig -cgi ... -C")
+    if not report.gpus:
+        yield Remark(NOTE, "GPUs", "no GPU was found: decisions are made for the CPU")
+    elif not report.shown and not report.refused:
+        said = ", ".join(f"{name}={value!r}" for name, value in report.hidden_by.items())
+        yield Remark(NOTE, "GPUs", f"every GPU is hidden by {said}")
+    kinds = {gpu.device.name for gpu in report.gpus}
+    by_number = any(value[:1].isdigit() for value in report.hidden_by.values())
+    if len(kinds) > 1 and by_number and "CUDA_DEVICE_ORDER" not in report.hidden_by:
+        yield Remark(
+            NOTE,
+            "GPUs",
+            "the GPUs differ, and CUDA numbers them by speed while nvidia-smi and moectl go by slot",
+            "set CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        )
+
+
+def _torch(report: Report, packages: Packages) -> Iterator[Remark]:
+    software = report.software
+    if not software.torch_built:
+        yield Remark(PROBLEM, "torch", "torch is not installed", "pip install torch")
+        return
+    wanted = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}.get(report.device.platform, "")
+    if wanted and not software.torch_built.startswith(wanted):
+        yield Remark(
+            PROBLEM,
+            "torch",
+            f"torch {software.libraries.get('torch', '')} is built for {software.torch_built}, "
+            f"the device is {report.device.name}",
+            f"install a build of torch for {wanted}",
+        )
+    if _newer(software.torch_cuda, report.driver_cuda):
+        yield Remark(
+            PROBLEM,
+            "driver",
+            f"driver {report.driver} runs CUDA up to {report.driver_cuda}, torch is built with "
+            f"{software.torch_cuda}",
+            "update the driver, or install a build of torch for an older CUDA",
+        )
+
+
+def _newer(wanted: str, there: str) -> bool:
+    """True when the major CUDA version `wanted` is above the driver's; minor ones are compatible."""
+    return bool(wanted and there) and int(wanted.split(".")[0]) > int(there.split(".")[0])
+
+
+def _engine(report: Report, packages: Packages) -> Iterator[Remark]:
+    if "vllm" not in report.software.libraries:
+        yield Remark(NOTE, "vllm", "vLLM is not installed: its backends are judged by its rules alone")
+
+
+def _packages(report: Report, packages: Packages) -> Iterator[Remark]:
+    for found in report.packages:
+        probe = PROBES.get(found.name)
+        if probe is None:
+            continue
+        if found.wrong:
+            version = f" {found.wrong_version}" if found.wrong_version else ""
+            yield Remark(
+                PROBLEM,
+                found.name,
+                f"{found.name}{version} in {found.wrong} is not the package that kernels need"
+                f"{f', but {probe.other}' if probe.other else ''}; it hides the real one",
+                f"pip uninstall {found.name}; the real one: {probe.get}",
+            )
+        if found.lacks:
+            yield Remark(
+                PROBLEM,
+                found.name,
+                f"{found.name} {found.version} lacks {', '.join(found.lacks)}",
+                f"update it: {probe.get}",
+            )
+        if why := report.imports.get(found.name):
+            yield Remark(PROBLEM, found.name, f"{found.name} is installed and cannot be imported: {why}")
+
+
+def _flashinfer(report: Report, packages: Packages) -> Iterator[Remark]:
+    flashinfer = report.installed("flashinfer")
+    if not flashinfer.present:
+        return
+    cubin = report.installed("flashinfer_cubin")
+    if not KERNELS.met(packages):
+        lacking = " and ".join(name for name in KERNELS.instead if not packages.has(name))
+        yield Remark(
+            PROBLEM,
+            "flashinfer",
+            "FlashInfer has neither compiled kernels (flashinfer-cubin) nor the means to compile them "
+            f"({lacking} missing): vLLM uses none of its backends",
+            f"pip install flashinfer-cubin=={flashinfer.version or 'VERSION'}, or install nvcc and ninja",
+        )
+    if cubin.present and cubin.version and flashinfer.version and cubin.version != flashinfer.version:
+        yield Remark(
+            PROBLEM,
+            "flashinfer",
+            f"flashinfer-cubin {cubin.version} does not belong to flashinfer {flashinfer.version} and is "
+            "ignored: kernels are downloaded or compiled when they are first called",
+            f"pip install flashinfer-cubin=={flashinfer.version}",
+        )
+
+
+def _caches(report: Report, packages: Packages) -> Iterator[Remark]:
+    for cache in report.caches:
+        if not cache.writable:
+            yield Remark(
+                PROBLEM,
+                "caches",
+                f"{cache.name} cannot write to {cache.path}: it compiles its kernels at every start",
+                f"set {cache.variable} to a folder that can be written to",
+            )
+        elif cache.free < ROOMY:
+            yield Remark(
+                PROBLEM,
+                "caches",
+                f"{cache.free / 1e9:.2g} GB are free for {cache.name}'s kernels in {cache.path}",
+                f"make room, or set {cache.variable}",
+            )
+        if cache.remote and cache.there:
+            yield Remark(
+                NOTE,
+                "caches",
+                f"{cache.name}'s kernels lie on {cache.filesystem} ({cache.path}): starting is slow",
+                f"set {cache.variable} to a local disk",
+            )
+
+
+def _jobs(report: Report, packages: Packages) -> Iterator[Remark]:
+    jobs = report.jobs
+    compiles = packages.has("nvcc") and packages.has("ninja")
+    if compiles and jobs.too_many:
+        running = jobs.asked or f"{jobs.cores} (one a core)"
+        yield Remark(
+            PROBLEM,
+            "compilers",
+            f"{running} compilers of {JOB_BYTES >> 30} GiB each would run at once, "
+            f"{jobs.memory / (1 << 30):.0f} GiB are free",
+            f"export MAX_JOBS={jobs.safe}",
+        )
+
+
+def _variables(report: Report, packages: Packages) -> Iterator[Remark]:
+    for finding in report.odd_variables():
+        use = f"use {finding.instead}" if finding.verdict == IGNORED and finding.instead else ""
+        yield Remark(PROBLEM, "variables", finding.remark, use)
+
+
+CHECKS: tuple[Callable[[Report, Packages], Iterator[Remark]], ...] = (
+    _gpus,
+    _torch,
+    _engine,
+    _packages,
+    _flashinfer,
+    _caches,
+    _jobs,
+    _variables,
+)
+"""Every subject."""

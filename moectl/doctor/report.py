@@ -1,0 +1,131 @@
+"""The state of a machine as far as MoE layers go, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..environment import Device
+from ..environment.gpus import Gpu
+from ..environment.installed import Installed
+from ..environment.variables import SET, Finding
+from .backends import BackendStatus
+from .caches import Cache, Jobs
+from .software import Software
+
+PROBLEM, NOTE = "problem", "note"
+"""How much a `Remark` weighs: something to mend, or something to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """One sentence about the machine, with what to do about it."""
+
+    level: str
+    about: str
+    says: str
+    do: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """Plain data, every field."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found.
+
+    Attributes:
+        gpus: every GPU; `shown` those that this process may use, in its order.
+        hidden_by: variables that hide or order GPUs, as set.
+        refused: why `shown` could not be told, such as a variable that asks for too much.
+        device: what a decision would be made for.
+        driver_cuda: highest CUDA version that the driver runs.
+        packages: optional packages and tools, present or not.
+        imports: with a deep look, why a package cannot be imported, by name; empty for one that can.
+    """
+
+    software: Software
+    gpus: tuple[Gpu, ...]
+    shown: tuple[Gpu, ...]
+    hidden_by: Mapping[str, str]
+    refused: str
+    device: Device
+    driver_cuda: str
+    packages: tuple[Installed, ...]
+    caches: tuple[Cache, ...]
+    jobs: Jobs
+    variables: tuple[Finding, ...]
+    backends: tuple[BackendStatus, ...]
+    imports: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[Remark, ...] = ()
+
+    @property
+    def problems(self) -> tuple[Remark, ...]:
+        """What should be mended."""
+        return tuple(remark for remark in self.remarks if remark.level == PROBLEM)
+
+    @property
+    def driver(self) -> str:
+        """The driver's version; empty without GPUs, or where it does not say."""
+        return next((gpu.driver for gpu in self.gpus if gpu.driver), "")
+
+    def installed(self, name: str) -> Installed:
+        """The package or tool called `name`."""
+        return next(found for found in self.packages if found.name == name)
+
+    def odd_variables(self) -> Iterator[Finding]:
+        """Variables that do not do what was meant."""
+        return (finding for finding in self.variables if finding.verdict != SET)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: everything that is shown, and more."""
+        return {
+            "software": self.software.to_json(),
+            "driver": self.driver,
+            "driver_cuda": self.driver_cuda,
+            "gpus": [_gpu_json(gpu, gpu in self.shown) for gpu in self.gpus],
+            "hidden_by": dict(self.hidden_by),
+            "refused": self.refused or None,
+            "device": {
+                "platform": self.device.platform,
+                "arch": self.device.arch,
+                "name": self.device.name,
+                "sms": self.device.sms,
+                "memory_bytes": self.device.memory_bytes,
+                "features": sorted(self.device.features),
+            },
+            "packages": [_package_json(found, self.imports) for found in self.packages],
+            "caches": [cache.to_json() for cache in self.caches],
+            "jobs": self.jobs.to_json(),
+            "variables": [finding.to_json() for finding in self.variables],
+            "backends": [status.to_json() for status in self.backends],
+            "remarks": [remark.to_json() for remark in self.remarks],
+        }
+
+
+def _gpu_json(gpu: Gpu, shown: bool) -> dict[str, Any]:
+    return {
+        "index": gpu.index,
+        "name": gpu.device.name,
+        "arch": gpu.device.arch,
+        "memory_bytes": gpu.device.memory_bytes,
+        "mig": gpu.mig or None,
+        "shown": shown,
+        "remark": gpu.remark or None,
+    }
+
+
+def _package_json(found: Installed, imports: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "present": found.present,
+        "module": found.module or None,
+        "version": found.version or None,
+        "path": found.path or None,
+        "lacks": list(found.lacks),
+        "wrong": found.wrong or None,
+        "wrong_version": found.wrong_version or None,
+        "import_error": imports.get(found.name) or None,
+    }

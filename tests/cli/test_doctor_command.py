@@ -1,0 +1,102 @@
+"""`moectl doctor` and `moectl env` on the machine of the tests."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from invoking import moectl
+
+from moectl.cli.env import HIDDEN, described, shown_value, written
+from moectl.doctor import examine
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch):
+    """No engine variables but those of the test."""
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
+
+
+def test_the_report_has_every_part():
+    done = moectl("doctor", code=1, env={"VLLM_MXFP4_USE_MARLIN": "1"})
+    for part in ("1 problem", "machine", "backends of vllm-0.33.0", "backends of moectl", "compiled kernels"):
+        assert part in done.stdout, part
+    assert "use --moe-backend marlin" in done.stdout
+
+
+def test_json_holds_the_same_and_the_exit_code_tells():
+    document = moectl("doctor", "--json", code=1, env={"VLLM_USE_DEEP_GEMM": "yes"}).document
+    assert [r["about"] for r in document["remarks"] if r["level"] == "problem"] == ["variables"]
+    assert document["variables"][0]["verdict"] == "fails"
+    assert {row["policy"] for row in document["backends"]} == {"vllm-0.33.0", "moectl"}
+    assert all(row["runs"] or row["reasons"] for row in document["backends"])
+
+
+def test_quiet_prints_problems_only():
+    assert moectl("doctor", "-q", code=1, env={"VLLM_MXFP4_USE_MARLIN": "1"}).stdout.startswith("variables: ")
+
+
+def test_markdown_and_verbose_are_longer():
+    plain = moectl("doctor", "--md", code=1, env={"VLLM_QQ": "1"}).stdout
+    long = moectl("doctor", "--md", "-v", code=1, env={"VLLM_QQ": "1"}).stdout
+    assert plain.startswith("## 1 problem")
+    assert len(long) > len(plain)
+    assert "-v lists" not in long
+
+
+def test_neither_command_imports_torch():
+    code = (
+        "import sys; sys.argv = ['moectl', {0!r}]\n"
+        "from moectl.program import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print([m for m in ('torch', 'triton', 'flashinfer', 'numpy') if m in sys.modules])"
+    )
+    for command in ("doctor", "env"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(command)], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines()[-1] == "[]", done.stdout
+
+
+def test_the_block_can_be_pasted():
+    text = moectl("env", env={"VLLM_USE_DEEP_GEMM": "0"}).stdout
+    assert text.startswith("```text\nversions: moectl ")
+    assert text.rstrip().endswith("```")
+    assert "variable VLLM_USE_DEEP_GEMM=0" in text
+
+
+def test_nothing_secret_and_no_folder_is_printed(monkeypatch, tmp_path):
+    env = {
+        "HF_TOKEN": "hf_aaaa",
+        "VLLM_API_KEY": "sk-bbbb",
+        "VLLM_MOE_TOKEN": "cccc",
+        "VLLM_TUNED_CONFIG_FOLDER": "/home/alice/tuned",
+        "TRITON_CACHE_DIR": "/home/alice/cache",
+        "CUDA_VISIBLE_DEVICES": "GPU-12345678-aaaa",
+        "VLLM_MADE_UP": "dddd",
+    }
+    for arguments in (("env",), ("env", "--json"), ("env", "--paths")):
+        text = moectl(*arguments, env=env).stdout
+        for secret in ("hf_aaaa", "sk-bbbb", "cccc", "dddd", "12345678"):
+            assert secret not in text, (arguments, secret)
+        assert ("alice" in text) == ("--paths" in arguments)
+        assert os.uname().nodename not in text
+    report = examine({**os.environ, **env})
+    assert "VLLM_MADE_UP" in described(report, env, False)["unknown_variables"]
+    assert "unknown variable VLLM_MADE_UP" in list(written(described(report, env, False)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("VLLM_USE_DEEP_GEMM", "1", "1"),
+        ("HF_TOKEN", "x", HIDDEN),
+        ("SOME_API_KEY", "x", HIDDEN),
+        ("MAX_JOBS", "4", "4"),
+        ("CUDA_HOME", "/usr/local/cuda", HIDDEN),
+        ("CUDA_VISIBLE_DEVICES", "MIG-abcd-1234,0", "MIG-...,0"),
+    ],
+)
+def test_values_that_tell_too_much_are_hidden(name, value, shown):
+    assert shown_value(name, value, paths=False) == shown

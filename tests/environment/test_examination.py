@@ -1,0 +1,235 @@
+"""The state of stand-in machines: problems that are there are named, machines in order have none."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from moectl.doctor import NOTE, PROBLEM, Report, caches, examine
+from moectl.doctor.caches import JOB_BYTES, find_jobs
+from moectl.doctor.remarks import remarks_on
+from moectl.doctor.software import torch_build, try_import
+from moectl.environment import Packages
+
+H200 = "0, GPU-aaaa, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
+OLD = "1, GPU-bbbb, Tesla T4, 15360, 7.5, 580.95.05, [N/A]"
+SYMBOLS = """
+from .x import fp4_quantize, nvfp4_block_scale_interleave
+"""
+FUSED = "cutlass_fused_moe trtllm_bf16_moe trtllm_fp4_block_scale_moe trtllm_fp8_block_scale_moe " + (
+    "trtllm_fp8_per_tensor_scale_moe trtllm_mxint4_block_scale_moe "
+    "CuteDslMoEWrapper b12x_fused_moe mxfp8_quantize"
+)
+
+
+def sound(bench) -> None:
+    """Installs what a machine with an H200 needs."""
+    bench.gpus(H200)
+    bench.package("torch", "torch", "2.13.0")
+    bench.file("torch/version.py", "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip = None\n")
+    bench.package("vllm", "vllm", "0.33.0")
+    bench.file("vllm/third_party/triton_kernels/matmul_ogs.py")
+    bench.file("vllm/third_party/deep_gemm/__init__.py", "__version__ = '2.5'\n")
+
+
+def levels(report: Report, about: str) -> list[str]:
+    return [remark.level for remark in report.remarks if remark.about == about]
+
+
+def says(report: Report) -> str:
+    return " | ".join(f"{remark.says} {remark.do}" for remark in report.remarks)
+
+
+def test_a_machine_in_order_has_no_problems(bench) -> None:
+    sound(bench)
+    report = examine(bench.env())
+    assert report.problems == (), says(report)
+    assert report.device.name == "NVIDIA H200"
+    assert (report.driver, report.driver_cuda, report.software.torch_cuda) == ("580.95.05", "13.0", "13.0")
+    runs = {status.name for status in report.backends if status.runs and status.policy == "vllm-0.33.0"}
+    assert {"marlin", "triton"} <= runs
+    assert "flashinfer_trtllm" not in runs
+    assert json.dumps(report.to_json())
+
+
+def test_without_a_gpu_decisions_are_for_the_cpu(bench) -> None:
+    bench.package("torch", "torch", "2.13.0")
+    bench.file("torch/version.py", "cuda = None\n")
+    report = examine(bench.env(CUDA_VISIBLE_DEVICES="3"))
+    assert report.device.platform == "cpu"
+    assert report.problems == ()
+    assert levels(report, "GPUs") == [NOTE]
+    own = [status for status in report.backends if status.policy == "moectl"]
+    assert [status.name for status in own if status.runs] == ["torch"]
+
+
+def test_hidden_and_unlike_gpus_are_told(bench) -> None:
+    sound(bench)
+    bench.gpus(f"{H200}\n{OLD}")
+    report = examine(bench.env(CUDA_VISIBLE_DEVICES="1"))
+    assert [gpu.index for gpu in report.shown] == ["1"]
+    assert report.device.arch == "sm75"
+    assert report.hidden_by == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in says(report)
+    ordered = examine(bench.env(CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="PCI_BUS_ID"))
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" not in says(ordered)
+    nothing = examine(bench.env(CUDA_VISIBLE_DEVICES=""))
+    assert "every GPU is hidden by CUDA_VISIBLE_DEVICES=''" in says(nothing)
+    assert nothing.device.platform == "cpu"
+    wrong = examine(bench.env(CUDA_VISIBLE_DEVICES="7"))
+    assert "asks for GPU '7'" in wrong.problems[0].says
+    assert wrong.shown == ()
+
+
+def test_a_torch_for_another_device_is_a_problem(bench) -> None:
+    sound(bench)
+    bench.file("torch/version.py", "cuda: Optional[str] = None\nhip = '7.2.1'\n")
+    report = examine(bench.env())
+    assert torch_build() == "hip 7.2.1"
+    assert "built for hip 7.2.1, the device is NVIDIA H200" in report.problems[0].says
+    bench.file("torch/version.py", "cuda = None\n")
+    assert "built for cpu" in examine(bench.env()).problems[0].says
+
+
+@pytest.mark.parametrize(("built", "problem"), [("13.0", True), ("12.9", False), ("12.8", False)])
+def test_a_driver_too_old_for_torch_is_a_problem(bench, built: str, problem: bool) -> None:
+    sound(bench)
+    bench.gpus(H200, cuda="12.8")
+    bench.file("torch/version.py", f"cuda = '{built}'\n")
+    assert (levels(examine(bench.env()), "driver") == [PROBLEM]) == problem
+
+
+def test_the_unrelated_triton_kernels_is_named(bench) -> None:
+    sound(bench)
+    bench.package("triton_kernels", "triton-kernels", "0.1.0")
+    (problem,) = examine(bench.env()).problems
+    assert "triton_kernels 0.1.0" in problem.says
+    assert "Kernelize AI" in problem.says
+    assert problem.do.startswith("pip uninstall triton_kernels; the real one: comes with vLLM")
+
+
+def test_flashinfer_needs_compiled_kernels_or_the_means_to_compile_them(bench) -> None:
+    sound(bench)
+    bench.package("flashinfer", "flashinfer-python", "0.7.2", SYMBOLS)
+    bench.file("flashinfer/fused_moe/__init__.py", FUSED)
+    bare = examine(bench.env())
+    assert "(nvcc and ninja missing): vLLM uses none of its backends" in says(bare)
+    assert "flashinfer-cubin==0.7.2" in says(bare)
+    bench.file("ninja", "#!/bin/sh\n", program=True)
+    assert "(nvcc missing)" in says(examine(bench.env()))
+    assert "compiled kernels" not in says(examine(bench.env(VLLM_HAS_FLASHINFER_CUBIN="1")))
+    bench.file("cuda/bin/nvcc", "#!/bin/sh\n", program=True)
+    assert "missing" not in says(examine(bench.env()))
+    bench.package("flashinfer_cubin", "flashinfer-cubin", "0.7.1")
+    assert "flashinfer-cubin 0.7.1 does not belong to flashinfer 0.7.2" in says(examine(bench.env()))
+
+
+def test_missing_symbols_are_named(bench) -> None:
+    sound(bench)
+    bench.package("flashinfer", "flashinfer-python", "0.1.0")
+    bench.package("flashinfer_cubin", "flashinfer-cubin", "0.1.0")
+    problem = next(remark for remark in examine(bench.env()).problems if "lacks" in remark.says)
+    assert "fused_moe.cutlass_fused_moe" in problem.says
+
+
+def test_variables_that_do_nothing_are_problems(bench) -> None:
+    sound(bench)
+    report = examine(bench.env(VLLM_USE_DEEP_GEMM="0", VLLM_MXFP4_USE_MARLIN="1", VLLM_MOE_PADING="1"))
+    assert levels(report, "variables") == [PROBLEM, PROBLEM]
+    assert "--moe-backend marlin" in says(report)
+    assert "did you mean VLLM_MOE_PADDING" in says(report)
+    deep = next(status for status in report.backends if status.name == "deep_gemm")
+    assert not deep.runs
+    assert "VLLM_USE_DEEP_GEMM" in deep.against[0].question
+
+
+def test_caches_are_measured(bench) -> None:
+    bench.file("t/a/kernel.cubin", "x" * 100)
+    bench.file("proc/mounts", f"/dev/x / ext4 rw 0 0\nserver:/x {bench.folder}/t nfs4 rw 0 0\n")
+    env = bench.env(TRITON_CACHE_DIR=f"{bench.folder}/t")
+    found = {cache.name: cache for cache in caches.find_caches(env)}
+    triton = found["Triton"]
+    assert (triton.files, triton.nbytes, triton.counted, triton.writable) == (1, 100, True, True)
+    assert triton.remote
+    assert triton.free > 0
+    assert not found["DeepGEMM"].there
+    assert found["DeepGEMM"].path == f"{bench.folder}/.deep_gemm"
+    assert found["DeepGEMM"].filesystem == "ext4"
+    moved = {c.name: c.path for c in caches.find_caches({"FLASHINFER_WORKSPACE_BASE": "/w", "HOME": "/h"})}
+    assert moved["FlashInfer"] == "/w/.cache/flashinfer"
+    assert moved["vLLM"] == "/h/.cache/vllm"
+
+
+def test_caches_that_cannot_be_written_or_are_far_away_are_told(bench) -> None:
+    sound(bench)
+    report = examine(bench.env())
+    cache = report.caches[0]
+    worse = (
+        replace(cache, writable=False),
+        replace(cache, name="Full", free=1 << 20),
+        replace(cache, name="Far", there=True, filesystem="lustre"),
+    )
+    made = remarks_on(replace(report, caches=worse), Packages())
+    found = [remark for remark in made if remark.about == "caches"]
+    assert [remark.level for remark in found] == [PROBLEM, PROBLEM, NOTE]
+    assert f"set {cache.variable}" in found[0].do
+
+
+def test_counting_ends_at_a_bound(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        bench.file(f"t/{number}", "xx")
+    monkeypatch.setattr(caches, "FILES", 3)
+    found = caches.find_caches(bench.env(TRITON_CACHE_DIR=f"{bench.folder}/t"))[0]
+    assert (found.files, found.nbytes, found.counted) == (3, 6, False)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "gibibytes"),
+    [
+        ({"proc/meminfo": "MemAvailable: 104857600 kB\n"}, 0, 100),
+        ({"proc/meminfo": "MemAvailable: 104857600 kB\n", "cgroup/cpu.max": "100000 100000\n"}, 1, 100),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 104857600 kB\n",
+                "cgroup/memory.max": f"{20 << 30}\n",
+                "cgroup/memory.current": f"{6 << 30}\n",
+            },
+            0,
+            14,
+        ),
+        ({"proc/meminfo": "MemAvailable: 1048576 kB\n", "cgroup/memory.max": "max\n"}, 0, 1),
+    ],
+)
+def test_compilers_are_bounded_by_cores_and_memory(
+    bench, files: dict[str, str], cores: int, gibibytes: int
+) -> None:
+    for name, text in files.items():
+        bench.file(name, text)
+    found = find_jobs({})
+    assert found.memory == gibibytes << 30
+    assert not cores or found.cores == cores
+    assert found.safe == max(1, min(found.cores, found.memory // JOB_BYTES))
+    assert find_jobs({"MAX_JOBS": "900"}).too_many
+    assert not find_jobs({"MAX_JOBS": "1"}).too_many
+
+
+def test_too_many_compilers_are_a_problem_where_there_is_a_compiler(bench) -> None:
+    sound(bench)
+    bench.file("proc/meminfo", "MemAvailable: 8388608 kB\n")
+    assert "compilers" not in says(examine(bench.env(MAX_JOBS="64")))
+    bench.file("ninja", "#!/bin/sh\n", program=True)
+    bench.file("cuda/bin/nvcc", "#!/bin/sh\n", program=True)
+    report = examine(bench.env(MAX_JOBS="64"))
+    assert "64 compilers of 6 GiB each would run at once, 8 GiB are free" in says(report)
+    assert "export MAX_JOBS=1" in says(report)
+
+
+def test_a_deep_look_imports_in_a_process_of_its_own(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound(bench)
+    bench.file("deep_ep/__init__.py", "raise ImportError('libnvshmem.so is missing')\n")
+    monkeypatch.setenv("PYTHONPATH", str(bench.folder))
+    assert try_import("json") == ""
+    report = examine(bench.env(), deep=True)
+    assert report.imports["deep_ep"] == "ImportError: libnvshmem.so is missing"
+    assert report.imports["deep_gemm"] == ""
+    assert "cannot be imported: ImportError: libnvshmem.so is missing" in says(report)
