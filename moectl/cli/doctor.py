@@ -27,7 +27,7 @@ def doctor(
     deep: Annotated[
         bool, option("--deep", help="Import each package that is installed, in a process of its own.")
     ] = False,
-    markdown: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False,
+    md: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False,
     verbose: Annotated[
         bool, option("--verbose", "-v", help="Show what is missing, too, and backends for other devices.")
     ] = False,
@@ -43,7 +43,7 @@ def doctor(
 
     report = examine(os.environ, deep=deep)
     made = list(drawn(report, verbose))
-    if markdown and not (out.as_json or out.quiet):
+    if md and not (out.as_json or out.quiet):
         out.text(blocks.markdown(made))
     else:
         brief = [f"{remark.about}: {remark.says}" for remark in report.problems]
