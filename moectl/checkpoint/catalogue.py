@@ -8,19 +8,21 @@ from __future__ import annotations
 import difflib
 import gzip
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from itertools import repeat
 from typing import Any
 
 from ..errors import CheckpointError, UsageError
 from .declared import declared_layers
 from .header import DTYPE_BITS
 from .layers import ranges
-from .model import TensorInfo
 from .storage import Extent, format_sizes, parse_shape
 from .strict_json import parse_json_object, shown
+from .tensor_table import Form, TensorTable
 
 MOE_ONLY = "the catalogue lists the MoE tensors only"
 """What is true of every entry: attention, dense layers and embeddings are left out."""
@@ -99,7 +101,7 @@ class Entry:
             **format_sizes(problem.scheme),
         }
 
-    def listing(self, config: Mapping[str, Any] | None = None) -> dict[str, TensorInfo]:
+    def listing(self, config: Mapping[str, Any] | None = None) -> TensorTable:
         """Every MoE tensor of the checkpoint, layer by layer, with no file and offsets from 0.
 
         `config` is the published one unless given, as in `sizes`; with one, the entry must be resizable.
@@ -113,14 +115,25 @@ class Entry:
             own = layers if schema.layers is None else schema.layers if config is None else ()
             for layer in own if "{layer}" in schema.name else (-1,):
                 rows.setdefault(layer, []).append(schema)
-        found: dict[str, TensorInfo] = {}
+        shapes = {schema: tuple(axis.value(sizes) for axis in schema.shape) for schema in self.tensors}
+        names: list[str] = []
+        forms: list[Form] = []
         for layer in (*sorted(rows.keys() - {-1}), *(rows.keys() & {-1})):
             for schema in rows[layer]:
-                shape = tuple(axis.value(sizes) for axis in schema.shape)
-                nbytes = math.prod(shape) * DTYPE_BITS[schema.dtype] // 8
-                for name in schema.names(layer, experts):
-                    found[name] = TensorInfo(name, schema.dtype, shape, "", 0, nbytes)
-        return found
+                names += schema.names(layer, experts)
+                forms += repeat((schema.dtype, shapes[schema]), len(names) - len(forms))
+        return _without_files(names, forms)
+
+
+def _without_files(names: list[str], forms: list[Form]) -> TensorTable:
+    """A table of these tensors, each at the start of no file."""
+    known = {form: kind for kind, form in enumerate(dict.fromkeys(forms))}
+    sizes = [math.prod(shape) * DTYPE_BITS[dtype] // 8 for dtype, shape in known]
+    kinds = list(map(known.__getitem__, forms))
+    starts = array("q", bytes(8 * len(names)))
+    return TensorTable(
+        names, list(known), kinds, starts, array("q", map(sizes.__getitem__, kinds)), [""], [0]
+    )
 
 
 @cache

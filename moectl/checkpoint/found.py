@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
+from .alike import alike_experts
 from .model import TensorInfo
 from .storage import BESIDE, EXTRA_MODULES
 from .strict_json import shown
+from .tensor_table import TensorTable
 
 RENAME = "Store the tensors under the names that the model's reference code has, or ask for these to be read."
 """What to do about a tensor of experts, router or shared experts whose name says nothing."""
@@ -37,6 +39,8 @@ class FoundLayer:
         root: what all names of the layer begin with, ending in its number and a dot.
         block: the same with the module that holds router and experts.
         stem: the same with the module that holds the experts.
+        alike: so many experts, from 0 on, are known to have the tensors of expert 0, which stands for them
+            all in `experts`; None when each stands for itself.
         beside: other MoE tensors by their name after `block`, or after `root` outside of it.
     """
 
@@ -46,6 +50,7 @@ class FoundLayer:
     stem: str
     experts: dict[int | None, dict[str, TensorInfo]] = field(default_factory=dict)
     beside: dict[str, TensorInfo] = field(default_factory=dict)
+    alike: int | None = None
 
     @property
     def leaves(self) -> frozenset[str]:
@@ -84,12 +89,24 @@ class _Finder:
         self.extra: set[str] = set()
         self._places: dict[str, _Place] = {}
 
-    def experts_at(self, stem: str, info: TensorInfo) -> dict[int | None, dict[str, TensorInfo]] | None:
-        """The experts of the layer whose experts' names begin with `stem`; None for another model's."""
+    def layer_at(self, stem: str, info: TensorInfo) -> FoundLayer | None:
+        """The layer whose experts' names begin with `stem`; None for another model's."""
         place = self._places.get(stem)
         if place is None:
             place = self._places[stem] = self._place(stem, info)
-        return None if place.layer is None else place.layer.experts
+        return place.layer
+
+    def take_alike(self, tensors: Mapping[str, TensorInfo]) -> Iterable[str]:
+        """Files the experts that are all alike by their first one; the names of all other tensors."""
+        if not isinstance(tensors, TensorTable) or not tensors:
+            return tensors
+        places, others = alike_experts(tensors)
+        for stem, place in places.items():
+            first = {leaf: tensors[f"{stem}0.{leaf}"] for leaf in place.leaves}
+            layer = self.layer_at(stem, next(iter(first.values())))
+            if layer is not None:
+                layer.experts[0], layer.alike = first, place.count
+        return others
 
     def _place(self, stem: str, info: TensorInfo) -> _Place:
         block = stem.removesuffix(EXPERTS)
@@ -126,7 +143,8 @@ def find_layers(tensors: Mapping[str, TensorInfo], count: int) -> tuple[list[Fou
     finder = _Finder(count)
     numbers: dict[str, int] = {}
     others: list[TensorInfo] = []
-    for name, info in tensors.items():
+    for name in finder.take_alike(tensors):
+        info = tensors[name]
         head, found, rest = name.partition(".experts.")
         if not found:
             stem, rest = _bare_stem(name)
@@ -135,14 +153,14 @@ def find_layers(tensors: Mapping[str, TensorInfo], count: int) -> tuple[list[Fou
                 continue
         else:
             stem = head + ".experts."
-        experts = finder.experts_at(stem, info)
-        if experts is None:
+        layer = finder.layer_at(stem, info)
+        if layer is None:
             continue
         number, _, leaf = rest.partition(".")
         expert = numbers.get(number)
         if expert is None and number[:1].isdigit():
             expert = numbers[number] = _expert_number(number, info)
-        own = experts.setdefault(expert, {})
+        own = layer.experts.setdefault(expert, {})
         own[rest if expert is None else leaf] = info
     for layer in finder.layers.values():
         for leaf in layer.leaves:

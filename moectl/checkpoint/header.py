@@ -158,9 +158,6 @@ _ENTRY = re.compile(
 )
 """A tensor as every writer spells it, and the comma after it."""
 
-_ENTRY_MARKS = len('"":{,"data_offsets":[,]},')
-"""Characters of such an entry beside its four groups."""
-
 METADATA = "__metadata__"
 """The entry of a header that is no tensor."""
 
@@ -176,11 +173,11 @@ def _read_as_written(raw: bytes, name: str, base: int, size: int) -> TensorTable
         body = _after_metadata(raw.decode("utf-8").rstrip(" "), name)
     except (ValueError, RecursionError, CheckpointError):
         return None
-    found = _ENTRY.findall(body)
-    # Matches that are together as long as the text leave nothing between them.
-    if not found or sum(map(len, map("".join, found))) + len(found) * _ENTRY_MARKS != len(body):
+    pieces = _ENTRY.split(body)
+    between, names, spelled, starts, ends = (pieces[group::5] for group in range(5))
+    # The entries follow each other when nothing stands between them, before them or after them.
+    if not names or set(between) != {""}:
         return None
-    names, spelled, starts, ends = map(list, zip(*found, strict=True))
     forms = _forms(spelled)
     if forms is None or len(max(names, key=len)) > NAME_LIMIT or not "".join(names).isprintable():
         return None

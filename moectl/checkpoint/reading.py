@@ -80,7 +80,7 @@ def _check_experts(layer: FoundLayer, fused: int, said: MoEProblem) -> int:
     """The number of experts; CheckpointError when one of them, or one of its tensors, is missing or odd."""
     if None in layer.experts:
         return fused
-    present = {expert for expert in layer.experts if expert is not None}
+    present = set(range(layer.alike or 0)) or {expert for expert in layer.experts if expert is not None}
     wanted = max(_router_experts(layer) or said.experts, max(present) + 1)
     first = layer.experts[min(present)]
     leaves = layer.leaves
@@ -92,7 +92,7 @@ def _check_experts(layer: FoundLayer, fused: int, said: MoEProblem) -> int:
                 f"of {wanted} experts {len(present)} are there.",
                 hint=FETCH_AGAIN,
             )
-        tensors = layer.experts[expert]
+        tensors = first if layer.alike else layer.experts[expert]
         if len(tensors) != len(leaves):
             leaf = min(leaves - tensors.keys())
             raise CheckpointError(

@@ -142,8 +142,8 @@ def join_tensors(shards: Iterable[TensorTable], index: Mapping[str, str] | None)
 
 def _agrees(tensors: TensorTable, index: Mapping[str, str]) -> bool:
     """True when every tensor of the index is in the file that it says."""
-    return all(name in tensors for name in index) and all(
-        {index.get(name, file) for name in names} == {file} for file, names in tensors.by_file()
+    return tensors.has_all(index.keys()) and all(
+        {file, None}.issuperset(map(index.get, names)) for file, names in tensors.by_file()
     )
 
 

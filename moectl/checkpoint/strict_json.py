@@ -47,6 +47,36 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
             f"{where} has {len(data)} bytes, more than the limit of {JSON_LIMIT}.", hint=FETCH_AGAIN
         )
     refuse_lfs_pointer(data, where)
+    return _parse_plain(data) or _parse_any(data, where)
+
+
+def _parse_plain(data: bytes) -> dict[str, Any] | None:
+    """What `_parse_any` returns for a sound text without escapes; None for any other, or an empty object.
+
+    A key that occurs twice is told from the number of strings: two quotes each, and none is lost.
+    """
+    if b"\\" in data:
+        return None
+    try:
+        value = json.loads(data.decode("utf-8"))
+        sound = isinstance(value, dict) and 2 * _strings(value) == data.count(b'"')
+    except (ValueError, RecursionError):
+        return None
+    return value if sound else None
+
+
+def _strings(value: dict[str, Any] | list[Any]) -> int:
+    """How many strings an object or list holds, keys and those further in included."""
+    items = value.values() if isinstance(value, dict) else value
+    kinds = list(map(type, items))
+    found = kinds.count(str) + (len(value) if isinstance(value, dict) else 0)
+    if kinds.count(dict) or kinds.count(list):
+        found += sum(_strings(item) for item in items if isinstance(item, (dict, list)))
+    return found
+
+
+def _parse_any(data: bytes, where: str) -> dict[str, Any]:
+    """As `parse_json_object`, pair by pair."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Set, ValuesView
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -52,6 +52,10 @@ class TensorTable(Mapping[str, TensorInfo]):
 
     def values(self) -> ValuesView[TensorInfo]:
         return _Values(self)
+
+    def has_all(self, names: Set[str]) -> bool:
+        """True when every one of `names` is there."""
+        return names <= self._rows.keys()
 
     @property
     def repeated(self) -> tuple[str, str, str] | None:

@@ -26,7 +26,7 @@ def small(model: str, **sizes: int) -> tuple[dict[str, Any], Listing]:
     """A small model's config and listing."""
     entry = built_in(model)
     config = resized(entry, Sizes(**{"layers": 2, "experts": 8, "hidden": 256, "intermediate": 128} | sizes))
-    return config, entry.listing(config)
+    return config, dict(entry.listing(config))
 
 
 def changed(listing: Listing, name: str, **fields: Any) -> Listing:

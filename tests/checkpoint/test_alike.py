@@ -1,0 +1,100 @@
+"""Experts told to be alike from columns of names: what is found is what looking at each of them finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moectl.checkpoint import TensorInfo, layer_groups
+from moectl.checkpoint.alike import alike_experts
+from moectl.checkpoint.catalogue import built_in
+from moectl.checkpoint.found import find_layers
+from moectl.checkpoint.tensor_table import table_of
+from moectl.errors import CheckpointError
+from moectl.synth import Sizes, resized
+
+KIMI = "moonshotai/Kimi-K2-Thinking"
+Listing = dict[str, TensorInfo]
+
+
+def small() -> tuple[dict[str, Any], Listing]:
+    entry = built_in(KIMI)
+    config = resized(entry, Sizes(layers=2, experts=12, hidden=256, intermediate=128))
+    return config, dict(entry.listing(config))
+
+
+NAME = "model.layers.2.mlp.experts.11.up_proj.weight_scale"
+
+
+def without(listing: Listing, *words: str) -> Listing:
+    return {name: info for name, info in listing.items() if not any(word in name for word in words)}
+
+
+def renamed(listing: Listing, old: str, new: str) -> Listing:
+    return {
+        name.replace(old, new): replace(info, name=name.replace(old, new)) for name, info in listing.items()
+    }
+
+
+CHANGES: dict[str, Callable[[Listing], Listing]] = {
+    "nothing": lambda listing: listing,
+    "a tensor missing": lambda listing: without(listing, NAME),
+    "an expert missing": lambda listing: without(listing, "2.mlp.experts.5."),
+    "the last expert missing": lambda listing: without(listing, "2.mlp.experts.11."),
+    "the first expert missing": lambda listing: without(listing, "2.mlp.experts.0."),
+    "a leaf missing everywhere": lambda listing: without(listing, "2.mlp.experts.", "up_proj.weight_scale"),
+    "another shape": lambda listing: {**listing, NAME: replace(listing[NAME], shape=(64, 16))},
+    "another dtype": lambda listing: {**listing, NAME: replace(listing[NAME], dtype="F16")},
+    "a leading zero": lambda listing: renamed(listing, "2.mlp.experts.5.", "2.mlp.experts.05."),
+    "one more number": lambda listing: renamed(listing, "2.mlp.experts.5.", "2.mlp.experts.99."),
+    "a strange leaf": lambda listing: renamed(listing, "weight_scale", "weight scale"),
+    "experts twice in a name": lambda listing: renamed(
+        listing, "2.mlp.experts.5.", "2.mlp.experts.5.experts.5."
+    ),
+    "no number": lambda listing: renamed(listing, "2.mlp.experts.5.up_proj", "2.mlp.experts.odd"),
+    "a second place": lambda listing: {**listing, **renamed(listing, ".mlp.", ".ffn.")},
+    "another model's": lambda listing: {**listing, **renamed(listing, "model.layers.2.", "mtp.layers.0.")},
+    "layers past the last": lambda listing: {**listing, **renamed(listing, "layers.2.", "layers.77.")},
+}
+
+
+def outcome(config: dict[str, Any], tensors: Any) -> Any:
+    try:
+        return layer_groups(config, tensors)
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_columns_and_single_tensors_say_the_same(change: str) -> None:
+    config, listing = small()
+    changed = CHANGES[change](listing)
+    one_by_one = outcome(config, changed)
+    assert outcome(config, table_of(changed.values())) == one_by_one
+    assert isinstance(one_by_one, str) == (
+        change not in ("nothing", "another model's", "layers past the last")
+    )
+
+
+def test_alike_experts_are_not_listed() -> None:
+    _, listing = small()
+    places, others = alike_experts(table_of(listing.values()))
+    assert {stem: (place.count, len(place.leaves)) for stem, place in places.items()} == {
+        f"model.layers.{layer}.mlp.experts.": (12, 9) for layer in (1, 2)
+    }
+    assert others == [name for name in listing if ".experts." not in name]
+    damaged = without(listing, NAME)
+    places, others = alike_experts(table_of(damaged.values()))
+    assert list(places) == ["model.layers.1.mlp.experts."]
+    assert set(others) == {name for name in damaged if "1.mlp.experts." not in name}
+
+
+def test_layers_with_experts_in_one_tensor_do_not_hide_the_others() -> None:
+    listing = built_in("QuantTrio/Qwen3.6-35B-A3B-AWQ").listing()
+    places, _ = alike_experts(listing)
+    assert len(places) == 39
+    layers, _ = find_layers(listing, 40)
+    assert [layer.alike for layer in layers] == [None] + [256] * 39
