@@ -8,13 +8,13 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..problem import Activation, Dims, MoEProblem
-from .asked import Asked
 from .families import ACTIVATIONS, Family, family_of
 from .fields import DTYPES, KEYS, WIDE, Fields, Take
 from .model import ExpertNames, LayerGroup
 from .moe_layers import moe_layers
 from .precision import Precision, read_precision
 from .quantization import Quantization, parse_quantization
+from .stated import Stated
 from .strict_json import shown
 
 CONFIG_ONLY = (
@@ -87,12 +87,12 @@ def declared_layers(
     config: Mapping[str, Any],
     quantization: Mapping[str, Any] | None = None,
     quantization_file: str = "",
-    asked: Asked = Asked(),
+    stated: Stated = Stated(),
 ) -> Declared:
     """The MoE layers that `config`, config.json's object, declares.
 
     `quantization` is the quantization config where it stands in a file of its own, `quantization_file`;
-    what is `asked` goes before the config.
+    what is `stated` goes before the config.
 
     Raises:
         CheckpointError: a key is missing or of a wrong kind, the sizes contradict each other, or the
@@ -126,8 +126,8 @@ def declared_layers(
         experts,
         top_k,
         found.scheme,
-        activation=_activation(fields, family, asked.activation),
-        routing=family.read_routing(fields, asked.routing),
+        activation=_activation(fields, family, stated.activation),
+        routing=family.read_routing(fields, stated.routing),
         storage=found.storage,
         rows=str(family.fact("rows", Take(default="concatenated"), fields)),
         act_order=found.act_order,
@@ -137,7 +137,7 @@ def declared_layers(
         model_hidden=model_hidden,
         model_type=fields.model_type,
     )
-    sources.update({f"routing.{name}": "asked" for name in asked.routing})
+    sources.update({f"routing.{name}": "asked" for name in stated.routing})
     sources.update(_told(found, place), router_dtype="assumed")
     problem = replace(problem, router_dtype=problem.dtype)
     notes += _assumptions(sources)
@@ -188,11 +188,11 @@ def _shared(fields: Fields, family: Family, intermediate: int) -> tuple[int, tup
     return count, (count * intermediate, width, count * width) if count else ()
 
 
-def _activation(fields: Fields, family: Family, asked: Activation | None) -> Activation:
-    if asked is None:
+def _activation(fields: Fields, family: Family, stated: Activation | None) -> Activation:
+    if stated is None:
         return family.read_activation(fields)
     fields.sources["activation"] = "asked"
-    return asked
+    return stated
 
 
 def _limits(fields: Fields) -> tuple[float, ...]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..problem import MoEProblem
-from .asked import Asked
 from .declared import declared_layers
 from .found import find_layers
 from .model import LayerGroup, TensorInfo
 from .reading import read_layer
+from .stated import Stated
 
 
 def layer_groups(
@@ -21,7 +21,7 @@ def layer_groups(
     *,
     quantization: Mapping[str, Any] | None = None,
     quantization_file: str = "",
-    asked: Asked = Asked(),
+    stated: Stated = Stated(),
 ) -> tuple[LayerGroup, ...]:
     """The MoE layers of a checkpoint, grouped by equal problem and names, in layer order.
 
@@ -30,13 +30,13 @@ def layer_groups(
         tensors: every tensor by name; None when only the config is known. Headers win over the
             config where they disagree, with a note.
         quantization: the quantization config, where it stands in a file of its own, `quantization_file`.
-        asked: what the user states of activation and routing, before everything else.
+        stated: what the user states of activation and routing, before everything else.
 
     Raises:
         CheckpointError: no MoE layer, an expert or tensor missing, a wrong dtype or shape, or a
             family, method or name that is not understood.
     """
-    declared = declared_layers(config, quantization, quantization_file, asked)
+    declared = declared_layers(config, quantization, quantization_file, stated)
     if tensors is None:
         return declared.groups()
     layers, extra = find_layers(tensors, declared.layers)
@@ -48,7 +48,7 @@ def layer_groups(
         )
     groups: list[LayerGroup] = []
     for layer in layers:
-        found = read_layer(layer, declared, asked)
+        found = read_layer(layer, declared, stated)
         for at, group in enumerate(groups):
             if (group.problem, group.names) == (found.problem, found.names):
                 groups[at] = replace(group, layers=(*group.layers, layer.index))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -14,6 +15,7 @@ from .catalogue import Entry, find_entry, suggestion
 from .layers import layer_groups
 from .model import Checkpoint, Origin, TensorInfo
 from .shards import CONFIG, INDEX, QUANTIZATION_FILES, SUFFIX, read_document, read_folder, weight_files
+from .stated import Stated
 from .strict_json import shown
 
 MANIFEST = "moectl.json"
@@ -28,7 +30,12 @@ _HUB_URL = re.compile(
 
 
 def open_checkpoint(
-    ref: str | Path, *, token: str | None = None, offline: bool = False, allow_catalogue: bool = True
+    ref: str | Path,
+    *,
+    token: str | None = None,
+    offline: bool = False,
+    allow_catalogue: bool = True,
+    stated: Stated = Stated(),
 ) -> Checkpoint:
     """The checkpoint that `ref` names: config, checked tensor headers, MoE layer groups.
 
@@ -42,12 +49,39 @@ def open_checkpoint(
         token: Hub token; default: HF_TOKEN or the one stored by `hf auth login`.
         offline: stay off the network; HF_HUB_OFFLINE does the same.
         allow_catalogue: False to leave the built-in models out.
+        stated: what the user says of activation and routing, before config and headers.
 
     Raises:
         CheckpointError: nothing there, or damaged, incomplete, converted or not understood.
         Unavailable: the Hub is needed, and cannot be reached or wants a login.
     """
-    name = _without_url(str(ref))
+    found = _find(str(ref), token, offline, allow_catalogue)
+    quantization, source = None, ""
+    for name, method in QUANTIZATION_FILES.items():
+        document = found.documents.get(name)
+        if document is not None:
+            quantization, source = {"quant_method": method, **document}, name
+            break
+    groups = layer_groups(
+        found.config, found.tensors, quantization=quantization, quantization_file=source, stated=stated
+    )
+    return Checkpoint(found.config, found.tensors or {}, groups, found.origin, found.folder)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was read of a checkpoint; `tensors` is None for a config alone, `folder` without data."""
+
+    config: Mapping[str, Any]
+    documents: Mapping[str, Mapping[str, Any] | None]
+    tensors: Mapping[str, TensorInfo] | None
+    origin: Origin
+    folder: Path | None
+
+
+def _find(ref: str, token: str | None, offline: bool, allow_catalogue: bool) -> _Found:
+    """What `ref` names, wherever it is found."""
+    name = _without_url(ref)
     if not name.strip():
         raise CheckpointError(
             "the name of the checkpoint is empty, expected a folder, config.json, Hub id or built-in model.",
@@ -126,7 +160,7 @@ def _readable(name: str) -> Iterator[None]:
         ) from error
 
 
-def _open_folder(folder: Path, origin: Origin) -> Checkpoint:
+def _open_folder(folder: Path, origin: Origin) -> _Found:
     if (folder / MANIFEST).exists():
         raise _converted(str(folder))
     config = read_document(folder, CONFIG)
@@ -139,10 +173,10 @@ def _open_folder(folder: Path, origin: Origin) -> Checkpoint:
     tensors = read_folder(folder)
     if tensors is None:
         origin = Origin("config", origin.name, origin.revision, origin.path, "it holds no safetensors file")
-    return _checkpoint(config, documents, tensors, origin, None if tensors is None else folder)
+    return _Found(config, documents, tensors, origin, None if tensors is None else folder)
 
 
-def _open_config(path: Path, name: str) -> Checkpoint:
+def _open_config(path: Path, name: str) -> _Found:
     if path.suffix != ".json":
         what = "one weight file" if path.suffix == SUFFIX else "a file"
         raise CheckpointError(
@@ -154,12 +188,14 @@ def _open_config(path: Path, name: str) -> Checkpoint:
         raise CheckpointError(
             f"{path} is an index, expected a config.json.", hint=f"Give its folder, {path.parent}."
         )
-    return _checkpoint(config, {}, None, Origin("config", name, path=path), None)
+    beside = {name: read_document(path.parent, name) for name in QUANTIZATION_FILES}
+    documents = beside if path.name == CONFIG else {}
+    return _Found(config, documents, None, Origin("config", name, path=path), None)
 
 
 def _open_id(
     repo: str, revision: str | None, token: str | None, offline: bool, allow_catalogue: bool
-) -> Checkpoint:
+) -> _Found:
     from .hub import HubUnreachable, NotOnHub, cached_folder, hub_is_offline
 
     offline = offline or hub_is_offline()
@@ -193,7 +229,7 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def _open_cached(folder: Path, repo: str, note: str) -> Checkpoint:
+def _open_cached(folder: Path, repo: str, note: str) -> _Found:
     origin = Origin("cache", repo, folder.name, folder, note)
     if _is_whole(folder):
         return _open_folder(folder, origin)
@@ -201,40 +237,23 @@ def _open_cached(folder: Path, repo: str, note: str) -> Checkpoint:
     assert config is not None, "the cache lookup saw the file"
     documents = {name: read_document(folder, name) for name in QUANTIZATION_FILES}
     note = "; ".join(part for part in (note, "the cache holds its config.json, not its weights") if part)
-    return _checkpoint(config, documents, None, Origin("cache", repo, folder.name, folder, note), None)
+    return _Found(config, documents, None, Origin("cache", repo, folder.name, folder, note), None)
 
 
-def _open_hub(repo: str, revision: str | None, token: str | None) -> Checkpoint:
+def _open_hub(repo: str, revision: str | None, token: str | None) -> _Found:
     from .hub import read_hub
 
     found = read_hub(repo, revision, token, (INDEX, *QUANTIZATION_FILES))
     if MANIFEST in found.files:
         raise _converted(repo)
     origin = Origin("hub", repo, found.revision)
-    return _checkpoint(found.documents[CONFIG], found.documents, found.tensors, origin, None)
+    return _Found(found.documents[CONFIG], found.documents, found.tensors, origin, None)
 
 
-def _open_entry(entry: Entry, note: str = "") -> Checkpoint:
+def _open_entry(entry: Entry, note: str = "") -> _Found:
     note = "; ".join(part for part in (note, entry.note) if part)
     origin = Origin("catalogue", entry.name, entry.revision, note=note)
-    return _checkpoint(entry.config, entry.documents, entry.listing(), origin, None)
-
-
-def _checkpoint(
-    config: Mapping[str, Any],
-    documents: Mapping[str, Mapping[str, Any] | None],
-    tensors: Mapping[str, TensorInfo] | None,
-    origin: Origin,
-    folder: Path | None,
-) -> Checkpoint:
-    quantization, source = None, ""
-    for name, method in QUANTIZATION_FILES.items():
-        document = documents.get(name)
-        if document is not None:
-            quantization, source = {"quant_method": method, **document}, name
-            break
-    groups = layer_groups(config, tensors, quantization=quantization, quantization_file=source)
-    return Checkpoint(config, tensors or {}, groups, origin, folder)
+    return _Found(entry.config, entry.documents, entry.listing(), origin, None)
 
 
 def _converted(name: str) -> CheckpointError:

@@ -8,17 +8,17 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..problem import Activation, Dims, MoEProblem, Routing
-from .asked import Asked
 from .beside import NO_ROUTER, check_router, count_shared, router_dtype, shared_dtype, tensor_names
 from .declared import Declared
 from .fit import CONFIG_HINT, Fit, fit
 from .found import FoundLayer
 from .model import ExpertNames, LayerGroup, TensorInfo
+from .stated import Stated
 from .storage import BESIDE, HEADER_DTYPES
 from .strict_json import FETCH_AGAIN, shown
 
 
-def read_layer(layer: FoundLayer, declared: Declared, asked: Asked = Asked()) -> LayerGroup:
+def read_layer(layer: FoundLayer, declared: Declared, stated: Stated = Stated()) -> LayerGroup:
     """The group of this layer alone; headers win over the config, with a note where they disagree.
 
     Raises CheckpointError when an expert or tensor is missing, or has another dtype or shape than the
@@ -44,7 +44,7 @@ def read_layer(layer: FoundLayer, declared: Declared, asked: Asked = Asked()) ->
         activation=_activation(said.activation, fitted),
         bias=_biased(said, names),
         dtype=_model_dtype(said, router, sources),
-        routing=_routing(said, names, asked),
+        routing=_routing(said, names, stated),
         shared_experts=count_shared(layer, names, declared, fitted.sizes["intermediate"]),
         model_hidden=model_hidden,
     )
@@ -120,8 +120,8 @@ def _biased(said: MoEProblem, names: ExpertNames) -> bool:
     return "w2_bias" in names.experts and (said.storage != "gptq" or said.bias)
 
 
-def _routing(said: MoEProblem, names: ExpertNames, asked: Asked) -> Routing:
-    """The declared routing with what the router's tensors show; what was asked stays."""
+def _routing(said: MoEProblem, names: ExpertNames, stated: Stated) -> Routing:
+    """The declared routing with what the router's tensors show; what was stated stays."""
     shown_by: dict[str, Any] = {
         "router_bias": "bias" in names.router,
         "correction_bias": "correction_bias" in names.router,
@@ -129,7 +129,7 @@ def _routing(said: MoEProblem, names: ExpertNames, asked: Asked) -> Routing:
         "expert_scale": "expert_scale" in names.router,
     }
     return replace(
-        said.routing, **{name: value for name, value in shown_by.items() if name not in asked.routing}
+        said.routing, **{name: value for name, value in shown_by.items() if name not in stated.routing}
     )
 
 

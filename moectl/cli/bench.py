@@ -11,6 +11,7 @@ from .. import __version__
 from ..errors import ExitCode, UsageError
 from .options import (
     MAX_TOKENS,
+    Activation,
     Device,
     Layer,
     Offline,
@@ -46,7 +47,7 @@ def bench(
     ] = "all",
     layer: Layer = None,
     device: Device = None,
-    routing: Annotated[str, option("--routing", help="uniform, balanced, zipf:A or hot:N:F.")] = "uniform",
+    routing: Annotated[str, option("--routing", own=True, help="uniform, balanced, zipf:A or hot:N:F.")] = "uniform",
     warm: Annotated[bool, option("--warm", help="Do not flush caches.")] = False,
     repeats: Annotated[int, option("--repeats", help="Measurements per row.", min=1)] = 11,
     seed: Seed = 0,
@@ -57,6 +58,7 @@ def bench(
         Path | None,
         option("--output", "-o", own=True, help="Write this file; its suffix picks the format."),
     ] = None,
+    activation: Activation = None,
     offline: Offline = False,
     *,
     out: Output,
@@ -73,7 +75,7 @@ def bench(
     wanted = pick_format(format, output, out.as_json)
     asked = backend_names(backend)
     device = pick(device, DEVICES, "device") if device else None
-    source = find_source(checkpoint, layer, offline=offline)
+    source = find_source(checkpoint, layer, offline=offline, activation=activation)
     if output is not None:
         check_writable(output)
 

@@ -10,7 +10,7 @@ import typer
 from ..checkpoint.layers import ranges
 from ..errors import CheckpointError, UsageError
 from ..targets import LAYOUTS, TARGETS
-from .options import CheckpointArg, Offline, framed, option, pick
+from .options import Activation, CheckpointArg, Offline, Routing, framed, option, pick
 from .output import Output, count, duration, size, table
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def convert(
     threads: Annotated[
         int | None, option("--threads", help="1: one thing after another; default: overlapped.", min=1)
     ] = None,
+    activation: Activation = None,
+    routing: Routing = None,
     offline: Offline = False,
     *,
     out: Output,
@@ -63,8 +65,9 @@ def convert(
         arch = pick(arch, sorted({a for facts in LAYOUTS.values() for a in facts.archs}), "architecture")
 
     from ..checkpoint import open_checkpoint
+    from ..checkpoint.stated import parse_stated
 
-    source = open_checkpoint(checkpoint, offline=offline)
+    source = open_checkpoint(checkpoint, offline=offline, stated=parse_stated(activation, routing))
     if not source.groups:
         raise CheckpointError(f"{checkpoint} has no MoE layers", hint="moectl explain shows what it holds")
 

@@ -9,7 +9,7 @@ import typer
 
 from ..checkpoint.layers import ranges
 from ..errors import ExitCode, UsageError
-from .options import Offline, framed, option, pick
+from .options import Activation, Offline, Routing, framed, option, pick
 from .output import Output
 
 if TYPE_CHECKING:
@@ -157,6 +157,8 @@ def explain(
     verbose: Annotated[
         bool, option("--verbose", "-v", help="Every fact with its source, and every candidate.")
     ] = False,
+    activation: Activation = None,
+    routing: Routing = None,
     offline: Offline = False,
     *,
     out: Output,
@@ -167,6 +169,7 @@ def explain(
     GPU, no engine.
     """
     from ..checkpoint import open_checkpoint
+    from ..checkpoint.stated import parse_stated
     from ..environment import INSTALLED, device_names
     from ..explain import explain as library
     from ..explain.explanation import Question
@@ -202,7 +205,7 @@ def explain(
     question = Question(
         chosen, parallels[0], backend, allow_fallback, pairs(assumed or [], "--assume", "act=mxfp8"), others
     )
-    source = open_checkpoint(checkpoint, offline=offline)
+    source = open_checkpoint(checkpoint, offline=offline, stated=parse_stated(activation, routing))
     for spec in dict.fromkeys(found.spec for found in machines if found.assumed):
         out.note(f"packages assumed: profile {spec}; --packages {INSTALLED} takes those found here")
     for note in remarks(chosen, parallels, all2all, env_given):
@@ -218,7 +221,9 @@ def explain(
         return shown.matrix(matrix(source.origin, source.groups, machines, parallels, question))
     explanation = library(source, machines[0].device, machines[0].packages, question)
     if why:
-        asked = Asked(checkpoint, machines[0], question, tuple(env_given.items()), policy or "")
+        told = {"--activation": activation, "--routing": routing}
+        stated = tuple((name, text) for name, text in told.items() if text is not None)
+        asked = Asked(checkpoint, machines[0], question, tuple(env_given.items()), policy or "", stated)
         situations = [
             question.situation(group.problem, machines[0].device, machines[0].packages)
             for group in source.groups

@@ -47,6 +47,21 @@ WeightsArg = Annotated[
         metavar="CKPT", help="The folder of a checkpoint, or a converted one.", show_default=False
     ),
 ]
+Activation = Annotated[
+    str | None,
+    option(
+        "--activation",
+        help="The experts' activation, if the config does not say: swigluoai:alpha=1.702,limit=7.",
+    ),
+]
+Routing = Annotated[
+    str | None,
+    option(
+        "--routing",
+        own=True,
+        help="How experts are chosen, likewise: sigmoid,bias,groups=8/4,scale=2.5.",
+    ),
+]
 Offline = Annotated[bool, option("--offline", help="Do not ask the Hub.")]
 Layer = Annotated[int | None, option("--layer", help="Layer number; default: the first MoE layer.", min=0)]
 Device = Annotated[str | None, option("--device", help="cpu or cuda; default: a GPU if there is one.")]

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import ExitCode
 from .options import (
+    Routing,
     MAX_TOKENS,
     Device,
     Layer,
-    Offline,
+    Activation, Offline,
     Seed,
     WeightsArg,
     check_writable,
@@ -47,6 +48,8 @@ def run(
         Path | None,
         option("--output", own=True, help="Write y, x, ids, weights to this safetensors file."),
     ] = None,
+    activation: Activation = None,
+    routing: Routing = None,
     offline: Offline = False,
     *,
     out: Output,
@@ -58,7 +61,7 @@ def run(
     """
     names = backend_names(backend)
     device = pick(device, DEVICES, "device") if device else None
-    source = find_source(checkpoint, layer, offline=offline)
+    source = find_source(checkpoint, layer, offline=offline, activation=activation, routing=routing)
     if output is not None:
         check_writable(output)
 

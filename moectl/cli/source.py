@@ -14,17 +14,27 @@ POLICY = "moectl"
 """The policy whose backends this tool runs itself."""
 
 
-def find_source(ref: str, layer: int | None, *, offline: bool) -> "Checkpoint | Path":
+def find_source(
+    ref: str,
+    layer: int | None,
+    *,
+    offline: bool,
+    activation: str | None = None,
+    routing: str | None = None,
+) -> "Checkpoint | Path":
     """The checkpoint that `ref` names, or the path of a converted folder.
 
-    Raises CheckpointError when it has no MoE layers, UsageError when `layer` is none of them.
+    `activation` and `routing` state what a config does not say, as `parse_stated` reads them; a
+    converted folder says it all. Raises CheckpointError when there are no MoE layers, UsageError when
+    `layer` is none of them.
     """
     from ..checkpoint import open_checkpoint
     from ..checkpoint.opening import MANIFEST
+    from ..checkpoint.stated import parse_stated
 
     if (Path(ref) / MANIFEST).exists():
         return Path(ref)
-    found = open_checkpoint(ref, offline=offline)
+    found = open_checkpoint(ref, offline=offline, stated=parse_stated(activation, routing))
     layers = sorted(number for group in found.groups for number in group.layers)
     if not layers:
         raise CheckpointError(f"{ref} has no MoE layers", hint="moectl explain shows what it holds")

@@ -25,6 +25,7 @@ class Asked:
     question: Question
     env: tuple[tuple[str, str], ...] = ()
     policy: str = ""
+    stated: tuple[tuple[str, str], ...] = ()
 
     def options(self) -> dict[str, str]:
         """Options by name; those that repeat have their key behind the name."""
@@ -38,6 +39,7 @@ class Asked:
             "--allow-fallback": "" if question.allow_fallback else ABSENT,
             **{f"--assume {key}": f"{key}={value}" for key, value in question.assumptions.items()},
             "--policy": self.policy or ABSENT,
+            **dict(self.stated),
         }
 
     def command(self, changes: Iterable[Change]) -> str:

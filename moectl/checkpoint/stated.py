@@ -15,7 +15,7 @@ ROUTING_EXAMPLE = "sigmoid,bias,groups=8/4,scale=2.5"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Stated:
     """Facts that a user states; they go before everything that a config says.
 
     `routing` has a value for each field of `Routing` that was stated.
@@ -25,9 +25,9 @@ class Asked:
     routing: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_asked(activation: str | None = None, routing: str | None = None) -> Asked:
+def parse_stated(activation: str | None = None, routing: str | None = None) -> Stated:
     """The facts that the two spellings state, nothing for None. UsageError names what is not understood."""
-    return Asked(
+    return Stated(
         None if activation is None else parse_activation(activation),
         {} if routing is None else parse_routing(routing),
     )
