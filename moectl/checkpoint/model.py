@@ -83,6 +83,12 @@ class LayerGroup:
     notes: tuple[str, ...] = ()
     shared_dtype: str = ""
 
+    @property
+    def details(self) -> dict[str, str]:
+        """What only tensors tell: ``arrangement`` of the experts and ``shared_dtype``, where known."""
+        found = {"arrangement": self.names.arrangement, "shared_dtype": self.shared_dtype}
+        return {name: value for name, value in found.items() if value}
+
 
 @dataclass(frozen=True)
 class Checkpoint:

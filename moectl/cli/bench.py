@@ -47,7 +47,9 @@ def bench(
     ] = "all",
     layer: Layer = None,
     device: Device = None,
-    routing: Annotated[str, option("--routing", own=True, help="uniform, balanced, zipf:A or hot:N:F.")] = "uniform",
+    routing: Annotated[
+        str, option("--routing", own=True, help="uniform, balanced, zipf:A or hot:N:F.")
+    ] = "uniform",
     warm: Annotated[bool, option("--warm", help="Do not flush caches.")] = False,
     repeats: Annotated[int, option("--repeats", help="Measurements per row.", min=1)] = 11,
     seed: Seed = 0,

@@ -51,7 +51,7 @@ Activation = Annotated[
     str | None,
     option(
         "--activation",
-        help="The experts' activation, if the config does not say: swigluoai:alpha=1.702,limit=7.",
+        help="If no key says it: silu, swigluoai:limit=7.",
     ),
 ]
 Routing = Annotated[
@@ -59,7 +59,7 @@ Routing = Annotated[
     option(
         "--routing",
         own=True,
-        help="How experts are chosen, likewise: sigmoid,bias,groups=8/4,scale=2.5.",
+        help="Likewise: sigmoid,bias,groups=8/4,scale=2.5.",
     ),
 ]
 Offline = Annotated[bool, option("--offline", help="Do not ask the Hub.")]

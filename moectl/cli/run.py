@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import ExitCode
 from .options import (
-    Routing,
     MAX_TOKENS,
+    Activation,
     Device,
     Layer,
-    Activation, Offline,
+    Offline,
+    Routing,
     Seed,
     WeightsArg,
     check_writable,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from ..checkpoint.model import Checkpoint, Origin
@@ -40,7 +41,8 @@ class OtherAnswer:
 class GroupExplanation:
     """Layers with one decision; `problem` is one rank's share.
 
-    `sources` and `notes` are those of the checkpoint's layer group, `others` what further policies say.
+    `sources`, `notes` and `details` are those of the checkpoint's layer group, `others` what further
+    policies say.
     """
 
     layers: tuple[int, ...]
@@ -51,6 +53,12 @@ class GroupExplanation:
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
     others: tuple[OtherAnswer, ...] = ()
+    details: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What the layers are, in words."""
+        return facts(self.problem, self.details)
 
     @property
     def fallback(self) -> Fallback | None:
@@ -63,9 +71,10 @@ class GroupExplanation:
             "layers": list(self.layers),
             "facts": [
                 {"fact": fact, "value": value, "source": source_of(fact, self.sources)}
-                for fact, value in facts(self.problem).items()
+                for fact, value in self.facts.items()
             ],
             "sources": dict(self.sources),
+            "details": dict(self.details),
             "notes": list(self.notes),
             "memory": self.memory.to_json(len(self.layers)),
             "floors": self.floors.to_json(),
@@ -136,6 +145,7 @@ def explained(
     sources: Mapping[str, str],
     notes: tuple[str, ...] = (),
     others: Sequence[Policy] = (),
+    details: Mapping[str, str] = MappingProxyType({}),
 ) -> GroupExplanation:
     """The decision for `situation` with its memory and floors, and what `others` say of it unasked."""
     decision = situation.decide()
@@ -148,6 +158,7 @@ def explained(
         sources,
         notes,
         tuple(_other(situation, policy) for policy in others),
+        details,
     )
 
 
@@ -189,7 +200,9 @@ def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question
     for group in checkpoint.groups:
         situation = question.situation(group.problem, device, packages)
         sources = {**group.sources, **dict.fromkeys(question.assumptions, "assumed")}
-        groups.append(explained(group.layers, situation, sources, group.notes, question.others))
+        groups.append(
+            explained(group.layers, situation, sources, group.notes, question.others, group.details)
+        )
     return Explanation(
         checkpoint.origin, device, packages, question.parallel, question.policy.name, tuple(groups)
     )

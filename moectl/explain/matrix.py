@@ -143,7 +143,7 @@ def _cell(group: LayerGroup, machine: Machine, question: Question) -> Cell:
     whole = replace(assume(group.problem, question.assumptions), parallel=question.parallel)
     try:
         situation = question.situation(group.problem, machine.device, machine.packages)
-        answer = explained(group.layers, situation, group.sources, group.notes)
+        answer = explained(group.layers, situation, group.sources, group.notes, details=group.details)
     except (UsageError, NoBackend) as error:
         return Cell(machine, question.parallel, group.layers, None, error.what, whole)
     return Cell(machine, question.parallel, group.layers, answer, "", situation.problem)

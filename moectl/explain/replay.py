@@ -79,7 +79,9 @@ def replay(document: Mapping[str, Any]) -> tuple[Explanation, tuple[Situation, .
         others = [policy_named(str(other.get("policy"))) for other in found.get("others", ())]
         layers = tuple(int(number) for number in _of(found, "layers", list))
         notes = tuple(map(str, found.get("notes", ())))
-        groups.append(explained(layers, situation, _of(found, "sources", dict), notes, others))
+        details = {str(name): str(value) for name, value in dict(found.get("details") or {}).items()}
+        sources = _of(found, "sources", dict)
+        groups.append(explained(layers, situation, sources, notes, others, details))
         situations.append(situation)
     if not situations:
         raise CheckpointError("the document has no layer groups, so there is nothing to decide again")

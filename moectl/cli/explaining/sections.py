@@ -12,7 +12,7 @@ from typing import Any
 
 from ...checkpoint.layers import ranges
 from ...environment import Device
-from ...explain import Explanation, Floors, GroupExplanation, Memory, OtherAnswer, facts, source_of
+from ...explain import Explanation, Floors, GroupExplanation, Memory, OtherAnswer, source_of
 from ...oracle.decision import Decision
 from ...problem import MoEProblem, Parallel
 from ...targets import LAYOUTS
@@ -237,7 +237,7 @@ def _facts(group: GroupExplanation, view: View) -> Iterator[Block]:
     yield Heading("what the layers are", 3)
     yield Grid(
         ("fact", "value", "source"),
-        tuple((fact, value, source_of(fact, group.sources)) for fact, value in facts(group.problem).items()),
+        tuple((fact, value, source_of(fact, group.sources)) for fact, value in group.facts.items()),
     )
 
 
