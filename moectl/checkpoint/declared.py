@@ -120,7 +120,8 @@ def declared_layers(
     shared, widths = _shared(fields, family, dims.intermediate)
     hashed = fields.integer("hash_layers", KEYS["hash_layers"], 0, low=0)
     sources = fields.sources
-    sources["routing.hashed"] = sources.pop("hash_layers", "config:no num_hash_layers")
+    if "hash_layers" in sources:
+        sources["routing.hashed"] = sources.pop("hash_layers")
     problem = MoEProblem(
         dims,
         experts,

@@ -29,6 +29,7 @@ def facts(problem: MoEProblem, details: Mapping[str, str] = MappingProxyType({})
     """
     act, dims = problem.activation, problem.dims
     local = "" if problem.local_experts == problem.experts else f" ({problem.local_experts} on this rank)"
+    both = f"{dims.hidden} of the experts, {problem.model_hidden} of the model"
     arrangement = details.get("arrangement", "")
     shared = details.get("shared_dtype", "") if problem.shared_experts else ""
     parameters = ("alpha", "limit", "beta", "linear_beta")
@@ -36,12 +37,7 @@ def facts(problem: MoEProblem, details: Mapping[str, str] = MappingProxyType({})
     return {
         "experts": f"{problem.experts}{local}",
         "top_k": str(problem.top_k),
-        "hidden": str(dims.hidden)
-        + (
-            f" of the experts, {problem.model_hidden} of the model"
-            if dims.hidden != problem.model_hidden
-            else ""
-        ),
+        "hidden": str(dims.hidden) if dims.hidden == problem.model_hidden else both,
         "intermediate": f"{dims.intermediate}{'' if problem.parallel.tp_size == 1 else ' per rank'}",
         "scheme": str(problem.scheme),
         "storage": ", ".join(filter(None, [problem.storage, arrangement, f"rows {problem.rows}"])),
