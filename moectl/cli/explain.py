@@ -175,7 +175,7 @@ def explain(
     from ..explain.explanation import Question
     from ..explain.machines import machine
     from ..explain.matrix import matrix
-    from ..oracle.registry import POLICIES, policy_named
+    from ..oracle.registry import NEWEST, POLICIES, policy_named
     from ..problem import Parallel
     from .explaining.commands import Asked
 
@@ -186,7 +186,7 @@ def explain(
         return replayed(replay, diff, why, shown)
     if checkpoint is None:
         raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --gpu h200")
-    chosen = policy_named(pick(policy, POLICIES, "policy") if policy else policy_named().name)
+    chosen = policy_named(pick(policy, (*POLICIES, NEWEST), "policy") if policy else NEWEST)
     others = () if policy else tuple(p for p in POLICIES.values() if p is not chosen)
     env_given = pairs(env or [], "--env", "VLLM_USE_DEEP_GEMM=0")
     if backend is not None:
@@ -298,15 +298,14 @@ class Shown:
     ) -> ExitCode:
         """What would have to change; 1 where nothing helps some layers."""
         from ..explain.why import why
-        from .explaining.counterfactual import why_blocks, why_lines
+        from .explaining.counterfactual import why_blocks, why_document, why_lines
         from .explaining.sections import document
 
         found = tuple(
             (group.layers, why(situation, name))
             for group, situation in zip(explanation.groups, situations, strict=True)
         )
-        answers = [{"layers": list(layers), **answer.to_json()} for layers, answer in found]
-        whole = {**document(explanation), "why": answers}
+        whole = {**document(explanation), "why": why_document(asked, found)}
         self.show(whole, why_blocks(asked, found), why_lines(asked, found))
         helped = all(answer.chosen or answer.answers for _, answer in found)
         return ExitCode.DONE if helped else ExitCode.FOUND

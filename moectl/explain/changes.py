@@ -149,6 +149,12 @@ def _ranks(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[C
     for tp in sizes:
         if tp != here.tp:
             yield parallel(replace(here, tp=tp), f"use --tensor-parallel-size {tp}")
+    yield from _together(now, candidate, verdict)
+
+
+def _together(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    """Whole experts on each rank instead of slices."""
+    here = now.problem.parallel
     if not here.ep and here.ranks > 1:
         yield parallel(
             replace(here, ep=True), "spread whole experts over the ranks (--enable-expert-parallel)"
@@ -259,6 +265,8 @@ BY_QUESTION: Mapping[str, tuple[Generator, ...]] = {
     "expert parallel": (_spread,),
     "data parallel ranks": (_spread,),
     "expert balancing": (_spread,),
+    "experts over ranks": (_together,),
+    "token sequence": (_spread,),
     "token format": (_spread,),
     "batch invariance": (_variant,),
     "adapters on experts": (_adapters,),
@@ -267,6 +275,7 @@ BY_QUESTION: Mapping[str, tuple[Generator, ...]] = {
 
 FIXED = {
     "activation function": "the model's activation function",
+    "activation clamp": "the limits of the model's activation function",
     "gating": "whether the model's experts are gated",
     "checkpoint storage": "how the checkpoint stores its experts",
     "expert bias": "the method hands over an expert bias",

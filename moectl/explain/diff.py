@@ -104,6 +104,16 @@ def diff(old: Document, new: Document) -> Difference:
             "two documents about one GPU and one deployment can be compared, got a matrix",
             hint="give one GPU and one deployment to moectl explain --json",
         )
+    try:
+        return _diff(old, new)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"the older document is not whole: {type(error).__name__} at {error}",
+            hint="make it again with moectl explain CKPT --json",
+        ) from error
+
+
+def _diff(old: Document, new: Document) -> Difference:
     before, after = _by_layer(old), _by_layer(new)
     both = sorted(before.keys() & after.keys())
     pairs: dict[tuple[int, int], list[int]] = {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.model import Origin
-from ..errors import CheckpointError, UsageError
+from ..errors import UsageError
 from ..oracle.decision import replay_inputs
 from ..oracle.registry import policy_named
 from .explanation import Explanation, GroupExplanation, Question, explained
@@ -37,14 +38,28 @@ def read_document(path: Path) -> Mapping[str, Any]:
 
 
 def _of(document: Mapping[str, Any], key: str, kind: type) -> Any:
-    """Entry `key`, which must be a `kind`; CheckpointError says so when it is not."""
+    """Entry `key`, which must be a `kind`; UsageError says so when it is not."""
     value = document.get(key)
     if not isinstance(value, kind):
-        raise CheckpointError(
+        raise UsageError(
             f"the document's {key!r} must be {kind.__name__}, got {type(value).__name__}",
             hint="make it again with moectl explain CKPT --json",
         )
     return value
+
+
+def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    found = _of(document, key, list)
+    if not all(isinstance(item, dict) for item in found):
+        raise UsageError(f"the document's {key!r} must hold objects", hint="make it again with --json")
+    return list(found)
+
+
+def _layers(document: Mapping[str, Any]) -> tuple[int, ...]:
+    found = _of(document, "layers", list)
+    if not found or not all(isinstance(number, int) for number in found):
+        raise UsageError("the document's 'layers' must be numbers", hint="make it again with --json")
+    return tuple(found)
 
 
 def _origin(document: Mapping[str, Any]) -> Origin:
@@ -59,32 +74,53 @@ def _origin(document: Mapping[str, Any]) -> Origin:
     )
 
 
+def _situation(decision: Mapping[str, Any]) -> Situation:
+    """What a recorded decision rests on, held to possible sizes; UsageError names what is not."""
+    inputs = replay_inputs(decision)
+    problem, device = inputs.problem, inputs.device
+    sizes = {
+        "dims.hidden": problem.dims.hidden,
+        "dims.intermediate": problem.dims.intermediate,
+        "experts": problem.experts,
+        "local_experts": problem.local_experts,
+        "top_k": problem.top_k,
+        "scheme.weight.bits": problem.scheme.weight.bits,
+        "parallel.tp": problem.parallel.tp,
+        "parallel.dp": problem.parallel.dp,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"the document's {name} must be positive, got {size}")
+    if device.platform == "cuda" and not re.fullmatch(r"sm\d{2,3}[af]?", device.arch):
+        raise UsageError(f"the document's device has no CUDA architecture: {device.arch!r}")
+    return Situation(
+        problem,
+        device,
+        inputs.packages,
+        policy_named(inputs.policy),
+        inputs.requested,
+        inputs.allow_fallback,
+    )
+
+
 def replay(document: Mapping[str, Any]) -> tuple[Explanation, tuple[Situation, ...]]:
     """The explanation that the inputs in `document` give now, and what each layer group rests on.
 
-    Raises UsageError or CheckpointError when the document is not whole.
+    Raises UsageError when the document is not whole.
     """
     groups: list[GroupExplanation] = []
     situations = []
-    for found in _of(document, "groups", list):
-        inputs = replay_inputs(_of(found, "decision", dict))
-        situation = Situation(
-            inputs.problem,
-            inputs.device,
-            inputs.packages,
-            policy_named(inputs.policy),
-            inputs.requested,
-            inputs.allow_fallback,
-        )
-        others = [policy_named(str(other.get("policy"))) for other in found.get("others", ())]
-        layers = tuple(int(number) for number in _of(found, "layers", list))
+    for found in _objects(document, "groups"):
+        situation = _situation(_of(found, "decision", dict))
+        others = [policy_named(str(other.get("policy"))) for other in _objects(found, "others")]
+        layers = _layers(found)
         notes = tuple(map(str, found.get("notes", ())))
         details = {str(name): str(value) for name, value in dict(found.get("details") or {}).items()}
         sources = _of(found, "sources", dict)
         groups.append(explained(layers, situation, sources, notes, others, details))
         situations.append(situation)
     if not situations:
-        raise CheckpointError("the document has no layer groups, so there is nothing to decide again")
+        raise UsageError("the document has no layer groups, so there is nothing to decide again")
     first = situations[0]
     explanation = Explanation(
         _origin(document),
@@ -100,26 +136,21 @@ def replay(document: Mapping[str, Any]) -> tuple[Explanation, tuple[Situation, .
 def replay_matrix(document: Mapping[str, Any]) -> Matrix:
     """The matrix that the inputs in `document` give now; what was refused before it was asked stays so.
 
-    Raises UsageError or CheckpointError when the document is not whole.
+    Raises UsageError when the document is not whole.
     """
-    policy = policy_named(str(document.get("policy")))
-    requested = document.get("requested")
-    cells = []
+    cells, situations = [], []
     machines: dict[str, Machine] = {}
-    for row in _of(document, "rows", list):
-        layers = tuple(int(number) for number in _of(row, "layers", list))
-        key = str(row.get("gpu"))
-        inputs = replay_inputs(_of(row, "decision", dict))
-        machine = machines.setdefault(key, Machine(inputs.device, inputs.packages, key))
-        answer, refusal = None, str(row.get("refusal") or "")
-        if not refusal:
-            situation = Situation(
-                inputs.problem, inputs.device, inputs.packages, policy, requested, inputs.allow_fallback
-            )
-            answer = explained(layers, situation, {})
-        cells.append(Cell(machine, inputs.problem.parallel, layers, answer, refusal, inputs.problem))
+    for row in _objects(document, "rows"):
+        layers, key = _layers(row), str(row.get("gpu"))
+        situation = _situation(_of(row, "decision", dict))
+        situations.append(situation)
+        machine = machines.setdefault(key, Machine(situation.device, situation.packages, key))
+        refusal = str(row.get("refusal") or "")
+        answer = None if refusal else explained(layers, situation, {})
+        cells.append(Cell(machine, situation.problem.parallel, layers, answer, refusal, situation.problem))
     if not cells:
-        raise CheckpointError("the document has no rows, so there is nothing to decide again")
+        raise UsageError("the document has no rows, so there is nothing to decide again")
     parallels = tuple(dict.fromkeys(cell.parallel for cell in cells))
-    question = Question(policy, parallels[0], requested)
+    first = situations[0]
+    question = Question(first.policy, parallels[0], first.requested, first.allow_fallback)
     return Matrix(_origin(document), question, tuple(machines.values()), parallels, tuple(cells))

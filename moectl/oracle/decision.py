@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -219,17 +219,35 @@ _NESTED: dict[str, Any] = {
 }
 
 
+_JSON_TYPES: dict[str, Callable[[Any], bool]] = {
+    "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "float": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "bool": lambda value: isinstance(value, bool),
+    "str": lambda value: isinstance(value, str),
+    "None": lambda value: value is None,
+    "tuple[int, int]": lambda value: isinstance(value, list) and [type(item) for item in value] == [int, int],
+    "frozenset[str]": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+}
+"""What a JSON value of a field with this annotation is."""
+
+
+def _is_a(value: Any, annotation: str) -> bool:
+    return any(_JSON_TYPES[part](value) for part in annotation.split(" | "))
+
+
 def _record(kind: Any, data: object, where: str) -> Any:
     """`data` as a record of `kind`; UsageError names the field that does not fit."""
     if not isinstance(data, Mapping):
         raise UsageError(f"{where} must be an object, got {type(data).__name__}")
-    known = {item.name for item in fields(kind)}
-    if unknown := sorted(set(data) - known):
+    known = {item.name: str(item.type) for item in fields(kind)}
+    if unknown := sorted(set(data) - known.keys()):
         raise UsageError(f"{where} has unknown fields {', '.join(unknown)}")
     values: dict[str, Any] = {}
     for name, value in data.items():
         if name in _NESTED:
             value = _record(_NESTED[name], value, f"{where}.{name}")
+        elif not _is_a(value, known[name]):
+            raise UsageError(f"{where}.{name} must be {known[name]}, got {value!r}")
         elif name == "features":
             value = frozenset(value)
         elif isinstance(value, list):
@@ -241,6 +259,13 @@ def _record(kind: Any, data: object, where: str) -> Any:
         raise UsageError(f"{where} is incomplete: {error}") from error
 
 
+def _name(value: object) -> str | None:
+    """A request by name; UsageError for anything else."""
+    if value is None or isinstance(value, str):
+        return value
+    raise UsageError(f"inputs.requested must be a name or null, got {value!r}")
+
+
 def replay_inputs(document: Mapping[str, Any]) -> Inputs:
     """The inputs of a document made by `Decision.to_json`; UsageError when it is not one."""
     if document.get("format") != FORMAT or not isinstance(document.get("inputs"), Mapping):
@@ -250,8 +275,11 @@ def replay_inputs(document: Mapping[str, Any]) -> Inputs:
         )
     inputs = document["inputs"]
     packages = inputs.get("packages")
-    if not isinstance(packages, Mapping):
-        raise UsageError("inputs.packages must be an object")
+    if not isinstance(packages, Mapping) or not all(
+        isinstance(packages.get(key, kind()), kind)
+        for key, kind in (("versions", dict), ("env", dict), ("missing", list))
+    ):
+        raise UsageError("inputs.packages must be an object with objects versions and env, and missing")
     return Inputs(
         problem=_record(MoEProblem, inputs.get("problem"), "inputs.problem"),
         device=_record(Device, inputs.get("device"), "inputs.device"),
@@ -261,6 +289,6 @@ def replay_inputs(document: Mapping[str, Any]) -> Inputs:
             env={str(k): str(v) for k, v in dict(packages.get("env", {})).items()},
         ),
         policy=str(inputs.get("policy")),
-        requested=inputs.get("requested"),
+        requested=_name(inputs.get("requested")),
         allow_fallback=bool(inputs.get("allow_fallback")),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ...checkpoint.layers import ranges
 from ...explain.why import Answer, Why
@@ -11,8 +12,11 @@ from .commands import Asked
 from .sections import layers_line
 from .sentences import sentence
 
+Found = tuple[tuple[tuple[int, ...], Why], ...]
+"""Layers with what was found for them."""
 
-def why_blocks(asked: Asked, found: tuple[tuple[tuple[int, ...], Why], ...]) -> Iterator[Block]:
+
+def why_blocks(asked: Asked, found: Found) -> Iterator[Block]:
     """The answers for each layer group, equal ones together."""
     groups: dict[str, tuple[list[int], Why]] = {}
     for layers, why in found:
@@ -75,7 +79,21 @@ def _alternatives(texts: list[str]) -> str:
     return f"{', '.join([first, *tails[:-1]])} or {tails[-1]}"
 
 
-def why_lines(asked: Asked, found: tuple[tuple[tuple[int, ...], Why], ...]) -> list[str]:
+def why_document(asked: Asked, found: Found) -> list[dict[str, Any]]:
+    """The answers for each layer group as plain data, each with the command that checks it."""
+    return [
+        {
+            "layers": list(layers),
+            **why.to_json(),
+            "answers": [
+                {**answer.to_json(), "command": asked.command(answer.changes)} for answer in why.answers
+            ],
+        }
+        for layers, why in found
+    ]
+
+
+def why_lines(asked: Asked, found: Found) -> list[str]:
     """One line a group: layers, and the command that asks for the smallest change."""
     lines = []
     for layers, why in found:

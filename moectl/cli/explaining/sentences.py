@@ -12,6 +12,7 @@ from ...oracle.decision import Candidate
 SENTENCES: Mapping[str, str] = {
     "device": "needs {offered}, this device is {wanted}",
     "activation function": "computes {offered}, the model has {wanted}",
+    "activation clamp": "clamps {offered}, the model clamps {wanted}",
     "gating": "takes {offered} experts only, these are {wanted}",
     "checkpoint storage": "takes {offered} storage, this is {wanted}",
     "activation order": "takes {offered}, the checkpoint is ordered {wanted}",
@@ -22,9 +23,15 @@ SENTENCES: Mapping[str, str] = {
     "scale dtype": "takes {offered} scales, these are {wanted}",
     "token exchange": "serves the token exchange {offered}, this deployment has {wanted}",
     "expert parallel": "does not serve expert parallelism",
+    "experts over ranks": "serves only with expert parallelism",
+    "token sequence": "takes tokens {offered}, here they are {wanted}",
     "data parallel ranks": "serves one data-parallel rank, this deployment has {wanted}",
     "expert balancing": "does not serve expert load balancing (EPLB)",
     "token format": "takes its tokens {offered}, here they come {wanted}",
+    "hash routing": "routes {offered} only, the model routes {wanted}",
+    "router dtype": "takes {offered} router logits, these are {wanted}",
+    "batch invariance": "gives results that depend on the batch, which this deployment rules out",
+    "adapters on experts": "serves no LoRA adapters on experts",
     "activation filter": "computes {offered} activations, this policy keeps {wanted}",
     "order": "is taken {offered}",
 }

@@ -1,0 +1,179 @@
+"""Documents that are decided again, and compared."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from invoking import moectl
+
+from moectl.errors import MoectlError
+from moectl.explain.diff import diff
+from moectl.explain.replay import replay, replay_matrix
+
+GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
+
+
+def document(*options, code=0):
+    return moectl("explain", *options, "--offline", "--json", code=code).document
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(*options, name="old.json"):
+        path = tmp_path / name
+        path.write_text(json.dumps(document(*options)))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [GPT, "--gpu", "h200"],
+        [KIMI, "--gpu", "h100", "--dp", "8", "--ep", "--all2all", "deepep_low_latency", "--eplb"],
+        [KIMI, "--gpu", "b200", "--env", "VLLM_USE_FLASHINFER_MOE_INT4=1", "--packages", "full,quark"],
+        [GPT, "--gpu", "h100", "--backend", "flashinfer_trtllm", "--allow-fallback"],
+        [KIMI, "--gpu", "a100", "--assume", "intermediate=1024", "--policy", "moectl"],
+    ],
+)
+def test_a_document_gives_its_verdict_without_the_checkpoint(written, options):
+    path = written(*options)
+    again = moectl("explain", "--replay", path, "--json").document
+    assert again == json.loads(path.read_text())
+
+
+def test_a_matrix_is_decided_again_too(written):
+    path = written(KIMI, "--gpu", "h100,t4,mi300x", "--tp", "1,3,8")
+    again = moectl("explain", "--replay", path, "--json").document
+    assert again == json.loads(path.read_text())
+
+
+def test_a_replayed_document_answers_why(written):
+    path = written(GPT, "--gpu", "h200")
+    assert "use b200 (sm100)" in moectl("explain", "--replay", path, "--why", "flashinfer_trtllm").words
+
+
+def test_nothing_changed(written):
+    path = written(GPT, "--gpu", "h200")
+    assert "Nothing: inputs" in moectl("explain", GPT, "--gpu", "h200", "--offline", "--diff", path).words
+    assert moectl("explain", "--replay", path, "--diff", path, "-q").stdout == "same\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            [GPT, "--gpu", "h200"],
+            [GPT, "--gpu", "b200"],
+            [
+                "device.arch sm90 -> sm100",
+                "TrtLlmMxfp4ExpertsMonolithic can serve now; before it could not: needs SM100-SM109",
+            ],
+        ),
+        (
+            [GPT, "--gpu", "h200"],
+            [GPT, "--gpu", "h200", "--packages", "bare"],
+            ["OAITritonMxfp4ExpertsMonolithic cannot serve now: needs triton_kernels"],
+        ),
+        (
+            [KIMI, "--gpu", "b200"],
+            [KIMI, "--gpu", "b200", "--env", "VLLM_USE_FLASHINFER_MOE_INT4=1"],
+            ["packages.env.VLLM_USE_FLASHINFER_MOE_INT4 absent -> 1", "can serve now"],
+        ),
+        (
+            [KIMI, "--gpu", "a100"],
+            [KIMI, "--gpu", "a100", "--backend", "humming"],
+            ["the request is humming, it was none"],
+        ),
+        (
+            [KIMI, "--gpu", "a100"],
+            [KIMI, "--gpu", "h100"],
+            ["Humming goes before Marlin on compute capability 9.0 only", "humming (BatchedHumming"],
+        ),
+    ],
+)
+def test_the_rule_that_changed_the_choice_is_named(written, before, after, words):
+    path = written(*before)
+    done = moectl("explain", *after, "--offline", "--diff", path, code=1)
+    for text in words:
+        assert text in done.words
+    found = moectl("explain", *after, "--offline", "--diff", path, "--json", code=1).document["diff"]
+    assert found["chosen_otherwise"]
+    assert found["groups"][0]["rules"]
+
+
+def test_inputs_that_change_no_choice(written):
+    path = written(GPT, "--gpu", "h200")
+    done = moectl("explain", GPT, "--gpu", "h100", "--offline", "--diff", path)
+    assert "Every layer gets what it got before." in done.words
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", "{}", '{"groups": 3}', '{"groups": []}', '{"rows": []}', '{"groups": [{}]}']
+)
+def test_what_is_no_document_is_refused(tmp_path, text):
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    assert "document" in moectl("explain", "--replay", path, code=2).stderr
+
+
+def test_a_matrix_cannot_be_compared(written):
+    path = written(KIMI, "--gpu", "h100,a100")
+    assert (
+        "got a matrix" in moectl("explain", KIMI, "--gpu", "h100", "--offline", "--diff", path, code=2).stderr
+    )
+
+
+def test_replay_takes_no_checkpoint(written):
+    path = written(GPT, "--gpu", "h200")
+    assert "leave CKPT out" in moectl("explain", GPT, "--replay", path, code=2).stderr
+
+
+BASE = document(GPT, "--gpu", "h200", "--tp", "2")
+GRID = document(GPT, "--gpu", "h200,t4")
+JUNK = st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.text(max_size=4), st.lists(st.integers()))
+
+
+def places(value, path=()):
+    """Every place in nested JSON, lists by their first item."""
+    yield path
+    items = (
+        value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    )
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+PLACES = [p for p in places(BASE) if p and "candidates" not in p]
+GRID_PLACES = [p for p in places(GRID) if p]
+
+
+def changed(document, path, value):
+    copy = json.loads(json.dumps(document))
+    at = copy
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return copy
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(PLACES), JUNK)
+def test_a_damaged_document_ends_in_a_sentence(path, value):
+    damaged = changed(BASE, path, value)
+    for work in (lambda: replay(damaged), lambda: diff(damaged, BASE)):
+        try:
+            work()
+        except MoectlError as error:
+            assert error.what
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(GRID_PLACES), JUNK)
+def test_a_damaged_matrix_ends_in_a_sentence(path, value):
+    try:
+        replay_matrix(changed(GRID, path, value))
+    except MoectlError as error:
+        assert error.what

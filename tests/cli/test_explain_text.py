@@ -1,0 +1,191 @@
+"""What a person reads: short by default, inside 80 columns, sentences instead of pairs."""
+
+import pytest
+from invoking import moectl
+
+from moectl.cli.explaining.sentences import SENTENCES, reasons, sentence
+from moectl.oracle.checks import CHECKS, Verdict
+
+GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
+
+
+def explain(*options, code=0):
+    return moectl("explain", *options, "--offline", code=code)
+
+
+@pytest.mark.parametrize("model", [GPT, KIMI])
+@pytest.mark.parametrize("columns", [80, 200])
+def test_prose_stays_inside_the_terminal(model, columns):
+    done = moectl("explain", model, "--gpu", "h200", "--offline", env={"COLUMNS": str(columns)})
+    assert max(map(len, done.stdout.splitlines())) <= min(columns, 100)
+
+
+def test_the_answer_stands_before_the_reasons():
+    lines = explain(GPT, "--gpu", "h200").stdout.splitlines()
+    places = [
+        next(number for number, line in enumerate(lines) if word in line)
+        for word in ("backend  triton", "because  ", "floor ", "candidates, in the order asked")
+    ]
+    assert places == sorted(places)
+
+
+def test_reasons_are_grouped_sentences():
+    words = explain(GPT, "--gpu", "h200").words
+    assert "arch needs SM100-SM109, this device is SM90" in words
+    assert "package needs quark, which is not installed (amd-quark)" in words
+    assert "wanted" not in words
+    assert "offered" not in words
+
+
+def test_candidates_of_other_platforms_take_one_line_unless_asked_for():
+    brief, whole = (explain(GPT, "--gpu", "h200", *v).words for v in ([], ["-v"]))
+    assert "Not for cuda devices: aiter" in brief
+    assert "needs VLLM_ROCM_USE_AITER=1" not in brief
+    assert "needs VLLM_ROCM_USE_AITER=1" in whole
+
+
+def test_every_question_has_a_sentence():
+    own = {"number formats"}
+    assert {check.question for check in CHECKS} <= SENTENCES.keys() | own
+
+
+def test_formats_name_what_is_offered_for_the_same_weights():
+    offered = "bf16 with a16 activations; mxfp4 group 32/int4 with mxfp8 activations on sm100"
+    verdict = Verdict("number formats", "scheme", "mxfp4 group 32 with a16 activations", offered, False)
+    assert sentence(verdict) == (
+        "computes mxfp4 group 32 with mxfp8 activations on SM100, here it is asked for a16 activations"
+    )
+    other = Verdict("number formats", "scheme", "nvfp4 group 16 with a16 activations", offered, False)
+    assert sentence(other) == "does not compute nvfp4 group 16"
+
+
+def test_a_question_of_a_rule_reads_without_a_row_of_its_own():
+    assert sentence(Verdict("sizes", "shape", "7", "8", False)) == "sizes: takes 8, this is 7"
+
+
+def test_markdown_can_be_pasted_into_an_issue():
+    text = explain(GPT, "--gpu", "h200", "--md").stdout
+    assert text.startswith("## openai/gpt-oss-120b on NVIDIA H200 under vllm-0.33.0")
+    assert "- backend: **triton**" in text
+    assert "  - arch: needs SM100-SM109" in text
+    assert "\x1b" not in text
+
+
+def test_two_policies_unless_one_is_picked():
+    both = explain(GPT, "--gpu", "h200")
+    assert "moectl triton (grouped_gemm, layout moectl-mtile64)" in both.words
+    one = explain(GPT, "--gpu", "h200", "--policy", "vllm")
+    assert "grouped_gemm" not in one.stdout
+    others = explain(GPT, "--gpu", "h200", "--json").document["groups"][0]["others"]
+    assert [other["policy"] for other in others] == ["moectl"]
+    assert others[0]["decision"]["chosen"]["layout"] == "moectl-mtile64"
+
+
+def test_another_policy_that_cannot_says_why():
+    assert "moectl none: " in explain(KIMI, "--gpu", "h200", "--dp", "8", "--ep").words
+
+
+def test_memory_while_loading_counts_the_copies_of_the_largest_layer():
+    document = explain(KIMI, "--gpu", "a100", "--tp", "8", "--json").document
+    memory = document["groups"][0]["memory"]
+    assert memory["repacking_bytes"] == 2 * memory["padded_bytes_per_layer"]
+    assert document["loading_bytes"] == document["expert_bytes"] + memory["repacking_bytes"]
+
+
+def test_floors_of_decode_and_prefill():
+    floors = explain(GPT, "--gpu", "h200", "--json").document["groups"][0]["floors"]
+    one, _, many = floors["decode"]
+    assert one["experts"] == pytest.approx(4)
+    # Four experts' bytes at 4.8 TB/s.
+    expert = 3 * 2880 * 2880 // 2 + 3 * 2880 * 90 + 2 * 3 * 2880
+    assert one["us"] == pytest.approx((4 * expert + 2 * 2880 * 2) / 4.8e12 * 1e6, rel=1e-6)
+    assert many["bound"] == "memory" and floors["prefill"]["bound"] == "compute"
+    assert explain(GPT, "--gpu", "h20", "--json").document["groups"][0]["floors"]["prefill"]["us"] is None
+    assert "prefill: unknown" in explain(GPT, "--gpu", "h20").words
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ([GPT, "--gpu", "h200"], 0),
+        ([GPT, "--gpu", "h200", "--backend", "marlin"], 0),
+        ([GPT, "--gpu", "h200", "--packages", "bare"], 1),
+        ([KIMI, "--gpu", "b200"], 1),
+        ([KIMI, "--gpu", "b200", "--env", "VLLM_USE_FLASHINFER_MOE_INT4=1"], 0),
+        ([KIMI, "--gpu", "h100", "--backend", "flashinfer_trtllm", "--allow-fallback"], 1),
+        ([GPT, "--gpu", "mi355x", "--backend", "emulation", "--packages", "quark"], 0),
+    ],
+)
+def test_strict_finds_fallbacks(options, code):
+    explain(*options, "--strict", code=code)
+    explain(*options)
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        (["--assume", "intermediate=3072"], ("dims", {"intermediate": 3072})),
+        (["--assume", "hidden=4096"], ("dims", {"hidden": 4096})),
+        (["--assume", "dtype=bf16"], ("dtype", "bf16")),
+        (["--assume", "act=mxfp8"], ("scheme", {"act": {"name": "mxfp8"}})),
+    ],
+)
+def test_assumptions_are_said_to_be_assumed(options, value):
+    group = explain(GPT, "--gpu", "a100", "--json", *options).document["groups"][0]
+    field, wanted = value
+
+    def holds(found, wanted):
+        if isinstance(wanted, dict):
+            return all(holds(found[key], inner) for key, inner in wanted.items())
+        return found == wanted
+
+    assert holds(group["decision"]["inputs"]["problem"][field], wanted)
+    assert "assumed" in group["sources"].values()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--assume", "size=3"], "nothing is known to assume about 'size'"),
+        (["--assume", "hidden=x"], "--assume hidden takes a positive number"),
+        (["--assume", "act=fp3"], "--assume act takes one of"),
+        (["--tp", "0"], "--tp takes positive numbers"),
+        (["--tp", "1,x"], "--tp takes positive numbers"),
+        (["--why", "marlni"], "did you mean marlin"),
+        (["--gpu", "h200,h2000"], "h2000"),
+        (["--gpu", "h100,h200", "--why", "marlin"], "--why takes one GPU"),
+        (["--diff", "/no/such/file"], "cannot be read"),
+    ],
+)
+def test_wrong_usage_says_what_is_right(options, words):
+    assert words in " ".join(explain(GPT, *options, code=2).stderr.split())
+
+
+def test_no_checkpoint_is_wrong_usage():
+    assert "CKPT is missing" in moectl("explain", code=2).stderr
+
+
+def test_help_fits_a_screen():
+    done = moectl("explain", "--help", env={"COLUMNS": "100"})
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 60
+    assert sum(line.strip().startswith("moectl explain ") for line in lines) >= 3
+
+
+@pytest.mark.parametrize(("typed", "offered"), [("h20", "h200"), ("h100,mi3", "h100,mi300x"), ("al", "all")])
+def test_names_complete_behind_a_comma_too(typed, offered):
+    from moectl.cli.explain import _gpus, completed
+
+    assert offered in completed(_gpus)(typed)
+
+
+def test_reasons_say_equal_things_once():
+    from moectl.checkpoint import open_checkpoint
+    from moectl.environment import find_device, packages_from
+    from moectl.oracle import policy_named, select
+
+    problem = open_checkpoint(KIMI, offline=True).groups[0].problem
+    decision = select(problem, find_device("h200"), packages_from("none"), policy_named())
+    for candidate in decision.candidates:
+        found = reasons(candidate)
+        assert len(found) == len(set(found))

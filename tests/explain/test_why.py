@@ -1,0 +1,129 @@
+"""Counterfactuals: every answer is verified, smallest first, and comes from failing questions."""
+
+import shlex
+from itertools import combinations
+
+import pytest
+
+from moectl.checkpoint import open_checkpoint
+from moectl.explain.changes import BY_GROUP, BY_QUESTION, FIXED, KINDS
+from moectl.explain.machines import machine
+from moectl.explain.situation import Situation
+from moectl.explain.why import why
+from moectl.oracle import policy_named
+from moectl.oracle.backend import GROUPS
+from moectl.oracle.checks import CHECKS
+from moectl.problem import Parallel
+
+GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
+LOW_LATENCY = Parallel(dp=8, ep=True, all2all="deepep_low_latency")
+
+
+def situation(model, gpu, parallel=Parallel(), packages=None, env=()):
+    group = open_checkpoint(model, offline=True).groups[0]
+    found = machine(gpu, packages, dict(env))
+    return Situation(group.problem.on(parallel), found.device, found.packages, policy_named())
+
+
+def kinds(answer):
+    return tuple(sorted((change.kind for change in answer.changes), key=KINDS.index))
+
+
+def test_nothing_has_to_change_for_what_is_chosen():
+    assert why(situation(GPT, "h200"), "triton").chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend", "expected"),
+    [
+        (situation(GPT, "h200"), "marlin", ("request",)),
+        (situation(KIMI, "b200"), "flashinfer_trtllm", ("variable",)),
+        (situation(GPT, "h200", packages="bare"), "triton", ("package",)),
+        (situation(GPT, "h200"), "emulation", ("request", "package")),
+        (situation(GPT, "h200"), "flashinfer_trtllm", ("gpu",)),
+        (situation(KIMI, "h100"), "flashinfer_trtllm", ("variable", "gpu")),
+        (situation(KIMI, "b200", LOW_LATENCY), "flashinfer_trtllm", ("variable", "parallel")),
+        (situation(GPT, "h200"), "aiter", ("variable", "gpu")),
+        (situation(KIMI, "b200", Parallel(tp=128)), "marlin", ("parallel",)),
+    ],
+)
+def test_the_smallest_answer_comes_first(asked, backend, expected):
+    found = why(asked, backend)
+    assert kinds(found.answers[0]) == expected
+    sizes = [sorted((c.size for c in answer.changes), reverse=True) for answer in found.answers]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_trtllm", "emulation", "aiter", "humming", "triton_unfused"])
+@pytest.mark.parametrize("start", [situation(GPT, "h200"), situation(KIMI, "a100", LOW_LATENCY)])
+def test_every_answer_holds_and_needs_each_of_its_changes(start, backend):
+    def reaches(changes):
+        now = start
+        for change in sorted(changes, key=lambda c: -c.size):
+            now = change.apply(now)
+        decision = now.decide()
+        chosen = decision.chosen
+        return decision.usable and chosen.backend.name in start.policy.meant(backend)
+
+    found = why(start, backend)
+    assert not found.chosen
+    for answer in found.answers:
+        assert reaches(answer.changes)
+        for other in answer.also:
+            largest = max(answer.changes, key=lambda change: change.size)
+            assert reaches([other, *(c for c in answer.changes if c is not largest)])
+        for fewer in combinations(answer.changes, len(answer.changes) - 1):
+            assert not fewer or not reaches(fewer)
+
+
+def test_what_cannot_be_changed_is_named():
+    found = why(situation(GPT, "h200"), "deep_gemm")
+    assert not found.answers and found.complete
+    assert {verdict.question for _, verdict in found.remaining} == {"activation function"}
+
+
+def test_a_shard_that_breaks_groups_is_mended_by_fewer_ranks_or_padding():
+    found = why(situation(KIMI, "h200", Parallel(tp=128)), "marlin")
+    assert {"parallel", "padding"} <= {change.kind for answer in found.answers for change in answer.changes}
+
+
+def test_every_question_has_a_generator_or_is_about_what_the_model_is():
+    for check in CHECKS:
+        assert (check.question in BY_QUESTION) != (check.question in FIXED), check.question
+    assert set(BY_GROUP) == set(GROUPS)
+
+
+DEEPEP = ["--dp", "8", "--ep", "--all2all", "deepep_low_latency"]
+
+
+def commands():
+    for model, options, backend in (
+        (GPT, ["--gpu", "h200"], "flashinfer_trtllm"),
+        (GPT, ["--gpu", "h200", "--packages", "bare"], "triton"),
+        (GPT, ["--gpu", "h200"], "flashinfer_cutlass"),
+        (GPT, ["--gpu", "h200"], "aiter"),
+        (
+            KIMI,
+            ["--gpu", "h100", "--dp", "8", "--ep", "--all2all", "deepep_low_latency"],
+            "flashinfer_trtllm",
+        ),
+        (KIMI, ["--gpu", "h200", "--tp", "128"], "marlin"),
+        (KIMI, ["--gpu", "h200", "--env", "VLLM_BATCH_INVARIANT=1"], "triton"),
+    ):
+        yield pytest.param(model, options, backend, id=f"{backend}-{'-'.join(options[1:2])}")
+
+
+@pytest.mark.parametrize(("model", "options", "backend"), list(commands()))
+def test_the_commands_that_are_printed_get_the_backend(model, options, backend):
+    from invoking import moectl
+
+    document = moectl("explain", model, "--offline", "--json", *options, "--why", backend).document
+    answers = document["why"][0]["answers"]
+    assert answers
+    for answer in answers:
+        program, *arguments = shlex.split(answer["command"])
+        assert program == "moectl"
+        decision = moectl(*arguments, "--offline", "--json").document["groups"][0]["decision"]
+        assert decision["usable"]
+        assert decision["chosen"]["experts"] == answer["experts"]
+        assert decision["chosen"]["backend"] in policy_named().meant(backend)
