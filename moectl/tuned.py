@@ -162,7 +162,8 @@ def tuned_status(decision: Decision, folders: Mapping[str, Iterable[str]] | None
         return TunedStatus(False, "there is no backend that could read one")
     reader = READERS.get(chosen.variant.experts)
     if reader is None:
-        return TunedStatus(False, f"{chosen.backend.name} reads no tuned files")
+        name = f"{chosen.backend.name} ({chosen.variant.experts})"
+        return TunedStatus(False, f"{name} reads no tuned files")
     if is_on(decision.packages, "VLLM_BATCH_INVARIANT"):
         return TunedStatus(False, "VLLM_BATCH_INVARIANT leaves tuned files unread")
     wanted = _wanted(decision, reader)

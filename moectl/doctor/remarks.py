@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..environment import PROBES
+from ..environment.installed import another_of_the_name
 from ..environment.packages import Packages
 from ..environment.variables import IGNORED
 from ..oracle.backends.flashinfer import KERNELS
@@ -80,12 +81,10 @@ def _packages(report: Report, packages: Packages) -> Iterator[Remark]:
         if probe is None:
             continue
         if found.wrong:
-            version = f" {found.wrong_version}" if found.wrong_version else ""
             yield Remark(
                 PROBLEM,
                 found.name,
-                f"{found.name}{version} in {found.wrong} is not the package that kernels need"
-                f"{f', but {probe.other}' if probe.other else ''}; it hides the real one",
+                another_of_the_name(found),
                 f"pip uninstall {found.name}; the real one: {probe.get}",
             )
         if found.lacks:

@@ -65,6 +65,17 @@ def find_package(name: str) -> Installed:
     return Installed(name)
 
 
+def another_of_the_name(found: Installed) -> str:
+    """The sentence for a package that is not the one whose name it has."""
+    probe = PROBES[found.name]
+    version = f" {found.wrong_version}" if found.wrong_version else ""
+    other = f", but {probe.other}" if probe.other else ""
+    return (
+        f"{found.name}{version} in {found.wrong} is not the package that kernels need{other}; it hides the "
+        "real one"
+    )
+
+
 def find_tool(name: str) -> Installed:
     """A compiler or build tool; nvcc also in ``CUDA_HOME``, ``CUDA_PATH`` or /usr/local/cuda."""
     path = shutil.which(name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .devices import DATA
-from .installed import find_all
+from .installed import another_of_the_name, find_all
 from .probes import PROBES, TOOLS
 
 PROFILES_FILE = DATA / "vllm-0.33.0-grid.json"
@@ -23,11 +23,14 @@ class Packages:
 
     `versions` maps an importable package to its version (``""`` when unknown); `missing` lists
     symbols (``package:dotted.name``) that an installed package lacks; `env` holds engine switches.
+    `remarks` are sentences for a person, such as that a package is another one of the name: they decide
+    nothing.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
     env: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = field(default=(), compare=False)
 
     def has(self, package: str, symbol: str = "") -> bool:
         """True when `package` is installed and, if named, holds `symbol`."""
@@ -80,9 +83,11 @@ def packages_from(spec: str | None, env: Mapping[str, str] | None = None) -> Pac
 
 def installed_packages(env: Mapping[str, str]) -> Packages:
     """What is installed here and counts, found without importing it, with the switches `env`."""
-    there = [found for found in find_all() if found.present]
+    found = find_all()
+    there = [one for one in found if one.present]
     return Packages(
-        {found.name: found.version for found in there},
-        frozenset(f"{found.name}:{symbol}" for found in there for symbol in found.lacks),
+        {one.name: one.version for one in there},
+        frozenset(f"{one.name}:{symbol}" for one in there for symbol in one.lacks),
         env,
+        tuple(another_of_the_name(one) for one in found if one.wrong),
     )

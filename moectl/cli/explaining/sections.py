@@ -19,6 +19,7 @@ from ...targets import LAYOUTS
 from ..blocks import Block, Facts, Grid, Heading, Line
 from ..output import count, duration, size
 from .candidates import candidate_blocks
+from .environment import environment_blocks, environment_document
 from .sentences import sentence
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
@@ -259,5 +260,5 @@ GROUP_SECTIONS: tuple[GroupSection, ...] = (
 )
 """Sections of each layer group."""
 
-AFTER: tuple[Section, ...] = ()
+AFTER: tuple[Section, ...] = (Section("environment", environment_blocks, document=environment_document),)
 """Sections below the layer groups."""

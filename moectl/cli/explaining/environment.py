@@ -1,0 +1,114 @@
+"""What of the environment bears on a decision: engine variables, packages, tuned files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint.layers import ranges
+from ...environment.variables import SET, Finding, judge_variables
+from ...environment.vllm_0_33_0 import other_names
+from ...explain import Explanation
+from ...oracle.backends.flashinfer import KERNELS
+from ...oracle.registry import policy_named
+from ...tuned import FOLDER, TunedStatus, listed_folders, tuned_status
+from ..blocks import Block, Facts, Heading
+
+if TYPE_CHECKING:
+    from .sections import View
+
+
+def environment_blocks(explanation: Explanation, view: View) -> Iterator[Block]:
+    """What is odd about variables and packages, and how tuned files stand; what is set with `verbose`."""
+    said = {note for group in explanation.groups for note in group.decision.notes}
+    rows = [
+        (finding.verdict, f"{finding.name}={finding.value}: {_told(finding, said)}")
+        for finding in variables(explanation)
+        if view.verbose or (finding.verdict != SET and finding.remark not in said)
+    ]
+    rows += [("package", sentence) for sentence in package_sentences(explanation)]
+    rows += [("tuned files", sentence) for sentence in tuned_sentences(explanation)]
+    if rows:
+        yield Heading("environment")
+        yield Facts(tuple(rows))
+
+
+def environment_document(explanation: Explanation) -> dict[str, Any]:
+    """The same as plain data."""
+    return {
+        "variables": [finding.to_json() for finding in variables(explanation)],
+        "packages": list(package_sentences(explanation)),
+        "tuned": [
+            {"layers": list(group.layers), **status.to_json()}
+            for group, status in zip(explanation.groups, _statuses(explanation), strict=True)
+        ],
+    }
+
+
+def variables(explanation: Explanation) -> tuple[Finding, ...]:
+    """What the policy's engine makes of each variable that is set; nothing for a policy without an engine."""
+    known = policy_named(explanation.policy).variables
+    if not known:
+        return ()
+    return judge_variables(explanation.packages.env, known, explanation.policy, others=other_names())
+
+
+def _told(finding: Finding, said: set[str]) -> str:
+    """The remark, unless a note says it already; else what the variable is for and how it is read."""
+    if finding.remark and finding.remark not in said:
+        return finding.remark
+    return f"{finding.does} ({finding.means})" if finding.means else finding.does
+
+
+def package_sentences(explanation: Explanation) -> Iterator[str]:
+    """What is wrong with the packages that a decision counts on."""
+    packages = explanation.packages
+    yield from packages.remarks
+    if packages.has("flashinfer") and not KERNELS.met(packages):
+        yield (
+            "FlashInfer has neither compiled kernels (flashinfer-cubin) nor nvcc and ninja to compile "
+            "them: none of its backends is used"
+        )
+    lacking: dict[str, list[str]] = {}
+    for entry in sorted(packages.missing):
+        name, _, symbol = entry.partition(":")
+        lacking.setdefault(name, []).append(symbol)
+    for name, symbols in lacking.items():
+        yield f"{name} {packages.versions.get(name, '')} lacks {', '.join(symbols)}"
+
+
+def _statuses(explanation: Explanation) -> list[TunedStatus]:
+    folders = listed_folders(explanation.packages.env)
+    return [tuned_status(group.decision, folders) for group in explanation.groups]
+
+
+def tuned_sentences(explanation: Explanation) -> Iterator[str]:
+    """One sentence for each layer group whose choice looks for a file; equal ones stand once."""
+    found: dict[str, list[int]] = {}
+    for group, status in zip(explanation.groups, _statuses(explanation), strict=True):
+        if group.decision.chosen is not None:
+            found.setdefault(tuned_sentence(status), []).extend(group.layers)
+    for sentence, layers in found.items():
+        where = f"layers {ranges(tuple(sorted(layers)))}: " if len(found) > 1 else ""
+        yield where + sentence
+
+
+def tuned_sentence(status: TunedStatus) -> str:
+    """How tuned files stand for one decision: found, missing with near misses, or not read at all."""
+    if not status.reads:
+        return status.why
+    when = f"{status.why}, " if status.why else ""
+    if status.found:
+        return f"{when}{status.wanted} is read (found in {status.found})"
+    near = []
+    if status.other_gpus:
+        near.append(f"the same shape is tuned for {', '.join(name.gpu for name in status.other_gpus)}")
+    if status.other_shapes:
+        shapes = ", ".join(f"E={name.experts},N={name.size}" for name in status.other_shapes)
+        near.append(f"this GPU has {shapes}")
+    also = f"; {', and '.join(near)}" if near else ""
+    places = ", ".join(status.folders)
+    return (
+        f"{when}{status.wanted} is looked for and missing (in {places}): default launch choices are used, "
+        f"which is no error{also}. A folder named by {FOLDER} may hold it"
+    )

@@ -1,0 +1,100 @@
+"""What `moectl explain` says of engine variables, packages and tuned files."""
+
+import json
+from dataclasses import replace
+
+from invoking import moectl
+
+from moectl.checkpoint import open_checkpoint
+from moectl.cli.explaining.environment import package_sentences, tuned_sentence
+from moectl.environment import Packages, find_device
+from moectl.explain import Question, explain
+from moectl.oracle.registry import policy_named
+from moectl.tuned import TunedName, TunedStatus
+
+MODEL = ("explain", "Qwen/Qwen3-30B-A3B", "--offline")
+
+
+def environment(*arguments, code=0):
+    """The environment section of one explanation, as text with single blanks, and as plain data."""
+    text = moectl(*MODEL, *arguments, code=code).stdout
+    document = moectl(*MODEL, *arguments, "--json", code=code).document["environment"]
+    return " ".join(text.partition("\nenvironment\n")[2].split()), document
+
+
+def test_a_missing_file_is_named_with_near_misses():
+    text, document = environment("--gpu", "h100-pcie", "--tp", "2")
+    name = "E=128,N=384,device_name=NVIDIA_H100_PCIe.json"
+    assert f"{name} is looked for and missing (in vLLM's own folder)" in text
+    assert "no error" in text
+    assert "NVIDIA_H100_80GB_HBM3" in text
+    (tuned,) = document["tuned"]
+    assert (tuned["wanted"], tuned["found"], len(tuned["layers"])) == (name, None, 48)
+
+
+def test_a_file_of_the_users_is_found(tmp_path):
+    name = "E=128,N=384,device_name=NVIDIA_H100_PCIe.json"
+    (tmp_path / name).write_text("{}")
+    folder = f"VLLM_TUNED_CONFIG_FOLDER={tmp_path}"
+    text, document = environment("--gpu", "h100-pcie", "--tp", "2", "--env", folder)
+    assert f"{name} is read (found in {tmp_path})" in text.replace("- ", "-")
+    assert document["tuned"][0]["found"] == str(tmp_path)
+    text, _ = environment("--gpu", "h100-pcie", "--tp", "4", "--env", folder)
+    assert f"missing (in {tmp_path}, vLLM's own folder)" in text
+
+
+def test_a_backend_that_reads_none_is_told():
+    text, document = environment("--gpu", "b200")
+    assert "flashinfer_trtllm (TrtLlmBf16ExpertsMonolithic) reads no tuned files" in text
+    assert document["tuned"][0]["reads"] is False
+
+
+def test_variables_are_told_once():
+    switches = ("--env", "VLLM_FLASHINFER_MOE_BACKEND=latency", "--env", "VLLM_USE_DEPP_GEMM=0")
+    text, document = environment("--gpu", "h200", *switches)
+    whole = moectl(*MODEL, "--gpu", "h200", *switches).stdout
+    assert " ".join(whole.split()).count("ignores VLLM_FLASHINFER_MOE_BACKEND") == 1
+    assert "did you mean VLLM_USE_DEEP_GEMM" in text
+    verdicts = {found["name"]: found["verdict"] for found in document["variables"]}
+    assert verdicts == {
+        "VLLM_FLASHINFER_MOE_BACKEND": "ignored",
+        "VLLM_HAS_FLASHINFER_CUBIN": "set",
+        "VLLM_USE_DEPP_GEMM": "unknown",
+    }
+    verbose = moectl(*MODEL, "--gpu", "h200", "-v").stdout
+    assert "VLLM_HAS_FLASHINFER_CUBIN=1: takes FlashInfer's kernels as present" in " ".join(verbose.split())
+
+
+def test_another_policy_has_no_variables():
+    _, document = environment("--gpu", "h200", "--policy", "moectl", "--env", "VLLM_QQ=1", code=1)
+    assert document["variables"] == []
+
+
+def test_markdown_has_the_section():
+    text = moectl(*MODEL, "--gpu", "h100-pcie", "--md").stdout
+    assert "### environment" in text
+    assert "- tuned files: " in text
+
+
+def test_sentences_of_packages():
+    made = explain(
+        open_checkpoint("Qwen/Qwen3-30B-A3B", offline=True),
+        find_device("h200"),
+        Packages({"flashinfer": "0.7"}, frozenset({"flashinfer:b", "flashinfer:a"}), {}, ("a remark",)),
+        Question(policy_named("vllm-0.33.0")),
+    )
+    assert list(package_sentences(made)) == [
+        "a remark",
+        "FlashInfer has neither compiled kernels (flashinfer-cubin) nor nvcc and ninja to compile them: "
+        "none of its backends is used",
+        "flashinfer 0.7 lacks a, b",
+    ]
+    whole = replace(made, packages=Packages({"flashinfer": "", "nvcc": "", "ninja": ""}))
+    assert list(package_sentences(whole)) == []
+    assert json.dumps(made.to_json())
+
+
+def test_a_class_that_falls_back_says_for_which_calls():
+    status = TunedStatus(True, "for calls that are odd", TunedName(8, 64, "G"), folders=("here",))
+    wanted = "for calls that are odd, E=8,N=64,device_name=G.json is looked for and missing (in here)"
+    assert tuned_sentence(status).startswith(wanted)
