@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moectl import sparse
+from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.catalogue import model_names, read_entry
 from moectl.checkpoint.shards import read_folder
 from moectl.errors import UsageError
@@ -30,9 +31,11 @@ def script(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("model", model_names())
 def test_two_layers_of_every_model(model: str, sparse_model: Writer) -> None:
-    found = read_folder(sparse_model(model, layers=2))
-    assert found is not None
-    entry = read_entry(model)
+    whole = open_checkpoint(sparse_model(model, layers=2), allow_catalogue=False)
+    found, entry = whole.tensors, read_entry(model)
+    assert whole.origin.kind == "folder"
+    assert sorted(layer for group in whole.groups for layer in group.layers) == list(entry.layers[:2])
+    assert {group.problem.experts for group in whole.groups} == {entry.experts}
     published = entry.listing()
     for name, info in found.items():
         assert (info.dtype, info.shape) == (published[name].dtype, published[name].shape)
@@ -45,9 +48,10 @@ def test_two_layers_of_every_model(model: str, sparse_model: Writer) -> None:
 @pytest.mark.parametrize("model", model_names())
 def test_every_model_at_full_size(model: str, sparse_model: Writer) -> None:
     folder = sparse_model(model)
-    found = read_folder(folder)
-    assert found is not None
-    published = read_entry(model).listing()
+    whole, named = open_checkpoint(folder, allow_catalogue=False), open_checkpoint(model, offline=True)
+    assert (whole.origin.kind, named.origin.kind) == ("folder", "catalogue")
+    assert whole.groups == named.groups
+    found, published = whole.tensors, named.tensors
     assert {name: (info.dtype, info.shape) for name, info in found.items()} == {
         name: (info.dtype, info.shape) for name, info in published.items()
     }
