@@ -66,14 +66,6 @@ X86_AMX = Arch("cpu", names=frozenset({"x86"}), features=frozenset({"amx"}))
 Archs = tuple[Arch, ...]
 
 
-@cache
-def spell_archs(archs: Archs | None) -> str:
-    """`archs` in words; None is any device, empty is none."""
-    if archs is None:
-        return "any device"
-    return ", ".join(str(arch) for arch in archs) or "no device"
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A set of names: `only` these (None is any, empty is none), and `never` those."""
@@ -130,14 +122,8 @@ class Offer:
         )
 
     def __str__(self) -> str:
-        where = "" if self.where is None else f" on {spell_archs(self.where)}"
+        where = "" if self.where is None else f" on {', '.join(map(str, self.where))}"
         return f"{'/'.join(sorted(self.weights))} with {self.acts} activations{where}"
-
-
-@cache
-def spell_offers(offers: tuple[Offer, ...] | None) -> str:
-    """`offers` in words; None is any pair."""
-    return "any" if offers is None else "; ".join(str(offer) for offer in offers) or "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,10 +292,11 @@ def weighted_input(kind: str) -> Stop:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Capability:
-    """What one experts implementation serves. None is "any", an empty set is "never".
+    """What one experts implementation serves: a constant, which equals nothing but itself.
 
+    None is "any", an empty set is "never".
     `clamps` tells that the activation function's limit is applied.
     `dtypes` are the model's 16-bit dtypes, `logits` the router's, `scales` the storage dtypes of weight
     scales. `hashed` concerns fused routers alone: whether they look experts up by token id.
@@ -347,9 +334,23 @@ class Capability:
         return frozenset(filter(None, named))
 
 
-@dataclass(frozen=True, slots=True)
+@cache
+def spell_archs(offers: Capability) -> str:
+    """The devices that are served, in words."""
+    if offers.arch is None:
+        return "any device"
+    return ", ".join(str(arch) for arch in offers.arch) or "no device"
+
+
+@cache
+def spell_offers(offers: Capability) -> str:
+    """The pairs of number formats that are served, in words."""
+    return "any" if offers.offers is None else "; ".join(map(str, offers.offers)) or "none"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """One experts class of a backend.
+    """One experts class of a backend: a constant, which equals nothing but itself.
 
     `monolithic` takes router logits, otherwise top-k ids and weights; `batched` takes tokens sorted
     into one block per expert, otherwise in their own order.
@@ -393,9 +394,9 @@ class Form:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Backend:
-    """One fused-MoE backend.
+    """One fused-MoE backend: a constant, which equals nothing but itself.
 
     Attributes:
         name: the user's spelling (`--moe-backend`).

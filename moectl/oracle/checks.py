@@ -43,7 +43,7 @@ class Check:
 def _fits(device: Device, offers: Capability) -> Answer:
     holds = offers.arch is None or any(arch.fits(device) for arch in offers.arch)
     wanted = " with ".join([device.arch, *sorted(device.features)])
-    return wanted, spell_archs(offers.arch), holds
+    return wanted, spell_archs(offers), holds
 
 
 def _device(ask: Ask, offers: Capability, variant: Variant) -> Answer:
@@ -63,7 +63,7 @@ def _formats(ask: Ask, offers: Capability, variant: Variant) -> Answer:
     holds = offers.offers is None or any(
         offer.serves(ask.weight, ask.act, ask.device) for offer in offers.offers
     )
-    return f"{ask.weight} with {ask.act} activations", spell_offers(offers.offers), holds
+    return f"{ask.weight} with {ask.act} activations", spell_offers(offers), holds
 
 
 def _checkpoint(ask: Ask, offers: Capability, variant: Variant) -> Answer:
@@ -213,7 +213,7 @@ def judge_machine(device: Device, packages: Packages, variant: Variant) -> tuple
     wanted, offered, holds = _fits(device, offers)
     found = [Verdict("device", "arch", wanted, offered, holds, "device"), *_installed(packages, offers)]
     if holds and offers.offers is not None and not formats_on(device, offers):
-        spelled = spell_offers(offers.offers)
+        spelled = spell_offers(offers)
         found.append(Verdict("number formats", "scheme", f"any on {device.arch}", spelled, False))
     return tuple(found)
 
