@@ -207,6 +207,7 @@ class Ask:
         activation: the activation function, with the engine's suffixes for row order and gating.
         routing: the engine's name of the routing method.
         invariant: results must not depend on the rest of the batch.
+        request: the backend asked for by name.
         by_expert: tokens are handed over expert by expert whatever the exchange, as a request can ask.
         sliced: one rank's intermediate size in the checkpoint, where the method pads that slice before
             it asks (`problem` then has the padded size); 0 where it does not.
@@ -241,6 +242,7 @@ class Ask:
         return self.activation != "swigluoai" and self.problem.activation.limit is not None
 
     invariant: bool = False
+    request: str = ""
     by_expert: bool = False
     sliced: int = 0
 

@@ -21,7 +21,7 @@ Judged = tuple[tuple[Candidate, ...], tuple[str, ...]]
 def candidates(ask: Ask, policy: Policy, route: Route, name: str | None) -> Judged:
     """Every candidate in order, judged, for the request `name` or for the automatic choice."""
     ignored: tuple[str, ...] = ()
-    if name and (route.assigned or route.ignored.allows(name)):
+    if name and (route.assigned or route.ignored.allows(name)) and name not in route.names:
         ignored = (f"{policy.name} ignores the request for {name} here",)
     if route.assigned:
         note = f"{policy.name} assigns the backend of {route.name} without asking the others"
@@ -47,7 +47,7 @@ _BY_NAME_ONLY = Verdict("order", "policy", "in the automatic order", "only when 
 def requested(ask: Ask, route: Route, name: str) -> tuple[Backend, ...]:
     """Backends that a request means here; empty when the route does not know the name."""
     twins = dict(route.twins) if ask.batched else {}
-    return tuple(twins.get(backend, backend) for backend in route.names.get(name, ()))
+    return tuple(twins.get(backend, backend) for backend in route.meant(name, ask))
 
 
 def _filtered(ask: Ask, route: Route, backends: Iterable[Backend], name: str | None) -> list[Backend]:

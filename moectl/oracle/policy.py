@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..problem import MoEProblem
 from ..schemes import WeightFormat
 from .backend import ANY, Choice, Form
-from .route import Route
+from .route import Condition, Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class Policy:
         sequence_exchanges: all2all names that slice tokens over tensor-parallel ranks first.
         default_forms: by weight format name, what sizes are rounded up to for a backend without a rule.
         variables: environment variables that concern experts, also those that it no longer reads.
+        refusals: what the engine refuses with every method.
         balancing: by method, the backends (by the engine's names) with which it moves experts between
             ranks; the engine refuses the deployment with others. Empty: nothing is said.
         invariance: the switch that asks for results which do not depend on the rest of the batch.
@@ -66,6 +67,7 @@ class Policy:
     default_forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict, hash=False)
     variables: Mapping[str, Variable] = field(default_factory=dict, hash=False)
     invariance: str = ""
+    refusals: tuple[Condition, ...] = ()
     balancing: Mapping[str, Choice] = field(default_factory=dict, hash=False)
 
     def slices_tokens(self, problem: MoEProblem) -> bool:

@@ -163,7 +163,8 @@ class Route:
         checkpoint: storage as the method states it; empty for the checkpoint's own.
         orders, moves, exclusions: the ranking. `assigned`: instead of a ranking.
         on_request: backends that are taken only when asked for by name.
-        names: requests understood, with the backends they mean, in order.
+        names: requests understood, with the backends they mean, in order; `adapter_names`: those that mean
+            others where adapters are served.
         unfiltered: requests that keep every variant when the checkpoint declares no activation.
         twins: backends and their counterpart for batched tokens, taken for a request.
         detours: requests that leave this route for another one; `ignored`: requests that do nothing;
@@ -199,6 +200,7 @@ class Route:
     assigned: tuple[Assignment, ...] = ()
     on_request: tuple[Backend, ...] = ()
     names: Mapping[str, tuple[Backend, ...]] = field(default_factory=dict, hash=False)
+    adapter_names: Mapping[str, tuple[Backend, ...]] = field(default_factory=dict, hash=False)
     unfiltered: frozenset[str] = frozenset()
     twins: tuple[tuple[Backend, Backend], ...] = ()
     detours: Mapping[str, Route] = field(default_factory=dict, hash=False)
@@ -222,7 +224,8 @@ class Route:
     def backends(self) -> frozenset[Backend]:
         """Every backend that this route may name."""
         ranked = {backend for order in self.orders for backend in order.backends}
-        asked = {backend for named in self.names.values() for backend in named}
+        means = (*self.names.values(), *self.adapter_names.values())
+        asked = {backend for named in means for backend in named}
         taken = {row.backend for row in self.assigned}
         return frozenset(ranked | asked | taken | set(self.on_request))
 
@@ -254,6 +257,12 @@ class Route:
             if exclusion.when is None or exclusion.when(ask)
             for backend in exclusion.backends
         }
+
+    def meant(self, name: str, ask: Ask) -> tuple[Backend, ...]:
+        """Backends that a request means, before batched tokens change it; empty for an unknown name."""
+        if ask.problem.lora and name in self.adapter_names:
+            return self.adapter_names[name]
+        return self.names.get(name, ())
 
     def demand(self, ask: Ask) -> Demand | None:
         """The first switch that asks for a backend."""

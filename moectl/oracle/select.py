@@ -39,8 +39,8 @@ def select(
     Raises OutOfScope when the policy has no row for the format or the platform.
     """
     name = only.lower().replace("-", "_") if only and only != "auto" else None
-    route = _route(problem, device, packages, policy)
-    gates = _gates(_ask(problem, device, packages, policy, route), policy, route, name)
+    route = _route(problem, device, packages, policy, name)
+    gates = _gates(_ask(problem, device, packages, policy, route, name), policy, route, name)
     taken = route.detours.get(name, route) if name else route
     found = _choose(problem, device, packages, policy, taken, name)
     if name and allow_fallback and (found.chosen is None or gates):
@@ -76,7 +76,9 @@ def select(
     )
 
 
-def _route(problem: MoEProblem, device: Device, packages: Packages, policy: Policy) -> Route:
+def _route(
+    problem: MoEProblem, device: Device, packages: Packages, policy: Policy, name: str | None
+) -> Route:
     """The first route that takes the problem."""
     scheme = problem.scheme
     unspoken = f"the rules of {policy.name} do not cover {device.platform} devices"
@@ -88,7 +90,7 @@ def _route(problem: MoEProblem, device: Device, packages: Packages, policy: Poli
             route.storages.allows(problem.storage)
             and scheme.weight.name in route.weights
             and route.acts.allows(act_key(scheme.act))
-            and (route.when is None or route.when.holds(_ask(problem, device, packages, policy, route)))
+            and (route.when is None or route.when.holds(_ask(problem, device, packages, policy, route, name)))
         ):
             if not route.covers.allows(device.platform):
                 raise OutOfScope(f"{unspoken} with {route.name}: their plug-in has its own", hint=hint)
@@ -126,6 +128,7 @@ def _ask(
         activation=policy.activation(problem),
         routing=policy.routing(problem),
         invariant=invariant,
+        request=name or "",
         by_expert=name in route.sorts,
     )
 
@@ -152,7 +155,7 @@ def _choose(
     refused: Failure | None = None
     cut: tuple[str, ...] = ()
     if route.slices is not None:
-        fitted = route.slices(ask, route.names.get(name or "", ()))
+        fitted = route.slices(ask, route.meant(name or "", ask))
         if isinstance(fitted, Failure):
             refused = fitted
         else:
@@ -244,6 +247,9 @@ def _gates(ask: Ask, policy: Policy, route: Route, name: str | None) -> tuple[Ga
     if not route.dtypes.allows(ask.dtype):
         says = f"{route.method} computes in {route.dtypes}, the model runs in {ask.dtype}"
         found.append(Gate(DTYPE, says))
+    for refusal in policy.refusals:
+        if refusal.holds(ask):
+            found.append(Gate(refusal.name, refusal.says(ask)))
     if name and not policy.accepted_names.allows(name):
         found.append(Gate(NAME, f"{policy.name} does not accept {name} as a backend name"))
     return tuple(found)

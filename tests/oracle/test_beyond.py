@@ -165,6 +165,46 @@ def test_adapters_do_not_ask_and_ignore_requests() -> None:
     assert any("ignores the request for marlin" in note for note in decision.notes)
 
 
+def test_gpt_oss_with_adapters() -> None:
+    gpt_oss = MoEProblem(
+        Dims(2880, 2880),
+        32,
+        4,
+        Scheme(MXFP4),
+        SWIGLU_OAI,
+        storage="gpt_oss",
+        rows="interleaved",
+        bias=True,
+    )
+    adapted = replace(gpt_oss, lora=True)
+    assert ask(adapted, "b200").require().variant.experts == "MarlinExperts"
+    named = ask(adapted, "b200", only="flashinfer_trtllm").require()
+    assert (named.variant.experts, named.engine_name) == (
+        "TrtLlmMxfp4LoRAExperts",
+        "FLASHINFER_TRTLLM_MXFP4_BF16",
+    )
+    assert ask(adapted, "b200", only="flashinfer_trtllm_afp8").error_kind == "ValueError"
+    experts = [c.variant.experts for c in ask(gpt_oss, "b200", only="flashinfer_trtllm").candidates]
+    assert "TrtLlmMxfp4LoRAExperts" not in experts
+
+
+def test_flydsl_has_a_method_of_its_own() -> None:
+    aiter = packages_from("rocm_aiter")
+    int4 = replace(QWEN, scheme=Scheme(int_format(4, 32)), storage="compressed-tensors")
+    named = ask(int4, "gfx950", aiter, only="flydsl")
+    assert named.require().backend.name == "flydsl"
+    assert not any("ignores" in note for note in named.notes)
+    assert ask(int4, "gfx942", aiter, only="flydsl").error_kind == "ValueError"
+    assert ask(replace(int4, lora=True), "gfx950", aiter, only="flydsl").error_kind == "ValueError"
+    assert ask(int4, "gfx950", aiter).require().backend.name == "triton"
+
+
+def test_batch_invariance_on_xpu_is_for_unquantized_models() -> None:
+    invariant = env(Packages(), VLLM_BATCH_INVARIANT="1")
+    assert ask(QWEN, "xpu", invariant).usable
+    assert [gate.kind for gate in ask(FP8, "xpu", invariant).gates] == ["batch invariance"]
+
+
 def test_new_questions_have_reasons() -> None:
     assert "batch invariance" in failing(ask(QWEN, "b200", INVARIANT), "TrtLlmBf16ExpertsMonolithic")
     hashed = ask(replace(FP8, routing=Routing(hashed=True)), "b200")

@@ -93,6 +93,28 @@ TRTLLM_MXFP8 = Backend(
     forms=_TRTLLM_FORMS,
 )
 
+TRTLLM_LORA = Backend(
+    name="flashinfer_trtllm",
+    engine_name="FLASHINFER_TRTLLM_MXFP4_BF16",
+    variants=(
+        Variant(
+            "TrtLlmMxfp4LoRAExperts",
+            Capability(
+                arch=(SM10X,),
+                needs=flashinfer_needs(TRTLLM_SYMBOLS),
+                offers=(Offer(_MXFP4),),
+                activations=only("silu", "swigluoai"),
+                ungated=False,
+                spread=ALONE,
+                lora=True,
+            ),
+        ),
+        *_TRTLLM_VARIANTS,
+    ),
+    forms=_TRTLLM_FORMS,
+    note="Adapters between the two GEMMs, only when asked for by name.",
+)
+
 TRTLLM_INT4 = Backend(
     name="flashinfer_trtllm",
     engine_name="FLASHINFER_TRTLLM",

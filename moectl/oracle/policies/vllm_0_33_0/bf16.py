@@ -80,6 +80,7 @@ _ADAPTERS = replace(
     moves=(),
     exclusions=(),
     demands=(),
+    names={},
     assigned=(
         Assignment(
             trtllm_bf16.TRTLLM_LORA,
@@ -102,6 +103,7 @@ _MOONEP = replace(
     moves=(),
     exclusions=(),
     demands=(),
+    names={},
     ignored=ANY,
     fails="ValueError",
 )

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from ....schemes import FULL
 from ...backend import but, only
-from ...backends import cpu, emulation, flashinfer, rdna3, triton, xpu
+from ...backends import cpu, emulation, flashinfer, flydsl, rdna3, triton, xpu
 from ...backends.humming import HUMMING
 from ...backends.marlin import BATCHED_MARLIN, MARLIN
 from ...keys import exact_key, group32_key, symmetric_group32_key, symmetric_group_key
-from ...route import DECLARED_ACT, Condition, Order, Route
+from ...route import DECLARED_ACT, Assignment, Condition, Order, Route
 from .order import CPU, HUMMING_FIRST, XPU
 from .terms import (
     AWQ_NEEDS_TURING,
@@ -56,6 +56,36 @@ _COMPRESSED_INT = Route(
     minimum=70,
     refusals=(REFUSES_ACT_ORDER,),
     aftermath=(CHANNELS_WITH_MARLIN_ONLY, WHOLE_GROUPS),
+)
+_FLYDSL = replace(
+    _COMPRESSED_INT,
+    name="int4 weights of compressed-tensors, FlyDSL asked for",
+    method="CompressedTensorsW4A16FlydslMoEMethod",
+    weights=frozenset({"int4"}),
+    when=Condition(
+        "FlyDSL",
+        lambda ask: (
+            ask.request == "flydsl"
+            and ask.device.arch == "gfx950"
+            and ask.problem.scheme.weight.group == 32
+            and not ask.problem.lora
+        ),
+        lambda ask: "FlyDSL is asked for, for groups of 32 on gfx950",
+    ),
+    orders=(),
+    moves=(),
+    names={"flydsl": (flydsl.FLYDSL,)},
+    assigned=(Assignment(flydsl.FLYDSL, flydsl.FLYDSL.variants[0], flydsl.FLYDSL.engine_name),),
+    refusals=(
+        REFUSES_ACT_ORDER,
+        Condition(
+            "zero points",
+            lambda ask: ask.zero_points,
+            lambda ask: "FlyDSL takes symmetric weights only",
+            kind="AssertionError",
+        ),
+    ),
+    aftermath=(),
 )
 _GPTQ = replace(
     _COMPRESSED_INT,
@@ -128,4 +158,4 @@ _QUARK_INT8 = replace(
     refusals=(),
 )
 
-ROUTES = (_COMPRESSED_INT, _MOE_WNA16, _GPTQ, _AWQ, _QUARK_INT4, _INT8, _QUARK_INT8)
+ROUTES = (_FLYDSL, _COMPRESSED_INT, _MOE_WNA16, _GPTQ, _AWQ, _QUARK_INT4, _INT8, _QUARK_INT8)

@@ -46,6 +46,11 @@ NAMES: dict[str, tuple[Backend, ...]] = {
     "cpu": (cpu.CPU_MXFP4,),
     "emulation": (emulation.EMULATION_MX,),
 }
+ADAPTER_NAMES: dict[str, tuple[Backend, ...]] = {
+    "flashinfer_trtllm": (flashinfer.TRTLLM_LORA,),
+    # Adapters are not added to MXFP8 activations.
+    "flashinfer_trtllm_afp8": (),
+}
 ON_REQUEST = (
     triton.TRITON_UNFUSED,
     b12x.B12X_MXFP8,
@@ -85,6 +90,7 @@ _GPT_OSS = Route(
     moves=(_TRITON_LATE, HUMMING_FIRST),
     on_request=ON_REQUEST,
     names=NAMES,
+    adapter_names=ADAPTER_NAMES,
     unfiltered=frozenset({"b12x"}),
     twins=TWINS,
     rounds=True,

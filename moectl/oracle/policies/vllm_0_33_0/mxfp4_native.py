@@ -7,7 +7,7 @@ from ...backends import aiter, cpu, deep_gemm, emulation, flashinfer, mega_moe, 
 from ...backends.humming import HUMMING
 from ...backends.marlin import BATCHED_MARLIN, MARLIN
 from ...route import Assignment, Condition, Order, Route
-from .mxfp4 import NAMES, ON_REQUEST, TWINS
+from .mxfp4 import ADAPTER_NAMES, NAMES, ON_REQUEST, TWINS
 from .order import CPU, HUMMING_FIRST, ROCM, XPU
 from .terms import ROUTES_AS_DEEPSEEK_V4
 
@@ -27,6 +27,7 @@ _MXFP4 = Route(
     moves=(HUMMING_FIRST,),
     on_request=ON_REQUEST,
     names=NAMES,
+    adapter_names=ADAPTER_NAMES,
     twins=TWINS,
     rounds=True,
     minimum=80,
