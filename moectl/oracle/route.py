@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ..environment import Device
 from ..problem import MoEProblem
 from ..schemes import ActFormat, WeightFormat
-from .backend import ANY, NONE, Archs, Ask, Backend, Choice, Variant, but
+from .archs import Archs
+from .backend import ANY, NONE, Ask, Backend, Choice, Variant, but
 from .decision import Candidate, Failure
 from .keys import exact_key
 

@@ -2,10 +2,10 @@
 
 from ...problem import SWIGLU_OAI, Align
 from ...schemes import MXFP4_ACT, MXFP8_ACT, ActFormat
+from ..archs import ROCM, gfx
 from ..backend import (
     ALONE,
     NO_NVLINK_EXCHANGE,
-    ROCM,
     Ask,
     Backend,
     Capability,
@@ -17,7 +17,6 @@ from ..backend import (
     Stop,
     Switch,
     Variant,
-    gfx,
     only,
     weighted_input,
 )

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from ...schemes import MXFP8_ACT, NVFP4_ACT
-from ..backend import SM12X, Ask, Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, only
+from ..archs import SM12X
+from ..backend import Ask, Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, only
 
 
 def _rule(question: str, offered: str, multiple_of_hidden: int) -> Rule:

@@ -4,10 +4,8 @@ import math
 from dataclasses import replace
 
 from ...problem import Align
+from ..archs import ROCM, X86_AMX, Arch
 from ..backend import (
-    ROCM,
-    X86_AMX,
-    Arch,
     Ask,
     Backend,
     Capability,

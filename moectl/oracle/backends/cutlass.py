@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from ...problem import Align
 from ...schemes import MXFP4_ACT
-from ..backend import SM90, Backend, Capability, Form, Offer, Spread, Variant, but, only, sm
+from ..archs import SM90, sm
+from ..backend import Backend, Capability, Form, Offer, Spread, Variant, but, only
 from .defaults import SHARED
 
 _STANDARD_EXCHANGE = Spread(

@@ -2,20 +2,8 @@
 
 from ...problem import Align
 from ...schemes import MXFP8_ACT, ActFormat
-from ..backend import (
-    NO_NVLINK_EXCHANGE,
-    SM10X,
-    SM12X,
-    SM90,
-    Backend,
-    Capability,
-    Form,
-    Need,
-    Offer,
-    Switch,
-    Variant,
-    only,
-)
+from ..archs import SM10X, SM12X, SM90
+from ..backend import NO_NVLINK_EXCHANGE, Backend, Capability, Form, Need, Offer, Switch, Variant, only
 
 _NEEDS = (Need("deep_gemm"),)
 _SWITCHES = (Switch("VLLM_USE_DEEP_GEMM"),)

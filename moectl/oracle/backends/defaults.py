@@ -6,7 +6,8 @@ without a gate.
 """
 
 from ...problem import Align
-from ..backend import ROCM, Form, only
+from ..archs import ROCM
+from ..backend import Form, only
 
 SHARED = only(
     "silu",

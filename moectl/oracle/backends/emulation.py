@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from ...problem import Align
 from ...schemes import MXFP8_ACT
-from ..backend import CUDA, ROCM, Backend, Form, Need, Offer, Variant, but
+from ..archs import CUDA, ROCM
+from ..backend import Backend, Form, Need, Offer, Variant, but
 from .triton import MXFP8_CAPABILITY, PLAIN_CAPABILITY
 
 EMULATION_MX = Backend(

@@ -3,23 +3,8 @@
 from ...padding import padding
 from ...problem import Align
 from ...schemes import MXFP4, MXFP8_ACT
-from ..backend import (
-    ALONE,
-    SM10X,
-    SM12X,
-    SM90,
-    Backend,
-    Capability,
-    Form,
-    Need,
-    Offer,
-    Rule,
-    Spread,
-    Switch,
-    Variant,
-    only,
-    sm,
-)
+from ..archs import SM10X, SM12X, SM90, sm
+from ..backend import ALONE, Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, only
 
 KERNELS = Need("flashinfer_cubin", instead=("nvcc", "ninja"), switch="VLLM_HAS_FLASHINFER_CUBIN")
 """Compiled kernels, or the tools to compile them at run time."""

@@ -1,6 +1,7 @@
 """FlyDSL: AMD's int4 kernels for gfx950, behind a method of their own that only a request reaches."""
 
-from ..backend import Backend, Capability, Form, Need, Offer, Variant, gfx, only
+from ..archs import gfx
+from ..backend import Backend, Capability, Form, Need, Offer, Variant, only
 
 FLYDSL = Backend(
     name="flydsl",

@@ -1,6 +1,7 @@
 """HPC: FP8 kernels for SM90, from a package of their own."""
 
-from ..backend import SM90, Backend, Capability, Form, Need, Offer, Rule, Variant, only
+from ..archs import SM90
+from ..backend import Backend, Capability, Form, Need, Offer, Rule, Variant, only
 
 HPC = Backend(
     name="hpc",

@@ -1,6 +1,7 @@
 """Humming: generated GEMMs for many weight formats; the engine's first choice on Hopper."""
 
-from ..backend import Ask, Backend, Capability, Form, Need, Offer, Rule, Variant, only, sm, weighted_input
+from ..archs import sm
+from ..backend import Ask, Backend, Capability, Form, Need, Offer, Rule, Variant, only, weighted_input
 from .defaults import SHARED, mxfp4_forms
 
 _SWITCH = "VLLM_HUMMING_MOE_GEMM_TYPE"

@@ -5,20 +5,8 @@ from dataclasses import replace
 from ...padding import padding
 from ...problem import Align
 from ...schemes import FULL, MXFP4
-from ..backend import (
-    NO_TWO_SIDED_EXCHANGE,
-    XPU,
-    Ask,
-    Backend,
-    Capability,
-    Choice,
-    Form,
-    Offer,
-    Rule,
-    Variant,
-    but,
-    sm,
-)
+from ..archs import XPU, sm
+from ..backend import NO_TWO_SIDED_EXCHANGE, Ask, Backend, Capability, Choice, Form, Offer, Rule, Variant, but
 from .defaults import SHARED
 
 GROUPS = (FULL, 32, 64, 128)

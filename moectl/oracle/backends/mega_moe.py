@@ -4,7 +4,8 @@ Only DeepSeek-V4 and Kimi-K3 have them, and only when asked for by name.
 """
 
 from ...schemes import MXFP8_ACT
-from ..backend import SM10X, Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, gfx, only
+from ..archs import SM10X, gfx
+from ..backend import Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, only
 
 _MULTIPLE = 128
 _MXFP4 = frozenset({"mxfp4 group 32"})

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..backend import Backend, Capability, Form, Need, Offer, Rule, Spread, Variant, but, only, sm
+from ..archs import sm
+from ..backend import Backend, Capability, Form, Need, Offer, Rule, Spread, Variant, but, only
 
 _CAPABILITY = Capability(
     arch=(sm(100, 100), sm(103, 103)),

@@ -1,6 +1,7 @@
 """MoonEP: experts that work in the layout of their own token exchange."""
 
-from ..backend import CUDA, Backend, Capability, Form, Offer, Spread, Variant, only
+from ..archs import CUDA
+from ..backend import Backend, Capability, Form, Offer, Spread, Variant, only
 
 MOONEP = Backend(
     name="moonep",

@@ -3,7 +3,8 @@
 from functools import partial
 
 from ...padding import padding
-from ..backend import Backend, Capability, Form, Offer, Spread, Variant, only, sm
+from ..archs import sm
+from ..backend import Backend, Capability, Form, Offer, Spread, Variant, only
 
 _OFFERS = (Offer(frozenset({"mxfp4 group 32", "int4 group 32", "int4 group 64", "int4 group 128"})),)
 _ACTIVATIONS = only("silu", "swigluoai")

@@ -3,19 +3,8 @@
 from dataclasses import replace
 
 from ...schemes import NVFP4_ACT
-from ..backend import (
-    SM10X,
-    SM12X,
-    Backend,
-    Capability,
-    Form,
-    Offer,
-    Spread,
-    Variant,
-    but,
-    only,
-    sm,
-)
+from ..archs import SM10X, SM12X, sm
+from ..backend import Backend, Capability, Form, Offer, Spread, Variant, but, only
 from .defaults import SHARED
 from .flashinfer import CUTLASS_CAPABILITY, SITU_KERNELS, TRTLLM_SYMBOLS, flashinfer_needs
 from .triton import PLAIN_CAPABILITY

@@ -1,6 +1,7 @@
 """A HIP kernel for symmetric int4 weights on gfx1100."""
 
-from ..backend import NO_NVLINK_EXCHANGE, Ask, Backend, Capability, Form, Offer, Rule, Variant, gfx, only
+from ..archs import gfx
+from ..backend import NO_NVLINK_EXCHANGE, Ask, Backend, Capability, Form, Offer, Rule, Variant, only
 from .defaults import SHARED
 
 

@@ -5,13 +5,10 @@ from dataclasses import replace
 from ...padding import padding
 from ...problem import Align
 from ...schemes import MXFP4, MXFP8_ACT
+from ..archs import CUDA, ROCM, SM90, XPU, gfx, sm
 from ..backend import (
     ALONE,
-    CUDA,
     NO_NVLINK_EXCHANGE,
-    ROCM,
-    SM90,
-    XPU,
     Ask,
     Backend,
     Capability,
@@ -22,9 +19,7 @@ from ..backend import (
     Rule,
     Variant,
     but,
-    gfx,
     only,
-    sm,
 )
 from .defaults import SHARED, mxfp4_forms
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from ...problem import Align
-from ..backend import SM10X, Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, but, only
+from ..archs import SM10X
+from ..backend import Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, but, only
 from .flashinfer import TRTLLM_SYMBOLS, flashinfer_needs
 from .trtllm_fp8 import ROUTED_EXPERTS
 

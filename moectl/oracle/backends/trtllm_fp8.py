@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..backend import SM10X, Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, only
+from ..archs import SM10X
+from ..backend import Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, only
 from .flashinfer import TRTLLM_SYMBOLS, flashinfer_needs
 
 _ALONE_OR_GATHERED = ("none", "allgather_reducescatter")

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..backend import XPU, Backend, Capability, Form, Offer, Variant, only
+from ..archs import XPU
+from ..backend import Backend, Capability, Form, Offer, Variant, only
 from .defaults import mxfp4_forms
 
 _ACTIVATIONS = only("silu", "gelu", "gelu_tanh", "swigluoai", "relu2_no_mul")

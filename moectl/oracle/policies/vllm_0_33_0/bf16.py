@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ...backend import ANY, Ask, Backend, only, sm
+from ...archs import sm
+from ...backend import ANY, Ask, Backend, only
 from ...backends import aiter, cpu, flashinfer, moonep, triton, trtllm_bf16, xpu
 from ...route import Assignment, Condition, Move, Order, Route, StandIn
 from .order import AITER_DEMANDED, CPU, OUT_OF_TREE, ROCM, TPU, XPU, without_aiter

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ....problem import Dims, MoEProblem
 from ....schemes import FULL, ActFormat, WeightFormat
-from ...backend import ANY, SM10X, SM90, Ask, Backend, but, only
+from ...archs import SM10X, SM90
+from ...backend import ANY, Ask, Backend, but, only
 from ...backends import aiter, cpu, cutlass, deep_gemm, flashinfer, hpc, triton, trtllm_fp8, xpu
 from ...backends.humming import HUMMING
 from ...backends.marlin import MARLIN

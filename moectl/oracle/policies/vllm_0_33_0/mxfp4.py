@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ...backend import SM12X, Backend, but, only
+from ...archs import SM12X
+from ...backend import Backend, but, only
 from ...backends import aiter, b12x, cpu, cutlass, deep_gemm, emulation, flashinfer, moe_ep, triton, xpu
 from ...backends.humming import HUMMING
 from ...backends.marlin import BATCHED_MARLIN, MARLIN

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ...backend import ANY, Ask, Backend, gfx, is_on, only
+from ...archs import gfx
+from ...backend import ANY, Ask, Backend, is_on, only
 from ...backends import aiter, cpu, deep_gemm, emulation, flashinfer, mega_moe, triton, xpu
 from ...backends.humming import HUMMING
 from ...backends.marlin import BATCHED_MARLIN, MARLIN

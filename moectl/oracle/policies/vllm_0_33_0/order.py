@@ -1,6 +1,7 @@
 """Changes of order that several formats share."""
 
-from ...backend import SM90, Arch, Ask, Backend, is_on
+from ...archs import SM90, Arch
+from ...backend import Ask, Backend, is_on
 from ...backends.humming import HUMMING
 from ...backends.marlin import MARLIN
 from ...route import Demand, Exclusion, Move
