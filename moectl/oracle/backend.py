@@ -228,7 +228,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """What kernels stop on when they run, which the engine does not ask before; `kind` is its exception."""
+    """What kernels stop on when they run, `kind` being the engine's exception; its choice ignores that."""
 
     when: Callable[[Ask], bool]
     says: str
@@ -239,7 +239,7 @@ def weighted_input(kind: str) -> Stop:
     """Kernels that do not take tokens already multiplied by the router's weight, as Llama 4 does it."""
     return Stop(
         lambda ask: ask.problem.routing.weight_on_input,
-        "do not serve the router's weight on the experts' input",
+        "does not take the router's weight on the experts' input",
         kind,
     )
 

@@ -49,7 +49,7 @@ def select(
     chosen, failure, notes = found.chosen, found.failure, (*found.notes, *_variables(packages, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
         notes = (*notes, _unasked(policy, chosen))
-    notes = (*notes, *_unbalanced(policy, taken, found.ask, chosen))
+    notes = (*notes, *_stops(found.ask, chosen), *_unbalanced(policy, taken, found.ask, chosen))
     sized = chosen is not None or bool(found.stand_in)
     if sized:
         late, sized = _afterwards(found, policy, taken)
@@ -209,11 +209,18 @@ def _afterwards(found: _Outcome, policy: Policy, route: Route) -> tuple[Failure 
     for aftermath in route.aftermath:
         if aftermath.holds(ask, chosen):
             return Failure(aftermath.says(ask, chosen), aftermath.kind), aftermath.sized
-    for stop in chosen.variant.offers.stops if chosen else ():
-        if stop.when(ask):
-            what = chosen.variant.experts if chosen else ""
-            return Failure(f"{what} stop when they run, as they {stop.says}", stop.kind), True
     return None, True
+
+
+def _stops(ask: Ask, chosen: Candidate | None) -> tuple[str, ...]:
+    """A note for everything that the chosen kernels stop on when they run, which no choice depends on."""
+    if chosen is None:
+        return ()
+    return tuple(
+        f"{chosen.variant.experts} fails at the first token ({stop.kind}): it {stop.says}"
+        for stop in chosen.variant.offers.stops
+        if stop.when(ask)
+    )
 
 
 def _unbalanced(policy: Policy, route: Route, ask: Ask, chosen: Candidate | None) -> tuple[str, ...]:
