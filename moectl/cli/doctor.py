@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from ..errors import ExitCode
@@ -145,7 +146,14 @@ def against(status: "BackendStatus") -> tuple[tuple[str, str], ...]:
     """(group, sentence) of every reason why a backend cannot run, each once."""
     from .explaining.sentences import sentence
 
-    return tuple(dict.fromkeys((verdict.group, sentence(verdict)) for verdict in status.against))
+    found: dict[str, tuple[str, str]] = {}
+    for verdict in status.against:
+        # A package that is not there at all is one reason, whatever is needed of it.
+        name = verdict.question.partition(" ")[2]
+        absent = verdict.offered == "not installed" and verdict.wanted.startswith(f"{name}.")
+        kept = replace(verdict, wanted=name) if absent else verdict
+        found.setdefault(sentence(kept), (kept.group, sentence(kept)))
+    return tuple(found.values())
 
 
 def _packages(report: "Report", verbose: bool) -> "Iterator[Block]":

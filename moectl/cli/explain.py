@@ -1,6 +1,7 @@
 """`moectl explain`: which backend a checkpoint gets, and every reason against the others."""
 
 import difflib
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -171,6 +172,7 @@ def explain(
     from ..checkpoint import open_checkpoint
     from ..checkpoint.stated import parse_stated
     from ..environment import INSTALLED, device_names
+    from ..environment.gpus import visibility_set
     from ..explain import explain as library
     from ..explain.explanation import Question
     from ..explain.machines import machine
@@ -208,6 +210,9 @@ def explain(
     source = open_checkpoint(checkpoint, offline=offline, stated=parse_stated(activation, routing))
     for spec in dict.fromkeys(found.spec for found in machines if found.assumed):
         out.note(f"packages assumed: profile {spec}; --packages {INSTALLED} takes those found here")
+    if any(not found.key for found in machines):
+        for variable, value in visibility_set(os.environ).items():
+            out.note(f"with {variable}={value} this machine's device is {machines[0].device.name}")
     for note in remarks(chosen, parallels, all2all, env_given):
         out.note(note)
     if len(machines) * len(parallels) > 1:

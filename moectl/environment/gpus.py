@@ -44,6 +44,12 @@ Of the two that HIP reads, the first one that is set holds.
 """
 
 
+def visibility_set(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables of `env` that hide GPUs of any maker."""
+    names = dict.fromkeys(name for names in VISIBILITY.values() for name in names)
+    return {name: env[name] for name in names if name in env}
+
+
 def visible_gpus(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[Gpu, ...]:
     """Those of `gpus`, all of one platform, that a process with `env` is shown, in its order.
 

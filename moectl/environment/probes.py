@@ -68,6 +68,7 @@ PROBES: dict[str, Probe] = {
     "deep_gemm": Probe(
         ("deep_gemm", "vllm.third_party.deep_gemm"),
         "deep-gemm",
+        symbols=("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
         serves="FP8 and FP4 GEMMs",
         get="comes with vLLM; its source is github.com/deepseek-ai/DeepGEMM",
     ),
@@ -75,19 +76,35 @@ PROBES: dict[str, Probe] = {
         ("humming",),
         "humming-kernels",
         marks=("layer.py", "kernel", "ops"),
+        symbols=("schema.HummingWeightSchema", "tune.get_heuristics_config"),
         serves="weight-only and 8-bit GEMMs",
         get="pip install humming-kernels",
         other="a package of that name that is not humming-kernels",
     ),
     "deep_ep": Probe(
-        ("deep_ep",), "deep-ep", serves="token exchange", get="build github.com/deepseek-ai/DeepEP"
+        ("deep_ep",),
+        "deep-ep",
+        symbols=("Buffer",),
+        serves="token exchange",
+        get="build github.com/deepseek-ai/DeepEP",
     ),
-    "aiter": Probe(("aiter",), "amd-aiter", serves="AMD's kernels", get="build github.com/ROCm/aiter"),
+    "aiter": Probe(
+        ("aiter",),
+        "amd-aiter",
+        symbols=("fused_moe.fused_moe", "ops.shuffle.shuffle_weight"),
+        serves="AMD's kernels",
+        get="build github.com/ROCm/aiter",
+    ),
     "quark": Probe(
         ("quark",), "amd-quark", ("torch",), serves="emulation of MX formats", get="pip install amd-quark"
     ),
     "b12x": Probe(("b12x",), "b12x", serves="FP4 kernels for SM12x", get="pip install b12x"),
-    "hpc": Probe(("hpc",), serves="FP8 kernels for Hopper", get="build github.com/Tencent/hpc-ops"),
+    "hpc": Probe(
+        ("hpc",),
+        symbols=("fuse_moe", "fuse_moe_blockwise"),
+        serves="FP8 kernels for Hopper",
+        get="build github.com/Tencent/hpc-ops",
+    ),
     "zentorch": Probe(("zentorch",), "zentorch", serves="AMD CPU kernels", get="pip install zentorch"),
 }
 """Optional packages that decide, by the name under which `Packages` lists them."""

@@ -7,8 +7,11 @@ import sys
 import pytest
 from invoking import moectl
 
+from moectl.cli.doctor import against
 from moectl.cli.env import HIDDEN, described, shown_value, written
 from moectl.doctor import examine
+from moectl.doctor.backends import BackendStatus
+from moectl.oracle.checks import Verdict
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +46,32 @@ def test_markdown_and_verbose_are_longer():
     assert plain.startswith("## 1 problem")
     assert len(long) > len(plain)
     assert "-v lists" not in long
+
+
+def test_a_package_that_is_not_there_is_one_reason():
+    status = BackendStatus(
+        "p",
+        "b",
+        (),
+        (),
+        (
+            Verdict("package flashinfer", "package", "flashinfer.a", "not installed", False),
+            Verdict("package flashinfer", "package", "flashinfer.b", "not installed", False),
+            Verdict("package flashinfer_cubin", "package", "cubin or nvcc", "not installed", False),
+            Verdict("device", "arch", "sm90", "sm100", False),
+        ),
+    )
+    assert [group for group, _ in against(status)] == ["package", "package", "arch"]
+    assert against(status)[0][1].startswith("needs flashinfer, which is not installed")
+    assert against(status)[1][1].startswith("needs cubin or nvcc")
+
+
+def test_explain_says_which_variable_picks_the_device():
+    env = {"CUDA_VISIBLE_DEVICES": "-1"}
+    asked = ("explain", "openai/gpt-oss-20b", "--offline", "--policy", "moectl")
+    assert moectl(*asked, "-q", env=env).stderr == ""
+    done = moectl(*asked, env=env)
+    assert "with CUDA_VISIBLE_DEVICES=-1 this machine's device is" in done.stderr
 
 
 def test_neither_command_imports_torch():

@@ -13,6 +13,10 @@ from moectl.environment import Packages
 
 H200 = "0, GPU-aaaa, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
 OLD = "1, GPU-bbbb, Tesla T4, 15360, 7.5, 580.95.05, [N/A]"
+DEEP_GEMM = """
+__version__ = '2.5'
+# m_grouped_fp8_gemm_nt_contiguous m_grouped_fp8_fp4_gemm_nt_contiguous
+"""
 SYMBOLS = """
 from .x import fp4_quantize, nvfp4_block_scale_interleave
 """
@@ -29,7 +33,7 @@ def sound(bench) -> None:
     bench.file("torch/version.py", "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip = None\n")
     bench.package("vllm", "vllm", "0.33.0")
     bench.file("vllm/third_party/triton_kernels/matmul_ogs.py")
-    bench.file("vllm/third_party/deep_gemm/__init__.py", "__version__ = '2.5'\n")
+    bench.file("vllm/third_party/deep_gemm/__init__.py", DEEP_GEMM)
 
 
 def levels(report: Report, about: str) -> list[str]:
@@ -130,6 +134,8 @@ def test_missing_symbols_are_named(bench) -> None:
     bench.package("flashinfer_cubin", "flashinfer-cubin", "0.1.0")
     problem = next(remark for remark in examine(bench.env()).problems if "lacks" in remark.says)
     assert "fused_moe.cutlass_fused_moe" in problem.says
+    bench.package("deep_gemm", "deep-gemm", "1.0", "m_grouped_fp8_gemm_nt_contiguous = 1\n")
+    assert "deep_gemm 1.0 lacks m_grouped_fp8_fp4_gemm_nt_contiguous" in says(examine(bench.env()))
 
 
 def test_variables_that_do_nothing_are_problems(bench) -> None:
