@@ -72,7 +72,7 @@ def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     Called with the model's name, and with ``layers=N`` for a model of its first N MoE layers.
     """
     from moectl.checkpoint.catalogue import read_entry
-    from moectl.checkpoint.families import KEYS
+    from moectl.checkpoint.fields import KEYS
     from moectl.sparse import write_sparse
 
     def write(model: str, layers: int | None = None) -> Path:

@@ -222,6 +222,8 @@ def _told(found: Quantization, place: str) -> dict[str, str]:
         for key, source in found.sources.items()
     }
     told.setdefault("storage", told["scheme"])
+    if not found.act_stated:
+        told["scheme.act"] = "assumed"
     return told
 
 

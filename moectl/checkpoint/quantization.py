@@ -42,6 +42,7 @@ class Quantization:
         sources: for each of the fields above, the config key that it was read from.
         ignore: module name patterns that stay unquantized, in the config's own spelling.
         method: `quant_method` as the config spells it; ``""`` without a config.
+        act_stated: False when the config has no word on activations, not even that they stay 16-bit.
     """
 
     storage: str
@@ -50,6 +51,7 @@ class Quantization:
     sources: Mapping[str, str] = field(default_factory=dict)
     ignore: tuple[str, ...] = ()
     method: str = ""
+    act_stated: bool = True
 
 
 UNQUANTIZED = Quantization("plain", Scheme(BF16), sources={"scheme": "config:no quantization_config"})
@@ -89,7 +91,7 @@ def parse_quantization(
     if method == "fp8" and expert_dtype == "fp4" and scheme.weight.name == "fp8":
         storage, scheme = "mxfp4", Scheme(MXFP4)
         named = dict.fromkeys(named, "config:expert_dtype")
-    return Quantization(storage, scheme, order, named, ignore, method)
+    return Quantization(storage, scheme, order, named, ignore, method, _states_act(quantization_config))
 
 
 Parsed = tuple[str, Scheme, str, dict[str, str], tuple[str, ...]]
@@ -278,6 +280,13 @@ def _compressed(config: Config, model_type: str) -> Parsed:
         keys,
         _names(config, "ignore"),
     )
+
+
+def _states_act(config: Config) -> bool:
+    """False for groups of compressed-tensors in which the key of activations is missing."""
+    if config.get("quant_method") != "compressed-tensors":
+        return True
+    return "input_activations" in _compressed_group(config)[1]
 
 
 def group_scheme(group: Config, where: str) -> Scheme:

@@ -32,13 +32,15 @@ def read_layer(layer: FoundLayer, declared: Declared, stated: Stated = Stated())
     router = check_router(layer, names, experts, said.top_k)
     hidden = fitted.sizes["hidden"]
     model_hidden = router.shape[1] if router and "weight" in names.router else said.model_hidden
+    first = next(iter(layer.experts.values()))
     as_said = fitted.storage.name(said.storage) == said.storage
+    scheme = fitted.scheme(said.scheme, as_said and sources.get("scheme.act") != "assumed", first)
     found = replace(
         said,
         dims=Dims(hidden, fitted.sizes["intermediate"]),
         experts=experts,
         local_experts=experts,
-        scheme=fitted.scheme(said.scheme, as_said, next(iter(layer.experts.values()))),
+        scheme=scheme,
         storage=fitted.storage.name(said.storage),
         act_order=said.act_order if as_said else "",
         activation=_activation(said.activation, fitted),
@@ -205,5 +207,7 @@ def _compare(
     sources["storage"] = sources["arrangement"] = f"header:{first}"
     if router:
         sources["router_dtype"] = f"header:{router}"
+    if sources.pop("scheme.act", "") and found.scheme.act == said.scheme.act:
+        sources["scheme.act"] = "assumed"
     if found.scheme != said.scheme:
         sources["scheme"] = f"header:{first}"
