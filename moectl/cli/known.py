@@ -1,4 +1,4 @@
-"""`moectl list`: the models and GPUs that can be named without having them."""
+"""`moectl list`: the models, GPUs and engine variables that can be named."""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -12,6 +12,7 @@ from .output import Output, count, size, table
 EXAMPLES = (
     "moectl list models deepseek",
     "moectl list gpus --json",
+    "moectl list variables removed",
     "moectl explain deepseek-v3 --gpu h200",
 )
 
@@ -21,6 +22,7 @@ class Kind(str, Enum):
 
     models = "models"
     gpus = "gpus"
+    variables = "variables"
 
 
 @framed("list")
@@ -32,9 +34,10 @@ def known(
     *,
     out: Output,
 ) -> None:
-    """List what moectl knows by name: published models, and GPUs.
+    """List what moectl knows by name: published models, GPUs, and engine variables.
 
-    A model's name, with or without its organization, stands for a checkpoint; a GPU's goes to --gpu.
+    A model's name, with or without its organization, stands for a checkpoint; a GPU's goes to --gpu; a
+    variable, one of vLLM that concerns experts, to --env.
     """
     wanted = [word.casefold() for word in words or []]
     rows = [row for row in LISTS[kind]() if all(word in _searched(row) for word in wanted)]
@@ -53,6 +56,7 @@ def known(
 COLUMNS = {
     Kind.models: ("name", "experts", "layers", "config", "tensors"),
     Kind.gpus: ("name", "product", "arch", "memory", "bandwidth"),
+    Kind.variables: ("name", "takes", "default", "status", "does", "instead"),
 }
 """Keys of a row that a person is shown."""
 
@@ -91,12 +95,29 @@ def _gpus() -> Iterable[dict[str, Any]]:
         }
 
 
-LISTS = {Kind.models: _models, Kind.gpus: _gpus}
+def _variables() -> Iterable[dict[str, Any]]:
+    from ..environment.vllm_0_33_0 import VARIABLES
+
+    for variable in VARIABLES.values():
+        yield {
+            "name": variable.name,
+            "takes": variable.values(),
+            "default": variable.default,
+            "status": variable.status,
+            "does": variable.does,
+            "instead": variable.instead,
+        }
+
+
+LISTS = {Kind.models: _models, Kind.gpus: _gpus, Kind.variables: _variables}
 
 
 def _searched(row: dict[str, Any]) -> str:
     return " ".join(
-        [row["name"], row.get("product", ""), row.get("arch", ""), *row.get("spellings", ())]
+        [
+            *(str(row.get(key, "")) for key in ("name", "product", "arch", "status", "does")),
+            *row.get("spellings", ()),
+        ]
     ).casefold()
 
 

@@ -32,3 +32,12 @@ def test_every_listed_gpu_is_found_by_every_name():
 
 def test_what_cannot_be_listed():
     assert "models" in moectl("list", "layers", code=2).stderr
+
+
+def test_variables_are_listed_with_what_replaced_them():
+    document = moectl("list", "variables", "--json").document
+    rows = {row["name"]: row for row in document["variables"]}
+    assert rows["VLLM_USE_DEEP_GEMM"]["default"] == "1"
+    assert rows["VLLM_MXFP4_USE_MARLIN"]["instead"] == "--moe-backend marlin"
+    removed = moectl("list", "variables", "removed", "-q").stdout.split()
+    assert removed == [name for name, row in rows.items() if row["status"] == "removed"]
