@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moectl.environment import Device, find_device
+from moectl.environment import Device, device_names, find_device
 from moectl.floors import Rates, floor_of, known_floor, published_rates, uniform_work
 from moectl.problem import Dims, MoEProblem, Parallel
 from moectl.schemes import MXFP4, Scheme
@@ -61,3 +61,10 @@ def test_an_unknown_rate_is_no_rate():
     assert known_floor(work, Rates(1e12, 0, ""), needs_compute=True) is None
     assert known_floor(work, Rates(1e12, 1e15, "")) == floor_of(work, Rates(1e12, 1e15, ""))
     assert published_rates(Device("cuda", "sm90", "x"), "a16").bandwidth == 0
+
+
+def test_narrower_formats_are_never_slower_where_both_rates_are_known():
+    for name in device_names():
+        device = find_device(name)
+        rates = [r for r in (device.bf16_flops, device.fp8_flops, device.fp4_flops) if r]
+        assert rates == sorted(rates), name
