@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..checkpoint.model import Origin
 from ..errors import UsageError
 from ..oracle.decision import replay_inputs
 from ..oracle.registry import policy_named
+from ..problem import Dims
 from .explanation import Explanation, GroupExplanation, Question, explained
 from .machines import Machine
 from .matrix import Cell, Matrix
@@ -93,6 +95,8 @@ def _situation(decision: Mapping[str, Any]) -> Situation:
             raise UsageError(f"the document's {name} must be positive, got {size}")
     if device.platform == "cuda" and not re.fullmatch(r"sm\d{2,3}[af]?", device.arch):
         raise UsageError(f"the document's device has no CUDA architecture: {device.arch!r}")
+    # Padded sizes are a result of the recorded decision.
+    problem = replace(problem, dims=Dims(problem.dims.hidden, problem.dims.intermediate))
     return Situation(
         problem,
         device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, count
 from typing import Any
 
@@ -56,6 +56,7 @@ class Why:
         chosen: it is what is chosen already.
         answers: smallest first.
         remaining: why no change helps, a sentence each; empty where one does.
+        reason: the same in one sentence, where no candidate's question says it.
         complete: False when the search stopped at `MOST_DECISIONS`.
     """
 
@@ -64,6 +65,7 @@ class Why:
     answers: tuple[Answer, ...]
     remaining: tuple[tuple[Candidate, Verdict], ...]
     complete: bool
+    reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -80,6 +82,7 @@ class Why:
                 }
                 for c, v in self.remaining
             ],
+            "reason": self.reason or None,
             "complete": self.complete,
         }
 
@@ -112,7 +115,18 @@ class _Search:
                 self.visit(changes)
         complete = not self.queue or len(self.merged()) >= MOST_ANSWERS
         remaining = () if self.answers else tuple(self.stuck.values())
-        return Why(self.name, False, tuple(self.merged()), remaining, complete)
+        reason = "" if self.answers or remaining else self.reason(first)
+        return Why(self.name, False, tuple(self.merged()), remaining, complete, reason)
+
+    def reason(self, first: Decision) -> str:
+        """Why nothing helps where no candidate is asked: the row has no such backend, or refuses."""
+        routes = self.start.policy.routes
+        rows = [route for route in routes if self.wanted & {b.name for b in route.backends()}]
+        if all(route.name != first.route for route in rows):
+            others = "; ".join(route.name for route in rows)
+            return f"{self.name} is a backend for {others}, and this checkpoint is read as {first.route}"
+        by_name = replace(self.start, requested=self.name).decide()
+        return "; ".join([*map(str, by_name.gates), *([str(by_name.error)] if by_name.error else [])])
 
     def push(self, changes: tuple[Change, ...]) -> None:
         key = frozenset((c.slot, c.text) for c in changes)

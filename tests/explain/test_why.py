@@ -82,6 +82,12 @@ def test_what_cannot_be_changed_is_named():
     assert {verdict.question for _, verdict in found.remaining} == {"activation function"}
 
 
+def test_a_backend_of_other_formats_says_of_which():
+    found = why(situation(KIMI, "h200"), "aiter_mxfp4_fp8")
+    assert not found.answers and not found.remaining
+    assert "MXFP4 of gpt-oss" in found.reason and "compressed-tensors" in found.reason
+
+
 def test_a_shard_that_breaks_groups_is_mended_by_fewer_ranks_or_padding():
     found = why(situation(KIMI, "h200", Parallel(tp=128)), "marlin")
     assert {"parallel", "padding"} <= {change.kind for answer in found.answers for change in answer.changes}

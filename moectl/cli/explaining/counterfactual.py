@@ -34,6 +34,8 @@ def _one(asked: Asked, why: Why) -> Iterator[Block]:
         yield Line("Each answer was checked by deciding again with the change made.")
     else:
         yield Line("Nothing that can be changed helps.", strong=True)
+        if why.reason:
+            yield Line(f"{why.reason[0].upper()}{why.reason[1:]}.")
         yield Listing(
             tuple(
                 Entry("", candidate.variant.experts, (("because", f"it {sentence(verdict)}"),))
