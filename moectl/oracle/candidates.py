@@ -21,21 +21,22 @@ Judged = tuple[tuple[Candidate, ...], tuple[str, ...]]
 def candidates(ask: Ask, policy: Policy, route: Route, name: str | None) -> Judged:
     """Every candidate in order, judged, for the request `name` or for the automatic choice."""
     ignored: tuple[str, ...] = ()
-    if name and (route.assigned or route.ignored.allows(name)) and name not in route.names:
+    if route.ignores(name):
         ignored = (f"{policy.name} ignores the request for {name} here",)
     if route.assigned:
         note = f"{policy.name} assigns the backend of {route.name} without asking the others"
         return _assigned(ask, policy, route), (note, *ignored)
     if name and not ignored:
-        return _judged(ask, policy, route, requested(ask, route, name), name), ()
+        asked, out = requested(ask, route, name), route.left_out(ask, by_name=True)
+        return _judged(ask, policy, route, asked, name, left_out=out), ()
     ranking, notes = route.ranking(ask), (*ignored, *route.moved(ask))
     demand = route.demand(ask)
     if demand is not None:
         notes = (*notes, demand.why)
-        asked = requested(ask, route, demand.name)
+        demanded = requested(ask, route, demand.name)
         if not demand.falls_back:
-            return _judged(ask, policy, route, asked, demand.name), notes
-        ranking = (*asked, *(backend for backend in ranking if backend not in asked))
+            return _judged(ask, policy, route, demanded, demand.name), notes
+        ranking = (*demanded, *(backend for backend in ranking if backend not in demanded))
     found = _judged(ask, policy, route, ranking, None, left_out=route.left_out(ask))
     extra = _judged(ask, policy, route, route.on_request, None, len(found), _BY_NAME_ONLY)
     return (*found, *extra), notes

@@ -119,6 +119,7 @@ class Decision:
         gates: what the engine refuses before it asks; it would not start.
         error: why nothing is chosen, or what fails after the choice; empty when all is well.
         error_kind: the engine's exception class for it; empty where the engine goes on without a choice.
+        ignored: the request by name did nothing.
         order: the engine's names of all backends of its automatic order here, best first.
         stand_in: the engine's name of what it goes on with where nothing is chosen and nothing fails.
         notes: what a user should know about how the choice came about.
@@ -138,6 +139,7 @@ class Decision:
     gates: tuple[Gate, ...] = ()
     error: str = ""
     error_kind: str = ""
+    ignored: bool = False
     order: tuple[str, ...] = ()
     stand_in: str = ""
     notes: tuple[str, ...] = ()
@@ -179,6 +181,7 @@ class Decision:
             "gates": [{"kind": gate.kind, "says": gate.says} for gate in self.gates],
             "error": self.error or None,
             "error_kind": self.error_kind or None,
+            "ignored": self.ignored,
             "order": list(self.order),
             "stand_in": self.stand_in or None,
             "notes": list(self.notes),

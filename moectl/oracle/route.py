@@ -93,13 +93,15 @@ def _anywhere(where: Archs | None, device: Device) -> bool:
 class Exclusion:
     """Backends that a method leaves out of the automatic order while `when` holds (None is always).
 
-    `switches` are those that `when` reads.
+    `why` completes "is taken ...". `switches` are those that `when` reads. `by_name`: a
+    request for them is refused too.
     """
 
     backends: tuple[Backend, ...]
     why: str
     when: Callable[[Ask], bool] | None = None
     switches: frozenset[str] = frozenset()
+    by_name: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,14 +252,20 @@ class Route:
                 return ranked, tuple(dict.fromkeys(reasons))
         return (), ()
 
-    def left_out(self, ask: Ask) -> dict[Backend, str]:
-        """Backends that the method leaves out of the automatic order for `ask`, with the reason."""
+    def left_out(self, ask: Ask, by_name: bool = False) -> dict[Backend, str]:
+        """Backends that the method leaves out of the automatic order, or refuses by name, with the reason."""
         return {
             backend: exclusion.why
             for exclusion in self.exclusions
-            if exclusion.when is None or exclusion.when(ask)
+            if (exclusion.by_name or not by_name) and (exclusion.when is None or exclusion.when(ask))
             for backend in exclusion.backends
         }
+
+    def ignores(self, name: str | None) -> bool:
+        """True when the request `name` does nothing here."""
+        return (
+            name is not None and name not in self.names and (bool(self.assigned) or self.ignored.allows(name))
+        )
 
     def meant(self, name: str, ask: Ask) -> tuple[Backend, ...]:
         """Backends that a request means, before batched tokens change it; empty for an unknown name."""

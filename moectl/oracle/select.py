@@ -62,6 +62,7 @@ def select(
         policy=policy.name,
         requested=only,
         allow_fallback=allow_fallback,
+        ignored=taken.ignores(name),
         route=taken.name,
         method=taken.method,
         candidates=found.candidates,
@@ -168,7 +169,7 @@ def _choose(
     chosen = next((c for c in judged if c.usable), None) if refused is None else None
     if refused or chosen:
         return _Outcome(ask, judged, chosen, refused, notes)
-    asked_for = None if name and route.ignored.allows(name) else name
+    asked_for = None if route.ignores(name) else name
     demand = None if asked_for else route.demand(ask)
     if demand is not None and not demand.falls_back:
         asked_for = demand.name

@@ -334,6 +334,20 @@ def test_plug_ins_compute_unquantized_and_fp8_layers_and_nothing_is_said_of_othe
     assert ask(FP8, "cpu", only="marlin").error_kind == "ValueError"
 
 
+def test_cutlass_by_name_says_that_the_method_never_takes_it() -> None:
+    decision = ask(FP8, "h100", only="cutlass")
+    assert decision.error_kind == "ValueError"
+    assert "never by this method" in decision.error
+    assert ask(COMPRESSED, "h100", only="cutlass").require().engine_name == "VLLM_CUTLASS"
+
+
+def test_requests_that_do_nothing_are_told() -> None:
+    assert ask(QWEN, "h100", only="marlin").ignored
+    assert ask(replace(QWEN, lora=True), "h100", only="triton").ignored
+    assert not ask(QWEN, "h100", only="triton").ignored
+    assert not ask(QWEN, "h100").ignored
+
+
 def test_balancing_that_a_method_does_not_do_is_noted() -> None:
     balanced = Parallel(tp=8, ep=True, eplb=True)
     static = replace(FP8, scheme=STATIC, parallel=balanced)

@@ -200,7 +200,8 @@ def because(decision: Decision) -> str:
     note = f" {chosen.backend.note}" if chosen.backend.note else ""
     if chosen.assigned:
         return f"the method takes it on this device without asking the others.{note}"
-    if decision.requested and decision.requested != "auto" and not decision.allow_fallback:
+    by_name = decision.requested not in (None, "", "auto") and not decision.ignored
+    if by_name and not decision.allow_fallback:
         return f"it was asked for by name and serves this.{note}"
     if not before:
         return f"it is first in the order, and nothing speaks against it.{note}"

@@ -264,8 +264,10 @@ _FP8 = replace(
     storages=only("fp8"),
     key=exact_key,
     declares=_fp8_act,
-    exclusions=(Exclusion(_CUTLASS_PAIR, "the method leaves vLLM's CUTLASS out"), *_SHARED_EXCLUSIONS),
-    names={name: backends for name, backends in _NAMES.items() if name != "cutlass"},
+    exclusions=(
+        Exclusion(_CUTLASS_PAIR, "never by this method", by_name=True),
+        *_SHARED_EXCLUSIONS,
+    ),
     slices=_fit_blocks,
     minimum=75,
     dtypes=only("bf16", "fp16"),

@@ -43,7 +43,9 @@ AITER_DEMANDED = Demand(
 
 def without_aiter(*backends: Backend) -> Exclusion:
     """AITER's `backends` are left out where a switch turns them off."""
-    return Exclusion(backends, f"{_AITER} or {_AITER_MOE} leaves it out", _aiter_refused, _AITER_SWITCHES)
+    return Exclusion(
+        backends, f"only while {_AITER} and {_AITER_MOE} are on, or unset", _aiter_refused, _AITER_SWITCHES
+    )
 
 
 _DEEP_GEMM, _DEEP_GEMM_MOE = "VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"
@@ -78,9 +80,9 @@ def without_deep_gemm(*backends: Backend) -> tuple[Exclusion, ...]:
     return (
         Exclusion(
             backends,
-            f"{_DEEP_GEMM} or {_DEEP_GEMM_MOE} leaves it out",
+            f"only while {_DEEP_GEMM} and {_DEEP_GEMM_MOE} are on, or unset",
             lambda ask: _stated(ask, _DEEP_GEMM_SWITCHES) and not _deep_gemm_on(ask),
             _DEEP_GEMM_SWITCHES,
         ),
-        Exclusion(backends, "left out for this model on Blackwell", _hurt),
+        Exclusion(backends, "not for this model on Blackwell", _hurt),
     )
