@@ -1,4 +1,7 @@
-"""Checkpoints on the Hugging Face Hub: small JSON files whole, safetensors headers by HTTP range."""
+"""Checkpoints on the Hugging Face Hub: small JSON files whole, safetensors headers by HTTP range.
+
+Headers are asked for by several workers at once and kept by commit (`hub_cache`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any
 
 from ..errors import CheckpointError, Unavailable
 from .header import LENGTH_BYTES, Budget, header_length, read_header
-from .model import TensorInfo
+from .hub_cache import HeaderCache
 from .shards import (
     CONFIG,
     INDEX,
@@ -31,8 +34,16 @@ FIRST_BYTES = 128 << 10
 """Bytes of a file that are asked for first; most headers are shorter."""
 
 WORKERS = 8
+"""Most requests for headers at once."""
+
 TIMEOUT = 10.0
-ATTEMPTS = 3
+ATTEMPTS = 4
+"""Times that a busy server, or one that breaks off, is asked."""
+
+PAUSE = 0.5
+"""Seconds before the second attempt; doubled each time, unless the server says how long."""
+
+LONGEST_PAUSE = 30.0
 _AGAIN = (429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -45,14 +56,22 @@ class HubUnreachable(Unavailable):
     """The Hub does not answer, or only to those who are logged in."""
 
 
+class _CutShort(CheckpointError):
+    """An answer ended too soon."""
+
+
 @dataclass(frozen=True)
 class HubCheckpoint:
-    """What a Hub repository says at one commit: its JSON documents by file name, and its tensors."""
+    """What a Hub repository says at one commit: its JSON documents by file name, and its tensors.
+
+    `note` says what went wrong that harms nothing but speed.
+    """
 
     revision: str
     documents: Mapping[str, Mapping[str, Any]]
-    tensors: Mapping[str, TensorInfo] | None
+    tensors: TensorTable | None
     files: frozenset[str]
+    note: str = ""
 
 
 def hub_is_offline() -> bool:
@@ -73,7 +92,7 @@ def cached_folder(repo: str, revision: str | None) -> Path | None:
 def read_hub(repo: str, revision: str | None, token: str | None, wanted: tuple[str, ...]) -> HubCheckpoint:
     """The documents `wanted` and all tensor headers of `repo`, every file at one commit.
 
-    JSON files go through the Hub cache; of weight files only headers travel.
+    JSON files go through the Hub cache; of weight files only headers travel, and those once.
 
     Raises:
         NotOnHub: no such model, revision or config.json.
@@ -104,14 +123,19 @@ def read_hub(repo: str, revision: str | None, token: str | None, wanted: tuple[s
         }
         index = index_files(documents[INDEX]) if INDEX in documents else None
         names = shard_names(sizes, index)
-        read = partial(_remote_header, repo, commit, token, Budget())
+        cache = HeaderCache(repo, commit)
+        read = partial(_header, repo, commit, token, Budget(), cache)
         with ThreadPoolExecutor(min(WORKERS, max(1, len(names)))) as pool:
             try:
                 shards = list(pool.map(read, names, [sizes[name] for name in names]))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-    return HubCheckpoint(commit, documents, join_tensors(shards, index) if names else None, frozenset(sizes))
+    if names:
+        cache.write_listing({name: shard.size for name, shard in zip(names, shards, strict=True)})
+    note = f"headers could not be cached: {cache.refused}" if cache.refused else ""
+    tensors = join_tensors([shard.tensors for shard in shards], index) if names else None
+    return HubCheckpoint(commit, documents, tensors, frozenset(sizes), note)
 
 
 def _commit(sha: str | None, repo: str) -> str:
@@ -182,23 +206,50 @@ def _first(error: BaseException) -> str:
     return lines[0].rstrip(".")
 
 
-def _remote_header(
-    repo: str, commit: str, token: str | None, budget: Budget, name: str, listed: int | None
-) -> TensorTable:
-    from huggingface_hub import hf_hub_url
+@dataclass(frozen=True)
+class _Shard:
+    """A weight file: its size and tensors."""
 
-    url = hf_hub_url(repo, name, revision=commit)
-    first, size = _read_range(url, 0, FIRST_BYTES, name, token)
+    size: int
+    tensors: TensorTable
+
+
+def _header(
+    repo: str,
+    commit: str,
+    token: str | None,
+    budget: Budget,
+    cache: HeaderCache,
+    name: str,
+    listed: int | None,
+) -> _Shard:
+    """The header of weight file `name`, of `listed` bytes by the listing, from the cache or the Hub."""
+    kept = cache.read(name)
+    if kept is not None and listed in (None, kept[1]):
+        with suppress(CheckpointError):
+            return _Shard(kept[1], read_header(*kept, name, budget))
+    start, size = _remote_header(repo, commit, token, name)
     if listed is not None and listed != size:
         raise CheckpointError(
             f"{name}: the Hub lists {listed} bytes, but serves a file of {size}.",
             hint="Try again, as the file may just be changing, or download the checkpoint.",
         )
+    tensors = read_header(start, size, name, budget)
+    cache.write(name, start, size)
+    return _Shard(size, tensors)
+
+
+def _remote_header(repo: str, commit: str, token: str | None, name: str) -> tuple[bytes, int]:
+    """The first bytes of a weight file up to its header's end, and the file's size."""
+    from huggingface_hub import hf_hub_url
+
+    url = hf_hub_url(repo, name, revision=commit)
+    first, size = _read_range(url, 0, FIRST_BYTES, name, token)
     end = LENGTH_BYTES + header_length(first, size, name)
     if end > len(first):
         rest, _ = _read_range(url, len(first), end, name, token)
         first += rest
-    return read_header(first, size, name, budget)
+    return first[:end], size
 
 
 def _client() -> Any:
@@ -213,15 +264,28 @@ def _read_range(url: str, start: int, end: int, name: str, token: str | None) ->
 
     Raises CheckpointError when the server answers with anything else than that range.
     """
+    from huggingface_hub import errors
+
     headers: dict[str, str] = _client().build_hf_headers(token=token)
     headers |= {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    broken_off = (OSError, getattr(errors, "HTTPError", OSError), _CutShort)
     for attempt in range(ATTEMPTS):
-        with _stream(url, headers) as response:
-            if response.status_code in _AGAIN and attempt + 1 < ATTEMPTS:
-                time.sleep(0.5 * 2**attempt)
-                continue
-            return _take_range(response, start, end, name)
+        last, pause = attempt + 1 == ATTEMPTS, PAUSE * 2**attempt
+        try:
+            with _stream(url, headers) as response:
+                if last or response.status_code not in _AGAIN:
+                    return _take_range(response, start, end, name)
+                pause = _asked_pause(response.headers.get("Retry-After"), pause)
+        except broken_off as error:
+            if last or isinstance(error, errors.HfHubHTTPError):
+                raise
+        time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _asked_pause(text: str | None, usual: float) -> float:
+    """Seconds that a busy server asks for, within reason; `usual` when it names no number."""
+    return min(float(text), LONGEST_PAUSE) if text is not None and text.isdecimal() else usual
 
 
 @contextmanager
@@ -254,9 +318,14 @@ def _take_range(response: Any, start: int, end: int, name: str) -> tuple[bytes, 
         body += piece
         if len(body) > expected:
             break
-    if len(body) != expected:
+    if len(body) < expected:
+        raise _CutShort(
+            f"{name}: the answer breaks off: the server sends {len(body)} bytes, {expected} were asked for.",
+            hint="Try again, or download the checkpoint.",
+        )
+    if len(body) > expected:
         raise CheckpointError(
             f"{name}: the server sends {len(body)} bytes or more, {expected} were asked for.",
-            hint="Try again, or download the checkpoint.",
+            hint="Use a Hub endpoint that serves ranges, or download the checkpoint.",
         )
     return bytes(body), size

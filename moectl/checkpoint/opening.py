@@ -230,14 +230,18 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _open_cached(folder: Path, repo: str, note: str) -> _Found:
+    from .hub_cache import HeaderCache
+
     origin = Origin("cache", repo, folder.name, folder, note)
     if _is_whole(folder):
         return _open_folder(folder, origin)
     config = read_document(folder, CONFIG)
     assert config is not None, "the cache lookup saw the file"
     documents = {name: read_document(folder, name) for name in QUANTIZATION_FILES}
-    note = "; ".join(part for part in (note, "the cache holds its config.json, not its weights") if part)
-    return _Found(config, documents, None, Origin("cache", repo, folder.name, folder, note), None)
+    tensors = HeaderCache(repo, folder.name).tensors(read_document(folder, INDEX))
+    held = "config.json" if tensors is None else "headers"
+    note = "; ".join(part for part in (note, f"the cache holds its {held}, not its weights") if part)
+    return _Found(config, documents, tensors, Origin("cache", repo, folder.name, folder, note), None)
 
 
 def _open_hub(repo: str, revision: str | None, token: str | None) -> _Found:
@@ -246,7 +250,7 @@ def _open_hub(repo: str, revision: str | None, token: str | None) -> _Found:
     found = read_hub(repo, revision, token, (INDEX, *QUANTIZATION_FILES))
     if MANIFEST in found.files:
         raise _converted(repo)
-    origin = Origin("hub", repo, found.revision)
+    origin = Origin("hub", repo, found.revision, note=found.note)
     return _Found(found.documents[CONFIG], found.documents, found.tensors, origin, None)
 
 

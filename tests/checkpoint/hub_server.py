@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +27,11 @@ class Hub(ThreadingHTTPServer):
         ranges: False ignores Range; ``"wrong"`` answers with another range.
         failures: so many requests for weights are answered with status 503 first.
         add: bytes added to every size that the listing states.
+        retry_after: what a failure's Retry-After says, if anything.
+        cut: so many answers to requests for weights break off halfway, first.
+        slow: seconds that each request for weights takes.
+        most_at_once: most requests for weights that were being answered at the same time.
+        commit: the commit that the branch ``main`` stands for.
     """
 
     daemon_threads = True
@@ -38,6 +44,32 @@ class Hub(ThreadingHTTPServer):
         self.ranges: bool | str = True
         self.failures = 0
         self.add = 0
+        self.retry_after: str | None = None
+        self.cut = 0
+        self.slow = 0.0
+        self.most_at_once = self._at_once = 0
+        self.commit = COMMIT
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Counts a request for weights while it is being answered."""
+        with self._lock:
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        time.sleep(self.slow)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+    def take(self, knob: str) -> bool:
+        """Counts `knob` down; True while it was above zero."""
+        with self._lock:
+            left = getattr(self, knob)
+            setattr(self, knob, max(0, left - 1))
+            return bool(left)
 
     @property
     def url(self) -> str:
@@ -68,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         match = api or file
         if match is None or match["repo"] != "org/tiny":
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif match["revision"] not in (None, "main", "v1", COMMIT):
+        elif match["revision"] not in (None, "main", "v1", COMMIT, self.server.commit):
             self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         elif api:
             self._listing()
@@ -79,7 +111,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _listing(self) -> None:
         files = sorted(path for path in self.server.folder.iterdir())
         siblings = [{"rfilename": path.name, "size": path.stat().st_size + self.server.add} for path in files]
-        document = {"id": "org/tiny", "modelId": "org/tiny", "sha": COMMIT, "siblings": siblings, "tags": []}
+        document = {
+            "id": "org/tiny",
+            "modelId": "org/tiny",
+            "sha": self.server.commit,
+            "siblings": siblings,
+            "tags": [],
+        }
         self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
 
     def _file(self, name: str) -> None:
@@ -90,14 +128,27 @@ class _Handler(BaseHTTPRequestHandler):
         data = path.read_bytes()
         headers = {
             "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-            "X-Repo-Commit": COMMIT,
+            "X-Repo-Commit": self.server.commit,
             "Accept-Ranges": "bytes",
         }
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if name.endswith(".safetensors") and self.server.failures > 0:
-            self.server.failures -= 1
-            self._send(503, b"", {})
-        elif wanted is None or not self.server.ranges:
+        if name.endswith(".safetensors"):
+            with self.server.answering():
+                self._weights(name, data, headers, wanted)
+        else:
+            self._part(data, headers, wanted)
+
+    def _weights(self, name: str, data: bytes, headers: dict[str, str], wanted: re.Match[str] | None) -> None:
+        if self.server.take("failures"):
+            after = self.server.retry_after
+            self._send(503, b"", {} if after is None else {"Retry-After": after})
+        elif self.server.take("cut"):
+            self._send(206, data[:100], {**headers, "Content-Range": f"bytes 0-{len(data) - 1}/{len(data)}"})
+        else:
+            self._part(data, headers, wanted)
+
+    def _part(self, data: bytes, headers: dict[str, str], wanted: re.Match[str] | None) -> None:
+        if wanted is None or not self.server.ranges:
             self._send(200, data, headers)
         else:
             start, end = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)

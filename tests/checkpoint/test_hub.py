@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,105 @@ def test_headers_only_then_cache(hub: Hub, read: Reader, served: Path) -> None:
     before = len(hub.requests)
     offline = read("org/tiny", offline=True)
     assert len(hub.requests) == before
-    assert (offline["kind"], offline["revision"], offline["tensors"]) == ("cache", COMMIT, {})
+    assert (offline["kind"], offline["revision"]) == ("cache", COMMIT)
+    assert offline["tensors"] == found["tensors"]
     assert offline["problem"] == found["problem"]
     assert "not its weights" in offline["note"]
     assert read("org/tiny", env={"HF_HUB_OFFLINE": "1"})["kind"] == "cache"
     assert len(hub.requests) == before
     assert read("org/tiny@other", offline=True)["error"] == "Unavailable"
+
+
+def headers_of(hub: Hub) -> list[tuple[str, str, str | None, int, int]]:
+    return [row for row in hub.requests if ".safetensors" in row[1] and "index" not in row[1]]
+
+
+def cached(tmp_path: Path, commit: str = COMMIT) -> list[Path]:
+    return sorted((tmp_path / "home/assets/moectl/models--org--tiny" / commit).iterdir())
+
+
+def test_headers_are_asked_for_once(hub: Hub, read: Reader, tmp_path: Path) -> None:
+    first = read("org/tiny")
+    asked = len(headers_of(hub))
+    assert asked == 2
+    assert read("org/tiny")["tensors"] == first["tensors"]
+    assert read(f"org/tiny@{COMMIT}")["tensors"] == first["tensors"]
+    assert len(headers_of(hub)) == asked
+    assert [path.suffix for path in cached(tmp_path)].count(".header") == asked
+    assert all(path.stat().st_size < 20_000 for path in cached(tmp_path))
+
+
+def test_another_commit_is_read_anew(hub: Hub, read: Reader, served: Path, tmp_path: Path) -> None:
+    old = read("org/tiny")
+    hub.commit = "f" * 40
+    shard = min(served.glob("*.safetensors"))
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    padded = content[8 : 8 + length] + b" " * 8
+    shard.write_bytes(len(padded).to_bytes(8, "little") + padded + content[8 + length :])
+    new = read("org/tiny")
+    assert (new["kind"], new["revision"]) == ("hub", "f" * 40)
+    assert new["tensors"] != old["tensors"]
+    assert len(headers_of(hub)) == 4
+    assert cached(tmp_path)
+    assert cached(tmp_path, "f" * 40)
+    # The older commit is still there for those who name it.
+    assert read(f"org/tiny@{COMMIT}", offline=True)["tensors"] == old["tensors"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "another", "gone", "folder"])
+def test_damaged_cache_is_fetched_again(hub: Hub, read: Reader, tmp_path: Path, damage: str) -> None:
+    sound = read("org/tiny")
+    one, other = (path for path in cached(tmp_path) if path.suffix == ".header")
+    data = one.read_bytes()
+    damaged = {
+        "cut": data[:-9],
+        "changed": data[:-9] + b"012345678",
+        "empty": b"",
+        "another": other.read_bytes(),
+    }
+    one.unlink()
+    if damage == "folder":
+        one.mkdir()
+    elif damage != "gone":
+        one.write_bytes(damaged[damage])
+    offline = read("org/tiny", offline=True)
+    assert (offline["kind"], offline["tensors"]) == ("cache", {})
+    assert "not its weights" in offline["note"]
+    again = read("org/tiny")
+    assert again["tensors"] == sound["tensors"]
+    assert len(headers_of(hub)) == 3
+    if damage == "folder":
+        assert "could not be cached" in again["note"]
+    else:
+        assert again["note"] == ""
+        assert one.read_bytes() == data
+
+
+def test_cache_that_cannot_be_written_is_a_note(hub: Hub, read: Reader, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/assets").touch()
+    found = read("org/tiny")
+    assert (found["kind"], bool(found["tensors"])) == ("hub", True)
+    assert "could not be cached" in found["note"]
+
+
+def test_cache_folder_of_its_own(hub: Hub, read: Reader, tmp_path: Path) -> None:
+    read("org/tiny", env={"HF_ASSETS_CACHE": str(tmp_path / "elsewhere")})
+    assert list((tmp_path / "elsewhere/moectl").rglob("*.header"))
+    assert not (tmp_path / "home/assets").exists()
+
+
+def test_headers_are_asked_for_at_once(tmp_path: Path) -> None:
+    from moectl.synth import synthesize
+
+    sizes = {"layers": 4, "experts": 4, "hidden": 64, "intermediate": 96}
+    folder = synthesize("openai/gpt-oss-20b", tmp_path / "served", shard_bytes=1, **sizes)
+    with serve(folder) as hub:
+        hub.slow = 0.1
+        assert len(Reader(tmp_path / "home", hub.url)("org/tiny")["tensors"]) == 34
+        assert len(headers_of(hub)) == 34
+        assert 4 <= hub.most_at_once <= 8
 
 
 def test_long_header_takes_a_second_range(hub: Hub, read: Reader, served: Path) -> None:
@@ -174,6 +268,32 @@ def test_network_down(tmp_path: Path) -> None:
 def test_busy_server_is_asked_again(hub: Hub, read: Reader) -> None:
     hub.failures = 2
     assert read("org/tiny")["kind"] == "hub"
+
+
+def test_busy_server_says_how_long(hub: Hub, read: Reader) -> None:
+    hub.failures, hub.retry_after = 1, "2"
+    begun = time.monotonic()
+    assert read("org/tiny")["kind"] == "hub"
+    assert time.monotonic() - begun > 2
+
+
+def test_a_server_that_stays_busy_is_given_up(hub: Hub, read: Reader) -> None:
+    hub.failures, hub.retry_after = 1000, "0"
+    refused = read("org/tiny")
+    assert (refused["error"], refused["exit"]) == ("HubUnreachable", 3)
+    assert "503" in refused["text"]
+    assert len(headers_of(hub)) <= 2 * 4
+
+
+def test_answer_that_breaks_off(hub: Hub, read: Reader, tmp_path: Path) -> None:
+    hub.cut = 2
+    assert read("org/tiny")["kind"] == "hub"
+    assert len(headers_of(hub)) == 4
+    hub.commit, hub.cut = "a" * 40, 1000
+    refused = read("org/tiny")
+    assert refused["exit"] == 4
+    assert "breaks off" in refused["text"]
+    assert not (tmp_path / "home/assets/moectl/models--org--tiny" / hub.commit).exists()
 
 
 @pytest.mark.parametrize("ranges", [False, "wrong"])
