@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.layers import ranges
+from ...environment import Packages
 from ...environment.variables import SET, Finding, judge_variables
 from ...environment.vllm_0_33_0 import other_names
 from ...explain import Explanation
 from ...oracle.backends.flashinfer import KERNELS
+from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
 from ...tuned import FOLDER, TunedStatus, listed_folders, tuned_status
 from ..blocks import Block, Facts, Heading
@@ -20,11 +22,10 @@ if TYPE_CHECKING:
 
 def environment_blocks(explanation: Explanation, view: View) -> Iterator[Block]:
     """What is odd about variables and packages, and how tuned files stand; what is set with `verbose`."""
-    said = {note for group in explanation.groups for note in group.decision.notes}
     rows = [
-        (finding.verdict, f"{finding.name}={finding.value}: {_told(finding, said)}")
-        for finding in variables(explanation)
-        if view.verbose or (finding.verdict != SET and finding.remark not in said)
+        (finding.verdict, _told(finding))
+        for finding in variables(explanation.policy, explanation.packages)
+        if view.verbose or finding.verdict != SET
     ]
     rows += [("package", sentence) for sentence in package_sentences(explanation)]
     rows += [("tuned files", sentence) for sentence in tuned_sentences(explanation)]
@@ -36,7 +37,7 @@ def environment_blocks(explanation: Explanation, view: View) -> Iterator[Block]:
 def environment_document(explanation: Explanation) -> dict[str, Any]:
     """The same as plain data."""
     return {
-        "variables": [finding.to_json() for finding in variables(explanation)],
+        "variables": [finding.to_json() for finding in variables(explanation.policy, explanation.packages)],
         "packages": list(package_sentences(explanation)),
         "tuned": [
             {"layers": list(group.layers), **status.to_json()}
@@ -45,19 +46,26 @@ def environment_document(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def variables(explanation: Explanation) -> tuple[Finding, ...]:
+def variables(policy: str, packages: Packages) -> tuple[Finding, ...]:
     """What the policy's engine makes of each variable that is set; nothing for a policy without an engine."""
-    known = policy_named(explanation.policy).variables
+    known = policy_named(policy).variables
     if not known:
         return ()
-    return judge_variables(explanation.packages.env, known, explanation.policy, others=other_names())
+    return judge_variables(packages.env, known, policy, others=other_names())
 
 
-def _told(finding: Finding, said: set[str]) -> str:
-    """The remark, unless a note says it already; else what the variable is for and how it is read."""
-    if finding.remark and finding.remark not in said:
+def notes_of(decision: Decision) -> tuple[str, ...]:
+    """The notes of a decision, without what this section says of variables."""
+    told = {finding.remark for finding in variables(decision.policy, decision.packages)}
+    return tuple(note for note in decision.notes if note not in told)
+
+
+def _told(finding: Finding) -> str:
+    """The remark; else what the variable is for and how it is read."""
+    if finding.remark:
         return finding.remark
-    return f"{finding.does} ({finding.means})" if finding.means else finding.does
+    means = f" ({finding.means})" if finding.means else ""
+    return f"{finding.name}={finding.value}: {finding.does}{means}"
 
 
 def package_sentences(explanation: Explanation) -> Iterator[str]:

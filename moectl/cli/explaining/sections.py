@@ -19,7 +19,7 @@ from ...targets import LAYOUTS
 from ..blocks import Block, Facts, Grid, Heading, Line
 from ..output import count, duration, size
 from .candidates import candidate_blocks
-from .environment import environment_blocks, environment_document
+from .environment import environment_blocks, environment_document, notes_of
 from .sentences import sentence
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
@@ -210,7 +210,7 @@ def because(decision: Decision) -> str:
 
 
 def _notes(group: GroupExplanation, view: View) -> Iterator[Block]:
-    rows = tuple(("note", note) for note in (*group.decision.notes, *group.notes))
+    rows = tuple(("note", note) for note in (*notes_of(group.decision), *group.notes))
     if rows:
         yield Facts(rows)
 
