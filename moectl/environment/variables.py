@@ -167,13 +167,17 @@ def judge_variables(
     `others` are variables that it reads and that do not concern experts: nothing is said of them. A
     name in neither is `UNKNOWN`, with near matches.
     """
-    known = {*variables, *others}
+    read = {name for name, variable in variables.items() if variable.status == READ}.union(others)
+    known = read.union(variables)
     found = []
     for name, text in sorted(env.items()):
         if variable := variables.get(name):
             found.append(judge_variable(variable, text, engine))
         elif name.startswith(prefix) and name not in known:
-            near = get_close_matches(name, sorted(known), n=2, cutoff=0.75)
+            near = [
+                *get_close_matches(name, sorted(read), n=2, cutoff=0.75),
+                *get_close_matches(name, sorted(known - read), n=1, cutoff=0.9),
+            ]
             also = f"; did you mean {' or '.join(near)}?" if near else ""
             remark = f"{engine} has no variable {name}{also}"
             found.append(Finding(name, text, UNKNOWN, remark=remark, instead=near[0] if near else ""))

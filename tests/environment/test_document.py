@@ -30,7 +30,7 @@ def test_commands_print_what_is_shown(command: str, output: str, monkeypatch: py
     done = moectl(*arguments, code=None if arguments == ["doctor"] else 0)
     parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", output, flags=re.MULTILINE)]
     if output:
-        assert re.fullmatch("(?:.*\n)*".join(parts), done.stdout), done.stdout
+        assert re.fullmatch("(?:.*\n)*".join(parts), done.stdout.lstrip("\n")), done.stdout
     assert done.code in (0, 1)
 
 

@@ -92,6 +92,16 @@ def test_names_that_nobody_knows_get_near_matches() -> None:
     assert found["VLLM_QQQQQQ"].remark.endswith("has no variable VLLM_QQQQQQ")
 
 
+def test_near_matches_are_names_that_are_read_unless_another_is_nearer() -> None:
+    def told(name: str) -> str:
+        (found,) = judge_variables({name: "1"}, VARIABLES, ENGINE, others=other_names())
+        return found.remark
+
+    assert "did you mean VLLM_ROCM_MOE_PADDING or" in told("VLLM_MOE_PADING")
+    assert told("VLLM_MOE_PADING").endswith("or VLLM_MOE_PADDING?")
+    assert "VLLM_MXFP4_USE_MARLIN" in told("VLLM_MXFP4_USE_MARLN")
+
+
 def test_the_table_agrees_with_the_engines_own_list() -> None:
     for variable in VARIABLES.values():
         assert (variable.name in other_names()) == (variable.status == READ), variable.name
