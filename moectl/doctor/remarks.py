@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from ..environment import PROBES
 from ..environment.installed import another_of_the_name
 from ..environment.packages import Packages
-from ..environment.variables import IGNORED
 from ..oracle.backends.flashinfer import KERNELS
 from .caches import JOB_BYTES, ROOMY
 from .report import NOTE, PROBLEM, Remark, Report
@@ -163,8 +162,7 @@ def _jobs(report: Report, packages: Packages) -> Iterator[Remark]:
 
 def _variables(report: Report, packages: Packages) -> Iterator[Remark]:
     for finding in report.odd_variables():
-        use = f"use {finding.instead}" if finding.verdict == IGNORED and finding.instead else ""
-        yield Remark(PROBLEM, "variables", finding.remark, use)
+        yield Remark(PROBLEM, "variables", finding.remark)
 
 
 CHECKS: tuple[Callable[[Report, Packages], Iterator[Remark]], ...] = (
