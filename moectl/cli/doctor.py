@@ -82,7 +82,6 @@ def _remarks(report: "Report") -> "Iterator[Block]":
 def _machine(report: "Report") -> "Iterator[Block]":
     from .blocks import Facts, Heading
 
-    software = report.software
     yield Heading("machine")
     rows = [("device", f"{report.device.name}, {report.device.arch}: decisions are made for it")]
     rows += [("GPUs", line) for line in gpu_lines(report)]
@@ -91,7 +90,7 @@ def _machine(report: "Report") -> "Iterator[Block]":
     rows += [
         ("driver", f"{report.driver}{cuda}" if report.driver else ""),
         ("software", ", ".join(software_words(report))),
-        ("torch", f"built for {software.torch_built}" if software.torch_built else "not installed"),
+        ("torch", _torch_words(report)),
         (
             "compilers",
             f"MAX_JOBS={report.jobs.safe} is safe: {count(report.jobs.cores, 'core')}, "
@@ -99,6 +98,12 @@ def _machine(report: "Report") -> "Iterator[Block]":
         ),
     ]
     yield Facts(tuple(rows))
+
+
+def _torch_words(report: "Report") -> str:
+    built = report.software.torch_built
+    seen = f", sees {count(report.torch_view.devices, 'device')}" if report.torch_view else ""
+    return f"built for {built}{seen}" if built else "not installed"
 
 
 def gpu_lines(report: "Report") -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..environment import detect_cpu, detect_gpus
 from ..environment.gpus import VISIBILITY, Gpu, visible_gpus
-from ..environment.installed import Installed, find_all
+from ..environment.installed import Installed, find_all, package_folder
 from ..environment.nvidia import driver_cuda
 from ..environment.packages import installed_packages
 from ..environment.probes import TOOLS
@@ -19,7 +19,7 @@ from .backends import backend_statuses
 from .caches import find_caches, find_jobs
 from .remarks import remarks_on
 from .report import NOTE, PROBLEM, Remark, Report
-from .software import installed_software, try_import
+from .software import installed_software, torch_view, try_import
 
 __all__ = ["NOTE", "PROBLEM", "Remark", "Report", "examine"]
 
@@ -27,13 +27,15 @@ ENGINE = "vllm-0.33.0"
 """The engine whose environment variables are judged."""
 
 ORDER = "CUDA_DEVICE_ORDER"
+LIBRARIES_TRIED = ("torch", "triton", "vllm")
+"""Libraries that a deep look imports beside the optional packages."""
 
 
 def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
     """What this machine has, and what is wrong with it, for a process with `env`.
 
-    Nothing is imported; with `deep`, each optional package that is installed is imported in a process
-    of its own.
+    Nothing is imported; with `deep`, each package that is installed is imported, and torch is asked for
+    its devices, in processes of their own.
     """
     gpus = detect_gpus()
     shown, refused = _shown(gpus, env)
@@ -56,6 +58,7 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
             status for policy in POLICIES.values() for status in backend_statuses(policy, device, packages)
         ),
         imports=_imports(found) if deep else {},
+        torch_view=torch_view() if deep else None,
     )
     return replace(report, remarks=remarks_on(report, packages))
 
@@ -76,4 +79,6 @@ def _hiding(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> dict[str, str]:
 
 def _imports(found: tuple[Installed, ...]) -> dict[str, str]:
     """Why each package that is installed cannot be imported; empty for one that can."""
-    return {one.name: try_import(one.module) for one in found if one.present and one.name not in TOOLS}
+    modules = {one.name: one.module for one in found if one.present and one.name not in TOOLS}
+    modules |= {name: name for name in LIBRARIES_TRIED if package_folder(name)}
+    return {name: try_import(module) for name, module in modules.items()}

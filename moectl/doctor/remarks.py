@@ -93,8 +93,18 @@ def _packages(report: Report, packages: Packages) -> Iterator[Remark]:
                 f"{found.name} {found.version} lacks {', '.join(found.lacks)}",
                 f"update it: {probe.get}",
             )
-        if why := report.imports.get(found.name):
-            yield Remark(PROBLEM, found.name, f"{found.name} is installed and cannot be imported: {why}")
+
+
+def _deep(report: Report, packages: Packages) -> Iterator[Remark]:
+    for name, why in report.imports.items():
+        if why:
+            yield Remark(PROBLEM, name, f"{name} is installed and cannot be imported: {why}")
+    view, usable = report.torch_view, [gpu for gpu in report.shown if not gpu.remark]
+    if view is not None and usable and view.devices == 0 and not report.imports.get("torch"):
+        why = f": {view.error}" if view.error else ""
+        yield Remark(
+            PROBLEM, "torch", f"torch sees no device, the driver shows {len(usable)} to this process{why}"
+        )
 
 
 def _flashinfer(report: Report, packages: Packages) -> Iterator[Remark]:
@@ -170,6 +180,7 @@ CHECKS: tuple[Callable[[Report, Packages], Iterator[Remark]], ...] = (
     _torch,
     _engine,
     _packages,
+    _deep,
     _flashinfer,
     _caches,
     _jobs,

@@ -12,7 +12,7 @@ from ..environment.installed import Installed
 from ..environment.variables import SET, Finding
 from .backends import BackendStatus
 from .caches import Cache, Jobs
-from .software import Software
+from .software import Software, TorchView
 
 PROBLEM, NOTE = "problem", "note"
 """How much a `Remark` weighs: something to mend, or something to know."""
@@ -44,6 +44,7 @@ class Report:
         driver_cuda: highest CUDA version that the driver runs.
         packages: optional packages and tools, present or not.
         imports: with a deep look, why a package cannot be imported, by name; empty for one that can.
+        torch_view: with a deep look, what torch says of its devices.
     """
 
     software: Software
@@ -59,6 +60,7 @@ class Report:
     variables: tuple[Finding, ...]
     backends: tuple[BackendStatus, ...]
     imports: Mapping[str, str] = field(default_factory=dict)
+    torch_view: TorchView | None = None
     remarks: tuple[Remark, ...] = ()
 
     @property
@@ -97,6 +99,8 @@ class Report:
                 "features": sorted(self.device.features),
             },
             "packages": [_package_json(found, self.imports) for found in self.packages],
+            "imports": dict(self.imports),
+            "torch_devices": self.torch_view.devices if self.torch_view else None,
             "caches": [cache.to_json() for cache in self.caches],
             "jobs": self.jobs.to_json(),
             "variables": [finding.to_json() for finding in self.variables],

@@ -80,17 +80,41 @@ def _first(distributions: Iterable[str]) -> str:
     return next((version for name in distributions if (version := distribution_version(name))), "")
 
 
+@dataclass(frozen=True, slots=True)
+class TorchView:
+    """What torch itself says: how many devices it can use, or `error`, why it cannot say."""
+
+    devices: int = 0
+    error: str = ""
+
+
+_ASK_TORCH = (
+    "import torch; a = torch.accelerator; print('devices', a.device_count() if a.is_available() else 0)"
+)
+
+
+def torch_view() -> TorchView:
+    """How many accelerators torch can use, asked in a process of its own: CUDA is not started in this one."""
+    text, error = _python(_ASK_TORCH)
+    found = re.search(r"^devices (\d+)$", text, re.MULTILINE)
+    return TorchView(int(found[1])) if found else TorchView(error=error or "torch gives no number")
+
+
 def try_import(module: str) -> str:
     """Why `module` cannot be imported, in a process of its own; empty when it can."""
+    return _python(f"import {module}")[1]
+
+
+def _python(code: str) -> tuple[str, str]:
+    """What `code` prints in a Python of its own, and the last line of its error; empty when it ends well."""
+    command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=SECONDS
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return f"importing it takes more than {SECONDS} s"
+        return "", f"it takes more than {SECONDS} s"
     except OSError as error:
-        return f"it could not be tried: {error.strerror}"
+        return "", f"it could not be tried: {error.strerror}"
     if done.returncode == 0:
-        return ""
+        return done.stdout, ""
     last = [line for line in done.stderr.splitlines() if line.strip()]
-    return last[-1].strip() if last else f"importing it ends with status {done.returncode}"
+    return done.stdout, last[-1].strip() if last else f"it ends with status {done.returncode}"

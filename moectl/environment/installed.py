@@ -72,7 +72,7 @@ def another_of_the_name(found: Installed) -> str:
     other = f", but {probe.other}" if probe.other else ""
     return (
         f"{found.name}{version} in {found.wrong} is not the package that kernels need{other}; it hides the "
-        "real one"
+        "real one, and an engine takes it for that and fails later"
     )
 
 

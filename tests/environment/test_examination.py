@@ -17,6 +17,11 @@ DEEP_GEMM = """
 __version__ = '2.5'
 # m_grouped_fp8_gemm_nt_contiguous m_grouped_fp8_fp4_gemm_nt_contiguous
 """
+TORCH = """
+class accelerator:
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 2)
+"""
 SYMBOLS = """
 from .x import fp4_quantize, nvfp4_block_scale_interleave
 """
@@ -239,3 +244,11 @@ def test_a_deep_look_imports_in_a_process_of_its_own(bench, monkeypatch: pytest.
     assert report.imports["deep_ep"] == "ImportError: libnvshmem.so is missing"
     assert report.imports["deep_gemm"] == ""
     assert "cannot be imported: ImportError: libnvshmem.so is missing" in says(report)
+    assert report.imports["torch"] == ""
+    assert "torch sees no device, the driver shows 1 to this process: " in says(report)
+    bench.file("torch/__init__.py", TORCH)
+    seen = examine(bench.env(), deep=True)
+    assert seen.torch_view is not None
+    assert seen.torch_view.devices == 2
+    assert "torch sees no device" not in says(seen)
+    assert seen.to_json()["torch_devices"] == 2
