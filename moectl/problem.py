@@ -210,11 +210,15 @@ class MoEProblem:
 
         Scales count two bytes unless the format says otherwise (one for MX formats and NVFP4).
         """
+        return sum(self.matrix_bytes(padded))
+
+    def matrix_bytes(self, padded: bool = False) -> tuple[int, int]:
+        """Bytes of one expert's first matrix (gate and up) and of its second, as `expert_bytes` counts."""
         dims = self.dims
         hidden = dims.padded_hidden if padded else dims.hidden
         inter = dims.padded_intermediate if padded else dims.intermediate
-        gemms = ((inter * (2 if self.activation.gated else 1), hidden), (hidden, inter))
-        return sum(self._matrix_bytes(n, k) for n, k in gemms)
+        rows = inter * (2 if self.activation.gated else 1)
+        return self._matrix_bytes(rows, hidden), self._matrix_bytes(hidden, inter)
 
     def _matrix_bytes(self, n: int, k: int) -> int:
         weight = self.scheme.weight

@@ -13,31 +13,45 @@ from ..problem import MoEProblem
 
 @dataclass(frozen=True, slots=True)
 class Repacking:
-    """How many further copies of one layer's experts are alive while an engine repacks it, and why.
+    """How many further copies of w13 and of w2 live at the peak of an engine's repacking of one layer.
 
-    Counted are tensors as large as the weights. Scales that are cast, and scratch of single experts, are
-    small beside them and left out.
+    Counted are tensors as large as a layer's weights with their scales; scratch of single experts is
+    small beside them and left out. `why` says what the copies are.
     """
 
-    copies: int
+    w13: int
+    w2: int
     why: str
 
 
 REPACKING: tuple[tuple[str, Repacking], ...] = (
-    ("plain", Repacking(0, "weights are used as they are loaded")),
-    ("deep-gemm", Repacking(0, "weights stay, scales alone are rearranged")),
-    ("triton-wna16", Repacking(0, "weights are used as they are loaded")),
-    ("marlin-int", Repacking(2, "a transposed copy and the packed one live beside the loaded weights")),
-    ("marlin", Repacking(1, "the packed weights live beside the loaded ones")),
-    ("trtllm", Repacking(2, "shuffled experts are collected, then stacked, beside the loaded weights")),
-    ("cutlass", Repacking(2, "reordered rows and the interleaved copy live beside the loaded weights")),
-    ("triton", Repacking(1, "the swizzled weights live beside the loaded ones")),
-    ("humming", Repacking(1, "the packed weights live beside the loaded ones")),
-    ("moectl", Repacking(1, "the tiled weights live beside the loaded ones")),
-    ("", Repacking(1, "assumed: one rearranged copy beside the loaded weights")),
+    ("plain", Repacking(0, 0, "weights are used as they are loaded")),
+    ("triton-wna16", Repacking(0, 0, "weights are used as they are loaded")),
+    ("deep-gemm", Repacking(0, 0, "weights stay, scales alone are rearranged")),
+    ("cutlass-nvfp4", Repacking(0, 0, "weights stay, scales alone are rearranged")),
+    ("flashinfer-cutlass-nvfp4", Repacking(0, 0, "halves are exchanged in place")),
+    ("trtllm-bf16", Repacking(0, 0, "experts are rearranged in place")),
+    ("cutedsl", Repacking(1, 0, "w13 is interleaved beside the loaded one")),
+    ("cutlass-bf16", Repacking(1, 0, "w13 with its halves exchanged lives beside the loaded one")),
+    ("cutlass-fp8", Repacking(1, 0, "w13 with its halves exchanged lives beside the loaded one")),
+    ("cutlass-w4a8", Repacking(1, 1, "the encoded weights live beside the loaded ones")),
+    ("cutlass", Repacking(3, 1, "w13 is de-interleaved, exchanged and interleaved, w2 once, all alive")),
+    ("marlin-int", Repacking(2, 2, "transposed and packed weights live beside the loaded ones")),
+    ("marlin-mxfp4", Repacking(1, 1, "the packed weights live beside the loaded ones")),
+    ("marlin", Repacking(1, 2, "packed experts are collected, then joined, beside the loaded weights")),
+    ("trtllm-nvfp4", Repacking(1, 1, "the shuffled weights live beside the loaded ones")),
+    ("trtllm-fp8-block", Repacking(2, 1, "w13 is exchanged and shuffled, w2 shuffled, all alive")),
+    ("trtllm-fp8-tensor", Repacking(4, 1, "w13 is exchanged, interleaved, shuffled and stacked, all alive")),
+    ("trtllm-mxfp8", Repacking(3, 1, "w13 is exchanged, reordered and shuffled, w2 shuffled, all alive")),
+    ("trtllm-mxfp4", Repacking(3, 1, "w13 is exchanged, shuffled and stacked, w2 shuffled, all alive")),
+    ("trtllm-mxint4", Repacking(2, 1, "shuffled experts are collected, then stacked")),
+    ("triton", Repacking(1, 1, "the swizzled weights live beside the loaded ones")),
+    ("aiter", Repacking(1, 1, "the shuffled weights live beside the loaded ones")),
+    ("moectl", Repacking(1, 1, "the tiled weights live beside the loaded ones")),
+    ("", Repacking(1, 1, "assumed: one rearranged copy beside the loaded weights")),
 )
-"""By the beginning of a layout's name, the first that fits: how vLLM 0.33.0 makes each layout in
-`process_weights_after_loading`, which runs layer by layer after every weight is loaded."""
+"""By the beginning of a layout's name, the first that fits: how vLLM 0.33.0 makes each layout after
+loading (`process_weights_after_loading`, layer by layer, once every weight is there)."""
 
 
 def repacking(layout: str) -> Repacking:
@@ -52,18 +66,14 @@ class Memory:
     """Bytes of one layer's expert weights, scales, zero points and biases on one rank.
 
     `stored` as the checkpoint's formats take them, `padded` with the chosen backend's sizes, `repacking`
-    on top of all layers' while this one is repacked at load time: `padded` for each of `copies`, for the
-    reason `why`. Other weights, the KV cache and the allocator's slack are not counted.
+    on top of all layers' while this one is repacked at load time, for the reason `why`. Other weights,
+    the KV cache and the allocator's slack are not counted.
     """
 
     stored: int
     padded: int
-    copies: int
+    repacking: int
     why: str
-
-    @property
-    def repacking(self) -> int:
-        return self.padded * self.copies
 
     def to_json(self, layers: int) -> dict[str, Any]:
         """Plain data for this many equal layers."""
@@ -81,10 +91,11 @@ def memory_of(decision: Decision) -> Memory:
     """Bytes of one layer under `decision`; as stored where nothing is chosen."""
     problem = decision.problem
     row = repacking(decision.chosen.layout if decision.chosen else "")
+    w13, w2 = problem.matrix_bytes(padded=True)
     return Memory(
         problem.expert_bytes() * problem.local_experts,
-        problem.expert_bytes(padded=True) * problem.local_experts,
-        row.copies,
+        (w13 + w2) * problem.local_experts,
+        (row.w13 * w13 + row.w2 * w2) * problem.local_experts,
         row.why,
     )
 

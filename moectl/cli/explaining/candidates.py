@@ -9,6 +9,8 @@ from ...oracle.decision import Candidate, Decision
 from ..blocks import Entry, Line, Listing
 from .sentences import reasons
 
+LATER = "would serve, comes later"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -29,17 +31,21 @@ class Row:
         return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
     @property
+    def experts(self) -> str:
+        """The classes, each once."""
+        return ", ".join(dict.fromkeys(c.variant.experts for c in self.candidates))
+
+    @property
     def head(self) -> str:
         """Backend and classes, with the answer where it is not a list of reasons."""
-        experts = ", ".join(dict.fromkeys(c.variant.experts for c in self.candidates))
-        return f"{self.first.backend.name} ({experts}){f': {self.answer}' if self.answer else ''}"
+        return f"{self.first.backend.name} ({self.experts}){f': {self.answer}' if self.answer else ''}"
 
 
 def answer_of(candidate: Candidate, decision: Decision) -> str:
     """``chosen`` or why it is not, where no question fails; else empty."""
     if decision.chosen is not None and candidate is decision.chosen:
         return "chosen" if decision.usable else "would be chosen, but see above"
-    return "would serve, comes later" if candidate.usable else ""
+    return LATER if candidate.usable else ""
 
 
 def rows_of(decision: Decision) -> tuple[Row, ...]:
@@ -78,10 +84,14 @@ def listed(rows: Iterable[Row]) -> Listing:
 
 
 def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | Line]:
-    """The candidates; those for other platforms in one line unless `verbose`."""
+    """The candidates; unless `verbose`, a line for those that come later and one for other platforms."""
     rows = rows_of(decision)
     hidden = [] if verbose else [row for row in rows if elsewhere(row, decision)]
-    yield listed(row for row in rows if row not in hidden)
+    later = [] if verbose else [row for row in rows if row.answer == LATER]
+    yield listed(row for row in rows if row not in hidden and row not in later)
+    if later:
+        named = ", ".join(f"{row.mark} {row.first.backend.name} ({row.experts})" for row in later)
+        yield Line(f"Would serve too, but come later: {named}.")
     if hidden:
         names = ", ".join(dict.fromkeys(row.first.backend.name for row in hidden))
         yield Line(f"Not for {decision.device.platform} devices: {names} (-v lists their reasons).")

@@ -13,11 +13,12 @@ from typing import Any
 from ...checkpoint.layers import ranges
 from ...environment import Device
 from ...explain import Explanation, Floors, GroupExplanation, Memory, OtherAnswer, source_of
+from ...oracle.backend import GROUPS
 from ...oracle.decision import Decision
 from ...problem import MoEProblem, Parallel
 from ...targets import LAYOUTS
 from ..blocks import Block, Facts, Grid, Heading, Line
-from ..output import count, duration, size
+from ..output import duration, size
 from .candidates import candidate_blocks
 from .environment import environment_blocks, environment_document, notes_of
 from .sentences import sentence
@@ -173,7 +174,7 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
 def weights_words(memory: Memory, layers: int) -> str:
     """Bytes as stored, as padded, and while they are repacked."""
     padded = "" if memory.padded == memory.stored else f" as stored, {size(memory.padded * layers)} as padded"
-    extra = f"; {size(memory.repacking)} more while loading ({memory.why})" if memory.copies else ""
+    extra = f"; {size(memory.repacking)} more while loading ({memory.why})" if memory.repacking else ""
     return f"{size(memory.stored * layers)}{padded} per rank, {size(memory.padded)} a layer{extra}"
 
 
@@ -205,8 +206,14 @@ def because(decision: Decision) -> str:
         return f"it was asked for by name and serves this.{note}"
     if not before:
         return f"it is first in the order, and nothing speaks against it.{note}"
-    skipped = len(before)
-    return f"it is the first in the order that can serve; {count(skipped, 'class')} before it cannot.{note}"
+    against: dict[str, list[str]] = {}
+    for candidate in before:
+        against.setdefault(candidate.backend.name, []).extend(candidate.reasons())
+    said = ", ".join(
+        f"{name} ({', '.join(group for group in GROUPS if group in groups)})"
+        for name, groups in against.items()
+    )
+    return f"it is the first in the order that can serve; before it and failing: {said}.{note}"
 
 
 def _notes(group: GroupExplanation, view: View) -> Iterator[Block]:

@@ -33,7 +33,7 @@ SENTENCES: Mapping[str, str] = {
     "batch invariance": "gives results that depend on the batch, which this deployment rules out",
     "adapters on experts": "serves no LoRA adapters on experts",
     "activation filter": "computes {offered} activations, this policy keeps {wanted}",
-    "order": "is taken {offered}",
+    "order": "{offered}",
 }
 """By question; `wanted` and `offered` are those of the verdict."""
 

@@ -1,0 +1,39 @@
+"""Bytes while loading: every layout that a backend names has a row, and rows count whole tensors."""
+
+import pytest
+
+from moectl.checkpoint import open_checkpoint
+from moectl.explain.deployment import REPACKING, memory_of, repacking
+from moectl.explain.machines import machine
+from moectl.oracle import policy_named, select
+from moectl.oracle.registry import POLICIES
+
+PREFIXES = [prefix for prefix, _ in REPACKING]
+
+
+def layouts():
+    routes = [route for policy in POLICIES.values() for route in policy.routes]
+    return {form.layout for route in routes for b in route.backends() for form in b.forms if form.layout}
+
+
+def test_every_row_is_reached_by_its_own_name():
+    for prefix, row in REPACKING[:-1]:
+        assert repacking(prefix) is row
+    assert PREFIXES[-1] == ""
+
+
+def test_rows_are_for_layouts_that_backends_name():
+    for prefix in PREFIXES[:-1]:
+        assert any(layout.startswith(prefix) for layout in layouts()), prefix
+
+
+@pytest.mark.parametrize(("gpu", "copies"), [("a100", (1, 1)), ("b200", (3, 1)), ("h200", (1, 1))])
+def test_copies_of_the_two_matrices(gpu, copies):
+    problem = open_checkpoint("openai/gpt-oss-120b", offline=True).groups[0].problem
+    found = machine(gpu, None, {})
+    decision = select(problem, found.device, found.packages, policy_named())
+    memory = memory_of(decision)
+    w13, w2 = decision.problem.matrix_bytes(padded=True)
+    assert w13 > w2 > 0
+    assert memory.padded == 128 * (w13 + w2)
+    assert memory.repacking == 128 * (copies[0] * w13 + copies[1] * w2)
