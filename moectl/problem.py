@@ -61,6 +61,11 @@ class Activation:
     beta: float | None = None
     linear_beta: float | None = None
 
+    def __str__(self) -> str:
+        names = ("alpha", "limit", "beta", "linear_beta")
+        known = [f"{name} {value:g}" for name in names if (value := getattr(self, name)) is not None]
+        return ", ".join([self.name, *([] if self.gated else ["not gated"]), *known])
+
 
 SCALE_BYTES = {"mxfp4": 1, "mxfp8": 1, "nvfp4": 1, "fp8": 4}
 """Bytes of one scale, where it is not the model's 16-bit dtype."""

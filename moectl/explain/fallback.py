@@ -35,8 +35,8 @@ def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
     chosen = decision.chosen
     if chosen is None or not decision.usable:
         return Fallback("none")
-    if decision.requested and decision.requested != "auto":
-        return None if chosen.backend.name in policy.meant(decision.requested) else Fallback("request")
+    if decision.requested not in (None, "", "auto"):
+        return None if serves_request(decision, policy) else Fallback("request")
     if chosen.backend.name == EMULATION:
         return Fallback("emulation")
     for candidate in decision.candidates:
@@ -45,6 +45,14 @@ def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
         if candidate.backend.name != chosen.backend.name and _fits(candidate):
             return Fallback("passed", candidate, candidate.failed)
     return None
+
+
+def serves_request(decision: Decision, policy: Policy) -> bool:
+    """True when a backend was asked for by name, and that is what is chosen for the asking."""
+    chosen, requested = decision.chosen, decision.requested
+    if chosen is None or decision.ignored or requested in (None, "", "auto"):
+        return False
+    return chosen.backend.name in policy.meant(str(requested))
 
 
 def _fits(candidate: Candidate) -> bool:

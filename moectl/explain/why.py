@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, count
 from typing import Any
 
-from ..errors import MoectlError
+from ..errors import MoectlError, UsageError
 from ..oracle.checks import Verdict
 from ..oracle.decision import Candidate, Decision
 from .changes import Change, new_devices, proposals, proposals_for_failure, request
@@ -97,6 +97,11 @@ class _Search:
 
     def __init__(self, start: Situation, name: str) -> None:
         self.start, self.name, self.wanted = start, name, start.policy.meant(name)
+        if not self.wanted:
+            raise UsageError(
+                f"the rules of {start.policy.name} say nothing of a backend {name!r}",
+                hint=f"choose one of {', '.join(start.policy.request_names())}",
+            )
         self.decisions = 0
         self.order = count()
         self.seen: set[frozenset[tuple[str, str]]] = set()

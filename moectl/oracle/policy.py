@@ -88,20 +88,11 @@ class Policy:
         return tuple(sorted(known | (self.accepted_names.only or frozenset())))
 
     def meant(self, name: str) -> frozenset[str]:
-        """Names of the backends that the request `name` means in any row, their twins included.
-
-        UsageError when no row has one.
-        """
+        """Names of the backends that the request `name` means in any row, their twins included."""
         name = name.lower().replace("-", "_")
         found = {backend.name for route in self.routes for backend in route.names.get(name, ())}
         found |= {backend.name for route in self.routes for backend in route.backends()} & {name}
-        found |= {b.name for route in self.routes for a, b in route.twins if a.name in found}
-        if not found:
-            raise UsageError(
-                f"no rule of {self.name} has a backend {name!r}",
-                hint=f"choose one of {', '.join(self.request_names())}",
-            )
-        return frozenset(found)
+        return frozenset(found | {b.name for route in self.routes for a, b in route.twins if a.name in found})
 
     def switches(self) -> frozenset[str]:
         """Every environment switch that a row reads."""

@@ -121,6 +121,21 @@ def test_strict_finds_fallbacks(options, code):
     explain(*options)
 
 
+def test_every_name_that_can_be_asked_for_gets_an_answer():
+    from moectl.oracle import policy_named
+
+    for name in policy_named().request_names():
+        done = explain(GPT, "--gpu", "h200", "--backend", name, "--allow-fallback", "--json")
+        chosen = done.document["groups"][0]["decision"]["chosen"]["backend"]
+        fallback = done.document["groups"][0]["fallback"]
+        assert (fallback == "request") == (name != "auto" and chosen not in policy_named().meant(name))
+
+
+def test_a_request_that_is_served_is_the_reason():
+    words = explain(GPT, "--gpu", "h200", "--backend", "marlin", "--allow-fallback").words
+    assert "because it was asked for by name" in words
+
+
 @pytest.mark.parametrize(
     ("options", "value"),
     [

@@ -13,8 +13,10 @@ from typing import Any
 from ...checkpoint.layers import ranges
 from ...environment import Device
 from ...explain import Explanation, Floors, GroupExplanation, Memory, OtherAnswer, source_of
+from ...explain.fallback import serves_request
 from ...oracle.backend import GROUPS
 from ...oracle.decision import Decision
+from ...oracle.registry import policy_named
 from ...problem import MoEProblem, Parallel
 from ...targets import LAYOUTS
 from ..blocks import Block, Facts, Grid, Heading, Line
@@ -201,8 +203,7 @@ def because(decision: Decision) -> str:
     note = f" {chosen.backend.note}" if chosen.backend.note else ""
     if chosen.assigned:
         return f"the method takes it on this device without asking the others.{note}"
-    by_name = decision.requested not in (None, "", "auto") and not decision.ignored
-    if by_name and not decision.allow_fallback:
+    if serves_request(decision, policy_named(decision.policy)):
         return f"it was asked for by name and serves this.{note}"
     if not before:
         return f"it is first in the order, and nothing speaks against it.{note}"
