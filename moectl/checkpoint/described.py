@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .catalogue import Entry, Schema, spell_layers
+from .extra_layers import extra_schemas
 from .fields import KEYS, Fields
 from .header import DTYPE_BITS
 from .moe_layers import moe_layers
@@ -119,6 +120,8 @@ def read_described(folder: Path, name: str) -> Entry:
         {file: known for file in QUANTIZATION_FILES if (known := read_document(folder, file)) is not None},
         note="; ".join(notes),
     )
+    extra, said = extra_schemas(entry)
+    entry = replace(entry, tensors=entry.tensors + tuple(extra), note="; ".join([*notes, *said]))
     return _symbolic(entry)
 
 
@@ -196,7 +199,7 @@ class _Described:
             second = row.name.replace("gate_up_proj", "down_proj")
             if row.layer is None or row.layer not in others:
                 continue
-            if second == row.name or (second, row.layer) in names:
+            if second == row.name or (second, row.layer) in names or len(row.shape) != 3:
                 continue
             experts, double, hidden = row.shape
             self._add(_Row(second, row.layer, row.dtype, (experts, hidden, double // 2)), (row.layer,))

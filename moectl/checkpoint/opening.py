@@ -14,7 +14,16 @@ from ..errors import CheckpointError, MoectlError, Unavailable
 from .catalogue import Entry, find_entry, suggestion
 from .layers import layer_groups
 from .model import Checkpoint, Origin, TensorInfo
-from .shards import CONFIG, INDEX, QUANTIZATION_FILES, SUFFIX, read_document, read_folder, weight_files
+from .shards import (
+    CONFIG,
+    INDEX,
+    QUANTIZATION_FILES,
+    SUFFIX,
+    quantization_apart,
+    read_document,
+    read_folder,
+    weight_files,
+)
 from .stated import Stated
 from .strict_json import shown
 
@@ -56,12 +65,7 @@ def open_checkpoint(
         Unavailable: the Hub is needed, and cannot be reached or wants a login.
     """
     found = _find(str(ref), token, offline, allow_catalogue)
-    quantization, source = None, ""
-    for name, method in QUANTIZATION_FILES.items():
-        document = found.documents.get(name)
-        if document is not None:
-            quantization, source = {"quant_method": method, **document}, name
-            break
+    quantization, source = quantization_apart(found.documents)
     groups = layer_groups(
         found.config, found.tensors, quantization=quantization, quantization_file=source, stated=stated
     )

@@ -26,6 +26,18 @@ QUANTIZATION_FILES: Mapping[str, str] = {
 }
 """Files of their own that describe the quantization, and the method whose keys they hold."""
 
+
+def quantization_apart(
+    documents: Mapping[str, Mapping[str, Any] | None],
+) -> tuple[Mapping[str, Any] | None, str]:
+    """The quantization config of a checkpoint's first file of `QUANTIZATION_FILES`, and that file's name."""
+    for name, method in QUANTIZATION_FILES.items():
+        document = documents.get(name)
+        if document is not None:
+            return {"quant_method": method, **document}, name
+    return None, ""
+
+
 DOCUMENT_LIMIT = 64 << 20
 """Largest config or index that is read, bytes; the index of a model with 200 000 tensors has 23 MB."""
 

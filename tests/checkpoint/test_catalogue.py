@@ -185,3 +185,28 @@ def test_what_a_folder_describes_comes_back(tmp_path: Path) -> None:
         (tmp_path / "tensors.json").write_text(json.dumps({**listed, key: value}))
         with pytest.raises(CheckpointError, match="cannot be"):
             read_described(tmp_path, "org/it")
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "form"),
+    [
+        ("DeepSeek-V3", "model.layers.61.mlp.experts.255.up_proj.weight", ("F8_E4M3", (2048, 7168))),
+        ("DeepSeek-V3.1-NVFP4", "model.layers.61.mlp.experts.0.down_proj.weight", ("BF16", (7168, 2048))),
+        ("DeepSeek-V3.1-NVFP4", "model.layers.61.mlp.shared_experts.up_proj.weight", ("BF16", (2048, 7168))),
+        ("DeepSeek-V4-Flash", "mtp.0.ffn.experts.7.w1.scale", ("F8_E8M0", (2048, 128))),
+        ("Qwen3.5-35B-A3B", "mtp.layers.0.mlp.experts.9.gate_proj.weight", ("BF16", (512, 2048))),
+        ("Qwen3.5-397B-A17B-NVFP4", "mtp.layers.0.mlp.experts.9.down_proj.weight", ("BF16", (4096, 1024))),
+    ],
+)
+def test_multi_token_prediction(model: str, name: str, form: tuple[str, tuple[int, ...]]) -> None:
+    entry = built_in(model)
+    assert "multi-token prediction, are derived" in entry.note
+    info = entry.listing()[name]
+    assert (info.dtype, info.shape) == form
+
+
+@pytest.mark.parametrize("model", ["DeepSeek-V4-Flash-NVFP4", "MiniMax-M2"])
+def test_multi_token_prediction_of_an_unknown_format(model: str) -> None:
+    entry = built_in(model)
+    assert "multi-token prediction are left out" in entry.note
+    assert all("{layer}" in schema.name for schema in entry.tensors)
