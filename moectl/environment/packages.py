@@ -55,6 +55,7 @@ def packages_from(spec: str | None, env: Mapping[str, str] | None = None) -> Pac
     versions: dict[str, str] = {}
     missing: set[str] = set()
     switches: dict[str, str] = {}
+    remarks: tuple[str, ...] = ()
     listed = []
     for item in (INSTALLED if spec is None else spec).split(","):
         name, _, version = (part.strip() for part in item.partition("="))
@@ -62,6 +63,7 @@ def packages_from(spec: str | None, env: Mapping[str, str] | None = None) -> Pac
             here = installed_packages({})
             versions |= here.versions
             missing |= here.missing
+            remarks = here.remarks
             switches |= {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
         elif name in profiles:
             versions |= dict.fromkeys(profiles[name]["packages"], "")
@@ -76,9 +78,10 @@ def packages_from(spec: str | None, env: Mapping[str, str] | None = None) -> Pac
             )
         versions[name] = version
         missing = {symbol for symbol in missing if not symbol.startswith(f"{name}:")}
+        remarks = tuple(remark for remark in remarks if not remark.startswith(f"{name} "))
         if name == "flashinfer":
             versions.setdefault("flashinfer_cubin", "")
-    return Packages(versions, frozenset(missing), switches | dict(env or {}))
+    return Packages(versions, frozenset(missing), switches | dict(env or {}), remarks)
 
 
 def installed_packages(env: Mapping[str, str]) -> Packages:

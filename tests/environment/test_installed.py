@@ -8,7 +8,7 @@ import pytest
 
 from moectl.environment import PROBES
 from moectl.environment.installed import distribution_version, find_all, find_package, find_tool
-from moectl.environment.packages import installed_packages
+from moectl.environment.packages import installed_packages, packages_from
 
 
 def make(folder: Path, name: str, text: str = "") -> None:
@@ -38,7 +38,10 @@ def test_the_unrelated_package_of_pypi_is_told_by_its_files(site: Path) -> None:
     assert not found.present
     assert (found.wrong, found.wrong_version) == (str(site / "triton_kernels"), "0.1.0")
     assert PROBES["triton_kernels"].other.startswith("Kernelize AI")
-    assert "triton_kernels" not in installed_packages({}).versions
+    for packages in (installed_packages({}), packages_from(None), packages_from("installed,hpc")):
+        assert "triton_kernels" not in packages.versions
+        assert "Kernelize AI" in packages.remarks[0]
+    assert packages_from("installed,triton_kernels").remarks == ()
 
 
 def test_the_engines_own_copy_counts(site: Path) -> None:
