@@ -260,3 +260,23 @@ def listed_folders(env: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         return {place: tuple(sorted(entry.name for entry in Path(place).iterdir()))}
     except OSError:
         return {place: ()}
+
+
+def file_remark(file: Path, triton: str) -> str:
+    """What is odd about a tuned file: vLLM fails on it, or another Triton than `triton` measured it.
+
+    Empty when nothing is, or when `triton` is empty and the file can be read.
+    """
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{file} cannot be read, and vLLM fails on it: {error}"
+    if not isinstance(document, dict):
+        return f"{file} holds no table of launch choices, and vLLM fails on it"
+    measured = str(document.pop("triton_version", ""))
+    odd = [key for key in document if not key.strip().isdigit()]
+    if odd:
+        return f"{file} has the entry {odd[0]!r} where vLLM expects a number of tokens, and fails"
+    if measured and triton and measured != triton:
+        return f"{file} was measured with Triton {measured}; Triton {triton} is installed"
+    return ""

@@ -39,6 +39,10 @@ def test_a_file_of_the_users_is_found(tmp_path):
     text, document = environment("--gpu", "h100-pcie", "--tp", "2", "--env", folder)
     assert f"{name} is read (found in {tmp_path})" in text.replace("- ", "-")
     assert document["tuned"][0]["found"] == str(tmp_path)
+    (tmp_path / name).write_text("[]")
+    text, document = environment("--gpu", "h100-pcie", "--tp", "2", "--env", folder)
+    assert "holds no table of launch choices, and vLLM fails on it" in text
+    assert "vLLM fails on it" in document["tuned"][0]["remark"]
     text, _ = environment("--gpu", "h100-pcie", "--tp", "4", "--env", folder)
     assert f"missing (in {tmp_path}, vLLM's own folder)" in text
 

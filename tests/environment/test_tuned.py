@@ -11,6 +11,7 @@ from moectl.problem import Dims, MoEProblem, Parallel
 from moectl.schemes import A16, BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 from moectl.tuned import (
     SHIPPED,
+    file_remark,
     gpu_in_names,
     listed_folders,
     parse_name,
@@ -149,6 +150,26 @@ def test_the_users_folder_comes_first(tmp_path: Path) -> None:
     missing = listed_folders({"VLLM_TUNED_CONFIG_FOLDER": str(tmp_path / "nowhere")})
     assert missing == {str(tmp_path / "nowhere"): ()}
     assert listed_folders({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"1": {}, "64": {}}', ""),
+        ('{"triton_version": "3.6.0", "1": {}}', ""),
+        ('{"triton_version": "3.4.0", "1": {}}', "was measured with Triton 3.4.0; Triton 3.6.0 is installed"),
+        ('{"many": {}}', "'many' where vLLM expects a number of tokens"),
+        ("[1]", "holds no table"),
+        ('{"1": ', "cannot be read, and vLLM fails on it"),
+    ],
+)
+def test_odd_files_are_told(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    remark = file_remark(file, "3.6.0")
+    assert says in remark
+    assert bool(remark) == bool(says)
+    assert "cannot be read" in file_remark(tmp_path / "missing.json", "")
 
 
 def test_shipped_names_are_those_that_can_be_looked_up() -> None:

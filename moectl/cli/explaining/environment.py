@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.layers import ranges
 from ...environment import Packages
+from ...environment.installed import distribution_version
 from ...environment.variables import SET, Finding, judge_variables
 from ...environment.vllm_0_33_0 import other_names
 from ...explain import Explanation
 from ...oracle.backends.flashinfer import KERNELS
 from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
-from ...tuned import FOLDER, TunedStatus, listed_folders, tuned_status
+from ...tuned import FOLDER, SHIPPED, TunedStatus, file_remark, listed_folders, tuned_status
 from ..blocks import Block, Facts, Heading
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ def environment_blocks(explanation: Explanation, view: View) -> Iterator[Block]:
     ]
     rows += [("package", sentence) for sentence in package_sentences(explanation)]
     rows += [("tuned files", sentence) for sentence in tuned_sentences(explanation)]
+    rows += [("tuned files", sentence) for sentence in file_sentences(explanation)]
     if rows:
         yield Heading("environment")
         yield Facts(tuple(rows))
@@ -40,7 +43,7 @@ def environment_document(explanation: Explanation) -> dict[str, Any]:
         "variables": [finding.to_json() for finding in variables(explanation.policy, explanation.packages)],
         "packages": list(package_sentences(explanation)),
         "tuned": [
-            {"layers": list(group.layers), **status.to_json()}
+            {"layers": list(group.layers), **status.to_json(), "remark": _file_remark(status) or None}
             for group, status in zip(explanation.groups, _statuses(explanation), strict=True)
         ],
     }
@@ -99,6 +102,17 @@ def tuned_sentences(explanation: Explanation) -> Iterator[str]:
     for sentence, layers in found.items():
         where = f"layers {ranges(tuple(sorted(layers)))}: " if len(found) > 1 else ""
         yield where + sentence
+
+
+def file_sentences(explanation: Explanation) -> Iterator[str]:
+    """What is odd about the tuned files that are read from a user's folder, each once."""
+    yield from dict.fromkeys(filter(None, map(_file_remark, _statuses(explanation))))
+
+
+def _file_remark(status: TunedStatus) -> str:
+    if status.found in ("", SHIPPED):
+        return ""
+    return file_remark(Path(status.found) / str(status.wanted), distribution_version("triton"))
 
 
 def tuned_sentence(status: TunedStatus) -> str:
