@@ -237,10 +237,15 @@ def _says_pair(ask: Ask) -> str:
     return f"{ask.problem.scheme} are not among the combinations of scales that the method takes"
 
 
+def _quantizes(act: ActFormat) -> bool:
+    """True for FP8 activations, static ones per tensor only."""
+    return act.name == "fp8" and (act.dynamic or act.block == (FULL, FULL))
+
+
 _COMPRESSED_REFUSES = (
     Condition(
         "activations",
-        lambda ask: not act_key(ask.problem.scheme.act).startswith("fp8 "),
+        lambda ask: not _quantizes(ask.problem.scheme.act),
         lambda ask: f"the engine has no method for {ask.problem.scheme} of compressed-tensors",
         kind="RuntimeError",
     ),
