@@ -117,6 +117,16 @@ TRTLLM_INT4 = Backend(
                 spread=Spread(exchange=only("none", "allgather_reducescatter"), eplb=False),
                 zero_points=False,
                 bias=False,
+                rules=(
+                    Rule(
+                        question="router dtype of this method",
+                        group="scheme",
+                        vllm_code="other",
+                        holds=lambda ask: ask.logits != "fp32" or ask.routing == "DeepSeekV3",
+                        wanted=lambda ask: f"{ask.logits} with {ask.routing}",
+                        offered="fp32 with DeepSeekV3 only",
+                    ),
+                ),
                 codes={"zero points": "zero_points_or_bias", "expert bias": "zero_points_or_bias"},
             ),
             monolithic=True,

@@ -39,16 +39,9 @@ _OFFERS = (
         only("a16", "fp8 per token dynamic", "fp8 per tensor static", "fp8 group 128 dynamic"),
     ),
     Offer(frozenset({"fp8 block 128x128"}), only("a16", "fp8 per token dynamic", "fp8 group 128 dynamic")),
+    Offer(frozenset({"int4 group", "int8 group"}), only("a16", "fp8 per token dynamic")),
     Offer(
-        frozenset(
-            {
-                "int4 group",
-                "int4 group 32",
-                "int4 group 32 with zero points",
-                "int8 group",
-                "int8 per channel",
-            }
-        ),
+        frozenset({"int4 group 32", "int4 group 32 with zero points", "int8 per channel"}),
         only("a16", "fp8 per token dynamic", "int8 per token dynamic"),
     ),
 )
