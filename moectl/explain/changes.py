@@ -72,8 +72,8 @@ def package(names: tuple[str, ...]) -> Change:
         missing = frozenset(symbol for symbol in old.missing if symbol.split(":")[0] not in names)
         return replace(now, packages=Packages({**old.versions, **dict.fromkeys(names, "")}, missing, old.env))
 
-    pip = [PROBES[name].distribution or name for name in names if name in PROBES]
-    also = f" (pip install {' '.join(pip)})" if pip else ""
+    known = [PROBES[name].get for name in names if name in PROBES and PROBES[name].get]
+    also = f" ({'; '.join(known)})" if known else ""
     return Change(
         "package",
         "package " + names[0],

@@ -142,7 +142,7 @@ def _by_layer(document: Document) -> dict[int, Document]:
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves of nested mappings by their path; lists are leaves."""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _flat(item, f"{path}.{key}" if path else str(key))
     else:

@@ -32,7 +32,7 @@ def test_the_answer_stands_before_the_reasons():
 def test_reasons_are_grouped_sentences():
     words = explain(GPT, "--gpu", "h200").words
     assert "arch needs SM100-SM109, this device is SM90" in words
-    assert "package needs quark, which is not installed (amd-quark)" in words
+    assert "package needs quark, which is not installed (pip install amd-quark)" in words
     assert "wanted" not in words
     assert "offered" not in words
 

@@ -42,7 +42,7 @@ def _choice(choice: tuple[str, str] | None) -> str:
 
 
 def _cause(cause: Cause) -> str:
-    return " ".join([cause.says, *filter(None, ["; ".join(map(sentence, cause.verdicts))])])
+    return " ".join([cause.says, *filter(None, ["; ".join(dict.fromkeys(map(sentence, cause.verdicts)))])])
 
 
 def _places(old: int, new: int) -> str:
@@ -77,7 +77,9 @@ def _group(group: GroupDifference) -> Iterator[Block]:
 
 def _verdicts(old: Sequence[Verdict], new: Sequence[Verdict]) -> tuple[tuple[str, str], ...]:
     return tuple(
-        (label, sentence(verdict))
-        for label, verdicts in (("no more", old), ("now", new))
-        for verdict in verdicts
+        dict.fromkeys(
+            (label, sentence(verdict))
+            for label, verdicts in (("no more", old), ("now", new))
+            for verdict in verdicts
+        )
     )

@@ -62,9 +62,13 @@ def _parallel(parallel: Parallel) -> dict[str, str]:
         "--tp": str(parallel.tp) if parallel.tp > 1 else ABSENT,
         "--dp": str(parallel.dp) if parallel.dp > 1 else ABSENT,
         "--ep": "" if parallel.ep else ABSENT,
-        "--all2all": parallel.all2all if parallel.exchanges else ABSENT,
+        "--all2all": _exchange(parallel.all2all) if parallel.exchanges else ABSENT,
         "--eplb": "" if parallel.eplb else ABSENT,
     }
+
+
+def _exchange(name: str) -> str:
+    return ABSENT if name == Parallel().all2all else name
 
 
 def _changed(
@@ -79,4 +83,6 @@ def _changed(
         return {name: value if before == "none" else f"{before},{value}"}
     if name in ("--tp", "--dp") and value == "1":
         value = ABSENT
+    if name == "--all2all":
+        value = _exchange(value)
     return {name: value}

@@ -80,11 +80,15 @@ def _named(weight: str, name: str) -> bool:
 
 
 def _package(verdict: Verdict, name: str) -> str:
+    """What is missing; the package alone where all of it is, so that its symbols are said once."""
+    if verdict.offered != "not installed":
+        return f"needs {verdict.wanted}, there is {verdict.offered}"
     known = PROBES.get(name)
-    also = f" ({known.distribution})" if known and known.distribution not in ("", name) else ""
-    if verdict.offered == "not installed":
-        return f"needs {verdict.wanted}, which is not installed{also}"
-    return f"needs {verdict.wanted}, there is {verdict.offered}"
+    get = f" ({known.get})" if known and known.get else ""
+    _, *instead = verdict.wanted.split(" or ")
+    if instead:
+        return f"needs {name} or {' or '.join(instead)}, none of which is there{get}"
+    return f"needs {name}, which is not installed{get}"
 
 
 def reasons(candidate: Candidate) -> tuple[tuple[str, str], ...]:
