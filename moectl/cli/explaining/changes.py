@@ -65,14 +65,13 @@ def _group(group: GroupDifference) -> Iterator[Block]:
     )
     if group.failures and group.old_choice == group.new_choice:
         yield Facts(tuple(zip(("failed with", "fails with"), group.failures, strict=True)))
-    if group.candidates:
+    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for change in group.candidates:
+        name = f"{change.backend} ({change.experts})"
+        alike.setdefault(_verdicts(change.old, change.new), []).append(name)
+    if alike:
         yield Heading("verdicts that changed", 3)
-        yield Listing(
-            tuple(
-                Entry("", f"{change.backend} ({change.experts})", _verdicts(change.old, change.new))
-                for change in group.candidates
-            )
-        )
+        yield Listing(tuple(Entry("", ", ".join(names), lines) for lines, names in alike.items()))
 
 
 def _verdicts(old: Sequence[Verdict], new: Sequence[Verdict]) -> tuple[tuple[str, str], ...]:
