@@ -229,7 +229,18 @@ FAMILIES: tuple[Family, ...] = (
         ("hybrid_override_pattern", "n_routed_experts"),
         implied={**_SIGMOID_BIAS, "activation": "relu2"},
     ),
-    Family("deepseek", ("deepseek", "kimik2"), ("n_routed_experts", "moe_intermediate_size", "scoring_func")),
+    Family(
+        "deepseek-v2",
+        ("deepseekv2",),
+        implied={"routing.scoring": "softmax", "routing.renormalize": False, "activation": "silu"},
+    ),
+    Family(
+        "deepseek-v4",
+        ("deepseekv4",),
+        ("n_routed_experts", "num_hash_layers"),
+        implied={**_SIGMOID_BIAS, "routing.scoring": "sqrtsoftplus", "activation": "silu"},
+    ),
+    Family("deepseek", ("deepseek", "kimik2"), implied={**_SIGMOID_BIAS, "activation": "silu"}),
     Family(
         "kimi-linear",
         ("kimilinear", "kimik3"),

@@ -9,15 +9,8 @@ from dataclasses import dataclass, field, replace
 from ..errors import CheckpointError
 from ..schemes import BF16, Scheme
 from .patterns import REGEX, Patterns
-from .quantization import (
-    Config,
-    Quantization,
-    group_scheme,
-    is_expert_rule,
-    listed_algorithms,
-    modelopt_scheme,
-    quark_scheme,
-)
+from .quantization import Quantization, listed_algorithms
+from .specs import Config, group_scheme, is_expert_rule, modelopt_scheme, quark_scheme
 
 _IGNORE_KEYS = (
     "ignore",

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import CheckpointError
-from ..schemes import (
-    A16,
-    BF16,
-    FULL,
-    MXFP4,
-    MXFP4_ACT,
-    MXFP8,
-    MXFP8_ACT,
-    NVFP4,
-    NVFP4_ACT,
-    ActFormat,
-    Scheme,
-    WeightFormat,
-    int_format,
+from ..schemes import BF16, FULL, MXFP4, MXFP8, MXFP8_ACT, ActFormat, Scheme, WeightFormat, int_format
+from .specs import (
+    FP8_TENSOR,
+    FP8_TENSOR_STATIC,
+    FP8_TENSOR_WEIGHT,
+    Config,
+    group_scheme,
+    group_size,
+    integer,
+    is_expert_rule,
+    mapping,
+    modelopt_scheme,
+    names,
+    pair,
+    quark_scheme,
+    refuse,
 )
-
-Config = Mapping[str, Any]
-
-FP8_TENSOR = ActFormat("fp8", 8, (FULL, FULL))
-FP8_TENSOR_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
-FP8_TENSOR_WEIGHT = WeightFormat("fp8", 8, (FULL, FULL), "F32")
 
 
 @dataclass(frozen=True)
@@ -97,83 +92,25 @@ def parse_quantization(
 Parsed = tuple[str, Scheme, str, dict[str, str], tuple[str, ...]]
 
 
-def _refuse(key: str, expected: str, got: object) -> CheckpointError:
-    return CheckpointError(
-        f"quantization_config.{key} must be {expected}, got {got!r}.",
-        hint="Check config.json, or ask for this format to be added.",
-    )
-
-
-def _integer(config: Config, key: str, where: str, default: int | None = None) -> int:
-    value = config.get(key, default)
-    if value is None:
-        value = default
-    if isinstance(value, str) and value.lstrip("-").isdigit():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _refuse(f"{where}{key}", "an integer", config.get(key))
-    return value
-
-
-def _group(config: Config, key: str, where: str, default: int | None = None) -> int:
-    size = _integer(config, key, where, default)
-    if size != FULL and size < 1:
-        raise _refuse(f"{where}{key}", "-1 or a positive group size", size)
-    return size
-
-
-def _pair(config: Config, key: str, where: str) -> tuple[int, int]:
-    block = config.get(key)
-    good = isinstance(block, (list, tuple)) and len(block) == 2
-    if not isinstance(block, (list, tuple)) or not good or any(type(b) is not int or b < 1 for b in block):
-        raise _refuse(f"{where}{key}", "two positive integers", block)
-    return block[0], block[1]
-
-
-def _mapping(config: Config, key: str) -> Config:
-    value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise _refuse(key, "an object", value)
-    return value
-
-
-def _names(config: Config, *keys: str) -> tuple[str, ...]:
-    found: list[str] = []
-    for key in keys:
-        value = config.get(key) or ()
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise _refuse(key, "a list of module names", value)
-        found += [str(name) for name in value]
-    return tuple(found)
-
-
-def is_expert_rule(name: str) -> bool:
-    """True when a module pattern speaks of routed experts of the main model."""
-    text = name.lower()
-    return "expert" in text and "shared" not in text and "mtp" not in text
-
-
 def _mxfp4(config: Config, model_type: str) -> Parsed:
     storage = "gpt_oss" if model_type == "gpt_oss" else "mxfp4"
     keys = {"storage": "quant_method", "scheme": "quant_method"}
-    return storage, Scheme(MXFP4), "", keys, _names(config, "modules_to_not_convert", "ignored_layers")
+    return storage, Scheme(MXFP4), "", keys, names(config, "modules_to_not_convert", "ignored_layers")
 
 
 def _mxfp8(config: Config, model_type: str) -> Parsed:
     keys = {"storage": "quant_method", "scheme": "quant_method"}
-    ignore = _names(config, "ignored_layers", "modules_to_not_convert")
+    ignore = names(config, "ignored_layers", "modules_to_not_convert")
     return "fp8", Scheme(MXFP8, MXFP8_ACT), "", keys, ignore
 
 
 def _fp8(config: Config, model_type: str) -> Parsed:
-    ignore = _names(config, "modules_to_not_convert", "ignored_layers", "ignore")
+    ignore = names(config, "modules_to_not_convert", "ignored_layers", "ignore")
     if "moe_quant_algo" in config:
         scheme = modelopt_scheme(config["moe_quant_algo"], "moe_quant_algo")
         return "modelopt", scheme, "", {"storage": "moe_quant_algo", "scheme": "moe_quant_algo"}, ignore
     if config.get("weight_block_size") is not None:
-        rows, columns = _pair(config, "weight_block_size", "")
+        rows, columns = pair(config, "weight_block_size", "")
         weight, act = (
             WeightFormat("fp8", 8, (rows, columns), "F32"),
             ActFormat("fp8", 8, (1, columns)),
@@ -188,43 +125,21 @@ def _fp8(config: Config, model_type: str) -> Parsed:
     activations = {"static": FP8_TENSOR_STATIC, "dynamic": FP8_TENSOR}
     name = config.get("activation_scheme", "dynamic")
     if name not in activations:
-        raise _refuse("activation_scheme", "'static' or 'dynamic'", name)
+        raise refuse("activation_scheme", "'static' or 'dynamic'", name)
     scheme = Scheme(FP8_TENSOR_WEIGHT, activations[name])
     return "fp8", scheme, "", {"storage": "quant_method", "scheme": "activation_scheme"}, ignore
 
 
-_MODELOPT_ALGORITHMS = {
-    "FP8": Scheme(FP8_TENSOR_WEIGHT, FP8_TENSOR_STATIC),
-    "NVFP4": Scheme(NVFP4, NVFP4_ACT),
-    "NVFP4_AWQ": Scheme(NVFP4, NVFP4_ACT),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(
-        WeightFormat("fp8", 8, (1, FULL), "F32"), ActFormat("fp8", 8, (1, FULL))
-    ),
-    "FP8_PB_WO": Scheme(WeightFormat("fp8", 8, (128, 128), "F32"), ActFormat("fp8", 8, (1, 128))),
-    "W4A16_NVFP4": Scheme(NVFP4),
-    "MXFP8": Scheme(MXFP8, MXFP8_ACT),
-    "MXFP4": Scheme(MXFP4),
-    "W4A16_MXFP4": Scheme(MXFP4),
-}
-
-
-def modelopt_scheme(name: object, key: str) -> Scheme:
-    """The scheme that ModelOpt calls `name`; CheckpointError, naming `key`, for another word."""
-    if not isinstance(name, str) or name.upper() not in _MODELOPT_ALGORITHMS:
-        raise _refuse(key, f"one of {', '.join(_MODELOPT_ALGORITHMS)}", name)
-    return _MODELOPT_ALGORITHMS[name.upper()]
-
-
 def _modelopt(config: Config, model_type: str) -> Parsed:
-    inner = _mapping(config, "quantization") or config
-    ignore = _names(inner, "ignore", "exclude_modules")
+    inner = mapping(config, "quantization") or config
+    ignore = names(inner, "ignore", "exclude_modules")
     name, key = inner.get("quant_algo"), "quant_algo"
     if name is None and "quant_algo" in inner:
         return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
     if name == "MIXED_PRECISION":
         found = Counter(listed_algorithms(inner).values())
         if not found:
-            raise _refuse("quantized_layers", "an object that names the quant_algo of routed experts", None)
+            raise refuse("quantized_layers", "an object that names the quant_algo of routed experts", None)
         name, key = found.most_common(1)[0][0], "quantized_layers"
     return "modelopt", modelopt_scheme(name, key), "", {"storage": "quant_method", "scheme": key}, ignore
 
@@ -233,7 +148,7 @@ def listed_algorithms(config: Config) -> dict[str, str]:
     """ModelOpt's name of the format of each module of routed experts, where the config lists modules."""
     return {
         module: str(entry.get("quant_algo"))
-        for module, entry in _mapping(config, "quantized_layers").items()
+        for module, entry in mapping(config, "quantized_layers").items()
         if isinstance(entry, Mapping) and is_expert_rule(module)
     }
 
@@ -250,13 +165,13 @@ _ACT_ORDERS = {
 
 
 def _compressed_group(config: Config) -> tuple[str, Config]:
-    groups = _mapping(config, "config_groups")
+    groups = mapping(config, "config_groups")
     usable = {name: group for name, group in groups.items() if isinstance(group, Mapping)}
     if not usable or len(usable) != len(groups):
-        raise _refuse("config_groups", "an object with at least one group", config.get("config_groups"))
+        raise refuse("config_groups", "an object with at least one group", config.get("config_groups"))
 
     def rank(item: tuple[str, Config]) -> int:
-        targets = _names(item[1], "targets")
+        targets = names(item[1], "targets")
         return 0 if any(is_expert_rule(target) for target in targets) else 1 if "Linear" in targets else 2
 
     return min(usable.items(), key=rank)
@@ -265,9 +180,9 @@ def _compressed_group(config: Config) -> tuple[str, Config]:
 def _compressed(config: Config, model_type: str) -> Parsed:
     name, group = _compressed_group(config)
     where = f"config_groups.{name}"
-    order = _mapping(group, "weights").get("actorder")
+    order = mapping(group, "weights").get("actorder")
     if isinstance(order, (list, dict)) or order not in _ACT_ORDERS:
-        raise _refuse(f"{where}.weights.actorder", "null, 'weight', 'static', 'group' or 'dynamic'", order)
+        raise refuse(f"{where}.weights.actorder", "null, 'weight', 'static', 'group' or 'dynamic'", order)
     keys = {
         "storage": "quant_method",
         "scheme": f"{where}.weights",
@@ -278,7 +193,7 @@ def _compressed(config: Config, model_type: str) -> Parsed:
         group_scheme(group, where),
         _ACT_ORDERS[order],
         keys,
-        _names(config, "ignore"),
+        names(config, "ignore"),
     )
 
 
@@ -287,64 +202,6 @@ def _states_act(config: Config) -> bool:
     if config.get("quant_method") != "compressed-tensors":
         return True
     return "input_activations" in _compressed_group(config)[1]
-
-
-def group_scheme(group: Config, where: str) -> Scheme:
-    """The scheme of one of compressed-tensors' config_groups; CheckpointError, naming `where` it stands."""
-    weights, inputs = _mapping(group, "weights"), _mapping(group, "input_activations")
-    return Scheme(_compressed_weight(weights, f"{where}.weights."), _compressed_act(inputs, where))
-
-
-def _blocks(spec: Config, where: str) -> tuple[int, int]:
-    strategy = spec.get("strategy")
-    if strategy is None:
-        strategy = "group" if spec.get("group_size") else "tensor"
-    if strategy in ("group", "tensor_group"):
-        return 1, _group(spec, "group_size", where)
-    if strategy == "block":
-        return _pair(spec, "block_structure", where)
-    shapes = {"channel": (1, FULL), "token": (1, FULL), "tensor": (FULL, FULL)}
-    if strategy not in shapes:
-        raise _refuse(f"{where}strategy", "tensor, channel, token, group, tensor_group or block", strategy)
-    return shapes[strategy]
-
-
-def _compressed_weight(spec: Config, where: str) -> WeightFormat:
-    bits, kind = _integer(spec, "num_bits", where), spec.get("type", "int")
-    block = _blocks(spec, where)
-    if kind == "int" and bits in (4, 8) and block[0] == 1:
-        return int_format(bits, block[1], zero_point=spec.get("symmetric") is False)
-    if (kind, bits) == ("float", 4):
-        return _float4(spec, block, where)
-    if (kind, bits) == ("float", 8):
-        return MXFP8 if block == (1, 32) else WeightFormat("fp8", 8, block, "F32")
-    raise _refuse(f"{where}type", "int (4 or 8 bits, groups or channels) or float (4 or 8 bits)", kind)
-
-
-def _float4(spec: Config, block: tuple[int, int], where: str) -> WeightFormat:
-    formats = {(1, 32): MXFP4, (1, 16): NVFP4}
-    if block not in formats:
-        raise _refuse(f"{where}group_size", "32 (MXFP4) or 16 (NVFP4)", block[1])
-    return formats[block]
-
-
-def _compressed_act(spec: Config, where: str) -> ActFormat:
-    if not spec:
-        return A16
-    bits, kind = _integer(spec, "num_bits", f"{where}.input_activations."), spec.get("type", "int")
-    if bits == 16:
-        return A16
-    block = _blocks(spec, f"{where}.input_activations.")
-    names = {
-        ("float", 8, (1, 32)): MXFP8_ACT,
-        ("float", 4, (1, 32)): MXFP4_ACT,
-        ("float", 4, (1, 16)): NVFP4_ACT,
-    }
-    if (kind, bits, block) in names:
-        return names[kind, bits, block]
-    if bits != 8 or kind not in ("int", "float"):
-        raise _refuse(f"{where}.input_activations.num_bits", "8, or 4-bit floats in groups of 16 or 32", bits)
-    return ActFormat({"int": "int8", "float": "fp8"}[kind], 8, block, bool(spec.get("dynamic", False)))
 
 
 def _lists_experts(modules: object) -> bool:
@@ -356,7 +213,7 @@ def _lists_experts(modules: object) -> bool:
 
 
 def _gptq(config: Config, model_type: str) -> Parsed:
-    rules = _mapping(config, "dynamic")
+    rules = mapping(config, "dynamic")
     ignore = tuple(name[2:] for name in rules if name.startswith("-:"))
     for name, rule in rules.items():
         if not name.startswith("-:") and is_expert_rule(name) and isinstance(rule, Mapping):
@@ -364,91 +221,34 @@ def _gptq(config: Config, model_type: str) -> Parsed:
     if not _lists_experts(config.get("modules_in_block_to_quantize")):
         key = "modules_in_block_to_quantize"
         return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
-    bits = _integer(config, "bits", "")
+    bits = integer(config, "bits", "")
     if bits not in (4, 8):
-        raise _refuse("bits", "4 or 8", bits)
-    group = _group(config, "group_size", "", FULL)
+        raise refuse("bits", "4 or 8", bits)
+    group = group_size(config, "group_size", "", FULL)
     weight = int_format(bits, group, "F16", zero_point=config.get("sym", True) is False)
     # With one group per column the permuted order changes nothing.
     order = "group" if config.get("desc_act") and group != FULL else ""
     keys = {"storage": "quant_method", "scheme": "bits", "act_order": "desc_act"}
-    return "gptq", Scheme(weight), order, keys, ignore + _names(config, "modules_to_not_convert")
+    return "gptq", Scheme(weight), order, keys, ignore + names(config, "modules_to_not_convert")
 
 
 def _awq(config: Config, model_type: str) -> Parsed:
-    bits = _integer(config, "bits" if "bits" in config else "w_bit", "")
+    bits = integer(config, "bits" if "bits" in config else "w_bit", "")
     if bits not in (4, 8):
-        raise _refuse("bits", "4 or 8", bits)
-    group = _group(config, "group_size" if "group_size" in config else "q_group_size", "", FULL)
+        raise refuse("bits", "4 or 8", bits)
+    group = group_size(config, "group_size" if "group_size" in config else "q_group_size", "", FULL)
     weight = int_format(bits, group, "F16", zero_point=config.get("zero_point", True) is True)
     keys = {"storage": "quant_method", "scheme": "bits"}
-    return "awq", Scheme(weight), "", keys, _names(config, "modules_to_not_convert")
+    return "awq", Scheme(weight), "", keys, names(config, "modules_to_not_convert")
 
 
 def _quark(config: Config, model_type: str) -> Parsed:
-    chosen, where = _mapping(config, "global_quant_config"), "global_quant_config"
-    for name, rule in _mapping(config, "layer_quant_config").items():
+    chosen, where = mapping(config, "global_quant_config"), "global_quant_config"
+    for name, rule in mapping(config, "layer_quant_config").items():
         if is_expert_rule(name) and isinstance(rule, Mapping):
             chosen, where = rule, f"layer_quant_config.{name}"
     keys = {"storage": "quant_method", "scheme": where}
-    return "quark", quark_scheme(chosen, where), "", keys, _names(config, "exclude")
-
-
-def quark_scheme(rule: Config, where: str) -> Scheme:
-    """The scheme of one of Quark's rules; CheckpointError, naming `where` it stands."""
-    weight, act = _quark_spec(rule, "weight"), _quark_spec(rule, "input_tensors")
-    return Scheme(_quark_weight(weight, where), _quark_act(act, where))
-
-
-def _quark_spec(rule: Config, key: str) -> Config:
-    """One tensor's format; of several that it went through, the last, which is what is stored."""
-    found = rule.get(key)
-    if isinstance(found, list) and found and isinstance(found[-1], Mapping):
-        return dict(found[-1])
-    return _mapping(rule, key)
-
-
-def _quark_block(spec: Config, where: str) -> tuple[int, int]:
-    shapes = {"per_tensor": (FULL, FULL), "per_channel": (1, FULL)}
-    kind = spec.get("qscheme")
-    if kind == "per_group":
-        return 1, _group(spec, "group_size", where)
-    if kind == "per_block":
-        return _pair(spec, "block_size", where)
-    if kind not in shapes:
-        raise _refuse(f"{where}qscheme", "per_tensor, per_channel, per_group or per_block", kind)
-    return shapes[kind]
-
-
-def _quark_weight(spec: Config, where: str) -> WeightFormat:
-    if not spec:
-        raise _refuse(f"{where}.weight", "a weight format", None)
-    block = _quark_block(spec, f"{where}.weight.")
-    formats = {
-        ("fp4", (1, 32)): MXFP4,
-        ("fp8_e4m3", (1, 32)): MXFP8,
-        ("int4", block): int_format(4, block[1], "F32"),
-        ("int8", block): int_format(8, block[1], "F32"),
-        ("fp8_e4m3", (FULL, FULL)): FP8_TENSOR_WEIGHT,
-        ("fp8_e4m3", (1, FULL)): WeightFormat("fp8", 8, (1, FULL), "F32"),
-        **({("fp8_e4m3", block): WeightFormat("fp8", 8, block, "F32")} if block[0] > 1 else {}),
-    }
-    key = (str(spec.get("dtype")), block)
-    if key not in formats:
-        raise _refuse(f"{where}.weight.dtype", "fp4 (groups of 32), fp8_e4m3, int4 or int8", key[0])
-    return formats[key]
-
-
-def _quark_act(spec: Config, where: str) -> ActFormat:
-    if not spec:
-        return A16
-    block, dynamic = _quark_block(spec, f"{where}.input_tensors."), bool(spec.get("is_dynamic"))
-    kinds = {"fp4": ("mxfp4", 4), "fp8_e4m3": ("fp8", 8), "int8": ("int8", 8)}
-    kind = str(spec.get("dtype"))
-    if kind not in kinds or (kind == "fp4" and block != (1, 32)):
-        raise _refuse(f"{where}.input_tensors.dtype", "fp4 in groups of 32, fp8_e4m3 or int8", kind)
-    name, bits = kinds[kind]
-    return ActFormat("mxfp8" if (name, block) == ("fp8", (1, 32)) else name, bits, block, dynamic)
+    return "quark", quark_scheme(chosen, where), "", keys, names(config, "exclude")
 
 
 def _auto_round(config: Config, model_type: str) -> Parsed:

@@ -199,8 +199,10 @@ def _compare(
         "routing.expert_scale": routing("expert_scale", "expert_scale"),
     }
     for name, (config, header, where) in facts.items():
+        origin = sources.get(name, "config")
+        if header is True and origin.startswith(("family:", "config:no ")):
+            sources[name] = f"header:{where}"
         if config != header:
-            origin = sources.get(name, "config")
             if origin.startswith("config") and not origin.startswith("config:no"):
                 notes.append(f"{name}: the config says {config}, the headers say {header}")
             sources[name] = f"header:{where}"

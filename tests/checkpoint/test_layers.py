@@ -116,7 +116,13 @@ def test_sources() -> None:
     config, _ = small(KIMI)
     del config["norm_topk_prob"]
     (kimi,) = layer_groups(config, None)
-    assert kimi.sources["routing.renormalize"] == "assumed"
+    assert kimi.sources["routing.renormalize"] == "family:deepseek"
+    del config["model_type"], config["architectures"]
+    (unknown,) = layer_groups(config, None)
+    assert unknown.sources["routing.renormalize"] == "assumed"
+    assert any("assumed, as no key says it: routing.renormalize" in note for note in unknown.notes)
+    assert replace(unknown.problem, model_type="kimi_k2") == kimi.problem
+    (kimi,) = layer_groups(config, None)
     assert kimi.sources["routing.scoring"] == "config:scoring_func"
 
 
