@@ -47,9 +47,11 @@ def fit(layer: FoundLayer, problem: MoEProblem, experts: int) -> Fit:
     """
     tensors = next(iter(layer.experts.values()))
     named = _named(layer, problem)
-    typed = [it for it in named if all(tensors[leaf].dtype in it.tensors[leaf].dtypes for leaf in tensors)]
+    wrong = {id(it): [leaf for leaf in tensors if not _typed(it, leaf, tensors)] for it in named}
+    typed = [it for it in named if not wrong[id(it)]]
     if not typed:
-        raise _wrong_dtype(_first(named, problem), tensors)
+        nearest = min(named, key=lambda it: (not _as_said(it, problem), len(wrong[id(it)])))
+        raise _wrong_dtype(nearest, tensors)
     found: list[Fit] = []
     why: CheckpointError | None = None
     for storage in sorted(typed, key=lambda it: not _as_said(it, problem)):
@@ -68,8 +70,8 @@ def _as_said(storage: Storage, problem: MoEProblem) -> bool:
     return problem.storage in storage.format.storages and storage.weight.name == problem.scheme.weight.name
 
 
-def _first(storages: list[Storage], problem: MoEProblem) -> Storage:
-    return next((it for it in storages if _as_said(it, problem)), storages[0])
+def _typed(storage: Storage, leaf: str, tensors: Tensors) -> bool:
+    return tensors[leaf].dtype in storage.tensors[leaf].dtypes
 
 
 def _named(layer: FoundLayer, problem: MoEProblem) -> list[Storage]:
@@ -109,7 +111,7 @@ def _named(layer: FoundLayer, problem: MoEProblem) -> list[Storage]:
 def _wrong_dtype(storage: Storage, tensors: Tensors) -> CheckpointError:
     for leaf, info in sorted(tensors.items()):
         allowed = storage.tensors[leaf].dtypes
-        if info.dtype not in allowed:
+        if not _typed(storage, leaf, tensors):
             return CheckpointError(
                 f"{info.file}: tensor {shown(info.name)} must be {' or '.join(allowed)}, got {info.dtype}.",
                 hint=CONFIG_HINT,
@@ -144,12 +146,12 @@ def _axes(storage: Storage, leaf: str, info: TensorInfo) -> Shape:
             f"got shape {list(info.shape)}.",
             hint=CONFIG_HINT,
         )
-    fitting = (
+    fitting = [
         shape
         for shape in same
         if all(axis.symbol or axis.times == size for axis, size in zip(shape, info.shape, strict=True))
-    )
-    return next(fitting, same[0])
+    ]
+    return max(fitting or same, key=lambda shape: sum(not axis.symbol for axis in shape))
 
 
 def _plain_sizes(
@@ -190,7 +192,8 @@ def _fit_block(
     weight = storage.weight
     same = said.name == weight.name
     sides = dict(zip(("rows", "group"), weight.block, strict=True))
-    for leaf, info in tensors.items():
+    # Zero points have as many groups as scales, which say it first.
+    for leaf, info in sorted(tensors.items(), key=lambda item: storage.tensors[item[0]].role[2:] != "_scale"):
         role = storage.tensors[leaf].role
         if not role.endswith(("_scale", "_zero")):
             continue

@@ -17,12 +17,14 @@ from .specs import (
     group_size,
     integer,
     is_expert_rule,
+    is_general_expert_rule,
     mapping,
     modelopt_scheme,
     names,
     pair,
     quark_scheme,
     refuse,
+    word,
 )
 
 
@@ -123,7 +125,7 @@ def _fp8(config: Config, model_type: str) -> Parsed:
             ignore,
         )
     activations = {"static": FP8_TENSOR_STATIC, "dynamic": FP8_TENSOR}
-    name = config.get("activation_scheme", "dynamic")
+    name = word(config, "activation_scheme", "dynamic")
     if name not in activations:
         raise refuse("activation_scheme", "'static' or 'dynamic'", name)
     scheme = Scheme(FP8_TENSOR_WEIGHT, activations[name])
@@ -172,7 +174,9 @@ def _compressed_group(config: Config) -> tuple[str, Config]:
 
     def rank(item: tuple[str, Config]) -> int:
         targets = names(item[1], "targets")
-        return 0 if any(is_expert_rule(target) for target in targets) else 1 if "Linear" in targets else 2
+        if any(map(is_general_expert_rule, targets)):
+            return 0
+        return 1 if "Linear" in targets else 2 if any(map(is_expert_rule, targets)) else 3
 
     return min(usable.items(), key=rank)
 
@@ -245,7 +249,7 @@ def _awq(config: Config, model_type: str) -> Parsed:
 def _quark(config: Config, model_type: str) -> Parsed:
     chosen, where = mapping(config, "global_quant_config"), "global_quant_config"
     for name, rule in mapping(config, "layer_quant_config").items():
-        if is_expert_rule(name) and isinstance(rule, Mapping):
+        if is_general_expert_rule(name) and isinstance(rule, Mapping):
             chosen, where = rule, f"layer_quant_config.{name}"
     keys = {"storage": "quant_method", "scheme": where}
     return "quark", quark_scheme(chosen, where), "", keys, names(config, "exclude")

@@ -61,6 +61,14 @@ def group_size(config: Config, key: str, where: str, default: int | None = None)
     return size
 
 
+def word(config: Config, key: str, default: str = "") -> str:
+    """The string at `key`; `default` for none. What is no string comes out as it is shown, so that no
+    table has it.
+    """
+    value = config.get(key)
+    return default if value is None else value if isinstance(value, str) else shown(value)
+
+
 def pair(config: Config, key: str, where: str) -> tuple[int, int]:
     """The two positive integers at `key`."""
     block = config.get(key)
@@ -89,6 +97,14 @@ def names(config: Config, *keys: str) -> tuple[str, ...]:
             raise refuse(key, "a list of module names", value)
         found += [str(name) for name in value]
     return tuple(found)
+
+
+_ONE_LAYER = re.compile(r"(?:layers|blocks)\W+\d")
+
+
+def is_general_expert_rule(name: str) -> bool:
+    """True when a module pattern speaks of routed experts of no layer in particular."""
+    return is_expert_rule(name) and not _ONE_LAYER.search(name)
 
 
 def is_expert_rule(name: str) -> bool:
@@ -126,9 +142,7 @@ def group_scheme(group: Config, where: str) -> Scheme:
 
 
 def _blocks(spec: Config, where: str) -> tuple[int, int]:
-    strategy = spec.get("strategy")
-    if strategy is None:
-        strategy = "group" if spec.get("group_size") else "tensor"
+    strategy = word(spec, "strategy", "group" if spec.get("group_size") else "tensor")
     if strategy in ("group", "tensor_group"):
         return 1, group_size(spec, "group_size", where)
     if strategy == "block":
@@ -140,7 +154,7 @@ def _blocks(spec: Config, where: str) -> tuple[int, int]:
 
 
 def _compressed_weight(spec: Config, where: str) -> WeightFormat:
-    bits, kind = integer(spec, "num_bits", where), spec.get("type", "int")
+    bits, kind = integer(spec, "num_bits", where), word(spec, "type", "int")
     block = _blocks(spec, where)
     if kind == "int" and bits in (4, 8) and block[0] == 1:
         return int_format(bits, block[1], zero_point=spec.get("symmetric") is False)
@@ -161,7 +175,7 @@ def _float4(spec: Config, block: tuple[int, int], where: str) -> WeightFormat:
 def _compressed_act(spec: Config, where: str) -> ActFormat:
     if not spec:
         return A16
-    bits, kind = integer(spec, "num_bits", f"{where}.input_activations."), spec.get("type", "int")
+    bits, kind = integer(spec, "num_bits", f"{where}.input_activations."), word(spec, "type", "int")
     if bits == 16:
         return A16
     block = _blocks(spec, f"{where}.input_activations.")
@@ -193,7 +207,7 @@ def _quark_spec(rule: Config, key: str) -> Config:
 
 def _quark_block(spec: Config, where: str) -> tuple[int, int]:
     shapes = {"per_tensor": (FULL, FULL), "per_channel": (1, FULL)}
-    kind = spec.get("qscheme")
+    kind = word(spec, "qscheme")
     if kind == "per_group":
         return 1, group_size(spec, "group_size", where)
     if kind == "per_block":

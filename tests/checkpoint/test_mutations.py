@@ -1,0 +1,113 @@
+"""Configs with anything in any place: an answer or an error that is explained, never another exception."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moectl.checkpoint import TensorInfo, layer_groups
+from moectl.checkpoint.catalogue import read_entry
+from moectl.checkpoint.fields import KEYS
+from moectl.checkpoint.moe_layers import LAYER_RULES
+from moectl.checkpoint.opening import QUANTIZATION_FILES
+from moectl.errors import MoectlError
+from moectl.problem import MoEProblem
+
+MODELS = (
+    "openai/gpt-oss-20b",
+    "deepseek-ai/DeepSeek-V4-Flash",
+    "moonshotai/Kimi-K3",
+    "databricks/dbrx-instruct",
+    "nvidia/Qwen3.6-35B-A3B-NVFP4",
+    "amd/DeepSeek-V4-Pro-MXFP4",
+    "TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ",
+    "QuantTrio/Qwen3.6-35B-A3B-AWQ",
+    "RedHatAI/Qwen3-Coder-Next-NVFP4",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8",
+    "baidu/ERNIE-4.5-21B-A3B-PT",
+)
+WORDS = ("", "silu", "fp8", "re:(", "*", "layers.0.", "²", "-1", "E" * 9, "MIXED_PRECISION", "NVFP4", "dense")
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.sampled_from([10**30, 2**63, -(10**9)]),
+    st.floats(allow_nan=True),
+    st.sampled_from(WORDS),
+    st.text(max_size=5),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.sampled_from([*WORDS, "weights", "targets", "quant_algo"]), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+FOREIGN = sorted({*LAYER_RULES, *(key for keys in KEYS.values() for key in keys if "." not in key)})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place inside a document; of long lists and objects only the first few."""
+    found = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for count, (key, inner) in enumerate(items):
+        if count < 60:
+            found += places(inner, (*path, key))
+    return found
+
+
+def put(document: Any, path: tuple[Any, ...], value: Any, drop: bool) -> None:
+    for key in path[:-1]:
+        if not isinstance(document, (dict, list)) or (isinstance(document, list) and key >= len(document)):
+            return
+        document = document[key] if isinstance(document, list) or key in document else None
+    if isinstance(document, dict) and drop:
+        document.pop(path[-1], None)
+    elif isinstance(document, dict) or (isinstance(document, list) and path[-1] < len(document)):
+        document[path[-1]] = value
+
+
+@cache
+def listing_of(model: str) -> dict[str, TensorInfo]:
+    """The tensors of the model's first MoE layer."""
+    entry = read_entry(model)
+    return replace(entry, layers=entry.layers[:1]).listing()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_change_of_a_config(model: str, data: st.DataObject) -> None:
+    entry = read_entry(model)
+    documents = {"config.json": entry.config, **entry.documents}
+    changed: dict[str, Any] = copy.deepcopy(documents)
+    everywhere = [(file, *path) for file, document in documents.items() for path in places(document)]
+    inner = next((key for key in ("text_config",) if key in entry.config), None)
+    foreign = [("config.json", *((inner,) if inner else ()), key) for key in FOREIGN]
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(everywhere) | st.sampled_from(foreign))
+        put(changed, path, data.draw(VALUES), data.draw(st.booleans()))
+    file = next((name for name in QUANTIZATION_FILES if name in changed), "")
+    beside = changed.get(file)
+    quantization = {"quant_method": QUANTIZATION_FILES[file], **beside} if isinstance(beside, dict) else None
+    for tensors in (None, listing_of(model)) if data.draw(st.booleans()) else (None,):
+        try:
+            groups = layer_groups(
+                changed["config.json"], tensors, quantization=quantization, quantization_file=file
+            )
+        except MoectlError as error:
+            assert str(error)
+            continue
+        assert groups
+        for group in groups:
+            assert isinstance(group.problem, MoEProblem)
+            assert group.problem.top_k <= group.problem.experts
+            assert group.layers
+            assert group.problem.expert_bytes() > 0
