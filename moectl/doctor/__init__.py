@@ -42,8 +42,9 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
     packages = installed_packages({key: value for key, value in env.items() if key.startswith("VLLM_")})
     found = find_all()
     device = next((gpu.device for gpu in shown if not gpu.remark), None) or detect_cpu()
+    installed = installed_software()
     report = Report(
-        software=installed_software(),
+        software=installed,
         gpus=gpus,
         shown=shown,
         hidden_by=_hiding(gpus, env),
@@ -55,7 +56,9 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
         jobs=find_jobs(env),
         variables=judge_variables(env, VARIABLES, ENGINE, others=other_names()),
         backends=tuple(
-            status for policy in POLICIES.values() for status in backend_statuses(policy, device, packages)
+            status
+            for policy in POLICIES.values()
+            for status in backend_statuses(policy, device, packages, installed.libraries)
         ),
         imports=_imports(found) if deep else {},
         torch_view=torch_view() if deep else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,30 @@ class BackendStatus:
         }
 
 
-def backend_statuses(policy: Policy, device: Device, packages: Packages) -> tuple[BackendStatus, ...]:
-    """Every backend of `policy` on `device`: those that can run, those that lack something, the others."""
+RUNNERS: Mapping[str, tuple[str, ...]] = {"torch": ("torch",), "triton": ("torch", "triton")}
+"""Libraries that a runner of this tool needs, by its name."""
+
+
+def backend_statuses(
+    policy: Policy, device: Device, packages: Packages, libraries: Mapping[str, str]
+) -> tuple[BackendStatus, ...]:
+    """Every backend of `policy` on `device`: those that can run, those that lack something, the others.
+
+    `libraries` are versions of what else is installed.
+    """
     merged: dict[str, list[Variant]] = {}
+    lacking: dict[str, tuple[Verdict, ...]] = {}
     for backend in _listed(policy):
         merged.setdefault(backend.name, []).extend(backend.variants)
-    found = [_status(policy.name, name, variants, device, packages) for name, variants in merged.items()]
+        lacking[backend.name] = tuple(
+            Verdict(f"package {name}", "package", name, "not installed", False)
+            for name in RUNNERS.get(backend.runner, ())
+            if name not in libraries
+        )
+    found = [
+        _status(policy.name, name, variants, device, packages, lacking[name])
+        for name, variants in merged.items()
+    ]
     return tuple(sorted(found, key=lambda status: (not status.runs, status.elsewhere, status.name)))
 
 
@@ -70,10 +88,15 @@ def _listed(policy: Policy) -> list[Backend]:
 
 
 def _status(
-    policy: str, name: str, variants: Iterable[Variant], device: Device, packages: Packages
+    policy: str,
+    name: str,
+    variants: Iterable[Variant],
+    device: Device,
+    packages: Packages,
+    lacking: tuple[Verdict, ...],
 ) -> BackendStatus:
     judged = [
-        (variant, tuple(v for v in judge_machine(device, packages, variant) if not v.holds))
+        (variant, (*(v for v in judge_machine(device, packages, variant) if not v.holds), *lacking))
         for variant in variants
     ]
     able = [variant for variant, against in judged if not against]

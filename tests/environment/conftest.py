@@ -64,6 +64,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(kernel_files, "KFD", tmp_path / "kfd")
     monkeypatch.setattr(kernel_files, "DRM", tmp_path / "drm")
+    monkeypatch.setattr(kernel_files, "AMDGPU_VERSION", tmp_path / "amdgpu")
     monkeypatch.setattr(caches, "PROC", tmp_path / "proc")
     monkeypatch.setattr(caches, "CGROUP", tmp_path / "cgroup")
     for probe in PROBES.values():

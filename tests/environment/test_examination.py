@@ -45,6 +45,15 @@ def levels(report: Report, about: str) -> list[str]:
     return [remark.level for remark in report.remarks if remark.about == about]
 
 
+def own(report: Report) -> dict[str, str]:
+    """What this tool's own backends for the device lack here."""
+    return {
+        status.name: " ".join(verdict.wanted for verdict in status.against)
+        for status in report.backends
+        if status.policy == "moectl" and not status.elsewhere
+    }
+
+
 def says(report: Report) -> str:
     return " | ".join(f"{remark.says} {remark.do}" for remark in report.remarks)
 
@@ -68,8 +77,16 @@ def test_without_a_gpu_decisions_are_for_the_cpu(bench) -> None:
     assert report.device.platform == "cpu"
     assert report.problems == ()
     assert levels(report, "GPUs") == [NOTE]
-    own = [status for status in report.backends if status.policy == "moectl"]
-    assert [status.name for status in own if status.runs] == ["torch"]
+    assert own(report) == {"torch": ""}
+
+
+def test_own_backends_need_what_they_run_on(bench) -> None:
+    bench.gpus(H200)
+    assert own(examine(bench.env())) == {"torch": "torch", "triton": "torch triton"}
+    bench.package("torch", "torch", "2.13.0")
+    assert own(examine(bench.env())) == {"torch": "", "triton": "triton"}
+    bench.package("triton", "triton", "3.6.0")
+    assert own(examine(bench.env())) == {"torch": "", "triton": ""}
 
 
 def test_hidden_and_unlike_gpus_are_told(bench) -> None:

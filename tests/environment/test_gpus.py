@@ -1,53 +1,23 @@
 """GPUs of a machine from stand-in drivers and kernel files: several, hidden ones, slices, three makers."""
 
-import stat
-import sys
-from pathlib import Path
-
 import pytest
 
-from moectl.environment import detect_device, detect_gpus, kernel_files, nvidia
+from moectl.environment import detect_device, detect_gpus, nvidia
 from moectl.environment.devices import Device
-from moectl.environment.gpus import VISIBILITY, Gpu, visible_gpus
+from moectl.environment.gpus import Gpu, visible_gpus
 from moectl.environment.kernel_files import amd_gpus, gfx_name, intel_gpus
 from moectl.errors import Unavailable
 
-SMI = """#!{python}
-import sys
-if sys.argv[1:] == ["-L"]:
-    print('''{listing}''')
-elif len(sys.argv) > 1:
-    print('''{rows}''')
-else:
-    print("| NVIDIA-SMI 580.95.05      Driver Version: 580.95.05      CUDA Version: 13.0     |")
-"""
-
 H100 = "0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 9.0, 580.95.05, {mig}"
+H200 = "\n1, GPU-bbbb, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
 SLICES = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)
   MIG 1g.10gb     Device  0: (UUID: MIG-1111)
   MIG 3g.40gb     Device  1: (UUID: MIG-2222)
 GPU 1: NVIDIA H200 (UUID: GPU-bbbb)"""
 
 
-@pytest.fixture
-def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Installs an `nvidia-smi` that prints these rows and this listing; nothing else is found."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for name in {name for names in VISIBILITY.values() for name in names}:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kernel_files, "KFD", tmp_path / "kfd")
-    monkeypatch.setattr(kernel_files, "DRM", tmp_path / "drm")
-
-    def install(rows: str, listing: str = "") -> None:
-        script = tmp_path / "nvidia-smi"
-        script.write_text(SMI.format(python=sys.executable, rows=rows, listing=listing))
-        script.chmod(script.stat().st_mode | stat.S_IXUSR)
-
-    return install
-
-
-def test_every_gpu_is_listed_with_its_driver(smi) -> None:
-    smi(H100.format(mig="Disabled") + "\n1, GPU-bbbb, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled")
+def test_every_gpu_is_listed_with_its_driver(bench) -> None:
+    bench.gpus(H100.format(mig="Disabled") + H200)
     found = detect_gpus()
     assert [(gpu.index, gpu.device.name, gpu.driver) for gpu in found] == [
         ("0", "NVIDIA H100 80GB HBM3", "580.95.05"),
@@ -56,8 +26,8 @@ def test_every_gpu_is_listed_with_its_driver(smi) -> None:
     assert nvidia.driver_cuda() == "13.0"
 
 
-def test_a_split_gpu_is_its_slices(smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(H100.format(mig="Enabled") + "\n1, GPU-bbbb, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled", SLICES)
+def test_a_split_gpu_is_its_slices(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.gpus(H100.format(mig="Enabled") + H200, SLICES)
     found = detect_gpus()
     assert [(gpu.index, gpu.mig, gpu.device.memory_bytes >> 30) for gpu in found[:2]] == [
         ("0:0", "1g.10gb", 10),
@@ -73,14 +43,14 @@ def test_a_split_gpu_is_its_slices(smi, monkeypatch: pytest.MonkeyPatch) -> None
     assert detect_device() == found[0].device
 
 
-def test_a_gpu_that_is_to_be_split_and_is_not_runs_nothing(smi) -> None:
-    smi(H100.format(mig="Enabled"), SLICES.splitlines()[0])
+def test_a_gpu_that_is_to_be_split_and_is_not_runs_nothing(bench) -> None:
+    bench.gpus(H100.format(mig="Enabled"), SLICES.splitlines()[0])
     (gpu,) = detect_gpus()
     assert "no slice is made" in gpu.remark
     assert detect_device().platform == "cpu"
 
 
-def test_without_a_driver_there_is_no_gpu(smi) -> None:
+def test_without_a_driver_there_is_no_gpu(bench) -> None:
     assert detect_gpus() == ()
     assert nvidia.driver_cuda() == ""
     assert detect_device({"CUDA_VISIBLE_DEVICES": "3"}).platform == "cpu"
@@ -115,32 +85,15 @@ def test_a_variable_that_asks_for_too_much_is_an_error() -> None:
     assert visible_gpus((), {"CUDA_VISIBLE_DEVICES": "9"}) == ()
 
 
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-@pytest.fixture
-def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty /sys; no driver program is found."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(kernel_files, "KFD", tmp_path / "kfd")
-    monkeypatch.setattr(kernel_files, "DRM", tmp_path / "drm")
-    monkeypatch.setattr(kernel_files, "AMDGPU_VERSION", tmp_path / "amdgpu")
-    for name in {name for names in VISIBILITY.values() for name in names}:
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
-def test_amd_gpus_come_from_the_kernels_topology(kernel: Path) -> None:
-    write(kernel / "kfd/0/properties", "cpu_cores_count 96\nsimd_count 0\n")
+def test_amd_gpus_come_from_the_kernels_topology(bench) -> None:
+    bench.file("kfd/0/properties", "cpu_cores_count 96\nsimd_count 0\n")
     node = "simd_count 1216\nsimd_per_cu 4\ngfx_target_version 90402\ndevice_id 29857\nunique_id 255\n"
-    write(kernel / "kfd/1/properties", node + "drm_render_minor 128\nmax_waves lots\n")
-    write(kernel / "kfd/1/mem_banks/0/properties", "heap_type 1\nsize_in_bytes 206141652992\n")
+    bench.file("kfd/1/properties", node + "drm_render_minor 128\nmax_waves lots\n")
+    bench.file("kfd/1/mem_banks/0/properties", "heap_type 1\nsize_in_bytes 206141652992\n")
     node = "simd_count 8\nsimd_per_cu 2\ngfx_target_version 120001\n"
-    write(kernel / "kfd/10/properties", node + "drm_render_minor 129\n")
-    write(kernel / "drm/renderD129/device/product_name", "AMD Radeon Wonder\n")
-    write(kernel / "amdgpu", "6.14.5\n")
+    bench.file("kfd/10/properties", node + "drm_render_minor 129\n")
+    bench.file("drm/renderD129/device/product_name", "AMD Radeon Wonder\n")
+    bench.file("amdgpu", "6.14.5\n")
     first, second = detect_gpus()
     assert (first.device.platform, first.device.arch, first.device.sms) == ("rocm", "gfx942", 304)
     assert first.device.name == "AMD Instinct MI300X"
@@ -158,12 +111,12 @@ def test_architectures_of_the_kernel_are_spelled(version: int, name: str) -> Non
     assert gfx_name(version) == name
 
 
-def test_intel_gpus_are_those_that_experts_could_run_on(kernel: Path) -> None:
+def test_intel_gpus_are_those_that_experts_could_run_on(bench) -> None:
     for number, (vendor, device) in enumerate(
         [("0x8086", "0xe211"), ("0x8086", "0x4680"), ("0x1af4", "0xe211"), ("0x8086", "odd")]
     ):
-        write(kernel / f"drm/renderD{128 + number}/device/vendor", vendor + "\n")
-        write(kernel / f"drm/renderD{128 + number}/device/device", device + "\n")
+        bench.file(f"drm/renderD{128 + number}/device/vendor", vendor + "\n")
+        bench.file(f"drm/renderD{128 + number}/device/device", device + "\n")
     (gpu,) = intel_gpus()
     assert (gpu.device.platform, gpu.device.name) == ("xpu", "Intel(R) Arc(TM) Pro B60")
     assert gpu.device.memory_bytes > 0

@@ -1,9 +1,5 @@
 """Optional packages in stand-in site folders: versions, places, what they lack, others of the name."""
 
-import stat
-import sys
-from pathlib import Path
-
 import pytest
 
 from moectl.environment import PROBES
@@ -11,32 +7,14 @@ from moectl.environment.installed import distribution_version, find_all, find_pa
 from moectl.environment.packages import installed_packages, packages_from
 
 
-def make(folder: Path, name: str, text: str = "") -> None:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty site folder, the only place to import from; the only folder in PATH."""
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    for probe in PROBES.values():
-        for module in probe.modules:
-            monkeypatch.delitem(sys.modules, module.split(".")[0], raising=False)
-    return tmp_path
-
-
-def test_the_unrelated_package_of_pypi_is_told_by_its_files(site: Path) -> None:
-    make(site, "triton_kernels/__init__.py")
-    make(site, "triton_kernels/add_vectors.py")
-    make(site, "triton_kernels-0.1.0.dist-info/METADATA", "Name: triton-kernels\nVersion: 0.1.0\n")
-    make(site, "vllm/third_party/triton_kernels/matmul_ogs.py")
+def test_the_unrelated_package_of_pypi_is_told_by_its_files(bench) -> None:
+    bench.file("triton_kernels/__init__.py")
+    bench.file("triton_kernels/add_vectors.py")
+    bench.file("triton_kernels-0.1.0.dist-info/METADATA", "Name: triton-kernels\nVersion: 0.1.0\n")
+    bench.file("vllm/third_party/triton_kernels/matmul_ogs.py")
     found = find_package("triton_kernels")
     assert not found.present
-    assert (found.wrong, found.wrong_version) == (str(site / "triton_kernels"), "0.1.0")
+    assert (found.wrong, found.wrong_version) == (str(bench.folder / "triton_kernels"), "0.1.0")
     assert PROBES["triton_kernels"].other.startswith("Kernelize AI")
     for packages in (installed_packages({}), packages_from(None), packages_from("installed,hpc")):
         assert "triton_kernels" not in packages.versions
@@ -44,16 +22,16 @@ def test_the_unrelated_package_of_pypi_is_told_by_its_files(site: Path) -> None:
     assert packages_from("installed,triton_kernels").remarks == ()
 
 
-def test_the_engines_own_copy_counts(site: Path) -> None:
-    make(site, "vllm/third_party/deep_gemm/__init__.py", "__version__ = '2.5.0'\n")
+def test_the_engines_own_copy_counts(bench) -> None:
+    bench.file("vllm/third_party/deep_gemm/__init__.py", "__version__ = '2.5.0'\n")
     found = find_package("deep_gemm")
     assert (found.module, found.version) == ("vllm.third_party.deep_gemm", "2.5.0")
-    assert found.path == str(site / "vllm" / "third_party" / "deep_gemm")
+    assert found.path == str(bench.folder / "vllm" / "third_party" / "deep_gemm")
 
 
-def test_what_a_package_lacks_is_listed(site: Path) -> None:
-    make(site, "flashinfer/__init__.py", "from .x import fp4_quantize\n")
-    make(site, "flashinfer/fused_moe.py", "def cutlass_fused_moe(): ...\n")
+def test_what_a_package_lacks_is_listed(bench) -> None:
+    bench.file("flashinfer/__init__.py", "from .x import fp4_quantize\n")
+    bench.file("flashinfer/fused_moe.py", "def cutlass_fused_moe(): ...\n")
     found = find_package("flashinfer")
     assert "fused_moe.cutlass_fused_moe" not in found.lacks
     assert "fused_moe.trtllm_bf16_moe" in found.lacks
@@ -70,27 +48,25 @@ def test_what_a_package_lacks_is_listed(site: Path) -> None:
         ("__init__.py", "import os\n__version__ = '1.2'\n"),
     ],
 )
-def test_a_version_without_metadata_comes_from_the_source(site: Path, file: str, text: str) -> None:
-    make(site, "hpc/__init__.py")
-    make(site, f"hpc/{file}", text)
+def test_a_version_without_metadata_comes_from_the_source(bench, file: str, text: str) -> None:
+    bench.file("hpc/__init__.py")
+    bench.file(f"hpc/{file}", text)
     assert find_package("hpc").version == "1.2"
     assert distribution_version("no-such-distribution", "hpc") == "1.2"
     assert distribution_version("no-such-distribution") == ""
 
 
-def test_the_compiler_is_looked_for_where_kernels_are_compiled_with_it(site: Path, monkeypatch) -> None:
+def test_the_compiler_is_looked_for_where_kernels_are_compiled_with_it(bench, monkeypatch) -> None:
     assert not find_tool("nvcc").present
-    make(site, "cuda/bin/nvcc", "#!/bin/sh\n")
-    compiler = site / "cuda" / "bin" / "nvcc"
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    compiler = bench.file("cuda/bin/nvcc", "#!/bin/sh\n", program=True)
     assert find_tool("nvcc").path == str(compiler)
     monkeypatch.delenv("CUDA_HOME")
-    monkeypatch.setenv("CUDA_PATH", str(site / "cuda"))
+    monkeypatch.setenv("CUDA_PATH", str(bench.folder / "cuda"))
     assert find_tool("nvcc").present
     assert not find_tool("ninja").present
 
 
-def test_everything_is_looked_for_once(site: Path) -> None:
+def test_everything_is_looked_for_once(bench) -> None:
     names = [found.name for found in find_all()]
     assert names == [*PROBES, "nvcc", "ninja"]
     assert not any(found.present for found in find_all())
