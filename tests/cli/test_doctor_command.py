@@ -50,6 +50,7 @@ def test_markdown_and_verbose_are_longer():
 
 
 def test_a_package_that_is_not_there_is_one_reason():
+    cubin = "flashinfer_cubin or nvcc"
     status = BackendStatus(
         "p",
         "b",
@@ -58,13 +59,13 @@ def test_a_package_that_is_not_there_is_one_reason():
         (
             Verdict("package flashinfer", "package", "flashinfer.a", "not installed", False),
             Verdict("package flashinfer", "package", "flashinfer.b", "not installed", False),
-            Verdict("package flashinfer_cubin", "package", "cubin or nvcc", "not installed", False),
+            Verdict("package flashinfer_cubin", "package", cubin, "not installed", False),
             Verdict("device", "arch", "sm90", "sm100", False),
         ),
     )
     assert [group for group, _ in against(status)] == ["package", "package", "arch"]
     assert against(status)[0][1].startswith("needs flashinfer, which is not installed")
-    assert against(status)[1][1].startswith("needs cubin or nvcc")
+    assert against(status)[1][1].startswith("needs flashinfer_cubin or nvcc")
 
 
 def test_explain_says_which_variable_picks_the_device():
