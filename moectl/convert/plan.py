@@ -14,6 +14,7 @@ import psutil
 
 from .. import __version__
 from ..checkpoint.model import Checkpoint, LayerGroup, TensorInfo
+from ..checkpoint.tensor_table import files_of
 from ..errors import CheckpointError, Unavailable, UsageError
 from ..padding import padding
 from ..problem import MoEProblem
@@ -242,7 +243,8 @@ def plan_conversion(
         layers += planned
     layers.sort(key=lambda layer: layer.layer)
     _check_file_names(checkpoint)
-    consumed = {t.info.name for layer in layers for role in layer.roles for t in role.source.tensors}
+    infos = (t.info for layer in layers for role in layer.roles for t in role.source.tensors)
+    consumed = {info.name: info.file for info in infos}
     rest = () if experts_only else tuple(_plan_rest(checkpoint, consumed))
     facts = LayoutRecord(
         layout.name, layout.target, layout.version, tuple(layout.archs), tuple(map(str, layout.readers))
@@ -372,7 +374,7 @@ def _group_record(
 
 
 def _check_file_names(checkpoint: Checkpoint) -> None:
-    for file in sorted({info.file for info in checkpoint.tensors.values() if info.file}):
+    for file in sorted(files_of(checkpoint.tensors) - {""}):
         if not is_plain_name(file) or file.startswith(RESERVED):
             raise CheckpointError(
                 f"tensor file {file!r} must have a plain name in the checkpoint's own folder that does not "
@@ -380,13 +382,16 @@ def _check_file_names(checkpoint: Checkpoint) -> None:
             )
 
 
-def _plan_rest(checkpoint: Checkpoint, consumed: set[str]) -> Iterable[RestPlan]:
-    """One `RestPlan` per file with other tensors: files without experts stay whole."""
-    by_file: dict[str, list[TensorInfo]] = {}
-    mixed = {checkpoint.tensors[name].file for name in consumed}
-    for name, info in checkpoint.tensors.items():
-        by_file.setdefault(info.file, [])
+def _plan_rest(checkpoint: Checkpoint, consumed: Mapping[str, str]) -> Iterable[RestPlan]:
+    """One `RestPlan` per file with other tensors: files without experts stay whole.
+
+    `consumed` has the experts' tensors and their files.
+    """
+    by_file: dict[str, list[TensorInfo]] = {file: [] for file in files_of(checkpoint.tensors)}
+    mixed = set(consumed.values())
+    for name in checkpoint.tensors:
         if name not in consumed:
+            info = checkpoint.tensors[name]
             by_file[info.file].append(info)
     for file in sorted(by_file):
         infos = sorted(by_file[file], key=lambda info: info.start)

@@ -12,7 +12,7 @@ from moectl.checkpoint import TensorInfo, layer_groups
 from moectl.checkpoint.alike import alike_experts
 from moectl.checkpoint.catalogue import built_in
 from moectl.checkpoint.found import find_layers
-from moectl.checkpoint.tensor_table import table_of
+from moectl.checkpoint.tensor_table import files_of, joined, names_beginning, table_of
 from moectl.errors import CheckpointError
 from moectl.synth import Sizes, resized
 
@@ -98,3 +98,28 @@ def test_layers_with_experts_in_one_tensor_do_not_hide_the_others() -> None:
     assert len(places) == 39
     layers, _ = find_layers(listing, 40)
     assert [layer.alike for layer in layers] == [None] + [256] * 39
+
+
+def test_tables_are_mappings() -> None:
+    _, listing = small()
+    table = table_of(listing.values())
+    assert table == listing
+    assert list(table.items()) == list(listing.items())
+    assert list(table.values()) == list(listing.values())
+    assert NAME in table
+    assert "no" not in table
+    assert table.get("no") is None
+    prefix = "model.layers.2.mlp.experts.1"
+    wanted = {name for name in listing if name.startswith(prefix)}
+    assert set(names_beginning(table, [prefix])) == set(names_beginning(listing, [prefix])) == wanted
+    assert len(wanted) == 3 * 9
+    assert list(names_beginning(table, ["z"])) == []
+    moved = {name: replace(info, file=f"{len(name) % 2}.safetensors") for name, info in listing.items()}
+    ordered = sorted(moved.values(), key=lambda info: info.file)
+    assert files_of(table_of(ordered)) == files_of(moved) == {"0.safetensors", "1.safetensors"}
+    halves = [table_of([info for info in ordered if info.file == file]) for file in sorted(files_of(moved))]
+    assert joined(halves) == moved
+    assert joined(halves).repeated is None
+    again = joined([*halves, halves[0]]).repeated
+    assert again is not None
+    assert again[1:] == ("0.safetensors", "0.safetensors")

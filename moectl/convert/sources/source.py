@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...checkpoint.model import Checkpoint, LayerGroup, TensorInfo
 from ...checkpoint.storage import STORAGES, Stored, format_sizes
+from ...checkpoint.tensor_table import names_beginning
 from ...errors import CheckpointError, UsageError
 from ...problem import MoEProblem
 from ..canonical import canonical_shapes
@@ -206,8 +207,7 @@ def _find(
 
 
 def _refuse_extra(checkpoint: Checkpoint, prefixes: set[str], consumed: set[str], layer: int) -> None:
-    begins = tuple(prefixes)
-    extra = [name for name in checkpoint.tensors if name.startswith(begins) and name not in consumed]
+    extra = set(names_beginning(checkpoint.tensors, prefixes)) - consumed
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise CheckpointError(
