@@ -94,7 +94,7 @@ def _machine(report: "Report") -> "Iterator[Block]":
         (
             "compilers",
             f"MAX_JOBS={report.jobs.safe} is safe: {count(report.jobs.cores, 'core')}, "
-            f"{size(report.jobs.memory)} of memory free",
+            f"{size(report.jobs.memory) if report.jobs.memory else 'unknown amount'} of memory free",
         ),
     ]
     yield Facts(tuple(rows))

@@ -173,7 +173,7 @@ class Jobs:
     """How many compilers may run at once.
 
     Attributes:
-        cores: that this process may use; `memory` bytes that it may still take.
+        cores: that this process may use; `memory` bytes that it may still take, 0 where unknown.
         safe: as many as both allow, `JOB_BYTES` each.
         asked: ``MAX_JOBS`` as it is set; empty: one for each core.
     """
@@ -196,7 +196,7 @@ class Jobs:
 def find_jobs(env: Env) -> Jobs:
     """Compilers that may run at once here: by cores and by memory, a container's limits included."""
     cores, memory = _cores(), _memory()
-    safe = max(1, min(cores, memory // JOB_BYTES))
+    safe = max(1, min(cores, memory // JOB_BYTES)) if memory else cores
     return Jobs(cores, memory, safe, env.get("MAX_JOBS", ""))
 
 

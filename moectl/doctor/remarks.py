@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..environment import PROBES
+from ..environment.gpus import cut_short
 from ..environment.installed import another_of_the_name
 from ..environment.packages import Packages
 from ..oracle.backends.flashinfer import KERNELS
@@ -21,6 +22,9 @@ def remarks_on(report: Report, packages: Packages) -> tuple[Remark, ...]:
 def _gpus(report: Report, packages: Packages) -> Iterator[Remark]:
     if report.refused:
         yield Remark(PROBLEM, "GPUs", report.refused)
+    elif ignored := cut_short(report.gpus, report.hidden_by):
+        names = ", ".join(name for name in report.hidden_by if name != "CUDA_DEVICE_ORDER")
+        yield Remark(PROBLEM, "GPUs", f"{names} lists {', '.join(ignored)}, which do not count: no such GPU")
     for gpu in report.gpus:
         if gpu.remark:
             yield Remark(PROBLEM, "GPUs", f"GPU {gpu.index}: {gpu.remark}", "nvidia-smi mig -cgi ... -C")
@@ -30,8 +34,9 @@ def _gpus(report: Report, packages: Packages) -> Iterator[Remark]:
         said = ", ".join(f"{name}={value!r}" for name, value in report.hidden_by.items())
         yield Remark(NOTE, "GPUs", f"every GPU is hidden by {said}")
     kinds = {gpu.device.name for gpu in report.gpus}
-    by_number = any(value[:1].isdigit() for value in report.hidden_by.values())
-    if len(kinds) > 1 and by_number and "CUDA_DEVICE_ORDER" not in report.hidden_by:
+    by_name = any(value.startswith(("GPU-", "MIG-")) for value in report.hidden_by.values())
+    nvidia = any(gpu.device.platform == "cuda" for gpu in report.gpus)
+    if nvidia and len(kinds) > 1 and not by_name and "CUDA_DEVICE_ORDER" not in report.hidden_by:
         yield Remark(
             NOTE,
             "GPUs",

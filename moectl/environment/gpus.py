@@ -53,7 +53,8 @@ def visibility_set(env: Mapping[str, str]) -> dict[str, str]:
 def visible_gpus(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[Gpu, ...]:
     """Those of `gpus`, all of one platform, that a process with `env` is shown, in its order.
 
-    Unavailable when a variable asks for a GPU that is not there.
+    As drivers do, a list counts up to the first GPU that is not there (`cut_short` tells). Unavailable
+    when that is the first of all.
     """
     if not gpus:
         return ()
@@ -65,13 +66,27 @@ def visible_gpus(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[Gpu, ..
     return gpus
 
 
+def cut_short(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[str, ...]:
+    """Names in a list of `env` that do not count: a GPU that is not there, and what stands behind it."""
+    if not gpus:
+        return ()
+    for name in VISIBILITY[gpus[0].device.platform]:
+        asked = [item.strip() for item in env.get(name, "").split(",")]
+        for place, wanted in enumerate(asked):
+            if name in env and asked[0] not in HIDDEN and not any(_names(gpu, wanted) for gpu in gpus):
+                return tuple(asked[place:])
+    return ()
+
+
 def _shown(gpus: tuple[Gpu, ...], value: str, variable: str) -> tuple[Gpu, ...]:
     if value.strip() in HIDDEN:
         return ()
-    found = []
+    found: list[Gpu] = []
     for item in value.split(","):
         wanted = item.strip()
         gpu = next((gpu for gpu in gpus if _names(gpu, wanted)), None)
+        if gpu is None and found:
+            break
         if gpu is None:
             raise Unavailable(
                 f"{variable} asks for GPU {wanted!r}, and this machine has "

@@ -4,7 +4,7 @@ import pytest
 
 from moectl.environment import detect_device, detect_gpus, nvidia
 from moectl.environment.devices import Device
-from moectl.environment.gpus import Gpu, visible_gpus
+from moectl.environment.gpus import Gpu, cut_short, visible_gpus
 from moectl.environment.kernel_files import amd_gpus, gfx_name, intel_gpus
 from moectl.errors import Unavailable
 
@@ -66,6 +66,7 @@ def _gpus(platform: str) -> tuple[Gpu, ...]:
         ("cuda", {}, "0123"),
         ("cuda", {"CUDA_VISIBLE_DEVICES": "2,0"}, "20"),
         ("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-33"}, "3"),
+        ("cuda", {"CUDA_VISIBLE_DEVICES": "1,9,0"}, "1"),
         ("cuda", {"CUDA_VISIBLE_DEVICES": ""}, ""),
         ("cuda", {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ""),
         ("cuda", {"HIP_VISIBLE_DEVICES": "1"}, "0123"),
@@ -81,7 +82,12 @@ def test_variables_hide_gpus(platform: str, env: dict[str, str], shown: str) -> 
 
 def test_a_variable_that_asks_for_too_much_is_an_error() -> None:
     with pytest.raises(Unavailable, match="ROCR_VISIBLE_DEVICES asks for GPU '9', and this machine has 0, 1"):
-        visible_gpus(_gpus("rocm"), {"ROCR_VISIBLE_DEVICES": "0,9"})
+        visible_gpus(_gpus("rocm"), {"ROCR_VISIBLE_DEVICES": "9,0"})
+    assert cut_short(_gpus("rocm"), {"ROCR_VISIBLE_DEVICES": "9,0"}) == ("9", "0")
+    assert cut_short(_gpus("cuda"), {"CUDA_VISIBLE_DEVICES": "0,7,1"}) == ("7", "1")
+    for value in ("0,1", "", "-1", "GPU-33"):
+        assert cut_short(_gpus("cuda"), {"CUDA_VISIBLE_DEVICES": value}) == ()
+    assert cut_short(_gpus("cuda"), {}) == ()
     assert visible_gpus((), {"CUDA_VISIBLE_DEVICES": "9"}) == ()
 
 
