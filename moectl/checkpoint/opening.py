@@ -210,7 +210,7 @@ def _open_id(
     if offline:
         why = Unavailable(
             f"{repo}{f'@{revision}' if revision else ''} is not in the Hub cache, and the network is off.",
-            hint="Unset HF_HUB_OFFLINE or leave --offline out, or give a folder or a built-in model.",
+            hint=f"Unset HF_HUB_OFFLINE or leave --offline out; {suggestion(repo)}.",
         )
     else:
         try:
