@@ -198,7 +198,7 @@ def _padding(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator
 
 def _act_formats(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """Activation formats with which the weights' format is offered."""
-    key = verdict.wanted.split(" with ")[0]
+    key = verdict.wanted.rpartition(" with ")[0]
     declared = {
         act
         for offer in candidate.variant.offers.offers or ()

@@ -85,3 +85,25 @@ def test_exit_codes(options, code):
 def test_too_many_cells_are_refused():
     ranks = ",".join(str(n) for n in range(1, 100))
     assert "at most" in explain(GPT, "--gpu", "all", "--tp", ranks, code=2).stderr
+
+
+MIXED = "QuantTrio/Qwen3.6-35B-A3B-AWQ"
+
+
+def test_layer_groups_of_other_formats_have_tables_of_their_own():
+    text = explain(MIXED, "--gpu", "h200,a100", "--tp", "1,8").stdout
+    assert "layers (0): 1 x" in text
+    assert "layers (1-39): 39 x" in text
+    rows = explain(MIXED, "--gpu", "h200,a100", "--tp", "1", "--json").document["rows"]
+    assert [(row["layers"][0], row["gpu"], row["backend"]) for row in rows] == [
+        (0, "h200", "triton"),
+        (0, "a100", "triton"),
+        (1, "h200", "humming"),
+        (1, "a100", "marlin"),
+    ]
+
+
+def test_why_answers_each_layer_group():
+    done = moectl("explain", MIXED, "--gpu", "h200", "--offline", "--why", "humming", code=1)
+    assert "layers (0): 1 x Nothing that can be changed helps." in done.words
+    assert "layers (1-39): 39 x Nothing: humming is chosen." in done.words

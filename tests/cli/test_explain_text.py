@@ -55,6 +55,17 @@ def test_formats_name_what_is_offered_for_the_same_weights():
     assert sentence(verdict) == (
         "computes mxfp4 group 32 with mxfp8 activations on SM100, here it is asked for a16 activations"
     )
+    zero = Verdict(
+        "number formats",
+        "scheme",
+        "int4 group with zero points with a16 activations",
+        "int4 group/int4 group with zero points with mxfp8, int8 activations on x86 with amx",
+        False,
+    )
+    assert sentence(zero) == (
+        "computes int4 group with zero points with mxfp8, int8 activations on x86 with amx, "
+        "here it is asked for a16 activations"
+    )
     other = Verdict("number formats", "scheme", "nvfp4 group 16 with a16 activations", offered, False)
     assert sentence(other) == "does not compute nvfp4 group 16"
 

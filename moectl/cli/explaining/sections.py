@@ -148,7 +148,8 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
     if chosen is None or not decision.usable:
         for reason in (*map(str, decision.gates), decision.error):
             if reason:
-                yield Line(f"no backend: {reason}", strong=True)
+                said = str(reason)
+                yield Line(said if said.startswith("no backend") else f"no backend: {said}", strong=True)
         return
     kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
     layout = chosen.layout

@@ -21,7 +21,7 @@ SENTENCES: Mapping[str, str] = {
     "routing method": "routes {offered}, the model routes {wanted}",
     "model dtype": "computes in {offered}, the model runs in {wanted}",
     "scale dtype": "takes {offered} scales, these are {wanted}",
-    "token exchange": "serves the token exchange {offered}, this deployment has {wanted}",
+    "token exchange": "takes as token exchange {offered}; here it is {wanted}",
     "expert parallel": "does not serve expert parallelism",
     "experts over ranks": "serves only with expert parallelism",
     "token sequence": "takes tokens {offered}, here they are {wanted}",
@@ -64,15 +64,21 @@ def _shown(text: str) -> str:
 
 def _formats(verdict: Verdict) -> str:
     """What is offered for the checkpoint's weights; that there is nothing, where that is so."""
-    weight = verdict.wanted.split(" with ")[0]
-    offers = [offer.partition(" with ") for offer in verdict.offered.split("; ")]
+    weight, asked = _pair(verdict.wanted)
+    offers = [_pair(offer) for offer in verdict.offered.split("; ")]
     for_weight = [
-        f"with {rest}" for names, _, rest in offers if any(_named(weight, name) for name in names.split("/"))
+        f"with {acts}" for names, acts in offers if any(_named(weight, name) for name in names.split("/"))
     ]
     if not for_weight:
         return f"does not compute {weight}"
-    asked = verdict.wanted.removeprefix(f"{weight} with ")
     return f"computes {weight} {' or '.join(for_weight)}, here it is asked for {asked}"
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Weights and activations of ``mxfp4 group 32 with a16 activations on sm90``."""
+    head, activations, where = text.partition(" activations")
+    weights, _, acts = head.rpartition(" with ")
+    return weights, f"{acts}{activations}{where}"
 
 
 def _named(weight: str, name: str) -> bool:
