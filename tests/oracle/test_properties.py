@@ -1,6 +1,7 @@
 """Whatever the problem, the machine and the request: an answer, or a refusal with a sentence."""
 
 import json
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,9 +9,39 @@ from hypothesis import strategies as st
 from moectl.environment import Device, Packages, find_device, packages_from
 from moectl.oracle import POLICIES, OutOfScope, replay_inputs, select
 from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
-from moectl.schemes import FULL, MXFP4, ActFormat, Scheme, int_format
+from moectl.schemes import BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 
+FP8_BLOCKS = st.sampled_from([(FULL, FULL), (1, FULL), (128, 128), (64, 64), (32, 128), (1, 128)])
+SCALES = ((FULL, FULL), (1, FULL), (1, 128))
+ACTS = st.sampled_from(
+    [
+        ActFormat(),
+        *(
+            ActFormat("fp8", 8, block, dynamic)
+            for block in ((FULL, FULL), (1, FULL), (1, 128))
+            for dynamic in (True, False)
+        ),
+        ActFormat("int8", 8, (1, FULL)),
+        ActFormat("mxfp8", 8, (1, 32)),
+        ActFormat("nvfp4", 4, (1, 16)),
+    ]
+)
 SCHEMES = st.one_of(
+    st.just(Scheme(BF16)),
+    st.builds(Scheme, st.builds(WeightFormat, st.just("fp8"), st.just(8), FP8_BLOCKS), ACTS),
+    st.builds(
+        Scheme,
+        st.sampled_from(
+            [
+                WeightFormat("nvfp4", 4, (1, 16)),
+                WeightFormat("mxfp8", 8, (1, 32)),
+                WeightFormat("int8", 8, (FULL, FULL)),
+                int_format(4, 128),
+                int_format(4, 128, zero_point=True),
+            ]
+        ),
+        ACTS,
+    ),
     st.builds(Scheme, st.just(MXFP4), st.sampled_from([ActFormat(), ActFormat("mxfp4", 4, (1, 32))])),
     st.builds(
         Scheme,
@@ -36,8 +67,11 @@ PROBLEMS = st.builds(
         correction_bias=st.booleans(),
         groups=st.sampled_from([None, 1, 8]),
         weight_on_input=st.booleans(),
+        hashed=st.booleans(),
     ),
-    storage=st.sampled_from(["gpt_oss", "mxfp4", "quark", "compressed-tensors", "gptq", "awq"]),
+    storage=st.sampled_from(
+        ["plain", "fp8", "modelopt", "gpt_oss", "mxfp4", "quark", "compressed-tensors", "gptq", "awq"]
+    ),
     rows=st.sampled_from(["interleaved", "concatenated"]),
     act_order=st.sampled_from(["", "weight", "group"]),
     bias=st.booleans(),
@@ -53,21 +87,39 @@ PROBLEMS = st.builds(
                 "deepep_high_throughput",
                 "deepep_low_latency",
                 "nixl_ep",
+                "moonep",
+                "deepep_v2",
                 "flashinfer_nvlink_one_sided",
                 "flashinfer_nvlink_two_sided",
             ]
         ),
         st.booleans(),
     ),
+    router_dtype=st.sampled_from(["bf16", "fp32"]),
+    lora=st.booleans(),
+    model_type=st.sampled_from(["", "qwen3_5_moe_text"]),
 )
-DEVICES = st.sampled_from(
-    [*map(find_device, ("v100", "sm75", "a100", "sm90", "b200", "thor", "gb10", "mi300x", "gfx950", "cpu"))]
+GPUS = ("v100", "sm75", "a100", "sm90", "b200", "thor", "gb10", "mi300x", "gfx950", "gfx1201", "xpu")
+OTHERS = ("cpu", "cpu-amx-fp8", "cpu-arm", "cpu-power", "cpu-zen", "tpu", "out-of-tree")
+DEVICES = st.sampled_from([find_device(name) for name in (*GPUS, *OTHERS)])
+PACKAGES = st.builds(
+    lambda packages, env: replace(packages, env={**packages.env, **env}),
+    st.sampled_from(
+        [packages_from(name) for name in ("full", "bare", "rocm_aiter_quark", "none", "zentorch")]
+    ),
+    st.dictionaries(
+        st.sampled_from(
+            ["VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_ROCM_USE_AITER", "VLLM_BATCH_INVARIANT"]
+        ),
+        st.sampled_from(["0", "1"]),
+    ),
 )
-PACKAGES = st.sampled_from([packages_from(name) for name in ("full", "bare", "rocm_aiter_quark", "none")])
-REQUESTS = st.sampled_from([None, "auto", "marlin", "triton", "humming", "b12x", "emulation", "no such"])
+REQUESTS = st.sampled_from(
+    [None, "auto", "marlin", "triton", "humming", "b12x", "emulation", "cutlass", "deep_gemm", "no such"]
+)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(PROBLEMS, DEVICES, PACKAGES, REQUESTS, st.booleans(), st.sampled_from([*POLICIES]))
 def test_every_question_has_an_answer(
     problem: MoEProblem, device: Device, packages: Packages, only: str | None, fallback: bool, policy: str
