@@ -205,6 +205,46 @@ def test_batch_invariance_on_xpu_is_for_unquantized_models() -> None:
     assert [gate.kind for gate in ask(FP8, "xpu", invariant).gates] == ["batch invariance"]
 
 
+@pytest.mark.parametrize(
+    ("problem", "gpu", "packages", "kinds"),
+    [
+        (replace(FP8, parallel=replace(EP8, all2all="moonep")), "h100", FULL_INSTALL, ["token exchange"]),
+        (
+            replace(QWEN, dtype="fp16", parallel=replace(EP8, all2all="moonep", eplb=True)),
+            "h100",
+            FULL_INSTALL,
+            ["token exchange"] * 2,
+        ),
+        (replace(QWEN, parallel=replace(EP8, all2all="moonep")), "h100", FULL_INSTALL, []),
+        (
+            replace(QWEN, parallel=replace(EP8, all2all="mori_high_throughput")),
+            "mi300x",
+            ROCM,
+            ["token exchange"],
+        ),
+        (
+            replace(QWEN, parallel=replace(EP8, all2all="mori_high_throughput")),
+            "mi300x",
+            env(ROCM, VLLM_ROCM_USE_AITER="1"),
+            [],
+        ),
+        (
+            replace(QWEN, experts=60, parallel=replace(EP8, eplb=True)),
+            "h100",
+            FULL_INSTALL,
+            ["expert balancing"],
+        ),
+        (replace(QWEN, experts=60, parallel=EP8), "h100", FULL_INSTALL, []),
+    ],
+)
+def test_deployments_that_no_method_serves(
+    problem: MoEProblem, gpu: str, packages: Packages, kinds: list[str]
+) -> None:
+    decision = ask(problem, gpu, packages)
+    assert [gate.kind for gate in decision.gates] == kinds
+    assert decision.usable == (not kinds)
+
+
 def test_new_questions_have_reasons() -> None:
     assert "batch invariance" in failing(ask(QWEN, "b200", INVARIANT), "TrtLlmBf16ExpertsMonolithic")
     hashed = ask(replace(FP8, routing=Routing(hashed=True)), "b200")

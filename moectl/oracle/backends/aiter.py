@@ -24,7 +24,7 @@ from .defaults import mxfp4_forms
 from .triton import FEW_EXPERTS
 
 _NEEDS = (Need("aiter"),)
-_CDNA3 = (gfx("gfx942", "gfx950", "gfx1250"),)
+CDNA3 = (gfx("gfx942", "gfx950", "gfx1250"),)
 """Architectures of CDNA3 and newer, on which the engine uses AITER at all."""
 _SWITCHES = (Switch("VLLM_ROCM_USE_AITER"),)
 _MXFP4 = frozenset({"mxfp4 group 32"})
@@ -40,7 +40,7 @@ def _fused(experts: str, *offers: Offer, stops: tuple[Stop, ...] = ()) -> Varian
     return Variant(
         experts,
         Capability(
-            arch=_CDNA3,
+            arch=CDNA3,
             needs=_NEEDS,
             switches=_MOE,
             offers=offers,
@@ -86,7 +86,7 @@ AITER_W8A8 = Backend(
 _CK = Variant(
     "AiterMxfp4Experts",
     Capability(
-        arch=_CDNA3,
+        arch=CDNA3,
         needs=_NEEDS,
         switches=_MOE,
         offers=(
@@ -121,7 +121,7 @@ AITER_TRITON_BF16 = Backend(
         Variant(
             "AiterW4A16ExpertsMonolithic",
             Capability(
-                arch=_CDNA3,
+                arch=CDNA3,
                 needs=_NEEDS,
                 switches=_SWITCHES,
                 offers=(Offer(_MXFP4),),

@@ -9,7 +9,8 @@ from ...backend import ANY, only
 from ...backends.defaults import mxfp4_forms
 from ...policy import ExchangeSizes, Policy
 from . import bf16, fp8, integers, mxfp4, mxfp4_native, mxfp8, nvfp4, w4a8
-from .terms import NO_INVARIANCE_ON_XPU, activation, dtype, routing
+from .refusals import REFUSALS
+from .terms import activation, dtype, routing
 
 _LOW_LATENCY = ExchangeSizes(sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192))
 _HIGH_THROUGHPUT = ExchangeSizes(multiple_bytes=512)
@@ -91,7 +92,7 @@ VLLM_0_33_0 = Policy(
     activation=activation,
     routing=routing,
     invariance="VLLM_BATCH_INVARIANT",
-    refusals=(NO_INVARIANCE_ON_XPU,),
+    refusals=REFUSALS,
     balancing=_BALANCING,
     variables=VARIABLES,
     default_forms={"mxfp4": mxfp4_forms("")},

@@ -59,11 +59,6 @@ def _group_order(ask: Ask) -> bool:
     return ask.problem.act_order == "group"
 
 
-NO_INVARIANCE_ON_XPU = Condition(
-    "batch invariance",
-    lambda ask: ask.invariant and ask.device.platform == "xpu" and ask.problem.scheme.weight.name != "bf16",
-    lambda ask: "batch invariance on XPU is for unquantized models only",
-)
 REFUSES_ACT_ORDER = Condition(
     "activation order",
     _group_order,
