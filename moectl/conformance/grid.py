@@ -7,7 +7,7 @@ import json
 import runpy
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -168,15 +168,17 @@ def recorded_problem(grid: Grid, record: Record) -> MoEProblem:
         act_order=act_order,
         bias=model["has_bias"],
     )
-    return whole.on(
-        Parallel(
-            tp=parallel["tp"],
-            dp=parallel["dp"],
-            ep=parallel["ep"],
-            all2all=parallel["a2a"],
-            eplb=parallel.get("eplb", False),
-        )
+    deployed = Parallel(
+        tp=parallel["tp"],
+        dp=parallel["dp"],
+        ep=parallel["ep"],
+        all2all=parallel["a2a"],
+        eplb=parallel.get("eplb", False),
     )
+    if deployed.ep_size > whole.experts:
+        # The engine selects for ranks without experts, too; a user is told that this makes no sense.
+        return replace(whole, parallel=deployed, local_experts=1)
+    return whole.on(deployed)
 
 
 def decide(grid: Grid, record: Record, policy: Policy) -> Decision:
