@@ -185,9 +185,8 @@ def _spellings(known: str) -> tuple[str, str]:
 def suggestion(name: str) -> str:
     """What to say to someone who meant a built-in model by `name`: a sentence without its full stop."""
     near = near_names(name)
-    return (
-        f"did you mean {' or '.join(near)}? {LIST_MODELS}" if near else f"for built-in models, {LIST_MODELS}"
-    )
+    names = " or ".join(part for part in (", ".join(near[:-1]), *near[-1:]) if part)
+    return f"{f'did you mean {names}?' if near else 'for built-in models,'} {LIST_MODELS}"
 
 
 def built_in(name: str) -> Entry:
