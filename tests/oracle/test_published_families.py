@@ -205,3 +205,8 @@ def test_swiglu_of_gpt_oss_in_rows_apart_is_served_in_mxfp8() -> None:
     assert experts(sliced) == "TrtLlmFp8ExpertsModular"
     monolithic = next(c for c in sliced.candidates if c.variant.monolithic)
     assert [v.question for v in monolithic.failed] == ["token sequence"]
+
+
+def test_experts_without_a_gate_need_a_gpu() -> None:
+    assert [gate.kind for gate in ask(NEMOTRON, "cpu", Packages()).gates] == ["gating"]
+    assert not ask(NEMOTRON, "h100").gates

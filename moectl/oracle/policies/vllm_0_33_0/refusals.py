@@ -54,4 +54,10 @@ REFUSALS = (
         lambda ask: ask.invariant and ask.device.platform == "xpu" and _quantized(ask),
         lambda ask: "batch invariance on XPU is for unquantized models only",
     ),
+    Condition(
+        "gating",
+        lambda ask: not ask.problem.activation.gated and ask.device.platform not in ("cuda", "rocm", "xpu"),
+        lambda ask: f"experts without a gate are not computed on {ask.device.platform}",
+        kind="NotImplementedError",
+    ),
 )
