@@ -163,6 +163,9 @@ class Fields:
                 )
             return default
         value = self.get(key)
+        if isinstance(value, list) and len(value) > 1 and all(it == value[0] for it in value):
+            # A value for each layer, or each kind of expert, that is the same for all.
+            value = value[0]
         high = LIMITS.get(name, 1 << 20)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.refuse(key, f"an integer from {low} to {high}")

@@ -52,7 +52,8 @@ class ExpertNames:
     `experts` maps a role to a template with ``{layer}`` and, for per-expert tensors, ``{expert}``.
     Matrices: ``w13`` (gate and up in one) or ``w1`` (gate, or the only one of experts without a gate) and
     ``w3`` (up); ``w2`` (down). Each also with ``_scale``, ``_global`` (the scale of its scales),
-    ``_input`` (activations' scale), ``_zero``, ``_order``, ``_shape``, ``_bias``.
+    ``_input`` (activations' scale), ``_prequant`` (smoothing of activations), ``_zero``, ``_order``,
+    ``_shape``, ``_bias``.
     `router` has ``weight`` and where present ``bias``, ``correction_bias``, ``hash`` (expert ids by token
     id), ``expert_scale``, ``input_scale``; ``packed`` stands for the weight of a quantized router.
     `shared` has the shared experts' matrices likewise and their ``gate``; `latent` the projections

@@ -116,6 +116,7 @@ LAYER_RULES: Mapping[str, Rule] = {
     "moe_layer_end_index": _up_to,
     "moe_layer_freq": _flags_or_every,
     "moe_layer_interval": _every(1),
+    "moe_layer_frequency": _every(1),
     "decoder_sparse_step": _every(1),
     "interleave_moe_layer_step": _every(1),
     "mlp_only_layers": _without,

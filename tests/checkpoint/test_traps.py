@@ -524,3 +524,31 @@ def test_where_the_description_stands() -> None:
     )
     assert beside.problem == nested.problem
     assert beside.sources["scheme"] == "config:hf_quant_config.json.quant_algo"
+
+
+def test_quark_int4_for_fp8_activations() -> None:
+    rows = matrices(
+        {
+            "weight": ("I32", (N, H // 8), (H, N // 8)),
+            "weight_scale": ("F32", (), ()),
+            "weight_scale_2": ("F32", (N,), (H,)),
+            "input_scale": ("F32", (), ()),
+        }
+    )
+    spec = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+    weight = [spec, {"dtype": "int4", "qscheme": "per_channel"}]
+    config = {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight, "input_tensors": {**spec, "is_dynamic": False}},
+    }
+    group = read(rows, config)
+    assert str(group.problem.scheme) == "int4 per channel, fp8 static activations"
+    assert group.notes == ()
+    assert read(rows).problem.scheme == group.problem.scheme
+
+
+def test_sizes_that_are_listed_for_each_layer() -> None:
+    group = read(PLAIN, num_experts_per_tok=[2] * LAYERS, moe_intermediate_size=[N] * LAYERS)
+    assert (group.problem.top_k, group.problem.dims.intermediate) == (2, N)
+    with pytest.raises(CheckpointError, match="num_experts_per_tok"):
+        read(PLAIN, num_experts_per_tok=[2, 1, 2])

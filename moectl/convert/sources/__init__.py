@@ -26,7 +26,8 @@ def source_named(storage: str) -> Source:
     """The `Source` of a `MoEProblem.storage`; UsageError when experts stored so cannot be converted."""
     if storage not in SOURCES:
         raise UsageError(
-            f"experts stored as {storage} cannot be converted; convertible are {', '.join(sorted(SOURCES))}."
+            f"experts stored as {storage} cannot be converted or run, only explained; "
+            f"convertible are {', '.join(sorted(SOURCES))}."
         )
     return SOURCES[storage]
 

@@ -15,6 +15,8 @@ def _refuse(problem: MoEProblem) -> str:
     weight = problem.scheme.weight
     if weight.name not in ("int4", "int8") or weight.zero_point:
         return f"pack-quantized experts are converted when they are symmetric int4 or int8, got {weight}"
+    if problem.scheme.act.name == "int8":
+        return "experts of int8 weights for int8 activations are stored unpacked and cannot be converted"
     if problem.act_order == "group":
         return "experts with activation order by group (g_idx) cannot be converted, only its static form"
     per_word = 32 // weight.bits

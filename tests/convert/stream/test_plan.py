@@ -124,7 +124,7 @@ def with_problem(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"storage": "awq"}, UsageError, "stored as awq cannot be converted"),
+        ({"storage": "awq"}, UsageError, "stored as awq cannot be converted or run"),
         ({"act_order": "group"}, UsageError, "activation order"),
     ],
 )
