@@ -311,7 +311,7 @@ BY_GATE: Mapping[str, tuple[Generator, ...]] = {
     DTYPE: (_dtypes, _devices),
     NAME: (),
 }
-"""What may open a gate of the engine, by its kind."""
+"""What may open a gate of the engine, by its kind; for others what may help on a failure."""
 
 ON_FAILURE: tuple[Generator, ...] = (_dtypes, _ranks, _padding, _spread, _symmetric, _unordered, _devices)
 """What may help when the engine fails though every question of a candidate holds."""
@@ -321,7 +321,7 @@ def proposals_for_failure(now: Situation, candidate: Candidate, gates: Iterable[
     """Changes that may help when the engine refuses (`gates`) or fails around a good `candidate`."""
     gates = tuple(gates)
     nothing = Verdict("", "shape", "", "", False)
-    for generator in BY_GATE[gates[0]] if gates else ON_FAILURE:
+    for generator in BY_GATE.get(gates[0], ON_FAILURE) if gates else ON_FAILURE:
         yield from generator(now, candidate, nothing)
 
 

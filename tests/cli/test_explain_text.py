@@ -200,9 +200,9 @@ def test_help_fits_a_screen():
 
 @pytest.mark.parametrize(("typed", "offered"), [("h20", "h200"), ("h100,mi3", "h100,mi300x"), ("al", "all")])
 def test_names_complete_behind_a_comma_too(typed, offered):
-    from moectl.cli.explain import _gpus, completed
+    from moectl.cli.explaining.given import completed, gpu_names
 
-    assert offered in completed(_gpus)(typed)
+    assert offered in completed(gpu_names)(typed)
 
 
 def test_reasons_say_equal_things_once():

@@ -1,0 +1,236 @@
+"""Options of `moectl explain`, and what they ask for."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...errors import UsageError
+from ..options import option, pick
+
+if TYPE_CHECKING:
+    from ...explain.explanation import Question
+    from ...explain.machines import Machine
+    from ...oracle.policy import Policy
+    from ...problem import Parallel
+
+Names = Callable[[], Iterable[str]]
+
+
+def completed(names: Names) -> Callable[[str], list[str]]:
+    """Completion of the last name of a comma-separated list."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [before + comma + name for name in names() if name.startswith(last.lower())]
+
+    return complete
+
+
+def gpu_names() -> list[str]:
+    """What --gpu takes."""
+    from ...environment import device_names
+
+    return [*device_names(), ALL]
+
+
+def backend_names() -> list[str]:
+    """What --backend and --why take, under any policy."""
+    from ...oracle.registry import POLICIES
+
+    return sorted({name for policy in POLICIES.values() for name in policy.request_names()})
+
+
+def exchange_names() -> list[str]:
+    """What --all2all takes."""
+    from ...oracle.registry import policy_named
+
+    return sorted(policy_named().exchanges)
+
+
+def policy_names() -> list[str]:
+    """What --policy takes."""
+    from ...oracle.registry import NEWEST, POLICIES
+
+    return [*POLICIES, NEWEST]
+
+
+ALL = "all"
+
+Ckpt = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[CKPT]",
+        help="A folder, a config.json, a Hub id org/name[@revision], or a built-in model.",
+        show_default=False,
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    option(
+        "--gpu",
+        help="h200, b200, ..., sm90, gfx942, cpu; a list; all. Default: this one.",
+        autocompletion=completed(gpu_names),
+    ),
+]
+Tp = Annotated[
+    str, option("--tp", "-tp", "--tensor-parallel-size", help="Tensor-parallel ranks; a list: 1,2,4.")
+]
+Dp = Annotated[str, option("--dp", "-dp", "--data-parallel-size", help="Data-parallel ranks; a list.")]
+Ep = Annotated[
+    bool, option("--ep", "-ep", "--enable-expert-parallel", help="Spread whole experts over all ranks.")
+]
+All2all = Annotated[
+    str | None,
+    option(
+        "--all2all",
+        "--all2all-backend",
+        help="Exchange kernels for --dp with --ep.",
+        autocompletion=completed(exchange_names),
+    ),
+]
+Eplb = Annotated[bool, option("--eplb", "--enable-eplb", help="Expert load balancing.")]
+PackagesOption = Annotated[
+    str | None, option("--packages", help="Profiles (full, bare, ...), a,b=1.2, or installed.")
+]
+Env = Annotated[list[str] | None, option("--env", help="Engine switch K=V; repeatable.")]
+BackendOption = Annotated[
+    str | None,
+    option(
+        "--backend",
+        "--moe-backend",
+        own=True,
+        help="Ask for a backend by its engine's name.",
+        autocompletion=completed(backend_names),
+    ),
+]
+AllowFallback = Annotated[
+    bool, option("--allow-fallback", help="Take the automatic order if --backend cannot serve.")
+]
+PolicyOption = Annotated[
+    str | None,
+    option(
+        "--policy",
+        help="vllm-0.33.0, or moectl: what this tool runs. Default: both, vLLM's first.",
+        autocompletion=completed(policy_names),
+    ),
+]
+Assumed = Annotated[
+    list[str] | None,
+    option("--assume", help="hidden=, intermediate=, act=, dtype=, ... instead of the checkpoint's."),
+]
+WhyOption = Annotated[
+    str | None,
+    option(
+        "--why",
+        own=True,
+        help="What would have to change for this backend to be chosen.",
+        autocompletion=completed(backend_names),
+    ),
+]
+Replay = Annotated[
+    Path | None, option("--replay", own=True, help="Decide again from a --json document, without CKPT.")
+]
+Diff = Annotated[Path | None, option("--diff", own=True, help="What changed since this --json document.")]
+Strict = Annotated[bool, option("--strict", own=True, help="Exit code 1 on a fallback: see docs/explain.md.")]
+Markdown = Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")]
+Verbose = Annotated[bool, option("--verbose", "-v", help="Every fact with its source, and every candidate.")]
+
+MOST_CELLS = 2000
+"""Decisions in one matrix at most."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The options that say what is asked, as they were typed."""
+
+    gpu: str | None
+    tp: str
+    dp: str
+    ep: bool
+    all2all: str | None
+    eplb: bool
+    packages: str | None
+    env: list[str] | None
+    backend: str | None
+    allow_fallback: bool
+    policy: str | None
+    assumed: list[str] | None
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """Engine variables."""
+        return pairs(self.env or [], "--env", "VLLM_USE_DEEP_GEMM=0")
+
+    def policies(self) -> "tuple[Policy, tuple[Policy, ...]]":
+        """The policy that is asked, and others that are shown beside it."""
+        from ...oracle.registry import NEWEST, POLICIES, policy_named
+
+        if self.policy is not None:
+            return policy_named(pick(self.policy, policy_names(), "policy")), ()
+        first = policy_named(NEWEST)
+        return first, tuple(policy for policy in POLICIES.values() if policy is not first)
+
+    def parallels(self, policy: "Policy") -> "tuple[Parallel, ...]":
+        """Every deployment; UsageError for ranks that are no numbers and unknown exchanges."""
+        from ...problem import Parallel
+
+        exchange = self.all2all and pick(self.all2all, policy.exchanges, "exchange")
+        return tuple(
+            Parallel(tp, dp, self.ep, exchange or Parallel().all2all, self.eplb)
+            for dp in numbers(self.dp, "--dp")
+            for tp in numbers(self.tp, "--tp")
+        )
+
+    def machines(self) -> "tuple[Machine, ...]":
+        """Every machine; UsageError for unknown names, and for more cells than a matrix may have."""
+        from ...environment import device_names
+        from ...explain.machines import machine
+
+        names: list[str | None] = [None]
+        if self.gpu is not None:
+            names = [*device_names()] if self.gpu == ALL else [name.strip() for name in self.gpu.split(",")]
+        return tuple(machine(name, self.packages, self.switches) for name in dict.fromkeys(names))
+
+    def question(self, policy: "Policy", parallel: "Parallel", others: "tuple[Policy, ...]") -> "Question":
+        """What is asked of every layer group."""
+        from ...explain.explanation import Question
+
+        name = self.backend and pick(self.backend, policy.request_names(), "backend")
+        assumptions = pairs(self.assumed or [], "--assume", "act=mxfp8")
+        asked = None if name in (None, "", "auto") else name
+        return Question(policy, parallel, asked, self.allow_fallback, assumptions, others)
+
+    def remarks(self, policy: "Policy", parallels: "tuple[Parallel, ...]") -> list[str]:
+        """What a user should know of options that change nothing."""
+        found = []
+        if self.all2all is not None and not any(parallel.exchanges for parallel in parallels):
+            found.append("--all2all changes nothing here: tokens travel only with --ep and --dp above 1")
+        for name in self.switches:
+            if name not in policy.variables:
+                near = difflib.get_close_matches(name, policy.variables, n=1, cutoff=0.6)
+                also = f"; did you mean {near[0]}?" if near else ""
+                found.append(f"no rule of {policy.name} reads the switch {name}{also}")
+        return found
+
+
+def numbers(text: str, name: str) -> list[int]:
+    """Ranks of a list such as ``1,2,4``, each once; UsageError for anything else."""
+    found = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    if not all(0 < number <= 1 << 16 for number in found):
+        raise UsageError(f"{name} takes positive numbers such as 8 or 1,2,4,8, got {text!r}")
+    return list(dict.fromkeys(found))
+
+
+def pairs(given: list[str], name: str, example: str) -> dict[str, str]:
+    """``K=V`` arguments as a mapping; UsageError for one without a name or an equals sign."""
+    found = {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{name} takes K=V, got {pair!r}", hint=f"for example {name} {example}")
+        found[key] = value
+    return found

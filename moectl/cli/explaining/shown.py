@@ -1,0 +1,84 @@
+"""Results of `moectl explain` in the form asked for, with their exit codes."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.layers import ranges
+from ...errors import ExitCode
+from ...explain import Explanation
+from ...explain.diff import diff
+from ...explain.matrix import Matrix
+from ...explain.replay import read_document
+from ...explain.situation import Situation
+from ...explain.why import why
+from .. import blocks as drawing
+from ..output import Output
+from .changes import difference_blocks
+from .commands import Asked
+from .counterfactual import why_blocks, why_document, why_lines
+from .grid import matrix_blocks, matrix_lines
+from .sections import View, document, sections
+
+
+class Shown:
+    """Results in the form asked for, with their exit codes."""
+
+    def __init__(self, out: Output, markdown: bool, verbose: bool, strict: bool) -> None:
+        self.out, self.markdown, self.verbose, self.strict = out, markdown, verbose, strict
+
+    def show(self, document: dict[str, Any], blocks: Iterable[drawing.Block], brief: list[str]) -> None:
+        """JSON, one line each, markdown, or text."""
+        made = list(blocks)
+        if self.markdown and not (self.out.as_json or self.out.quiet):
+            self.out.text(drawing.markdown(made))
+        else:
+            self.out.result(document, lambda console: drawing.draw(made, console), brief)
+
+    def code(self, explanation: Explanation) -> ExitCode:
+        """1 where nothing serves, or under --strict a fallback does."""
+        fallback = self.strict and any(group.fallback for group in explanation.groups)
+        return ExitCode.DONE if explanation.usable and not fallback else ExitCode.FOUND
+
+    def explanation(self, found: Explanation) -> ExitCode:
+        """The whole explanation."""
+        self.show(document(found), sections(found, View(self.verbose)), brief(found))
+        return self.code(found)
+
+    def matrix(self, found: Matrix) -> ExitCode:
+        """The table; 1 where nothing serves every layer, or under --strict a cell is no first choice."""
+        width = 10_000 if self.markdown else drawing.columns_here()
+        self.show(found.to_json(), matrix_blocks(found, width), matrix_lines(found))
+        good = found.clean if self.strict else found.usable
+        return ExitCode.DONE if good else ExitCode.FOUND
+
+    def why(
+        self, explanation: Explanation, situations: Iterable[Situation], asked: Asked, name: str
+    ) -> ExitCode:
+        """What would have to change; 1 where nothing helps some layers."""
+        found = tuple(
+            (group.layers, why(situation, name))
+            for group, situation in zip(explanation.groups, situations, strict=True)
+        )
+        whole = {**document(explanation), "why": why_document(asked, found)}
+        self.show(whole, why_blocks(asked, found), why_lines(asked, found))
+        helped = all(answer.chosen or answer.answers for _, answer in found)
+        return ExitCode.DONE if helped else ExitCode.FOUND
+
+    def diff(self, explanation: Explanation, path: Path) -> ExitCode:
+        """What changed since the document at `path`; 1 when a choice did."""
+        now = document(explanation)
+        found = diff(read_document(path), json.loads(json.dumps(now, default=list)))
+        changed = "changed" if found.chosen_otherwise else "same"
+        self.show({**now, "diff": found.to_json()}, difference_blocks(found), [changed])
+        return ExitCode.FOUND if found.chosen_otherwise else self.code(explanation)
+
+
+def brief(explanation: Explanation) -> list[str]:
+    """One line a group: layers and the backend's name."""
+    lines = []
+    for group in explanation.groups:
+        chosen = group.decision.chosen if group.decision.usable else None
+        lines.append(f"{ranges(group.layers)}\t{chosen.backend.name if chosen else 'none'}")
+    return lines
