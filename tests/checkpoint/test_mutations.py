@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from moectl.checkpoint import TensorInfo, layer_groups
 from moectl.checkpoint.catalogue import read_entry
 from moectl.checkpoint.fields import KEYS
+from moectl.checkpoint.header import DTYPE_BITS
 from moectl.checkpoint.moe_layers import LAYER_RULES
 from moectl.checkpoint.opening import QUANTIZATION_FILES
+from moectl.checkpoint.tensor_table import table_of
 from moectl.errors import MoectlError
 from moectl.problem import MoEProblem
 
@@ -111,3 +113,50 @@ def test_any_change_of_a_config(model: str, data: st.DataObject) -> None:
             assert group.problem.top_k <= group.problem.experts
             assert group.layers
             assert group.problem.expert_bytes() > 0
+
+
+FEW_EXPERTS = (
+    "openai/gpt-oss-20b",
+    "TheBloke/Mixtral-8x7B-Instruct-v0.1-AWQ",
+    "TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ",
+    "nvidia/Llama-4-Scout-17B-16E-Instruct-NVFP4",
+    "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic",
+    "databricks/dbrx-instruct",
+    "google/gemma-4-26B-A4B",
+)
+SIZES = st.sampled_from([0, 1, 2, 3, 7, 8, 16, 32, 64, 128, 2816, 4096, 5120, 14336, 1 << 20])
+SHAPES = st.lists(SIZES, max_size=4).map(tuple)
+PARTS = (".experts.", ".0.", ".gate_proj", ".w1", ".weight", "_scale", "layers", ".gate", "router", ".mlp")
+
+
+@pytest.mark.parametrize("model", FEW_EXPERTS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_change_of_headers(model: str, data: st.DataObject) -> None:
+    """Tensors of other dtypes, shapes and names, or missing ones: likewise."""
+    tensors = dict(listing_of(model))
+    names = sorted(tensors)
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(names))
+        info = tensors.pop(name, None)
+        if info is None or (data.draw(st.booleans()) and len(tensors) < 3):
+            continue
+        change = data.draw(st.sampled_from(("dtype", "shape", "name", "gone")))
+        if change == "dtype":
+            info = replace(info, dtype=data.draw(st.sampled_from(sorted(DTYPE_BITS))))
+        elif change == "shape":
+            info = replace(info, shape=data.draw(SHAPES))
+        elif change == "name":
+            old, new = data.draw(st.sampled_from(PARTS)), data.draw(st.sampled_from((*PARTS, ".", "x")))
+            info = replace(info, name=name.replace(old, new))
+        if change != "gone":
+            tensors[info.name] = info
+    for named in (tensors, table_of(tensors.values())):
+        try:
+            groups = layer_groups(read_entry(model).config, named)
+        except MoectlError as error:
+            assert str(error)
+            continue
+        for group in groups:
+            assert group.problem.expert_bytes() > 0
+            assert group.names.experts

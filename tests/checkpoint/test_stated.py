@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +83,14 @@ def test_what_is_stated_goes_first_and_is_not_assumed() -> None:
         assert group.sources[fact] == "asked"
     assert not any("assumed" in note for note in group.notes)
     assert parse_stated() == Stated()
+
+
+def test_the_document_lists_every_word() -> None:
+    text = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    names = {found.name for found in ACTIVATIONS.values()}
+    parameters = {parameter for taken in TAKES.values() for parameter in taken}
+    for word in {*names, *parameters, *ROUTING_WORDS}:
+        assert f"`{word}`" in rows, word
+    for example in re.findall(r"`((?:groups|scale)=[^`]+)`", rows):
+        assert parse_routing(example)
