@@ -66,14 +66,16 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def put(document: Any, path: tuple[Any, ...], value: Any, drop: bool) -> None:
-    for key in path[:-1]:
-        if not isinstance(document, (dict, list)) or (isinstance(document, list) and key >= len(document)):
-            return
-        document = document[key] if isinstance(document, list) or key in document else None
-    if isinstance(document, dict) and drop:
-        document.pop(path[-1], None)
-    elif isinstance(document, dict) or (isinstance(document, list) and path[-1] < len(document)):
-        document[path[-1]] = value
+    """Changes one place of a document, or drops it; nothing where an earlier change took the place away."""
+    try:
+        for key in path[:-1]:
+            document = document[key]
+        if drop and isinstance(document, dict):
+            document.pop(path[-1], None)
+        else:
+            document[path[-1]] = value
+    except (KeyError, IndexError, TypeError):
+        return
 
 
 @cache
