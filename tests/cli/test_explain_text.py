@@ -66,8 +66,22 @@ def test_formats_name_what_is_offered_for_the_same_weights():
         "computes int4 group with zero points with mxfp8, int8 activations on x86 with amx, "
         "here it is asked for a16 activations"
     )
+    elsewhere = "fp8* with fp8 group 128 dynamic activations on sm89 or newer, rocm"
+    asked = "fp8 block 32x32 with fp8 group 128 dynamic activations"
+    assert sentence(Verdict("number formats", "scheme", asked, elsewhere, False)) == (
+        "computes fp8 block 32x32 with fp8 group 128 dynamic activations only on SM89 or newer, rocm"
+    )
     other = Verdict("number formats", "scheme", "nvfp4 group 16 with a16 activations", offered, False)
     assert sentence(other) == "does not compute nvfp4 group 16"
+
+
+def test_alternatives_say_once_what_they_share():
+    from moectl.cli.explaining.counterfactual import _alternatives
+
+    assert _alternatives(["use b200 (sm100)", "use b300 (sm103)"]) == "use b200 (sm100) or b300 (sm103)"
+    assert _alternatives(["set A=1"]) == "set A=1"
+    ranks = ["use --tp 4", "use --tp 2", "use --tp 1", "spread experts"]
+    assert _alternatives(ranks) == "use --tp 4, 2 or 1, or spread experts"
 
 
 def test_a_question_of_a_rule_reads_without_a_row_of_its_own():

@@ -65,20 +65,20 @@ def _entry(asked: Asked, number: int, answer: Answer) -> Entry:
 
 
 def _alternatives(texts: list[str]) -> str:
-    """``use b200 (sm100) or b300 (sm103)``: the words that all begin with stand once."""
-    first, *rest = texts
-    words = first.split(" ")
-    common = 0
-    while (
-        rest
-        and common < len(words) - 1
-        and all(text.split(" ")[: common + 1] == words[: common + 1] for text in rest)
-    ):
-        common += 1
-    tails = [" ".join(text.split(" ")[common:]) for text in rest]
-    if not tails:
-        return first
-    return f"{', '.join([first, *tails[:-1]])} or {tails[-1]}"
+    """``use b200 (sm100) or b300 (sm103)``: texts that begin alike say the words they share once."""
+    alike: dict[str, list[list[str]]] = {}
+    for text in texts:
+        alike.setdefault(text.split(" ")[0], []).append(text.split(" "))
+    return ", or ".join(_merged(words) for words in alike.values())
+
+
+def _merged(texts: list[list[str]]) -> str:
+    shortest = min(map(len, texts)) - 1
+    shared = next((i for i in range(shortest) if len({words[i] for words in texts}) > 1), shortest)
+    first, *rest = (" ".join(words[shared:]) for words in texts)
+    start = " ".join(texts[0][:shared])
+    said = first if not rest else f"{', '.join([first, *rest[:-1]])} or {rest[-1]}"
+    return f"{start} {said}".strip()
 
 
 def why_document(asked: Asked, found: Found) -> list[dict[str, Any]]:

@@ -63,22 +63,27 @@ def _shown(text: str) -> str:
 
 
 def _formats(verdict: Verdict) -> str:
-    """What is offered for the checkpoint's weights; that there is nothing, where that is so."""
-    weight, asked = _pair(verdict.wanted)
-    offers = [_pair(offer) for offer in verdict.offered.split("; ")]
-    for_weight = [
-        f"with {acts}" for names, acts in offers if any(_named(weight, name) for name in names.split("/"))
+    """What is offered for the checkpoint's weights, and where; that there is nothing, where that is so."""
+    weight, asked, _ = _parts(verdict.wanted)
+    offers = [
+        (acts, where)
+        for names, acts, where in map(_parts, verdict.offered.split("; "))
+        if any(_named(weight, name) for name in names.split("/"))
     ]
-    if not for_weight:
+    if not offers:
         return f"does not compute {weight}"
-    return f"computes {weight} {' or '.join(for_weight)}, here it is asked for {asked}"
+    elsewhere = [where for acts, where in offers if asked in acts.split(", ") and where]
+    if elsewhere:
+        return f"computes {weight} with {asked} activations only{' or'.join(elsewhere)}"
+    served = " or ".join(f"with {acts} activations{where}" for acts, where in offers)
+    return f"computes {weight} {served}, here it is asked for {asked} activations"
 
 
-def _pair(text: str) -> tuple[str, str]:
-    """Weights and activations of ``mxfp4 group 32 with a16 activations on sm90``."""
-    head, activations, where = text.partition(" activations")
+def _parts(text: str) -> tuple[str, str, str]:
+    """Weights, activations and devices of ``mxfp4 group 32 with a16 activations on sm90``."""
+    head, _, where = text.partition(" activations")
     weights, _, acts = head.rpartition(" with ")
-    return weights, f"{acts}{activations}{where}"
+    return weights, acts, where
 
 
 def _named(weight: str, name: str) -> bool:
