@@ -102,13 +102,7 @@ def declared_layers(
     family = family_of(fields)
     count = fields.integer("layers", KEYS["layers"])
     dims, model_hidden, experts, top_k = _sizes(fields)
-    layers = moe_layers(fields, count)
-    if not layers:
-        raise CheckpointError(
-            f"config.json: none of the {count} layers is a Mixture-of-Experts layer.",
-            reason=f"The config names them by {fields.sources['layers'].replace('config:', '')}.",
-            hint="Give the checkpoint of a Mixture-of-Experts model.",
-        )
+    layers = _moe_layers(fields, count)
     described, place = _quantization_config(config, fields, quantization, quantization_file)
     expert_dtype = fields.get("expert_dtype")
     found = parse_quantization(
@@ -154,6 +148,18 @@ def declared_layers(
         place,
         tuple(notes),
     )
+
+
+def _moe_layers(fields: Fields, count: int) -> tuple[int, ...]:
+    """The layers with experts; CheckpointError when there is none."""
+    layers = moe_layers(fields, count)
+    if not layers:
+        raise CheckpointError(
+            f"config.json: none of the {count} layers is a Mixture-of-Experts layer.",
+            reason=f"The config names them by {fields.sources['layers'].replace('config:', '')}.",
+            hint="Give the checkpoint of a Mixture-of-Experts model.",
+        )
+    return layers
 
 
 def _sizes(fields: Fields) -> tuple[Dims, int, int, int]:

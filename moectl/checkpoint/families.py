@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from dataclasses import fields as fields_of
 from typing import Any
 
 from ..errors import CheckpointError
@@ -50,7 +49,6 @@ _BIAS_WORDS: Mapping[Any, bool] = {
     True: True,
     False: False,
 }
-_YES_NO: Mapping[Any, bool] = {True: True, False: False}
 
 ROUTING: Mapping[str, Take] = {
     "scoring": Take(
@@ -334,7 +332,3 @@ def family_of(fields: Fields) -> Family:
             hint="Check that this is the config of a Mixture-of-Experts model.",
         )
     return next((family for family in FAMILIES if family.marked(fields)), UNKNOWN)
-
-
-ROUTING_FIELDS = tuple(it.name for it in fields_of(Routing))
-"""Every field of `Routing`, for whoever states one."""

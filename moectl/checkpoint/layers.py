@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import CheckpointError
-from ..problem import MoEProblem
 from .declared import declared_layers
 from .found import find_layers
 from .model import LayerGroup, TensorInfo
@@ -59,11 +58,6 @@ def layer_groups(
         {layer.index for layer in layers}, set(declared.group.layers), extra
     )
     return tuple(replace(group, notes=group.notes + notes) for group in groups)
-
-
-def main_problem(groups: Iterable[LayerGroup]) -> MoEProblem:
-    """The problem that most layers have."""
-    return max(groups, key=lambda group: len(group.layers)).problem
 
 
 def _layer_notes(found: set[int], declared: set[int], extra: set[str]) -> tuple[str, ...]:

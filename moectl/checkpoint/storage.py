@@ -76,10 +76,6 @@ class Stored:
     required: bool = True
     others: tuple[Shape, ...] = ()
 
-    def shape_of(self, axes: int) -> Shape:
-        """The first of the shapes with so many axes; the usual one when none has."""
-        return next((shape for shape in (self.shape, *self.others) if len(shape) == axes), self.shape)
-
 
 @dataclass(frozen=True)
 class Storage:
