@@ -107,3 +107,18 @@ def test_why_answers_each_layer_group():
     done = moectl("explain", MIXED, "--gpu", "h200", "--offline", "--why", "humming", code=1)
     assert "layers (0): 1 x Nothing that can be changed helps." in done.words
     assert "layers (1-39): 39 x Nothing: humming is chosen." in done.words
+
+
+def test_no_answer_imports_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from typer.testing import CliRunner; from moectl.cli.main import app\n"
+        "for more in (['--gpu', 'h200,b200'], ['--gpu', 'h200', '--why', 'marlin']):\n"
+        f"    done = CliRunner().invoke(app, ['explain', {GPT!r}, '--offline', *more])\n"
+        "    assert done.exit_code == 0, done.output\n"
+        "print(sorted({'torch', 'triton', 'flashinfer'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
