@@ -118,7 +118,7 @@ def replay(document: Mapping[str, Any]) -> tuple[Explanation, tuple[Situation, .
         situation = _situation(_of(found, "decision", dict))
         others = [policy_named(str(other.get("policy"))) for other in _objects(found, "others")]
         layers = _layers(found)
-        notes = tuple(map(str, found.get("notes", ())))
+        notes = tuple(map(str, _of(found, "notes", list)))
         details = {str(name): str(value) for name, value in dict(found.get("details") or {}).items()}
         sources = _of(found, "sources", dict)
         groups.append(explained(layers, situation, sources, notes, others, details))
