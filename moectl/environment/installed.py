@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,15 +89,25 @@ def find_tool(name: str) -> Installed:
 def package_folder(module: str) -> Path | None:
     """Folder of a package's source files, found without importing anything."""
     top, *inner = module.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
-    for place in (spec.submodule_search_locations or ()) if spec else ():
+    for place in _places(top):
         folder = Path(place).joinpath(*inner)
         if folder.is_dir():
             return folder
     return None
+
+
+def _places(package: str) -> list[str]:
+    """Folders that an import of `package` would read, whether or not it was imported before."""
+    # importlib.util.find_spec would answer from sys.modules for what this process has imported.
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        try:
+            spec = find(package, None) if find else None
+        except (ImportError, ValueError):
+            continue
+        if spec is not None:
+            return list(spec.submodule_search_locations or ())
+    return []
 
 
 def distribution_version(distribution: str, module: str = "") -> str:

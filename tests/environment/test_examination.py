@@ -1,7 +1,10 @@
 """The state of stand-in machines: problems that are there are named, machines in order have none."""
 
 import json
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 
@@ -68,6 +71,14 @@ def test_a_machine_in_order_has_no_problems(bench) -> None:
     assert {"marlin", "triton"} <= runs
     assert "flashinfer_trtllm" not in runs
     assert json.dumps(report.to_json())
+
+
+def test_what_this_process_imported_is_not_what_is_installed(bench, monkeypatch) -> None:
+    sound(bench)
+    imported = ModuleType("torch")
+    imported.__spec__ = ModuleSpec("torch", None, is_package=True)
+    monkeypatch.setitem(sys.modules, "torch", imported)
+    assert examine(bench.env()).software.torch_cuda == "13.0"
 
 
 def test_without_a_gpu_decisions_are_for_the_cpu(bench) -> None:
