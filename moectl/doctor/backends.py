@@ -82,8 +82,7 @@ def backend_statuses(
 
 def _listed(policy: Policy) -> list[Backend]:
     """Every backend that a row or a row's detour may name, each once."""
-    routes = [route for row in policy.routes for route in (row, *row.detours.values())]
-    found = {id(backend): backend for route in routes for backend in route.backends()}
+    found = {id(backend): backend for row in policy.rows() for backend in row.backends()}
     return sorted(found.values(), key=lambda backend: (backend.name, backend.engine_name))
 
 

@@ -20,6 +20,9 @@ from .situation import Situation, assume
 KINDS = ("request", "variable", "launch", "package", "parallel", "padding", "checkpoint", "gpu")
 """Kinds of change, the smallest first."""
 
+NODE = 8
+"""Ranks of the deployment that is proposed where there is one rank: the GPUs of a usual node."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -159,6 +162,23 @@ def _together(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterato
         yield parallel(
             replace(here, ep=True), "spread whole experts over the ranks (--enable-expert-parallel)"
         )
+    if here.ranks == 1:
+        for name, there in (
+            ("tensor", replace(here, tp=NODE, ep=True)),
+            ("data", replace(here, dp=NODE, ep=True)),
+        ):
+            yield parallel(there, f"deploy with --{name}-parallel-size {NODE} --enable-expert-parallel")
+
+
+def _exchanged(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    """Data-parallel ranks that exchange tokens, where none are exchanged."""
+    here = now.problem.parallel
+    if here.exchanges:
+        return
+    ranks = here.ranks if here.ranks > 1 else NODE
+    for name in sorted(now.policy.exchanges):
+        flags = f"--data-parallel-size {ranks} --enable-expert-parallel --all2all-backend {name}"
+        yield parallel(replace(here, tp=1, dp=ranks, ep=True, all2all=name), f"deploy with {flags}")
 
 
 def _spread(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
@@ -261,7 +281,7 @@ BY_QUESTION: Mapping[str, tuple[Generator, ...]] = {
     "zero points": (_symmetric,),
     "activation order": (_unordered,),
     "model dtype": (_dtypes,),
-    "token exchange": (_spread,),
+    "token exchange": (_spread, _exchanged),
     "expert parallel": (_spread,),
     "data parallel ranks": (_spread,),
     "expert balancing": (_spread,),

@@ -125,11 +125,11 @@ class _Search:
 
     def reason(self, first: Decision) -> str:
         """Why nothing helps where no candidate is asked: the row has no such backend, or refuses."""
-        routes = self.start.policy.routes
-        rows = [route for route in routes if self.wanted & {b.name for b in route.backends()}]
-        if all(route.name != first.route for route in rows):
-            others = "; ".join(route.name for route in rows)
-            return f"{self.name} is a backend for {others}, and this checkpoint is read as {first.route}"
+        policy_rows = self.start.policy.rows()
+        rows = [row for row in policy_rows if self.wanted & {b.name for b in row.backends()}]
+        if all(row.name != first.route for row in rows):
+            others = "; ".join(dict.fromkeys(row.name for row in rows))
+            return f"this checkpoint is read as {first.route}, and {self.name} is a backend for {others}"
         by_name = replace(self.start, requested=self.name).decide()
         return "; ".join([*map(str, by_name.gates), *([str(by_name.error)] if by_name.error else [])])
 

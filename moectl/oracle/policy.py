@@ -87,12 +87,16 @@ class Policy:
         known = {name for route in self.routes for name in route.names}
         return tuple(sorted(known | (self.accepted_names.only or frozenset())))
 
+    def rows(self) -> tuple[Route, ...]:
+        """Every route, and those that requests leave them for."""
+        return tuple(row for route in self.routes for row in (route, *route.detours.values()))
+
     def meant(self, name: str) -> frozenset[str]:
         """Names of the backends that the request `name` means in any row, their twins included."""
-        name = name.lower().replace("-", "_")
-        found = {backend.name for route in self.routes for backend in route.names.get(name, ())}
-        found |= {backend.name for route in self.routes for backend in route.backends()} & {name}
-        return frozenset(found | {b.name for route in self.routes for a, b in route.twins if a.name in found})
+        name, rows = name.lower().replace("-", "_"), self.rows()
+        found = {backend.name for row in rows for backend in row.names.get(name, ())}
+        found |= {backend.name for row in rows for backend in row.backends()} & {name}
+        return frozenset(found | {b.name for row in rows for a, b in row.twins if a.name in found})
 
     def switches(self) -> frozenset[str]:
         """Every environment switch that a row reads."""

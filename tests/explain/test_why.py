@@ -115,8 +115,15 @@ def commands():
         ),
         (KIMI, ["--gpu", "h200", "--tp", "128"], "marlin"),
         (KIMI, ["--gpu", "h200", "--env", "VLLM_BATCH_INVARIANT=1"], "triton"),
+        # Packages that are stated are not those of another platform.
+        ("deepseek-v3", ["--gpu", "mi355x", "--packages", "bare"], "deep_gemm"),
+        # More than one rank is needed.
+        ("nvidia/DeepSeek-V3.1-NVFP4", ["--gpu", "b200"], "flashinfer_moe_ep_cutedsl"),
+        # A model's own kernels, which only a request by name reaches.
+        ("deepseek-v4-flash", ["--gpu", "h200"], "deep_gemm_mega_moe"),
+        ("deepseek-v4-flash", ["--gpu", "mi355x"], "aiter_mega_moe"),
     ):
-        yield pytest.param(model, options, backend, id=f"{backend}-{'-'.join(options[1:2])}")
+        yield pytest.param(model, options, backend, id=f"{model}-{backend}-{'-'.join(options[1:2])}")
 
 
 @pytest.mark.parametrize(("model", "options", "backend"), list(commands()))
@@ -133,3 +140,13 @@ def test_the_commands_that_are_printed_get_the_backend(model, options, backend):
         assert decision["usable"]
         assert decision["chosen"]["experts"] == answer["experts"]
         assert decision["chosen"]["backend"] in policy_named().meant(backend)
+
+
+@pytest.mark.parametrize("backend", [name for name in policy_named().request_names() if name != "auto"])
+def test_every_name_that_may_be_asked_for_gets_answers_or_a_reason(backend):
+    from invoking import moectl
+
+    found = moectl("explain", GPT, "--gpu", "h200", "--offline", "--json", "--why", backend, code=None)
+    assert found.code in (0, 1), found.words
+    why = found.document["why"][0]
+    assert why["chosen"] or why["answers"] or why["remaining"] or why["reason"]

@@ -78,9 +78,13 @@ def _changed(
     if name in ("--env", "--assume"):
         return {f"{name} {value.split('=')[0]}": value}
     if name == "--packages":
-        default = PROFILE_OF.get(device.platform, "none") if machine.assumed else machine.spec
+        stated = not machine.assumed and device.platform == machine.device.platform
+        default = machine.spec if stated else PROFILE_OF.get(device.platform, "none")
         before = default if options[name] == ABSENT else options[name]
         return {name: value if before == "none" else f"{before},{value}"}
+    if name == "--gpu" and device.platform != machine.device.platform:
+        # Packages that were stated are those of the platform that was asked about.
+        return {name: value, "--packages": ABSENT}
     if name in ("--tp", "--dp") and value == "1":
         value = ABSENT
     if name == "--all2all":
