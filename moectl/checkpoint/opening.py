@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import CheckpointError, MoectlError, Unavailable
-from .catalogue import Entry, find_entry, suggestion
+from .catalogue import Entry, find_entry, near_names, suggestion
 from .layers import layer_groups
 from .model import Checkpoint, Origin, TensorInfo
 from .shards import (
@@ -222,6 +222,9 @@ def _open_id(
     entry = find_entry(repo) if allow_catalogue and revision is None else None
     if entry is not None:
         return _open_entry(entry, why.what)
+    near = near_names(repo) if not offline else []
+    if near:
+        raise type(why)(why.what, reason=why.reason, hint=f"{why.hint} Or: {suggestion(repo)}.") from why
     raise why
 
 

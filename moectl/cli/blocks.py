@@ -81,11 +81,25 @@ def text_lines(blocks: Iterable[Block], width: int) -> Iterable[tuple[str, bool]
     """Lines of text with whether they are strong; prose fits into `width`, long words and tables may not."""
     room = max(40, min(width, WIDEST))
     first = True
-    for block in blocks:
+    for block in _joined(blocks):
         if isinstance(block, Heading) and not first:
             yield "", False
         first = False
         yield from _TEXT[type(block)](block, room)
+
+
+def _joined(blocks: Iterable[Block]) -> Iterable[Block]:
+    """`blocks` with facts that follow each other in one, so that their values stand in one column."""
+    before: Block | None = None
+    for block in blocks:
+        if isinstance(before, Facts) and isinstance(block, Facts):
+            before = Facts((*before.rows, *block.rows), before.strong | block.strong)
+            continue
+        if before is not None:
+            yield before
+        before = block
+    if before is not None:
+        yield before
 
 
 def _wrap(text: str, room: int, first: str = "", rest: str | None = None) -> list[str]:
@@ -165,7 +179,7 @@ _TEXT: dict[type, Any] = {
 
 def markdown(blocks: Iterable[Block]) -> str:
     """`blocks` as GitHub markdown, to paste into an issue."""
-    return "\n\n".join(part for block in blocks if (part := _MARKDOWN[type(block)](block))) + "\n"
+    return "\n\n".join(part for block in _joined(blocks) if (part := _MARKDOWN[type(block)](block))) + "\n"
 
 
 def _escaped(text: str) -> str:

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from ..errors import ExitCode, UsageError
 from .explaining.given import (
     MOST_CELLS,
@@ -28,7 +30,7 @@ from .explaining.given import (
     Verbose,
     WhyOption,
 )
-from .options import Activation, Offline, Routing, framed, pick
+from .options import Activation, Offline, Routing, framed, pick, typed
 from .output import Output
 
 if TYPE_CHECKING:
@@ -44,8 +46,16 @@ EXAMPLES = (
 )
 
 
+INPUTS = (
+    *("gpu", "tp", "dp", "ep", "all2all", "eplb", "packages", "env", "backend", "allow_fallback"),
+    *("policy", "assume", "activation", "routing"),
+)
+"""Options that say what is decided; a document of --json holds them."""
+
+
 @framed("explain")
 def explain(
+    context: typer.Context,
     checkpoint: Ckpt = None,
     gpu: Gpu = None,
     tp: Tp = "1",
@@ -82,6 +92,9 @@ def explain(
     if replay is not None:
         if checkpoint is not None:
             raise UsageError("--replay takes its inputs from the document", hint="leave CKPT out")
+        if stated_here := typed(context, INPUTS):
+            names = ", ".join(stated_here)
+            raise UsageError("--replay takes its inputs from the document", hint=f"leave {names} out")
         return replayed(replay, diff, why, shown)
     if checkpoint is None:
         raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --gpu h200")

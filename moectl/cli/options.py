@@ -78,6 +78,13 @@ SHARED = tuple(
 """Options of every command."""
 
 
+def typed(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """The options among parameters `names` that stand on the command line; variables do not count."""
+    spelled = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [spelled[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
 def pick(value: str, known: Iterable[str], what: str) -> str:
     """`value` in the spelling of `known`, whatever its case and dashes.
 

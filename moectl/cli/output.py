@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .. import __version__
+from .. import SCHEMA_VERSION, __version__
 from ..errors import MoectlError
-
-SCHEMA_VERSION = 1
-"""Version of the JSON documents; it grows when a field changes its meaning or goes away."""
 
 NARROWEST = 100
 """Columns below which tables are not squeezed: the terminal wraps their lines instead."""

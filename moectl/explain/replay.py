@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .. import SCHEMA_VERSION
 from ..checkpoint.model import Origin
 from ..errors import UsageError
 from ..oracle.decision import replay_inputs
@@ -36,6 +37,12 @@ def read_document(path: Path) -> Mapping[str, Any]:
         raise UsageError(f"{path} is not a JSON document: {error}", hint=hint) from error
     if not isinstance(document, Mapping) or not ("groups" in document or "rows" in document):
         raise UsageError(f"{path} is not a document of moectl explain", hint=hint)
+    version = document.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} has schema version {version!r}, this moectl reads {SCHEMA_VERSION}",
+            hint="use the moectl that wrote it, or make it again with moectl explain CKPT --json",
+        )
     return document
 
 

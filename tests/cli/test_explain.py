@@ -70,7 +70,7 @@ def test_a_backend_that_cannot_serve_is_refused_with_its_reasons():
     done = moectl("explain", GPT, "--gpu", "h100", "--backend", "deep_gemm", "--offline", code=1)
     assert "no backend: " in done.stdout
     done = moectl("explain", GPT, "--gpu", "h100", "--backend", "FLASHINFER-TRTLLM", "--offline", code=1)
-    assert "sm100" in done.stdout
+    assert "SM100" in done.stdout
     fallen = ask(GPT, "--gpu", "h100", "--backend", "flashinfer_trtllm", "--allow-fallback")
     assert fallen["groups"][0]["decision"]["chosen"]["experts"] == "OAITritonMxfp4ExpertsMonolithic"
     assert any("flashinfer_trtllm" in note for note in fallen["groups"][0]["decision"]["notes"])

@@ -177,3 +177,17 @@ def test_a_damaged_matrix_ends_in_a_sentence(path, value):
         replay_matrix(changed(GRID, path, value))
     except MoectlError as error:
         assert error.what
+
+
+def test_replay_takes_no_option_that_says_what_is_decided(written):
+    path = written(GPT, "--gpu", "h200")
+    done = moectl("explain", "--replay", path, "--gpu", "b200", "--tp", "2", code=2)
+    assert "leave --gpu, --tp out" in done.stderr
+    moectl("explain", "--replay", path, env={"MOECTL_EXPLAIN_GPU": "b200"})
+
+
+def test_a_document_of_another_version_is_refused(written):
+    path = written(GPT, "--gpu", "h200")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": 2}))
+    for options in (["--replay", path], [GPT, "--gpu", "h200", "--offline", "--diff", path]):
+        assert "schema version 2, this moectl reads 1" in moectl("explain", *options, code=2).stderr

@@ -229,3 +229,37 @@ def test_reasons_say_equal_things_once():
     for candidate in decision.candidates:
         found = reasons(candidate)
         assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--gpu", "mi300x"],
+            "fallback aiter_triton_mxfp4_bf16 comes before it and fits, but needs VLLM_ROCM",
+        ),
+        (["--gpu", "h200", "--backend", "flashinfer_trtllm", "--allow-fallback"], "was asked for and is not"),
+        (
+            ["--gpu", "h200", "--backend", "emulation", "--packages", "full,quark"],
+            "asked for by name and serves",
+        ),
+    ],
+)
+def test_a_fallback_is_told_with_its_reason(options, words):
+    assert words in explain(GPT, *options).words
+
+
+def test_a_request_that_cannot_be_served_says_what_its_nearest_class_lacks():
+    words = explain(GPT, "--gpu", "h200", "--backend", "flashinfer_trtllm", code=1).words
+    assert "no backend: flashinfer_trtllm was asked for by name, but it needs SM100-SM109" in words
+
+
+def test_values_of_one_layer_group_stand_in_one_column():
+    lines = explain(GPT, "--gpu", "h200").stdout.splitlines()
+    places = {
+        line.index(word)
+        for line in lines
+        for word in (" triton", " Humming goes")
+        if line[2:8] in ("backen", "moectl", "note  ") and word in line
+    }
+    assert len(places) == 1

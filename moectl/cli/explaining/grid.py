@@ -8,14 +8,10 @@ from itertools import groupby
 from ...checkpoint.layers import ranges
 from ...explain.explanation import GroupExplanation
 from ...explain.matrix import Cell, Matrix
-from ...oracle.decision import Decision
 from ...problem import Parallel
 from ..blocks import Block, Entry, Grid, Heading, Line, Listing
 from .sections import layers_line
-from .sentences import sentence
-
-CLOSEST = 3
-"""Candidates named where nothing serves."""
+from .standing import fallback_words
 
 
 class _Notes:
@@ -79,7 +75,7 @@ def _cell(matrix: Matrix, cell: Cell, notes: _Notes, legend: set[str]) -> str:
     if cell.answer is None:
         text, reason = "none", cell.refusal
     else:
-        text, reason = _said(cell.answer), _reason(cell.answer)
+        text, reason = _said(cell.answer), fallback_words(cell.answer)
     legend |= {mark for mark in (*marks, *text.split(" ")) if mark in _LEGEND}
     return " ".join([text, *marks, *([notes.mark(reason)] if reason else [])])
 
@@ -89,36 +85,6 @@ def _said(answer: GroupExplanation) -> str:
     if chosen is None or not answer.decision.usable:
         return "none"
     return f"{chosen.backend.name}{' mono' if chosen.variant.monolithic else ''}"
-
-
-def _reason(answer: GroupExplanation) -> str:
-    """What a footnote says of a cell: why nothing serves, or what the choice falls back from."""
-    fallback, decision = answer.fallback, answer.decision
-    if fallback is None:
-        return ""
-    if fallback.kind == "none":
-        return failure(decision)
-    if fallback.kind == "request":
-        return f"{decision.requested} was asked for and is not what runs"
-    if fallback.kind == "emulation":
-        return "emulation decodes the weights and multiplies in 16 bits: slow"
-    assert fallback.candidate is not None
-    said = "; ".join(dict.fromkeys(sentence(verdict) for verdict in fallback.verdicts))
-    return f"{fallback.candidate.backend.name} comes before it and fits, but {said}"
-
-
-def failure(decision: Decision) -> str:
-    """Why nothing serves: the engine's refusals, or the candidates that come closest with their reasons."""
-    if decision.gates:
-        return "; ".join(map(str, decision.gates))
-    if decision.chosen is not None:
-        return f"{decision.chosen.backend.name} would be chosen, but {decision.error}"
-    near = [c for c in decision.candidates if "arch" not in c.reasons()]
-    near = sorted(near, key=lambda c: len(c.failed))[:CLOSEST]
-    if not near:
-        return f"no candidate of {decision.route} serves {decision.device.arch}"
-    said = (f"{c.backend.name} {'; '.join(dict.fromkeys(sentence(v) for v in c.failed))}" for c in near)
-    return ". ".join(dict.fromkeys(said))
 
 
 def parallel_name(parallel: Parallel) -> str:

@@ -24,6 +24,7 @@ from ..output import duration, size
 from .candidates import candidate_blocks
 from .environment import environment_blocks, environment_document, notes_of
 from .sentences import sentence
+from .standing import fallback_words, refusals
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
 
@@ -146,10 +147,8 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
     yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
     chosen, dims = decision.chosen, decision.problem.dims
     if chosen is None or not decision.usable:
-        for reason in (*map(str, decision.gates), decision.error):
-            if reason:
-                said = str(reason)
-                yield Line(said if said.startswith("no backend") else f"no backend: {said}", strong=True)
+        for said in refusals(decision):
+            yield Line(said if said.startswith("no backend") else f"no backend: {said}", strong=True)
         return
     kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
     layout = chosen.layout
@@ -159,6 +158,7 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
         (
             ("backend", chosen.backend.name),
             ("because", because(decision)),
+            ("fallback", fallback_words(group)),
             ("experts", f"{chosen.variant.experts}, takes {kind}"),
             ("route", f"{decision.route} ({decision.method})"),
             (
