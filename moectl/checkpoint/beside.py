@@ -127,19 +127,32 @@ def count_shared(layer: FoundLayer, names: ExpertNames, declared: Declared, inte
     Their one matrix is as wide as all of them together; where no tensor of theirs is listed, the config
     is believed. Raises CheckpointError when only some of their tensors are.
     """
-    matrices = [role for role in ("w1", "w13") if role in names.shared]
+    matrix = next((role for role in ("w1", "w13") if role in names.shared), "")
     said = declared.group.problem.shared_experts
     if not set(names.shared) - {"gate"}:
         return said
-    if not matrices:
-        raise CheckpointError(
-            f"layer {layer.index}: the shared experts have no gate matrix.", hint=FETCH_AGAIN
-        )
-    info = infos(layer)[names.shared[matrices[0]]]
-    width = (info.shape[0] if info.shape else 0) // (2 if matrices[0] == "w13" else 1)
+    for role, word in ((matrix, "gate"), ("w2", "down")):
+        if role not in names.shared:
+            raise CheckpointError(
+                f"layer {layer.index}: the shared experts have no {word} matrix.", hint=FETCH_AGAIN
+            )
+    width = _shared_width(layer, names, matrix) // (2 if matrix == "w13" else 1)
     if said and (width in declared.shared_widths or width == 0 or width % intermediate):
         return said
     return width // intermediate if width and width % intermediate == 0 else 1
+
+
+def _shared_width(layer: FoundLayer, names: ExpertNames, matrix: str) -> int:
+    """Rows of a shared experts' matrix; 0 where a listed tensor does not show them.
+
+    GPTQ and AWQ store the transposed matrix, one of them packed along this axis; scales show it.
+    """
+    beside = infos(layer)
+    if not names.shared[matrix].endswith(".qweight"):
+        shape = beside[names.shared[matrix]].shape
+        return shape[0] if shape else 0
+    scale = names.shared.get(f"{matrix}_scale")
+    return beside[scale].shape[-1] if scale and beside[scale].shape else 0
 
 
 def shared_dtype(layer: FoundLayer, names: ExpertNames) -> str:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import CheckpointError
-from ..problem import Activation, Dims, MoEProblem
+from ..problem import Activation, Dims, MoEProblem, Routing
 from .families import ACTIVATIONS, Family, family_of
 from .fields import DTYPES, KEYS, WIDE, Fields, Take
 from .model import ExpertNames, LayerGroup
-from .moe_layers import moe_layers
+from .moe_layers import layer_count, moe_layers
 from .precision import Precision, read_precision
 from .quantization import Quantization, parse_quantization
 from .stated import Stated
@@ -100,7 +100,7 @@ def declared_layers(
     """
     fields = Fields(config)
     family = family_of(fields)
-    count = fields.integer("layers", KEYS["layers"])
+    count = layer_count(fields)
     dims, model_hidden, experts, top_k = _sizes(fields)
     layers = _moe_layers(fields, count)
     described, place = _quantization_config(config, fields, quantization, quantization_file)
@@ -122,7 +122,7 @@ def declared_layers(
         top_k,
         found.scheme,
         activation=_activation(fields, family, stated.activation),
-        routing=family.read_routing(fields, stated.routing),
+        routing=_routing(fields, family, stated, experts),
         storage=found.storage,
         rows=str(family.fact("rows", Take(default="concatenated"), fields)),
         act_order=found.act_order,
@@ -193,6 +193,24 @@ def _shared(fields: Fields, family: Family, intermediate: int) -> tuple[int, tup
         take = Take(KEYS["shared_experts"], int, default=0)
         count = int(family.fact("shared_experts", take, fields))
     return count, (count * intermediate, width, count * width) if count else ()
+
+
+def _routing(fields: Fields, family: Family, stated: Stated, experts: int) -> Routing:
+    """The routing; CheckpointError when the experts do not fall into its groups, or some do nothing."""
+    routing = family.read_routing(fields, stated.routing)
+    groups, chosen = routing.groups or 1, routing.topk_groups or 1
+    if experts % groups or chosen > groups:
+        raise CheckpointError(
+            f"config.json: {experts} experts cannot be chosen from the best {chosen} of {groups} groups.",
+            hint="Check config.json, or state the groups with --routing.",
+        )
+    if fields.integer("zero_experts", ("zero_expert_num",), 0, low=0):
+        raise CheckpointError(
+            f"config.json: {fields.prefix}zero_expert_num counts experts that hand a token on as it is, "
+            "which are not supported.",
+            hint="Ask for them to be added, or give another checkpoint.",
+        )
+    return routing
 
 
 def _activation(fields: Fields, family: Family, stated: Activation | None) -> Activation:

@@ -20,7 +20,7 @@ from .catalogue import Entry, Schema, spell_layers
 from .extra_layers import extra_schemas
 from .fields import KEYS, Fields
 from .header import DTYPE_BITS
-from .moe_layers import moe_layers
+from .moe_layers import layer_count, moe_layers
 from .shards import CONFIG, QUANTIZATION_FILES, read_document
 from .storage import Extent, parse_shape
 from .strict_json import shown
@@ -101,7 +101,7 @@ def read_described(folder: Path, name: str) -> Entry:
     found = _Described(
         rows,
         _shown_layer(listed, where),
-        moe_layers(fields, fields.integer("layers", KEYS["layers"])),
+        moe_layers(fields, layer_count(fields)),
         fields,
     )
     source = listed.get("provenance")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from .catalogue import Entry, Schema
 from .declared import Declared, declared_layers
-from .fields import KEYS, Fields
+from .fields import Fields
+from .moe_layers import layer_count
 from .shards import quantization_apart
 from .storage import Extent
 
@@ -55,7 +56,7 @@ def extra_schemas(entry: Entry) -> tuple[list[Schema], list[str]]:
     if not any(counted.values()):
         return [], []
     declared = declared_layers(entry.config, *quantization_apart(entry.documents))
-    past = fields.integer("layers", KEYS["layers"])
+    past = layer_count(fields)
     found: list[Schema] = []
     places = []
     for rule in RULES:

@@ -40,7 +40,10 @@ SCORINGS: Mapping[str, str] = {
     "sqrtsoftplus": "sqrtsoftplus",
     "sparsemixer": "sparsemixer",
 }
-"""`Routing.scoring` by the config's word."""
+"""`Routing.scoring` by its own word."""
+
+_SCORING_WORDS: Mapping[str, str] = {**SCORINGS, "noaux_tc": "sigmoid"}
+"""`Routing.scoring` by the config's word; dots.llm1 names there the method that it goes with."""
 
 _BIAS_WORDS: Mapping[Any, bool] = {
     "noaux_tc": True,
@@ -59,10 +62,11 @@ ROUTING: Mapping[str, Take] = {
             "scoring_function",
             "moe_router_activation_func",
             "moe_router_activation",
+            "expert_selection_fn",
         ),
         default="softmax",
         assumed=True,
-        words=SCORINGS,
+        words=_SCORING_WORDS,
         option="--routing",
     ),
     "renormalize": Take(
@@ -245,7 +249,9 @@ FAMILIES: tuple[Family, ...] = (
         ("moe_router_activation_func",),
         implied={"routing.correction_bias": True},
     ),
-    Family("minimax", ("minimax",), ("use_routing_bias",), implied=_SIGMOID_BIAS),
+    Family("minimax-m2", ("minimaxm2", "minimaxm3"), ("use_routing_bias",), implied=_SIGMOID_BIAS),
+    # MiniMax-Text-01 and M1.
+    Family("minimax", ("minimax",), implied=_SOFTMAX),
     Family("mimo", ("mimo",), implied=_SIGMOID_BIAS),
     Family("qwen2", ("qwen2moe",), implied={"routing.scoring": "softmax", "routing.renormalize": False}),
     Family("qwen3", ("qwen3",), ("decoder_sparse_step",), implied=_SOFTMAX),
@@ -293,12 +299,16 @@ FAMILIES: tuple[Family, ...] = (
             "shared_experts": 1,
         },
     ),
+    Family("step-3.5", ("step3p",), implied={**_SIGMOID_BIAS, "activation": "silu"}),
     Family(
         "step",
         ("step3",),
         ("moe_num_experts", "moe_top_k", "share_expert_dim"),
         implied={"routing.scoring": "softmax", "activation": "silu"},
     ),
+    Family("dots", ("dots1",), implied={**_SIGMOID_BIAS, "activation": "silu"}),
+    Family("hunyuan", ("hunyuanmoe", "hunyuanv1moe"), implied={**_SOFTMAX, "activation": "silu"}),
+    Family("hunyuan-v3", ("hyv3",), implied={**_SIGMOID_BIAS, "activation": "silu"}),
     Family("afmoe", ("afmoe",), implied={"routing.correction_bias": True}),
     Family(
         "bailing",

@@ -33,6 +33,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "intermediate": (
         "moe_intermediate_size",
         "expert_ffn_hidden_size",
+        "expert_hidden_dim",
         "ffn_config.ffn_hidden_size",
         "intermediate_size",
     ),
@@ -168,7 +169,9 @@ class Fields:
             value = value[0]
         high = LIMITS.get(name, 1 << 20)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.refuse(key, f"an integer from {low} to {high}")
+            several = "Experts or layers of several sizes are not read; ask for that to be added."
+            hint = several if isinstance(value, list) else "Check config.json."
+            raise self.refuse(key, f"an integer from {low} to {high}", hint)
         self.sources[name] = self.place(key)
         return value
 

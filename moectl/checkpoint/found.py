@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,11 @@ BARE: Mapping[str, tuple[str, ...]] = {
     "block_sparse_moe.": ("input_linear.", "output_linear."),
 }
 """Modules that hold all experts' matrices themselves, and how the names of these begin there."""
+
+_ROUTER_AMONG_EXPERTS = frozenset(
+    name for names in BESIDE.router.values() for name in names if name.startswith(EXPERTS)
+)
+"""Names of the router's tensors that stand in the module of the experts."""
 
 _LAYER = re.compile(r"(?P<root>(?:\w+\.)*?)(?:layers|blocks)\.(?P<layer>0|[1-9]\d{0,4})\.", re.ASCII)
 _BLOCK = re.compile(r"(?:\w+\.)*?", re.ASCII)
@@ -146,6 +152,9 @@ def find_layers(tensors: Mapping[str, TensorInfo], count: int) -> tuple[list[Fou
     for name in finder.take_alike(tensors):
         info = tensors[name]
         head, found, rest = name.partition(".experts.")
+        if EXPERTS + rest in _ROUTER_AMONG_EXPERTS:
+            others.append(info)
+            continue
         if not found:
             stem, rest = _bare_stem(name)
             if not stem:
@@ -190,6 +199,7 @@ def _expert_number(text: str, info: TensorInfo) -> int:
 def _find_beside(layers: Mapping[int, FoundLayer], others: list[TensorInfo]) -> None:
     """Give each layer the tensors of its router, shared experts and latent projections."""
     roots = {layer.root: layer for layer in layers.values()}
+    outside: dict[str, list[tuple[str, TensorInfo]]] = defaultdict(list)
     modules = BESIDE.modules
     for info in others:
         match = _LAYER.match(info.name)
@@ -198,8 +208,13 @@ def _find_beside(layers: Mapping[int, FoundLayer], others: list[TensorInfo]) -> 
             continue
         inside = info.name.startswith(layer.block)
         rest = info.name[len(layer.block if inside else layer.root) :]
-        if rest.partition(".")[0] in modules and (inside or rest.partition(".")[0] not in _ROUTER):
+        module = rest.partition(".")[0]
+        if module in modules and not inside and module in BESIDE.router_modules:
+            outside[layer.root].append((rest, info))
+        elif module in modules:
             layer.beside[rest] = info
-
-
-_ROUTER = frozenset(BESIDE.router_modules)
+    # A router beside the module of experts is theirs where that module has none of its own.
+    for root, routers in outside.items():
+        own = {rest.partition(".")[0] for rest in roots[root].beside}
+        if own.isdisjoint(BESIDE.router_modules):
+            roots[root].beside.update(routers)

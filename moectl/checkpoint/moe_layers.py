@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .fields import KEYS, Fields
+from .fields import KEYS, LIMITS, Fields
+
+KIND_LISTS = ("hybrid_override_pattern", "layers_block_type", "mlp_layer_types", "layer_types")
+"""Keys that hold a kind for each layer, so that their number follows."""
 
 Rule = Callable[[Fields, str, int], frozenset[int]]
 """(config, key, number of layers) to the layers that the key allows experts in."""
@@ -14,15 +17,31 @@ Rule = Callable[[Fields, str, int], frozenset[int]]
 def moe_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     """The indices of the layers with experts among `layers`: all, where no key says otherwise.
 
+    `layers` is what `layer_count` found in the same `fields`, whose source it noted there.
     Raises CheckpointError when a key of `LAYER_RULES` has a value that says nothing.
     """
     found = frozenset(range(layers))
     told = [key for key in LAYER_RULES if fields.has(key) and (key, fields.get(key)) not in _SILENT]
     for key in told:
         found &= LAYER_RULES[key](fields, key, layers)
-    places = [fields.place(key) for key in told]
-    fields.sources["layers"] = ", ".join(places) or fields.place(fields.key_of(KEYS["layers"]) or "")
+    if told:
+        fields.sources["layers"] = ", ".join(map(fields.place, told))
     return tuple(sorted(found))
+
+
+def layer_count(fields: Fields) -> int:
+    """The number of the model's layers: a key's, else the length of a list of their kinds.
+
+    Raises CheckpointError when there is neither.
+    """
+    key = fields.key_of(KIND_LISTS)
+    if key is None or fields.key_of(KEYS["layers"]) is not None:
+        return fields.integer("layers", KEYS["layers"])
+    kinds = fields.get(key)
+    if not isinstance(kinds, (list, str)) or not 0 < len(kinds) <= LIMITS["layers"]:
+        raise fields.refuse(key, f"a kind for each of 1 to {LIMITS['layers']} layers")
+    fields.sources["layers"] = fields.place(key)
+    return len(kinds)
 
 
 def _count(fields: Fields, key: str, low: int) -> int:

@@ -81,7 +81,7 @@ def parse_quantization(
     if parser is None or not isinstance(method, str):
         raise CheckpointError(
             f"quantization method {method!r} is not understood; known ones are {', '.join(KNOWN_METHODS)}.",
-            hint="Check quantization_config.quant_method in config.json.",
+            hint="Check quantization_config.quant_method in config.json, or ask for this method to be added.",
         )
     storage, scheme, order, keys, ignore = parser(quantization_config, model_type)
     named = {name: f"config:quantization_config.{key}" for name, key in keys.items()}

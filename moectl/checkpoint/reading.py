@@ -55,7 +55,7 @@ def read_layer(layer: FoundLayer, declared: Declared, stated: Stated = Stated())
         raise CheckpointError(
             f"layer {layer.index} has {experts} experts, fewer than top-k {found.top_k}.", hint=CONFIG_HINT
         )
-    _check_latent(layer, names, found)
+    _check_latent(layer, names, said, found)
     _compare(layer, names, said, found, sources, notes)
     if found.scheme != said.scheme:
         notes.append(f"the config says {said.scheme}, the headers say {found.scheme}")
@@ -123,7 +123,12 @@ def _biased(said: MoEProblem, names: ExpertNames) -> bool:
 
 
 def _routing(said: MoEProblem, names: ExpertNames, stated: Stated) -> Routing:
-    """The declared routing with what the router's tensors show; what was stated stays."""
+    """The declared routing with what the router's tensors show; all of it where none is listed.
+
+    What was stated stays.
+    """
+    if not names.router:
+        return said.routing
     shown_by: dict[str, Any] = {
         "router_bias": "bias" in names.router,
         "correction_bias": "correction_bias" in names.router,
@@ -144,12 +149,23 @@ def _model_dtype(said: MoEProblem, router: TensorInfo | None, sources: dict[str,
     return found
 
 
-def _check_latent(layer: FoundLayer, names: ExpertNames, found: MoEProblem) -> None:
-    """CheckpointError unless the projections lead from the model's hidden size to the experts'."""
+def _check_latent(layer: FoundLayer, names: ExpertNames, said: MoEProblem, found: MoEProblem) -> None:
+    """CheckpointError unless the projections lead from the model's hidden size to the experts'.
+
+    Without projections the two are the same, unless the config says otherwise.
+    """
     wanted = {
         "in": (found.dims.hidden, found.model_hidden),
         "out": (found.model_hidden, found.dims.hidden),
     }
+    plain = not names.latent and said.dims.hidden == said.model_hidden
+    if plain and found.dims.hidden != found.model_hidden:
+        w2 = names.experts["w2"].format(layer=layer.index, expert=0)
+        raise CheckpointError(
+            f"layer {layer.index}: the router takes {found.model_hidden} features, the experts "
+            f"{found.dims.hidden} ({w2}), and nothing says that they have a hidden size of their own.",
+            hint=FETCH_AGAIN,
+        )
     for role, shape in wanted.items():
         template = names.latent.get(role)
         info = next((it for it in layer.beside.values() if layer.template(it.name) == template), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -47,7 +47,7 @@ SHARD_LIMIT = 10_000
 FILE_NAME_LIMIT = 255
 """Longest file name, bytes; what file systems allow."""
 
-_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors")
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors", re.ASCII)
 
 
 def index_files(document: Mapping[str, Any], where: str = INDEX) -> dict[str, str]:
@@ -107,13 +107,16 @@ def shard_names(listed: Iterable[str], index: Mapping[str, str] | None) -> list[
         return _few(sorted(set(index.values())))
     names = _few(sorted(name for name in present if name.endswith(SUFFIX) and "/" not in name))
     numbered = {name: match for name in names if (match := _NUMBERED.fullmatch(name))}
-    there = Counter(match["stem"] for match in numbered.values())
+    there: dict[str, set[int]] = defaultdict(set)
+    for match in numbered.values():
+        there[match["stem"]].add(int(match["number"]))
     for name, match in numbered.items():
-        if there[match["stem"]] != int(match["count"]):
+        found, count = there[match["stem"]], int(match["count"])
+        if len(found) != count or max(found) - min(found) >= count or min(found) > 1:
             raise CheckpointError(
-                f"{name}: the checkpoint has {int(match['count'])} files by its name, "
-                f"{there[match['stem']]} are there.",
-                hint="Download the others.",
+                f"{name}: the checkpoint has {count} files by its name, "
+                f"{len(found)} are there, with numbers from {min(found)} to {max(found)}.",
+                hint="Download the others, or remove those that belong to another checkpoint.",
             )
     return names
 

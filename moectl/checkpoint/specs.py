@@ -93,7 +93,7 @@ def names(config: Config, *keys: str) -> tuple[str, ...]:
     found: list[str] = []
     for key in keys:
         value = config.get(key) or ()
-        if isinstance(value, str) or not isinstance(value, Iterable):
+        if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
             raise refuse(key, "a list of module names", value)
         found += [str(name) for name in value]
     return tuple(found)

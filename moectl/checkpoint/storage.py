@@ -273,6 +273,7 @@ BESIDE = Beside(
             "gate.expert_bias",
             "expert_bias",
             "gate.correction_bias",
+            "experts.e_score_correction_bias",
         ),
         "hash": ("gate.tid2eid",),
         "expert_scale": ("router.per_expert_scale",),
@@ -285,6 +286,7 @@ BESIDE = Beside(
         "moe_statics",
         "router_bias",
         "expert_bias",
+        "experts",
     ),
     shared_modules=("shared_experts", "shared_expert", "share_expert", "shared_mlp", "shared_expert_gate"),
     latent={

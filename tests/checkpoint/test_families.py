@@ -293,6 +293,66 @@ CASES: dict[str, tuple[dict[str, Any], Routing, str, dict[str, Any]]] = {
         "1-5",
         {},
     ),
+    "MiniMax-M1, whose router is not M2's": (
+        {"model_type": "minimax_m1", **GRANITE},
+        Routing("softmax"),
+        "0-5",
+        {},
+    ),
+    "MiniMax-M2 that does not name itself": (
+        {**GRANITE, "use_routing_bias": True, "shared_intermediate_size": 0},
+        SIGMOID,
+        "0-5",
+        {},
+    ),
+    "dots.llm1": (
+        {
+            **GLM,
+            "model_type": "dots1",
+            "scoring_func": "noaux_tc",
+            "topk_method": "noaux_tc",
+            "hidden_act": "silu",
+        },
+        Routing("sigmoid", correction_bias=True, groups=1, topk_groups=1, scale=2.5),
+        "3-5",
+        {},
+    ),
+    "Hunyuan-A13B": (
+        {
+            "model_type": "hunyuan_v1_moe",
+            "num_experts": 16,
+            "moe_topk": [8] * 6,
+            "moe_intermediate_size": [256] * 6,
+            "num_shared_expert": [1] * 6,
+            "norm_topk_prob": True,
+            "hidden_act": "silu",
+        },
+        Routing("softmax"),
+        "0-5",
+        {"shared_experts": 1, "top_k": 8},
+    ),
+    "Hunyuan 3": (
+        {
+            "model_type": "hy_v3",
+            "num_experts": 16,
+            "num_experts_per_tok": 8,
+            "intermediate_size": 6144,
+            "expert_hidden_dim": 256,
+            "num_shared_experts": 1,
+            "route_norm": True,
+            "router_scaling_factor": 2.826,
+            "first_k_dense_replace": 1,
+        },
+        Routing("sigmoid", correction_bias=True, scale=2.826),
+        "1-5",
+        {"shared_experts": 1},
+    ),
+    "Step-3.5 without its router's keys": (
+        {"model_type": "step3p5", **STEP},
+        SIGMOID,
+        "3-5",
+        {"shared_experts": 1},
+    ),
 }
 
 
@@ -361,6 +421,26 @@ def test_an_unknown_architecture_is_read_by_its_keys_and_says_what_it_assumes() 
         assert any(fact in note and "--routing" in note for note in unsaid.notes)
 
 
+@pytest.mark.parametrize("kinds", ["M*EM*E", ["mamba", "attention", "moe"] * 2], ids=["letters", "words"])
+def test_the_number_of_layers_follows_from_a_list_of_their_kinds(kinds: Any) -> None:
+    key = "hybrid_override_pattern" if isinstance(kinds, str) else "layers_block_type"
+    config = {
+        "model_type": "nemotron_h",
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256,
+        "hidden_size": 1024,
+        key: kinds,
+    }
+    (group,) = layer_groups(config, None)
+    assert group.layers == (2, 5)
+    assert group.sources["layers"] == f"config:{key}"
+    with pytest.raises(CheckpointError, match="layers is missing"):
+        layer_groups({name: value for name, value in config.items() if name != key}, None)
+    with pytest.raises(CheckpointError, match="a kind for each"):
+        layer_groups({**config, key: []}, None)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -370,6 +450,10 @@ def test_an_unknown_architecture_is_read_by_its_keys_and_says_what_it_assumes() 
         ({**STEP, "swiglu_limits": [0, "x"]}, ("swiglu_limits",)),
         ({**GLM, "mlp_layer_types": ["sparse"]}, ("mlp_layer_types", "6 layers")),
         ({**GLM, "first_k_dense_replace": 6}, ("none of the 6 layers", "first_k_dense_replace")),
+        ({**GLM, "zero_expert_num": 4}, ("zero_expert_num", "not supported")),
+        ({**GLM, "n_group": 3}, ("16 experts", "3 groups", "--routing")),
+        ({**GLM, "n_group": 4, "topk_group": 8}, ("best 8 of 4 groups",)),
+        ({**GLM, "moe_intermediate_size": [256, 512]}, ("[256, 512]", "several sizes")),
         ({"model_type": "llama"}, ("llama", "not understood", "num_experts")),
     ],
 )

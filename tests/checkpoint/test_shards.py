@@ -142,6 +142,25 @@ def test_numbered_file_missing_without_index(folder: Path) -> None:
     refused(folder, "2 files by its name, 1 are there")
 
 
+@pytest.mark.parametrize(
+    ("names", "sound"),
+    [
+        (["model-1-of-2", "model-2-of-2"], True),
+        (["model-00000-of-00002", "model-00001-of-00002"], True),
+        (["model-00001-of-00002", "model-00003-of-00002"], False),
+        (["model-00002-of-00002", "model-00003-of-00002"], False),
+        (["model-1-of-3", "model-2-of-3"], False),
+    ],
+)
+def test_numbers_in_file_names(names: list[str], sound: bool) -> None:
+    files = [f"{name}.safetensors" for name in names]
+    if sound:
+        assert shard_names(files, None) == files
+        return
+    with pytest.raises(CheckpointError, match="2 are there, with numbers from"):
+        shard_names(files, None)
+
+
 def test_link_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
     shard = first_shard(folder)
     outside = tmp_path / "outside.safetensors"

@@ -323,6 +323,37 @@ def test_correction_bias_with_an_axis_of_one() -> None:
     refused({**PLAIN, "mlp.gate.e_score_correction_bias": ("F32", (2, E))}, "e_score_correction_bias")
 
 
+def test_a_correction_bias_in_the_module_of_the_experts() -> None:
+    name = "mlp.experts.e_score_correction_bias"
+    group = read({**PLAIN, name: ("F32", (E,))})
+    assert group.names.router["correction_bias"] == f"model.layers.{{layer}}.{name}"
+    assert group.problem.routing.correction_bias
+    refused({**PLAIN, name: ("F32", (E + 1,))}, name)
+
+
+def test_a_router_outside_of_the_module_that_holds_the_experts() -> None:
+    expert = matrices({"weight": ("BF16", (N, H), (H, N))}, "moe")
+    router = {"router.proj.weight": ("F32", (E, H)), "router.per_expert_scale": ("BF16", (E,))}
+    (group,) = layer_groups(CONFIG, listing({**expert, **router}))
+    assert group.names.router["weight"] == "model.layers.{layer}.router.proj.weight"
+    assert group.problem.router_dtype == "fp32"
+    assert group.problem.routing.expert_scale
+    # One inside goes first, and the other is something else.
+    inside = {"moe.gate.weight": ("BF16", (E, H))}
+    (group,) = layer_groups(CONFIG, listing({**expert, **router, **inside}))
+    assert group.names.router == {"weight": "model.layers.{layer}.moe.gate.weight"}
+
+
+def test_without_a_router_the_config_is_believed() -> None:
+    (group,) = layer_groups({**CONFIG, "topk_method": "noaux_tc"}, listing(PLAIN))
+    assert group.problem.routing.correction_bias
+    assert any("no router" in note for note in group.notes)
+
+
+def test_a_router_of_another_width_than_the_experts() -> None:
+    refused({**PLAIN, "mlp.gate.weight": ("BF16", (E, H + 1))}, f"{H + 1} features", f"experts {H}")
+
+
 def test_latent_experts() -> None:
     latent = {
         "mlp.routed_expert_down_proj.weight": ("BF16", (H, 2 * H)),
@@ -354,6 +385,33 @@ def test_shared_experts_by_their_width(width: int, config: dict[str, Any], count
     group = read({**BLOCK, **shared}, FP8, **config)
     assert group.problem.shared_experts == count
     assert group.details == {"arrangement": "per_expert", "shared_dtype": "BF16"}
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_width_of_shared_experts_that_are_stored_transposed(method: str) -> None:
+    def columns(rows: int, cols: int) -> Rows:
+        packed = (rows // 8, cols) if method == "gptq" else (rows, cols // 8)
+        zeros, scales = (rows // 128, cols // 8), (rows // 128, cols)
+        return {"qweight": ("I32", packed), "qzeros": ("I32", zeros), "scales": ("F16", scales)}
+
+    rows = {
+        f"mlp.{module}.{name}_proj.{suffix}": row
+        for module in ("experts.{e}", "shared_expert")
+        for name in ("gate", "up", "down")
+        for suffix, row in columns(*((N, H) if name == "down" else (H, N))).items()
+    }
+    quantization = {"quant_method": method, "bits": 4, "group_size": 128}
+    assert read(rows, quantization).problem.shared_experts == 1
+
+
+@pytest.mark.parametrize("lacking", ["gate", "down"])
+def test_shared_experts_that_are_not_all_there(lacking: str) -> None:
+    names = [name for name in ("gate", "up", "down") if name != lacking]
+    shape = {"down": (H, N)}
+    rows = {f"mlp.shared_experts.{name}_proj.weight": ("BF16", shape.get(name, (N, H))) for name in names}
+    if lacking == "gate":
+        del rows["mlp.shared_experts.up_proj.weight"]
+    refused({**PLAIN, **rows}, f"no {lacking} matrix")
 
 
 # What a format's tensors must be.
