@@ -18,6 +18,7 @@ from moectl.schemes import (
     ActFormat,
     Scheme,
     WeightFormat,
+    int_format,
 )
 
 VLLM = policy_named("vllm-0.33.0")
@@ -210,3 +211,29 @@ def test_swiglu_of_gpt_oss_in_rows_apart_is_served_in_mxfp8() -> None:
 def test_experts_without_a_gate_need_a_gpu() -> None:
     assert [gate.kind for gate in ask(NEMOTRON, "cpu", Packages()).gates] == ["gating"]
     assert not ask(NEMOTRON, "h100").gates
+
+
+INTEGERS = MoEProblem(Dims(2048, 768), experts=128, top_k=8, scheme=Scheme(int_format(4, 128)))
+
+
+def test_quark_integers_never_reach_marlin() -> None:
+    quark = replace(INTEGERS, storage="quark")
+    assert ask(quark, "a100").require().variant.experts == "TritonWNA16Experts"
+    named = ask(quark, "a100", only="marlin")
+    assert named.error_kind == "ValueError"
+    assert [verdict.question for verdict in named.candidates[0].failed] == ["checkpoint storage"]
+    # Batched tokens go to Marlin alone.
+    low_latency = Parallel(dp=8, ep=True, all2all="deepep_low_latency")
+    assert ask(quark.on(low_latency), "a100").error_kind == "NotImplementedError"
+    packed = replace(INTEGERS, storage="compressed-tensors")
+    assert ask(packed, "a100").require().variant.experts == "MarlinExperts"
+
+
+@pytest.mark.parametrize("hidden", [2048, 2000])
+def test_integers_that_the_engine_does_not_load(hidden: int) -> None:
+    whole = replace(INTEGERS, dims=Dims(hidden, 768))
+    zero_points = replace(whole, storage="gptq", scheme=Scheme(int_format(4, 128, zero_point=True)))
+    assert "zero points" in ask(zero_points, "a100").error
+    wide = replace(whole, storage="awq", scheme=Scheme(int_format(8, 128, zero_point=True)))
+    assert "4 bits" in ask(wide, "a100").error
+    assert {ask(problem, "a100").error_kind for problem in (zero_points, wide)} == {"ValueError"}

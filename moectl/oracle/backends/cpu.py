@@ -225,7 +225,7 @@ ZEN_INT4 = Backend(
                 ungated=False,
                 routing=only(*_ROUTERS, "Custom"),
                 spread=Spread(ep=False),
-                checkpoints=but("moe_wna16", "quark"),
+                checkpoints=but("moe_wna16", "quark_int4"),
                 act_order=False,
                 zero_points=False,
                 dtypes=only("bf16"),

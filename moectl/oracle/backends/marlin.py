@@ -66,7 +66,7 @@ _CAPABILITY = Capability(
     offers=(Offer(_WEIGHTS, acts=Choice()),),
     activations=SHARED,
     spread=NO_TWO_SIDED_EXCHANGE,
-    checkpoints=but("moe_wna16"),
+    checkpoints=but("moe_wna16", "quark_int4"),
     rules=(SHAPE,),
 )
 _FORMS = (

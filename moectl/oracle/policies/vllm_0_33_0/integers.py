@@ -11,8 +11,10 @@ from ...keys import exact_key, group32_key, symmetric_group32_key, symmetric_gro
 from ...route import DECLARED_ACT, Assignment, Condition, Order, Route
 from .order import CPU, HUMMING_FIRST, XPU
 from .terms import (
+    AWQ_HAS_4_BITS,
     AWQ_NEEDS_TURING,
     CHANNELS_WITH_MARLIN_ONLY,
+    GPTQ_ZERO_POINTS,
     HALVES_GROUPS,
     MARLIN_REFUSES,
     REFUSES_ACT_ORDER,
@@ -95,6 +97,7 @@ _GPTQ = replace(
     key=symmetric_group_key,
     may_have_bias=True,
     minimum=60,
+    refusals=(REFUSES_ACT_ORDER, GPTQ_ZERO_POINTS),
     aftermath=(),
 )
 _AWQ = replace(
@@ -102,9 +105,8 @@ _AWQ = replace(
     name="AWQ",
     method="AutoAWQMoEMethod",
     storages=only("awq"),
-    weights=frozenset({"int4"}),
     minimum=75,
-    refusals=(),
+    refusals=(AWQ_HAS_4_BITS,),
 )
 _MOE_WNA16 = replace(
     _COMPRESSED_INT,
@@ -117,7 +119,7 @@ _MOE_WNA16 = replace(
     pads_tiles=False,
     checkpoint="moe_wna16",
     minimum=60,
-    refusals=(REFUSES_ACT_ORDER, AWQ_NEEDS_TURING),
+    refusals=(REFUSES_ACT_ORDER, GPTQ_ZERO_POINTS, AWQ_HAS_4_BITS, AWQ_NEEDS_TURING),
     aftermath=(HALVES_GROUPS,),
 )
 _QUARK_INT4 = replace(
@@ -126,6 +128,7 @@ _QUARK_INT4 = replace(
     method="QuarkW4A16Int4MoEMethod",
     storages=only("quark"),
     weights=frozenset({"int4"}),
+    checkpoint="quark_int4",
     pads_tiles=False,
     platforms=but("xpu"),
     refusals=(),

@@ -69,6 +69,18 @@ REFUSES_ACT_ORDER = Condition(
 )
 
 
+GPTQ_ZERO_POINTS = Condition(
+    "zero points",
+    lambda ask: ask.problem.storage == "gptq" and ask.problem.scheme.weight.zero_point,
+    lambda ask: "GPTQ checkpoints with zero points (sym false) are not loaded; use a symmetric one",
+)
+AWQ_HAS_4_BITS = Condition(
+    "bits",
+    lambda ask: ask.problem.storage == "awq" and ask.problem.scheme.weight.bits != 4,
+    lambda ask: f"AWQ checkpoints have 4 bits, the weights are {ask.problem.scheme.weight}",
+)
+
+
 def _no_awq_kernels(ask: Ask) -> bool:
     old = ask.device.platform == "cuda" and ask.device.capability < 75
     return ask.problem.storage == "awq" and (old or ask.device.platform in ("cpu", "xpu"))
