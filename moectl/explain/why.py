@@ -113,6 +113,7 @@ class _Search:
         first = self.start.decide()
         if self.reached(first):
             return Why(self.name, True, (), (), True)
+        self.try_request()
         self.push(())
         while self.queue and self.decisions < MOST_DECISIONS and len(self.merged()) < MOST_ANSWERS:
             _, _, changes = heapq.heappop(self.queue)
@@ -122,6 +123,14 @@ class _Search:
         remaining = () if self.answers else tuple(self.stuck.values())
         reason = "" if self.answers or remaining else self.reason(first)
         return Why(self.name, False, tuple(self.merged()), remaining, complete, reason)
+
+    def try_request(self) -> None:
+        """Asking by name may change the problem itself (padded slices), so it is tried whatever fails."""
+        change = request(self.name)
+        if self.name in self.start.policy.request_names():
+            decision = self.decided(self.changed((change,)))
+            if decision is not None and self.reached(decision):
+                self.answers.append(Answer((change,), decision))
 
     def reason(self, first: Decision) -> str:
         """Why nothing helps where no candidate is asked: the row has no such backend, or refuses."""

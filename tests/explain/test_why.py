@@ -117,6 +117,12 @@ def commands():
         (KIMI, ["--gpu", "h200", "--env", "VLLM_BATCH_INVARIANT=1"], "triton"),
         # Packages that are stated are not those of another platform.
         ("deepseek-v3", ["--gpu", "mi355x", "--packages", "bare"], "deep_gemm"),
+        # Asked for by name, slices are padded that the order's checks refuse.
+        (
+            "Qwen/Qwen3-Next-80B-A3B-Instruct-FP8",
+            ["--gpu", "t4", "--tp", "8", "--packages", "bare"],
+            "marlin",
+        ),
         # More than one rank is needed.
         ("nvidia/DeepSeek-V3.1-NVFP4", ["--gpu", "b200"], "flashinfer_moe_ep_cutedsl"),
         # A model's own kernels, which only a request by name reaches.
