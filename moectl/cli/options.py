@@ -90,11 +90,12 @@ def pick(value: str, known: Iterable[str], what: str) -> str:
 
     Raises UsageError with the nearest names when it is none of them.
     """
-    spelled = {name.lower().replace("-", "_"): name for name in known}
+    spelled = {name.lower().replace("-", "_"): name for name in sorted(known)}
     key = value.lower().replace("-", "_")
     if key in spelled:
         return spelled[key]
-    near = [spelled[name] for name in difflib.get_close_matches(key, spelled, n=3, cutoff=0.5)]
+    longer = [name for name in spelled if name.startswith(key)] if key else []
+    near = [spelled[name] for name in longer or difflib.get_close_matches(key, spelled, n=3, cutoff=0.5)]
     raise UsageError(
         f"{what} {value!r} is not known",
         reason=f"Known are {', '.join(spelled.values())}.",

@@ -151,7 +151,9 @@ def find_device(name: str) -> Device:
         near = sorted(architectures["cuda"], key=lambda known: abs(int(known[2:]) - int(cuda[1])))[:4]
     else:
         near = get_close_matches(text, dict.fromkeys([*architectures["rocm"], *names]), n=4, cutoff=0.5)
+    counted = re.match(r"\d+\s*x", name.strip(), re.IGNORECASE)
+    also = " One GPU is named; their number goes to --tp, or to --dp with --ep." if counted else ""
     raise UsageError(
         f"no device is called {name!r}",
-        hint=f"Near matches: {', '.join(near)}." if near else f"Known are {', '.join(names)}.",
+        hint=(f"Near matches: {', '.join(near)}." if near else f"Known are {', '.join(names)}.") + also,
     )

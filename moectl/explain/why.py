@@ -117,7 +117,7 @@ class _Search:
         self.push(())
         while self.queue and self.decisions < MOST_DECISIONS and len(self.merged()) < MOST_ANSWERS:
             _, _, changes = heapq.heappop(self.queue)
-            if not self.covered(changes):
+            if len(changes) <= self.longest() and not self.covered(changes):
                 self.visit(changes)
         complete = not self.queue or len(self.merged()) >= MOST_ANSWERS
         remaining = () if self.answers else tuple(self.stuck.values())
@@ -144,10 +144,14 @@ class _Search:
 
     def push(self, changes: tuple[Change, ...]) -> None:
         key = frozenset((c.slot, c.text) for c in changes)
-        if key not in self.seen and len(changes) <= MOST_CHANGES:
+        if key not in self.seen and len(changes) <= self.longest():
             self.seen.add(key)
             sizes = tuple(sorted((c.size for c in changes), reverse=True))
             heapq.heappush(self.queue, (sizes, next(self.order), changes))
+
+    def longest(self) -> int:
+        """Changes that are still worth combining: one more than the shortest answer needs."""
+        return min([MOST_CHANGES, *(len(answer.changes) + 1 for answer in self.answers)])
 
     def covered(self, changes: tuple[Change, ...]) -> bool:
         """True when an answer needs only some of `changes`."""

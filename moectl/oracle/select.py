@@ -94,7 +94,11 @@ def _route(
             and (route.when is None or route.when.holds(_ask(problem, device, packages, policy, route, name)))
         ):
             if not route.covers.allows(device.platform):
-                raise OutOfScope(f"{unspoken} with {route.name}: their plug-in has its own", hint=hint)
+                covered = ", ".join(p for p in sorted(policy.platforms) if route.covers.allows(p))
+                raise OutOfScope(
+                    f"{unspoken} with {route.name}: their plug-in has its own",
+                    hint=f"name a device of {covered} with --gpu",
+                )
             return route
     raise OutOfScope(
         f"the rules of {policy.name} do not cover {scheme.weight} experts stored as {problem.storage}",

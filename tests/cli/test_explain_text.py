@@ -263,3 +263,18 @@ def test_values_of_one_layer_group_stand_in_one_column():
         if line[2:8] in ("backen", "moectl", "note  ") and word in line
     }
     assert len(places) == 1
+
+
+def test_names_that_begin_as_typed_are_meant_first():
+    done = explain(GPT, "--gpu", "h200", "--dp", "8", "--ep", "--all2all", "deepep", code=2)
+    assert "did you mean deepep_high_throughput or deepep_low_latency or deepep_v2?" in done.stderr
+
+
+def test_a_count_of_gpus_is_sent_to_the_ranks():
+    assert "their number goes to --tp" in explain(GPT, "--gpu", "8xh200", code=2).stderr
+
+
+def test_a_platform_without_rules_is_out_of_scope():
+    done = explain(GPT, "--gpu", "tpu", code=1)
+    assert "do not cover tpu devices" in done.stderr
+    assert "name a device of cpu, cuda, rocm, xpu" in done.stderr
