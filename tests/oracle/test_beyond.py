@@ -229,6 +229,35 @@ def test_batch_invariance_on_xpu_is_for_unquantized_models() -> None:
             [],
         ),
         (
+            replace(QWEN, parallel=replace(EP8, all2all="mori_high_throughput")),
+            "mi300x",
+            env(ROCM, VLLM_ROCM_USE_AITER="1", VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS="1"),
+            ["token exchange"],
+        ),
+        (
+            replace(
+                QWEN,
+                activation=Activation("relu2", gated=False),
+                parallel=replace(EP8, all2all="mori_low_latency"),
+            ),
+            "mi300x",
+            env(ROCM, VLLM_ROCM_USE_AITER="1"),
+            ["token exchange"],
+        ),
+        (
+            QWEN,
+            "mi355x",
+            env(ROCM, VLLM_ROCM_USE_AITER="1", VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4="1"),
+            ["switch"],
+        ),
+        (QWEN, "mi355x", env(ROCM, VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4="1"), []),
+        (
+            replace(QWEN, model_type="deepseek_v41"),
+            "mi355x",
+            env(ROCM, VLLM_ROCM_USE_AITER="1", VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4="1"),
+            [],
+        ),
+        (
             replace(QWEN, experts=60, parallel=replace(EP8, eplb=True)),
             "h100",
             FULL_INSTALL,

@@ -13,7 +13,19 @@ def _quantized(ask: Ask) -> bool:
     return ask.problem.scheme.weight.name != "bf16"
 
 
+_A4W4 = "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4"
+_A4W4_MODELS = ("deepseek_v41", "deepseek_v41_text")
+_SHARED = "VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS"
+
+
+def _mori(ask: Ask) -> bool:
+    return ask.exchange.startswith("mori")
+
+
 def _fused_aiter(ask: Ask) -> bool:
+    """True when the engine fuses experts with AITER, which it does for gated ones only."""
+    if not ask.problem.activation.gated:
+        return False
     switched = is_on(ask.packages, "VLLM_ROCM_USE_AITER") and is_on(ask.packages, "VLLM_ROCM_USE_AITER_MOE")
     served = any(arch.fits(ask.device) for arch in CDNA3)
     return served and ask.packages.has("aiter") and switched
@@ -37,9 +49,25 @@ REFUSALS = (
     ),
     Condition(
         "token exchange",
-        lambda ask: ask.exchange.startswith("mori") and not _fused_aiter(ask),
+        lambda ask: _mori(ask) and not _fused_aiter(ask),
         lambda ask: "MoRI goes with AITER's fused experts only, which are not there or not switched on",
         kind="AssertionError",
+    ),
+    Condition(
+        "token exchange",
+        lambda ask: _mori(ask) and _fused_aiter(ask) and is_on(ask.packages, _SHARED),
+        lambda ask: f"MoRI does not go with shared experts fused by AITER; set {_SHARED}=0",
+        kind="AssertionError",
+    ),
+    Condition(
+        "switch",
+        lambda ask: (
+            _fused_aiter(ask) and is_on(ask.packages, _A4W4) and ask.problem.model_type not in _A4W4_MODELS
+        ),
+        lambda ask: (
+            f"{_A4W4} is for models of type {' or '.join(_A4W4_MODELS)}, "
+            f"this one is {ask.problem.model_type or 'of an unknown type'}; unset it"
+        ),
     ),
     Condition(
         "expert balancing",
