@@ -177,6 +177,10 @@ class Ask:
     sequence: bool = False
     activation: str = "silu"
     routing: str = ""
+    invariant: bool = False
+    request: str = ""
+    by_expert: bool = False
+    sliced: int = 0
 
     @property
     def parametrized(self) -> bool:
@@ -190,11 +194,6 @@ class Ask:
     def clamped(self) -> bool:
         """True when the engine asks for a clamp; that of gpt-oss is part of its activation function."""
         return self.activation != "swigluoai" and self.problem.activation.limit is not None
-
-    invariant: bool = False
-    request: str = ""
-    by_expert: bool = False
-    sliced: int = 0
 
     @property
     def exchange(self) -> str:

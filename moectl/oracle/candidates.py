@@ -83,7 +83,8 @@ def _judged(
     kept = [backend for backend in kept if backend not in out]
     found: list[Candidate] = []
     for backend in (*kept, *(b for b in backends if b not in kept)):
-        asked = replace(ask, act=_act(ask, route, backend))
+        act = _act(ask, route, backend)
+        asked = ask if act == ask.act else replace(ask, act=act)
         more = () if extra is None else (extra,)
         if backend in out:
             more = (*more, Verdict("order", "policy", "in the automatic order", out[backend], False))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..environment import Device, Packages
 from .backend import Ask, Capability, Variant, is_on, spell_archs, spell_offers
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """One answered question: `holds`, or what was `wanted` against what is `offered`.
 
     `vllm_code` is the code under which a recorded vLLM decision files the same refusal.
@@ -191,20 +191,25 @@ CHECKS: tuple[Check, ...] = (
 
 def judge(ask: Ask, variant: Variant) -> tuple[Verdict, ...]:
     """All questions, answered for one experts class; none is left out because another failed."""
-    return tuple(_answers(ask, variant))
-
-
-def _answers(ask: Ask, variant: Variant) -> Iterator[Verdict]:
     offers = variant.offers
-    for check in CHECKS:
-        wanted, offered, holds = check.answer(ask, offers, variant)
-        code = offers.codes.get(check.question, check.vllm_code)
-        yield Verdict(check.question, check.group, wanted, offered, holds, code)
-    yield from _installed(ask.packages, offers)
-    for rule in offers.rules:
-        yield Verdict(
-            rule.question, rule.group, rule.wanted(ask), rule.offered, rule.holds(ask), rule.vllm_code
-        )
+    return (
+        *(
+            Verdict(
+                check.question,
+                check.group,
+                *check.answer(ask, offers, variant),
+                offers.codes.get(check.question, check.vllm_code),
+            )
+            for check in CHECKS
+        ),
+        *_installed(ask.packages, offers),
+        *(
+            Verdict(
+                rule.question, rule.group, rule.wanted(ask), rule.offered, rule.holds(ask), rule.vllm_code
+            )
+            for rule in offers.rules
+        ),
+    )
 
 
 def judge_machine(device: Device, packages: Packages, variant: Variant) -> tuple[Verdict, ...]:

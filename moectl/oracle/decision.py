@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import groupby
 from typing import Any
 
 from ..environment import Device, Packages
@@ -64,22 +65,17 @@ class Candidate:
     @property
     def failed(self) -> tuple[Verdict, ...]:
         """Questions that do not hold, in group order."""
-        return tuple(
-            verdict
-            for group in GROUPS
-            for verdict in self.verdicts
-            if verdict.group == group and not verdict.holds
-        )
+        against = [verdict for verdict in self.verdicts if not verdict.holds]
+        return tuple(sorted(against, key=lambda verdict: GROUPS.index(verdict.group)))
 
     @property
     def usable(self) -> bool:
         """True when every question holds, or the engine does not ask."""
-        return self.assigned or not self.failed
+        return self.assigned or all(verdict.holds for verdict in self.verdicts)
 
     def reasons(self) -> dict[str, tuple[Verdict, ...]]:
         """Failing verdicts by group; groups without one are left out."""
-        found = {group: tuple(v for v in self.failed if v.group == group) for group in GROUPS}
-        return {group: verdicts for group, verdicts in found.items() if verdicts}
+        return {group: tuple(verdicts) for group, verdicts in groupby(self.failed, lambda v: v.group)}
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
