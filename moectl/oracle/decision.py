@@ -119,6 +119,7 @@ class Decision:
         order: the engine's names of all backends of its automatic order here, best first.
         stand_in: the engine's name of what it goes on with where nothing is chosen and nothing fails.
         notes: what a user should know about how the choice came about.
+        cut: those of the notes that say what the method does to slices that cut across blocks of weights.
     """
 
     problem: MoEProblem
@@ -139,6 +140,7 @@ class Decision:
     order: tuple[str, ...] = ()
     stand_in: str = ""
     notes: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
 
     @property
     def usable(self) -> bool:

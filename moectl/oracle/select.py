@@ -46,7 +46,8 @@ def select(
     if name and allow_fallback and (found.chosen is None or gates):
         found = _fallen_back(found, _choose(problem, device, packages, policy, taken, None), name, gates)
         gates = tuple(gate for gate in gates if gate.kind != NAME)
-    chosen, failure, notes = found.chosen, found.failure, (*found.notes, *_variables(packages, policy))
+    chosen, failure = found.chosen, found.failure
+    notes = (*found.cut, *found.notes, *_variables(packages, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
         notes = (*notes, _unasked(policy, chosen))
     notes = (*notes, *_stops(found.ask, chosen), *_unbalanced(policy, taken, found.ask, chosen))
@@ -74,6 +75,7 @@ def select(
         error=failure.says if failure else "",
         error_kind=failure.kind if failure else "",
         notes=notes,
+        cut=found.cut,
     )
 
 
@@ -148,6 +150,7 @@ class _Outcome:
     failure: Failure | None = None
     notes: tuple[str, ...] = ()
     stand_in: str = ""
+    cut: tuple[str, ...] = ()
 
 
 def _choose(
@@ -166,21 +169,20 @@ def _choose(
         else:
             ask, cut = fitted, _cut(ask, fitted, policy)
     judged, notes = candidates(ask, policy, route, name)
-    notes = (*cut, *notes)
     for refusal in route.refusals:
         if refused is None and refusal.holds(ask):
             refused = Failure(refusal.says(ask), refusal.kind)
     chosen = next((c for c in judged if c.usable), None) if refused is None else None
     if refused or chosen:
-        return _Outcome(ask, judged, chosen, refused, notes)
+        return _Outcome(ask, judged, chosen, refused, notes, cut=cut)
     asked_for = None if route.ignores(name) else name
     demand = None if asked_for else route.demand(ask)
     if demand is not None and not demand.falls_back:
         asked_for = demand.name
     late = None if asked_for else route.stand_in(device, at_once=False)
     if late is not None:
-        return _Outcome(ask, judged, None, Failure(late.says, ""), notes, late.engine_name)
-    return _Outcome(ask, judged, None, _nothing(policy, route, asked_for, judged), notes)
+        return _Outcome(ask, judged, None, Failure(late.says, ""), notes, late.engine_name, cut)
+    return _Outcome(ask, judged, None, _nothing(policy, route, asked_for, judged), notes, cut=cut)
 
 
 def _cut(before: Ask, after: Ask, policy: Policy) -> tuple[str, ...]:

@@ -122,3 +122,9 @@ def test_no_answer_imports_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_slices_that_cut_across_blocks_are_told():
+    done = moectl("explain", "Qwen/Qwen3-30B-A3B-FP8", "--offline", "--gpu", "b200", "--tp", "2,4")
+    assert "flashinfer_trtllm mono triton [1]" in done.words
+    assert "[1] vllm-0.33.0 repeats scales down to fp8 block 64x64, as slices cut across blocks" in done.words

@@ -75,7 +75,10 @@ def _cell(matrix: Matrix, cell: Cell, notes: _Notes, legend: set[str]) -> str:
     if cell.answer is None:
         text, reason = "none", cell.refusal
     else:
-        text, reason = _said(cell.answer), fallback_words(cell.answer)
+        text, reason = (
+            _said(cell.answer),
+            ". ".join(filter(None, (fallback_words(cell.answer), *cell.answer.decision.cut))),
+        )
     legend |= {mark for mark in (*marks, *text.split(" ")) if mark in _LEGEND}
     return " ".join([text, *marks, *([notes.mark(reason)] if reason else [])])
 
