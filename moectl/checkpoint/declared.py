@@ -275,7 +275,8 @@ def _quantization_config(
 
 
 def _dtype(fields: Fields, notes: list[str]) -> str:
-    for values, prefix in ((fields.values, fields.prefix), (fields.outer, "")):
+    outer = [(fields.outer, "")] if fields.prefix else []
+    for values, prefix in [(fields.values, fields.prefix), *outer]:
         for key in KEYS["dtype"]:
             value = values.get(key)
             if value is None:

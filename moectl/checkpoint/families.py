@@ -93,12 +93,18 @@ ROUTING: Mapping[str, Take] = {
     "groups": Take(("n_group", "num_expert_group"), int),
     "topk_groups": Take(("topk_group", "num_limited_groups"), int),
     "scale": Take(
-        ("routed_scaling_factor", "moe_router_scaling_factor", "route_scale", "router_scaling_factor"),
+        (
+            "routed_scaling_factor",
+            "moe_router_scaling_factor",
+            "moe_routed_scaling_factor",
+            "route_scale",
+            "router_scaling_factor",
+        ),
         float,
         default=1.0,
         option="--routing",
     ),
-    "weight_on_input": Take(default=False),
+    "weight_on_input": Take(("moe_apply_router_weight_on_input",), default=False),
     "expert_scale": Take(default=False),
 }
 """Where each field of `Routing` comes from; `hashed` differs by layer and is no row."""
@@ -315,6 +321,7 @@ FAMILIES: tuple[Family, ...] = (
         ("bailingmoe",),
         implied={"routing.scoring": "softmax", "routing.renormalize": True, "activation": "silu"},
     ),
+    Family("laguna", ("laguna",), implied=_SIGMOID_BIAS),
     Family("lfm2", ("lfm2moe",), implied={"routing.scoring": "sigmoid", "activation": "silu"}),
     Family("exaone", ("exaonemoe",), implied=_SIGMOID_BIAS),
     Family("mixtral", ("mixtral",), implied=_SOFTMAX),

@@ -50,6 +50,7 @@ def fit(layer: FoundLayer, problem: MoEProblem, experts: int) -> Fit:
     wrong = {id(it): [leaf for leaf in tensors if not _typed(it, leaf, tensors)] for it in named}
     typed = [it for it in named if not wrong[id(it)]]
     if not typed:
+        _refuse_lacking(layer, problem)
         nearest = min(named, key=lambda it: (not _as_said(it, problem), len(wrong[id(it)])))
         raise _wrong_dtype(nearest, tensors)
     found: list[Fit] = []
@@ -106,6 +107,29 @@ def _named(layer: FoundLayer, problem: MoEProblem) -> list[Storage]:
         f"layer {layer.index}: the {nearest.name(problem.storage)} experts {' and '.join(parts)}.",
         hint=CONFIG_HINT,
     )
+
+
+def _refuse_lacking(layer: FoundLayer, problem: MoEProblem) -> None:
+    """CheckpointError when the dtypes are those of a storage that has more tensors, such as scales."""
+    leaves = layer.leaves
+    tensors = next(iter(layer.experts.values()))
+    fitting = [
+        it
+        for it in STORAGES
+        if it.fused == (None in layer.experts)
+        and not it.unknown(leaves)
+        and all(_typed(it, leaf, tensors) for leaf in tensors)
+    ]
+    said = [it for it in fitting if _as_said(it, problem)]
+    blocks = (problem.scheme.weight.block, (SHOWN, SHOWN))
+    said.sort(key=lambda it: it.weight.block not in blocks)
+    lacking = dict.fromkeys(it.missing(leaves)[0] for it in said[:1] or fitting)
+    if lacking:
+        dtypes = sorted({info.dtype for info in tensors.values()})
+        raise CheckpointError(
+            f"layer {layer.index}: the {' and '.join(dtypes)} experts lack {' or '.join(lacking)}.",
+            hint=FETCH_AGAIN,
+        )
 
 
 def _wrong_dtype(storage: Storage, tensors: Tensors) -> CheckpointError:

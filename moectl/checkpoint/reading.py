@@ -42,6 +42,7 @@ def read_layer(layer: FoundLayer, declared: Declared, stated: Stated = Stated())
         local_experts=experts,
         scheme=scheme,
         storage=fitted.storage.name(said.storage),
+        rows=said.rows if "w13" in names.experts else "concatenated",
         act_order=said.act_order if as_said else "",
         activation=_activation(said.activation, fitted),
         bias=_biased(said, names),
@@ -83,7 +84,8 @@ def _check_experts(layer: FoundLayer, fused: int, said: MoEProblem) -> int:
     if None in layer.experts:
         return fused
     present = set(range(layer.alike or 0)) or {expert for expert in layer.experts if expert is not None}
-    wanted = max(_router_experts(layer) or said.experts, max(present) + 1)
+    all_said = present == set(range(said.experts))
+    wanted = len(present) if all_said else max(_router_experts(layer) or said.experts, max(present) + 1)
     first = layer.experts[min(present)]
     leaves = layer.leaves
     for expert in range(wanted):

@@ -347,6 +347,22 @@ CASES: dict[str, tuple[dict[str, Any], Routing, str, dict[str, Any]]] = {
         "1-5",
         {"shared_experts": 1},
     ),
+    "Laguna": (
+        {
+            "model_type": "laguna",
+            "num_experts": 16,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "moe_routed_scaling_factor": 2.5,
+            "moe_apply_router_weight_on_input": False,
+            "hidden_act": "silu",
+            "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+        },
+        Routing("sigmoid", correction_bias=True, scale=2.5),
+        "1-5",
+        {"shared_experts": 1},
+    ),
     "Step-3.5 without its router's keys": (
         {"model_type": "step3p5", **STEP},
         SIGMOID,
@@ -373,6 +389,14 @@ def test_a_latent_size_is_the_experts_own() -> None:
     assert group.problem.dims.hidden == 512
     assert group.sources["hidden"] == "config:moe_latent_size"
     assert group.sources["model_hidden"] == "config:hidden_size"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_wide_dtype_is_said_once(nested: bool) -> None:
+    config = {**GRANITE, "torch_dtype": "float32"}
+    group = group_of(**({"text_config": {**SIZES, **config}} if nested else config))
+    assert group.problem.dtype == "bf16"
+    assert sum("float32" in note for note in group.notes) == 1
 
 
 def test_hash_layers_and_limits_make_groups() -> None:

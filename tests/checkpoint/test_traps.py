@@ -354,6 +354,35 @@ def test_a_router_of_another_width_than_the_experts() -> None:
     refused({**PLAIN, "mlp.gate.weight": ("BF16", (E, H + 1))}, f"{H + 1} features", f"experts {H}")
 
 
+def test_a_router_that_is_odd_beside_experts_that_are_not() -> None:
+    refused(
+        {**PLAIN, "mlp.gate.weight": ("BF16", (H, E))}, "mlp.gate.weight", f"[{E}, hidden]", f"[{H}, {E}]"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
+def test_experts_whose_scales_are_missing(dtype: str) -> None:
+    rows = matrices({"weight": (dtype, (N, H), (H, N))})
+    refused(rows, "layer 0", "lack", "down_proj.weight_scale")
+    if dtype == "F8_E4M3":
+        refused(rows, "lack", "down_proj.weight_scale_inv", quantization=FP8)
+
+
+def test_rows_of_matrices_that_are_stored_apart_are_not_interleaved() -> None:
+    names = {"model_type": "gpt_oss", "hidden_act": "silu", "swiglu_limit": 7.0}
+    bias = matrices({"bias": ("BF16", (N,), (H,))})
+    router = {"mlp.gate.bias": ("BF16", (E,))}
+    apart = read({**PLAIN, **bias, **router}, **names)
+    assert apart.problem.rows == "concatenated"
+    together = {
+        "mlp.experts.gate_up_proj": ("BF16", (E, H, 2 * N)),
+        "mlp.experts.gate_up_proj_bias": ("BF16", (E, 2 * N)),
+        "mlp.experts.down_proj": ("BF16", (E, N, H)),
+        "mlp.experts.down_proj_bias": ("BF16", (E, H)),
+    }
+    assert read({**together, **router}, **names).problem.rows == "interleaved"
+
+
 def test_latent_experts() -> None:
     latent = {
         "mlp.routed_expert_down_proj.weight": ("BF16", (H, 2 * H)),
