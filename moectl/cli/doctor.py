@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from ..errors import ExitCode
@@ -156,7 +155,7 @@ def against(status: "BackendStatus") -> tuple[tuple[str, str], ...]:
         # A package that is not there at all is one reason, whatever is needed of it.
         name = verdict.question.partition(" ")[2]
         absent = verdict.offered == "not installed" and verdict.wanted.startswith(f"{name}.")
-        kept = replace(verdict, wanted=name) if absent else verdict
+        kept = verdict._replace(wanted=name) if absent else verdict
         found.setdefault(sentence(kept), (kept.group, sentence(kept)))
     return tuple(found.values())
 
