@@ -198,13 +198,14 @@ def _cut(before: Ask, after: Ask, policy: Policy) -> tuple[str, ...]:
 
 def _fallen_back(asked: _Outcome, rest: _Outcome, name: str, gates: tuple[Gate, ...]) -> _Outcome:
     """The automatic choice, after the candidates of a request that cannot be served."""
-    why = asked.failure.says if asked.failure else "; ".join(map(str, gates))
+    why = asked.failure.says if asked.failure and not asked.candidates else "; ".join(map(str, gates))
+    told = f"{name} was asked for and cannot serve{': ' if why else ''}{why}"
     more = tuple(replace(c, rank=c.rank + len(asked.candidates)) for c in rest.candidates)
     return replace(
         rest,
         candidates=(*asked.candidates, *more),
         chosen=next((c for c in more if rest.chosen and c.usable), None),
-        notes=(*asked.notes, f"{name} was asked for and cannot serve: {why}", *rest.notes),
+        notes=(*asked.notes, told, *rest.notes),
     )
 
 

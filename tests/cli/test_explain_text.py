@@ -238,7 +238,10 @@ def test_reasons_say_equal_things_once():
             ["--gpu", "mi300x"],
             "fallback aiter_triton_mxfp4_bf16 comes before it and fits, but needs VLLM_ROCM",
         ),
-        (["--gpu", "h200", "--backend", "flashinfer_trtllm", "--allow-fallback"], "was asked for and is not"),
+        (
+            ["--gpu", "h200", "--backend", "flashinfer_trtllm", "--allow-fallback"],
+            "trtllm was asked for, but needs SM100",
+        ),
         (
             ["--gpu", "h200", "--backend", "emulation", "--packages", "full,quark"],
             "asked for by name and serves",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ...explain import GroupExplanation
 from ...oracle.decision import Candidate, Decision
+from ...oracle.registry import policy_named
 from .sentences import sentence
 
 CLOSEST = 3
@@ -20,7 +21,11 @@ def fallback_words(answer: GroupExplanation) -> str:
     if fallback.kind == "none":
         return failure(decision)
     if fallback.kind == "request":
-        return f"{decision.requested} was asked for and is not what runs"
+        name = str(decision.requested)
+        meant = policy_named(decision.policy).meant(name)
+        failing = [c for c in decision.candidates if c.failed and c.backend.name in meant]
+        nearest = min(failing, key=lambda c: len(c.failed), default=None)
+        return f"{name} was asked for, but {_lacks(nearest) if nearest else 'is not what runs'}"
     if fallback.kind == "emulation":
         return "emulation decodes the weights and multiplies in 16 bits: slow"
     assert fallback.candidate is not None
