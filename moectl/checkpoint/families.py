@@ -213,7 +213,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "gpt-oss",
         ("gptoss",),
-        ("num_local_experts", "swiglu_limit", "initial_context_length"),
+        ("swiglu_limit", "initial_context_length"),
         implied={
             **_SOFTMAX,
             "routing.after_topk": True,

@@ -8,7 +8,7 @@ import pytest
 
 from moectl.checkpoint import LayerGroup, layer_groups, ranges
 from moectl.errors import CheckpointError
-from moectl.problem import Activation, Routing
+from moectl.problem import SWIGLU_OAI, Activation, Routing
 
 SIZES = {"num_hidden_layers": 6, "hidden_size": 1024, "vocab_size": 1000}
 BF16 = {"torch_dtype": "bfloat16"}
@@ -292,6 +292,18 @@ CASES: dict[str, tuple[dict[str, Any], Routing, str, dict[str, Any]]] = {
         Routing("sigmoid", correction_bias=True, groups=8, topk_groups=4, scale=2.5),
         "1-5",
         {},
+    ),
+    "gpt-oss with the keys of its first config": (
+        {
+            "num_experts": 16,
+            "experts_per_token": 4,
+            "intermediate_size": 256,
+            "swiglu_limit": 7.0,
+            "initial_context_length": 4096,
+        },
+        Routing("softmax", after_topk=True, router_bias=True),
+        "0-5",
+        {"activation": SWIGLU_OAI, "bias": True, "rows": "interleaved"},
     ),
     "MiniMax-M1, whose router is not M2's": (
         {"model_type": "minimax_m1", **GRANITE},
