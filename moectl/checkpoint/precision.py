@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import CheckpointError
 from ..schemes import BF16, Scheme
 from .patterns import REGEX, Patterns
-from .quantization import Quantization, listed_algorithms
+from .quantization import Quantization, auto_round_scheme, listed_algorithms
 from .specs import Config, group_scheme, is_expert_rule, modelopt_scheme, quark_scheme
 
 _IGNORE_KEYS = (
@@ -21,6 +21,7 @@ _IGNORE_KEYS = (
     "dynamic",
 )
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d{1,5})\.")
+_NAME = re.compile(r"[\w.]+", re.ASCII)
 
 _PREFIXES = (
     "model.",
@@ -68,7 +69,8 @@ class Precision:
             return self._plain(self.excluded_by)
         for rule in self.rules:
             if any(map(rule.patterns.matches, names)):
-                return self._other(rule.scheme, rule.key)
+                plain = rule.scheme == Scheme(BF16)
+                return self._plain(rule.key) if plain else self._other(rule.scheme, rule.key)
         if not self.listed:
             return self.main
         if layer in self.listed:
@@ -118,7 +120,11 @@ def read_precision(main: Quantization, config: Config | None) -> Precision:
     inner = inner if isinstance(inner, Mapping) else config
     key = next((key for key in _IGNORE_KEYS if inner.get(key)), "")
     excluded = Patterns(map(str, main.ignore), key, regex=key == "dynamic")
-    rules = (*_quark_rules(inner), *_group_rules(inner)) if main.storage != "modelopt" else ()
+    rules = (
+        (*_quark_rules(inner), *_group_rules(inner), *_auto_round_rules(inner))
+        if main.storage != "modelopt"
+        else ()
+    )
     return Precision(main, excluded, key, rules, _listed(inner) if main.storage == "modelopt" else {})
 
 
@@ -159,6 +165,18 @@ def _group_rules(config: Config) -> Iterable[_Rule]:
         if named:
             key = f"config_groups.{name}"
             yield _Rule(Patterns(named, f"{key}.targets"), group_scheme(group, key), f"{key}.weights")
+
+
+def _auto_round_rules(config: Config) -> Iterable[_Rule]:
+    """AutoRound's exceptions, names or regular expressions, those of one format together."""
+    entries = config.get("extra_config")
+    named: dict[Scheme, list[str]] = {}
+    for name, entry in entries.items() if isinstance(entries, Mapping) else ():
+        if isinstance(entry, Mapping) and is_expert_rule(name):
+            text = name if _NAME.fullmatch(name) else REGEX + name
+            named.setdefault(auto_round_scheme(config, entry), []).append(text)
+    for scheme, texts in named.items():
+        yield _Rule(Patterns(texts, "extra_config"), scheme, "extra_config")
 
 
 def is_module(target: str) -> bool:

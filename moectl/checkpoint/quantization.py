@@ -260,6 +260,12 @@ def _auto_round(config: Config, model_type: str) -> Parsed:
     return (_awq if "awq" in str(config.get("packing_format")) else _gptq)(config, model_type)
 
 
+def auto_round_scheme(config: Config, entry: Config) -> Scheme:
+    """The scheme of the modules that AutoRound's `entry` describes, by what differs from `config`."""
+    merged = {**config, **entry}
+    return Scheme(BF16) if integer(merged, "bits", "") >= 16 else _auto_round(merged, "")[1]
+
+
 _METHODS: dict[str, Callable[[Config, str], Parsed]] = {
     "auto-round": _auto_round,
     "awq": _awq,

@@ -561,6 +561,27 @@ def test_lists_of_other_writers() -> None:
     }
 
 
+def test_exceptions_of_auto_round() -> None:
+    config = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "packing_format": "auto_round:auto_gptq",
+        "extra_config": {
+            **{f"model.layers.0.mlp.experts.{e}.up_proj": {"bits": 16} for e in range(E)},
+            r".*layers\.1\.mlp\.experts.*": {"bits": 8},
+            ".*self_attn.*": {"bits": 16},
+            "model.layers.2.mlp.shared_experts": {"bits": 16},
+        },
+    }
+    groups = layer_groups({**CONFIG, "quantization_config": config}, None)
+    found = {ranges(group.layers): str(group.problem.scheme.weight) for group in groups}
+    assert found == {"0": "bf16", "1": "int8 group 128", "2": "int4 group 128"}
+    assert [group.problem.storage for group in groups] == ["plain", "gptq", "gptq"]
+    assert groups[1].sources["scheme"] == "config:quantization_config.extra_config"
+
+
 def test_quark_rules_by_layer() -> None:
     fp4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}
     block = {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]}
