@@ -37,7 +37,7 @@ _SM80_UP = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "
 _MARLIN = LayoutFacts(
     "marlin",
     ("sm75", *_SM80_UP),
-    (Reader("vLLM", ("marlin",)),),
+    (Reader("vLLM", ("marlin", "batched_marlin")),),
 )
 
 LAYOUTS: Mapping[str, LayoutFacts] = {

@@ -15,6 +15,7 @@ from moectl.oracle.route import Route
 from moectl.padding import RULES
 from moectl.problem import Dims, MoEProblem, Routing
 from moectl.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
+from moectl.targets import LAYOUTS
 
 
 def routes() -> Iterator[Route]:
@@ -41,6 +42,19 @@ def variants() -> list[tuple[Backend, Variant]]:
 def test_layout_names_are_spelled_as_in_the_padding_table() -> None:
     named = {form.layout for backend in backends().values() for form in backend.forms}
     assert named >= set(RULES)
+
+
+def test_who_reads_a_layout_is_said_by_both_tables() -> None:
+    wanted = {(form.layout, backend.name) for backend in backends().values() for form in backend.forms}
+    known = {(layout, name) for layout, name in wanted if layout in LAYOUTS}
+    readers = {
+        (layout, name)
+        for layout, facts in LAYOUTS.items()
+        for reader in facts.readers
+        if reader.engine in ("vLLM", "moectl")
+        for name in reader.backends
+    }
+    assert known == readers
 
 
 def test_needed_packages_and_symbols_are_probed() -> None:
