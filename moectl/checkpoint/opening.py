@@ -31,7 +31,7 @@ MANIFEST = "moectl.json"
 """The file that marks a converted folder."""
 
 _HUB_ID = re.compile(
-    r"(?P<repo>[A-Za-z0-9_][\w.\-]*/[A-Za-z0-9_][\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?", re.ASCII
+    r"(?P<repo>[A-Za-z0-9_][\w.\-]*/[A-Za-z0-9_][\w.\-]*)(?:@(?!\S*\.\.)(?P<revision>[\w.\-/]+))?", re.ASCII
 )
 _HUB_URL = re.compile(
     r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/tree/([^?#]+?))?/?"

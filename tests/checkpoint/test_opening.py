@@ -177,3 +177,9 @@ def test_every_error_says_what_to_do(module: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS
     ]
     assert [node.lineno for node in made if "hint" not in {key.arg for key in node.keywords}] == []
+
+
+@pytest.mark.parametrize("revision", ["../../x", "main/../..", ".."])
+def test_a_revision_leads_nowhere_else(revision: str) -> None:
+    with pytest.raises(CheckpointError, match="Hub id"):
+        open_checkpoint(f"org/name@{revision}", offline=True)
