@@ -1,7 +1,7 @@
 """Reading checkpoints: config, quantization description and safetensors headers, no weights."""
 
 from .header import read_header
-from .layers import layer_groups, ranges
+from .layers import layer_groups
 from .model import Checkpoint, ExpertNames, LayerGroup, Origin, TensorInfo
 from .opening import open_checkpoint
 
@@ -13,6 +13,5 @@ __all__ = [
     "TensorInfo",
     "layer_groups",
     "open_checkpoint",
-    "ranges",
     "read_header",
 ]

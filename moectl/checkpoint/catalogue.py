@@ -17,9 +17,9 @@ from itertools import repeat
 from typing import Any
 
 from ..errors import CheckpointError, UsageError
+from ..ranges import ranges
 from .declared import declared_layers
 from .header import DTYPE_BITS
-from .layers import ranges
 from .storage import Extent, format_sizes, parse_shape
 from .strict_json import parse_json_object, shown
 from .tensor_table import Form, TensorTable

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..errors import CheckpointError
+from ..ranges import ranges
 from .declared import declared_layers
 from .found import find_layers
 from .model import LayerGroup, TensorInfo
@@ -69,14 +70,3 @@ def _layer_notes(found: set[int], declared: set[int], extra: set[str]) -> tuple[
     if extra:
         notes.append(f"not read, as they are not the main model's: experts of {', '.join(sorted(extra))}")
     return tuple(notes)
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in short, sorted: ``0-2, 5`` for {0, 1, 2, 5}."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)

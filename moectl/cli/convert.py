@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..checkpoint.layers import ranges
 from ..errors import CheckpointError, UsageError
+from ..ranges import ranges
 from ..targets import LAYOUTS, TARGETS
 from .options import Activation, CheckpointArg, Offline, Routing, framed, option, pick
 from .output import Output, count, duration, size, table

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from moectl.checkpoint import LayerGroup, layer_groups, ranges
+from moectl.checkpoint import LayerGroup, layer_groups
 from moectl.errors import CheckpointError
 from moectl.problem import SWIGLU_OAI, Activation, Routing
+from moectl.ranges import ranges
 
 SIZES = {"num_hidden_layers": 6, "hidden_size": 1024, "vocab_size": 1000}
 BF16 = {"torch_dtype": "bfloat16"}

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from moectl.checkpoint import TensorInfo, layer_groups, open_checkpoint, ranges
+from moectl.checkpoint import TensorInfo, layer_groups, open_checkpoint
 from moectl.checkpoint.catalogue import built_in
 from moectl.checkpoint.declared import CONFIG_ONLY
 from moectl.errors import CheckpointError, MoectlError
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.ranges import ranges
 from moectl.schemes import MXFP4, Scheme, int_format
 from moectl.synth import Sizes, resized
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from moectl.checkpoint import LayerGroup, layer_groups, open_checkpoint, ranges
+from moectl.checkpoint import LayerGroup, layer_groups, open_checkpoint
 from moectl.checkpoint.catalogue import model_names, read_entry
 from moectl.checkpoint.declared import CONFIG_ONLY
 from moectl.checkpoint.opening import QUANTIZATION_FILES
 from moectl.problem import MoEProblem
+from moectl.ranges import ranges
 
 ROWS = [
     json.loads(line)

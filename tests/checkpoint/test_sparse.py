@@ -55,8 +55,9 @@ def test_every_model_at_full_size(model: str, sparse_model: Writer) -> None:
     assert {name: (info.dtype, info.shape) for name, info in found.items()} == {
         name: (info.dtype, info.shape) for name, info in published.items()
     }
-    taken = sum(path.stat().st_blocks * 512 for path in folder.glob("*.safetensors"))
-    assert taken < 1000 * len(found)
+    taken = [path.stat().st_blocks * 512 for path in folder.glob("*.safetensors")]
+    # Headers only: up to 1000 bytes for a tensor's entry, and a block that each file fills in part.
+    assert sum(taken) < 1000 * len(found) + 8192 * len(taken)
 
 
 def test_headers_are_real_and_data_are_holes(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from moectl.checkpoint import LayerGroup, TensorInfo, layer_groups, ranges
+from moectl.checkpoint import LayerGroup, TensorInfo, layer_groups
 from moectl.checkpoint.formats import FORMATS
 from moectl.checkpoint.storage import STORAGES, Storage, format_sizes
 from moectl.errors import CheckpointError
+from moectl.ranges import ranges
 from moectl.schemes import FULL, Scheme
 
 E, H, N, LAYERS = 4, 256, 128, 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...checkpoint.layers import ranges
 from ...explain.why import Answer, Why
+from ...ranges import ranges
 from ..blocks import Block, Entry, Heading, Line, Listing
 from .commands import Asked
 from .sections import layers_line

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.layers import ranges
 from ...environment import Packages
 from ...environment.installed import distribution_version
 from ...environment.variables import SET, Finding, judge_variables
@@ -15,6 +14,7 @@ from ...explain import Explanation
 from ...oracle.backends.flashinfer import KERNELS
 from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
+from ...ranges import ranges
 from ...tuned import FOLDER, SHIPPED, TunedStatus, file_remark, listed_folders, tuned_status
 from ..blocks import Block, Facts, Heading
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from ...checkpoint.layers import ranges
 from ...explain.explanation import GroupExplanation
 from ...explain.matrix import Cell, Matrix
 from ...problem import Parallel
+from ...ranges import ranges
 from ..blocks import Block, Entry, Grid, Heading, Line, Listing
 from .sections import layers_line
 from .standing import fallback_words

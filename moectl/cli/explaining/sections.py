@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...checkpoint.layers import ranges
 from ...environment import Device
 from ...explain import Explanation, Floors, GroupExplanation, Memory, OtherAnswer, source_of
 from ...explain.fallback import serves_request
@@ -18,6 +17,7 @@ from ...oracle.backend import GROUPS
 from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
 from ...problem import MoEProblem, Parallel
+from ...ranges import ranges
 from ...targets import LAYOUTS
 from ..blocks import Block, Facts, Grid, Heading, Line
 from ..output import duration, size

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.layers import ranges
 from ...errors import ExitCode
 from ...explain import Explanation
 from ...explain.diff import diff
@@ -13,6 +12,7 @@ from ...explain.matrix import Matrix
 from ...explain.replay import read_document
 from ...explain.situation import Situation
 from ...explain.why import why
+from ...ranges import ranges
 from .. import blocks as drawing
 from ..output import Output
 from .changes import difference_blocks
