@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..oracle.decision import replay_inputs
 from ..oracle.registry import policy_named
 from ..problem import Dims
+from ..schemes import FULL
 from .explanation import Explanation, GroupExplanation, Question, explained
 from .machines import Machine
 from .matrix import Cell, Matrix
@@ -100,6 +101,9 @@ def _situation(decision: Mapping[str, Any]) -> Situation:
     for name, size in sizes.items():
         if size < 1:
             raise UsageError(f"the document's {name} must be positive, got {size}")
+    for part, block in (("weight", problem.scheme.weight.block), ("act", problem.scheme.act.block)):
+        if block != (0, 0) and any(size < 1 and size != FULL for size in block):
+            raise UsageError(f"the document's scheme.{part}.block must be sizes or {FULL}, got {block}")
     if device.platform == "cuda" and not re.fullmatch(r"sm\d{2,3}[af]?", device.arch):
         raise UsageError(f"the document's device has no CUDA architecture: {device.arch!r}")
     # Padded sizes are a result of the recorded decision.
@@ -126,7 +130,7 @@ def replay(document: Mapping[str, Any]) -> tuple[Explanation, tuple[Situation, .
         others = [policy_named(str(other.get("policy"))) for other in _objects(found, "others")]
         layers = _layers(found)
         notes = tuple(map(str, _of(found, "notes", list)))
-        details = {str(name): str(value) for name, value in dict(found.get("details") or {}).items()}
+        details = {str(name): str(value) for name, value in _of(found, "details", dict).items()}
         sources = _of(found, "sources", dict)
         groups.append(explained(layers, situation, sources, notes, others, details))
         situations.append(situation)

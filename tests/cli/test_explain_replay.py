@@ -159,6 +159,15 @@ def changed(document, path, value):
     return copy
 
 
+def test_every_place_of_a_document_may_hold_anything():
+    for path in PLACES:
+        for value in (None, True, 0, "x", [1], {"a": 1}):
+            try:
+                replay(changed(BASE, path, value))
+            except MoectlError as error:
+                assert error.what
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(PLACES), JUNK)
 def test_a_damaged_document_ends_in_a_sentence(path, value):
