@@ -1,8 +1,17 @@
 """Canonical expert tensors: the form between every checkpoint format and every weight layout.
 
-One role is one tensor of a batch of experts, experts first: `w13` holds the gate and up rows in the
-order of `MoEProblem.rows`, `w2` the down projection. 4-bit codes lie two to a byte along the last
-axis, element 2j in the low nibble of byte j; int codes are offset codes ``q + 2**(bits - 1)``.
+One role is one tensor of a batch of experts, experts first:
+
+- ``w13``, ``w2``: gate and up rows in the order of `MoEProblem.rows`, and the down projection. 4-bit codes
+  lie two to a byte along the last axis, element 2j in the low nibble of byte j; 8-bit codes and E4M3
+  numbers are bytes; 16-bit weights are what they are. Int codes are offset codes ``q + 2**(bits - 1)``.
+- ``*_scale`` ``[e, rows, columns]``: one value per block of the format. Blocks of several rows, or one for
+  the whole matrix, are counted in gate and in up by themselves, gate first: per tensor, `w13` has two.
+  E8M0 scales and NVFP4's E4M3 ones are bytes.
+- ``*_zero`` like ``*_scale``: codes of zero, one to a byte.
+- ``*_global`` F32 ``[e, halves, 1]``: NVFP4's factor on the scales, one for gate and one for up.
+- ``*_input`` F32 ``[e, halves, 1]``: static scales of the activations that enter.
+- ``*_bias`` ``[e, rows]``.
 """
 
 from __future__ import annotations
@@ -19,89 +28,123 @@ INTERLEAVED, CONCATENATED = "interleaved", "concatenated"
 MODEL_DTYPE = {"bf16": "BF16", "fp16": "F16"}
 
 
+def halves(problem: MoEProblem, role: str) -> int:
+    """Matrices that are stacked in `role`: gate and up in that of gated experts, else one."""
+    return 2 if role.startswith("w13") and problem.activation.gated else 1
+
+
 def scale_dtype(problem: MoEProblem) -> str:
-    """The storage dtype of the canonical scales: bytes for MX formats, else as stated, else the model's."""
+    """The storage dtype of the canonical scales: bytes for MX formats and NVFP4, else stated or the model's."""
     weight = problem.scheme.weight
-    if weight.name.startswith("mx"):
+    if weight.name.startswith("mx") or weight.name == "nvfp4":
         return "U8"
     return weight.scale_dtype or MODEL_DTYPE[problem.dtype]
 
 
 def groups(weight: WeightFormat, k: int) -> int:
     """Scales along a reduction axis of `k` weights."""
-    return 1 if weight.group == FULL else k // weight.group
+    return 1 if weight.group == FULL else math.ceil(k / weight.group)
 
 
-def canonical_shapes(problem: MoEProblem, experts: int) -> dict[str, tuple[Shape, str]]:
+def scale_rows(weight: WeightFormat, n: int) -> int:
+    """Scales along `n` rows of one matrix."""
+    return 1 if weight.block[0] == FULL else math.ceil(n / weight.block[0])
+
+
+def has_input_scales(problem: MoEProblem) -> bool:
+    """True when the scheme's activations have scales that are known ahead."""
+    act = problem.scheme.act
+    return act.name == "nvfp4" or (act.bits < 16 and not act.dynamic)
+
+
+def canonical_shapes(
+    problem: MoEProblem, experts: int, inputs: bool | None = None
+) -> dict[str, tuple[Shape, str]]:
     """Shape and storage dtype of every canonical role of `problem`, for a batch of `experts`.
 
-    Sizes are the logical ones. Raises NoBackend when they are not whole groups.
+    Sizes are the logical ones; `inputs` says whether there are static scales of activations, where the
+    scheme alone does not decide. Raises NoBackend when sizes are not whole groups.
     """
     hidden, inter, weight = problem.dims.hidden, problem.dims.intermediate, problem.scheme.weight
-    unit = math.lcm(8 // weight.bits if weight.bits < 8 else 1, 1 if weight.group == FULL else weight.group)
-    for name, size in (("hidden", hidden), ("intermediate", inter)):
+    _check_groups(problem)
+    with_inputs = has_input_scales(problem) if inputs is None else inputs
+    dtype = "U8" if weight.bits <= 8 else MODEL_DTYPE[problem.dtype]
+    shapes: dict[str, tuple[Shape, str]] = {}
+    for role, n, k in (("w13", inter, hidden), ("w2", hidden, inter)):
+        stacked = halves(problem, role)
+        shapes[role] = ((experts, stacked * n, k * min(weight.bits, 8) // 8), dtype)
+        if weight.block != (0, 0):
+            blocks = (experts, stacked * scale_rows(weight, n), groups(weight, k))
+            shapes[f"{role}_scale"] = (blocks, scale_dtype(problem))
+            if weight.zero_point:
+                shapes[f"{role}_zero"] = (blocks, "U8")
+        if weight.name == "nvfp4":
+            shapes[f"{role}_global"] = ((experts, stacked, 1), "F32")
+        if with_inputs:
+            shapes[f"{role}_input"] = ((experts, stacked, 1), "F32")
+        if problem.bias:
+            shapes[f"{role}_bias"] = ((experts, stacked * n), MODEL_DTYPE[problem.dtype])
+    return shapes
+
+
+def _check_groups(problem: MoEProblem) -> None:
+    weight = problem.scheme.weight
+    grouped = weight.block[0] == 1 and weight.group > 0
+    unit = math.lcm(8 // weight.bits if weight.bits < 8 else 1, weight.group if grouped else 1)
+    for name, size in (("hidden", problem.dims.hidden), ("intermediate", problem.dims.intermediate)):
         if size % unit:
             raise NoBackend(
                 f"{name} size {size} is not a whole number of groups of {unit} weights, as {weight} needs.",
                 hint="Slice the layer in whole groups: choose another --tp.",
             )
-    scales = scale_dtype(problem)
-    rows = inter * (2 if problem.activation.gated else 1)
-    shapes: dict[str, tuple[Shape, str]] = {}
-    for role, n, k in (("w13", rows, hidden), ("w2", hidden, inter)):
-        shapes[role] = ((experts, n, k * weight.bits // 8), "U8")
-        shapes[f"{role}_scale"] = ((experts, n, groups(weight, k)), scales)
-        if problem.bias:
-            shapes[f"{role}_bias"] = ((experts, n), MODEL_DTYPE[problem.dtype])
-    return shapes
 
 
-def padded(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    """Steps that pad canonical `role` with zeros to the padded sizes; row order and meaning stay.
+def padded(problem: MoEProblem, role: str, fill: int = 0) -> tuple[Step, ...]:
+    """Steps that pad canonical `role` with `fill` to the padded sizes; row order and meaning stay.
 
     Of concatenated `w13` each half is padded by itself; of interleaved only the end, so that pairs
-    stay pairs.
+    stay pairs. Roles of one value per matrix have nothing to pad.
     """
-    steps: list[Step] = []
     dims, weight = problem.dims, problem.scheme.weight
-    tail = "" if role.endswith("_bias") else " k"
-    if role.startswith("w13"):
-        columns, padded_columns = dims.hidden, dims.padded_hidden
-        if dims.padded_intermediate > dims.intermediate:
-            if problem.rows == CONCATENATED:
-                steps += [
-                    Rearrange(f"e (s n){tail} -> e s n{tail}", {"s": 2}),
-                    Pad(2, dims.padded_intermediate),
-                    Rearrange(f"e s n{tail} -> e (s n){tail}"),
-                ]
-            else:
-                steps.append(Pad(1, 2 * dims.padded_intermediate))
-    else:
-        columns, padded_columns = dims.intermediate, dims.padded_intermediate
-        if dims.padded_hidden > dims.hidden:
-            steps.append(Pad(1, dims.padded_hidden))
-    if tail and padded_columns > columns:
-        per = _per_column(role, weight)
-        if per and padded_columns % per:
-            raise NoBackend(f"padded size {padded_columns} is not a whole number of groups of {per} weights.")
-        if role.endswith("_scale"):
-            if per:
-                steps.append(Pad(2, padded_columns // per))
+    kind = role.partition("_")[2]
+    if kind in ("global", "input"):
+        return ()
+    n, k = (dims.intermediate, dims.hidden), (dims.padded_intermediate, dims.padded_hidden)
+    (rows, columns), (full_rows, full_columns) = (n, k) if role.startswith("w13") else (n[::-1], k[::-1])
+    steps: list[Step] = []
+    if kind in ("scale", "zero"):
+        rows, full_rows = (scale_rows(weight, size) for size in (rows, full_rows))
+    if full_rows > rows:
+        tail = "" if kind == "bias" else " k"
+        if halves(problem, role) == 2 and problem.rows == CONCATENATED:
+            steps += [
+                Rearrange(f"e (s n){tail} -> e s n{tail}", {"s": 2}),
+                Pad(2, full_rows, fill),
+                Rearrange(f"e s n{tail} -> e (s n){tail}"),
+            ]
         else:
-            steps.append(Pad(2, padded_columns * weight.bits // 8))
+            steps.append(Pad(1, halves(problem, role) * full_rows, fill))
+    if kind != "bias":
+        before, after = (_columns(weight, kind, size) for size in (columns, full_columns))
+        if after > before:
+            steps.append(Pad(2, after, fill))
     return tuple(steps)
 
 
-def _per_column(role: str, weight: WeightFormat) -> int:
-    """Weights per column of a scale tensor; 0 when one scale holds for the whole axis."""
-    if not role.endswith("_scale"):
-        return 8 // weight.bits if weight.bits < 8 else 1
-    return 0 if weight.group == FULL else weight.group
+def _columns(weight: WeightFormat, kind: str, k: int) -> int:
+    """Elements of a row of `k` weights in a canonical role of `kind`."""
+    if kind:
+        if weight.block[0] == 1 and weight.group > 0 and k % weight.group:
+            raise NoBackend(f"padded size {k} is not a whole number of groups of {weight.group} weights.")
+        return groups(weight, k)
+    if k * weight.bits % 8:
+        raise NoBackend(f"padded size {k} is not a whole number of bytes.")
+    return k * weight.bits // 8 if weight.bits < 8 else k
 
 
 def gate_then_up(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     """Padded `w13` rows with all gates first, then all ups; nothing to do for other roles."""
-    if not role.startswith("w13") or problem.rows == CONCATENATED:
+    if halves(problem, role) == 1 or problem.rows == CONCATENATED:
         return ()
     tail = "" if role.endswith("_bias") else " k"
     return (Rearrange(f"e (n s){tail} -> e (s n){tail}", {"s": 2}),)
@@ -109,7 +152,7 @@ def gate_then_up(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 
 def in_pairs(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     """Padded `w13` rows as gate0, up0, gate1, up1, ...; nothing to do for other roles."""
-    if not role.startswith("w13") or problem.rows == INTERLEAVED:
+    if halves(problem, role) == 1 or problem.rows == INTERLEAVED:
         return ()
     tail = "" if role.endswith("_bias") else " k"
     return (Rearrange(f"e (s n){tail} -> e (n s){tail}", {"s": 2}),)

@@ -12,18 +12,32 @@ from ..schemes import WeightFormat
 from ..targets import LAYOUTS, Reader
 from .canonical import CONCATENATED, INTERLEAVED, canonical_shapes, scale_dtype
 from .chain import Chain
+from .recipe import Output, Recipe
 from .transforms import Step
+from .values import Shapes
+
+Build = Callable[[MoEProblem, Shapes], Mapping[str, Output]]
+"""From a padded problem and its canonical roles to the stored tensors, padding included."""
+
+
+def by_role(steps: Callable[[MoEProblem, str], tuple[Step, ...]]) -> Build:
+    """A layout that stores every canonical role as one tensor of that name, moved by `steps`."""
+
+    def build(problem: MoEProblem, shapes: Shapes) -> Mapping[str, Output]:
+        return {role: Output(role, chain=Chain(steps(problem, role))) for role in shapes}
+
+    return build
 
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """One layout: its chain per role follows from the problem. Who reads it stands in `moectl.targets`.
+    """One layout: its stored tensors follow from the problem. Who reads it stands in `moectl.targets`.
 
     Attributes:
         name: unique, as in manifests, `moectl.targets` and `moectl.padding`.
         version: raised when stored bytes change.
         weights: the formats it holds.
-        build: from a padded problem to the steps of one role, padding included.
+        build: from a padded problem and its canonical roles to the stored tensors, padding included.
         logical_dtypes: what stored bytes are, for roles whose storage dtype does not say it, in
             safetensors spellings: ``F4`` (two E2M1 codes to a byte), ``F8_E8M0``, ``F8_E4M3``.
         scale_dtypes: storage dtypes of scales that its kernels read.
@@ -33,7 +47,7 @@ class WeightLayout:
     name: str
     version: int
     weights: tuple[WeightFormat, ...]
-    build: Callable[[MoEProblem, str], tuple[Step, ...]] = field(repr=False)
+    build: Build = field(repr=False)
     logical_dtypes: Mapping[str, str] = field(default_factory=dict)
     scale_dtypes: tuple[str, ...] = ("U8", "BF16", "F16")
     bias: bool = True
@@ -57,18 +71,22 @@ class WeightLayout:
         """What sizes are rounded up to for `weight`."""
         return padding(self.name, weight)
 
-    def chains(self, problem: MoEProblem) -> dict[str, Chain]:
-        """The chain of every role of `problem`, whose padded sizes `align` has already set.
+    def recipe(self, problem: MoEProblem, shapes: Shapes | None = None) -> Recipe:
+        """How a layer of `problem`, whose padded sizes `align` has already set, is stored.
 
-        Raises NoBackend with the first reason why this layout cannot hold the problem.
+        `shapes` has the canonical roles that there are, for all experts; by default those that the
+        problem asks for. Raises NoBackend with the first reason why this layout cannot hold the problem.
         """
         for reason in self.refusals(problem):
             raise NoBackend(f"layout {self.name} cannot hold this layer: {reason}.")
-        chains = {}
-        for role, (shape, dtype) in canonical_shapes(problem, 1).items():
-            chains[role] = Chain(self.build(problem, role))
-            chains[role].trace(shape, dtype)
-        return chains
+        known = canonical_shapes(problem, problem.local_experts) if shapes is None else shapes
+        made = Recipe(known, self.build(problem, known))
+        made.check()
+        return made
+
+    def chains(self, problem: MoEProblem) -> dict[str, Chain]:
+        """The chain of every stored tensor of `problem`; errors as of `recipe`."""
+        return {name: output.chain for name, output in self.recipe(problem).outputs.items()}
 
     def refusals(self, problem: MoEProblem) -> Iterator[str]:
         """Every reason why this layout cannot hold `problem`."""

@@ -15,7 +15,7 @@ from ...problem import MoEProblem
 from ...schemes import MXFP4
 from ..canonical import gate_then_up, padded
 from ..transforms import Flip, Rearrange, Step
-from ..weight_layout import WeightLayout
+from ..weight_layout import WeightLayout, by_role
 from .words import BYTES, E2M1_SHIFTED, WORDS
 
 WEIGHTS: tuple[Step, ...] = (
@@ -42,7 +42,7 @@ CUTLASS_SM90 = WeightLayout(
     name="cutlass-sm90",
     version=1,
     weights=(MXFP4,),
-    build=_mxfp4,
+    build=by_role(_mxfp4),
     logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
     scale_dtypes=("U8",),
 )

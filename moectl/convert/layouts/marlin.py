@@ -16,7 +16,7 @@ from ...problem import MoEProblem
 from ...schemes import FULL, MXFP4, int_format
 from ..canonical import groups, padded
 from ..transforms import Rearrange, Step
-from ..weight_layout import WeightLayout
+from ..weight_layout import WeightLayout, by_role
 from .words import NIBBLES_APART, WORDS
 
 _TILE = {"w": 4, "c": 2, "h": 8, "rh": 2, "l": 4}
@@ -68,7 +68,7 @@ MARLIN_INT4 = WeightLayout(
     name="marlin-int4",
     version=1,
     weights=tuple(int_format(4, group) for group in (32, 64, 128, FULL)),
-    build=_integer,
+    build=by_role(_integer),
     scale_dtypes=("BF16", "F16"),
 )
 
@@ -76,7 +76,7 @@ MARLIN_INT8 = WeightLayout(
     name="marlin-int8",
     version=1,
     weights=tuple(int_format(8, group) for group in (32, 64, 128, FULL)),
-    build=_integer,
+    build=by_role(_integer),
     scale_dtypes=("BF16", "F16"),
 )
 
@@ -84,7 +84,7 @@ MARLIN_MXFP4 = WeightLayout(
     name="marlin-mxfp4",
     version=1,
     weights=(MXFP4,),
-    build=_mxfp4,
+    build=by_role(_mxfp4),
     logical_dtypes={"w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
     scale_dtypes=("U8",),
 )

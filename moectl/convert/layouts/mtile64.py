@@ -31,7 +31,7 @@ from ...problem import MoEProblem
 from ...schemes import MXFP4, int_format
 from ..canonical import INTERLEAVED, padded, scale_dtype
 from ..transforms import Rearrange, Step, View
-from ..weight_layout import WeightLayout
+from ..weight_layout import WeightLayout, by_role
 from .words import BYTES, E2M1_SHIFTED, NIBBLES_APART, WORDS
 
 _TILES = Rearrange(
@@ -67,6 +67,6 @@ MTILE64 = WeightLayout(
     name="moectl-mtile64",
     version=1,
     weights=(MXFP4, *(int_format(4, group) for group in (32, 64, 128))),
-    build=_build,
+    build=by_role(_build),
     scale_dtypes=("U8", "BF16"),
 )

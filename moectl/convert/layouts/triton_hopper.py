@@ -16,7 +16,7 @@ from ...problem import MoEProblem
 from ...schemes import MXFP4
 from ..canonical import MODEL_DTYPE, in_pairs, padded
 from ..transforms import Pad, Rearrange, Step, Widen
-from ..weight_layout import WeightLayout
+from ..weight_layout import WeightLayout, by_role
 from .words import BYTES, E2M1_SHIFTED, WORDS
 
 WARPS = 8
@@ -70,7 +70,7 @@ TRITON_HOPPER = WeightLayout(
     name="triton-hopper",
     version=1,
     weights=(MXFP4,),
-    build=_mxfp4,
+    build=by_role(_mxfp4),
     logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
     scale_dtypes=("U8",),
 )

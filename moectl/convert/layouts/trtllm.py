@@ -16,7 +16,7 @@ from ...problem import MoEProblem
 from ...schemes import MXFP4, int_format
 from ..canonical import MODEL_DTYPE, gate_then_up, padded
 from ..transforms import Flip, Rearrange, Step, Widen, Xor
-from ..weight_layout import WeightLayout
+from ..weight_layout import WeightLayout, by_role
 
 TILES_128X4 = Rearrange("e (nb i j) (kb k) -> e (nb kb j i k)", {"i": 4, "j": 32, "k": 4})
 
@@ -52,7 +52,7 @@ TRTLLM_MXFP4 = WeightLayout(
     name="trtllm-mxfp4",
     version=1,
     weights=(MXFP4,),
-    build=_mxfp4,
+    build=by_role(_mxfp4),
     logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E4M3", "w2_scale": "F8_E4M3"},
     scale_dtypes=("U8",),
 )
@@ -61,7 +61,7 @@ TRTLLM_MXINT4 = WeightLayout(
     name="trtllm-mxint4",
     version=1,
     weights=(int_format(4, 32),),
-    build=_mxint4,
+    build=by_role(_mxint4),
     scale_dtypes=("BF16",),
     bias=False,
 )

@@ -1,0 +1,126 @@
+"""Value steps: named changes of numbers, where a chain's steps only move them.
+
+A backend that rescales scales, folds numbers of the whole layer into them, or stores codes in another
+number system gets such a step in front of the chain. Each is a frozen record without tensors, written
+into manifests by name. What a step loses is kept beside its result as a ``source.*`` tensor, so that the
+way back is bit-exact; a step that loses nothing says so and is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .records import from_json, to_json
+from .transforms import Shape
+
+Tensors = Mapping[str, Tensor]
+Shapes = Mapping[str, tuple[Shape, str]]
+"""Shape and storage dtype by role, experts first."""
+
+
+@dataclass(frozen=True, order=True)
+class Fact:
+    """A number about all experts of one canonical role of a layer, taken before any batch is converted.
+
+    `kind` names a row of `FACTS`. With shards, the layer is what the rank holds.
+    """
+
+    role: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.role})"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a `Fact` comes about: `of` a batch of experts, then `join` of what batches gave."""
+
+    of: Callable[[Tensor], Tensor]
+    join: Callable[[Tensor, Tensor], Tensor]
+
+
+def _largest_e4m3(t: Tensor) -> Tensor:
+    return t.view(torch.float8_e4m3fn).float().amax()
+
+
+FACTS: Mapping[str, Reduction] = {
+    "max": Reduction(lambda t: t.amax(), torch.maximum),
+    "max_e4m3": Reduction(_largest_e4m3, torch.maximum),
+}
+"""Kinds of facts: the largest value; of bytes that are E4M3 numbers, the largest as float32."""
+
+Facts = Mapping[Fact, Tensor]
+
+
+@runtime_checkable
+class Value(Protocol):
+    """One named change of a canonical role's numbers; axis 0 is the expert and stays."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Other canonical roles that it needs, of the same experts."""
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """What it needs to know of the whole layer."""
+
+    @property
+    def exact(self) -> bool:
+        """True when `undo` gives every input back bit for bit; such a step has no facts."""
+
+    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+        """What comes out for an input of `shape` and `dtype`; CheckpointError if it cannot be."""
+
+    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+        """The changed tensor; CheckpointError for a number that has no place in the result."""
+
+    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+        """The input, of `shape` and `dtype`, that `apply` turns into `t`; only where `exact`."""
+
+
+VALUES: dict[str, type[Value]] = {}
+"""Every value step by its name in a manifest."""
+
+Kind = TypeVar("Kind", bound="type[Any]")
+
+
+def named(name: str) -> Callable[[Kind], Kind]:
+    """Registers a value step under `name`."""
+
+    def register(kind: Kind) -> Kind:
+        assert name not in VALUES
+        VALUES[name] = kind
+        return kind
+
+    return register
+
+
+def value_to_json(value: Value) -> dict[str, Any]:
+    """`value` as JSON data: its name and its fields."""
+    name = next(name for name, kind in VALUES.items() if kind is type(value))
+    return {"value": name, **to_json(value)}
+
+
+def value_from_json(data: Any, where: str) -> Value:
+    """The value step that untrusted `data` describes; CheckpointError when it describes none."""
+    name = data.get("value") if isinstance(data, Mapping) else None
+    if not isinstance(name, str) or name not in VALUES:
+        raise CheckpointError(f"{where} is no known value step; known are {', '.join(VALUES)}.")
+    return from_json(VALUES[name], {key: item for key, item in data.items() if key != "value"}, where)
+
+
+def take_facts(wanted: tuple[Fact, ...], batch: Tensors, before: Facts) -> dict[Fact, Tensor]:
+    """`wanted` of all batches so far: those of `before` joined with what `batch` gives."""
+    found: dict[Fact, Tensor] = {}
+    for fact in wanted:
+        rule = FACTS[fact.kind]
+        now = rule.of(batch[fact.role])
+        found[fact] = rule.join(before[fact], now) if fact in before else now
+    return found
