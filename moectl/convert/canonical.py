@@ -34,7 +34,7 @@ def halves(problem: MoEProblem, role: str) -> int:
 
 
 def scale_dtype(problem: MoEProblem) -> str:
-    """The storage dtype of the canonical scales: bytes for MX formats and NVFP4, else stated or the model's."""
+    """Storage dtype of the canonical scales: bytes for MX formats and NVFP4, else stated or the model's."""
     weight = problem.scheme.weight
     if weight.name.startswith("mx") or weight.name == "nvfp4":
         return "U8"

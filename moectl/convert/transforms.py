@@ -217,6 +217,26 @@ class Xor:
 
 
 @dataclass(frozen=True)
+class Add:
+    """`amount` added to every byte, modulo 256."""
+
+    amount: int
+
+    def __post_init__(self) -> None:
+        _need(0 <= self.amount <= 255, self, "the amount is one byte")
+
+    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+        _need(dtype == "U8", self, f"needs bytes, got {dtype}")
+        return shape, dtype
+
+    def apply(self, t: Tensor) -> Tensor:
+        return t + self.amount
+
+    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+        return t - self.amount
+
+
+@dataclass(frozen=True)
 class Bits:
     """The bits of every 32-bit word reordered: bit i of the result is bit ``order[i]`` of the input."""
 
@@ -321,6 +341,7 @@ STEPS: Mapping[str, type[Step]] = {
     "rearrange": Rearrange,
     "codes": Codes,
     "xor": Xor,
+    "add": Add,
     "bits": Bits,
     "view": View,
     "widen": Widen,

@@ -15,6 +15,7 @@ from moectl.convert.layouts.words import E2M1_SHIFTED, NIBBLES_APART
 from moectl.convert.transforms import (
     DTYPES,
     STEPS,
+    Add,
     Bits,
     Codes,
     Flip,
@@ -51,6 +52,8 @@ def steps(draw):
         return Codes(draw(st.sampled_from((1, 2, 4))), True), (e, n, k), "U8"
     if kind == "xor":
         return Xor(draw(st.integers(0, 255))), (e, n, k), "U8"
+    if kind == "add":
+        return Add(draw(st.integers(0, 255))), (e, n, k), "U8"
     if kind == "bits":
         return Bits(tuple(draw(st.permutations(range(32))))), (e, n, k), "I32"
     if kind == "view":
