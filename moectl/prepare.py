@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .checkpoint.model import Checkpoint, LayerGroup, TensorInfo
 from .convert.batches import FolderReader, as_bytes, as_tensor, expert_bytes, pieces
-from .convert.codecs import check_scales, codec_for
+from .convert.canonical import CONCATENATED
+from .convert.codecs import check_scales, decode_role
 from .convert.layout import Chain, layout_named
 from .convert.manifest import (
     Manifest,
@@ -133,10 +134,10 @@ class ExpertLayer:
 
 def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
     """Canonical roles of a batch of experts as fp32 matrices."""
-    codec = codec_for(problem.scheme.weight)
+    halves = 2 if problem.activation.gated and problem.rows == CONCATENATED else 1
 
     def matrix(role: str) -> Tensor:
-        return codec.decode(roles[role], roles[f"{role}_scale"])
+        return decode_role(problem.scheme.weight, roles, role, halves if role == "w13" else 1)
 
     def bias(role: str) -> Tensor | None:
         return roles[role].float() if role in roles else None

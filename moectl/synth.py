@@ -253,9 +253,9 @@ class _Maker:
             codec = codec_for(self._group.problem.scheme.weight)
             weights = torch.randn(1, BANK_ROWS, columns, generator=self._generator("bank", columns))
             # Piece by piece: encoding takes several times the memory of what it encodes.
-            pairs = [codec.encode(part / math.sqrt(columns)) for part in torch.split(weights, 1024, dim=1)]
-            codes = torch.cat([codes for codes, _ in pairs], 1)[0]
-            scales = torch.cat([scale for _, scale in pairs], 1)[0]
+            parts = [codec.encode(part / math.sqrt(columns)) for part in torch.split(weights, 1024, dim=1)]
+            codes = torch.cat([part.codes for part in parts], 1)[0]
+            scales = torch.cat([part.scale for part in parts if part.scale is not None], 1)[0]
             groups = scales.shape[1]
             self._banks[columns] = _Bank(
                 codes.view(BANK_ROWS, groups, -1), scales.view(BANK_ROWS, groups, -1)

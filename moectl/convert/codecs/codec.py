@@ -2,35 +2,101 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from .scales import E8M0_NAN
 
-E8M0_NAN = 255
+
+class Encoded(NamedTuple):
+    """One matrix of a batch of experts, in canonical tensors.
+
+    Attributes:
+        codes: uint8 ``[e, n, k * bits / 8]``, 4-bit codes two to a byte; 16-bit formats: the weights.
+        scale: ``[e, block rows, block columns]``: uint8 (E8M0 or E4M3) or float.
+        zero: uint8 ``[e, n, g]``: the unpacked code of zero, for integers that are not symmetric.
+        global_scale: float32 ``[e, h, 1]``: a factor for each of h equal parts of the rows (NVFP4).
+    """
+
+    codes: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    def roles(self, role: str) -> dict[str, Tensor]:
+        """The tensors by canonical role: ``w13``, ``w13_scale``, ..."""
+        named = ((f"{role}{suffix}", getattr(self, part)) for part, suffix in SUFFIXES.items())
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+    @classmethod
+    def of(cls, roles: Mapping[str, Tensor], role: str) -> Encoded:
+        """The matrix `role` among the canonical `roles` of a batch of experts."""
+        if role not in roles:
+            raise CheckpointError(f"role {role} is missing; there are {', '.join(sorted(roles))}.")
+        return cls(**{part: roles[f"{role}{s}"] for part, s in SUFFIXES.items() if f"{role}{s}" in roles})
+
+
+SUFFIXES: Mapping[str, str] = {"codes": "", "scale": "_scale", "zero": "_zero", "global_scale": "_global"}
+"""What a canonical role adds to its matrix's name, by the field of `Encoded`."""
 
 
 class Codec(Protocol):
     """Codes and scales to real weights, and back."""
 
-    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """The weights ``[e, n, k]`` float32 that canonical `codes` and `scale` stand for."""
+    def decode(
+        self,
+        codes: Tensor,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+        global_scale: Tensor | None = None,
+    ) -> Tensor:
+        """The weights ``[e, n, k]`` float32 that the canonical tensors stand for."""
 
-    def encode(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Canonical codes and scales nearest to float32 `weights` ``[e, n, k]``."""
+    def encode(self, weights: Tensor) -> Encoded:
+        """Canonical tensors for finite `weights` ``[e, n, k]``: the usual scale, rounding to nearest."""
 
 
-def check_scales(scale: Tensor) -> None:
-    """Raises CheckpointError when a scale is not a number: E8M0 byte 255, or a float NaN or infinity.
+def in_halves(encoded: Encoded, halves: int) -> Encoded:
+    """The `halves` equal parts of the rows of each expert as matrices of their own, ``[e * halves, ...]``.
 
-    `scale` is a canonical scale tensor, experts first: uint8 holds E8M0 bytes.
+    A tensor with a single row of scales holds for every part.
     """
-    if scale.dtype is torch.uint8:
-        bad, what = scale == E8M0_NAN, "E8M0 byte 255"
-    else:
+    return _each(encoded, lambda t: _apart(t, halves))
+
+
+def from_halves(encoded: Encoded, halves: int) -> Encoded:
+    """The inverse of `in_halves`: rows of an expert's parts one after the other."""
+    return _each(encoded, lambda t: t.reshape(-1, halves * t.shape[1], *t.shape[2:]))
+
+
+def _each(encoded: Encoded, change: Callable[[Tensor], Tensor]) -> Encoded:
+    return Encoded(change(encoded.codes), *(t if t is None else change(t) for t in encoded[1:]))
+
+
+def _apart(t: Tensor, halves: int) -> Tensor:
+    if t.shape[1] == 1:
+        t = t.expand(-1, halves, *t.shape[2:])
+    if t.shape[1] % halves:
+        raise CheckpointError(f"{t.shape[1]} rows of {list(t.shape)} do not make {halves} equal parts.")
+    return t.reshape(-1, t.shape[1] // halves, *t.shape[2:])
+
+
+def check_scales(scale: Tensor, dtype: str = "E8M0") -> None:
+    """Raises CheckpointError when a scale is not a number: an E8M0 or E4M3 NaN, or a float NaN or infinity.
+
+    `scale` is a canonical scale tensor, experts first; `dtype` says what bytes (uint8) are: E8M0, or
+    F8_E4M3.
+    """
+    if scale.dtype is not torch.uint8:
         bad, what = ~torch.isfinite(scale), "NaN or infinity"
+    elif dtype == "F8_E4M3":
+        bad, what = (scale & 0x7F) == 0x7F, "E4M3 NaN"
+    else:
+        bad, what = scale == E8M0_NAN, "E8M0 byte 255"
     count = int(bad.sum())
     if count:
         expert = int(bad.flatten(1).any(1).nonzero()[0])
@@ -42,28 +108,19 @@ def check_scales(scale: Tensor) -> None:
 
 def check_weights(weights: Tensor) -> None:
     """Raises CheckpointError when a weight to be encoded is NaN or infinite, or is not ``[e, n, k]``."""
-    if weights.ndim != 3:
+    if weights.ndim != 3 or not weights.is_floating_point():
         raise CheckpointError(
-            f"weights to encode must be [experts, rows, columns], got {list(weights.shape)}."
+            f"weights to encode must be floats [experts, rows, columns], got {weights.dtype} "
+            f"{list(weights.shape)}."
         )
-    count = int((~torch.isfinite(weights)).sum())
-    if count:
-        raise CheckpointError(f"{count} of {weights.numel()} weights to encode are NaN or infinite.")
-
-
-def low_nibbles_first(codes: Tensor) -> Tensor:
-    """One 4-bit code to a byte ``[..., 2 m]`` from bytes of two ``[..., m]``."""
-    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-
-
-def two_to_a_byte(codes: Tensor) -> Tensor:
-    """Bytes of two ``[..., m]`` from one 4-bit code to a byte ``[..., 2 m]``, even ones in low nibbles."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
-
-
-def per_group(weights: Tensor, groups: int) -> Tensor:
-    """``[e, n, k]`` as ``[e, n, groups, k / groups]``; CheckpointError when groups are not whole."""
-    e, n, k = weights.shape
-    if groups == 0 or k % groups:
-        raise CheckpointError(f"{k} weights a row do not make {groups} groups of one size.")
-    return weights.reshape(e, n, groups, k // groups)
+    # A sum is a number only when everything in it is: far cheaper than looking at every weight.
+    if not weights.numel() or bool(torch.isfinite(weights.sum(dtype=torch.float64))):
+        return
+    bad = ~torch.isfinite(weights.float())
+    if bad.any():
+        expert = int(bad.flatten(1).any(1).nonzero()[0])
+        raise CheckpointError(
+            f"{int(bad.sum())} of {weights.numel()} weights to encode are NaN or infinite, first in "
+            f"expert {expert}.",
+            hint="Fetch the checkpoint again, or leave the layer out.",
+        )

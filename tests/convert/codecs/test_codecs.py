@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from moectl.convert.codecs import check_scales, codec_for
 from moectl.errors import CheckpointError, UsageError
-from moectl.schemes import BF16, FULL, MXFP4, WeightFormat, int_format
+from moectl.schemes import FULL, MXFP4, WeightFormat, int_format
 
 RECORDED = (
     Path(__file__).resolve().parents[2] / "data" / "codecs" / "ckpt_compressed_tensors_pack.safetensors"
@@ -51,7 +51,7 @@ def test_mxfp4_negative_zero_keeps_its_sign():
     values = mxfp4.decode(torch.full((1, 1, 16), 0x80, dtype=torch.uint8), torch.full((1, 1, 1), 127).byte())
     assert torch.signbit(values[0, 0]).tolist() == [False, True] * 16
     values[..., 31] = 6
-    codes, _ = mxfp4.encode(values)
+    codes = mxfp4.encode(values).codes
     assert codes[0, 0, 0] == 0x80
 
 
@@ -67,7 +67,7 @@ tiny = st.floats(-(2.0**-120), 2.0**-120, width=32)
 @given(blocks(ordinary) | blocks(tiny) | blocks(st.floats(width=32, allow_nan=False, allow_infinity=False)))
 def test_mxfp4_encodes_to_the_nearest(values):
     w = torch.tensor(values, dtype=torch.float32).reshape(1, 1, 32)
-    codes, scale = mxfp4.encode(w)
+    codes, scale, *_ = mxfp4.encode(w)
     largest = max(map(abs, w.reshape(-1).tolist()))
     exponent = max(math.frexp(largest)[1] - 1 - 2, -127) if largest else -127
     assert scale.item() == exponent + 127
@@ -106,11 +106,11 @@ def test_mxfp4_goes_round():
 
 
 def test_mxfp4_zero_and_saturation():
-    codes, scale = mxfp4.encode(torch.zeros(1, 2, 64))
+    codes, scale, *_ = mxfp4.encode(torch.zeros(1, 2, 64))
     assert not codes.any()
     assert not scale.any()
     largest = torch.finfo(torch.float32).max
-    codes, scale = mxfp4.encode(torch.full((1, 1, 32), largest))
+    codes, scale, *_ = mxfp4.encode(torch.full((1, 1, 32), largest))
     assert (codes == 0x77).all()
     assert scale.item() == 127 + 125
     assert torch.isfinite(mxfp4.decode(codes, scale)).all()
@@ -137,7 +137,7 @@ def test_ints_encode_to_the_nearest(weight):
     w = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(2)) * torch.tensor(
         [[[1e-3]], [[50.0]]]
     )
-    codes, scale = codec.encode(w)
+    codes, scale, *_ = codec.encode(w)
     group = 256 if weight.group == FULL else weight.group
     step = scale.double().repeat_interleave(group, -1)
     largest = w.reshape(2, 5, -1, group).abs().amax(-1)
@@ -146,7 +146,7 @@ def test_ints_encode_to_the_nearest(weight):
     # The scale's own rounding moves the ends by limit * 2**-8 steps at most.
     assert (error <= step * (0.5 + limit * 2.0**-8)).all()
     inside = w.double().abs() <= step * (limit - 1)
-    assert (error <= step * 0.5 + 1e-12)[inside].all()
+    assert (error <= step * (0.5 + 1e-5))[inside].all()
 
 
 @pytest.mark.parametrize("weight", INTS, ids=str)
@@ -155,7 +155,7 @@ def test_ints_encode_extremes_to_numbers(weight):
     w = torch.zeros(1, 3, 256)
     w[0, 1] = torch.finfo(torch.float32).tiny / 4
     w[0, 2, ::2] = torch.finfo(torch.float32).max
-    codes, scale = codec.encode(w)
+    codes, scale, *_ = codec.encode(w)
     check_scales(scale)
     values = codec.decode(codes, scale)
     assert torch.isfinite(values).all()
@@ -168,7 +168,7 @@ def test_ints_go_round():
     codes[..., ::16] = 0x00  # -8 in every group: a scale of its magnitude / 7.5 is not the original
     scale = torch.full((2, 3, 4), 0.25, dtype=torch.bfloat16)
     values = codec.decode(codes, scale)
-    again, smaller = codec.encode(values * (7.5 / 8))
+    again, smaller, *_ = codec.encode(values * (7.5 / 8))
     assert torch.equal(smaller, scale)
     assert (again.int() & 15).min() == 0
 
@@ -207,7 +207,7 @@ def test_scales_that_are_numbers():
     [
         (MXFP4, (1, 1, 32), math.nan, "32 of 32 weights to encode are NaN"),
         (MXFP4, (1, 1, 32), math.inf, "NaN or infinite"),
-        (MXFP4, (1, 1, 48), 1.0, "whole blocks of 32, got 48"),
+        (MXFP4, (1, 1, 48), 1.0, "whole groups and bytes, got 1 rows of 48"),
         (MXFP4, (1, 32), 1.0, "experts, rows, columns"),
         (int_format(4, 32), (1, 1, 48), 1.0, "whole groups"),
         (int_format(4, FULL), (1, 1, 3), 1.0, "whole groups and bytes"),
@@ -222,9 +222,14 @@ def test_weights_that_cannot_be_encoded(weight, shape, value, message):
 @pytest.mark.parametrize(
     ("weight", "codes", "scale", "message"),
     [
-        (MXFP4, torch.zeros(1, 2, 16).byte(), torch.zeros(1, 2, 2).byte(), r"need scales \[?\(?1, 2, 1"),
-        (MXFP4, torch.zeros(1, 2, 17).byte(), torch.zeros(1, 2, 1).byte(), "need scales"),
-        (MXFP4, torch.zeros(1, 2, 16).byte(), torch.zeros(1, 2, 1), "uint8 codes and scales"),
+        (
+            MXFP4,
+            torch.zeros(1, 2, 16).byte(),
+            torch.zeros(1, 2, 2).byte(),
+            r"need scales .*\[1, 2, 1\], got \[1, 2, 2\]",
+        ),
+        (MXFP4, torch.zeros(1, 2, 17).byte(), torch.zeros(1, 2, 1).byte(), "whole groups"),
+        (MXFP4, torch.zeros(1, 2, 16).byte(), torch.zeros(1, 2, 1), "uint8 codes and uint8 scales"),
         (int_format(4, 32), torch.zeros(1, 2, 16).byte(), torch.zeros(1, 2, 2), "need scales"),
         (int_format(4, 32), torch.zeros(1, 2, 16).byte(), torch.zeros(1, 2, 1).byte(), "float scales"),
         (int_format(4, 32), torch.zeros(1, 2, 16).int(), torch.zeros(1, 2, 1), "uint8 codes"),
@@ -236,8 +241,8 @@ def test_codes_and_scales_that_do_not_fit(weight, codes, scale, message):
 
 
 @pytest.mark.parametrize(
-    "weight", [BF16, WeightFormat("nvfp4", 4, (1, 16)), WeightFormat("int8", 8, (FULL, FULL))]
+    "weight", [WeightFormat("fp6", 6, (1, 32)), WeightFormat("mxfp4", 4, (2, 32)), int_format(8, FULL, "I32")]
 )
 def test_formats_without_a_codec(weight):
-    with pytest.raises(UsageError, match="no codec knows"):
+    with pytest.raises(UsageError, match=r"no codec (knows|stores)"):
         codec_for(weight)

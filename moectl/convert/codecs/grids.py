@@ -1,0 +1,131 @@
+"""The values that a code can stand for before scaling, and the code nearest to a number."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_MANTISSA = 23
+_EXPONENT_BITS = 0x7F800000
+
+
+class Grid(Hashable, Protocol):
+    """The numbers that codes of `bits` bits stand for; `largest` is the largest magnitude on both sides."""
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def largest(self) -> float: ...
+
+    def value(self, code: int) -> float:
+        """What one code stands for."""
+
+    def round(self, x: Tensor) -> Tensor:
+        """`x` (float32, overwritten) moved to the nearest value, ties to the even code, saturating."""
+
+    def codes(self, x: Tensor) -> Tensor:
+        """The uint8 codes of `round(x)`; `x` (float32) is overwritten."""
+
+
+@dataclass(frozen=True)
+class Minifloat:
+    """Small floats: sign, exponent, mantissa, subnormals, no infinities (OCP MX 1.0, 5.3).
+
+    Attributes:
+        bits: bits of a code.
+        mantissa: bits of the mantissa.
+        exponent: exponent of the smallest normal number.
+        largest: the largest finite magnitude; codes above it are NaN.
+    """
+
+    bits: int
+    mantissa: int
+    exponent: int
+    largest: float
+
+    def value(self, code: int) -> float:
+        """Sign, exponent field, mantissa field: a field of zero is the subnormals."""
+        size = code & ((1 << (self.bits - 1)) - 1)
+        field, fraction = size >> self.mantissa, (size & ((1 << self.mantissa) - 1)) / 2.0**self.mantissa
+        power = 2.0 ** (self.exponent + max(field, 1) - 1)
+        magnitude = (fraction + (field > 0)) * power
+        if magnitude > self.largest:
+            return float("nan")
+        return -magnitude if code >> (self.bits - 1) else magnitude
+
+    def round(self, x: Tensor) -> Tensor:
+        # Adding 1.5 x 2**23 steps leaves no bit below a step: the addition itself rounds to even.
+        steps = (x.clamp_(-self.largest, self.largest).view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+        steps.clamp_(min=2.0**self.exponent).mul_(1.5 * 2.0 ** (_MANTISSA - self.mantissa))
+        return x.add_(steps).sub_(steps)
+
+    def codes(self, x: Tensor) -> Tensor:
+        negative = torch.signbit(x).to(torch.uint8) << (self.bits - 1)
+        # With the smallest normal at 1, float32's exponent and first mantissa bits count the normal codes.
+        size = self.round(x).abs_().mul_(2.0**-self.exponent)
+        small = size < 1
+        code = size.view(torch.int32).bitwise_right_shift(_MANTISSA - self.mantissa)
+        code.sub_((127 << self.mantissa) - (1 << self.mantissa))
+        code = torch.where(small, size.mul(2.0**self.mantissa).to(torch.int32), code)
+        return code.to(torch.uint8).bitwise_or_(negative)
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Whole numbers in offset codes: ``q + 2**(bits - 1)``.
+
+    `largest` lies half a step beyond the positive end, so that a scale of largest magnitude / `largest`
+    misses both ends by at most half a step.
+    """
+
+    bits: int
+
+    @property
+    def offset(self) -> int:
+        """The code of zero."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def largest(self) -> float:
+        return self.offset - 0.5
+
+    def value(self, code: int) -> float:
+        return float(code - self.offset)
+
+    def round(self, x: Tensor) -> Tensor:
+        return x.round_().clamp_(-self.offset, self.offset - 1)
+
+    def codes(self, x: Tensor) -> Tensor:
+        return self.round(x).add_(self.offset).to(torch.uint8)
+
+
+E2M1 = Minifloat(4, 1, 0, 6.0)
+E4M3 = Minifloat(8, 3, -6, 448.0)
+INT4 = Integers(4)
+INT8 = Integers(8)
+
+
+@lru_cache(maxsize=32)
+def _table(grid: Grid, device: torch.device) -> Tensor:
+    """``[256, 8 / bits]`` float32: the values of the codes in a byte, the low bits first."""
+    values = torch.tensor([grid.value(code) for code in range(1 << grid.bits)], device=device)
+    byte = torch.arange(256, device=device)
+    last = (1 << grid.bits) - 1
+    return torch.stack([values[byte >> shift & last] for shift in range(0, 8, grid.bits)], -1)
+
+
+def unpacked(grid: Grid, packed: Tensor) -> Tensor:
+    """``[..., m * 8 / bits]`` float32: the values of `packed` uint8 codes ``[..., m]``."""
+    values = _table(grid, packed.device).index_select(0, packed.reshape(-1).int())
+    return values.reshape(*packed.shape[:-1], -1)
+
+
+def packed(grid: Grid, codes: Tensor) -> Tensor:
+    """Bytes ``[..., m * bits / 8]`` from one code to a byte ``[..., m]``, the first in the low bits."""
+    return codes if grid.bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)

@@ -1,0 +1,167 @@
+"""Codes on a grid times the scale of their block: every quantized weight format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...schemes import WeightFormat
+from .blocks import WITHIN, Blocks, blocks_of, over
+from .codec import Encoded, check_weights
+from .grids import E4M3, Grid, Integers, packed, unpacked
+from .scales import E8M0, TINY, E4M3Scale, ScaleStore
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """value = (grid value of the code - shift of zero) x scale [x global scale].
+
+    Attributes:
+        weight: the format: blocks, and whether zeros are stored.
+        grid: what a code stands for.
+        store: how scales are stored when encoding; decoding takes any float where it is a float.
+        two_level: there is a global scale (NVFP4).
+    """
+
+    weight: WeightFormat
+    grid: Grid
+    store: ScaleStore
+    two_level: bool = False
+
+    def decode(
+        self,
+        codes: Tensor,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+        global_scale: Tensor | None = None,
+    ) -> Tensor:
+        """``[e, n, k]`` float32; one rounding, to float32, per factor that is not a power of two.
+
+        The product of an E2M1 code and an E4M3 scale is exact, so NVFP4 rounds once, too. What lies
+        beyond float32 is infinite; NaN codes and scales give NaN. CheckpointError when the tensors do
+        not fit each other.
+        """
+        blocks = self._check(codes, scale, zero, global_scale)
+        assert scale is not None
+        values = blocks.split(unpacked(self.grid, codes))
+        if zero is not None:
+            values = values.sub_(over(self.shift(zero)))
+        values = values.mul_(over(self._store_of(scale).load(scale)))
+        decoded = blocks.join(values)
+        return decoded if global_scale is None else decoded.mul_(_rows(global_scale, blocks.n))
+
+    def encode(self, weights: Tensor) -> Encoded:
+        """The usual scales of finite `weights` ``[e, n, k]`` and the codes nearest to weight / scale.
+
+        Scales map the largest magnitude of a block to the grid's largest value (E8M0: by the rule of
+        `store`); with zeros the range of the block, zero included, to all codes. Ties go to even
+        codes, values beyond the grid saturate.
+        """
+        check_weights(weights)
+        blocks = self.blocks(weights)
+        w = blocks.split(weights.float())
+        global_scale = self.global_scale(w.abs().amax(dim=(1, 2, 3, 4))) if self.two_level else None
+        if global_scale is not None:
+            w = w / global_scale[..., None, None]
+        if self.weight.zero_point:
+            scale, zero = self.range_scales(w.amin(WITHIN), w.amax(WITHIN))
+        else:
+            largest = torch.maximum(w.amax(WITHIN), -w.amin(WITHIN))
+            scale, zero = self.store.covering(largest, self.grid), None
+        return Encoded(self.pack(blocks, self.codes(w, scale, zero)), scale, zero, global_scale)
+
+    def blocks(self, weights: Tensor) -> Blocks:
+        """How `weights` ``[e, n, k]`` fall into blocks; CheckpointError when they do not."""
+        return blocks_of(self.weight, weights.shape[1], weights.shape[2])
+
+    def global_scale(self, largest: Tensor) -> Tensor:
+        """``[e, 1, 1]`` float32: maps the `largest` magnitude ``[e]`` to the largest code and block scale."""
+        scale = (largest / (self.grid.largest * E4M3.largest)).clamp(min=TINY)
+        return torch.where(largest == 0, 1.0, scale)[:, None, None]
+
+    def range_scales(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Stored scales, and zeros as uint8 codes, for blocks of weights from `low` to `high`."""
+        last = (1 << self.grid.bits) - 1
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scale = self.store.store(high / last - low / last)
+        zero = (low / self.store.load(scale)).round_().neg_().clamp_(0, last)
+        return scale, zero.to(torch.uint8)
+
+    def shift(self, zero: Tensor) -> Tensor:
+        """Float32 grid value of the codes in `zero`."""
+        if not isinstance(self.grid, Integers):
+            raise CheckpointError(f"{self.weight} has no zero points.")
+        return zero.float().sub_(self.grid.offset)
+
+    def codes(self, w: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+        """Uint8 codes, one to a byte, nearest to blocked `w` (global scale divided out) at stored scales.
+
+        The quotient is rounded to float32 before it is rounded to the grid.
+        """
+        return self.grid.codes(self.scaled(w, scale, zero))
+
+    def scaled(self, w: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+        """Blocked `w` in the grid's own numbers."""
+        factor = self.store.load(scale)
+        # Powers of two are multiplied, as 1 / 2**-127 would be lost and the product is exact.
+        x = w * over(self.store.load(254 - scale)) if isinstance(self.store, E8M0) else w / over(factor)
+        return x if zero is None else x.add_(over(self.shift(zero)))
+
+    def pack(self, blocks: Blocks, codes: Tensor) -> Tensor:
+        """Canonical codes from blocked ones."""
+        return packed(self.grid, blocks.join(codes))
+
+    def _store_of(self, scale: Tensor) -> ScaleStore:
+        """Float formats may have scales of powers of two instead."""
+        return E8M0() if scale.dtype is torch.uint8 and not isinstance(self.store, E4M3Scale) else self.store
+
+    def _check(
+        self, codes: Tensor, scale: Tensor | None, zero: Tensor | None, global_scale: Tensor | None
+    ) -> Blocks:
+        bytes_wanted = self.store.dtype is torch.uint8
+        may_be_bytes = not isinstance(self.grid, Integers)
+        if (
+            codes.dtype is not torch.uint8
+            or scale is None
+            or (bytes_wanted and scale.dtype is not torch.uint8)
+            or not (scale.is_floating_point() or (may_be_bytes and scale.dtype is torch.uint8))
+        ):
+            kind = "uint8" if bytes_wanted else "float"
+            got = "none" if scale is None else scale.dtype
+            raise CheckpointError(
+                f"{self.weight} is uint8 codes and {kind} scales, got {codes.dtype}, {got}."
+            )
+        if zero is not None and not isinstance(self.grid, Integers):
+            raise CheckpointError(f"{self.weight} has no zero points, got some.")
+        e, n, m = codes.shape
+        blocks = blocks_of(self.weight, n, m * 8 // self.grid.bits, scale.shape[1])
+        expected = (e, *blocks.scales)
+        if tuple(scale.shape) != expected or (zero is not None and tuple(zero.shape) != expected):
+            raise CheckpointError(
+                f"{self.weight} codes for {[e, n, blocks.k]} weights need scales (and zeros) "
+                f"{list(expected)}, got {list(scale.shape)}."
+            )
+        if (global_scale is None) is self.two_level:
+            had = "needs a global scale, got none" if self.two_level else "has no global scale, got one"
+            raise CheckpointError(f"{self.weight} {had}.")
+        if global_scale is not None and (
+            global_scale.ndim != 3
+            or global_scale.shape[0] != e
+            or global_scale.shape[2] != 1
+            or not global_scale.shape[1]
+            or n % global_scale.shape[1]
+        ):
+            raise CheckpointError(
+                f"{self.weight} needs global scales [{e}, parts of {n} rows, 1], "
+                f"got {list(global_scale.shape)}."
+            )
+        return blocks
+
+
+def _rows(global_scale: Tensor, n: int) -> Tensor:
+    """``[e, n, 1]`` (or ``[e, 1, 1]``) float32: the global scale of every row."""
+    parts = global_scale.shape[1]
+    return global_scale.float() if parts == 1 else global_scale.float().repeat_interleave(n // parts, 1)
