@@ -126,6 +126,12 @@ def unpacked(grid: Grid, packed: Tensor) -> Tensor:
     return values.reshape(*packed.shape[:-1], -1)
 
 
+def values_of(grid: Grid, codes: Tensor) -> Tensor:
+    """Float32 of the shape of `codes`, one code to a byte."""
+    first = _table(grid, codes.device)[:, 0]
+    return first.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
+
+
 def packed(grid: Grid, codes: Tensor) -> Tensor:
     """Bytes ``[..., m * bits / 8]`` from one code to a byte ``[..., m]``, the first in the low bits."""
     return codes if grid.bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)

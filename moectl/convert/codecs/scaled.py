@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...schemes import WeightFormat
 from .blocks import WITHIN, Blocks, blocks_of, over
 from .codec import Encoded, check_weights
-from .grids import E4M3, Grid, Integers, packed, unpacked
+from .grids import E4M3, Grid, Integers, packed, unpacked, values_of
 from .scales import E8M0, TINY, E4M3Scale, ScaleStore
 
 
@@ -66,11 +66,7 @@ class Scaled:
         global_scale = self.global_scale(w.abs().amax(dim=(1, 2, 3, 4))) if self.two_level else None
         if global_scale is not None:
             w = w / global_scale[..., None, None]
-        if self.weight.zero_point:
-            scale, zero = self.range_scales(w.amin(WITHIN), w.amax(WITHIN))
-        else:
-            largest = torch.maximum(w.amax(WITHIN), -w.amin(WITHIN))
-            scale, zero = self.store.covering(largest, self.grid), None
+        scale, zero = self.usual_scales(w)
         return Encoded(self.pack(blocks, self.codes(w, scale, zero)), scale, zero, global_scale)
 
     def blocks(self, weights: Tensor) -> Blocks:
@@ -82,10 +78,13 @@ class Scaled:
         scale = (largest / (self.grid.largest * E4M3.largest)).clamp(min=TINY)
         return torch.where(largest == 0, 1.0, scale)[:, None, None]
 
-    def range_scales(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Stored scales, and zeros as uint8 codes, for blocks of weights from `low` to `high`."""
+    def usual_scales(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Stored scales of blocked `w` (global scale divided out) by the format's rule, and uint8 zeros."""
+        low, high = w.amin(WITHIN), w.amax(WITHIN)
+        if not self.weight.zero_point:
+            return self.store.covering(torch.maximum(high, -low), self.grid), None
         last = (1 << self.grid.bits) - 1
-        low, high = low.clamp(max=0), high.clamp(min=0)
+        low, high = low.clamp_(max=0), high.clamp_(min=0)
         scale = self.store.store(high / last - low / last)
         zero = (low / self.store.load(scale)).round_().neg_().clamp_(0, last)
         return scale, zero.to(torch.uint8)
@@ -103,11 +102,22 @@ class Scaled:
         """
         return self.grid.codes(self.scaled(w, scale, zero))
 
+    def rounded(self, w: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+        """Blocked float32: what `codes` of blocked `w` decode to, global scale left out."""
+        return self._unscaled(self.grid.round(self.scaled(w, scale, zero)), scale, zero)
+
+    def valued(self, codes: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+        """Blocked float32: what blocked `codes`, one to a byte, decode to, global scale left out."""
+        return self._unscaled(values_of(self.grid, codes), scale, zero)
+
+    def _unscaled(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        if zero is not None:
+            x.sub_(over(self.shift(zero)))
+        return x.mul_(over(self.store.load(scale)))
+
     def scaled(self, w: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         """Blocked `w` in the grid's own numbers."""
-        factor = self.store.load(scale)
-        # Powers of two are multiplied, as 1 / 2**-127 would be lost and the product is exact.
-        x = w * over(self.store.load(254 - scale)) if isinstance(self.store, E8M0) else w / over(factor)
+        x = w / over(self.store.load(scale))
         return x if zero is None else x.add_(over(self.shift(zero)))
 
     def pack(self, blocks: Blocks, codes: Tensor) -> Tensor:

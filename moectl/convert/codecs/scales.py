@@ -35,6 +35,9 @@ class ScaleStore(Protocol):
     def covering(self, largest: Tensor, grid: Grid) -> Tensor:
         """Stored scales by the format's usual rule, for blocks of these `largest` magnitudes (float32)."""
 
+    def near(self, stored: Tensor, step: float) -> Tensor:
+        """Stored scales a `step` from others: of bytes the next ones, of floats a factor."""
+
 
 @lru_cache(maxsize=8)
 def _powers(device: torch.device) -> Tensor:
@@ -100,6 +103,9 @@ class E8M0:
             raise UsageError("scales that are powers of two go with floating-point codes only.")
         return self._bytes(E8M0_RULES[self.rule](largest, grid))
 
+    def near(self, stored: Tensor, step: float) -> Tensor:
+        return stored.int().add_(int(step)).clamp_(0, E8M0_NAN - 1).to(torch.uint8)
+
     def _bytes(self, exponent: Tensor) -> Tensor:
         return exponent.clamp(-E8M0_BIAS, E8M0_BIAS).add_(E8M0_BIAS).to(torch.uint8)
 
@@ -121,6 +127,9 @@ class E4M3Scale:
     def covering(self, largest: Tensor, grid: Grid) -> Tensor:
         return self.store(largest / grid.largest)
 
+    def near(self, stored: Tensor, step: float) -> Tensor:
+        return stored.int().add_(int(step)).clamp_(1, 0x7E).to(torch.uint8)
+
 
 @dataclass(frozen=True)
 class FloatScale:
@@ -137,6 +146,9 @@ class FloatScale:
 
     def covering(self, largest: Tensor, grid: Grid) -> Tensor:
         return self.store(largest / grid.largest)
+
+    def near(self, stored: Tensor, step: float) -> Tensor:
+        return self.store(stored.float() * step)
 
 
 def scale_store(weight: WeightFormat, default: str, rule: str = "floor") -> ScaleStore:

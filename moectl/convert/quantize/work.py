@@ -1,0 +1,148 @@
+"""One matrix to codes and scales, in pieces of whole rows of scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...schemes import FULL
+from ..codecs import Encoded, Scaled
+from ..codecs.blocks import WITHIN, Blocks
+from . import gptq
+from .options import Quantizer
+from .search import roomy, search
+from .tally import Tally
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What is known of the activations that one matrix meets, each None when it is not.
+
+    Attributes:
+        importance: ``[k]`` weights of squared errors.
+        hessian: ``[k, k]``, the mean of x x^T.
+        upper: ``[k, k]``, `gptq.factor` of the Hessian where it is shared by all experts.
+    """
+
+    importance: Tensor | None = None
+    hessian: Tensor | None = None
+    upper: Tensor | None = None
+
+
+class _Found(NamedTuple):
+    """One way to write some rows: blocked codes (one to a byte), stored scales and zeros."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+
+class Work:
+    """Quantizes matrices of one shape; `piece` is how many weights are worked on at a time."""
+
+    def __init__(self, codec: Scaled, options: Quantizer, blocks: Blocks, piece: int) -> None:
+        self.codec, self.options, self.blocks = codec, options, blocks
+        at_once = options.method == "gptq" or options.weight.block[0] == FULL
+        rows = max(1, piece // (blocks.k * blocks.rows)) * blocks.rows
+        self._rows = blocks.n if at_once else min(rows, blocks.n)
+
+    def matrix(self, matrix: Tensor, calibrated: Calibrated, tally: Tally) -> Encoded:
+        """Canonical tensors, a batch of one, for `matrix` ``[n, k]``; its errors are added to `tally`."""
+        usual, chosen = self._global_scales(matrix)
+        hessian = calibrated.hessian
+        if self.options.method == "gptq" and calibrated.upper is None and hessian is not None:
+            calibrated = replace(calibrated, upper=gptq.factor(hessian, self.options.damping))
+        parts = []
+        for first in range(0, self.blocks.n, self._rows):
+            w = matrix[None, first : first + self._rows].float()
+            blocks = replace(self.blocks, n=w.shape[1])
+            blocked = blocks.split(w)
+            found = self._found(blocked, blocks, chosen, calibrated)
+            encoded = Encoded(self.codec.pack(blocks, found.codes), found.scale, found.zero, chosen)
+            parts.append(encoded)
+            decoded = self.codec.decode(*encoded)
+            nearest = self._nearest(blocked, blocks, usual)
+            tally.add(w, decoded.sub_(w), nearest.sub_(w), blocks, first, hessian)
+        zeros = [part.zero for part in parts if part.zero is not None]
+        scales = [part.scale for part in parts if part.scale is not None]
+        return Encoded(
+            torch.cat([part.codes for part in parts], 1),
+            torch.cat(scales, 1),
+            torch.cat(zeros, 1) if zeros else None,
+            chosen,
+        )
+
+    def _global_scales(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The usual global scale ``[1, 1, 1]`` and the one taken; None where the format has none."""
+        if not self.codec.two_level:
+            return None, None
+        blocked = self.blocks.split(matrix[None])
+        largest = torch.maximum(blocked.amax(WITHIN), -blocked.amin(WITHIN)).float()
+        usual = self.codec.global_scale(largest.flatten(1).amax(1))
+        return usual, usual if self.options.method == "rtn" else roomy(self.codec, usual, largest)
+
+    def _nearest(self, blocked: Tensor, blocks: Blocks, usual: Tensor | None) -> Tensor:
+        """``[1, n, k]``: what rounding to nearest at the usual scales makes of blocked weights."""
+        x = _divided(blocked, usual)
+        values = self.codec.rounded(x, *self.codec.usual_scales(x))
+        return blocks.join(values if usual is None else values.mul_(usual[..., None, None]))
+
+    def _found(
+        self, blocked: Tensor, blocks: Blocks, chosen: Tensor | None, calibrated: Calibrated
+    ) -> _Found:
+        x = _divided(blocked, chosen)
+        scale, zero = self.codec.usual_scales(x)
+        if self.options.method == "rtn":
+            return _Found(self.codec.codes(x, scale, zero), scale, zero)
+        importance = calibrated.importance
+        weight = None if importance is None else replace(blocks, n=1, rows=1).split(importance[None, None])
+        searched = search(self.codec, x, scale, zero, weight)
+        found = _Found(self.codec.codes(x, *searched), *searched)
+        if self.options.method == "search" or calibrated.hessian is None:
+            return found
+        nearest = _Found(self.codec.codes(x, scale, zero), scale, zero)
+        return self._best(
+            (found, nearest, self._fed_back(x, blocks, found, calibrated)), x, blocks, calibrated
+        )
+
+    def _fed_back(self, x: Tensor, blocks: Blocks, found: _Found, calibrated: Calibrated) -> _Found:
+        assert calibrated.upper is not None and calibrated.importance is not None
+        codes, scale, zero = gptq.feed_back(
+            self.codec,
+            blocks.join(x)[0],
+            calibrated.upper,
+            calibrated.importance,
+            found.scale[0],
+            None if found.zero is None else found.zero[0],
+        )
+        return _Found(blocks.split(codes[None]), scale[None], None if zero is None else zero[None])
+
+    def _best(self, ways: tuple[_Found, ...], x: Tensor, blocks: Blocks, calibrated: Calibrated) -> _Found:
+        """For every row of blocks the way with the smallest error of the outputs, the first of equals."""
+        assert calibrated.hessian is not None
+        best, least = ways[0], self._row_errors(ways[0], x, blocks, calibrated.hessian)
+        for way in ways[1:]:
+            error = self._row_errors(way, x, blocks, calibrated.hessian)
+            better = error < least
+            least = torch.where(better, error, least)
+            row = better[:, :, None]
+            best = _Found(
+                torch.where(row[..., None, None], way.codes, best.codes),
+                torch.where(row, way.scale, best.scale),
+                None if way.zero is None or best.zero is None else torch.where(row, way.zero, best.zero),
+            )
+        return best
+
+    def _row_errors(self, way: _Found, x: Tensor, blocks: Blocks, hessian: Tensor) -> Tensor:
+        """``[1, block rows]``: the errors of the outputs, in units of the global scale."""
+        difference = blocks.join(self.codec.valued(way.codes, way.scale, way.zero).sub_(x))[0]
+        rows = gptq.output_errors(difference, hessian)
+        whole = torch.nn.functional.pad(rows, (0, blocks.scales[0] * blocks.rows - blocks.n))
+        return whole.reshape(1, -1, blocks.rows).sum(-1)
+
+
+def _divided(blocked: Tensor, global_scale: Tensor | None) -> Tensor:
+    return blocked if global_scale is None else blocked / global_scale[..., None, None]
