@@ -27,12 +27,12 @@ class Tally:
     ) -> None:
         """Adds `taken` - the errors ``[1, n, k]`` of what was taken for `w` - and those of the `nearest`.
 
-        `first` is the first row, counted from the last `begin`; all three are overwritten.
+        `first` is the first row, counted from the last `begin`; the errors are overwritten.
         """
         outputs = None
         if hessian is not None:
             outputs = [float(output_errors(t[0], hessian).double().sum()) for t in (w, taken, nearest)]
-        count, signal = w.numel(), blocks.split(w).square_().sum(WITHIN)
+        count, signal = w.numel(), blocks.split(w).square().sum(WITHIN)
         own, theirs = (
             self._errors(t, signal, blocks, first, None if outputs is None else outputs[i + 1])
             for i, t in enumerate((taken, nearest))

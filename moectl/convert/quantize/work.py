@@ -112,7 +112,7 @@ class Work:
         assert calibrated.upper is not None and calibrated.importance is not None
         codes, scale, zero = gptq.feed_back(
             self.codec,
-            blocks.join(x)[0],
+            blocks.join(x)[0].clone(),
             calibrated.upper,
             calibrated.importance,
             found.scale[0],

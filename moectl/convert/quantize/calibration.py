@@ -1,0 +1,90 @@
+"""Activations that experts were seen with, and what quantizers need to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...errors import CheckpointError
+
+Activate = Callable[[Tensor], Tensor]
+"""The first GEMM's outputs ``[tokens, rows of w13]`` to the second's inputs ``[tokens, intermediate]``."""
+
+NAMES = ("layers.{layer}.experts.{expert}.x", "layers.{layer}.x", "x")
+"""Names of a calibration tensor ``[tokens, hidden]``, the most particular first."""
+
+TOKENS = 4096
+"""Tokens that are multiplied at a time."""
+
+
+class Calibration:
+    """Activations ``[tokens, hidden]`` of a safetensors file, in tensors named as `NAMES` says.
+
+    Raises CheckpointError when the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(path, framework="pt") as file:
+                self._names = frozenset(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"calibration file {path} cannot be read: {error}.") from error
+
+    def shared(self, layer: int) -> bool:
+        """Whether all experts of `layer` have the same activations."""
+        begin, end = NAMES[0].format(layer=layer, expert="\0").split("\0")
+        return not any(name.startswith(begin) and name.endswith(end) for name in self._names)
+
+    def tokens(self, layer: int, expert: int, hidden: int) -> Tensor:
+        """``[tokens, hidden]`` float32: what `expert` of `layer` is called with.
+
+        Raises CheckpointError when there are none, or when they are of another size or no numbers.
+        """
+        spelled = [name.format(layer=layer, expert=expert) for name in NAMES]
+        name = next((name for name in spelled if name in self._names), None)
+        if name is None:
+            raise CheckpointError(
+                f"calibration file {self.path} has no activations for expert {expert} of layer {layer}.",
+                hint=f"Store a tensor [tokens, {hidden}] named {', '.join(spelled[:-1])} or {spelled[-1]}.",
+            )
+        with safe_open(self.path, framework="pt") as file:
+            x: Tensor = file.get_tensor(name)
+        if x.ndim != 2 or x.shape[1] != hidden or not len(x) or not x.is_floating_point():
+            raise CheckpointError(
+                f"calibration tensor {name} of {self.path} must be floats [tokens, {hidden}], "
+                f"got {x.dtype} {list(x.shape)}."
+            )
+        if not bool(torch.isfinite(x).all()):
+            raise CheckpointError(f"calibration tensor {name} of {self.path} has NaN or infinite values.")
+        return x.float()
+
+
+def hessian(x: Tensor) -> Tensor:
+    """``[k, k]`` float32: the mean of x x^T over the rows of `x` ``[tokens, k]``; its diagonal is the
+    importance of each column of weights."""
+    total = x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float32)
+    for part in torch.split(x, TOKENS):
+        total.addmm_(part.float().T, part.float())
+    return total.div_(len(x))
+
+
+def importance(x: Tensor) -> Tensor:
+    """``[k]`` float32: the mean square of every column of `x` ``[tokens, k]``."""
+    return x.float().square().mean(0)
+
+
+def intermediate(x: Tensor, w13: Tensor, activate: Activate, bias: Tensor | None = None) -> Tensor:
+    """``[tokens, intermediate]`` float32: what ``w2`` of one expert is called with, for its inputs `x`.
+
+    `w13` ``[rows, hidden]`` and `bias` ``[rows]`` are the expert's unquantized first matrix.
+    """
+    parts = []
+    for part in torch.split(x, TOKENS):
+        rows = part.float() @ w13.float().T
+        parts.append(activate(rows if bias is None else rows + bias.float()))
+    return torch.cat(parts)
