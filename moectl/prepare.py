@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .checkpoint.model import Checkpoint, LayerGroup, TensorInfo
-from .convert.batches import FolderReader, as_bytes, as_tensor, expert_bytes, pieces
+from .convert.batches import FolderReader, as_bytes, as_tensor
 from .convert.canonical import CONCATENATED
 from .convert.codecs import check_scales, decode_role
-from .convert.layout import Chain, layout_named
+from .convert.layout import layout_named
 from .convert.manifest import (
     Manifest,
     check_layer,
@@ -22,8 +22,11 @@ from .convert.manifest import (
     read_file_header,
     unpadded,
 )
-from .convert.safetensors_file import TORCH_DTYPES
-from .convert.sources import SIDE, RoleMap, map_layer, source_named
+from .convert.manifest_record import group_recipe
+from .convert.recipe import Output, Recipe
+from .convert.safetensors_file import TORCH_DTYPES, nbytes
+from .convert.sources import LayerMap, map_layer, read_batch, source_named
+from .convert.values import Facts, Shapes
 from .errors import CheckpointError, Unavailable, UsageError
 from .kernels.prepared import DenseExpert, DenseExperts, PreparedMoE, Router
 from .kernels.runners import runner_for
@@ -43,27 +46,6 @@ Ids = Sequence[int] | Tensor
 
 
 @dataclass(frozen=True)
-class Form:
-    """One role's canonical form and the chain that leads to the stored one.
-
-    `shape` is canonical, with all experts first; `dtype` is a safetensors spelling.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    chain: Chain
-
-    def undo(self, stored: Tensor) -> Tensor:
-        """The canonical tensor of a batch of experts, from their stored one."""
-        return self.chain.undo(stored, (len(stored), *self.shape[1:]), self.dtype)
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Room for the stored tensor of all experts."""
-        shape, dtype = self.chain.storage_shape(self.shape, self.dtype)
-        return torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
-
-
-@dataclass(frozen=True)
 class ExpertLayer:
     """One layer's experts where they are now, whatever they are stored as.
 
@@ -71,7 +53,7 @@ class ExpertLayer:
         problem: with logical sizes.
         layer: its number in the model.
         layout: name of the stored layout; `CANONICAL` for a checkpoint.
-        roles: canonical shape and dtype by role.
+        recipe: how it is stored; of a checkpoint, every canonical role as it is.
         canonical: canonical roles of a batch of experts, on the CPU or where the layer lies.
         stored: all experts' stored tensors, on a device.
         router: the layer's router; None when it is not stored beside the experts.
@@ -80,7 +62,7 @@ class ExpertLayer:
     problem: MoEProblem
     layer: int
     layout: str
-    roles: Mapping[str, Form]
+    recipe: Recipe
     canonical: Callable[[Ids], Mapping[str, Tensor]]
     stored: Callable[[torch.device], Mapping[str, Tensor]]
     router: Router | None
@@ -103,33 +85,61 @@ class ExpertLayer:
         device = torch.device(device)
         wanted = runner_for(backend).layout or self.layout
         try:
-            forms = self.roles
+            recipe = self.recipe
             if wanted != CANONICAL and runner_for(backend).layout is not None:
-                forms = layout_forms(wanted, self.problem, self.roles)
+                recipe = layout_recipe(wanted, self.problem, self.recipe.shapes)
             # A folder of an older version has the same name and other steps: those are the way back.
-            if wanted == self.layout and forms == self.roles:
+            if wanted == self.layout and recipe == self.recipe:
                 weights, relaid = self.stored(device), ""
             else:
-                weights = self._laid_out(forms, device)
+                weights = self._laid_out(recipe, device)
                 older = " of another version" if wanted == self.layout else ""
                 relaid = "" if self.layout == CANONICAL else f"{self.layout}{older} -> {wanted}"
         except torch.OutOfMemoryError as error:
             raise Unavailable(
                 f"layer {self.layer} does not fit the memory of {device}", hint="free memory, or use the CPU"
             ) from error
-        return PreparedMoE(
-            self.problem, backend, wanted, weights, _dense(weights, forms, self.problem), relaid
-        )
+        return PreparedMoE(self.problem, backend, wanted, weights, self._dense(weights, recipe), relaid)
 
-    def _laid_out(self, forms: Mapping[str, Form], device: torch.device) -> dict[str, Tensor]:
-        out = {role: form.empty(device) for role, form in forms.items()}
+    def _laid_out(self, recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
+        stored = {name: recipe.stored[name] for name in recipe.outputs}
+        out = {
+            name: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
+            for name, (shape, dtype) in stored.items()
+        }
+        facts: Facts = {}
+        for ids in self._batches() if recipe.facts else ():
+            facts = recipe.look(self.canonical(ids), facts)
+        for ids in self._batches():
+            batch = {role: t.to(device) for role, t in self.canonical(ids).items()}
+            for name, output in recipe.outputs.items():
+                if not output.per_layer:
+                    output.apply(batch, facts, out[name][ids.start : ids.stop])
+                elif ids.start == 0:
+                    output.apply(batch, facts, out[name])
+        return out
+
+    def _batches(self) -> Iterator[range]:
         experts = self.problem.local_experts
         step = max(1, BATCH_BYTES // max(1, self.problem.expert_bytes()))
-        for first in range(0, experts, step):
-            ids = range(first, min(experts, first + step))
-            for role, tensor in self.canonical(ids).items():
-                out[role][ids.start : ids.stop] = forms[role].chain.apply(tensor.to(device))
-        return out
+        return (range(first, min(experts, first + step)) for first in range(0, experts, step))
+
+    def _dense(self, weights: Mapping[str, Tensor], recipe: Recipe) -> Callable[[Ids], DenseExperts]:
+        """Decoded experts: from `weights` themselves where nothing was lost on the way to them."""
+
+        def dense(ids: Ids) -> DenseExperts:
+            device = weights["w13"].device
+            if recipe.kept:
+                return decode({role: t.to(device) for role, t in self.canonical(ids).items()}, self.problem)
+            index = torch.as_tensor(ids, dtype=torch.long, device=device)
+            chosen = {
+                name: weights[name].index_select(0, index)
+                for name, output in recipe.outputs.items()
+                if not output.per_layer
+            }
+            return decode(recipe.restore(chosen, len(index)), self.problem)
+
+        return dense
 
 
 def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
@@ -145,31 +155,10 @@ def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
     return DenseExperts(matrix("w13"), matrix("w2"), bias("w13_bias"), bias("w2_bias"))
 
 
-def _dense(
-    weights: Mapping[str, Tensor], forms: Mapping[str, Form], problem: MoEProblem
-) -> Callable[[Ids], DenseExperts]:
-    def dense(ids: Ids) -> DenseExperts:
-        device = weights["w13"].device
-        index = torch.as_tensor(ids, dtype=torch.long, device=device)
-        chosen = {role: form.undo(weights[role].index_select(0, index)) for role, form in forms.items()}
-        return decode(chosen, problem)
-
-    return dense
-
-
-def layout_forms(layout: str, problem: MoEProblem, roles: Mapping[str, Form]) -> dict[str, Form]:
-    """The `Form` of every role in `layout`, from the roles' canonical shapes and dtypes.
-
-    Raises UsageError when the layout reads other roles than the layer has.
-    """
+def layout_recipe(layout: str, problem: MoEProblem, shapes: Shapes) -> Recipe:
+    """The `Recipe` of `layout` for a layer with the canonical roles of `shapes`; NoBackend if it has none."""
     dims = padding(layout, problem.scheme.weight).apply(problem.dims)
-    chains = layout_named(layout).chains(replace(problem, dims=dims))
-    if chains.keys() != roles.keys():
-        different = ", ".join(sorted(chains.keys() ^ roles.keys()))
-        raise UsageError(
-            f"layout {layout} and the layer do not have the same tensors; they differ in {different}"
-        )
-    return {role: Form(form.shape, form.dtype, chains[role]) for role, form in roles.items()}
+    return layout_named(layout).recipe(replace(problem, dims=dims), shapes)
 
 
 def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> ExpertLayer:
@@ -188,21 +177,18 @@ def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> Expert
             hint="download the checkpoint and give its folder",
         )
     mapped = map_layer(source_named(group.problem.storage), checkpoint, group, number)
-    maps = {role.role: role for role in mapped.roles if not role.role.startswith(SIDE)}
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         with FolderReader(folder) as reader:
-            return {name: read_role(reader, role, ids) for name, role in maps.items()}
+            return read_experts(reader, mapped, ids)
 
     def stored(device: torch.device) -> dict[str, Tensor]:
-        everything = range(group.problem.local_experts)
-        with FolderReader(folder) as reader:
-            return {name: read_role(reader, role, everything).to(device) for name, role in maps.items()}
+        return {role: t.to(device) for role, t in canonical(range(group.problem.local_experts)).items()}
 
-    forms = {name: Form(role.shape, role.dtype, Chain(())) for name, role in maps.items()}
+    recipe = Recipe(mapped.shapes, {role: Output(role) for role in mapped.shapes})
     names = {key: name.replace("{layer}", str(number)) for key, name in group.names.router.items()}
     router = read_router(folder, checkpoint.tensors, names)
-    return ExpertLayer(group.problem, number, CANONICAL, forms, canonical, stored, router)
+    return ExpertLayer(group.problem, number, CANONICAL, recipe, canonical, stored, router)
 
 
 def _group_of(checkpoint: Checkpoint, layer: int | None) -> tuple[LayerGroup, int]:
@@ -219,22 +205,36 @@ def _group_of(checkpoint: Checkpoint, layer: int | None) -> tuple[LayerGroup, in
     return group, group.layers[0] if layer is None else layer
 
 
-def read_role(reader: FolderReader, role: RoleMap, experts: Ids) -> Tensor:
-    """The canonical tensor ``[len(experts), ...]`` of one role, read from a checkpoint's files.
+def read_experts(reader: FolderReader, mapped: LayerMap, experts: Ids) -> dict[str, Tensor]:
+    """The canonical tensors ``[len(experts), ...]`` of a layer, read from a checkpoint's files.
 
     Raises CheckpointError for a file that is too short, and for scales that are not numbers.
     """
-    each = expert_bytes(role)
-    buffer = torch.empty(len(experts) * each, dtype=torch.uint8)
-    view = as_bytes(buffer)
-    for i, expert in enumerate(map(int, experts)):
-        for piece in pieces(role, expert, expert + 1):
-            info, at = piece.tensor.info, i * each + piece.batch_at
-            reader.read(info.file, view[at : at + piece.nbytes], info.start + piece.tensor_at)
-    canonical = as_tensor(buffer, role.dtype, (len(experts), *role.shape[1:]))
-    if role.role.endswith("_scale"):
-        check_scales(canonical)
-    return canonical
+
+    def read(info: TensorInfo, at: int, view: memoryview) -> None:
+        reader.read(info.file, view, info.start + at)
+
+    ids = list(map(int, experts))
+    batch = {
+        role: torch.empty((len(ids), *shape[1:]), dtype=TORCH_DTYPES[dtype])
+        for role, (shape, dtype) in mapped.shapes.items()
+    }
+    for first, last in _runs(ids):
+        at = {role: t[first:last] for role, t in batch.items()}
+        read_batch(mapped, ids[first], ids[last - 1] + 1, read, at)
+    for role, t in batch.items():
+        if role.endswith("_scale"):
+            check_scales(t)
+    return batch
+
+
+def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
+    """Places of `ids` cut where an id does not follow the one before."""
+    first = 0
+    for i in range(1, len(ids) + 1):
+        if i == len(ids) or ids[i] != ids[i - 1] + 1:
+            yield first, i
+            first = i
 
 
 def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Router | None:
@@ -267,38 +267,43 @@ def converted_layer(manifest: Manifest, layer: int | None = None) -> ExpertLayer
     number = manifest.layers[0] if layer is None else layer
     group = manifest.group_of(number)
     problem = unpadded(group.problem)
-    forms = {
-        role: Form(record.shape, record.dtype, Chain.from_json(record.chain))
-        for role, record in group.roles.items()
-        if not role.startswith(SIDE)
-    }
-
-    places = manifest.open_layer(number)
+    recipe, places = group_recipe(group), manifest.open_layer(number)
     check_layer(manifest, number)
-    _check_scales(manifest, forms, places)
+    _check_scales(manifest, recipe, places)
 
     def stored(device: torch.device) -> dict[str, Tensor]:
         return load_layer(manifest, number, place=lambda role: device)
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         with FolderReader(manifest.folder) as reader:
-            return {role: form.undo(_rows(reader, places[role], ids)) for role, form in forms.items()}
+            return _restored(reader, recipe, places, ids)
 
     names = {key: name.replace("{layer}", str(number)) for key, name in group.router.items()}
     router = _converted_router(manifest, names)
-    return ExpertLayer(problem, number, manifest.layout.name, forms, canonical, stored, router)
+    return ExpertLayer(problem, number, manifest.layout.name, recipe, canonical, stored, router)
 
 
-def _check_scales(manifest: Manifest, forms: Mapping[str, Form], places: Mapping[str, TensorInfo]) -> None:
+def _restored(
+    reader: FolderReader, recipe: Recipe, places: Mapping[str, TensorInfo], ids: Ids
+) -> dict[str, Tensor]:
+    roles = [name for name, output in recipe.outputs.items() if not output.per_layer]
+    roles += [recipe.side(role) for role in recipe.kept]
+    return recipe.restore({role: _rows(reader, places[role], ids) for role in roles}, len(ids))
+
+
+def _check_scales(manifest: Manifest, recipe: Recipe, places: Mapping[str, TensorInfo]) -> None:
     """CheckpointError when a stored scale is not a number: hashes say only what was written."""
+    scales = Recipe(
+        {role: form for role, form in recipe.shapes.items() if role.endswith("_scale")},
+        {name: output for name, output in recipe.outputs.items() if output.role.endswith("_scale")},
+    )
+    experts = manifest.problem.local_experts
     with FolderReader(manifest.folder) as reader:
-        for role, form in forms.items():
-            if role.endswith("_scale"):
-                experts = places[role].shape[0]
-                step = max(1, SCALES_AT_ONCE * experts // places[role].nbytes)
-                for first in range(0, experts, step):
-                    ids = range(first, min(experts, first + step))
-                    check_scales(form.undo(_rows(reader, places[role], ids)))
+        for role, (shape, dtype) in scales.shapes.items():
+            step = max(1, SCALES_AT_ONCE * experts // nbytes(dtype, shape))
+            for first in range(0, experts, step):
+                ids = range(first, min(experts, first + step))
+                check_scales(_restored(reader, scales, places, ids)[role])
 
 
 def _rows(reader: FolderReader, info: TensorInfo, experts: Ids) -> Tensor:

@@ -136,12 +136,12 @@ def plan_document(plan: "Plan") -> dict[str, Any]:
                 "bytes_in": layer.bytes_in,
                 "bytes_out": layer.file.size,
                 "tensors": {
-                    role.spec.name: {
-                        "stored_dtype": role.spec.dtype,
-                        "stored_shape": list(role.spec.shape),
-                        "logical_dtype": role.logical_dtype,
+                    info.name: {
+                        "stored_dtype": info.dtype,
+                        "stored_shape": list(info.shape),
+                        "logical_dtype": layer.holds.get(info.name, info.dtype),
                     }
-                    for role in layer.roles
+                    for info in layer.file.tensors.values()
                 },
             }
             for layer in plan.layers
@@ -158,8 +158,9 @@ def draw_plan(plan: "Plan", console: Any) -> None:
         "holds",
         title=f"{plan.layout.name}: each of layers {ranges([layer.layer for layer in plan.layers])}",
     )
-    for role in first.roles:
-        made.add_row(role.spec.name, f"{role.spec.dtype} {list(role.spec.shape)}", role.logical_dtype)
+    for info in first.file.tensors.values():
+        holds = first.holds.get(info.name, info.dtype)
+        made.add_row(info.name, f"{info.dtype} {list(info.shape)}", holds)
     console.print(made)
     rows = {
         "read by": "; ".join(str(reader) for reader in plan.layout.readers),

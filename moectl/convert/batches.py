@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,9 +18,7 @@ import torch
 
 from ..checkpoint.shards import open_regular
 from .disk import read_exactly
-from .layout import Chain
 from .safetensors_file import TORCH_DTYPES, nbytes
-from .sources import RoleMap, StoredTensor
 
 
 class FolderReader(AbstractContextManager["FolderReader"]):
@@ -49,40 +47,6 @@ class FolderReader(AbstractContextManager["FolderReader"]):
         self._open.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of bytes shared by a stored tensor and a canonical batch.
-
-    `tensor_at` and `batch_at` count bytes from the start of the tensor and of the batch.
-    """
-
-    tensor: StoredTensor
-    tensor_at: int
-    batch_at: int
-    nbytes: int
-
-
-def expert_bytes(role: RoleMap) -> int:
-    """Bytes of one expert of a canonical role."""
-    return nbytes(role.dtype, role.shape) // role.shape[0]
-
-
-def pieces(role: RoleMap, first: int, last: int) -> Iterator[Piece]:
-    """Where the canonical bytes of experts `first` to `last` (exclusive) come from, in batch order."""
-    each = expert_bytes(role)
-    height = role.shape[1] if len(role.shape) > 1 else 1
-    row = each // height
-    per_expert = len(role.tensors) // role.shape[0]
-    if role.tensors[0].expert is None:
-        for tensor in role.tensors:
-            yield Piece(tensor, first * each, 0, (last - first) * each)
-        return
-    for tensor in role.tensors[first * per_expert : last * per_expert]:
-        assert tensor.expert is not None
-        at = (tensor.expert - first) * each + tensor.rows[0] * row
-        yield Piece(tensor, 0, at, (tensor.rows[1] - tensor.rows[0]) * row)
-
-
 class Digests:
     """SHA-256 of tensors whose bytes come in order, piece by piece."""
 
@@ -100,6 +64,10 @@ class Digests:
     def __getitem__(self, name: str) -> str:
         return self._done[name]
 
+    def __contains__(self, name: str) -> bool:
+        """True when all bytes of tensor `name` were seen."""
+        return name in self._done
+
 
 def as_tensor(buffer: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The first bytes of a uint8 `buffer` as a tensor, nothing copied."""
@@ -111,34 +79,33 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def apply_chain(chain: Chain, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The stored form of a canonical batch in `out`; a plain copy where the chain has no steps."""
-    return chain.apply(batch, out) if chain.steps else out.copy_(batch)
-
-
-def undo_chain(chain: Chain, stored: torch.Tensor, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """The canonical batch that is stored as `stored`; itself where the chain has no steps."""
-    return chain.undo(stored, shape, dtype) if chain.steps else stored
-
-
 Job = TypeVar("Job", contravariant=True)
 
 
 class Stages(Protocol[Job]):
-    """Three steps of a job: `read` fills a buffer, `work` turns it into a result, `write` stores it."""
+    """Three steps of a job: `read` fills a buffer, `work` makes pieces of it, `write` stores them."""
 
     def read(self, job: Job, source: torch.Tensor) -> None: ...
 
-    def work(self, job: Job, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor: ...
+    def work(self, job: Job, source: torch.Tensor, target: torch.Tensor) -> list[Piece]: ...
 
-    def write(self, job: Job, result: torch.Tensor) -> None: ...
+    def write(self, job: Job, pieces: list[Piece]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a stored tensor: the tensor's name, where the run begins in it, bytes, and the run itself."""
+
+    name: str
+    at: int
+    data: torch.Tensor
 
 
 class Arena:
-    """One block of memory, cut anew for every role into buffers to read into and to convert into.
+    """One block of memory, cut anew for every layer into buffers to read into and to convert into.
 
     Two of each, so that one batch is read and one written while one is converted. A single block
-    that lives as long as the conversion keeps the allocator from piling up what roles leave behind.
+    that lives as long as the conversion keeps the allocator from piling up what layers leave behind.
     """
 
     ALIGN = 256

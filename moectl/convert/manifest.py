@@ -32,9 +32,10 @@ from .manifest_record import (
     RoleRecord,
     ready_bytes,
 )
+from .recipe import SIDE
 from .records import from_json
 from .safetensors_file import TORCH_DTYPES, TensorSpec
-from .sources import SIDE, output_name
+from .sources import output_name
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ class Manifest:
         return {
             role: StoredRole(
                 role,
-                TensorSpec(output_name(prefix, role), item.stored_dtype, item.stored_shape),
+                TensorSpec(output_name(prefix, role), item.dtype, item.shape),
                 item,
-                record.sha256[role],
+                record.sha256[output_name(prefix, role)],
             )
             for role, item in group.roles.items()
         }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 from ..checkpoint.fields import LIMITS
 from ..checkpoint.header import DTYPE_BITS
 from ..errors import MoectlError
 from .canonical import canonical_shapes
-from .layout import Chain
 from .manifest_record import (
     CONFIG,
     INDEX,
@@ -18,15 +18,20 @@ from .manifest_record import (
     GroupRecord,
     LayerRecord,
     ManifestRecord,
+    RoleRecord,
+    TensorForm,
+    group_parts,
+    group_recipe,
     is_plain_name,
 )
+from .recipe import Recipe
 from .safetensors_file import TORCH_DTYPES, nbytes
-from .sources import SIDE
+from .sources import PartForm, output_name
 
 _MAX_SIZE = 1 << 48
 LARGEST_GROWTH = 16
-"""How many times larger than what is stored any form of a tensor on the way back may be: codes that are
-unpacked take two to eight times as much, and what is stored has been paid for on the disk."""
+"""How many times larger than canonical or stored any form of a tensor between the two may be: codes that
+are unpacked take two to eight times as much, and what is stored has been paid for on the disk."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -61,12 +66,11 @@ def check_manifest(record: ManifestRecord) -> list[str]:
     return wrong
 
 
-def _sizes_ok(dtype: str, shape: tuple[int, ...]) -> bool:
+def _sizes_ok(form: TensorForm | RoleRecord) -> bool:
     return (
-        dtype in TORCH_DTYPES
-        and bool(shape)
-        and all(size > 0 for size in shape)
-        and math.prod(shape) * DTYPE_BITS[dtype] // 8 < _MAX_SIZE
+        form.dtype in TORCH_DTYPES
+        and all(size > 0 for size in form.shape)
+        and math.prod(form.shape) * DTYPE_BITS[form.dtype] // 8 < _MAX_SIZE
     )
 
 
@@ -74,27 +78,49 @@ def _check_group(group: GroupRecord) -> list[str]:
     wrong = _check_problem(group)
     if wrong:
         return wrong
-    first, last = group.experts
-    for role, item in group.roles.items():
-        if not _sizes_ok(item.dtype, item.shape) or not _sizes_ok(item.stored_dtype, item.stored_shape):
-            wrong.append(f"role {role} has no possible dtype and shape")
-            continue
-        if item.shape[0] != last - first or item.stored_shape[0] != last - first:
-            wrong.append(f"role {role} does not have {last - first} experts")
-            continue
-        steps = Chain.from_json(item.chain).trace(item.shape, item.dtype)
-        if steps[-1] != (item.stored_shape, item.stored_dtype):
-            wrong.append(f"the chain of role {role} gives {steps[-1]}, not the stored shape and dtype")
-        bound = LARGEST_GROWTH * nbytes(item.stored_dtype, item.stored_shape)
-        if any(nbytes(dtype, shape) > bound for shape, dtype in steps):
-            wrong.append(f"the chain of role {role} grows to more than {LARGEST_GROWTH} times what is stored")
-    wrong = wrong or _check_roles(group)
-    if not wrong:
-        for role in group.roles:
-            wrong += _check_cover(role, group)
-        wrong += [f"part {n} fills no role" for n, p in group.parts.items() if p.role not in group.roles]
-        if len({part.template for part in group.parts.values()}) != len(group.parts):
-            wrong.append("two parts share one name")
+    experts = group.experts[1] - group.experts[0]
+    forms: list[tuple[str, RoleRecord | TensorForm]] = [*group.roles.items(), *group.canonical.items()]
+    forms += [(key, part.raw) for key, part in group.parts.items()]
+    wrong = [f"{name} has no possible dtype and shape" for name, form in forms if not _sizes_ok(form)]
+    if len({part.template for part in group.parts.values()}) != len(group.parts):
+        wrong.append("two parts share one name")
+    if wrong:
+        return wrong
+    try:
+        inputs = any(role.endswith("_input") for role in group.canonical)
+        wanted = canonical_shapes(group.problem, experts, inputs)
+        recipe, parts = group_recipe(group), group_parts(group)
+        if recipe.shapes != wanted:
+            return ["its roles do not have the shapes and dtypes of its problem"]
+        recipe.check()
+        wrong = _check_stored(group, recipe, parts)
+        return wrong or [text for role in wanted for text in _check_cover(role, group, parts)]
+    except MoectlError as error:
+        return [error.what]
+
+
+def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, PartForm]) -> list[str]:
+    """Stored roles must be what the recipe and the kept parts say, and no form of them absurdly large."""
+    experts = group.experts[1] - group.experts[0]
+    kept = {f.part.side: ((experts, *f.shape), f.dtype) for f in parts.values() if f.part.kept}
+    listed = {role: (item.shape, item.dtype) for role, item in group.roles.items()}
+    if listed != {**recipe.stored, **kept}:
+        return ["its stored roles are not what its recipe gives"]
+    wrong = []
+    for key, part in parts.items():
+        record = group.parts[key]
+        one = "{expert}" in record.template or part.shared
+        if math.prod(record.shape) * DTYPE_BITS.get(record.dtype, 0) != 8 * part.each * (
+            1 if one else experts
+        ):
+            wrong.append(f"part {key[:80]} is not as large as what is read of it")
+    for name, output in recipe.outputs.items():
+        shape, dtype = recipe.shapes[output.role]
+        stored, kind = recipe.stored[name]
+        bound = LARGEST_GROWTH * max(nbytes(dtype, shape), nbytes(kind, stored))
+        steps = (*output.steps(shape, dtype), *output.chain.trace(*output.steps(shape, dtype)[-1]))
+        if any(nbytes(held, form) > bound for form, held in steps):
+            wrong.append(f"role {name} grows to more than {LARGEST_GROWTH} times what it is made of")
     return wrong
 
 
@@ -116,36 +142,26 @@ def _check_problem(group: GroupRecord) -> list[str]:
     return wrong
 
 
-def _check_roles(group: GroupRecord) -> list[str]:
-    """The canonical roles must be those of the problem."""
-    first, last = group.experts
-    try:
-        wanted = canonical_shapes(group.problem, last - first)
-    except MoectlError as error:
-        return [error.what]
-    listed = {r: (item.shape, item.dtype) for r, item in group.roles.items() if not r.startswith(SIDE)}
-    return [] if listed == wanted else ["its roles do not have the shapes and dtypes of its problem"]
-
-
-def _check_cover(role: str, group: GroupRecord) -> list[str]:
+def _check_cover(role: str, group: GroupRecord, parts: Mapping[str, PartForm]) -> list[str]:
     """Parts must fill an expert's matrix exactly: rows in order without gap, and as many bytes."""
-    record, experts = group.roles[role], group.experts[1] - group.experts[0]
-    parts = sorted((p for p in group.parts.values() if p.role == role), key=lambda p: p.rows)
-    height = record.shape[1] if len(record.shape) > 1 else 1
-    row = nbytes(record.dtype, record.shape) // (experts * height)
+    form, experts = group.canonical[role], group.experts[1] - group.experts[0]
+    own = {key: part for key, part in parts.items() if part.part.role == role}
+    row = nbytes(form.dtype, form.shape) // (experts * form.shape[1])
     at = 0
-    for part in parts:
-        size = nbytes(part.dtype, part.shape) if _sizes_ok(part.dtype, part.shape) else -1
-        count = 1 if "{expert}" in part.template else experts
-        if part.rows[0] != at or size != (part.rows[1] - at) * row * count:
-            return [f"part {part.template[:80]} does not fill rows {list(part.rows)} of role {role}"]
+    for key, part in sorted(own.items(), key=lambda item: item[1].rows):
+        shape, dtype = part.part.chain.storage_shape((1, *part.shape), part.dtype)
+        for value in part.part.values:
+            shape, dtype = value.shape(shape, dtype)
+        if part.rows[0] != at or nbytes(dtype, shape) != (part.rows[1] - at) * row:
+            return [f"part {key[:80]} does not fill rows {list(part.rows)} of role {role}"]
         at = part.rows[1]
-    return [] if at == height else [f"the parts of role {role} fill {at} of {height} rows"]
+    return [] if at == form.shape[1] else [f"the parts of role {role} fill {at} of {form.shape[1]} rows"]
 
 
 def _check_layer(layer: LayerRecord, group: GroupRecord, files: set[str]) -> list[str]:
     wrong: list[str] = []
-    if layer.sha256.keys() != group.roles.keys() or layer.source.keys() != group.parts.keys():
+    names = {output_name(group.prefix.replace("{layer}", str(layer.layer)), role) for role in group.roles}
+    if layer.sha256.keys() != names or layer.source.keys() != group.parts.keys():
         return ["its roles or parts are not those of its group"]
     if not all(_SHA256.fullmatch(item) for item in layer.sha256.values()):
         wrong.append("a hash of a tensor is no SHA-256")

@@ -12,8 +12,13 @@ from typing import Any
 from ..checkpoint.opening import MANIFEST as MANIFEST
 from ..checkpoint.shards import CONFIG as CONFIG
 from ..checkpoint.shards import INDEX as INDEX
+from ..errors import CheckpointError
 from ..problem import MoEProblem
+from .chain import Chain
+from .recipe import Output, Recipe
 from .records import to_json
+from .sources import Part, PartForm, PartMap
+from .values import value_from_json, value_to_json
 
 FORMAT_VERSION = 1
 READY = "READY"
@@ -58,36 +63,77 @@ class LayoutRecord:
 
 
 @dataclass(frozen=True)
+class TensorForm:
+    """Storage dtype and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RoleRecord:
-    """One role of a layer group, all experts along the first axis.
+    """One stored role of a layer group.
 
     Attributes:
-        dtype, shape: of the canonical tensor, before the chain.
-        stored_dtype, stored_shape: of the tensor in the layer's file.
-        logical_dtype: what the stored bytes mean (``F4_E2M1``, ``F8_E8M0``, ...).
-        chain: the layout's steps from canonical to stored.
+        dtype, shape: of the tensor in the layer's file; experts first, but for one of the whole layer.
+        logical_dtype: what the stored bytes mean (``F4``, ``F8_E8M0``, ...).
+        made: the `Output` it is; None for a canonical tensor that is kept as it was.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    stored_dtype: str
-    stored_shape: tuple[int, ...]
     logical_dtype: str
-    chain: Any
+    made: Any
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One kind of source tensor, and the rows of a role that it holds.
+    """One kind of source tensor, and the rows of a canonical role that it holds.
 
-    `template` has ``{layer}`` and, for one tensor per expert, ``{expert}``.
+    Attributes:
+        template: has ``{layer}`` and, for one tensor per expert, ``{expert}``.
+        role: canonical role; empty for a tensor that is kept as it was.
+        dtype, shape: of the source's tensor.
+        raw: of one expert's, as it is read.
+        rows: of the role, first and last (exclusive).
+        shared: one tensor holds for every expert.
+        chain, values: steps from the source's tensor to canonical rows.
     """
 
     template: str
     role: str
     dtype: str
     shape: tuple[int, ...]
+    raw: TensorForm
     rows: tuple[int, int]
+    shared: bool
+    chain: Any
+    values: Any
+
+
+def part_record(part: PartMap, template: str) -> PartRecord:
+    """The record of a mapped part whose tensors are named by `template`."""
+    info, form = part.tensors[0], part.form
+    return PartRecord(
+        template=template,
+        role=part.part.role,
+        dtype=info.dtype,
+        shape=info.shape,
+        raw=TensorForm(form.dtype, form.shape),
+        rows=form.rows,
+        shared=form.shared,
+        chain=part.part.chain.to_json(),
+        values=[value_to_json(value) for value in part.part.values],
+    )
+
+
+def part_form(stored: str, record: PartRecord) -> PartForm:
+    """The part that a manifest's record describes; CheckpointError when it describes none."""
+    if not isinstance(record.values, list):
+        raise CheckpointError(f"the values of part {stored} must be a list.")
+    values = tuple(value_from_json(v, f"part {stored}, value {i}") for i, v in enumerate(record.values))
+    part = Part(stored, record.role, chain=Chain.from_json(record.chain), values=values)
+    return PartForm(part, record.raw.dtype, record.raw.shape, record.rows, record.shared)
 
 
 @dataclass(frozen=True)
@@ -103,9 +149,25 @@ class GroupRecord:
     experts: tuple[int, int]
     pad_value: int
     prefix: str
+    canonical: Mapping[str, TensorForm]
     roles: Mapping[str, RoleRecord]
     parts: Mapping[str, PartRecord]
     router: Mapping[str, str]
+
+
+def group_recipe(group: GroupRecord) -> Recipe:
+    """How a group's layers are stored; CheckpointError when the record describes no such thing."""
+    outputs = {
+        role: Output.from_json(record.made, f"role {role}")
+        for role, record in group.roles.items()
+        if record.made is not None
+    }
+    return Recipe({role: (form.shape, form.dtype) for role, form in group.canonical.items()}, outputs)
+
+
+def group_parts(group: GroupRecord) -> dict[str, PartForm]:
+    """A group's parts by their stored role; CheckpointError when a record describes none."""
+    return {stored: part_form(stored, record) for stored, record in group.parts.items()}
 
 
 @dataclass(frozen=True)

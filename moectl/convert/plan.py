@@ -19,18 +19,21 @@ from ..errors import CheckpointError, Unavailable, UsageError
 from ..padding import padding
 from ..problem import MoEProblem
 from .batches import Arena
-from .layout import BLOCK_BYTES, Chain, WeightLayout
+from .layout import BLOCK_BYTES, WeightLayout
 from .manifest_record import (
     FORMAT_VERSION,
     GroupRecord,
     LayoutRecord,
-    PartRecord,
     RoleRecord,
+    TensorForm,
     is_plain_name,
+    part_record,
 )
+from .recipe import Recipe
 from .records import to_json
-from .safetensors_file import TORCH_DTYPES, FilePlan, TensorSpec, nbytes, plan_file
-from .sources import SIDE, LayerMap, RoleMap, Source, map_layer, output_name, output_prefix, source_named
+from .safetensors_file import TORCH_DTYPES, FilePlan, TensorSpec, plan_file
+from .sources import LayerMap, Source, carved_bytes, map_layer, output_name, output_prefix, source_named
+from .writer import Writer, prepared_writer
 
 MIB = 1 << 20
 BASE_MEMORY = 24 * MIB
@@ -45,44 +48,35 @@ unpacked to bytes are two, and a step holds its input and its output."""
 
 
 @dataclass(frozen=True)
-class RolePlan:
-    """One role of one layer: where it comes from, the chain, where it goes.
+class LayerPlan:
+    """One layer: the unit of work, of files, and of resuming.
 
-    `batch` is the number of experts converted at once; `spec` the stored tensor.
+    `batch` is the number of experts converted at once, `peak_memory` what that takes; `holds` says what
+    the bytes of each tensor mean, where its dtype does not.
     """
 
-    source: RoleMap
-    chain: Chain
-    spec: TensorSpec
-    logical_dtype: str
+    map: LayerMap
+    problem: MoEProblem
+    source: Source
+    writer: Writer
+    file: FilePlan
     batch: int
     peak_memory: int
+    holds: Mapping[str, str]
 
     @property
-    def role(self) -> str:
-        return self.source.role
+    def layer(self) -> int:
+        return self.map.layer
 
     @property
-    def experts(self) -> int:
-        return self.source.shape[0]
+    def bytes_in(self) -> int:
+        """Bytes of expert tensors read."""
+        return sum(info.nbytes for info in self.map.tensors)
 
     @property
     def buffers(self) -> tuple[int, int]:
         """Bytes of a batch as it is read and as it is written."""
-        each = (nbytes(self.source.dtype, self.source.shape), self.spec.nbytes)
-        return each[0] // self.experts * self.batch, each[1] // self.experts * self.batch
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """One layer: the unit of work, of files, and of resuming."""
-
-    layer: int
-    problem: MoEProblem
-    source: Source
-    roles: tuple[RolePlan, ...]
-    file: FilePlan
-    bytes_in: int
+        return carved_bytes(self.map.batch_shapes, self.batch), self.writer.buffer_bytes(self.batch)
 
 
 @dataclass(frozen=True)
@@ -116,12 +110,12 @@ class Plan:
     @property
     def tensors_in(self) -> int:
         """Expert tensors read."""
-        return sum(len(role.source.tensors) for layer in self.layers for role in layer.roles)
+        return sum(1 for layer in self.layers for _ in layer.map.tensors)
 
     @property
     def tensors_out(self) -> int:
         """Expert tensors written."""
-        return sum(len(layer.roles) for layer in self.layers)
+        return sum(len(layer.file.tensors) for layer in self.layers)
 
     @property
     def bytes_in(self) -> int:
@@ -148,12 +142,12 @@ class Plan:
     @property
     def peak_memory(self) -> int:
         """Bytes needed above the program's own at the largest step."""
-        return max(role.peak_memory for layer in self.layers for role in layer.roles)
+        return max(layer.peak_memory for layer in self.layers)
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the buffers that batches of every role are read into and converted into."""
-        return max(Arena.size(*role.buffers) for layer in self.layers for role in layer.roles)
+        """Bytes of the buffers that batches of every layer are read into and converted into."""
+        return max(Arena.size(*layer.buffers) for layer in self.layers)
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same for a conversion to be resumed, by name."""
@@ -243,8 +237,7 @@ def plan_conversion(
         layers += planned
     layers.sort(key=lambda layer: layer.layer)
     _check_file_names(checkpoint)
-    infos = (t.info for layer in layers for role in layer.roles for t in role.source.tensors)
-    consumed = {info.name: info.file for info in infos}
+    consumed = {info.name: info.file for layer in layers for info in layer.map.tensors}
     rest = () if experts_only else tuple(_plan_rest(checkpoint, consumed))
     facts = LayoutRecord(
         layout.name, layout.target, layout.version, tuple(layout.archs), tuple(map(str, layout.readers))
@@ -259,19 +252,22 @@ def _plan_group(
     dims = padding(layout.name, group.problem.scheme.weight).apply(group.problem.dims)
     problem = replace(group.problem, dims=dims)
     maps = [map_layer(source, checkpoint, group, layer) for layer in group.layers]
-    chains = layout.chains(problem)
     for mapped in maps:
-        _check_roles(mapped, maps[0], chains, layout)
-    roles = {r.role: _plan_role(r, chains, layout, memory) for r in maps[0].roles}
-    prefix = output_prefix(next(iter(group.names.experts.values())))
+        _check_alike(mapped, maps[0])
+    recipe = layout.recipe(problem, maps[0].shapes)
+    for role, (shape, dtype) in recipe.stored.items():
+        if dtype not in TORCH_DTYPES:
+            raise UsageError(
+                f"layout {layout.name} stores {role} as {dtype} {list(shape)}, which has no place."
+            )
+    batch, peak = _plan_batch(maps[0], prepared_writer(maps[0], recipe), memory)
     planned = []
     for mapped in maps:
-        specs = {r: replace(p.spec, name=output_name(mapped.prefix, r)) for r, p in roles.items()}
-        file = plan_file(layer_file(mapped.layer), specs.values(), _metadata(layout))
-        own = tuple(replace(roles[m.role], source=m, spec=specs[m.role]) for m in mapped.roles)
-        bytes_in = sum(t.info.nbytes for t in mapped.stored)
-        planned.append(LayerPlan(mapped.layer, problem, source, own, file, bytes_in))
-    return _group_record(group, problem, prefix, roles, maps[0], source), planned
+        writer = prepared_writer(mapped, recipe)
+        file = plan_file(layer_file(mapped.layer), writer.specs, _metadata(layout))
+        holds = {output_name(mapped.prefix, role): kind for role, kind in layout.logical_dtypes.items()}
+        planned.append(LayerPlan(mapped, problem, source, writer, file, batch, peak, holds))
+    return _group_record(group, problem, layout, maps[0], recipe), planned
 
 
 def _metadata(layout: WeightLayout) -> dict[str, str]:
@@ -282,95 +278,62 @@ def _metadata(layout: WeightLayout) -> dict[str, str]:
     }
 
 
-def _check_roles(
-    mapped: LayerMap, first: LayerMap, chains: Mapping[str, Chain], layout: WeightLayout
-) -> None:
-    weights = {r.role for r in mapped.roles if not r.role.startswith(SIDE)}
-    if weights != set(chains):
-        unread, unmet = sorted(weights - set(chains)), sorted(set(chains) - weights)
-        parts = [f"does not read {', '.join(unread)}"] if unread else []
-        parts += [f"needs {', '.join(unmet)}, which the checkpoint lacks"] if unmet else []
-        raise UsageError(f"layer {mapped.layer}: layout {layout.name} {' and '.join(parts)}.")
-    forms = [{r.role: (r.tensors[0].info.dtype, r.dtype, r.shape) for r in m.roles} for m in (mapped, first)]
+def _check_alike(mapped: LayerMap, first: LayerMap) -> None:
+    forms = [tuple(part.form for part in layer.parts) for layer in (mapped, first)]
     if forms[0] != forms[1]:
+        different = next(a.part.stored for a, b in zip(*forms, strict=False) if a != b)
         raise CheckpointError(
-            f"layers {first.layer} and {mapped.layer} store their experts differently, "
-            f"expected {forms[1]}, got {forms[0]}.",
+            f"layers {first.layer} and {mapped.layer} store their experts differently, first in {different}.",
             reason="Layers of one group must be alike.",
         )
 
 
-def _plan_role(source: RoleMap, chains: Mapping[str, Chain], layout: WeightLayout, memory: int) -> RolePlan:
-    side = source.role.startswith(SIDE)
-    chain = Chain(()) if side else chains[source.role]
-    shape, dtype = chain.storage_shape(source.shape, source.dtype)
-    if shape[0] != source.shape[0] or dtype not in TORCH_DTYPES:
-        raise UsageError(
-            f"layout {layout.name} stores {source.role} as {dtype} {list(shape)}, "
-            "which cannot be written expert by expert."
-        )
-    experts = source.shape[0]
-    read = math.ceil(nbytes(source.dtype, source.shape) / experts)
-    written = math.ceil(nbytes(dtype, tuple(shape)) / experts)
-    batch = min(experts, max(1, LARGEST_BATCH // max(read, written)))
-    while (peak := step_memory(batch, read, written, bool(chain.steps))) > memory and batch > 1:
+def _plan_batch(mapped: LayerMap, writer: Writer, memory: int) -> tuple[int, int]:
+    """Experts that are converted at once, and the bytes that this takes."""
+    experts = mapped.experts
+    largest = max(carved_bytes(mapped.batch_shapes, 1), writer.buffer_bytes(1))
+    batch = min(experts, max(1, LARGEST_BATCH // largest))
+    while (peak := step_memory(mapped, writer, batch)) > memory and batch > 1:
         batch = batch * 3 // 4
     if peak > memory:
         raise UsageError(
-            f"one expert's {source.role} needs {math.ceil(peak / MIB)} MiB, "
+            f"one expert of layer {mapped.layer} needs {math.ceil(peak / MIB)} MiB, "
             f"--max-memory allows {f'{memory / MIB:.4g} MiB' if memory >= MIB else f'{memory} bytes'}.",
             hint=f"Give --max-memory {math.ceil(peak / MIB)}MiB or more.",
         )
-    logical = source.dtype if side else layout.logical_dtypes.get(source.role, dtype)
-    return RolePlan(source, chain, TensorSpec(source.role, dtype, tuple(shape)), logical, batch, peak)
+    return batch, peak
 
 
-def step_memory(batch: int, read: int, written: int, chained: bool) -> int:
-    """Bytes held at most while batches are converted whose experts have `read` and `written` bytes."""
-    largest = max(read, written)
-    block = max(largest, min(batch * largest, BLOCK_BYTES)) if chained else 0
-    return BASE_MEMORY + Arena.size(batch * read, batch * written) + CHAIN_COPIES * block
+def step_memory(mapped: LayerMap, writer: Writer, batch: int) -> int:
+    """Bytes held at most while batches of `batch` experts are converted."""
+    read, written = carved_bytes(mapped.batch_shapes, batch), writer.buffer_bytes(batch)
+    reading = mapped.raw_bytes * batch + CHAIN_COPIES * min(mapped.raw_bytes * batch, BLOCK_BYTES)
+    return BASE_MEMORY + Arena.size(read, written) + reading + CHAIN_COPIES * writer.block_bytes(batch)
 
 
 def _group_record(
-    group: LayerGroup,
-    problem: MoEProblem,
-    prefix: str,
-    roles: Mapping[str, RolePlan],
-    mapped: LayerMap,
-    source: Source,
+    group: LayerGroup, problem: MoEProblem, layout: WeightLayout, mapped: LayerMap, recipe: Recipe
 ) -> GroupRecord:
-    first = {t.part.stored: t for role in reversed(mapped.roles) for t in reversed(role.tensors)}
+    names = group.names.experts
     return GroupRecord(
         layers=tuple(group.layers),
         problem=problem,
         experts=(0, problem.experts),
         pad_value=0,
-        prefix=prefix,
-        roles={
-            role: RoleRecord(
-                dtype=plan.source.dtype,
-                shape=plan.source.shape,
-                stored_dtype=plan.spec.dtype,
-                stored_shape=plan.spec.shape,
-                logical_dtype=plan.logical_dtype,
-                chain=plan.chain.to_json(),
-            )
-            for role, plan in roles.items()
-        },
-        parts={
-            part.stored: PartRecord(
-                template=group.names.experts[part.stored],
-                role=part.role,
-                dtype=first[part.stored].info.dtype,
-                shape=first[part.stored].info.shape,
-                rows=first[part.stored].rows,
-            )
-            for part in source.parts
-            if part.stored in first
-        },
+        prefix=output_prefix(names[mapped.parts[0].part.stored]),
+        canonical={role: TensorForm(dtype, shape) for role, (shape, dtype) in recipe.shapes.items()},
+        roles={role: role_record(role, recipe, layout) for role in recipe.stored}
+        | {role: RoleRecord(dtype, shape, dtype, None) for role, (shape, dtype) in mapped.kept.items()},
+        parts={part.part.stored: part_record(part, names[part.part.stored]) for part in mapped.parts},
         router=dict(group.names.router),
     )
+
+
+def role_record(role: str, recipe: Recipe, layout: WeightLayout) -> RoleRecord:
+    """The record of a stored role of `recipe`."""
+    shape, dtype = recipe.stored[role]
+    made = recipe.outputs[role].to_json() if role in recipe.outputs else None
+    return RoleRecord(dtype, shape, layout.logical_dtypes.get(role, dtype), made)
 
 
 def _check_file_names(checkpoint: Checkpoint) -> None:

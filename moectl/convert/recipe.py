@@ -130,6 +130,11 @@ class Recipe:
             back |= found
             known |= set(found)
 
+    @staticmethod
+    def side(role: str) -> str:
+        """Under which role a canonical one is kept."""
+        return SIDE + role
+
     @cached_property
     def facts(self) -> tuple[Fact, ...]:
         """What must be known of the layer before its first batch."""
@@ -140,7 +145,7 @@ class Recipe:
     def stored(self) -> Shapes:
         """Shape and dtype of every stored tensor by role, ``source.*`` included."""
         found = {name: output.stored(*self.shapes[output.role]) for name, output in self.outputs.items()}
-        return found | {SIDE + role: self.shapes[role] for role in self.kept}
+        return found | {self.side(role): self.shapes[role] for role in self.kept}
 
     def check(self) -> None:
         """CheckpointError when an output reads what is not there, or the shapes do not fit its steps."""
@@ -161,11 +166,11 @@ class Recipe:
         for name, output in self.outputs.items():
             yield name, output.apply(batch, facts, None if out is None else out[name])
         for role in self.kept:
-            yield SIDE + role, batch[role]
+            yield self.side(role), batch[role]
 
     def restore(self, stored: Tensors, experts: int) -> dict[str, Tensor]:
         """The canonical tensors of a batch of `experts` that is stored as `stored`."""
-        canonical = {role: stored[SIDE + role] for role in self.kept}
+        canonical = {role: stored[self.side(role)] for role in self.kept}
         for role, name in self._back.items():
             shape, dtype = self.shapes[role]
             output = self.outputs[name]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.model import TensorInfo
-from .batches import Digests, FolderReader, as_bytes, as_tensor, spans, undo_chain
-from .layout import Chain
+from .batches import Digests, FolderReader, as_bytes, spans
 from .manifest import Manifest
-from .manifest_record import PartRecord, RoleRecord
+from .manifest_record import PartRecord, group_parts, group_recipe
 from .plan import CHAIN_COPIES, LARGEST_BATCH
 from .progress import Meter
-from .safetensors_file import nbytes
+from .recipe import Recipe
+from .sources import PartForm, carve, carved_bytes
+from .values import Shapes, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def part_tensors(manifest: Manifest, layer: int) -> Iterator[tuple[PartRecord, s
 
 @dataclass(frozen=True)
 class LayerRestorer:
-    """Undoes the chains of one layer and compares every hash on the way.
+    """Undoes the recipe of one layer and compares every hash on the way.
 
     Attributes:
         reader: of the converted folder.
@@ -70,6 +73,14 @@ class LayerRestorer:
     sink: Sink = lambda run: None
     max_memory: int | None = None
 
+    @cached_property
+    def _recipe(self) -> Recipe:
+        return group_recipe(self.manifest.group_of(self.layer))
+
+    @cached_property
+    def _forms(self) -> dict[str, PartForm]:
+        return group_parts(self.manifest.group_of(self.layer))
+
     def run(self) -> list[str]:
         """Restores the layer; what differs from the recorded hashes, in words.
 
@@ -79,64 +90,82 @@ class LayerRestorer:
         Raises:
             CheckpointError: the layer's file is missing, cut, or not what the manifest says.
         """
-        group, record = self.manifest.group_of(self.layer), self.manifest.layer(self.layer)
+        record = self.manifest.layer(self.layer)
         places = self.manifest.open_layer(self.layer)
         hashes = Digests()
-        wrong: list[str] = []
-        for role, item in group.roles.items():
-            place = places[role]
-            self._role(role, item, place, hashes)
-            if hashes[place.name] != record.sha256[role]:
-                wrong.append(f"{record.file}: {place.name} does not have the SHA-256 that was written")
+        stored, experts = self._split()
+        batch = restore_batch(stored, self._recipe.shapes, experts, self.max_memory)
+        buffer = torch.empty(carved_bytes(stored, batch), dtype=torch.uint8)
+        for first, last in spans(experts, batch):
+            found = carve(buffer, stored, last - first)
+            for role, t in sorted(found.items(), key=lambda item: places[item[0]].start):
+                self._read(places[role], as_bytes(t), first, last, experts, hashes)
+            self._restore(found, first, last, hashes)
+        for role, place in places.items():
+            if role not in stored:
+                self._read(place, memoryview(bytearray(place.nbytes)), 0, 1, 1, hashes)
+        wrong = [
+            f"{record.file}: {place.name} does not have the SHA-256 that was written"
+            for place in places.values()
+            if hashes[place.name] != record.sha256[place.name]
+        ]
         return wrong + [
             f"{name} does not come back with the SHA-256 of the source"
             for _, name, _, sha256 in part_tensors(self.manifest, self.layer)
             if hashes[name] != sha256
         ]
 
-    def _role(self, role: str, item: RoleRecord, place: TensorInfo, hashes: Digests) -> None:
-        chain = Chain.from_json(item.chain)
-        experts = item.shape[0]
+    def _split(self) -> tuple[Shapes, int]:
+        """Stored roles with an expert axis, and the number of experts; the others are only hashed."""
+        group = self.manifest.group_of(self.layer)
+        whole = {name for name, output in self._recipe.outputs.items() if output.per_layer}
+        stored = {role: (r.shape, r.dtype) for role, r in group.roles.items() if role not in whole}
+        return stored, group.experts[1] - group.experts[0]
+
+    def _read(
+        self, place: TensorInfo, view: memoryview, first: int, last: int, experts: int, hashes: Digests
+    ) -> None:
         each = place.nbytes // experts
-        batch = restore_batch(item, self.max_memory)
-        buffer = torch.empty(each * batch, dtype=torch.uint8)
-        for first, last in spans(experts, batch):
-            view = buffer.numpy().data[: each * (last - first)]
-            self.reader.read(place.file, view, place.start + each * first)
-            hashes.update(place.name, view, last=last == experts)
-            stored = as_tensor(buffer, item.stored_dtype, (last - first, *item.stored_shape[1:]))
-            shape = (last - first, *item.shape[1:])
-            canonical = undo_chain(chain, stored, shape, item.dtype)
-            for run in self._runs(role, item, as_bytes(canonical), first, last):
-                hashes.update(run.name, run.data, last=run.last)
-                self.sink(run)
-            self.meter.advance(len(view))
+        self.reader.read(place.file, view, place.start + each * first)
+        hashes.update(place.name, view, last=last == experts)
+        self.meter.advance(len(view))
 
-    def _runs(
-        self, role: str, item: RoleRecord, data: memoryview, first: int, last: int
-    ) -> Iterator[Restored]:
-        """A canonical batch cut into runs of the source's tensors."""
+    def _restore(self, stored: Tensors, first: int, last: int, hashes: Digests) -> None:
+        canonical: dict[str, Tensor] = {**stored, **self._recipe.restore(stored, last - first)}
         group, record = self.manifest.group_of(self.layer), self.manifest.layer(self.layer)
-        each = len(data) // (last - first)
-        row = each // (item.shape[1] if len(item.shape) > 1 else 1)
-        for key, part in group.parts.items():
-            if part.role != role:
-                continue
-            files = record.source[key].files
-            if "{expert}" not in part.template:
-                name = part_name(part, self.layer, 0)
-                yield Restored(name, files[0], first * each, last == item.shape[0], data)
-                continue
-            for number in range(first, last):
-                at = (number - first) * each
-                view = data[at + part.rows[0] * row : at + part.rows[1] * row]
-                name = part_name(part, self.layer, group.experts[0] + number)
-                yield Restored(name, files[number], 0, True, view)
+        for key, form in self._forms.items():
+            part, files = group.parts[key], record.source[key].files
+            data = as_bytes(form.stored(canonical))
+            if form.shared:
+                runs = [(part_name(part, self.layer, 0), files[0], 0, True, data[: form.each])][: first == 0]
+            elif "{expert}" in part.template:
+                runs = [
+                    (
+                        part_name(part, self.layer, group.experts[0] + number),
+                        files[number],
+                        0,
+                        True,
+                        data[(number - first) * form.each : (number - first + 1) * form.each],
+                    )
+                    for number in range(first, last)
+                ]
+            else:
+                runs = [
+                    (
+                        part_name(part, self.layer, 0),
+                        files[0],
+                        first * form.each,
+                        last == group.experts[1] - group.experts[0],
+                        data,
+                    )
+                ]
+            for name, file, at, ends, view in runs:
+                hashes.update(name, view, last=ends)
+                self.sink(Restored(name, file, at, ends, view))
 
 
-def restore_batch(item: RoleRecord, max_memory: int | None) -> int:
-    """Experts of a role that are restored at once."""
-    experts = item.shape[0]
-    largest = max(nbytes(item.dtype, item.shape), nbytes(item.stored_dtype, item.stored_shape)) // experts
+def restore_batch(stored: Shapes, canonical: Shapes, experts: int, max_memory: int | None) -> int:
+    """Experts of a layer that are restored at once."""
+    largest = max(carved_bytes(stored, 1), carved_bytes(canonical, 1))
     room = LARGEST_BATCH if max_memory is None else min(LARGEST_BATCH, max_memory // (CHAIN_COPIES + 2))
     return max(1, min(experts, room // max(1, largest)))

@@ -15,16 +15,14 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..checkpoint.model import TensorInfo
 from ..errors import CheckpointError, Unavailable, UsageError
 from .batches import (
     Arena,
     Digests,
     FolderReader,
-    apply_chain,
+    Piece,
     as_bytes,
-    as_tensor,
-    expert_bytes,
-    pieces,
     run_stages,
     spans,
 )
@@ -57,11 +55,12 @@ from .manifest_record import (
     manifest_bytes,
     ready_bytes,
 )
-from .plan import LayerPlan, Plan, RolePlan, conversion_facts, digest_of
+from .plan import LayerPlan, Plan, conversion_facts, digest_of
 from .progress import LOG, Meter, Progress, ProgressLog, open_log, refuse_another, silent
 from .records import to_json
 from .rest import copy_small_files, file_matches, rest_sha256, source_record, write_rest
-from .sources import SIDE
+from .sources import carve, read_batch
+from .values import Facts, Tensors
 
 SCALES_AT_ONCE = 1 << 20
 """Bytes of scales that are looked at together: counting takes several times as much memory."""
@@ -184,12 +183,10 @@ def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderRead
 
     Names, shapes and headers are equal in every revision of a model, so only the bytes can tell.
     """
-    for role in layer.roles:
-        for stored in dict.fromkeys(t.part.stored for t in role.source.tensors):
-            own = [t.info for t in role.source.tensors if t.part.stored == stored]
-            for info, before in zip(own, record.source[stored].sha256, strict=True):
-                if range_sha256(reader.fd(info.file), info.start, info.end, info.file) != before:
-                    raise _other_checkpoint(out, info.name)
+    for mapped in layer.map.parts:
+        for info, before in zip(mapped.tensors, record.source[mapped.part.stored].sha256, strict=True):
+            if range_sha256(reader.fd(info.file), info.start, info.end, info.file) != before:
+                raise _other_checkpoint(out, info.name)
 
 
 @dataclass
@@ -248,70 +245,82 @@ def _check_lengths(plan: Plan, reader: FolderReader) -> None:
 
 def _is_finished(out: Path, layer: LayerPlan, record: LayerRecord) -> bool:
     """True when the logged layer's file is there and every tensor has the logged hash."""
-    path = out / layer.file.name
-    if record.file != layer.file.name or set(record.sha256) != {role.role for role in layer.roles}:
+    if record.file != layer.file.name or set(record.sha256) != set(layer.file.tensors):
         return False
-    hashes = {layer.file.tensors[role.spec.name]: record.sha256[role.role] for role in layer.roles}
-    return file_matches(path, layer.file, hashes)
+    hashes = {info: record.sha256[name] for name, info in layer.file.tensors.items()}
+    return file_matches(out / layer.file.name, layer.file, hashes)
 
 
-class _RoleStages:
-    """Reads, converts and writes the expert batches of one role of one layer."""
+class _LayerStages:
+    """Reads, converts and writes the expert batches of one layer."""
 
-    def __init__(
-        self, layer: LayerPlan, role: RolePlan, reader: FolderReader, fd: int, path: Path, meter: Meter
-    ) -> None:
-        self._layer, self._role, self._reader = layer, role, reader
-        self._fd, self._path, self._meter = fd, path, meter
-        self._place = layer.file.tensors[role.spec.name]
-        self._each = self._place.nbytes // role.experts
-        self.hashes = Digests()
+    def __init__(self, layer: LayerPlan, reader: FolderReader, fd: int, meter: Meter) -> None:
+        self._layer, self._reader, self._fd, self._meter = layer, reader, fd, meter
+        self._shapes = layer.map.batch_shapes
+        self._facts: Facts = {}
+        self.read_hashes, self.write_hashes = Digests(), Digests()
+
+    def look(self, jobs: list[tuple[int, int]], source: torch.Tensor) -> None:
+        """Takes the facts that the writer needs, in a pass over the roles that they are about."""
+        roles = frozenset(fact.role for fact in self._layer.writer.facts)
+        shapes = {role: form for role, form in self._shapes.items() if role in roles}
+        for job in jobs if roles else []:
+            batch = carve(source, shapes, job[1] - job[0])
+            read_batch(self._layer.map, *job, self._read_only, batch, roles)
+            self._facts = self._layer.writer.look(batch, self._facts)
 
     def read(self, job: tuple[int, int], source: torch.Tensor) -> None:
-        view = source.numpy().data
-        for piece in pieces(self._role.source, *job):
-            info = piece.tensor.info
-            part = view[piece.batch_at : piece.batch_at + piece.nbytes]
-            self._reader.read(info.file, part, info.start + piece.tensor_at)
-            self.hashes.update(info.name, part, last=piece.tensor_at + piece.nbytes == info.nbytes)
+        read_batch(self._layer.map, *job, self._read, carve(source, self._shapes, job[1] - job[0]))
 
-    def work(self, job: tuple[int, int], source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        role, experts = self._role, job[1] - job[0]
-        batch = as_tensor(source, role.source.dtype, (experts, *role.source.shape[1:]))
-        stored = as_tensor(target, role.spec.dtype, (experts, *role.spec.shape[1:]))
-        _check_values(self._layer, role, batch, job[0])
-        apply_chain(role.chain, batch, stored)
-        self._meter.advance(expert_bytes(role.source) * experts)
-        return stored
+    def _read_only(self, info: TensorInfo, at: int, view: memoryview) -> None:
+        self._reader.read(info.file, view, info.start + at)
 
-    def write(self, job: tuple[int, int], result: torch.Tensor) -> None:
-        view = as_bytes(result)
-        self.hashes.update(self._place.name, view, last=job[1] == self._role.experts)
-        write_exactly(self._fd, view, self._place.start + job[0] * self._each)
+    def _read(self, info: TensorInfo, at: int, view: memoryview) -> None:
+        self._read_only(info, at, view)
+        if info.name not in self.read_hashes:
+            self.read_hashes.update(info.name, view, last=at + len(view) == info.nbytes)
+
+    def work(self, job: tuple[int, int], source: torch.Tensor, target: torch.Tensor) -> list[Piece]:
+        batch = carve(source, self._shapes, job[1] - job[0])
+        check_batch(self._layer, batch, job[0])
+        pieces = list(self._layer.writer.store(batch, job[0], self._facts, target))
+        self._meter.advance(sum(size for p in self._layer.map.parts for _, _, size, _ in p.run(*job)))
+        return pieces
+
+    def write(self, job: tuple[int, int], pieces: list[Piece]) -> None:
+        for piece in pieces:
+            place, view = self._layer.file.tensors[piece.name], as_bytes(piece.data)
+            self.write_hashes.update(piece.name, view, last=piece.at + len(view) == place.nbytes)
+            write_exactly(self._fd, view, place.start + piece.at)
 
 
-def _check_values(layer: LayerPlan, role: RolePlan, batch: torch.Tensor, first: int) -> None:
-    """Refuses a NaN or infinite scale, and side tensors that contradict the weights."""
-    if role.role.endswith("_scale"):
-        step = max(1, SCALES_AT_ONCE // expert_bytes(role.source))
-        for at in range(0, len(batch), step):
-            _check_scales(layer, role, batch[at : at + step], first + at)
-    if role.role.startswith(SIDE):
-        per_expert = len(role.source.tensors) // role.experts
-        for i, values in enumerate(batch.reshape(len(batch), -1).tolist()):
-            tensor = role.source.tensors[(first + i) * per_expert]
-            reason = layer.source.check_side(tensor.part, layer.problem, tuple(values))
+def check_batch(layer: LayerPlan, batch: Tensors, first: int) -> None:
+    """Refuses a NaN or infinite scale, and tensors without weights that contradict the weights."""
+    for role, t in batch.items():
+        if role.endswith("_scale") and role in layer.map.shapes:
+            step = max(1, SCALES_AT_ONCE * len(t) // max(1, t.numel() * t.element_size()))
+            for at in range(0, len(t), step):
+                _check_scales(layer, role, t[at : at + step], first + at)
+    for mapped in layer.map.parts:
+        if mapped.part.role:
+            continue
+        for i, values in enumerate(
+            batch[mapped.part.side].reshape(len(batch[mapped.part.side]), -1).tolist()
+        ):
+            reason = layer.source.check(mapped.part, layer.problem, tuple(values))
             if reason:
-                raise CheckpointError(f"{tensor.info.name} {reason}.", hint="Check the checkpoint.")
+                name = mapped.tensors[first + i if mapped.per_expert else 0].name
+                raise CheckpointError(f"{name} {reason}.", hint="Check the checkpoint.")
 
 
-def _check_scales(layer: LayerPlan, role: RolePlan, scales: torch.Tensor, first: int) -> None:
+def _check_scales(layer: LayerPlan, role: str, scales: torch.Tensor, first: int) -> None:
     try:
         check_scales(scales)
     except CheckpointError as error:
-        name = next(t.info.name for t in role.source.tensors if t.expert in (None, first))
+        mapped = next(p for p in layer.map.parts if p.part.role == role)
+        name = mapped.tensors[first if mapped.per_expert else 0].name
         raise CheckpointError(
-            f"layer {layer.layer}, {role.role} of experts from {first} ({name}): {error.what}",
+            f"layer {layer.layer}, {role} of experts from {first} ({name}): {error.what}",
             reason=error.reason,
             hint=error.hint,
         ) from error
@@ -322,25 +331,22 @@ def _convert_layer(
 ) -> LayerRecord:
     """Writes one layer's file and returns its record."""
     path = out / layer.file.name
-    sha256: dict[str, str] = {}
-    source: dict[str, PartHashes] = {}
     with replacing(path, layer.file.size) as fd:
         write_exactly(fd, memoryview(layer.file.header), 0)
-        for role in layer.roles:
-            stages = _RoleStages(layer, role, reader, fd, path, meter)
-            jobs = spans(role.experts, role.batch)
-            run_stages(jobs, stages, arena.cut(*role.buffers), overlap=overlap)
-            sha256[role.role] = stages.hashes[role.spec.name]
-            source.update(_part_hashes(role, stages.hashes))
-    return LayerRecord(layer.layer, layer.file.name, layer.file.size, sha256, source)
-
-
-def _part_hashes(role: RolePlan, hashes: Digests) -> Mapping[str, PartHashes]:
-    result: dict[str, PartHashes] = {}
-    for stored in dict.fromkeys(t.part.stored for t in role.source.tensors):
-        own = [t for t in role.source.tensors if t.part.stored == stored]
-        result[stored] = PartHashes(tuple(hashes[t.info.name] for t in own), tuple(t.info.file for t in own))
-    return result
+        stages = _LayerStages(layer, reader, fd, meter)
+        jobs = spans(layer.map.experts, layer.batch)
+        buffers = arena.cut(*layer.buffers)
+        stages.look(jobs, buffers[0][0])
+        run_stages(jobs, stages, buffers, overlap=overlap)
+    written = {name: stages.write_hashes[name] for name in layer.file.tensors}
+    source = {
+        mapped.part.stored: PartHashes(
+            tuple(stages.read_hashes[info.name] for info in mapped.tensors),
+            tuple(info.file for info in mapped.tensors),
+        )
+        for mapped in layer.map.parts
+    }
+    return LayerRecord(layer.layer, layer.file.name, layer.file.size, written, source)
 
 
 def producer() -> dict[str, str]:
@@ -359,9 +365,11 @@ def _finish(
 ) -> tuple[str, ...]:
     """Copies the small files, then writes index, configs, manifest, and READY last."""
     files, skipped = copy_small_files(folder, out, {info.file for info in plan.checkpoint.tensors.values()})
-    weight_map = {role.spec.name: layer.file.name for layer in plan.layers for role in layer.roles}
+    weight_map = {name: layer.file.name for layer in plan.layers for name in layer.file.tensors}
     weight_map.update({info.name: item.name for item in plan.rest for info in item.tensors})
-    total = sum(r.spec.nbytes for layer in plan.layers for r in layer.roles) + plan.rest_bytes
+    total = (
+        sum(info.nbytes for layer in plan.layers for info in layer.file.tensors.values()) + plan.rest_bytes
+    )
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     config = converted_config(plan.checkpoint.config, plan.layout)
     source = source_record(plan.checkpoint, folder)

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from ...errors import UsageError
 from .compressed_tensors import PACK_QUANTIZED
 from .gpt_oss import GPT_OSS
-from .source import (
-    SIDE,
+from .part import (
     LayerMap,
     Part,
-    RoleMap,
-    Source,
-    StoredTensor,
-    map_layer,
-    output_name,
-    output_prefix,
+    PartForm,
+    PartMap,
+    carve,
+    carved_bytes,
+    read_batch,
+    view_of,
 )
+from .source import Source, map_layer, output_name, output_prefix
 
 SOURCES: Mapping[str, Source] = {source.name: source for source in (GPT_OSS, PACK_QUANTIZED)}
 
@@ -33,15 +33,18 @@ def source_named(storage: str) -> Source:
 
 
 __all__ = [
-    "SIDE",
     "SOURCES",
     "LayerMap",
     "Part",
-    "RoleMap",
+    "PartForm",
+    "PartMap",
     "Source",
-    "StoredTensor",
+    "carve",
+    "carved_bytes",
     "map_layer",
     "output_name",
     "output_prefix",
+    "read_batch",
     "source_named",
+    "view_of",
 ]

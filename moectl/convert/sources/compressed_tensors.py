@@ -7,8 +7,12 @@ of the weights; it is checked and kept for the way back.
 
 from __future__ import annotations
 
+from ...checkpoint.model import LayerGroup
 from ...problem import MoEProblem
-from .source import SIDE, Part, Source
+from ..chain import Chain
+from ..transforms import View
+from .part import Part
+from .source import Source
 
 
 def _refuse(problem: MoEProblem) -> str:
@@ -34,17 +38,21 @@ def _check_shape(part: Part, problem: MoEProblem, values: tuple[int, ...]) -> st
     return "" if values == expected else f"says {list(values)}, but its weight is {list(expected)}"
 
 
-def _projection(name: str, role: str, half: int | None) -> tuple[Part, ...]:
-    return (
-        Part(name, role, half, gated=half == 1),
-        Part(f"{name}_scale", f"{role}_scale", half, gated=half == 1),
-        Part(f"{name}_shape", f"{SIDE}{name}_shape", gated=half == 1),
+_WORDS = Chain((View("I32", "U8"),))
+
+
+def _parts(group: LayerGroup) -> tuple[Part, ...]:
+    places = (("w1", "w13", 0), ("w3", "w13", 1), ("w2", "w2", None))
+    return tuple(
+        part
+        for name, role, half in places
+        if name in group.names.experts
+        for part in (
+            Part(name, role, half, _WORDS),
+            Part(f"{name}_scale", f"{role}_scale", half),
+            Part(f"{name}_shape", ""),
+        )
     )
 
 
-PACK_QUANTIZED = Source(
-    "compressed-tensors",
-    _projection("w1", "w13", 0) + _projection("w3", "w13", 1) + _projection("w2", "w2", None),
-    _refuse,
-    _check_shape,
-)
+PACK_QUANTIZED = Source("compressed-tensors", _parts, _refuse, _check_shape)

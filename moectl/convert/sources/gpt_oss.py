@@ -6,9 +6,15 @@ each other, so that the canonical row is the same memory.
 
 from __future__ import annotations
 
-from .source import Part, Source
+from ...checkpoint.model import LayerGroup
+from .part import Part
+from .source import Source
 
-GPT_OSS = Source(
-    "gpt_oss",
-    tuple(Part(role, role) for role in ("w13", "w13_scale", "w13_bias", "w2", "w2_scale", "w2_bias")),
-)
+
+def _parts(group: LayerGroup) -> tuple[Part, ...]:
+    roles = ("w13", "w13_scale", "w2", "w2_scale")
+    biases = ("w13_bias", "w2_bias") if group.problem.bias else ()
+    return tuple(Part(role, role) for role in (*roles, *biases))
+
+
+GPT_OSS = Source("gpt_oss", _parts)

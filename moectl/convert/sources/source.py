@@ -1,4 +1,4 @@
-"""How a storage format's tensors become canonical roles, and back, as places of bytes."""
+"""How a storage format's tensors become canonical roles, and back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from ...checkpoint.tensor_table import names_beginning
 from ...errors import CheckpointError, UsageError
 from ...problem import MoEProblem
 from ..canonical import canonical_shapes
+from ..safetensors_file import nbytes
+from ..transforms import Shape
+from ..values import Shapes
+from .part import LayerMap, Part, PartForm, PartMap
 
 ROLES: Mapping[str, str] = {
     "w13": "w13_weight",
@@ -22,65 +26,27 @@ ROLES: Mapping[str, str] = {
     "w2_zero": "w2_weight_zero_point",
     "w2_bias": "w2_bias",
 }
-"""Canonical roles and the parameter names that engines use for them."""
+"""Roles and the parameter names that engines use for them; others are called by their role."""
 
-SIDE = "source."
-"""Roles that begin so carry no weights: they are kept as they are, for the exact way back."""
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One kind of stored tensor and its place in a canonical role.
-
-    Attributes:
-        stored: its role as `ExpertNames.experts` and the table of storages spell it, where its
-            dtypes and shape are stated.
-        role: canonical role; ``source.*`` for a tensor that carries no weights and is kept aside.
-        half: 0 or 1 for the first or second half of the role's rows, None for all of them.
-        gated: only gated experts have it.
-    """
-
-    stored: str
-    role: str
-    half: int | None = None
-    gated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of the checkpoint and the canonical rows that it holds.
-
-    Attributes:
-        info: where its bytes are.
-        part: the kind it is.
-        expert: the expert it belongs to; None when it holds all of them.
-        rows: first and last row (exclusive) within an expert's canonical matrix.
-    """
-
-    info: TensorInfo
-    part: Part
-    expert: int | None
-    rows: tuple[int, int]
+ONE_BYTE = frozenset(("U8", "I8", "F8_E4M3", "F8_E8M0"))
+"""Dtypes whose tensors are read as bytes: the part, not the dtype, says what they mean."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A storage format: the parts it stores and the canonical roles that they fill.
 
-    Bytes are only placed, never changed: the rows of every format here are canonical rows.
-
     Attributes:
         name: as `MoEProblem.storage`.
+        parts: from a group of layers to the parts that it has.
         refuse: why a problem cannot be converted from this format; empty when it can.
-        check_side: what is wrong with one expert's values of a tensor kept aside; empty when nothing.
+        check: what is wrong with one expert's values of a tensor that carries no weights.
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: Callable[[LayerGroup], tuple[Part, ...]]
     refuse: Callable[[MoEProblem], str] = lambda problem: ""
-    check_side: Callable[[Part, MoEProblem, tuple[int, ...]], str] = lambda part, problem, values: ""
+    check: Callable[[Part, MoEProblem, tuple[int, ...]], str] = lambda part, problem, values: ""
 
     def stored(self, part: Part) -> Stored:
         """The dtypes and the shape that `part` may have."""
@@ -90,33 +56,6 @@ class Source:
                     if found.role == part.stored:
                         return found
         raise AssertionError(f"no storage {self.name} with {part.stored}")
-
-
-@dataclass(frozen=True)
-class RoleMap:
-    """One canonical role of one layer and the stored tensors that fill it.
-
-    `shape` is the canonical shape with all experts, `dtype` its safetensors dtype.
-    """
-
-    role: str
-    dtype: str
-    shape: Shape
-    tensors: tuple[StoredTensor, ...]
-
-
-@dataclass(frozen=True)
-class LayerMap:
-    """One layer's expert tensors by canonical role. `prefix` begins the names of its converted tensors."""
-
-    layer: int
-    prefix: str
-    roles: tuple[RoleMap, ...]
-
-    @property
-    def stored(self) -> tuple[StoredTensor, ...]:
-        """Every tensor of the checkpoint that this layer consumes."""
-        return tuple(t for role in self.roles for t in role.tensors)
 
 
 def expert_prefix(template: str, layer: int) -> str:
@@ -149,18 +88,20 @@ def map_layer(source: Source, checkpoint: Checkpoint, group: LayerGroup, layer: 
     reason = source.refuse(problem)
     if reason:
         raise UsageError(f"layer {layer}: {reason}.")
-    canonical = canonical_shapes(problem, problem.experts)
-    found: dict[Part, list[StoredTensor]] = {}
-    templates: list[str] = []
-    for part in source.parts:
-        wanted = part.role in canonical or part.role.startswith(SIDE)
-        if wanted and (problem.activation.gated or not part.gated):
-            templates.append(_template(source, group, part))
-            found[part] = _find(source.stored(part), part, templates[-1], checkpoint, problem, layer)
-    consumed = {t.info.name for tensors in found.values() for t in tensors}
-    _refuse_extra(checkpoint, {expert_prefix(name, layer) for name in templates}, consumed, layer)
-    roles = tuple(_role_map(role, found, canonical, problem) for role in dict.fromkeys(p.role for p in found))
-    return LayerMap(layer, output_prefix(templates[0]).replace("{layer}", str(layer)), roles)
+    parts = source.parts(group)
+    inputs = any(part.role.endswith("_input") for part in parts)
+    shapes = canonical_shapes(problem, problem.experts, inputs)
+    templates = {part: _template(source, group, part) for part in parts}
+    mapped = tuple(
+        _map_part(source, part, template, checkpoint, problem, layer, shapes)
+        for part, template in templates.items()
+    )
+    for role, (shape, _) in shapes.items():
+        _check_filled(role, shape[1], [m for m in mapped if m.part.role == role], layer)
+    consumed = {info.name for m in mapped for info in m.tensors}
+    _refuse_extra(checkpoint, {expert_prefix(name, layer) for name in templates.values()}, consumed, layer)
+    first = next(iter(templates.values()))
+    return LayerMap(layer, output_prefix(first).replace("{layer}", str(layer)), mapped, shapes)
 
 
 def _template(source: Source, group: LayerGroup, part: Part) -> str:
@@ -173,10 +114,67 @@ def _template(source: Source, group: LayerGroup, part: Part) -> str:
     return template
 
 
+def _map_part(
+    source: Source,
+    part: Part,
+    template: str,
+    checkpoint: Checkpoint,
+    problem: MoEProblem,
+    layer: int,
+    shapes: Shapes,
+) -> PartMap:
+    per_expert = "{expert}" in template
+    infos = _find(source.stored(part), template, checkpoint, problem, layer)
+    shape = infos[0].shape if per_expert else infos[0].shape[1:]
+    dtype = "U8" if infos[0].dtype in ONE_BYTE else infos[0].dtype
+    for info in infos:
+        if info.dtype != infos[0].dtype:
+            raise CheckpointError(
+                f"tensor {info.name} must be {infos[0].dtype} like the first, got {info.dtype}."
+            )
+    height = 0
+    if part.role:
+        height = _height(part, infos[0], dtype, shape, shapes)
+    first = height if part.half == 1 else 0
+    return PartMap(PartForm(part, dtype, shape, (first, first + height)), infos, per_expert)
+
+
+def _height(part: Part, info: TensorInfo, dtype: str, shape: Shape, shapes: Shapes) -> int:
+    """Canonical rows that a part fills; CheckpointError when it does not make rows of its role."""
+    form = part.chain.storage_shape((1, *shape), dtype)
+    for value in part.values:
+        form = value.shape(*form)
+    (_, *found), kind = form
+    (_, *wanted), expected = shapes[part.role]
+    if kind != expected:
+        raise CheckpointError(
+            f"tensor {info.name} must be {expected} like the rest of the model, got {info.dtype}."
+        )
+    # Blocks of a row may be an axis of their own: the bytes are the same.
+    if nbytes(kind, tuple(found[1:])) != nbytes(kind, tuple(wanted[1:])):
+        raise CheckpointError(
+            f"tensor {info.name} {list(info.shape)} does not hold rows of {part.role} {wanted}."
+        )
+    return int(found[0])
+
+
+def _check_filled(role: str, height: int, parts: list[PartMap], layer: int) -> None:
+    at = 0
+    for form in sorted((m.form for m in parts), key=lambda form: form.rows):
+        if form.rows[0] != at:
+            break
+        at = form.rows[1]
+    if at != height:
+        raise CheckpointError(
+            f"layer {layer}: the checkpoint's tensors fill {at} of {height} rows of {role}.",
+            hint="Check the checkpoint's quantization config and sizes.",
+        )
+
+
 def _find(
-    stored: Stored, part: Part, template: str, checkpoint: Checkpoint, problem: MoEProblem, layer: int
-) -> list[StoredTensor]:
-    experts: list[int | None] = list(range(problem.experts)) if "{expert}" in template else [None]
+    stored: Stored, template: str, checkpoint: Checkpoint, problem: MoEProblem, layer: int
+) -> tuple[TensorInfo, ...]:
+    experts = range(problem.experts) if "{expert}" in template else range(1)
     sizes = {
         "experts": problem.experts,
         "hidden": problem.dims.hidden,
@@ -184,10 +182,8 @@ def _find(
         **format_sizes(problem.scheme),
     }
     expected = tuple(axis.value(sizes) for axis in stored.shape)
-    height = expected[0 if "{expert}" in template else 1]
-    first = height if part.half == 1 else 0
     name_of = template.replace("{layer}", str(layer))
-    result: list[StoredTensor] = []
+    result: list[TensorInfo] = []
     for expert in experts:
         name = name_of.replace("{expert}", str(expert))
         info = checkpoint.tensors.get(name)
@@ -202,8 +198,8 @@ def _find(
                 f"got {info.dtype} {list(info.shape)}.",
                 reason="The sizes come from the config and the other tensors of the layer.",
             )
-        result.append(StoredTensor(info, part, expert, (first, first + height)))
-    return result
+        result.append(info)
+    return tuple(result)
 
 
 def _refuse_extra(checkpoint: Checkpoint, prefixes: set[str], consumed: set[str], layer: int) -> None:
@@ -215,22 +211,3 @@ def _refuse_extra(checkpoint: Checkpoint, prefixes: set[str], consumed: set[str]
             reason="A tensor that nobody reads may change results.",
             hint="Check the checkpoint's quantization config and sizes.",
         )
-
-
-def _role_map(
-    role: str,
-    found: Mapping[Part, list[StoredTensor]],
-    canonical: Mapping[str, tuple[Shape, str]],
-    problem: MoEProblem,
-) -> RoleMap:
-    tensors = [t for part, own in found.items() if part.role == role for t in own]
-    tensors.sort(key=lambda t: (-1 if t.expert is None else t.expert, t.rows))
-    kept = tensors[0].info
-    shape, dtype = canonical.get(role, ((problem.experts, *kept.shape), kept.dtype))
-    for tensor in tensors:
-        if dtype not in ("U8", tensor.info.dtype):
-            raise CheckpointError(
-                f"tensor {tensor.info.name} must be {dtype} like the rest of the model, "
-                f"got {tensor.info.dtype}."
-            )
-    return RoleMap(role, dtype, shape, tuple(tensors))
