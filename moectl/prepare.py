@@ -20,9 +20,8 @@ from .convert.manifest import (
     load_layer,
     load_manifest,
     read_file_header,
-    unpadded,
 )
-from .convert.manifest_record import group_recipe
+from .convert.manifest_record import group_recipe, unpadded
 from .convert.recipe import Output, Recipe
 from .convert.safetensors_file import TORCH_DTYPES, nbytes
 from .convert.sources import LayerMap, map_layer, read_batch, source_named

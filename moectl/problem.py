@@ -141,6 +141,17 @@ class Parallel:
         return self.ep and self.dp > 1
 
 
+def expert_range(experts: int, ranks: int, rank: int) -> tuple[int, int]:
+    """First and last (exclusive) of `experts` that `rank` of `ranks` holds.
+
+    Runs of consecutive experts; where they do not divide, the first ranks hold one more each (vLLM's
+    linear placement).
+    """
+    each, more = divmod(experts, ranks)
+    first = rank * each + min(rank, more)
+    return first, first + each + (rank < more)
+
+
 @dataclass(frozen=True, slots=True)
 class MoEProblem:
     """One MoE layer on one rank. `repr` is a constructor call.
@@ -207,7 +218,7 @@ class MoEProblem:
             self,
             dims=Dims(self.dims.hidden, whole // parallel.tp_size),
             parallel=parallel,
-            local_experts=math.ceil(self.experts / parallel.ep_size),
+            local_experts=expert_range(self.experts, parallel.ep_size, 0)[1],
         )
 
     def expert_bytes(self, padded: bool = False) -> int:

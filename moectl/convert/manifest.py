@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -252,8 +252,3 @@ def load_layer(
             tensor = raw.view(TORCH_DTYPES[info.dtype]).reshape(info.shape)
             result[role] = tensor if place is None else tensor.to(place(role))
     return result
-
-
-def unpadded(problem: MoEProblem) -> MoEProblem:
-    """`problem` with its logical sizes alone, as the source stores it."""
-    return replace(problem, dims=replace(problem.dims, padded_hidden=0, padded_intermediate=0))

@@ -22,11 +22,15 @@ from .manifest_record import (
     TensorForm,
     group_parts,
     group_recipe,
+    group_share,
     is_plain_name,
+    unpadded,
 )
 from .recipe import Recipe
 from .safetensors_file import TORCH_DTYPES, nbytes
+from .shards import Shard
 from .sources import PartForm, output_name
+from .transforms import Shape
 
 _MAX_SIZE = 1 << 48
 LARGEST_GROWTH = 16
@@ -56,13 +60,16 @@ def check_manifest(record: ManifestRecord) -> list[str]:
         wrong.append("layer groups and converted layers are not the same layers")
     if len(set(in_groups)) != len(in_groups):
         wrong.append("a layer is listed twice")
-    for number, group in enumerate(record.groups):
-        wrong += [f"group {number}: {text}" for text in _check_group(group)]
+    if not record.shard.possible:
+        wrong.append(f"there is no {record.shard}")
+    for number, group in enumerate(record.groups if record.shard.possible else ()):
+        wrong += [f"group {number}: {text}" for text in _check_group(group, record.shard)]
     if not wrong:
         groups = {layer: group for group in record.groups for layer in group.layers}
         files = {file.name for file in record.source.files}
         for layer in record.layers:
-            wrong += [f"layer {layer.layer}: {t}" for t in _check_layer(layer, groups[layer.layer], files)]
+            found = _check_layer(layer, groups[layer.layer], files, record.shard.tp_size > 1)
+            wrong += [f"layer {layer.layer}: {text}" for text in found]
     return wrong
 
 
@@ -74,8 +81,8 @@ def _sizes_ok(form: TensorForm | RoleRecord) -> bool:
     )
 
 
-def _check_group(group: GroupRecord) -> list[str]:
-    wrong = _check_problem(group)
+def _check_group(group: GroupRecord, shard: Shard) -> list[str]:
+    wrong = _check_problem(group) or _check_share(group, shard)
     if wrong:
         return wrong
     experts = group.experts[1] - group.experts[0]
@@ -89,12 +96,13 @@ def _check_group(group: GroupRecord) -> list[str]:
     try:
         inputs = any(role.endswith("_input") for role in group.canonical)
         wanted = canonical_shapes(group.problem, experts, inputs)
+        whole = canonical_shapes(group_share(shard, group).whole, experts, inputs)
         recipe, parts = group_recipe(group), group_parts(group)
         if recipe.shapes != wanted:
             return ["its roles do not have the shapes and dtypes of its problem"]
         recipe.check()
         wrong = _check_stored(group, recipe, parts)
-        return wrong or [text for role in wanted for text in _check_cover(role, group, parts)]
+        return wrong or [text for role in whole for text in _check_cover(role, whole[role], parts)]
     except MoectlError as error:
         return [error.what]
 
@@ -111,7 +119,7 @@ def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, PartFo
         record = group.parts[key]
         one = "{expert}" in record.template or part.shared
         if math.prod(record.shape) * DTYPE_BITS.get(record.dtype, 0) != 8 * part.each * (
-            1 if one else experts
+            1 if one else group.problem.experts
         ):
             wrong.append(f"part {key[:80]} is not as large as what is read of it")
     for name, output in recipe.outputs.items():
@@ -124,6 +132,20 @@ def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, PartFo
     return wrong
 
 
+def _check_share(group: GroupRecord, shard: Shard) -> list[str]:
+    """The ranges and sizes must be those of the folder's rank."""
+    try:
+        share = group_share(shard, group)
+        wanted = {
+            "expert range": (share.experts, group.experts),
+            "intermediate range": (share.intermediate, group.intermediate),
+            "problem": (share.problem, unpadded(group.problem)),
+        }
+    except MoectlError as error:
+        return [error.what]
+    return [f"its {name} is not that of {shard}" for name, (mine, listed) in wanted.items() if mine != listed]
+
+
 def _check_problem(group: GroupRecord) -> list[str]:
     """The problem must have possible sizes."""
     problem, (first, last) = group.problem, group.experts
@@ -131,7 +153,7 @@ def _check_problem(group: GroupRecord) -> list[str]:
         "experts": problem.experts,
         "top_k": problem.top_k,
         "hidden": problem.dims.hidden,
-        "intermediate": problem.dims.intermediate,
+        "intermediate": max(problem.dims.intermediate, group.whole_intermediate),
         "shared_experts": max(problem.shared_experts, 1),
     }
     wrong = [f"{name} is {size}" for name, size in sizes.items() if not 1 <= size <= LIMITS[name]]
@@ -142,11 +164,11 @@ def _check_problem(group: GroupRecord) -> list[str]:
     return wrong
 
 
-def _check_cover(role: str, group: GroupRecord, parts: Mapping[str, PartForm]) -> list[str]:
+def _check_cover(role: str, form: tuple[Shape, str], parts: Mapping[str, PartForm]) -> list[str]:
     """Parts must fill an expert's matrix exactly: rows in order without gap, and as many bytes."""
-    form, experts = group.canonical[role], group.experts[1] - group.experts[0]
+    (_, rows, *columns), canonical = form
     own = {key: part for key, part in parts.items() if part.part.role == role}
-    row = nbytes(form.dtype, form.shape) // (experts * form.shape[1])
+    row = nbytes(canonical, tuple(columns))
     at = 0
     for key, part in sorted(own.items(), key=lambda item: item[1].rows):
         shape, dtype = part.part.chain.storage_shape((1, *part.shape), part.dtype)
@@ -155,16 +177,18 @@ def _check_cover(role: str, group: GroupRecord, parts: Mapping[str, PartForm]) -
         if part.rows[0] != at or nbytes(dtype, shape) != (part.rows[1] - at) * row:
             return [f"part {key[:80]} does not fill rows {list(part.rows)} of role {role}"]
         at = part.rows[1]
-    return [] if at == form.shape[1] else [f"the parts of role {role} fill {at} of {form.shape[1]} rows"]
+    return [] if at == rows else [f"the parts of role {role} fill {at} of {rows} rows"]
 
 
-def _check_layer(layer: LayerRecord, group: GroupRecord, files: set[str]) -> list[str]:
+def _check_layer(layer: LayerRecord, group: GroupRecord, files: set[str], sliced: bool) -> list[str]:
     wrong: list[str] = []
     names = {output_name(group.prefix.replace("{layer}", str(layer.layer)), role) for role in group.roles}
     if layer.sha256.keys() != names or layer.source.keys() != group.parts.keys():
         return ["its roles or parts are not those of its group"]
     if not all(_SHA256.fullmatch(item) for item in layer.sha256.values()):
         wrong.append("a hash of a tensor is no SHA-256")
+    if layer.slices.keys() != (group.canonical.keys() if sliced else set()):
+        wrong.append("its hashed slices are not its canonical roles")
     for key, hashes in layer.source.items():
         many = "{expert}" in group.parts[key].template
         count = group.experts[1] - group.experts[0] if many else 1

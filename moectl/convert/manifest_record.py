@@ -6,17 +6,18 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..checkpoint.opening import MANIFEST as MANIFEST
 from ..checkpoint.shards import CONFIG as CONFIG
 from ..checkpoint.shards import INDEX as INDEX
 from ..errors import CheckpointError
-from ..problem import MoEProblem
+from ..problem import Dims, MoEProblem
 from .chain import Chain
 from .recipe import Output, Recipe
 from .records import to_json
+from .shards import Shard, Share
 from .sources import Part, PartForm, PartMap
 from .values import value_from_json, value_to_json
 
@@ -140,19 +141,34 @@ def part_form(stored: str, record: PartRecord) -> PartForm:
 class GroupRecord:
     """Layers that are one problem: `problem.dims` has logical and padded sizes, padding is `pad_value`.
 
-    `router` holds name templates of the router's tensors, as `ExpertNames.router`; the tensors
+    `experts` and `intermediate` are the ranges that the rank holds, first and last (exclusive), of all
+    experts and of `whole_intermediate` lanes; `canonical` and `roles` are of those, `parts` of whole
+    experts. `router` holds name templates of the router's tensors, as `ExpertNames.router`; the tensors
     themselves are among those that are no experts.
     """
 
     layers: tuple[int, ...]
     problem: MoEProblem
     experts: tuple[int, int]
+    intermediate: tuple[int, int]
+    whole_intermediate: int
     pad_value: int
     prefix: str
     canonical: Mapping[str, TensorForm]
     roles: Mapping[str, RoleRecord]
     parts: Mapping[str, PartRecord]
     router: Mapping[str, str]
+
+
+def unpadded(problem: MoEProblem) -> MoEProblem:
+    """`problem` with its logical sizes alone, as the source stores it."""
+    return replace(problem, dims=replace(problem.dims, padded_hidden=0, padded_intermediate=0))
+
+
+def group_share(shard: Shard, group: GroupRecord) -> Share:
+    """What the rank `shard` holds of a group's layers; errors as of `Share`."""
+    dims = Dims(group.problem.dims.hidden, group.whole_intermediate)
+    return Share(replace(group.problem, dims=dims, local_experts=0), shard)
 
 
 def group_recipe(group: GroupRecord) -> Recipe:
@@ -172,7 +188,10 @@ def group_parts(group: GroupRecord) -> dict[str, PartForm]:
 
 @dataclass(frozen=True)
 class PartHashes:
-    """SHA-256 of a part's source tensors, and the source file of each, expert by expert."""
+    """SHA-256 of a part's source tensors, and the source file of each, expert by expert.
+
+    Of a tensor that holds all experts, the bytes of those that the rank has are hashed.
+    """
 
     sha256: tuple[str, ...]
     files: tuple[str, ...]
@@ -180,13 +199,17 @@ class PartHashes:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One converted layer: its file, the SHA-256 of each role's stored tensor, and of its source."""
+    """One converted layer: its file, the SHA-256 of each role's stored tensor, and of its source.
+
+    `slices` are `SliceHashes` of the canonical roles where the rank holds slices of experts.
+    """
 
     layer: int
     file: str
     size: int
     sha256: Mapping[str, str]
     source: Mapping[str, PartHashes]
+    slices: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -217,6 +240,7 @@ class ManifestRecord:
     producer: Mapping[str, str]
     source: SourceRecord
     layout: LayoutRecord
+    shard: Shard
     experts_only: bool
     groups: tuple[GroupRecord, ...]
     layers: tuple[LayerRecord, ...]

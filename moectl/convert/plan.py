@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -32,7 +32,9 @@ from .manifest_record import (
 from .recipe import Recipe
 from .records import to_json
 from .safetensors_file import TORCH_DTYPES, FilePlan, TensorSpec, plan_file
+from .shards import Shard, Share
 from .sources import LayerMap, Source, carved_bytes, map_layer, output_name, output_prefix, source_named
+from .values import Shapes
 from .writer import Writer, prepared_writer
 
 MIB = 1 << 20
@@ -51,11 +53,13 @@ unpacked to bytes are two, and a step holds its input and its output."""
 class LayerPlan:
     """One layer: the unit of work, of files, and of resuming.
 
-    `batch` is the number of experts converted at once, `peak_memory` what that takes; `holds` says what
-    the bytes of each tensor mean, where its dtype does not.
+    `map` has the experts of `share` alone, each of them whole; `problem` is the rank's, padded. `batch`
+    is the number of experts converted at once, `peak_memory` what that takes; `holds` says what the
+    bytes of each tensor mean, where its dtype does not.
     """
 
     map: LayerMap
+    share: Share
     problem: MoEProblem
     source: Source
     writer: Writer
@@ -71,7 +75,7 @@ class LayerPlan:
     @property
     def bytes_in(self) -> int:
         """Bytes of expert tensors read."""
-        return sum(info.nbytes for info in self.map.tensors)
+        return sum(stop - start for _, start, stop in self.map.extents)
 
     @property
     def buffers(self) -> tuple[int, int]:
@@ -101,6 +105,7 @@ class Plan:
 
     checkpoint: Checkpoint
     layout: LayoutRecord
+    shard: Shard
     groups: tuple[GroupRecord, ...]
     layers: tuple[LayerPlan, ...]
     rest: tuple[RestPlan, ...]
@@ -166,6 +171,8 @@ class Conversion(Protocol):
     @property
     def layout(self) -> LayoutRecord: ...
     @property
+    def shard(self) -> Shard: ...
+    @property
     def groups(self) -> tuple[GroupRecord, ...]: ...
     @property
     def experts_only(self) -> bool: ...
@@ -177,6 +184,7 @@ def conversion_facts(conversion: Conversion) -> dict[str, str]:
         "format": str(FORMAT_VERSION),
         "layout": conversion.layout.name,
         "layout version": str(conversion.layout.version),
+        "rank": str(conversion.shard),
         "experts only": "yes" if conversion.experts_only else "no",
         "layer groups": digest_of(to_json(conversion.groups)),
     }
@@ -207,6 +215,7 @@ def plan_conversion(
     *,
     max_memory: int | None = None,
     experts_only: bool = False,
+    shard: Shard = Shard(),
 ) -> Plan:
     """The `Plan` to convert every MoE layer of `checkpoint` to `layout`.
 
@@ -214,12 +223,14 @@ def plan_conversion(
         max_memory: bytes that the conversion may hold above the program's own; a quarter of the
             machine's memory by default.
         experts_only: leave out tensors that are no experts.
+        shard: the rank whose share of every layer is converted; all of it by default.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of another shape or dtype.
         Unavailable: there are no tensor headers to plan from.
-        NoBackend: the layout cannot hold a layer.
-        UsageError: the storage format has no converter, or one expert does not fit `max_memory`.
+        NoBackend: the layout cannot hold a layer, or the rank's slice of it.
+        UsageError: the storage format has no converter, a layer cannot be shared so, or one expert
+            does not fit `max_memory`.
     """
     memory = default_memory() if max_memory is None else max_memory
     if not checkpoint.groups:
@@ -231,43 +242,52 @@ def plan_conversion(
         )
     groups: list[GroupRecord] = []
     layers: list[LayerPlan] = []
+    consumed: dict[str, str] = {}
     for group in checkpoint.groups:
-        record, planned = _plan_group(checkpoint, group, layout, memory)
+        share = Share(group.problem, shard)
+        maps = _map_group(checkpoint, group)
+        consumed |= {info.name: info.file for mapped in maps for info in mapped.tensors}
+        record, planned = _plan_group(group, share, maps, layout, memory)
         groups.append(record)
         layers += planned
     layers.sort(key=lambda layer: layer.layer)
     _check_file_names(checkpoint)
-    consumed = {info.name: info.file for layer in layers for info in layer.map.tensors}
     rest = () if experts_only else tuple(_plan_rest(checkpoint, consumed))
     facts = LayoutRecord(
         layout.name, layout.target, layout.version, tuple(layout.archs), tuple(map(str, layout.readers))
     )
-    return Plan(checkpoint, facts, tuple(groups), tuple(layers), rest, experts_only, memory)
+    return Plan(checkpoint, facts, shard, tuple(groups), tuple(layers), rest, experts_only, memory)
 
 
-def _plan_group(
-    checkpoint: Checkpoint, group: LayerGroup, layout: WeightLayout, memory: int
-) -> tuple[GroupRecord, list[LayerPlan]]:
+def _map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMap]:
     source = source_named(group.problem.storage)
-    dims = padding(layout.name, group.problem.scheme.weight).apply(group.problem.dims)
-    problem = replace(group.problem, dims=dims)
     maps = [map_layer(source, checkpoint, group, layer) for layer in group.layers]
     for mapped in maps:
         _check_alike(mapped, maps[0])
-    recipe = layout.recipe(problem, maps[0].shapes)
+    return maps
+
+
+def _plan_group(
+    group: LayerGroup, share: Share, whole: list[LayerMap], layout: WeightLayout, memory: int
+) -> tuple[GroupRecord, list[LayerPlan]]:
+    source = source_named(group.problem.storage)
+    problem = share.padded(padding(layout.name, group.problem.scheme.weight))
+    maps = [mapped.of_experts(*share.experts) for mapped in whole]
+    recipe = layout.recipe(problem, share.shapes(maps[0].shapes))
     for role, (shape, dtype) in recipe.stored.items():
         if dtype not in TORCH_DTYPES:
             raise UsageError(
                 f"layout {layout.name} stores {role} as {dtype} {list(shape)}, which has no place."
             )
-    batch, peak = _plan_batch(maps[0], prepared_writer(maps[0], recipe), memory)
+    slices = recipe.shapes if share.sliced else {}
+    batch, peak = _plan_batch(maps[0], prepared_writer(maps[0], recipe), slices, memory)
     planned = []
     for mapped in maps:
         writer = prepared_writer(mapped, recipe)
         file = plan_file(layer_file(mapped.layer), writer.specs, _metadata(layout))
         holds = {output_name(mapped.prefix, role): kind for role, kind in layout.logical_dtypes.items()}
-        planned.append(LayerPlan(mapped, problem, source, writer, file, batch, peak, holds))
-    return _group_record(group, problem, layout, maps[0], recipe), planned
+        planned.append(LayerPlan(mapped, share, problem, source, writer, file, batch, peak, holds))
+    return _group_record(group, share, problem, layout, maps[0], recipe), planned
 
 
 def _metadata(layout: WeightLayout) -> dict[str, str]:
@@ -288,12 +308,12 @@ def _check_alike(mapped: LayerMap, first: LayerMap) -> None:
         )
 
 
-def _plan_batch(mapped: LayerMap, writer: Writer, memory: int) -> tuple[int, int]:
-    """Experts that are converted at once, and the bytes that this takes."""
+def _plan_batch(mapped: LayerMap, writer: Writer, slices: Shapes, memory: int) -> tuple[int, int]:
+    """Experts that are converted at once, and the bytes that this takes; `slices` are cut of a batch."""
     experts = mapped.experts
     largest = max(carved_bytes(mapped.batch_shapes, 1), writer.buffer_bytes(1))
     batch = min(experts, max(1, LARGEST_BATCH // largest))
-    while (peak := step_memory(mapped, writer, batch)) > memory and batch > 1:
+    while (peak := step_memory(mapped, writer, batch, slices)) > memory and batch > 1:
         batch = batch * 3 // 4
     if peak > memory:
         raise UsageError(
@@ -304,21 +324,29 @@ def _plan_batch(mapped: LayerMap, writer: Writer, memory: int) -> tuple[int, int
     return batch, peak
 
 
-def step_memory(mapped: LayerMap, writer: Writer, batch: int) -> int:
-    """Bytes held at most while batches of `batch` experts are converted."""
+def step_memory(mapped: LayerMap, writer: Writer, batch: int, slices: Shapes) -> int:
+    """Bytes held at most while batches of `batch` experts are converted, `slices` of them cut first."""
     read, written = carved_bytes(mapped.batch_shapes, batch), writer.buffer_bytes(batch)
     reading = mapped.raw_bytes * batch + CHAIN_COPIES * min(mapped.raw_bytes * batch, BLOCK_BYTES)
-    return BASE_MEMORY + Arena.size(read, written) + reading + CHAIN_COPIES * writer.block_bytes(batch)
+    held = Arena.size(read, written) + carved_bytes(slices, batch)
+    return BASE_MEMORY + held + reading + CHAIN_COPIES * writer.block_bytes(batch)
 
 
 def _group_record(
-    group: LayerGroup, problem: MoEProblem, layout: WeightLayout, mapped: LayerMap, recipe: Recipe
+    group: LayerGroup,
+    share: Share,
+    problem: MoEProblem,
+    layout: WeightLayout,
+    mapped: LayerMap,
+    recipe: Recipe,
 ) -> GroupRecord:
     names = group.names.experts
     return GroupRecord(
         layers=tuple(group.layers),
         problem=problem,
-        experts=(0, problem.experts),
+        experts=share.experts,
+        intermediate=share.intermediate,
+        whole_intermediate=share.whole.dims.intermediate,
         pad_value=0,
         prefix=output_prefix(names[mapped.parts[0].part.stored]),
         canonical={role: TensorForm(dtype, shape) for role, (shape, dtype) in recipe.shapes.items()},

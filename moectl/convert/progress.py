@@ -18,7 +18,7 @@ from .manifest_record import LOG as LOG
 from .manifest_record import LayerRecord, RestRecord
 from .records import from_json, to_json
 
-PLAIN = frozenset({"format", "moectl", "layout version", "experts only"})
+PLAIN = frozenset({"format", "moectl", "layout version", "rank", "experts only"})
 """Facts of a conversion whose values a person can read; the others are digests."""
 
 Progress = Callable[[int, int, str], None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from ..checkpoint.model import TensorInfo
 from .batches import Digests, FolderReader, as_bytes, spans
 from .manifest import Manifest
-from .manifest_record import PartRecord, group_parts, group_recipe
+from .manifest_record import PartRecord, group_parts, group_recipe, group_share
 from .plan import CHAIN_COPIES, LARGEST_BATCH
 from .progress import Meter
 from .recipe import Recipe
+from .shards import Share, SliceHashes
 from .sources import PartForm, carve, carved_bytes
 from .values import Shapes, Tensors
 
@@ -28,7 +29,7 @@ class Restored:
         name: the tensor's name.
         file: the source file that held it.
         at: where the run begins, bytes from the tensor's start.
-        last: whether it ends with the tensor.
+        last: whether no more of it follows from this folder.
         data: the bytes; valid until the next run is asked for.
     """
 
@@ -81,11 +82,24 @@ class LayerRestorer:
     def _forms(self) -> dict[str, PartForm]:
         return group_parts(self.manifest.group_of(self.layer))
 
+    @cached_property
+    def _share(self) -> Share:
+        return group_share(self.manifest.record.shard, self.manifest.group_of(self.layer))
+
+    @cached_property
+    def _slices(self) -> SliceHashes:
+        return SliceHashes()
+
+    def canonical(self, stored: Tensors, experts: int) -> dict[str, Tensor]:
+        """Canonical and kept tensors of a batch of `experts`; of slices, where the folder holds those."""
+        return {**stored, **self._recipe.restore(stored, experts)}
+
     def run(self) -> list[str]:
         """Restores the layer; what differs from the recorded hashes, in words.
 
         Stored tensors are compared with the hash taken when they were written, restored ones with
-        the hash of the source's bytes, so that no source is needed.
+        the hash of the source's bytes, so that no source is needed. A folder that holds slices of
+        experts gives no source tensors; its slices are compared with the hashes taken of them.
 
         Raises:
             CheckpointError: the layer's file is missing, cut, or not what the manifest says.
@@ -109,6 +123,13 @@ class LayerRestorer:
             for place in places.values()
             if hashes[place.name] != record.sha256[place.name]
         ]
+        if self._share.sliced:
+            held = self._slices.result()
+            return wrong + [
+                f"{record.file}: the slice of {role} does not come back with the SHA-256 that was cut"
+                for role, sha256 in record.slices.items()
+                if held.get(role) != sha256
+            ]
         return wrong + [
             f"{name} does not come back with the SHA-256 of the source"
             for _, name, _, sha256 in part_tensors(self.manifest, self.layer)
@@ -131,37 +152,41 @@ class LayerRestorer:
         self.meter.advance(len(view))
 
     def _restore(self, stored: Tensors, first: int, last: int, hashes: Digests) -> None:
-        canonical: dict[str, Tensor] = {**stored, **self._recipe.restore(stored, last - first)}
-        group, record = self.manifest.group_of(self.layer), self.manifest.layer(self.layer)
-        for key, form in self._forms.items():
-            part, files = group.parts[key], record.source[key].files
-            data = as_bytes(form.stored(canonical))
-            if form.shared:
-                runs = [(part_name(part, self.layer, 0), files[0], 0, True, data[: form.each])][: first == 0]
-            elif "{expert}" in part.template:
-                runs = [
-                    (
-                        part_name(part, self.layer, group.experts[0] + number),
-                        files[number],
-                        0,
-                        True,
-                        data[(number - first) * form.each : (number - first + 1) * form.each],
-                    )
-                    for number in range(first, last)
-                ]
-            else:
-                runs = [
-                    (
-                        part_name(part, self.layer, 0),
-                        files[0],
-                        first * form.each,
-                        last == group.experts[1] - group.experts[0],
-                        data,
-                    )
-                ]
-            for name, file, at, ends, view in runs:
-                hashes.update(name, view, last=ends)
-                self.sink(Restored(name, file, at, ends, view))
+        canonical = self.canonical(stored, last - first)
+        if self._share.sliced:
+            self._slices.take({role: canonical[role] for role in self._recipe.shapes}, first)
+            return
+        for run in source_runs(self.manifest, self.layer, self._forms, canonical, first, last):
+            hashes.update(run.name, run.data, last=run.last)
+            self.sink(run)
+
+
+def source_runs(
+    manifest: Manifest, layer: int, forms: Mapping[str, PartForm], canonical: Tensors, first: int, last: int
+) -> Iterator[Restored]:
+    """The source's bytes of whole experts, whose canonical and kept tensors `canonical` has.
+
+    `first` and `last` count from the folder's first expert; each tensor's runs come in order.
+    """
+    group, record = manifest.group_of(layer), manifest.layer(layer)
+    begin, end = group.experts
+    for key, form in forms.items():
+        part, files = group.parts[key], record.source[key].files
+        if form.shared and first:
+            continue
+        data, each = as_bytes(form.stored(canonical)), form.each
+        if form.shared:
+            yield Restored(part_name(part, layer, 0), files[0], 0, True, data[:each])
+        elif "{expert}" in part.template:
+            for i in range(first, last):
+                name, run = (
+                    part_name(part, layer, begin + i),
+                    data[(i - first) * each : (i - first + 1) * each],
+                )
+                yield Restored(name, files[i], 0, True, run)
+        else:
+            ends = last == end - begin
+            yield Restored(part_name(part, layer, 0), files[0], (begin + first) * each, ends, data)
 
 
 def restore_batch(stored: Shapes, canonical: Shapes, experts: int, max_memory: int | None) -> int:

@@ -59,6 +59,7 @@ from .plan import LayerPlan, Plan, conversion_facts, digest_of
 from .progress import LOG, Meter, Progress, ProgressLog, open_log, refuse_another, silent
 from .records import to_json
 from .rest import copy_small_files, file_matches, rest_sha256, source_record, write_rest
+from .shards import SliceHashes
 from .sources import carve, read_batch
 from .values import Facts, Tensors
 
@@ -184,8 +185,9 @@ def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderRead
     Names, shapes and headers are equal in every revision of a model, so only the bytes can tell.
     """
     for mapped in layer.map.parts:
-        for info, before in zip(mapped.tensors, record.source[mapped.part.stored].sha256, strict=True):
-            if range_sha256(reader.fd(info.file), info.start, info.end, info.file) != before:
+        extents, hashes = mapped.extents(layer.map.experts), record.source[mapped.part.stored].sha256
+        for (info, start, stop), before in zip(extents, hashes, strict=True):
+            if range_sha256(reader.fd(info.file), info.start + start, info.start + stop, info.file) != before:
                 raise _other_checkpoint(out, info.name)
 
 
@@ -258,7 +260,8 @@ class _LayerStages:
         self._layer, self._reader, self._fd, self._meter = layer, reader, fd, meter
         self._shapes = layer.map.batch_shapes
         self._facts: Facts = {}
-        self.read_hashes, self.write_hashes = Digests(), Digests()
+        self._ends = {info.name: stop for info, _, stop in layer.map.extents}
+        self.read_hashes, self.write_hashes, self.slices = Digests(), Digests(), SliceHashes()
 
     def look(self, jobs: list[tuple[int, int]], source: torch.Tensor) -> None:
         """Takes the facts that the writer needs, in a pass over the roles that they are about."""
@@ -267,7 +270,7 @@ class _LayerStages:
         for job in jobs if roles else []:
             batch = carve(source, shapes, job[1] - job[0])
             read_batch(self._layer.map, *job, self._read_only, batch, roles)
-            self._facts = self._layer.writer.look(batch, self._facts)
+            self._facts = self._layer.writer.look(self._layer.share.cut(batch), self._facts)
 
     def read(self, job: tuple[int, int], source: torch.Tensor) -> None:
         read_batch(self._layer.map, *job, self._read, carve(source, self._shapes, job[1] - job[0]))
@@ -278,12 +281,16 @@ class _LayerStages:
     def _read(self, info: TensorInfo, at: int, view: memoryview) -> None:
         self._read_only(info, at, view)
         if info.name not in self.read_hashes:
-            self.read_hashes.update(info.name, view, last=at + len(view) == info.nbytes)
+            self.read_hashes.update(info.name, view, last=at + len(view) == self._ends[info.name])
 
     def work(self, job: tuple[int, int], source: torch.Tensor, target: torch.Tensor) -> list[Piece]:
         batch = carve(source, self._shapes, job[1] - job[0])
         check_batch(self._layer, batch, job[0])
-        pieces = list(self._layer.writer.store(batch, job[0], self._facts, target))
+        share, roles = self._layer.share, self._layer.map.shapes
+        held = share.cut(batch)
+        if share.sliced:
+            self.slices.take({role: t for role, t in held.items() if role in roles}, job[0])
+        pieces = list(self._layer.writer.store(held, job[0], self._facts, target))
         self._meter.advance(sum(size for p in self._layer.map.parts for _, _, size, _ in p.run(*job)))
         return pieces
 
@@ -307,7 +314,7 @@ def check_batch(layer: LayerPlan, batch: Tensors, first: int) -> None:
         for i, values in enumerate(
             batch[mapped.part.side].reshape(len(batch[mapped.part.side]), -1).tolist()
         ):
-            reason = layer.source.check(mapped.part, layer.problem, tuple(values))
+            reason = layer.source.check(mapped.part, layer.share.whole, tuple(values))
             if reason:
                 name = mapped.tensors[first + i if mapped.per_expert else 0].name
                 raise CheckpointError(f"{name} {reason}.", hint="Check the checkpoint.")
@@ -346,7 +353,8 @@ def _convert_layer(
         )
         for mapped in layer.map.parts
     }
-    return LayerRecord(layer.layer, layer.file.name, layer.file.size, written, source)
+    slices = stages.slices.result()
+    return LayerRecord(layer.layer, layer.file.name, layer.file.size, written, source, slices)
 
 
 def producer() -> dict[str, str]:
@@ -385,6 +393,7 @@ def _finish(
         producer=producer(),
         source=source,
         layout=plan.layout,
+        shard=plan.shard,
         experts_only=plan.experts_only,
         groups=plan.groups,
         layers=tuple(layers),

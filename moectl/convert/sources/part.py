@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -98,11 +98,15 @@ class PartForm:
 
 @dataclass(frozen=True)
 class PartMap:
-    """A part and the tensors of one layer: one an expert, or one for all."""
+    """A part and the tensors of one layer: one an expert, or one for all.
+
+    `first` is the expert that is called 0 here, of those that one tensor holds.
+    """
 
     form: PartForm
     tensors: tuple[TensorInfo, ...]
     per_expert: bool
+    first: int = 0
 
     @property
     def part(self) -> Part:
@@ -121,7 +125,18 @@ class PartMap:
             for expert in range(first, last):
                 yield self.tensors[0], 0, each, expert
         else:
-            yield self.tensors[0], first * each, (last - first) * each, first
+            yield self.tensors[0], (self.first + first) * each, (last - first) * each, first
+
+    def extents(self, experts: int) -> Iterator[tuple[TensorInfo, int, int]]:
+        """The bytes of each tensor that `experts` are read from: first and last (exclusive)."""
+        each, shared = self.form.each, self.per_expert or self.form.shared
+        for info in self.tensors:
+            yield (info, 0, each) if shared else (info, self.first * each, (self.first + experts) * each)
+
+    def of_experts(self, first: int, last: int) -> PartMap:
+        """The same for experts `first` to `last` (exclusive) alone."""
+        tensors = self.tensors[first:last] if self.per_expert else self.tensors
+        return replace(self, tensors=tensors, first=0 if self.per_expert else self.first + first)
 
 
 @dataclass(frozen=True)
@@ -145,6 +160,17 @@ class LayerMap:
     def tensors(self) -> Iterator[TensorInfo]:
         """Every tensor of the checkpoint that this layer consumes."""
         return (info for part in self.parts for info in part.tensors)
+
+    @property
+    def extents(self) -> Iterator[tuple[TensorInfo, int, int]]:
+        """The bytes that are read of every tensor: first and last (exclusive)."""
+        return (extent for part in self.parts for extent in part.extents(self.experts))
+
+    def of_experts(self, first: int, last: int) -> LayerMap:
+        """The same for experts `first` to `last` (exclusive) alone."""
+        parts = tuple(part.of_experts(first, last) for part in self.parts)
+        shapes = {role: ((last - first, *shape[1:]), dtype) for role, (shape, dtype) in self.shapes.items()}
+        return replace(self, parts=parts, shapes=shapes)
 
     @property
     def kept(self) -> Shapes:

@@ -1,0 +1,259 @@
+"""One rank's share of a layer: whole experts of a range, and of each a slice cut by scale blocks.
+
+Order of operations: slice, pad each half, convert. A slice is cut from canonical tensors, so that what
+follows (padding, value steps, layouts) sees the same as for a checkpoint that holds the slice alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..problem import Align, Dims, MoEProblem, expert_range
+from ..schemes import FULL, WeightFormat
+from .batches import as_bytes
+from .canonical import INTERLEAVED, canonical_shapes, groups, halves, scale_rows
+from .values import Shapes, Tensors
+
+BLOCKWISE = ("mx",)
+"""Formats, by the beginning of their name, whose blocks are dealt out as gpt-oss is: as many to each rank
+as the first needs, and fewer to the last. Others are cut into equal slices, as engines cut them."""
+
+LARGEST_WORLD = 1 << 16
+"""Most ranks that a layer may be shared by."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank among those that share every layer.
+
+    Experts are spread over `ep_size` ranks, and each expert is sliced over `tp_size`; ranks that
+    slice the same experts are neighbours.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return self.tp_size * self.ep_size
+
+    @property
+    def rank(self) -> int:
+        """This one's number among all."""
+        return self.ep_rank * self.tp_size + self.tp_rank
+
+    @property
+    def possible(self) -> bool:
+        """True when sizes and ranks fit each other; a manifest may hold anything."""
+        sizes = (self.tp_size, self.ep_size)
+        held = zip((self.tp_rank, self.ep_rank), sizes, strict=True)
+        return all(0 <= rank < size <= LARGEST_WORLD for rank, size in held)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.ranks} (tp {self.tp_size}, ep {self.ep_size})"
+
+
+def shard_of(rank: int, tp_size: int = 1, ep_size: int = 1) -> Shard:
+    """The `Shard` of a rank's number; UsageError when there is no such rank."""
+    for name, size in (("--tp-size", tp_size), ("--ep-size", ep_size)):
+        if not 1 <= size <= LARGEST_WORLD:
+            raise UsageError(f"{name} must be 1 to {LARGEST_WORLD}, got {size}.")
+    if not 0 <= rank < tp_size * ep_size:
+        raise UsageError(
+            f"there is no rank {rank} among {tp_size * ep_size} (--tp-size {tp_size}, --ep-size {ep_size}).",
+            hint=f"Ranks are 0 to {tp_size * ep_size - 1}.",
+        )
+    return Shard(tp_size, rank % tp_size, ep_size, rank // tp_size)
+
+
+def slice_unit(weight: WeightFormat) -> int:
+    """Lanes of the intermediate size that stay together: whole bytes, groups and blocks of rows."""
+    blocks = [size for size in weight.block if size > 0]
+    return math.lcm(8 // weight.bits if weight.bits < 8 else 1, *blocks)
+
+
+def slice_size(problem: MoEProblem, tp_size: int) -> int:
+    """Lanes of `problem`'s intermediate size that the first of `tp_size` ranks holds.
+
+    Raises UsageError when they are no whole scale blocks, or a rank would hold nothing.
+    """
+    whole, weight = problem.dims.intermediate, problem.scheme.weight
+    unit = slice_unit(weight)
+    if tp_size == 1:
+        return whole
+    if weight.name.startswith(BLOCKWISE):
+        each = unit * math.ceil(math.ceil(whole / unit) / tp_size)
+        if each * (tp_size - 1) >= whole:
+            raise UsageError(
+                f"intermediate size {whole} has {math.ceil(whole / unit)} blocks of {unit} weights, and "
+                f"{each // unit} each for {tp_size} tensor-parallel ranks would leave the last with none.",
+                hint="Choose a smaller --tp-size, or spread whole experts with --ep-size.",
+            )
+        return each
+    if whole % tp_size or whole // tp_size % unit:
+        share = f"{whole / tp_size:.10g}"
+        raise UsageError(
+            f"intermediate size {whole} over {tp_size} tensor-parallel ranks is {share} for each, which is "
+            f"no whole number of blocks of {unit} weights, as {weight} needs.",
+            hint="Choose a smaller --tp-size, or spread whole experts with --ep-size.",
+        )
+    return whole // tp_size
+
+
+@dataclass(frozen=True)
+class Share:
+    """What `shard` holds of a layer of `whole`, a problem with all experts and logical sizes."""
+
+    whole: MoEProblem
+    shard: Shard = Shard()
+
+    @property
+    def sliced(self) -> bool:
+        """True when experts are not whole."""
+        return self.shard.tp_size > 1
+
+    @cached_property
+    def experts(self) -> tuple[int, int]:
+        """First and last expert (exclusive); UsageError when there are more ranks than experts."""
+        if self.shard.ep_size > self.whole.experts:
+            raise UsageError(
+                f"{self.whole.experts} experts cannot be spread over {self.shard.ep_size} ranks.",
+                hint="Choose --ep-size at most the number of experts.",
+            )
+        return expert_range(self.whole.experts, self.shard.ep_size, self.shard.ep_rank)
+
+    @cached_property
+    def intermediate(self) -> tuple[int, int]:
+        """First and last lane (exclusive) of each expert's intermediate size; errors as `slice_size`."""
+        each = slice_size(self.whole, self.shard.tp_size)
+        first = self.shard.tp_rank * each
+        return first, min(first + each, self.whole.dims.intermediate)
+
+    @property
+    def problem(self) -> MoEProblem:
+        """The rank's problem with logical sizes; all its ids and its router are the whole layer's."""
+        (first, last), (low, high) = self.experts, self.intermediate
+        return replace(self.whole, dims=Dims(self.whole.dims.hidden, high - low), local_experts=last - first)
+
+    def padded(self, align: Align) -> MoEProblem:
+        """The rank's problem, padded to the same sizes as every other rank's."""
+        full = align.apply(Dims(self.whole.dims.hidden, slice_size(self.whole, self.shard.tp_size)))
+        problem = self.problem
+        dims = replace(
+            problem.dims,
+            padded_hidden=full.padded_hidden,
+            padded_intermediate=full.padded_intermediate,
+        )
+        return replace(problem, dims=dims)
+
+    def shapes(self, whole: Shapes) -> Shapes:
+        """Canonical shapes of the rank's share, for the roles of `whole` and the rank's experts."""
+        inputs = any(role.endswith("_input") for role in whole)
+        first, last = self.experts
+        known = canonical_shapes(self.problem, last - first, inputs)
+        return {role: known[role] for role in whole}
+
+    def cut(self, batch: Tensors) -> Tensors:
+        """The rank's slices of whole experts' canonical tensors; kept stored tensors stay as they are.
+
+        The second matrix's bias is the first rank's alone, zeros elsewhere, so that the sum over ranks
+        has it once.
+        """
+        return {role: self._cut(role, t) for role, t in batch.items()} if self.sliced else batch
+
+    def _cut(self, role: str, t: Tensor) -> Tensor:
+        if role == "w2_bias":
+            return t if self.shard.tp_rank == 0 else torch.zeros_like(t)
+        place = self._place(role)
+        if place is None:
+            return t
+        axis, stacked, low, high = place
+        return _stack(t, axis, stacked).narrow(axis + 1, low, high - low).flatten(axis, axis + 1).contiguous()
+
+    def join(self, batches: Sequence[Tensors], shapes: Shapes) -> dict[str, Tensor]:
+        """Whole experts' canonical tensors of the slices of every tensor-parallel rank, in order.
+
+        `shapes` are those of whole experts, for any number of them; what is not sliced is the first
+        rank's.
+        """
+        made: dict[str, Tensor] = {}
+        for role, t in batches[0].items():
+            if role not in shapes or self._place(role) is None:
+                made[role] = t
+                continue
+            (_, *rest), _ = shapes[role]
+            made[role] = t.new_empty((len(t), *rest))
+            for rank, batch in enumerate(batches):
+                found = Share(self.whole, replace(self.shard, tp_rank=rank))._place(role)
+                assert found is not None
+                axis, stacked, low, high = found
+                place = _stack(made[role], axis, stacked).narrow(axis + 1, low, high - low)
+                place.copy_(_stack(batch[role], axis, stacked))
+        return made
+
+    def _place(self, role: str) -> tuple[int, int, int, int] | None:
+        """Where `role` is sliced: axis, matrices stacked along it, first and last element of each.
+
+        None for what every rank holds whole.
+        """
+        weight, (low, high) = self.whole.scheme.weight, self.intermediate
+        matrix, _, kind = role.partition("_")
+        blocks = kind in ("scale", "zero")
+        if matrix not in _AXES or kind not in ("", "bias", "scale", "zero") or role == "w2_bias":
+            return None
+        if blocks and weight.block[_AXES[matrix] - 1] == FULL:
+            return None
+        if matrix == "w2":
+            low, high = (groups(weight, k) if blocks else k * min(weight.bits, 8) // 8 for k in (low, high))
+            return 2, 1, low, high
+        # Rows alone are interleaved; blocks of rows are counted in gate and up by themselves.
+        stacked, by_row = halves(self.whole, role), not blocks or weight.block[0] == 1
+        if self.whole.rows == INTERLEAVED and stacked == 2 and by_row:
+            return 1, 1, 2 * low, 2 * high
+        low, high = (scale_rows(weight, n) if blocks else n for n in (low, high))
+        return 1, stacked, low, high
+
+
+def _stack(t: Tensor, axis: int, stacked: int) -> Tensor:
+    """`t` with `axis` as `stacked` matrices and their own axis."""
+    return t.view(*t.shape[:axis], stacked, -1, *t.shape[axis + 1 :])
+
+
+_AXES = {"w13": 1, "w2": 2}
+"""The axis of the intermediate size in each matrix."""
+
+
+class SliceHashes:
+    """SHA-256 of a rank's slices, one for each canonical role of a layer.
+
+    Experts are hashed by themselves, in any order, and a role's hash is that of its experts' hashes one
+    after the other: batches of any size give the same.
+    """
+
+    def __init__(self) -> None:
+        self._experts: dict[str, dict[int, bytes]] = {}
+
+    def take(self, batch: Tensors, first: int) -> None:
+        """The slices of experts from `first` on."""
+        for role, t in batch.items():
+            found = self._experts.setdefault(role, {})
+            for i, expert in enumerate(t):
+                found[first + i] = hashlib.sha256(as_bytes(expert)).digest()
+
+    def result(self) -> dict[str, str]:
+        """The hash of every role."""
+        return {
+            role: hashlib.sha256(b"".join(found[i] for i in sorted(found))).hexdigest()
+            for role, found in self._experts.items()
+        }
