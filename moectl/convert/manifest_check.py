@@ -116,12 +116,16 @@ def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, PartFo
         return ["its stored roles are not what its recipe gives"]
     wrong = []
     for key, part in parts.items():
+        if part.part.role and part.part.role not in recipe.shapes:
+            wrong.append(f"part {key[:80]} fills role {part.part.role[:80]}, which is none of the layer's")
         record = group.parts[key]
         one = "{expert}" in record.template or part.shared
         if math.prod(record.shape) * DTYPE_BITS.get(record.dtype, 0) != 8 * part.each * (
             1 if one else group.problem.experts
         ):
             wrong.append(f"part {key[:80]} is not as large as what is read of it")
+        elif _grows(part, experts):
+            wrong.append(f"part {key[:80]} grows to more than {LARGEST_GROWTH} times what it is made of")
     for name, output in recipe.outputs.items():
         shape, dtype = recipe.shapes[output.role]
         stored, kind = recipe.stored[name]
@@ -130,6 +134,15 @@ def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, PartFo
         if any(nbytes(held, form) > bound for form, held in steps):
             wrong.append(f"role {name} grows to more than {LARGEST_GROWTH} times what it is made of")
     return wrong
+
+
+def _grows(part: PartForm, experts: int) -> bool:
+    """True when a form between a stored part and its canonical rows is absurdly larger than both."""
+    forms = list(part.part.chain.trace((experts, *part.shape), part.dtype))
+    for value in part.part.values:
+        forms.append(value.shape(*forms[-1]))
+    sizes = [nbytes(dtype, shape) for shape, dtype in forms]
+    return max(sizes) > LARGEST_GROWTH * max(sizes[0], sizes[-1])
 
 
 def _check_share(group: GroupRecord, shard: Shard) -> list[str]:

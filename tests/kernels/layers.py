@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moectl.convert.layout import Chain
+from moectl.convert.recipe import Output, Recipe
 from moectl.kernels.inputs import Inputs, make_inputs
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.tolerance import CheckResult, check, tolerance_for
-from moectl.prepare import CANONICAL, ExpertLayer, Form
+from moectl.prepare import CANONICAL, ExpertLayer
 from moectl.problem import SILU, SWIGLU_OAI, Dims, MoEProblem, Routing
 from moectl.schemes import MXFP4, Scheme, int_format
 
@@ -73,12 +73,12 @@ SPELLED = {torch.uint8: "U8", torch.bfloat16: "BF16"}
 
 def layer_of(problem: MoEProblem, roles: Mapping[str, Tensor]) -> ExpertLayer:
     """A layer that holds `roles` in memory."""
-    forms = {role: Form(tuple(t.shape), SPELLED[t.dtype], Chain(())) for role, t in roles.items()}
+    shapes = {role: (tuple(t.shape), SPELLED[t.dtype]) for role, t in roles.items()}
     return ExpertLayer(
         problem,
         0,
         CANONICAL,
-        forms,
+        Recipe(shapes, {role: Output(role) for role in shapes}),
         lambda ids: {role: t[torch.as_tensor(ids)] for role, t in roles.items()},
         lambda device: {role: t.to(device) for role, t in roles.items()},
         None,

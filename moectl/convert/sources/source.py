@@ -127,14 +127,12 @@ def _map_part(
     infos = _find(source.stored(part), template, checkpoint, problem, layer)
     shape = infos[0].shape if per_expert else infos[0].shape[1:]
     dtype = "U8" if infos[0].dtype in ONE_BYTE else infos[0].dtype
+    height = _height(part, infos[0], dtype, shape, shapes) if part.role else 0
     for info in infos:
         if info.dtype != infos[0].dtype:
             raise CheckpointError(
                 f"tensor {info.name} must be {infos[0].dtype} like the first, got {info.dtype}."
             )
-    height = 0
-    if part.role:
-        height = _height(part, infos[0], dtype, shape, shapes)
     first = height if part.half == 1 else 0
     return PartMap(PartForm(part, dtype, shape, (first, first + height)), infos, per_expert)
 

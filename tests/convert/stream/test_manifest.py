@@ -120,6 +120,20 @@ GROUP = ("groups", 0)
 W13 = (*GROUP, "roles", "w13")
 PART = (*GROUP, "parts", "w13")
 LAYER = ("layers", 1)
+SHAPED = (*GROUP, "parts", "odd")
+FLAT = {"step": "rearrange", "pattern": "e n b k -> n e b k", "sizes": {}}
+ORPHAN = {
+    "template": "model.layers.{layer}.odd",
+    "role": "w7",
+    "dtype": "U8",
+    "shape": [5, 4],
+    "raw": {"dtype": "U8", "shape": [4]},
+    "rows": [0, 4],
+    "shared": False,
+    "chain": [],
+    "values": [],
+}
+EXPERTS = "model.layers.1.mlp.experts."
 
 TAMPERED: list[tuple[Edit, str]] = [
     (put("format_version", value=2), "format version 2, this program reads 1"),
@@ -140,32 +154,52 @@ TAMPERED: list[tuple[Edit, str]] = [
     (put("files", 0, "file", value="."), "not a plain name"),
     (put(*LAYER, "layer", value=7), "not the same layers"),
     (drop(*LAYER), "not the same layers"),
-    (put(*LAYER, "sha256", "w13", value="0"), "no SHA-256"),
-    (drop(*LAYER, "sha256", "w2"), "roles or parts are not those of its group"),
+    (put(*LAYER, "sha256", f"{EXPERTS}w13_weight", value="0"), "no SHA-256"),
+    (drop(*LAYER, "sha256", f"{EXPERTS}w2_weight"), "roles or parts are not those of its group"),
     (put(*LAYER, "source", "w2", "files", value=["other.safetensors"]), "impossible hash or file"),
     (put(*LAYER, "source", "w2", "sha256", value=[]), "must have 1 hashes"),
     (put(*W13, "shape", value=[5, -1, 48]), "no possible dtype and shape"),
     (put(*W13, "shape", value=[5, 128, 1 << 50]), "no possible dtype and shape"),
-    (put(*W13, "stored_dtype", value="F99"), "no possible dtype and shape"),
-    (put(*W13, "stored_shape", value=[5, 16, 511]), "chain of role w13 gives"),
-    (put(*W13, "stored_shape", value=[4, 16, 512]), "does not have 5 experts"),
-    (put(*W13, "chain", value=[{"step": "exec"}]), "no known step"),
-    (put(*W13, "chain", value="rm"), "chain must be a list"),
+    (put(*W13, "dtype", value="F99"), "no possible dtype and shape"),
+    (put(*W13, "shape", value=[5, 16, 511]), "not what its recipe gives"),
+    (put(*W13, "shape", value=[4, 16, 512]), "not what its recipe gives"),
+    (put(*W13, "made", "chain", value=[{"step": "exec"}]), "no known step"),
+    (put(*W13, "made", "chain", value="rm"), "role w13.chain must be of type list"),
     (put(*PART, "rows", value=[0, 127]), "does not fill rows"),
     (put(*PART, "rows", value=[1, 128]), "does not fill rows"),
-    (put(*PART, "shape", value=[5, 128, 3, 15]), "does not fill rows"),
+    (put(*PART, "shape", value=[5, 128, 3, 15]), "not as large as what is read"),
     (put(*PART, "role", value="w7"), "fill"),
+    (put(*PART, "chain", value=[{"step": "exec"}]), "no known step"),
+    (put(*PART, "chain", value=7), "a chain must be a list"),
+    (put(*PART, "values", value=7), "values of part w13 must be a list"),
+    (put(*PART, "values", value=[{"value": "exec"}]), "no known value step"),
+    (put(*PART, "chain", value=[FLAT]), "the expert axis must stay first and whole"),
+    (put(*W13, "made", "chain", value=[FLAT]), "the expert axis must stay first and whole"),
+    (put(*SHAPED, value=ORPHAN), "part odd fills role w7, which is none of the layer's"),
     (put(*PART, "template", value="model.layers.{layer}.mlp.experts.down_proj_blocks"), "share one name"),
 ]
 
 
-def test_a_chain_that_blows_up_is_refused_before_it_runs(converted: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "role", "before"),
+    [
+        ("roles", "w2_bias", [{"step": "view", "source": "BF16", "target": "U8"}]),
+        ("parts", "w2_scale", []),
+    ],
+)
+def test_a_chain_that_blows_up_is_refused_before_it_runs(
+    converted: Path, kind: str, role: str, before: list[dict[str, str]]
+) -> None:
     def blow_up(document: dict[str, Any]) -> None:
-        role = document["groups"][0]["roles"]["w2_bias"]
+        place = document["groups"][0][kind][role]
         halvings = [{"step": "codes", "bits": 4, "unpack": False}] * 20
-        bytes_ = [{"step": "view", "source": "BF16", "target": "U8"}]
-        role["chain"] = bytes_ + [{"step": "codes", "bits": 4, "unpack": True}] * 20 + halvings
-        role["stored_dtype"], role["stored_shape"] = "U8", [5, 192]
+        (place["made"] if kind == "roles" else place)["chain"] = [
+            *before,
+            *[{"step": "codes", "bits": 4, "unpack": True}] * 20,
+            *halvings,
+        ]
+        if kind == "roles":
+            place["dtype"], place["shape"] = "U8", [5, 192]
 
     edit(converted, blow_up)
     with pytest.raises(CheckpointError, match="grows to more than 16 times"):
@@ -199,8 +233,8 @@ def test_a_layer_file_that_is_another_layers(converted: Path) -> None:
 def test_a_manifest_with_other_shapes_than_the_file(converted: Path) -> None:
     def swap(document: dict[str, Any]) -> None:
         role = document["groups"][0]["roles"]["w2_bias"]
-        role["shape"] = role["stored_shape"] = [5, 96]
-        role["chain"] = []
+        role["shape"] = [5, 96]
+        role["made"]["chain"] = []
 
     edit(converted, swap)
     with pytest.raises(CheckpointError, match=r"w2_bias \(BF16 \[5, 96\] expected"):
@@ -260,7 +294,7 @@ def test_verify_notices_another_chain(converted: Path) -> None:
     """A chain that keeps every shape gives other bytes back than the source had."""
 
     def flip(document: dict[str, Any]) -> None:
-        document["groups"][0]["roles"]["w2"]["chain"].insert(0, {"step": "xor", "mask": 1})
+        document["groups"][0]["roles"]["w2"]["made"]["chain"].insert(0, {"step": "xor", "mask": 1})
 
     edit(converted, flip)
     report = verify(converted)

@@ -105,7 +105,7 @@ def test_a_layer_stored_otherwise_than_its_group_is_refused(kimi: Path) -> None:
 
 
 def test_memory_bound(source: Path) -> None:
-    with pytest.raises(UsageError, match=r"one expert's .* needs .* --max-memory allows") as refused:
+    with pytest.raises(UsageError, match=r"one expert of layer . needs .* --max-memory allows") as refused:
         plan_of(source, max_memory=1 << 20)
     assert "--max-memory" in refused.value.hint
     with pytest.raises(UsageError, match=r"--max-memory allows 1000 bytes\."):

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.layout import WeightLayout, layout_named
+from moectl.convert.layout import Chain, WeightLayout, layout_named
 from moectl.convert.manifest import load_manifest
 from moectl.convert.plan import plan_conversion
+from moectl.convert.recipe import Output
 from moectl.convert.stream import convert
-from moectl.convert.transforms import Step, Xor
+from moectl.convert.transforms import Xor
+from moectl.convert.values import Shapes
 from moectl.errors import CheckpointError
 from moectl.prepare import converted_layer, load_prepared, prepare
 from moectl.problem import MoEProblem
@@ -42,9 +44,13 @@ def folder(gpt_oss: Path, tmp_path: Path) -> Path:
 def other_version(layout: WeightLayout, version: int) -> WeightLayout:
     """`layout` as a release might have had it that stored its codes inverted."""
 
-    def build(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-        steps = layout.build(problem, role)
-        return (Xor(255), *steps) if role in ("w13", "w2") else steps
+    def build(problem: MoEProblem, shapes: Shapes) -> dict[str, Output]:
+        return {
+            role: dataclasses.replace(output, chain=Chain((Xor(255), *output.chain.steps)))
+            if role in ("w13", "w2")
+            else output
+            for role, output in layout.build(problem, shapes).items()
+        }
 
     return dataclasses.replace(layout, version=version, build=build)
 
@@ -67,7 +73,7 @@ def test_this_version_is_loaded_as_it_is(folder: Path) -> None:
 def test_a_step_that_nobody_knows_is_refused(folder: Path) -> None:
     document = json.loads((folder / "moectl.json").read_text())
     document["layout"]["version"] = 9
-    document["groups"][0]["roles"]["w13"]["chain"].append({"step": "twist"})
+    document["groups"][0]["roles"]["w13"]["made"]["chain"].append({"step": "twist"})
     sign(folder, document)
     with pytest.raises(CheckpointError, match="is no known step"):
         load_prepared(folder, 0, "triton")
@@ -91,7 +97,7 @@ def test_a_signed_scale_that_is_no_number_is_refused(folder: Path, backend: str)
     (folder / LAYER).write_bytes(data)
     document = json.loads((folder / "moectl.json").read_text())
     record = next(layer for layer in document["layers"] if layer["layer"] == 0)
-    record["sha256"]["w2_scale"] = hashlib.sha256(data[place.start : place.end]).hexdigest()
+    record["sha256"][place.name] = hashlib.sha256(data[place.start : place.end]).hexdigest()
     sign(folder, document)
     with pytest.raises(CheckpointError, match="E8M0 byte 255"):
         converted_layer(load_manifest(folder), 0).prepared(backend, "cpu")
