@@ -35,7 +35,9 @@ def verify(
         for finding in report.findings:
             console.print(f"found: {finding}", markup=False)
         compared = ", equal to the source's bytes" if report.compared else ""
-        verdict = f"whole; {report.tensors} tensors lead back to the source's hashes{compared}"
+        back = f"{report.tensors} tensors lead back to the source's hashes{compared}"
+        cut = f"{report.slices} slices lead back to what was cut of the source"
+        verdict = f"whole; {back if report.tensors or not report.slices else cut}"
         bad = count(len(report.findings), "finding")
         read = f"{count(report.layers, 'layer')}, {count(report.files, 'other file')}"
         text = f"{folder}: {verdict if report.ok else bad} ({read}, {size(report.bytes_read)} read)"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from ..checkpoint.model import TensorInfo
 from .batches import Digests, FolderReader, as_bytes, spans
@@ -59,11 +58,10 @@ def part_tensors(manifest: Manifest, layer: int) -> Iterator[tuple[PartRecord, s
 
 @dataclass(frozen=True)
 class LayerRestorer:
-    """Undoes the recipe of one layer and compares every hash on the way.
+    """Undoes the recipe of one layer of a folder and compares every hash on the way.
 
     Attributes:
         reader: of the converted folder.
-        sink: gets the source's bytes, run by run, each tensor's in order.
         max_memory: bytes that a batch may take with everything made from it; None for a default.
     """
 
@@ -71,94 +69,141 @@ class LayerRestorer:
     layer: int
     reader: FolderReader
     meter: Meter
-    sink: Sink = lambda run: None
     max_memory: int | None = None
+    _hashes: Digests = field(default_factory=Digests)
+    _slices: SliceHashes = field(default_factory=SliceHashes)
+
+    @property
+    def label(self) -> str:
+        """What findings about the folder begin with: its name, where it is one of several ranks'."""
+        return f"{self.manifest.folder.name}/" if self.manifest.record.shard.ranks > 1 else ""
+
+    @property
+    def experts(self) -> int:
+        """How many experts the folder has."""
+        first, last = self.manifest.group_of(self.layer).experts
+        return last - first
 
     @cached_property
-    def _recipe(self) -> Recipe:
+    def recipe(self) -> Recipe:
+        """How the layer is stored."""
         return group_recipe(self.manifest.group_of(self.layer))
 
     @cached_property
-    def _forms(self) -> dict[str, PartForm]:
-        return group_parts(self.manifest.group_of(self.layer))
-
-    @cached_property
-    def _share(self) -> Share:
+    def share(self) -> Share:
+        """What the folder has of the layer."""
         return group_share(self.manifest.record.shard, self.manifest.group_of(self.layer))
 
-    @cached_property
-    def _slices(self) -> SliceHashes:
-        return SliceHashes()
+    @property
+    def batch(self) -> int:
+        """Experts that are restored at once."""
+        return restore_batch(self._stored, self.recipe.shapes, self.experts, self.max_memory)
 
-    def canonical(self, stored: Tensors, experts: int) -> dict[str, Tensor]:
-        """Canonical and kept tensors of a batch of `experts`; of slices, where the folder holds those."""
-        return {**stored, **self._recipe.restore(stored, experts)}
+    def batches(self, batch: int) -> Iterator[tuple[int, int, Tensors]]:
+        """Canonical and kept tensors, `batch` experts at a time, with the first and the last (exclusive).
 
-    def run(self) -> list[str]:
-        """Restores the layer; what differs from the recorded hashes, in words.
-
-        Stored tensors are compared with the hash taken when they were written, restored ones with
-        the hash of the source's bytes, so that no source is needed. A folder that holds slices of
-        experts gives no source tensors; its slices are compared with the hashes taken of them.
+        They are valid until the next ones are asked for; of slices, where the folder holds those.
 
         Raises:
             CheckpointError: the layer's file is missing, cut, or not what the manifest says.
         """
-        record = self.manifest.layer(self.layer)
-        places = self.manifest.open_layer(self.layer)
-        hashes = Digests()
-        stored, experts = self._split()
-        batch = restore_batch(stored, self._recipe.shapes, experts, self.max_memory)
+        places, stored = self.manifest.open_layer(self.layer), self._stored
         buffer = torch.empty(carved_bytes(stored, batch), dtype=torch.uint8)
-        for first, last in spans(experts, batch):
+        for first, last in spans(self.experts, batch):
             found = carve(buffer, stored, last - first)
             for role, t in sorted(found.items(), key=lambda item: places[item[0]].start):
-                self._read(places[role], as_bytes(t), first, last, experts, hashes)
-            self._restore(found, first, last, hashes)
+                self._read(places[role], as_bytes(t), first, last, self.experts)
+            canonical = {**found, **self.recipe.restore(found, last - first)}
+            if self.share.sliced:
+                self._slices.take({role: canonical[role] for role in self.recipe.shapes}, first)
+            yield first, last, canonical
         for role, place in places.items():
             if role not in stored:
-                self._read(place, memoryview(bytearray(place.nbytes)), 0, 1, 1, hashes)
-        wrong = [
-            f"{record.file}: {place.name} does not have the SHA-256 that was written"
-            for place in places.values()
-            if hashes[place.name] != record.sha256[place.name]
-        ]
-        if self._share.sliced:
-            held = self._slices.result()
-            return wrong + [
-                f"{record.file}: the slice of {role} does not come back with the SHA-256 that was cut"
-                for role, sha256 in record.slices.items()
-                if held.get(role) != sha256
-            ]
-        return wrong + [
-            f"{name} does not come back with the SHA-256 of the source"
-            for _, name, _, sha256 in part_tensors(self.manifest, self.layer)
-            if hashes[name] != sha256
+                self._read(place, memoryview(bytearray(place.nbytes)), 0, 1, 1)
+
+    def findings(self) -> list[str]:
+        """What was read and differs from the recorded hashes, in words; after the last batch.
+
+        Stored tensors are compared with the hash taken when they were written, slices of experts with
+        that of what was cut.
+        """
+        record, held = self.manifest.layer(self.layer), self._slices.result()
+        return [
+            f"{record.file}: {name} does not have the SHA-256 that was written"
+            for name, sha256 in record.sha256.items()
+            if self._hashes[name] != sha256
+        ] + [
+            f"{record.file}: the slice of {role} does not come back with the SHA-256 that was cut"
+            for role, sha256 in record.slices.items()
+            if held.get(role) != sha256
         ]
 
-    def _split(self) -> tuple[Shapes, int]:
-        """Stored roles with an expert axis, and the number of experts; the others are only hashed."""
-        group = self.manifest.group_of(self.layer)
-        whole = {name for name, output in self._recipe.outputs.items() if output.per_layer}
-        stored = {role: (r.shape, r.dtype) for role, r in group.roles.items() if role not in whole}
-        return stored, group.experts[1] - group.experts[0]
+    @cached_property
+    def _stored(self) -> Shapes:
+        """Stored roles with an expert axis; the others are only hashed."""
+        whole = {name for name, output in self.recipe.outputs.items() if output.per_layer}
+        roles = self.manifest.group_of(self.layer).roles
+        return {role: (r.shape, r.dtype) for role, r in roles.items() if role not in whole}
 
-    def _read(
-        self, place: TensorInfo, view: memoryview, first: int, last: int, experts: int, hashes: Digests
-    ) -> None:
+    def _read(self, place: TensorInfo, view: memoryview, first: int, last: int, experts: int) -> None:
         each = place.nbytes // experts
         self.reader.read(place.file, view, place.start + each * first)
-        hashes.update(place.name, view, last=last == experts)
+        self._hashes.update(place.name, view, last=last == experts)
         self.meter.advance(len(view))
 
-    def _restore(self, stored: Tensors, first: int, last: int, hashes: Digests) -> None:
-        canonical = self.canonical(stored, last - first)
-        if self._share.sliced:
-            self._slices.take({role: canonical[role] for role in self._recipe.shapes}, first)
-            return
-        for run in source_runs(self.manifest, self.layer, self._forms, canonical, first, last):
+
+def layer_restorers(
+    manifests: Sequence[Manifest],
+    layer: int,
+    readers: Sequence[FolderReader],
+    meter: Meter,
+    max_memory: int | None = None,
+) -> list[tuple[LayerRestorer, ...]]:
+    """One folder's restorer of `layer`, or every rank's in runs of those that slice the same experts."""
+    found = zip(manifests, readers, strict=True)
+    size = manifests[0].record.shard.tp_size if len(manifests) > 1 else 1
+    memory = max_memory if max_memory is None else max_memory // size
+    every = [LayerRestorer(manifest, layer, reader, meter, memory) for manifest, reader in found]
+    return [tuple(every[first : first + size]) for first in range(0, len(every), size)]
+
+
+def is_complete(members: Sequence[LayerRestorer]) -> bool:
+    """True when `members` have whole experts, by themselves or together."""
+    return len(members) == members[0].share.shard.tp_size
+
+
+def restore_layer(members: Sequence[LayerRestorer], sink: Sink = lambda run: None) -> list[str]:
+    """Restores a layer's experts from the folders of the ranks that slice them; what is wrong, in words.
+
+    Whole experts' tensors go to `sink`, run by run, each tensor's in order, and are compared with the
+    hash of the source's bytes, so that no source is needed. One folder of several that slice the same
+    experts gives no source tensors: its own hashes are all that is compared.
+
+    Raises:
+        CheckpointError: a layer's file is missing, cut, or not what the manifest says.
+    """
+    one = members[0]
+    manifest, layer, share = one.manifest, one.layer, one.share
+    forms, hashes = group_parts(manifest.group_of(layer)), Digests()
+    complete = is_complete(members)
+    batch = min(member.batch for member in members)
+    for found in zip(*(member.batches(batch) for member in members), strict=True):
+        first, last, canonical = found[0]
+        if not complete:
+            continue
+        if share.sliced:
+            canonical = share.join([slices for _, _, slices in found], list(one.recipe.shapes))
+        for run in source_runs(manifest, layer, forms, canonical, first, last):
             hashes.update(run.name, run.data, last=run.last)
-            self.sink(run)
+            sink(run)
+    wrong = [f"{member.label}{text}" for member in members for text in member.findings()]
+    if not complete:
+        return wrong
+    return wrong + [
+        f"{name} does not come back with the SHA-256 of the source"
+        for _, name, _, sha256 in part_tensors(manifest, layer)
+        if hashes[name] != sha256
+    ]
 
 
 def source_runs(

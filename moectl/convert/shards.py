@@ -181,18 +181,18 @@ class Share:
         axis, stacked, low, high = place
         return _stack(t, axis, stacked).narrow(axis + 1, low, high - low).flatten(axis, axis + 1).contiguous()
 
-    def join(self, batches: Sequence[Tensors], shapes: Shapes) -> dict[str, Tensor]:
-        """Whole experts' canonical tensors of the slices of every tensor-parallel rank, in order.
+    def join(self, batches: Sequence[Tensors], roles: Sequence[str]) -> dict[str, Tensor]:
+        """Whole experts' canonical tensors `roles` of the slices of every tensor-parallel rank, in order.
 
-        `shapes` are those of whole experts, for any number of them; what is not sliced is the first
-        rank's.
+        What is not sliced, and everything that is no such role, is the first rank's.
         """
-        made: dict[str, Tensor] = {}
-        for role, t in batches[0].items():
-            if role not in shapes or self._place(role) is None:
-                made[role] = t
+        made = dict(batches[0])
+        inputs = any(role.endswith("_input") for role in roles)
+        shapes = canonical_shapes(self.whole, 1, inputs)
+        for role in roles:
+            if self._place(role) is None:
                 continue
-            (_, *rest), _ = shapes[role]
+            t, ((_, *rest), _) = batches[0][role], shapes[role]
             made[role] = t.new_empty((len(t), *rest))
             for rank, batch in enumerate(batches):
                 found = Share(self.whole, replace(self.shard, tp_rank=rank))._place(role)

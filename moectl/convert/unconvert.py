@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,11 @@ from .disk import (
     write_exactly,
     write_file,
 )
-from .manifest import Manifest, load_manifest, read_file_header
+from .manifest import Manifest, read_file_header
 from .manifest_record import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord
 from .progress import Meter, Progress, silent
-from .restore import LayerRestorer, Restored, Sink, part_tensors
+from .ranks import load_folders, refuse_one_rank
+from .restore import Restored, Sink, layer_restorers, part_tensors, restore_layer
 from .safetensors_file import FilePlan, TensorSpec, plan_file
 
 
@@ -51,25 +52,30 @@ def unconvert(
 
     Tensors have the source's names, dtypes, shapes and bytes, in files with the source's names; every
     expert tensor is compared with the hash of the source's bytes before its file gets its name. A
-    folder converted with experts only gives the experts' tensors back.
+    folder converted with experts only gives the experts' tensors back. `out` may hold the folders of
+    every rank: their slices are joined.
 
     Raises:
-        UsageError: `back` is not empty, or lies in `out`.
+        UsageError: `back` is not empty, or lies in `out`; `out` is one rank's folder of several.
         CheckpointError: `out` is no finished converted folder, or a file of it is damaged.
         CheckFailed: a tensor does not come back with its hash.
         Unavailable: no room on the disk.
     """
-    manifest = load_manifest(out)
+    manifests = load_folders(out)
+    manifest = manifests[0]
+    if len(manifests) == 1:
+        refuse_one_rank(manifest)
     refuse_inside(out, back)
     if back.exists() and (not back.is_dir() or any(back.iterdir())):
         raise UsageError(f"the output folder {back} is not empty.", hint="Choose an empty folder.")
-    plans = _plan_files(manifest)
+    plans = _plan_files(manifests)
     places = {name: (file, info) for file in plans for name, info in file.tensors.items()}
-    total = sum(layer.size for layer in manifest.record.layers)
+    total = sum(layer.size for each in manifests for layer in each.record.layers)
     meter = Meter(progress, total + sum(item.size for item in manifest.record.rest))
     refuse_small_disk(back, sum(file.size for file in plans), "Make room, or choose another folder.")
     create_folder(back)
-    with FolderReader(out) as reader, ExitStack() as stack:
+    with ExitStack() as stack:
+        readers = [stack.enter_context(FolderReader(each.folder)) for each in manifests]
         fds = {file.name: stack.enter_context(replacing(back / file.name, file.size)) for file in plans}
         for file in plans:
             write_exactly(fds[file.name], memoryview(file.header), 0)
@@ -78,17 +84,19 @@ def unconvert(
             file, info = places[run.name]
             write_exactly(fds[file.name], run.data, info.start + run.at)
 
-        _restore_layers(manifest, reader, meter, store, max_memory)
+        _restore_layers(manifests, readers, meter, store, max_memory)
         for item in manifest.record.rest:
             meter.say(item.file)
-            _check(out, item)
+            _check(manifest.folder, item)
             if item.whole:
-                link_or_copy(out / item.file, back / item.source)
+                link_or_copy(manifest.folder / item.file, back / item.source)
             else:
-                for info in read_file_header(out, item.file, item.size).values():
+                for info in read_file_header(manifest.folder, item.file, item.size).values():
                     file, place = places[info.name]
                     target = fds[file.name]
-                    copy_bytes(reader.fd(item.file), target, info.start, place.start, info.nbytes, item.file)
+                    copy_bytes(
+                        readers[0].fd(item.file), target, info.start, place.start, info.nbytes, item.file
+                    )
             meter.advance(item.size)
     _write_documents(manifest, back, places)
     kept = [item for item in manifest.record.rest if item.whole]
@@ -96,12 +104,17 @@ def unconvert(
     return Restoration(back, len(plans) + len(kept), len(places), size, manifest.record.experts_only)
 
 
-def _plan_files(manifest: Manifest) -> list[FilePlan]:
-    """The source's files that held experts, with every tensor of theirs that the folder has."""
+def _plan_files(manifests: Sequence[Manifest]) -> list[FilePlan]:
+    """The source's files that held experts, with every tensor of theirs that the folders have."""
+    manifest = manifests[0]
+    found_in: dict[TensorSpec, str] = {}
+    for each in manifests:
+        for layer in each.layers:
+            for part, name, file, _ in part_tensors(each, layer):
+                found_in[TensorSpec(name, part.dtype, part.shape)] = file
     specs: dict[str, list[TensorSpec]] = {}
-    for layer in manifest.layers:
-        for part, name, file, _ in part_tensors(manifest, layer):
-            specs.setdefault(file, []).append(TensorSpec(name, part.dtype, part.shape))
+    for spec, file in found_in.items():
+        specs.setdefault(file, []).append(spec)
     for item in manifest.record.rest:
         if not item.whole:
             found = read_file_header(manifest.folder, item.file, item.size)
@@ -112,13 +125,18 @@ def _plan_files(manifest: Manifest) -> list[FilePlan]:
 
 
 def _restore_layers(
-    manifest: Manifest, reader: FolderReader, meter: Meter, store: Sink, max_memory: int | None
+    manifests: Sequence[Manifest],
+    readers: Sequence[FolderReader],
+    meter: Meter,
+    store: Sink,
+    max_memory: int | None,
 ) -> None:
-    for layer in manifest.layers:
+    for layer in manifests[0].layers:
         meter.say(f"layer {layer}")
-        wrong = LayerRestorer(manifest, layer, reader, meter, store, max_memory).run()
-        if wrong:
-            raise CheckFailed(f"{wrong[0]}.", hint="Run verify to see everything that is damaged.")
+        for members in layer_restorers(manifests, layer, readers, meter, max_memory):
+            wrong = restore_layer(members, store)
+            if wrong:
+                raise CheckFailed(f"{wrong[0]}.", hint="Run verify to see everything that is damaged.")
 
 
 def _check(out: Path, item: FileRecord) -> None:

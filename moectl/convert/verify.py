@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .batches import FolderReader
 from .disk import file_findings, file_sha256, range_sha256
-from .manifest import Manifest, load_manifest, read_file_header
+from .manifest import Manifest, read_file_header
 from .manifest_record import CONFIG, FileRecord
 from .progress import Meter, Progress, silent
-from .restore import LayerRestorer, Restored
+from .ranks import load_folders, refuse_one_rank
+from .restore import Restored, is_complete, layer_restorers, part_tensors, restore_layer
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Report:
     Attributes:
         layers, files: converted layers and other files that were checked.
         tensors: source tensors restored and compared with their hashes.
+        slices: canonical tensors of slices that were compared with the hashes of what was cut.
         bytes_read: bytes of the folder that were read.
         compared: whether the source's own bytes were compared too.
         findings: what is wrong, in words; empty when all is well.
@@ -29,6 +32,7 @@ class Report:
     layers: int
     files: int
     tensors: int
+    slices: int
     bytes_read: int
     compared: bool
     findings: tuple[str, ...]
@@ -45,40 +49,58 @@ def verify(
 
     The round trip undoes the chains that the manifest holds and compares the source's SHA-256, which
     were taken when its bytes were read; `source` compares with the bytes of that folder as well.
-    Damage is a finding, so that one report names all of it.
+    Damage is a finding, so that one report names all of it. `out` may hold the folders of every rank,
+    whose slices then lead back together. A rank that has slices of experts leads back to what was cut
+    of the source, by the hashes taken then.
 
     Raises:
         CheckpointError: no finished converted folder, a manifest that cannot be read, or a `source`
             whose files cannot be read.
+        UsageError: a `source` to compare with one rank's slices.
     """
-    manifest = load_manifest(out)
-    record = manifest.record
-    kept: tuple[FileRecord, ...] = (*record.rest, *record.files, *record.documents)
-    sizes = [layer.size for layer in record.layers] + [item.size for item in kept]
+    manifests = load_folders(out)
+    manifest = manifests[0]
+    if source and len(manifests) == 1 and manifest.record.shard.tp_size > 1:
+        refuse_one_rank(manifest)
+    kept = [(each.folder, item) for each in manifests for item in _kept(each)]
+    sizes = [layer.size for each in manifests for layer in each.record.layers]
+    sizes += [item.size for _, item in kept]
     meter = Meter(progress, sum(sizes))
     findings: list[str] = []
-    tensors = 0
+    tensors = slices = 0
     original = _Source(source, manifest) if source else None
     try:
-        with FolderReader(out) as reader:
+        with ExitStack() as stack:
+            readers = [stack.enter_context(FolderReader(each.folder)) for each in manifests]
             for layer in manifest.layers:
                 meter.say(f"layer {layer}")
                 sink = original.compare if original else lambda run: None
-                try:
-                    findings += LayerRestorer(manifest, layer, reader, meter, sink, max_memory).run()
-                except CheckpointError as error:
-                    findings.append(str(error))
-                tensors += sum(len(part.sha256) for part in manifest.layer(layer).source.values())
-        for item in kept:
+                for members in layer_restorers(manifests, layer, readers, meter, max_memory):
+                    try:
+                        findings += restore_layer(members, sink)
+                    except CheckpointError as error:
+                        findings.append(str(error))
+                    if is_complete(members):
+                        tensors += sum(1 for _ in part_tensors(members[0].manifest, layer))
+                    slices += sum(len(member.manifest.layer(layer).slices) for member in members)
+        for folder, item in kept:
             meter.say(item.file)
-            findings += file_findings(out / item.file, item.size, item.sha256)
+            label = f"{folder.name}/" if len(manifests) > 1 else ""
+            findings += [label + text for text in file_findings(folder / item.file, item.size, item.sha256)]
             meter.advance(item.size)
         if original:
-            findings += original.findings + original.compare_rest(out)
+            findings += original.findings + original.compare_rest(manifest.folder)
     finally:
         if original:
             original.close()
-    return Report(len(manifest.layers), len(kept), tensors, sum(sizes), source is not None, tuple(findings))
+    layers = sum(len(each.layers) for each in manifests)
+    return Report(layers, len(kept), tensors, slices, sum(sizes), source is not None, tuple(findings))
+
+
+def _kept(manifest: Manifest) -> tuple[FileRecord, ...]:
+    """Every file of a folder that is no converted layer's."""
+    record = manifest.record
+    return (*record.rest, *record.files, *record.documents)
 
 
 class _Source:
