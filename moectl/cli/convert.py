@@ -14,12 +14,16 @@ from .options import Activation, CheckpointArg, Offline, Routing, framed, option
 from .output import Output, count, duration, size, table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..convert.plan import Plan
+    from ..convert.rank_plans import RankPlan
 
 EXAMPLES = (
     "moectl convert ./gpt-oss-20b ./marlin --to marlin",
     "moectl convert ./kimi ./trtllm --to trtllm --dry-run",
     "moectl convert ./gpt-oss-20b ./marlin --to marlin --resume",
+    "moectl convert ./gpt-oss-20b ./marlin-tp4 --to marlin --tp-size 4",
 )
 MORE = ["Layouts, and who reads them:"]
 MORE += [f"  {target}: {'; '.join(map(str, readers))}" for target, readers in TARGETS.items()]
@@ -48,6 +52,11 @@ def convert(
     threads: Annotated[
         int | None, option("--threads", help="1: one thing after another; default: overlapped.", min=1)
     ] = None,
+    tp_size: Annotated[int, option("--tp-size", help="Slice each expert over so many ranks.", min=1)] = 1,
+    ep_size: Annotated[int, option("--ep-size", help="Spread experts over so many ranks.", min=1)] = 1,
+    rank: Annotated[
+        int | None, option("--rank", help="This rank alone, into OUT; default: all, OUT/rank-00, ...", min=0)
+    ] = None,
     activation: Activation = None,
     routing: Routing = None,
     offline: Offline = False,
@@ -57,7 +66,8 @@ def convert(
     """Write expert weights in a backend's kernel layout.
 
     Streamed layer by layer, resumable, and bit-exactly reversible. The result is a cache for that
-    backend, not a portable checkpoint.
+    backend, not a portable checkpoint. With --tp-size and --ep-size each rank gets a folder of its own:
+    slices are cut by scale blocks, then padded.
     """
     to = pick(to, TARGETS, "layout")
     memory = None if max_memory is None else parse_size(max_memory)
@@ -73,51 +83,93 @@ def convert(
 
     from ..convert.layout import layout_for
     from ..convert.plan import plan_conversion
-    from ..convert.stream import check_output
+    from ..convert.rank_plans import check_outputs, convert_ranks, plan_ranks
     from ..convert.stream import convert as library
 
     layout = layout_for(to, source.groups[0].problem.scheme.weight, arch)
-    check_output(source.folder, target, resume)
-    plan = plan_conversion(source, layout, max_memory=memory, experts_only=experts_only)
+    plans = plan_ranks(
+        target,
+        tp_size,
+        ep_size,
+        rank,
+        lambda shard: plan_conversion(
+            source, layout, max_memory=memory, experts_only=experts_only, shard=shard
+        ),
+    )
+    check_outputs(source.folder, target, plans, resume)
     if source.origin.note:
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
+    written = sum(item.plan.bytes_out for item in plans)
     if dry_run:
-        out.result(plan_document(plan), lambda console: draw_plan(plan, console), str(plan.bytes_out))
+        document = ranks_document([plan_document(item.plan) for item in plans])
+        out.result(document, lambda console: draw_plans(plans, console), str(written))
         return
-    out.note(f"{plan.layout.name}: {size(plan.bytes_in)} of experts -> {size(plan.bytes_out)} in {target}")
+    read = sum(item.plan.bytes_in for item in plans)
+    out.note(f"{layout.name}: {size(read)} of experts -> {size(written)} in {target}")
     begin = time.perf_counter()
     try:
         with out.progress("converting") as progress:
-            summary = library(plan, target, resume=resume, progress=progress, threads=threads)
+            summaries = convert_ranks(
+                plans,
+                lambda item, tell: library(
+                    item.plan, item.folder, resume=resume, progress=tell, threads=threads
+                ),
+                progress,
+            )
     except KeyboardInterrupt:
         out.note(f"the layers that are finished stay in {target}; --resume goes on from there")
         raise
     seconds = time.perf_counter() - begin
-    document = {
-        **plan_document(plan),
-        "folder": str(target),
-        "converted_layers": list(summary.converted),
-        "resumed_layers": list(summary.resumed),
-        "skipped_files": list(summary.skipped_files),
-        "seconds": seconds,
-    }
+    documents = [
+        {
+            **plan_document(item.plan),
+            "folder": str(item.folder),
+            "converted_layers": list(summary.converted),
+            "resumed_layers": list(summary.resumed),
+            "skipped_files": list(summary.skipped_files),
+            "seconds": seconds,
+        }
+        for item, summary in zip(plans, summaries, strict=True)
+    ]
 
     def draw(console: Any) -> None:
-        rate = f", {size(summary.bytes_in / seconds)}/s" if summary.bytes_in else ""
-        done = f"{count(len(summary.converted), 'layer')} converted in {duration(seconds)}{rate}"
-        done += f"; {len(summary.resumed)} finished before" if summary.resumed else ""
-        console.print(f"{target}: {plan.layout.name}, {done}", markup=False)
-        for name in summary.skipped_files:
+        converted, resumed = (
+            sum(map(len, found)) for found in zip(*((s.converted, s.resumed) for s in summaries), strict=True)
+        )
+        moved = sum(summary.bytes_in for summary in summaries)
+        rate = f", {size(moved / seconds)}/s" if moved else ""
+        done = f"{count(converted, 'layer')} converted in {duration(seconds)}{rate}"
+        done += f"; {resumed} finished before" if resumed else ""
+        held = f" of {count(len(plans), 'rank')}" if len(plans) > 1 else ""
+        console.print(f"{target}: {layout.name}, {done}{held}", markup=False)
+        for name in summaries[0].skipped_files:
             console.print(f"left out: {name}", markup=False)
 
-    out.result(document, draw, str(target))
+    out.result(ranks_document(documents), draw, str(target))
     out.note(f"check it with: moectl verify {target}")
+
+
+def ranks_document(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """One plan's document, or those of every rank, by rank."""
+    return documents[0] if len(documents) == 1 else {"ranks": documents}
 
 
 def plan_document(plan: "Plan") -> dict[str, Any]:
     """A plan as plain data; sizes in bytes."""
     layout = plan.layout
     return {
+        "rank": plan.shard.rank,
+        "tp_size": plan.shard.tp_size,
+        "ep_size": plan.shard.ep_size,
+        "shares": [
+            {
+                "layers": list(group.layers),
+                "experts": list(group.experts),
+                "intermediate": list(group.intermediate),
+                "padded_intermediate": group.problem.dims.padded_intermediate,
+            }
+            for group in plan.groups
+        ],
         "layout": layout.name,
         "layout_version": layout.version,
         "readers": [str(reader) for reader in layout.readers],
@@ -147,6 +199,27 @@ def plan_document(plan: "Plan") -> dict[str, Any]:
             for layer in plan.layers
         ],
     }
+
+
+def draw_plans(plans: "Sequence[RankPlan]", console: Any) -> None:
+    """What conversions would do, rank by rank, for a person: the first one's tensors, then the shares."""
+    if plans[0].plan.shard.ranks > 1:
+        made = table("rank", "layers", "experts", "intermediate", "padded", "written", "disk needed")
+        for item in plans:
+            for group in item.plan.groups:
+                first, last = group.experts
+                low, high = group.intermediate
+                made.add_row(
+                    str(item.plan.shard.rank),
+                    ranges(group.layers),
+                    f"{first}-{last - 1}",
+                    f"{low}-{high - 1}",
+                    str(group.problem.dims.padded_intermediate),
+                    size(item.plan.bytes_out),
+                    size(item.plan.disk_needed),
+                )
+        console.print(made)
+    draw_plan(plans[0].plan, console)
 
 
 def draw_plan(plan: "Plan", console: Any) -> None:

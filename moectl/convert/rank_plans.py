@@ -1,0 +1,82 @@
+"""Plans of one rank or of all, each with the folder it is converted to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UsageError
+from .disk import refuse_small_disk
+from .plan import Plan
+from .progress import Progress, silent
+from .ranks import rank_folder
+from .shards import Shard, shard_of
+from .stream import Summary, check_output
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A rank's plan, and its folder."""
+
+    folder: Path
+    plan: Plan
+
+
+def plan_ranks(
+    out: Path, tp_size: int, ep_size: int, rank: int | None, plan: Callable[[Shard], Plan]
+) -> tuple[RankPlan, ...]:
+    """The plan of `rank`, whose folder is `out`, or of every rank, in ``out/rank-00`` and so on.
+
+    Layers that nobody shares are one plan, whose folder is `out`. Raises UsageError for a rank that
+    there is not, and whatever `plan` raises.
+    """
+    ranks = tp_size * ep_size
+    if rank is not None or ranks == 1:
+        return (RankPlan(out, plan(shard_of(rank or 0, tp_size, ep_size))),)
+    shards = [shard_of(each, tp_size, ep_size) for each in range(ranks)]
+    return tuple(RankPlan(rank_folder(out, shard.rank), plan(shard)) for shard in shards)
+
+
+def check_outputs(source: Path | None, out: Path, plans: Sequence[RankPlan], resume: bool) -> None:
+    """Raises UsageError when the plans of a checkpoint in `source` cannot be converted to their folders.
+
+    Of the folder of all ranks, nothing else may be in it; errors as of `check_output` for each.
+    """
+    folders = {item.folder for item in plans}
+    if folders != {out}:
+        found = {path for path in out.iterdir() if path not in folders} if out.is_dir() else set()
+        if found:
+            raise UsageError(
+                f"the output folder {out} is for ranks alone, and holds {min(found).name}.",
+                hint="Choose an empty folder.",
+            )
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"the output {out} is a file, not a folder.", hint="Choose another name.")
+    for item in plans:
+        check_output(source, item.folder, resume)
+
+
+def convert_ranks(
+    plans: Sequence[RankPlan],
+    convert: Callable[[RankPlan, Progress], Summary],
+    progress: Progress = silent,
+) -> list[Summary]:
+    """Carries out every plan with `convert`, one after the other, and the summaries.
+
+    Raises Unavailable, before the first begins, when there is no room on the disk for all of them; what
+    is finished stays, and is found finished by a conversion that resumes.
+    """
+    needed = sum(item.plan.bytes_out for item in plans if not item.folder.exists())
+    if len(plans) > 1 and needed:
+        refuse_small_disk(plans[0].folder, needed, "Make room, or convert rank by rank with --rank.")
+    totals = [item.plan.bytes_in + item.plan.rest_bytes for item in plans]
+    summaries: list[Summary] = []
+    for i, item in enumerate(plans):
+        begun, name = sum(totals[:i]), f"{item.folder.name}, " if len(plans) > 1 else ""
+
+        def tell(done: int, total: int, text: str, begun: int = begun, name: str = name) -> None:
+            progress(begun + done, sum(totals), name + text)
+
+        summaries.append(convert(item, tell))
+    return summaries
