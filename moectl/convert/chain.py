@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .passes import one_pass
 from .safetensors_file import nbytes
 from .transforms import DTYPES, Shape, Step, dtype_name, step_from_json, step_to_json
 
@@ -26,6 +27,8 @@ class Chain:
     """Steps from a canonical tensor to its stored form, and back.
 
     Every chain works expert by expert: converting a slice along axis 0 gives that slice of the result.
+    Large tensors are converted in one pass where the steps compose into one (`passes`), else step by step
+    in blocks of experts; the bytes are the same.
     """
 
     steps: tuple[Step, ...] = ()
@@ -47,7 +50,10 @@ class Chain:
     def apply(self, t: Tensor, out: Tensor | None = None) -> Tensor:
         """The stored form of canonical `t`, in `out` where given: contiguous, on the device of `t`."""
         shape, dtype = self.storage_shape(tuple(t.shape), dtype_name(t.dtype))
-        return self._blocks(t, _output(t, shape, dtype, out), self._forward)
+        made = _output(t, shape, dtype, out)
+        if one_pass(self.steps, t, made, tuple(t.shape), dtype_name(t.dtype)):
+            return made
+        return self._blocks(t, made, self._forward)
 
     def undo(self, t: Tensor, shape: Shape, dtype: str, out: Tensor | None = None) -> Tensor:
         """The canonical tensor of `shape` and `dtype` that is stored as `t`.
@@ -67,7 +73,10 @@ class Chain:
                 block = step.undo(block, before, kind)
             return block
 
-        return self._blocks(t, _output(t, tuple(shape), dtype, out), backward)
+        made = _output(t, tuple(shape), dtype, out)
+        if one_pass(self.steps, t, made, tuple(shape), dtype, back=True):
+            return made
+        return self._blocks(t, made, backward)
 
     def _forward(self, t: Tensor) -> Tensor:
         for step in self.steps:

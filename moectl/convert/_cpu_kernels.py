@@ -1,0 +1,192 @@
+# mypy: ignore-errors
+"""Bodies of the one-pass conversion on CPUs, compiled by numba; `cpu_pass` prepares and calls them.
+
+Both walk the places `first` to `last` of the loops, counted with the last loop fastest. `loops` has a
+row per loop: size, bytes in the input, words in the output, then its step in every coordinate. `limits`
+are the coordinates' bounds, the first `edges` of them the input's, the others the output's.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+
+def _compiled(function):
+    """`function` compiled, kept on disk where a folder can be written."""
+    try:
+        return numba.njit(nogil=True, cache=True, boundscheck=False)(function)
+    except RuntimeError:  # no folder for the cache
+        return numba.njit(nogil=True, boundscheck=False)(function)
+
+
+@_compiled
+def _stand(place, loops, base):
+    """Fills `base` with where the loops stand at `place`: input bytes, output words, coordinates."""
+    base[:] = 0
+    for i in range(loops.shape[0] - 1, -1, -1):
+        size = loops[i, 0]
+        index = place % size
+        place //= size
+        for j in range(base.shape[0]):
+            base[j] += index * loops[i, j + 1]
+
+
+@_compiled
+def _all_inside(base, highest, limits):
+    inside = True
+    for i in range(limits.shape[0]):
+        inside &= base[2 + i] + highest[i] < limits[i]
+    return inside
+
+
+@_compiled
+def _any_outside(base, lowest, limits, start, end):
+    """True when the whole tile lies past one of the limits from `start` to `end`."""
+    outside = False
+    for i in range(start, end):
+        outside |= base[2 + i] + lowest[i] >= limits[i]
+    return outside
+
+
+@_compiled
+def _fill(target, start, tile, words, tables, fills):
+    """A tile of which the input has no byte."""
+    for kind in range(tables.shape[0]):
+        value = tables[kind, 0, fills[kind, 0]]
+        for slot in range(1, tables.shape[1]):
+            value |= tables[kind, slot, fills[kind, slot]]
+        for i in range(tile.shape[0]):
+            target[start + tile[i, 1] + words[kind, 0]] = value
+
+
+@_compiled
+def gather(
+    source,
+    target,
+    first,
+    last,
+    loops,
+    tile,
+    slots,
+    words,
+    tables,
+    fills,
+    limits,
+    edges,
+    lowest,
+    highest,
+):
+    """Words of `target` from bytes of `source` through 256-entry tables, tile by tile.
+
+    tile:   [words of a tile, 2 + limits] input bytes, output words, coordinates
+    slots:  [kinds, slots, 1 + source limits] input bytes, coordinates
+    words:  [kinds, 1 + output limits] output words, coordinates
+    tables: [kinds, slots, 256] what a byte contributes;  fills: [kinds, slots]
+    """
+    base = loops[0, 1:].copy()
+    count = tables.shape[1]
+    steps = np.ascontiguousarray(tile[:, :2].T).view(
+        np.uint64
+    )  # unsigned, so that no index is checked for a sign
+    for place in range(first, last):
+        _stand(place, loops, base)
+        if not _all_inside(base, highest, limits):
+            if _any_outside(base, lowest, limits, edges, limits.shape[0]):
+                continue
+            if edges == limits.shape[0] and _any_outside(base, lowest, limits, 0, edges):
+                _fill(target, base[1], tile, words, tables, fills)
+            else:
+                _gather_checked(source, target, base, tile, slots, words, tables, fills, limits, edges)
+            continue
+        for kind in range(tables.shape[0]):
+            to = np.uint64(base[1] + words[kind, 0])
+            if count == 1:
+                table = tables[kind, 0]
+                at = np.uint64(base[0] + slots[kind, 0, 0])
+                for i in range(tile.shape[0]):
+                    target[to + steps[1, i]] = table[source[at + steps[0, i]]]
+            elif count == 2:
+                t0, t1 = tables[kind, 0], tables[kind, 1]
+                a0, a1 = np.uint64(base[0] + slots[kind, 0, 0]), np.uint64(base[0] + slots[kind, 1, 0])
+                for i in range(tile.shape[0]):
+                    s = steps[0, i]
+                    target[to + steps[1, i]] = t0[source[a0 + s]] | t1[source[a1 + s]]
+            else:
+                _gather_fours(source, target, base[0], to, kind, steps, slots, tables)
+
+
+@_compiled
+def _gather_fours(source, target, start, to, kind, steps, slots, tables):
+    """Words of one kind, of four slots or a multiple."""
+    for j in range(0, tables.shape[1], 4):
+        t0, t1, t2, t3 = tables[kind, j], tables[kind, j + 1], tables[kind, j + 2], tables[kind, j + 3]
+        a0, a1 = np.uint64(start + slots[kind, j, 0]), np.uint64(start + slots[kind, j + 1, 0])
+        a2, a3 = np.uint64(start + slots[kind, j + 2, 0]), np.uint64(start + slots[kind, j + 3, 0])
+        if j == 0:
+            for i in range(steps.shape[1]):
+                s = steps[0, i]
+                target[to + steps[1, i]] = (
+                    t0[source[a0 + s]] | t1[source[a1 + s]] | t2[source[a2 + s]] | t3[source[a3 + s]]
+                )
+        else:
+            for i in range(steps.shape[1]):
+                s = steps[0, i]
+                target[to + steps[1, i]] |= (
+                    t0[source[a0 + s]] | t1[source[a1 + s]] | t2[source[a2 + s]] | t3[source[a3 + s]]
+                )
+
+
+@_compiled
+def _gather_checked(source, target, base, tile, slots, words, tables, fills, limits, edges):
+    """A tile at the edge of the input or of the output: every coordinate looked at."""
+    for kind in range(tables.shape[0]):
+        for i in range(tile.shape[0]):
+            wanted = True
+            for j in range(edges, limits.shape[0]):
+                if base[2 + j] + tile[i, 2 + j] + words[kind, 1 + j - edges] >= limits[j]:
+                    wanted = False
+            if not wanted:
+                continue
+            value = tables[kind, 0, 0] & 0
+            for slot in range(tables.shape[1]):
+                byte = fills[kind, slot]
+                there = True
+                for j in range(edges):
+                    if base[2 + j] + tile[i, 2 + j] + slots[kind, slot, 1 + j] >= limits[j]:
+                        there = False
+                if there:
+                    byte = source[base[0] + tile[i, 0] + slots[kind, slot, 0]]
+                value |= tables[kind, slot, byte]
+            target[base[1] + tile[i, 1] + words[kind, 0]] = value
+
+
+@_compiled
+def copy_runs(source, target, first, last, loops, unit, units, steps, start, mask, fill, limits, edges):
+    """Runs of ``units * unit`` bytes, each byte exclusive-or `mask`; bytes past a limit are `fill`, or left.
+
+    steps: [limits] how far a unit moves in each coordinate, none negative;  start: [1 + limits] place of
+    the first byte of a run.
+    """
+    base = loops[0, 1:].copy()
+    for place in range(first, last):
+        _stand(place, loops, base)
+        there, wanted = units, units
+        for i in range(limits.shape[0]):
+            room = limits[i] - base[2 + i] - start[1 + i]
+            if steps[i] > 0:
+                room = (room + steps[i] - 1) // steps[i]
+            elif room > 0:
+                room = units
+            if i < edges:
+                there = min(there, room)
+            else:
+                wanted = min(wanted, room)
+        wanted = max(wanted, 0) * unit
+        there = min(max(there, 0) * unit, wanted)
+        s, t = base[0] + start[0], base[1]
+        given, made = source[s : s + there], target[t : t + wanted]
+        for i in range(there):
+            made[i] = given[i] ^ mask
+        for i in range(there, wanted):
+            made[i] = fill

@@ -1,0 +1,71 @@
+"""Chains in one pass over large tensors, where they compose into one and something here can run it.
+
+A device type has a row in `EXECUTORS`. The pass writes straight into the output and holds no copy of a
+tensor, so it needs less than the step-by-step way, which memory plans count with.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+
+from torch import Tensor
+
+from .compose import compose
+from .transforms import Shape, Step
+
+SMALLEST = 1 << 20
+"""Bytes of output from which loading compiled code pays."""
+
+
+@dataclass(frozen=True)
+class Executor:
+    """What runs programs on one type of device: its module here, and the package that this compiles with."""
+
+    module: str
+    package: str
+
+
+EXECUTORS: Mapping[str, Executor] = {"cpu": Executor("cpu_pass", "numba")}
+"""By torch's device type."""
+
+
+def one_pass(
+    steps: tuple[Step, ...], source: Tensor, target: Tensor, shape: Shape, dtype: str, *, back: bool = False
+) -> bool:
+    """True when `target` now holds `source` with all `steps` done, or with `back` undone.
+
+    Otherwise it is untouched. `shape` and `dtype` are the canonical tensor's.
+    """
+    if not steps or target.numel() * target.element_size() < SMALLEST or source.device != target.device:
+        return False
+    if not (source.is_contiguous() and target.is_contiguous()):
+        return False
+    run = load(source.device.type)[0]
+    program = compose(steps, (1, *shape[1:]), dtype, back=back) if run is not None else None
+    if run is None or program is None:
+        return False
+    run(program, source, target)
+    return True
+
+
+def fast_path() -> str:
+    """How large tensors are converted on each type of device, for a person to read."""
+    return "; ".join(f"{kind}: {load(kind)[1]}" for kind in EXECUTORS)
+
+
+@cache
+def load(kind: str) -> tuple[Callable[..., None] | None, str]:
+    """What runs a program on devices of `kind`, or None, and a sentence about it."""
+    if kind not in EXECUTORS:
+        return None, "step by step"
+    package = EXECUTORS[kind].package
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        return None, f"step by step, because {package} cannot be imported ({error})"
+    run: Callable[..., None] = importlib.import_module(f".{EXECUTORS[kind].module}", __package__).run
+    return run, f"in one pass, compiled by {package} {version(package)}"
