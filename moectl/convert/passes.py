@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 
+import torch
 from torch import Tensor
 
 from .compose import compose
-from .transforms import Shape, Step
+from .transforms import Rearrange, Shape, Step, Xor
 
 SMALLEST = 1 << 20
 """Bytes of output from which loading compiled code pays."""
@@ -31,6 +32,9 @@ class Executor:
 
 EXECUTORS: Mapping[str, Executor] = {"cpu": Executor("cpu_pass", "numba")}
 """By torch's device type."""
+
+_TURNED: tuple[Step, ...] = (Rearrange("e n k -> e k n"),)
+_COPIED: tuple[Step, ...] = (Xor(1),)
 
 
 def one_pass(
@@ -50,6 +54,19 @@ def one_pass(
         return False
     run(program, source, target)
     return True
+
+
+def warm_up(kind: str = "cpu") -> None:
+    """Loads what converts on devices of `kind`, so that its memory and time count as an import's.
+
+    Compiled code is some 110 MB resident on a CPU; the first call after an installation compiles it.
+    """
+    run = load(kind)[0]
+    for steps in (_TURNED, _COPIED):
+        program = compose(steps, (1, 16, 16), "U8")
+        if run is not None and program is not None:
+            t = torch.zeros((1, 16, 16), dtype=torch.uint8, device=kind)
+            run(program, t, torch.empty_like(t))
 
 
 def fast_path() -> str:

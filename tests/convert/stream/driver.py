@@ -16,6 +16,7 @@ import torch
 
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.layout import layout_for
+from moectl.convert.passes import warm_up
 from moectl.convert.plan import plan_conversion
 from moectl.convert.stream import convert
 from moectl.errors import MoectlError
@@ -53,6 +54,7 @@ def main(options: dict[str, Any]) -> int:
             os.kill(os.getpid(), getattr(signal, options["signal"]))
 
     torch.ones(64, 64).matmul(torch.ones(64, 64))
+    warm_up()
     forget_peak()
     before = resident_bytes()
     outcome: dict[str, Any] = {
