@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 _MANTISSA = 23
 _EXPONENT_BITS = 0x7F800000
+
+
+class Rounding(NamedTuple):
+    """What rounding float32 numbers to a grid takes, as constants of a loop.
+
+    A number is clamped to `low` and `high`; its bits under `mask` (the exponent, or nothing) are a power
+    of two, at least `least`; adding and subtracting `magic` times that rounds.
+    """
+
+    low: float
+    high: float
+    mask: int
+    least: float
+    magic: float
 
 
 class Grid(Hashable, Protocol):
@@ -22,6 +36,9 @@ class Grid(Hashable, Protocol):
 
     @property
     def largest(self) -> float: ...
+
+    @property
+    def rounding(self) -> Rounding: ...
 
     def value(self, code: int) -> float:
         """What one code stands for."""
@@ -59,10 +76,16 @@ class Minifloat:
             return float("nan")
         return -magnitude if code >> (self.bits - 1) else magnitude
 
-    def round(self, x: Tensor) -> Tensor:
+    @property
+    def rounding(self) -> Rounding:
         # Adding 1.5 x 2**23 steps leaves no bit below a step: the addition itself rounds to even.
-        steps = (x.clamp_(-self.largest, self.largest).view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-        steps.clamp_(min=2.0**self.exponent).mul_(1.5 * 2.0 ** (_MANTISSA - self.mantissa))
+        magic = 1.5 * 2.0 ** (_MANTISSA - self.mantissa)
+        return Rounding(-self.largest, self.largest, _EXPONENT_BITS, 2.0**self.exponent, magic)
+
+    def round(self, x: Tensor) -> Tensor:
+        low, high, mask, least, magic = self.rounding
+        steps = (x.clamp_(low, high).view(torch.int32) & mask).view(torch.float32)
+        steps.clamp_(min=least).mul_(magic)
         return x.add_(steps).sub_(steps)
 
     def codes(self, x: Tensor) -> Tensor:
@@ -97,6 +120,10 @@ class Integers:
 
     def value(self, code: int) -> float:
         return float(code - self.offset)
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding(-self.offset, self.offset - 1, 0, 1.0, 1.5 * 2.0**_MANTISSA)
 
     def round(self, x: Tensor) -> Tensor:
         return x.round_().clamp_(-self.offset, self.offset - 1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..codecs.blocks import WITHIN, over
+from ..codecs.blocks import WITHIN
 from ..codecs.grids import E4M3, Grid, Integers, Minifloat
 from ..codecs.scaled import Scaled
 from ..codecs.scales import E8M0, E4M3Scale, FloatScale, ScaleStore
+from .measure import Measure, plain
 
 Rounds = tuple[tuple[float, ...], ...]
 
@@ -37,71 +39,60 @@ HEADROOM = 2.0
 usual scales remain among those that can be stored."""
 
 
-class Choice:
-    """The best scales so far of a blocked tensor `w`, and the squared error of every block.
-
-    Attributes:
-        scale: stored scales ``[e, block rows, block columns]``.
-        zero: uint8 codes of zero, or None.
-        error: float32 squared errors, weighted by `importance` where there is one.
-    """
-
-    def __init__(
-        self, codec: Scaled, w: Tensor, scale: Tensor, zero: Tensor | None, importance: Tensor | None
-    ) -> None:
-        self._codec, self._w, self._importance = codec, w, importance
-        self.scale, self.zero = scale, zero
-        self.error = self._error(scale, zero)
-
-    def offer(self, scale: Tensor, zero: Tensor | None) -> None:
-        """Takes over the blocks in which these scales (and zeros) are better."""
-        error = self._error(scale, zero)
-        better = error < self.error
-        self.scale = torch.where(better, scale, self.scale)
-        self.error = torch.where(better, error, self.error)
-        if zero is not None and self.zero is not None:
-            self.zero = torch.where(better, zero, self.zero)
-
-    def _error(self, scale: Tensor, zero: Tensor | None) -> Tensor:
-        shift = None if zero is None else self._codec.shift(zero)
-        return block_errors(self._codec.grid, self._w, self._codec.store.load(scale), shift, self._importance)
-
-
-def block_errors(
-    grid: Grid, w: Tensor, factor: Tensor, shift: Tensor | None, importance: Tensor | None
-) -> Tensor:
-    """Sums of squared errors ``[e, block rows, block columns]`` of blocked float32 `w` at float32 scales.
-
-    `shift` is the grid value of zero; `importance` broadcasts over `w` and weights its squared errors.
-    """
-    x = w / over(factor)
-    if shift is not None:
-        x.add_(over(shift))
-    missed = x.sub_(grid.round(x.clone())).mul_(over(factor)).square_()
-    if importance is not None:
-        missed.mul_(importance)
-    return missed.sum(WITHIN)
-
-
 def search(
-    codec: Scaled, w: Tensor, scale: Tensor, zero: Tensor | None = None, importance: Tensor | None = None
+    codec: Scaled,
+    w: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    importance: Tensor | None = None,
+    measure: Measure = plain,
 ) -> tuple[Tensor, Tensor | None]:
     """Stored scales (and zeros) of no larger squared error in any block of `w` than those given.
 
-    `w` is blocked float32, global scale divided out; `importance` broadcasts over it.
+    `w` is blocked float32 ``[1, ...]``, global scale divided out; `importance` broadcasts over it.
     """
-    choice = Choice(codec, w, scale, zero, importance)
-    middle = (w.amin(WITHIN).clamp_(max=0) + w.amax(WITHIN).clamp_(min=0)) / 2 if zero is not None else None
+    low, high = w.amin(WITHIN), w.amax(WITHIN)
+    middle = (low.clamp(max=0) + high.clamp(min=0)) / 2
+    best, error = Way(scale, zero), torch.full_like(low, torch.inf)
+    first = [best]
     if zero is not None:
-        largest = torch.maximum(w.amax(WITHIN), -w.amin(WITHIN))
-        symmetric = codec.store.covering(largest, codec.grid)
-        choice.offer(symmetric, torch.full_like(zero, 1 << (codec.grid.bits - 1)))
-    for steps in STEPS[type(codec.store), type(codec.grid)]:
-        best = choice.scale
-        for step in steps:
-            near = codec.store.near(best, step)
-            choice.offer(near, None if middle is None else _centred(codec, near, middle))
-    return choice.scale, choice.zero
+        symmetric = codec.store.covering(torch.maximum(high, -low), codec.grid)
+        first.append(Way(symmetric, torch.full_like(zero, 1 << (codec.grid.bits - 1))))
+    for i, steps in enumerate(STEPS[type(codec.store), type(codec.grid)]):
+        near = [codec.store.near(best.scale, step) for step in steps]
+        ways = [Way(s, None if zero is None else _centred(codec, s, middle)) for s in near]
+        best, error = _best(codec, w, ([] if i else first) + ways, importance, measure, best, error)
+    return best
+
+
+class Way(NamedTuple):
+    """Stored scales ``[1, block rows, block columns]`` and zeros, or None."""
+
+    scale: Tensor
+    zero: Tensor | None
+
+
+def _best(
+    codec: Scaled,
+    w: Tensor,
+    ways: list[Way],
+    importance: Tensor | None,
+    measure: Measure,
+    best: Way,
+    least: Tensor,
+) -> tuple[Way, Tensor]:
+    """For every block the first of the best ways, `best` with errors `least` included, and its error."""
+    zeros = [way.zero for way in ways if way.zero is not None]
+    factors = codec.store.load(torch.cat([way.scale for way in ways]))
+    errors = measure(codec.grid, w, factors, codec.shift(torch.cat(zeros)) if zeros else None, importance)
+    for way, error in zip(ways, errors, strict=True):
+        better = error < least
+        least = torch.where(better, error, least)
+        zero = None
+        if way.zero is not None and best.zero is not None:
+            zero = torch.where(better, way.zero, best.zero)
+        best = Way(torch.where(better, way.scale, best.scale), zero)
+    return best, least
 
 
 def _centred(codec: Scaled, scale: Tensor, middle: Tensor) -> Tensor:

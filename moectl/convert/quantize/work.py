@@ -12,6 +12,7 @@ from ...schemes import FULL
 from ..codecs import Encoded, Scaled
 from ..codecs.blocks import WITHIN, Blocks
 from . import gptq
+from .measure import measure_for
 from .options import Quantizer
 from .search import roomy, search
 from .tally import Tally
@@ -99,7 +100,9 @@ class Work:
             return _Found(self.codec.codes(x, scale, zero), scale, zero)
         importance = calibrated.importance
         weight = None if importance is None else replace(blocks, n=1, rows=1).split(importance[None, None])
-        searched = search(self.codec, x, scale, zero, weight)
+        searched = search(
+            self.codec, x, scale, zero, weight, measure_for(x.device, self.blocks.n * self.blocks.k)
+        )
         found = _Found(self.codec.codes(x, *searched), *searched)
         if self.options.method == "search" or calibrated.hessian is None:
             return found

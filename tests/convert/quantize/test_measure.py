@@ -1,0 +1,75 @@
+"""The compiled loops against plain torch, and the search through both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moectl.convert.codecs import codec_for
+from moectl.convert.codecs.blocks import Blocks
+from moectl.convert.codecs.grids import E2M1, E4M3, INT4, INT8
+from moectl.convert.quantize import Quantizer, measure, quantize
+from moectl.schemes import NVFP4, WeightFormat, int_format
+
+GRIDS = {"E2M1": E2M1, "E4M3": E4M3, "INT4": INT4, "INT8": INT8}
+SHAPES = {
+    "groups": Blocks(64, 256, 1, 16),
+    "blocks": Blocks(256, 384, 128, 128),
+    "whole rows, not of whole lanes": Blocks(5, 107, 1, 107),
+    "one row": Blocks(1, 64, 1, 32),
+}
+
+
+def cases(blocks, grid):
+    generator = torch.Generator().manual_seed(0)
+    w = blocks.split(torch.randn(1, blocks.n, blocks.k, generator=generator))
+    scales = (3, *blocks.scales)
+    factors = (torch.rand(scales, generator=generator) + 0.2) / grid.largest * 3
+    shifts = torch.randint(-8, 8, scales, generator=generator).float()
+    importance = Blocks(1, blocks.k, 1, blocks.columns).split(torch.rand(1, 1, blocks.k, generator=generator))
+    return w, factors, shifts, importance
+
+
+@pytest.mark.parametrize("blocks", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
+def test_compiled_errors_are_those_of_plain_torch(grid, blocks):
+    w, factors, shifts, importance = cases(blocks, grid)
+    for shift in (None, shifts):
+        for weights in (None, importance):
+            expected = measure.plain(grid, w, factors, shift, weights)
+            assert torch.allclose(measure.compiled(grid, w, factors, shift, weights), expected, rtol=1e-5)
+
+
+def test_threads_change_nothing(monkeypatch):
+    w, factors, _, _ = cases(SHAPES["groups"], E2M1)
+    monkeypatch.setattr(measure, "thread_count", lambda: 1)
+    alone = measure.compiled(E2M1, w, factors, None, None)
+    monkeypatch.setattr(measure, "thread_count", lambda: 3)
+    assert torch.equal(measure.compiled(E2M1, w, factors, None, None), alone)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [NVFP4, int_format(4, 128, zero_point=True), WeightFormat("fp8", 8, (128, 128), "F32")],
+    ids=str,
+)
+def test_the_compiled_search_is_never_worse_than_rtn(weight, monkeypatch):
+    monkeypatch.setattr(measure, "COMPILED_FROM", 0)
+    w = torch.randn(1, 256, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert measure.measure_for(w.device, w.numel()) is measure.compiled
+    found = quantize(w, Quantizer(weight))
+    codec = codec_for(weight)
+
+    def errors(encoded):
+        blocks = codec.blocks(w)
+        return blocks.split((codec.decode(*encoded) - w.float()).double().square()).sum((2, 4))
+
+    ours = errors(tuple(found.roles.get(f"w13{s}") for s in ("", "_scale", "_zero", "_global")))
+    theirs = errors(codec.encode(w))
+    assert (ours <= theirs * (1 + 1e-5)).all()
+    assert ours.sum() < theirs.sum()
+
+
+def test_small_matrices_and_other_devices_are_measured_plainly():
+    assert measure.measure_for(torch.device("cpu"), measure.COMPILED_FROM - 1) is measure.plain
+    assert measure.measure_for(torch.device("cuda"), 1 << 30) is measure.plain
