@@ -24,7 +24,7 @@ from .convert.manifest import (
 from .convert.manifest_record import group_recipe, unpadded
 from .convert.recipe import Output, Recipe
 from .convert.safetensors_file import TORCH_DTYPES, nbytes
-from .convert.sources import LayerMap, map_layer, read_batch, source_named
+from .convert.sources import LayerMap, map_layer, read_batch, source_for
 from .convert.values import Facts, Shapes
 from .errors import CheckpointError, Unavailable, UsageError
 from .kernels.prepared import DenseExpert, DenseExperts, PreparedMoE, Router
@@ -175,7 +175,7 @@ def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> Expert
             f"the weights of {checkpoint.origin.name} are not on this machine",
             hint="download the checkpoint and give its folder",
         )
-    mapped = map_layer(source_named(group.problem.storage), checkpoint, group, number)
+    mapped = map_layer(source_for(checkpoint, group), checkpoint, group, number)
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         with FolderReader(folder) as reader:

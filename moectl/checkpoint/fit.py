@@ -222,7 +222,7 @@ def _fit_block(
         if not role.endswith(("_scale", "_zero")):
             continue
         if role.endswith("_scale") and weight.scale_dtype != "E8M0":
-            weight = replace(weight, scale_dtype=info.dtype)
+            weight = replace(weight, scale_dtype="E8M0" if info.dtype == "F8_E8M0" else info.dtype)
         for axis, size in zip(shapes[leaf], info.shape, strict=True):
             if axis.per in sides and sides[str(axis.per)] == SHOWN and size:
                 index = ("rows", "group").index(str(axis.per))

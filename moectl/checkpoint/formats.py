@@ -58,6 +58,9 @@ class Format:
         suffixes: the tensors.
         act: the activation format where no config says it.
         static: likewise, where the checkpoint has scales for activations.
+        packing: how numbers lie in the tensors: ``rows`` (codes or floats row by row), ``words`` (32-bit
+            words along a row), ``gptq``, ``awq``, ``signed`` (two's complement bytes), ``divisors``
+            (rows, with global scales that divide), ``two_level``.
     """
 
     storages: tuple[str, ...]
@@ -65,6 +68,7 @@ class Format:
     suffixes: Mapping[str, Suffix]
     act: ActFormat = A16
     static: ActFormat | None = None
+    packing: str = "rows"
 
 
 SHOWN = -2
@@ -102,6 +106,7 @@ def _packed(bits: int) -> Format:
             "weight_zero_point": _one("_zero", ("I32",), "{n}/pack {k}/group", required=False),
             "weight_g_idx": _one("_order", INDICES, "{k}", required=False),
         },
+        packing="words",
     )
 
 
@@ -116,6 +121,7 @@ def _gptq(bits: int) -> Format:
             "g_idx": _one("_order", INDICES, "{k}", required=False),
             "bias": _BIAS,
         },
+        packing="gptq",
     )
 
 
@@ -129,16 +135,17 @@ def _awq(bits: int) -> Format:
             "scales": _one("_scale", FLOATS, "{k}/group {n}"),
             "bias": _BIAS,
         },
+        packing="awq",
     )
 
 
-def _fp8_block(scale: str, storages: tuple[str, ...], dtypes: tuple[str, ...] = FLOATS) -> Format:
+def _fp8_block(scale: str, storages: tuple[str, ...]) -> Format:
     return Format(
         storages,
         WeightFormat("fp8", 8, (SHOWN, SHOWN), "F32"),
         {
             "weight": _one("", FP8, "{n} {k}"),
-            scale: _one("_scale", dtypes, "{n}/rows {k}/group"),
+            scale: _one("_scale", ("F8_E8M0", *FLOATS), "{n}/rows {k}/group"),
             "bias": _BIAS,
         },
         _BLOCK_ACT,
@@ -171,7 +178,7 @@ def _mxfp4(weight: str, scale: str, storages: tuple[str, ...], dtype: str = "U8"
     )
 
 
-def _nvfp4(weight: str, second: str, inputs: str, storage: str) -> Format:
+def _nvfp4(weight: str, second: str, inputs: str, storage: str, packing: str = "rows") -> Format:
     return Format(
         (storage,),
         NVFP4,
@@ -184,6 +191,7 @@ def _nvfp4(weight: str, second: str, inputs: str, storage: str) -> Format:
             "bias": _BIAS,
         },
         static=NVFP4_ACT,
+        packing=packing,
     )
 
 
@@ -220,9 +228,9 @@ FORMATS: tuple[Format, ...] = (
     ),
     _fp8_block("weight_scale_inv", ("fp8",)),
     _fp8_block("weight_scale", ("compressed-tensors", "fp8", "modelopt", "quark")),
-    _fp8_block("scale", ("fp8",), ("F8_E8M0", *FLOATS)),
+    _fp8_block("scale", ("fp8",)),
     _nvfp4("weight", "weight_scale_2", "input_scale", "modelopt"),
-    _nvfp4("weight_packed", "weight_global_scale", "input_global_scale", "compressed-tensors"),
+    _nvfp4("weight_packed", "weight_global_scale", "input_global_scale", "compressed-tensors", "divisors"),
     _mxfp4("weight", "weight_scale", ("quark", "modelopt", "mxfp4")),
     _mxfp4("weight_packed", "weight_scale", ("compressed-tensors",)),
     # DeepSeek-V4 declares the bytes of packed pairs as signed.
@@ -237,6 +245,7 @@ FORMATS: tuple[Format, ...] = (
             "bias": _BIAS,
         },
         _INT8_ACT,
+        packing="signed",
     ),
     Format(
         ("quark",),
@@ -250,6 +259,7 @@ FORMATS: tuple[Format, ...] = (
         },
         FP8_TENSOR,
         FP8_TENSOR_STATIC,
+        "two_level",
     ),
     _gptq(4),
     _gptq(8),

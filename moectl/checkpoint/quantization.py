@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import CheckpointError
 from ..schemes import BF16, FULL, MXFP4, MXFP8, MXFP8_ACT, ActFormat, Scheme, WeightFormat, int_format
@@ -234,6 +235,19 @@ def _gptq(config: Config, model_type: str) -> Parsed:
     order = "group" if config.get("desc_act") and group != FULL else ""
     keys = {"storage": "quant_method", "scheme": "bits", "act_order": "desc_act"}
     return "gptq", Scheme(weight), order, keys, ignore + names(config, "modules_to_not_convert")
+
+
+def zeros_less_one(config: Mapping[str, Any]) -> bool:
+    """True when GPTQ zero points are stored less one, as all but the second version of the format have them.
+
+    `config` is config.json's object, the quantization config at its top or in the text model's.
+    """
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, Mapping) else {}):
+        found = place.get("quantization_config")
+        if isinstance(found, Mapping):
+            return found.get("checkpoint_format") != "gptq_v2"
+    return True
 
 
 def _awq(config: Config, model_type: str) -> Parsed:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..schemes import FULL, Scheme, WeightFormat
-from .formats import FORMATS, GPT_OSS, Format, Suffix
+from .formats import FORMATS, GPT_OSS, SHOWN, Format, Suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +227,37 @@ def _storages() -> Iterator[Storage]:
 
 STORAGES: tuple[Storage, ...] = tuple(_storages())
 """Every storage whose tensors are understood; of several that fit, the first, unless the config says."""
+
+
+def find_storage(
+    declared: str,
+    arrangement: str,
+    templates: Mapping[str, str],
+    dtypes: Mapping[str, str],
+    weight: WeightFormat,
+) -> Storage | None:
+    """The storage of experts whose tensors are named by `templates` and have `dtypes`, both by role.
+
+    A role without a dtype may have any. `declared` is `MoEProblem.storage`, `weight` the format that
+    their scales show. None when no storage has them all.
+    """
+
+    def has(storage: Storage, role: str) -> bool:
+        for leaf, stored in storage.tensors.items():
+            if stored.role == role and templates[role].endswith("." + leaf):
+                return dtypes.get(role) in (None, *stored.dtypes)
+        return False
+
+    def as_shown(storage: Storage) -> bool:
+        own = storage.weight
+        sides = zip(own.block, weight.block, strict=True)
+        return (own.name, own.bits) == (weight.name, weight.bits) and all(a in (b, SHOWN) for a, b in sides)
+
+    for storage in STORAGES:
+        said = storage.arrangement == arrangement and declared in storage.format.storages
+        if said and as_shown(storage) and all(has(storage, role) for role in templates):
+            return storage
+    return None
 
 
 @dataclass(frozen=True)

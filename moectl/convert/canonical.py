@@ -34,11 +34,16 @@ def halves(problem: MoEProblem, role: str) -> int:
 
 
 def scale_dtype(problem: MoEProblem) -> str:
-    """Storage dtype of the canonical scales: bytes for MX formats and NVFP4, else stated or the model's."""
+    """Storage dtype of the canonical scales: bytes for E8M0 and NVFP4's E4M3, else stated or the model's."""
     weight = problem.scheme.weight
-    if weight.name.startswith("mx") or weight.name == "nvfp4":
+    if weight.name.startswith("mx") or weight.name == "nvfp4" or weight.scale_dtype == "E8M0":
         return "U8"
     return weight.scale_dtype or MODEL_DTYPE[problem.dtype]
+
+
+def byte_scales(problem: MoEProblem) -> str:
+    """What canonical scales that are bytes mean, as codecs spell it."""
+    return "F8_E4M3" if problem.scheme.weight.name == "nvfp4" else "E8M0"
 
 
 def groups(weight: WeightFormat, k: int) -> int:

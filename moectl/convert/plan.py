@@ -33,7 +33,7 @@ from .recipe import Recipe
 from .records import to_json
 from .safetensors_file import TORCH_DTYPES, FilePlan, TensorSpec, plan_file
 from .shards import Shard, Share
-from .sources import LayerMap, Source, carved_bytes, map_layer, output_name, output_prefix, source_named
+from .sources import LayerMap, carved_bytes, map_layer, output_name, output_prefix, source_for
 from .values import Shapes
 from .writer import Writer, prepared_writer
 
@@ -61,7 +61,6 @@ class LayerPlan:
     map: LayerMap
     share: Share
     problem: MoEProblem
-    source: Source
     writer: Writer
     file: FilePlan
     batch: int
@@ -260,7 +259,7 @@ def plan_conversion(
 
 
 def _map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMap]:
-    source = source_named(group.problem.storage)
+    source = source_for(checkpoint, group)
     maps = [map_layer(source, checkpoint, group, layer) for layer in group.layers]
     for mapped in maps:
         _check_alike(mapped, maps[0])
@@ -270,7 +269,6 @@ def _map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMap]:
 def _plan_group(
     group: LayerGroup, share: Share, whole: list[LayerMap], layout: WeightLayout, memory: int
 ) -> tuple[GroupRecord, list[LayerPlan]]:
-    source = source_named(group.problem.storage)
     problem = share.padded(padding(layout.name, group.problem.scheme.weight))
     maps = [mapped.of_experts(*share.experts) for mapped in whole]
     recipe = layout.recipe(problem, share.shapes(maps[0].shapes))
@@ -286,7 +284,7 @@ def _plan_group(
         writer = prepared_writer(mapped, recipe)
         file = plan_file(layer_file(mapped.layer), writer.specs, _metadata(layout))
         holds = {output_name(mapped.prefix, role): kind for role, kind in layout.logical_dtypes.items()}
-        planned.append(LayerPlan(mapped, share, problem, source, writer, file, batch, peak, holds))
+        planned.append(LayerPlan(mapped, share, problem, writer, file, batch, peak, holds))
     return _group_record(group, share, problem, layout, maps[0], recipe), planned
 
 

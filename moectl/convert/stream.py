@@ -26,6 +26,7 @@ from .batches import (
     run_stages,
     spans,
 )
+from .canonical import byte_scales
 from .codecs import check_scales
 from .disk import (
     PARTIAL,
@@ -311,10 +312,8 @@ def check_batch(layer: LayerPlan, batch: Tensors, first: int) -> None:
     for mapped in layer.map.parts:
         if mapped.part.role:
             continue
-        for i, values in enumerate(
-            batch[mapped.part.side].reshape(len(batch[mapped.part.side]), -1).tolist()
-        ):
-            reason = layer.source.check(mapped.part, layer.share.whole, tuple(values))
+        for i, values in enumerate(batch[mapped.part.side]):
+            reason = layer.map.check(mapped.part, layer.share.whole, values)
             if reason:
                 name = mapped.tensors[first + i if mapped.per_expert else 0].name
                 raise CheckpointError(f"{name} {reason}.", hint="Check the checkpoint.")
@@ -322,7 +321,7 @@ def check_batch(layer: LayerPlan, batch: Tensors, first: int) -> None:
 
 def _check_scales(layer: LayerPlan, role: str, scales: torch.Tensor, first: int) -> None:
     try:
-        check_scales(scales)
+        check_scales(scales, byte_scales(layer.problem))
     except CheckpointError as error:
         mapped = next(p for p in layer.map.parts if p.part.role == role)
         name = mapped.tensors[first if mapped.per_expert else 0].name

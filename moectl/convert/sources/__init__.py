@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from ...errors import UsageError
-from .compressed_tensors import PACK_QUANTIZED
-from .gpt_oss import GPT_OSS
 from .part import (
     LayerMap,
     Part,
@@ -17,23 +12,9 @@ from .part import (
     read_batch,
     view_of,
 )
-from .source import Source, map_layer, output_name, output_prefix
-
-SOURCES: Mapping[str, Source] = {source.name: source for source in (GPT_OSS, PACK_QUANTIZED)}
-
-
-def source_named(storage: str) -> Source:
-    """The `Source` of a `MoEProblem.storage`; UsageError when experts stored so cannot be converted."""
-    if storage not in SOURCES:
-        raise UsageError(
-            f"experts stored as {storage} cannot be converted or run, only explained; "
-            f"convertible are {', '.join(sorted(SOURCES))}."
-        )
-    return SOURCES[storage]
-
+from .source import Source, map_layer, output_name, output_prefix, source_for
 
 __all__ = [
-    "SOURCES",
     "LayerMap",
     "Part",
     "PartForm",
@@ -45,6 +26,6 @@ __all__ = [
     "output_name",
     "output_prefix",
     "read_batch",
-    "source_named",
+    "source_for",
     "view_of",
 ]

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.model import TensorInfo
+from ...problem import MoEProblem
 from ..chain import Chain
 from ..recipe import SIDE
 from ..safetensors_file import TORCH_DTYPES, nbytes
 from ..transforms import Shape, View
 from ..values import Shapes, Value
+from .extras import check_extra
 
 STORED = SIDE + "stored."
 """Roles that begin so are stored tensors as they were: what the canonical form does not give back."""
@@ -47,6 +49,13 @@ class Part:
         """The role under which it is kept aside."""
         return STORED + self.stored
 
+    def form(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+        """Shape and dtype of the canonical rows of stored tensors, axes as the steps leave them."""
+        found = self.chain.storage_shape(shape, dtype)
+        for value in self.values:
+            found = value.shape(*found)
+        return found
+
     @property
     def direct(self) -> bool:
         """True when its bytes are canonical rows as they are."""
@@ -75,7 +84,7 @@ class PartForm:
         return nbytes(self.dtype, self.shape)
 
     def canonical(self, raw: Tensor) -> Tensor:
-        """Canonical rows of stored tensors ``[e, *shape]``."""
+        """Canonical rows of stored tensors ``[e, *shape]``; axes may be split otherwise than the role's."""
         t = self.part.chain.apply(raw) if self.part.chain.steps else raw
         for value in self.part.values:
             t = value.apply(t, {}, {})
@@ -85,15 +94,21 @@ class PartForm:
         """Stored tensors ``[e, *shape]`` of the experts whose canonical and kept tensors `batch` holds."""
         if self.part.kept:
             return batch[self.part.side]
-        rows = batch[self.part.role][:, self.rows[0] : self.rows[1]]
+        return self.packed(batch[self.part.role][:, self.rows[0] : self.rows[1]])
+
+    def packed(self, rows: Tensor) -> Tensor:
+        """Stored tensors ``[e, *shape]`` whose canonical rows are `rows`.
+
+        Where a value step is not exact, numbers near those that `canonical` had.
+        """
         shape = (len(rows), *self.shape)
-        at = self.part.chain.trace(shape, self.dtype)
-        forms = [at[-1]]
+        forms = [self.part.chain.storage_shape(shape, self.dtype)]
         for value in self.part.values:
             forms.append(value.shape(*forms[-1]))
+        t = rows.reshape(forms[-1][0])
         for value, (before, dtype) in zip(reversed(self.part.values), reversed(forms[:-1]), strict=True):
-            rows = value.undo(rows, before, dtype, {})
-        return self.part.chain.undo(rows.contiguous(), shape, self.dtype) if self.part.chain.steps else rows
+            t = value.undo(t, before, dtype, {})
+        return self.part.chain.undo(t.contiguous(), shape, self.dtype) if self.part.chain.steps else t
 
 
 @dataclass(frozen=True)
@@ -143,13 +158,18 @@ class PartMap:
 class LayerMap:
     """One layer's expert tensors. `prefix` begins the names of its converted tensors.
 
-    `shapes` has the canonical roles for all experts.
+    `shapes` has the canonical roles for all experts; `zeros_less_one` as in `Source`.
     """
 
     layer: int
     prefix: str
     parts: tuple[PartMap, ...]
     shapes: Shapes
+    zeros_less_one: bool = False
+
+    def check(self, part: Part, problem: MoEProblem, values: Tensor) -> str:
+        """What is wrong with one expert's values of a tensor that carries no weights; empty when right."""
+        return check_extra(part.stored, problem, values, self.zeros_less_one)
 
     @property
     def experts(self) -> int:
@@ -259,4 +279,5 @@ def read_batch(
     for mapped in parts:
         form, part = mapped.form, mapped.part
         if part.role and not part.direct:
-            into[part.role][:, form.rows[0] : form.rows[1]] = form.canonical(raw[part.stored])
+            place = into[part.role][:, form.rows[0] : form.rows[1]]
+            place.copy_(form.canonical(raw[part.stored]).reshape(place.shape))

@@ -1,20 +1,27 @@
-"""How a storage format's tensors become canonical roles, and back."""
+"""How a checkpoint's expert tensors become canonical roles, and back: the parts of any storage.
+
+Names and shapes stand in `moectl.checkpoint.storage`, how numbers lie in `packings`; a part is derived
+from the two and from the tensor's own header.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...checkpoint.model import Checkpoint, LayerGroup, TensorInfo
-from ...checkpoint.storage import STORAGES, Stored, format_sizes
+from ...checkpoint.quantization import zeros_less_one
+from ...checkpoint.storage import Shape as Axes
+from ...checkpoint.storage import Storage, Stored, find_storage, format_sizes
 from ...checkpoint.tensor_table import names_beginning
 from ...errors import CheckpointError, UsageError
 from ...problem import MoEProblem
-from ..canonical import canonical_shapes
+from ..canonical import INTERLEAVED, canonical_shapes
 from ..safetensors_file import nbytes
-from ..transforms import Shape
 from ..values import Shapes
+from .packings import PACKINGS, Packing
 from .part import LayerMap, Part, PartForm, PartMap
+from .parts import part_of
 
 ROLES: Mapping[str, str] = {
     "w13": "w13_weight",
@@ -34,28 +41,89 @@ ONE_BYTE = frozenset(("U8", "I8", "F8_E4M3", "F8_E8M0"))
 
 @dataclass(frozen=True)
 class Source:
-    """A storage format: the parts it stores and the canonical roles that they fill.
+    """How the experts of one checkpoint's layers are stored.
 
     Attributes:
-        name: as `MoEProblem.storage`.
-        parts: from a group of layers to the parts that it has.
-        refuse: why a problem cannot be converted from this format; empty when it can.
-        check: what is wrong with one expert's values of a tensor that carries no weights.
+        storage: names, dtypes and shapes of the tensors.
+        zeros_less_one: stored zero points are one less than the zero points (GPTQ's first version).
     """
 
-    name: str
-    parts: Callable[[LayerGroup], tuple[Part, ...]]
-    refuse: Callable[[MoEProblem], str] = lambda problem: ""
-    check: Callable[[Part, MoEProblem, tuple[int, ...]], str] = lambda part, problem, values: ""
+    storage: Storage
+    zeros_less_one: bool = False
 
-    def stored(self, part: Part) -> Stored:
-        """The dtypes and the shape that `part` may have."""
-        for storage in STORAGES:
-            if self.name in storage.format.storages:
-                for found in storage.tensors.values():
-                    if found.role == part.stored:
-                        return found
-        raise AssertionError(f"no storage {self.name} with {part.stored}")
+    @property
+    def packing(self) -> Packing:
+        """How numbers lie in the tensors."""
+        return PACKINGS[self.storage.format.packing]
+
+    def stored(self, role: str) -> Stored:
+        """The dtypes and the shapes that the tensor of a stored role may have."""
+        return next(it for it in self.storage.tensors.values() if it.role == role)
+
+    def refuse(self, problem: MoEProblem) -> str:
+        """Why `problem` cannot be read from this storage; empty when it can."""
+        weight = problem.scheme.weight
+        reason = self.packing.refuse(problem)
+        if reason:
+            return reason
+        if problem.act_order == "group":
+            return (
+                "experts whose columns are ordered by group (act order, g_idx) cannot be converted or run, "
+                "only those in their own order"
+            )
+        per_word = 32 // weight.bits
+        sizes = (problem.dims.hidden, problem.dims.intermediate)
+        if self.packing.whole_words and any(size % per_word for size in sizes):
+            return (
+                f"{weight.name} words hold {per_word} codes, so hidden and intermediate sizes must be "
+                f"multiples of {per_word}, got {sizes[0]} and {sizes[1]}"
+            )
+        if weight.block[0] not in (0, 1):
+            if problem.rows == INTERLEAVED:
+                return f"{weight} holds gate and up rows in one block where they are interleaved"
+            together = "w13" in {stored.role for stored in self.storage.tensors.values()}
+            if together and weight.block[0] > 1 and sizes[1] % weight.block[0] and problem.activation.gated:
+                return (
+                    f"{weight} holds gate and up rows in one block where they are one matrix and the "
+                    f"intermediate size {sizes[1]} is no multiple of {weight.block[0]}"
+                )
+        return ""
+
+
+def source_for(checkpoint: Checkpoint, group: LayerGroup) -> Source:
+    """The `Source` of a group of layers.
+
+    Raises:
+        CheckpointError: a tensor is missing, or the tensors' names and dtypes are of no known storage.
+    """
+    layer = group.layers[0]
+    infos = {
+        role: _info(checkpoint, template.format(layer=layer, expert=0), layer, group.problem)
+        for role, template in group.names.experts.items()
+    }
+    dtypes = {role: info.dtype for role, info in infos.items()}
+    weight, names = group.problem.scheme.weight, group.names
+    said = (group.problem.storage, names.arrangement, names.experts)
+    # Without dtypes where none fits: the tensor that is wrong is then named when it is mapped.
+    storage = find_storage(*said, dtypes, weight) or find_storage(*said, {}, weight)
+    if storage is None:
+        first = next(iter(infos.values()))
+        raise CheckpointError(
+            f"layer {layer}: {weight} experts with tensors such as {first.name} ({first.dtype}) are of no "
+            "known storage.",
+            hint="Check the checkpoint's quantization config against its files.",
+        )
+    return Source(storage, storage.format.packing == "gptq" and zeros_less_one(checkpoint.config))
+
+
+def _info(checkpoint: Checkpoint, name: str, layer: int, problem: MoEProblem) -> TensorInfo:
+    info = checkpoint.tensors.get(name)
+    if info is None:
+        raise CheckpointError(
+            f"tensor {name} is missing; layer {layer} has {problem.experts} experts and needs it.",
+            hint="Check that every file of the checkpoint is there.",
+        )
+    return info
 
 
 def expert_prefix(template: str, layer: int) -> str:
@@ -84,76 +152,90 @@ def map_layer(source: Source, checkpoint: Checkpoint, group: LayerGroup, layer: 
         NoBackend: the sizes are not whole groups of weights.
         UsageError: experts of this kind cannot be converted from this format.
     """
-    problem = group.problem
-    reason = source.refuse(problem)
+    problem, templates = group.problem, group.names.experts
+    reason = source.refuse(problem) or _refuse_kinds(templates)
     if reason:
         raise UsageError(f"layer {layer}: {reason}.")
-    parts = source.parts(group)
-    inputs = any(part.role.endswith("_input") for part in parts)
+    inputs = any(role.endswith("_input") for role in templates)
     shapes = canonical_shapes(problem, problem.experts, inputs)
-    templates = {part: _template(source, group, part) for part in parts}
     mapped = tuple(
-        _map_part(source, part, template, checkpoint, problem, layer, shapes)
-        for part, template in templates.items()
+        _map_part(source, role, template, checkpoint, problem, layer, shapes)
+        for role, template in templates.items()
     )
     for role, (shape, _) in shapes.items():
         _check_filled(role, shape[1], [m for m in mapped if m.part.role == role], layer)
     consumed = {info.name for m in mapped for info in m.tensors}
     _refuse_extra(checkpoint, {expert_prefix(name, layer) for name in templates.values()}, consumed, layer)
     first = next(iter(templates.values()))
-    return LayerMap(layer, output_prefix(first).replace("{layer}", str(layer)), mapped, shapes)
+    prefix = output_prefix(first).replace("{layer}", str(layer))
+    return LayerMap(layer, prefix, mapped, shapes, source.zeros_less_one)
 
 
-def _template(source: Source, group: LayerGroup, part: Part) -> str:
-    template = group.names.experts.get(part.stored)
-    if template is None:
-        raise CheckpointError(
-            f"the checkpoint's names give no {part.stored} tensor, which {source.name} storage needs.",
-            reason=f"Known kinds: {', '.join(sorted(group.names.experts))}.",
-        )
-    return template
+def _refuse_kinds(templates: Mapping[str, str]) -> str:
+    """Why experts with tensors of these stored roles cannot be read; empty when they can."""
+    for role, template in templates.items():
+        if role.endswith("_prequant"):
+            leaf = template.rpartition(".")[2]
+            return (
+                f"experts with {leaf} multiply what enters them by a factor for each column, which no layout "
+                "and no runner has a place for"
+            )
+    return ""
 
 
 def _map_part(
     source: Source,
-    part: Part,
+    stored: str,
     template: str,
     checkpoint: Checkpoint,
     problem: MoEProblem,
     layer: int,
     shapes: Shapes,
 ) -> PartMap:
-    per_expert = "{expert}" in template
-    infos = _find(source.stored(part), template, checkpoint, problem, layer)
-    shape = infos[0].shape if per_expert else infos[0].shape[1:]
-    dtype = "U8" if infos[0].dtype in ONE_BYTE else infos[0].dtype
-    height = _height(part, infos[0], dtype, shape, shapes) if part.role else 0
-    for info in infos:
-        if info.dtype != infos[0].dtype:
-            raise CheckpointError(
-                f"tensor {info.name} must be {infos[0].dtype} like the first, got {info.dtype}."
-            )
+    allowed, per_expert = source.stored(stored), "{expert}" in template
+    infos, axes = _find(allowed, template, checkpoint, problem, layer)
+    info = infos[0]
+    shape, shared = _own_shape(axes, info.shape, problem.experts, per_expert)
+    dtype = "U8" if info.dtype in ONE_BYTE else info.dtype
+    part = part_of(stored, dtype, shape, source.storage, source.packing, problem, source.zeros_less_one)
+    height = _height(part, info, dtype, shape, shapes) if part.role else 0
     first = height if part.half == 1 else 0
-    return PartMap(PartForm(part, dtype, shape, (first, first + height)), infos, per_expert)
+    return PartMap(PartForm(part, dtype, shape, (first, first + height), shared), infos, per_expert)
 
 
-def _height(part: Part, info: TensorInfo, dtype: str, shape: Shape, shapes: Shapes) -> int:
+def _own_shape(
+    axes: Axes, shape: tuple[int, ...], experts: int, per_expert: bool
+) -> tuple[tuple[int, ...], bool]:
+    """One expert's shape of a tensor that is read by `axes`, and whether it holds for all experts."""
+    if per_expert:
+        return shape, False
+    first = axes[0] if axes else None
+    if first is not None and first.symbol == "experts":
+        return shape[1:], False
+    if first is not None and first.times == "experts":
+        return (shape[0] // experts, *shape[1:]), False
+    return shape, True
+
+
+def _height(part: Part, info: TensorInfo, dtype: str, shape: tuple[int, ...], shapes: Shapes) -> int:
     """Canonical rows that a part fills; CheckpointError when it does not make rows of its role."""
-    form = part.chain.storage_shape((1, *shape), dtype)
-    for value in part.values:
-        form = value.shape(*form)
-    (_, *found), kind = form
+    if part.role not in shapes:
+        raise CheckpointError(
+            f"tensor {info.name} is a {part.role}, which experts as the config describes them do not have.",
+            hint="Check the checkpoint's quantization config.",
+        )
+    found, kind = part.form((1, *shape), dtype)
     (_, *wanted), expected = shapes[part.role]
     if kind != expected:
         raise CheckpointError(
             f"tensor {info.name} must be {expected} like the rest of the model, got {info.dtype}."
         )
-    # Blocks of a row may be an axis of their own: the bytes are the same.
-    if nbytes(kind, tuple(found[1:])) != nbytes(kind, tuple(wanted[1:])):
+    row = nbytes(expected, tuple(wanted[1:]))
+    if not row or nbytes(kind, found) % row:
         raise CheckpointError(
             f"tensor {info.name} {list(info.shape)} does not hold rows of {part.role} {wanted}."
         )
-    return int(found[0])
+    return nbytes(kind, found) // row
 
 
 def _check_filled(role: str, height: int, parts: list[PartMap], layer: int) -> None:
@@ -171,33 +253,35 @@ def _check_filled(role: str, height: int, parts: list[PartMap], layer: int) -> N
 
 def _find(
     stored: Stored, template: str, checkpoint: Checkpoint, problem: MoEProblem, layer: int
-) -> tuple[TensorInfo, ...]:
-    experts = range(problem.experts) if "{expert}" in template else range(1)
+) -> tuple[tuple[TensorInfo, ...], Axes]:
+    """The tensors of one template, all alike, and the axes that their shape is read by."""
     sizes = {
         "experts": problem.experts,
         "hidden": problem.dims.hidden,
         "intermediate": problem.dims.intermediate,
         **format_sizes(problem.scheme),
     }
-    expected = tuple(axis.value(sizes) for axis in stored.shape)
+    expected = {
+        tuple(axis.value(sizes) for axis in axes): axes for axes in (*stored.others[::-1], stored.shape)
+    }
     name_of = template.replace("{layer}", str(layer))
     result: list[TensorInfo] = []
-    for expert in experts:
-        name = name_of.replace("{expert}", str(expert))
-        info = checkpoint.tensors.get(name)
-        if info is None:
+    for expert in range(problem.experts) if "{expert}" in template else range(1):
+        info = _info(checkpoint, name_of.replace("{expert}", str(expert)), layer, problem)
+        if info.dtype not in stored.dtypes or info.shape not in expected:
+            usual = [axis.value(sizes) for axis in stored.shape]
             raise CheckpointError(
-                f"tensor {name} is missing; layer {layer} has {problem.experts} experts and needs it.",
-                hint="Check that every file of the checkpoint is there.",
-            )
-        if info.dtype not in stored.dtypes or info.shape != expected:
-            raise CheckpointError(
-                f"tensor {name} must be {' or '.join(stored.dtypes)} {list(expected)}, "
+                f"tensor {info.name} must be {' or '.join(stored.dtypes)} {usual}, "
                 f"got {info.dtype} {list(info.shape)}.",
                 reason="The sizes come from the config and the other tensors of the layer.",
             )
+        if result and (info.dtype, info.shape) != (result[0].dtype, result[0].shape):
+            raise CheckpointError(
+                f"tensor {info.name} must be {result[0].dtype} {list(result[0].shape)} like the first, "
+                f"got {info.dtype} {list(info.shape)}."
+            )
         result.append(info)
-    return tuple(result)
+    return tuple(result), expected[result[0].shape]
 
 
 def _refuse_extra(checkpoint: Checkpoint, prefixes: set[str], consumed: set[str], layer: int) -> None:

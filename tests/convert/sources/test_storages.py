@@ -1,0 +1,212 @@
+"""Every storage of the table: stored tensors to canonical roles and back, and what the numbers mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moectl.checkpoint.storage import STORAGES, Storage
+from moectl.convert.codecs import decode_role
+from moectl.convert.safetensors_file import TORCH_DTYPES
+from moectl.convert.sources import LayerMap, map_layer, read_batch, source_for
+from moectl.errors import CheckpointError, NoBackend, UsageError
+
+from .stored import EXPERTS, LAYER, Layer, cases, judge, make_layer
+
+
+def storage_id(storage: Storage) -> str:
+    return (
+        f"{storage.format.storages[0]}-{storage.weight}-{storage.arrangement}-{min(storage.tensors)}".replace(
+            " ", "_"
+        )
+    )
+
+
+READABLE = [
+    it
+    for it in STORAGES
+    if it.format.packing != "two_level" and (it.format.packing, it.weight.bits) != ("awq", 8)
+]
+
+
+def read(layer: Layer, first: int = 0, last: int = EXPERTS) -> tuple[LayerMap, dict[str, torch.Tensor]]:
+    """The layer's map, and experts `first` to `last` as they are read."""
+    checkpoint, data = layer.checkpoint()
+    mapped = map_layer(source_for(checkpoint, layer.group), checkpoint, layer.group, LAYER)
+    batch = {
+        role: torch.empty((last - first, *shape[1:]), dtype=TORCH_DTYPES[dtype])
+        for role, (shape, dtype) in mapped.batch_shapes.items()
+    }
+
+    def fill(info, at, view):
+        view[:] = data[info.start + at : info.start + at + len(view)]
+
+    read_batch(mapped, first, last, fill, batch)
+    return mapped, batch
+
+
+@pytest.mark.parametrize("storage", READABLE, ids=storage_id)
+def test_back_and_forth_and_values(storage):
+    for case in cases(storage):
+        layer = make_layer(case)
+        mapped, batch = read(layer)
+        for part in mapped.parts:
+            whole = part.form.stored(batch).contiguous().reshape(EXPERTS, -1).view(torch.uint8)
+            stored = layer.tensors[part.part.stored]
+            if part.per_expert:
+                expected = torch.stack([t.reshape(-1).view(torch.uint8) for t in stored])
+            elif part.form.shared:
+                expected = stored[0].reshape(-1).view(torch.uint8).expand(EXPERTS, -1)
+            else:
+                expected = stored[0].reshape(-1).view(torch.uint8).reshape(EXPERTS, -1)
+            assert torch.equal(whole, expected), (part.part, case)
+        check_values(layer, batch)
+
+
+def check_values(layer, batch):
+    case, gated = layer.case, layer.case.storage.gated
+    for role in ("w13", "w2"):
+        halves = 2 if role == "w13" and gated else 1
+        found = decode_role(case.weight, batch, role, halves).double().numpy()
+        for expert in range(EXPERTS):
+            if role in layer.tensors:
+                expected = judge(layer, role, expert)
+            else:
+                expected = np.concatenate(
+                    [judge(layer, m, expert) for m in ("w1", "w3") if m in layer.tensors]
+                )
+            assert found[expert].shape == expected.shape
+            np.testing.assert_allclose(found[expert], expected, rtol=2**-22, err_msg=str(case))
+
+
+@pytest.mark.parametrize("storage", READABLE[::7], ids=storage_id)
+def test_experts_are_read_in_any_pieces(storage):
+    layer = make_layer(next(cases(storage)))
+    _, whole = read(layer)
+    _, piece = read(layer, 1, 2)
+    assert all(
+        torch.equal(piece[role].view(-1).view(torch.uint8), whole[role][1:2].reshape(-1).view(torch.uint8))
+        for role in whole
+    )
+
+
+@pytest.mark.parametrize("storage", [it for it in STORAGES if it not in READABLE], ids=storage_id)
+def test_storages_out_of_reach_say_why(storage):
+    layer = make_layer(next(cases(storage)))
+    with pytest.raises(UsageError, match=r"layer 7: .*(AWQ orders words of 4-bit codes|Quark int4-fp8)"):
+        read(layer)
+
+
+def storage_of(packing: str, arrangement: str = "per_expert", bits: int = 4) -> Storage:
+    return next(
+        it
+        for it in READABLE
+        if (it.format.packing, it.arrangement, it.weight.bits) == (packing, arrangement, bits)
+    )
+
+
+def test_smoothing_scales_are_refused():
+    case = next(it for it in cases(next(s for s in READABLE if "gate_proj.pre_quant_scale" in s.tensors)))
+    layer = make_layer(replace(case, left_out=frozenset()))
+    with pytest.raises(UsageError, match="pre_quant_scale"):
+        read(layer)
+
+
+def test_columns_ordered_by_group_are_refused():
+    layer = make_layer(next(cases(storage_of("gptq"))))
+    checkpoint, _ = layer.checkpoint()
+    group = replace(layer.group, problem=replace(layer.case.problem, act_order="group"))
+    with pytest.raises(UsageError, match="act order"):
+        map_layer(source_for(checkpoint, group), checkpoint, group, LAYER)
+
+
+@pytest.mark.parametrize("packing", ["words", "gptq", "awq"])
+def test_words_must_be_whole(packing):
+    case = next(cases(storage_of(packing)))
+    odd = replace(case, dims=replace(case.dims, hidden=68, padded_hidden=68))
+    with pytest.raises((UsageError, NoBackend), match=r"multiples of 8|whole number of groups"):
+        read(make_layer(odd))
+
+
+def test_blocks_of_gate_and_up_rows_together_are_refused():
+    storage = next(
+        it
+        for it in READABLE
+        if it.weight.name == "fp8" and it.weight.block[0] == -2 and it.arrangement == "fused"
+    )
+    case = next(cases(storage))
+    odd = replace(case, weight=replace(case.weight, block=(64, 32)))
+    with pytest.raises(UsageError, match="gate and up rows in one block"):
+        read(make_layer(odd))
+
+
+@pytest.mark.parametrize("change", ["missing", "shape", "dtype", "extra"])
+def test_headers_are_checked(change):
+    layer = make_layer(next(cases(storage_of("words"))))
+    checkpoint, _ = layer.checkpoint()
+    name = next(name for name in checkpoint.tensors if name.endswith("1.up_proj.weight_scale"))
+    info, tensors = checkpoint.tensors[name], dict(checkpoint.tensors)
+    if change == "missing":
+        del tensors[name]
+    elif change == "extra":
+        tensors[name + "_2"] = replace(info, name=name + "_2")
+    else:
+        tensors[name] = replace(info, **({"shape": (1, 2)} if change == "shape" else {"dtype": "I32"}))
+    found = replace(checkpoint, tensors=tensors)
+    with pytest.raises(CheckpointError, match=name):
+        map_layer(source_for(found, layer.group), found, layer.group, LAYER)
+
+
+def extras(packing: str, version: str | None = None, **changes):
+    """A mapped layer, its problem, and its parts that carry no weights."""
+    layer = make_layer(next(cases(storage_of(packing))))
+    config = {"quantization_config": {"checkpoint_format": version}} if version else {}
+    checkpoint, _ = layer.checkpoint(config)
+    group = replace(layer.group, problem=replace(layer.case.problem, **changes))
+    mapped = map_layer(source_for(checkpoint, group), checkpoint, group, LAYER)
+    return mapped, group.problem, {it.part.stored: it.part for it in mapped.parts if not it.part.role}
+
+
+def test_sizes_must_be_the_weights():
+    mapped, problem, parts = extras("words")
+    assert not mapped.check(parts["w1_shape"], problem, torch.tensor([96, 64], dtype=torch.int32))
+    assert not mapped.check(parts["w2_shape"], problem, torch.tensor([64, 96]))
+    assert "says [64, 96], but its weight is [96, 64]" in mapped.check(
+        parts["w3_shape"], problem, torch.tensor([64, 96])
+    )
+
+
+def test_order_must_be_the_columns_own():
+    mapped, problem, parts = extras("words")
+    order = torch.arange(64) // 32
+    assert not mapped.check(parts["w1_order"], problem, order.int())
+    assert "act order" in mapped.check(parts["w1_order"], problem, order.flip(0))
+    assert not mapped.check(parts["w1_order"], replace(problem, act_order="weight"), order.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("version", "word"), [(None, 0x77777777), ("gptq", 0x77777777), ("gptq_v2", -0x77777778)]
+)
+def test_zero_points_of_symmetric_codes(version, word):
+    mapped, problem, parts = extras("gptq", version)
+    zeros = torch.full((2, 12), word, dtype=torch.int32)
+    assert not mapped.check(parts["w1_zero"], problem, zeros)
+    zeros[0, 0] += 1
+    assert "zero points other than the middle code" in mapped.check(parts["w1_zero"], problem, zeros)
+
+
+def test_second_version_of_gptq_stores_zero_points_as_they_are():
+    case = next(it for it in cases(storage_of("gptq")) if it.weight.zero_point)
+    layer = make_layer(case)
+    found = []
+    for version in ("gptq", "gptq_v2"):
+        checkpoint, _ = layer.checkpoint(
+            {"text_config": {"quantization_config": {"checkpoint_format": version}}}
+        )
+        mapped = map_layer(source_for(checkpoint, layer.group), checkpoint, layer.group, LAYER)
+        part = next(it for it in mapped.parts if it.part.stored == "w2_zero")
+        found.append(part.form.canonical(torch.stack(layer.tensors["w2_zero"])))
+    assert torch.equal(found[0], found[1] + 1)
