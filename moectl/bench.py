@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -104,10 +104,11 @@ def _input_sets(layer: PreparedMoE, tokens: int, options: BenchOptions, device: 
     """
     several = device.type == "cpu" or layer.nbytes > COLD_FACTOR * last_level_cache(device)
     count = 1 if not several else max(1, min(12, 2048 // tokens)) if device.type == "cuda" else 3
-    return [
+    made = [
         make_inputs(layer.problem, tokens, options.seed + i, options.distribution, device=device)
         for i in range(count)
     ]
+    return [replace(inputs, ids=layer.local_ids(inputs.ids)) for inputs in made]
 
 
 def _sample(tokens: int) -> Tensor:

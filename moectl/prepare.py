@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .checkpoint.model import Checkpoint, LayerGroup, TensorInfo
+from .checkpoint.opening import rank_folder
 from .convert.batches import FolderReader, as_bytes, as_tensor
 from .convert.canonical import CONCATENATED
 from .convert.codecs import check_scales, decode_role
@@ -21,15 +22,15 @@ from .convert.manifest import (
     load_manifest,
     read_file_header,
 )
-from .convert.manifest_record import group_recipe, unpadded
+from .convert.manifest_record import group_recipe, group_share, unpadded
 from .convert.recipe import Output, Recipe
 from .convert.safetensors_file import TORCH_DTYPES, nbytes
+from .convert.shards import Share
 from .convert.sources import LayerMap, map_layer, read_batch, source_for
 from .convert.values import Facts, Shapes
-from .errors import CheckpointError, Unavailable, UsageError
+from .errors import CheckpointError, NoBackend, Unavailable, UsageError
 from .kernels.prepared import DenseExpert, DenseExperts, PreparedMoE, Router
-from .kernels.runners import runner_for
-from .padding import padding
+from .kernels.runners import ANY_LAYOUT, RUNNERS, runner_for
 from .problem import MoEProblem
 
 CANONICAL = "canonical"
@@ -56,6 +57,7 @@ class ExpertLayer:
         canonical: canonical roles of a batch of experts, on the CPU or where the layer lies.
         stored: all experts' stored tensors, on a device.
         router: the layer's router; None when it is not stored beside the experts.
+        share: what a rank has of the layer, where that is not all; its experts are counted from its first.
     """
 
     problem: MoEProblem
@@ -65,6 +67,12 @@ class ExpertLayer:
     canonical: Callable[[Ids], Mapping[str, Tensor]]
     stored: Callable[[torch.device], Mapping[str, Tensor]]
     router: Router | None
+    share: Share | None = None
+
+    @property
+    def partial(self) -> str:
+        """What is computed on a rank that has a share of the layer, in a sentence; empty for all of it."""
+        return self.share.partial if self.share else ""
 
     def reference(self, expert: int) -> DenseExpert:
         """Expert `expert` decoded from what is stored, without any backend's layout in between."""
@@ -86,7 +94,8 @@ class ExpertLayer:
         try:
             recipe = self.recipe
             if wanted != CANONICAL and runner_for(backend).layout is not None:
-                recipe = layout_recipe(wanted, self.problem, self.recipe.shapes)
+                share = self.share or Share(self.problem)
+                recipe = layout_recipe(wanted, share, self.recipe.shapes)
             # A folder of an older version has the same name and other steps: those are the way back.
             if wanted == self.layout and recipe == self.recipe:
                 weights, relaid = self.stored(device), ""
@@ -98,7 +107,8 @@ class ExpertLayer:
             raise Unavailable(
                 f"layer {self.layer} does not fit the memory of {device}", hint="free memory, or use the CPU"
             ) from error
-        return PreparedMoE(self.problem, backend, wanted, weights, self._dense(weights, recipe), relaid)
+        dense, first = self._dense(weights, recipe), self.share.experts[0] if self.share else 0
+        return PreparedMoE(self.problem, backend, wanted, weights, dense, relaid, first)
 
     def _laid_out(self, recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
         stored = {name: recipe.stored[name] for name in recipe.outputs}
@@ -154,10 +164,10 @@ def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
     return DenseExperts(matrix("w13"), matrix("w2"), bias("w13_bias"), bias("w2_bias"))
 
 
-def layout_recipe(layout: str, problem: MoEProblem, shapes: Shapes) -> Recipe:
-    """The `Recipe` of `layout` for a layer with the canonical roles of `shapes`; NoBackend if it has none."""
-    dims = padding(layout, problem.scheme.weight).apply(problem.dims)
-    return layout_named(layout).recipe(replace(problem, dims=dims), shapes)
+def layout_recipe(layout: str, share: Share, shapes: Shapes) -> Recipe:
+    """The `Recipe` of `layout` for a share with the canonical roles of `shapes`; NoBackend if it has none."""
+    found = layout_named(layout)
+    return found.recipe(share.padded(found.pad), shapes)
 
 
 def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> ExpertLayer:
@@ -256,22 +266,24 @@ def _read_tensor(reader: FolderReader, info: TensorInfo) -> Tensor:
     return as_tensor(buffer, info.dtype, info.shape)
 
 
-def converted_layer(manifest: Manifest, layer: int | None = None) -> ExpertLayer:
+def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool = True) -> ExpertLayer:
     """One layer of a converted folder; the first converted layer for None.
 
+    The file's size and header are always held to the manifest; with `check`, hashes and scales too.
+
     Raises:
-        CheckpointError: the folder has no such layer, or its file differs from the manifest, in a
-            hash or otherwise.
+        CheckpointError: the folder has no such layer, or its file differs from the manifest.
     """
     number = manifest.layers[0] if layer is None else layer
     group = manifest.group_of(number)
     problem = unpadded(group.problem)
     recipe, places = group_recipe(group), manifest.open_layer(number)
-    check_layer(manifest, number)
-    _check_scales(manifest, recipe, places)
+    if check:
+        check_layer(manifest, number)
+        _check_scales(problem.local_experts, manifest, recipe, places)
 
     def stored(device: torch.device) -> dict[str, Tensor]:
-        return load_layer(manifest, number, place=lambda role: device)
+        return {role: t.to(device) for role, t in load_layer(manifest, number).items()}
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         with FolderReader(manifest.folder) as reader:
@@ -279,7 +291,8 @@ def converted_layer(manifest: Manifest, layer: int | None = None) -> ExpertLayer
 
     names = {key: name.replace("{layer}", str(number)) for key, name in group.router.items()}
     router = _converted_router(manifest, names)
-    return ExpertLayer(problem, number, manifest.layout.name, recipe, canonical, stored, router)
+    share = group_share(manifest.record.shard, group)
+    return ExpertLayer(problem, number, manifest.layout.name, recipe, canonical, stored, router, share)
 
 
 def _restored(
@@ -290,13 +303,12 @@ def _restored(
     return recipe.restore({role: _rows(reader, places[role], ids) for role in roles}, len(ids))
 
 
-def _check_scales(manifest: Manifest, recipe: Recipe, places: Mapping[str, TensorInfo]) -> None:
+def _check_scales(experts: int, manifest: Manifest, recipe: Recipe, places: Mapping[str, TensorInfo]) -> None:
     """CheckpointError when a stored scale is not a number: hashes say only what was written."""
     scales = Recipe(
         {role: form for role, form in recipe.shapes.items() if role.endswith("_scale")},
         {name: output for name, output in recipe.outputs.items() if output.role.endswith("_scale")},
     )
-    experts = manifest.problem.local_experts
     with FolderReader(manifest.folder) as reader:
         for role, (shape, dtype) in scales.shapes.items():
             step = max(1, SCALES_AT_ONCE * experts // nbytes(dtype, shape))
@@ -332,11 +344,56 @@ def prepare(
 
 
 def load_prepared(
-    folder: Path, layer: int | None, backend: str, device: torch.device | str = "cpu"
+    folder: str | Path,
+    layer: int | None = None,
+    backend: str | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    rank: int | None = None,
+    check: bool = False,
 ) -> PreparedMoE:
-    """One layer of a converted `folder`: a plain load when `backend` reads its layout, else laid out anew.
+    """One layer of a converted folder, ready to run.
 
-    `PreparedMoE.relaid` says which of the two it was. Errors as of `ExpertLayer.prepared` and
-    `converted_layer`.
+    On the CPU the weights are views of the file's memory map: nothing is read before it is used, and
+    processes that load the same file share its pages. They are for reading; what is written to them
+    stays in this process and never reaches the file. The file must stay as it is while they live. On
+    another device they are copies. Where `backend` reads another layout than the folder's, the layer is
+    laid out anew, and `PreparedMoE.relaid` says so.
+
+    Args:
+        folder: what `moectl convert` has written; with `rank`, the folder of all ranks.
+        layer: its number in the model; the first converted one for None.
+        backend: ``triton``, ``torch``, ...; for None the one that reads the folder's layout on `device`,
+            or ``torch``, which reads every layout.
+        device: where the weights are to be.
+        rank: whose share to load of a folder that has several. Its experts are counted from its first
+            (`PreparedMoE.local_ids`), and its output is a partial sum.
+        check: hold every tensor to its SHA-256 and every scale to being a number, which reads the whole
+            layer. Sizes, dtypes and shapes are always held to the manifest.
+
+    Raises:
+        CheckpointError: no finished converted folder, no such layer or rank, or a file that differs
+            from the manifest.
+        UsageError: no backend is called so.
+        NoBackend: the backend's layout cannot hold the layer.
+        Unavailable: the device has too little memory.
     """
-    return converted_layer(load_manifest(folder), layer).prepared(backend, device)
+    found = load_manifest(Path(folder) if rank is None else rank_folder(Path(folder), rank))
+    held = found.record.shard
+    if rank is not None and held.rank != rank:
+        raise CheckpointError(f"{found.folder} holds {held}, not rank {rank}.", hint="Check its name.")
+    opened = converted_layer(found, layer, check=check)
+    name = backend or _reader_of(opened, torch.device(device))
+    return opened.prepared(name, device)
+
+
+def _reader_of(layer: ExpertLayer, device: torch.device) -> str:
+    """The backend that reads a layer as it is stored and runs on `device`; else the one for any layout."""
+    for name in RUNNERS:
+        try:
+            runner = runner_for(name)
+        except NoBackend:
+            continue
+        if runner.layout == layer.layout and not runner.refusal(layer.problem, device):
+            return name
+    return ANY_LAYOUT

@@ -153,7 +153,8 @@ def run_layer(
         torch.cuda.reset_peak_memory_stats()
     prepared = layer.prepared(backend, machine.torch)
     runner = runner_for(backend)
-    there = Inputs(*(t.to(machine.torch) for t in (inputs.x, inputs.ids, inputs.weights, inputs.logits)))
+    ids = prepared.local_ids(inputs.ids)
+    there = Inputs(*(t.to(machine.torch) for t in (inputs.x, ids, inputs.weights, inputs.logits)))
     ready = time.perf_counter()
     y = runner.run(prepared, there.x, there.ids, there.weights).cpu()
     done = time.perf_counter()
@@ -163,7 +164,7 @@ def run_layer(
         median = time_calls(
             call, machine.torch, repeats=repeats, cold=False, capturable=runner.capturable
         ).median_us
-    reference = moe_reference(inputs.x, inputs.ids, inputs.weights, layer.reference, layer.problem)
+    reference = moe_reference(inputs.x, ids, inputs.weights, layer.reference, layer.problem)
     result = check(y, reference, tolerance_for(layer.problem, runner.accumulation))
     return RunResult(
         prepared,

@@ -30,6 +30,12 @@ from .strict_json import shown
 MANIFEST = "moectl.json"
 """The file that marks a converted folder."""
 
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Where a rank's converted folder is in the folder of all ranks."""
+    return folder / f"rank-{rank:02d}"
+
+
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9_][\w.\-]*/[A-Za-z0-9_][\w.\-]*)(?:@(?!\S*\.\.)(?P<revision>[\w.\-/]+))?", re.ASCII
 )
@@ -167,6 +173,11 @@ def _readable(name: str) -> Iterator[None]:
 def _open_folder(folder: Path, origin: Origin) -> _Found:
     if (folder / MANIFEST).exists():
         raise _converted(str(folder))
+    if (rank_folder(folder, 0) / MANIFEST).exists():
+        raise CheckpointError(
+            f"{folder} holds the converted folders of several ranks, and is no checkpoint.",
+            hint=f"Give one of them, such as {rank_folder(folder, 0)}.",
+        )
     config = read_document(folder, CONFIG)
     if config is None:
         raise CheckpointError(

@@ -88,6 +88,8 @@ def bench(
 
     machine = this_machine(device)
     opened = open_layer(source, layer)
+    if opened.partial:
+        out.note(opened.partial)
     names = choose_backends(opened.problem, machine, asked)
     prepared = {name: opened.prepared(name, machine.torch) for name in names}
     rates = measured_rates(machine.torch)
@@ -101,6 +103,7 @@ def bench(
         "checkpoint": checkpoint,
         "layer": opened.layer,
         "problem": asdict(opened.problem),
+        "partial": opened.partial,
         "device": machine.device.name,
         "versions": versions(),
         "routing": routing,

@@ -58,7 +58,8 @@ def run(
     """Run one layer on real weights and check it.
 
     The result is compared with a plain fp32 reference; exit code 1 when it is too far away. CKPT may be
-    a converted folder: the layer then runs from its prepared weights.
+    a converted folder: the layer then runs from its prepared weights. Of one rank's folder, the partial
+    sum that this rank computes is what runs and is checked.
     """
     names = backend_names(backend)
     device = pick(device, DEVICES, "device") if device else None
@@ -72,6 +73,7 @@ def run(
     opened = open_layer(source, layer)
     name = choose_backends(opened.problem, machine, names)[0]
     out.note(f"layer {opened.layer} on {name}, {machine.device.name}")
+    partial = opened.partial
     result = run_layer(opened, name, machine, tokens=tokens, seed=seed, source=input)
     if output is not None:
         _write(output, result)
@@ -84,6 +86,7 @@ def run(
         "backend": name,
         "layout": result.prepared.layout,
         "relaid": result.prepared.relaid,
+        "partial": partial,
         "tokens": result.tokens,
         "routed_by": result.routed_by,
         "check": asdict(checked),
@@ -108,6 +111,7 @@ def run(
             "warm": f"{duration(result.median_us * 1e-6)} (median)" if result.tokens else "",
             "memory": f"{size(result.weight_bytes)} of weights, peak {size(result.peak_bytes)}",
             "check": "passed" if checked.ok else "FAILED",
+            "partial": partial,
         }
         for label, value in rows.items():
             if value:

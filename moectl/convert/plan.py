@@ -16,7 +16,6 @@ from .. import __version__
 from ..checkpoint.model import Checkpoint, LayerGroup, TensorInfo
 from ..checkpoint.tensor_table import files_of
 from ..errors import CheckpointError, Unavailable, UsageError
-from ..padding import padding
 from ..problem import MoEProblem
 from .batches import Arena
 from .layout import BLOCK_BYTES, WeightLayout
@@ -269,7 +268,7 @@ def _map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMap]:
 def _plan_group(
     group: LayerGroup, share: Share, whole: list[LayerMap], layout: WeightLayout, memory: int
 ) -> tuple[GroupRecord, list[LayerPlan]]:
-    problem = share.padded(padding(layout.name, group.problem.scheme.weight))
+    problem = share.padded(layout.pad)
     maps = [mapped.of_experts(*share.experts) for mapped in whole]
     recipe = layout.recipe(problem, share.shapes(maps[0].shapes))
     for role, (shape, dtype) in recipe.stored.items():

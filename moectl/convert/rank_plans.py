@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.opening import rank_folder
 from ..errors import UsageError
 from .disk import refuse_small_disk
 from .plan import Plan
 from .progress import Progress, silent
-from .ranks import rank_folder
 from .shards import Shard, shard_of
 from .stream import Summary, check_output
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..checkpoint.opening import rank_folder
 from ..errors import CheckpointError, UsageError
 from .manifest import Manifest, load_manifest
 from .manifest_record import MANIFEST
@@ -16,11 +17,6 @@ from .records import to_json
 from .shards import Shard, shard_of
 
 _RANK = re.compile(r"rank-(\d{2,5})")
-
-
-def rank_folder(out: Path, rank: int) -> Path:
-    """Where a rank's folder is in the folder of all ranks."""
-    return out / f"rank-{rank:02d}"
 
 
 def ranks_in(folder: Path) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..problem import Align, Dims, MoEProblem, expert_range
+from ..problem import Dims, MoEProblem, expert_range
 from ..schemes import FULL, WeightFormat
 from .batches import as_bytes
 from .canonical import INTERLEAVED, canonical_shapes, groups, halves, scale_rows
@@ -146,16 +146,23 @@ class Share:
         (first, last), (low, high) = self.experts, self.intermediate
         return replace(self.whole, dims=Dims(self.whole.dims.hidden, high - low), local_experts=last - first)
 
-    def padded(self, align: Align) -> MoEProblem:
-        """The rank's problem, padded to the same sizes as every other rank's."""
-        full = align.apply(Dims(self.whole.dims.hidden, slice_size(self.whole, self.shard.tp_size)))
-        problem = self.problem
-        dims = replace(
-            problem.dims,
-            padded_hidden=full.padded_hidden,
-            padded_intermediate=full.padded_intermediate,
+    def padded(self, pad: Callable[[MoEProblem], MoEProblem]) -> MoEProblem:
+        """The rank's problem, with the sizes to which `pad` pads the rank that holds most."""
+        problem, most = self.problem, slice_size(self.whole, self.shard.tp_size)
+        full = pad(replace(problem, dims=Dims(problem.dims.hidden, most))).dims
+        return replace(problem, dims=replace(full, intermediate=problem.dims.intermediate))
+
+    @property
+    def partial(self) -> str:
+        """What the rank's output is, in a sentence; empty when it has everything."""
+        if self.shard.ranks == 1:
+            return ""
+        (first, last), (low, high) = self.experts, self.intermediate
+        return (
+            f"{self.shard} has experts {first} to {last - 1} of {self.whole.experts} and lanes {low} to "
+            f"{high - 1} of {self.whole.dims.intermediate}: its output is a partial sum, and the sum over "
+            "all ranks is the layer's"
         )
-        return replace(problem, dims=dims)
 
     def shapes(self, whole: Shapes) -> Shapes:
         """Canonical shapes of the rank's share, for the roles of `whole` and the rank's experts."""

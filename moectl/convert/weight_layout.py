@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import NoBackend
 from ..padding import padding, size_rule
@@ -70,6 +70,10 @@ class WeightLayout:
     def align(self, weight: WeightFormat) -> Align:
         """What sizes are rounded up to for `weight`."""
         return padding(self.name, weight)
+
+    def pad(self, problem: MoEProblem) -> MoEProblem:
+        """`problem` with the sizes that this layout pads it to."""
+        return replace(problem, dims=self.align(problem.scheme.weight).apply(problem.dims))
 
     def recipe(self, problem: MoEProblem, shapes: Shapes | None = None) -> Recipe:
         """How a layer of `problem`, whose padded sizes `align` has already set, is stored.

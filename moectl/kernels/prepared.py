@@ -92,6 +92,7 @@ class PreparedMoE:
         weights: storage tensors by role (``w13``, ``w13_scale``, ``w13_bias``, ``w2``, ...), experts first.
         dense: decoded fp32 experts for a batch of expert ids, undone from `weights`.
         relaid: how the stored layout was changed for this backend; empty when it was loaded as it is.
+        first_expert: the expert of the layer that is expert 0 here, on a rank that has some of them.
     """
 
     problem: MoEProblem
@@ -100,6 +101,7 @@ class PreparedMoE:
     weights: Mapping[str, Tensor]
     dense: Callable[[Sequence[int] | Tensor], DenseExperts]
     relaid: str = field(default="")
+    first_expert: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -110,6 +112,11 @@ class PreparedMoE:
     def nbytes(self) -> int:
         """Bytes of all weights, scales and biases as stored."""
         return sum(t.numel() * t.element_size() for t in self.weights.values())
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        """Ids of the layer's experts as runners take them: counted from the first here, -1 for others."""
+        local = ids - self.first_expert
+        return torch.where((local >= 0) & (local < self.problem.local_experts), local, -1)
 
     def expert(self, expert: int) -> DenseExpert:
         """Expert `expert`, decoded: the form that `moe_reference` asks for."""

@@ -102,6 +102,9 @@ def _triton() -> Runner:
 RUNNERS: dict[str, Callable[[], Runner]] = {"torch": _torch, "triton": _triton}
 """Backend name -> its runner, imported when asked for."""
 
+ANY_LAYOUT = "torch"
+"""The backend that reads every layout, on every device."""
+
 
 def runner_for(name: str) -> Runner:
     """The runner called `name`; UsageError names the choices."""
