@@ -27,6 +27,10 @@ def test_every_command_works(tmp_path, monkeypatch):
         program, *arguments = shlex.split(line)
         assert program == "moectl"
         moectl(*arguments)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
 
 
 def test_the_two_commands_exist_and_are_executable():

@@ -21,6 +21,7 @@ import moectl
 from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.opening import rank_folder
 from moectl.convert.layout import layout_for
+from moectl.convert.manifest import load_manifest
 from moectl.convert.plan import plan_conversion
 from moectl.convert.rank_plans import check_outputs, convert_ranks, plan_ranks
 from moectl.convert.shards import shard_of
@@ -171,13 +172,14 @@ def test_a_rank_of_per_expert_tensors_leaves_the_others_out(kimi: Path, tmp_path
 
 
 @pytest.mark.parametrize("target", ["marlin", "moectl"])
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2)])
-def test_partial_sums_add_up(kind: str, tp: int, ep: int, target: str, tmp_path: Path) -> None:
-    source = MAKE[kind](tmp_path / "source")
+@pytest.mark.parametrize("model", ["tiny_gpt_oss", "tiny_kimi"])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 3), (2, 2)])
+def test_partial_sums_add_up(
+    model: str, tp: int, ep: int, target: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    source = request.getfixturevalue(model)
     shard_all(source, tmp_path / "out", tp, ep, target)
     whole = checkpoint_layer(open_checkpoint(source), 1)
-    # The random bytes of these checkpoints are large numbers: relative to the whole output.
     inputs = make_inputs(whole.problem, 6, seed=3)
     wanted = moe_reference(
         inputs.x, inputs.ids, inputs.weights, whole.reference, whole.problem, dtype=torch.float64
@@ -191,10 +193,8 @@ def test_partial_sums_add_up(kind: str, tp: int, ep: int, target: str, tmp_path:
         total += moe_reference(
             inputs.x, ids, inputs.weights, layer.expert, layer.problem, dtype=torch.float64
         )
-    finite = wanted.isfinite()
-    assert finite.any()
-    error = (total - wanted)[finite].abs().max() / wanted[finite].abs().max()
-    assert error < 1e-9
+    assert 0.1 < wanted.abs().max() < 100
+    assert (total - wanted).abs().max() < 1e-9
 
 
 def test_the_torch_backend_runs_a_share(tiny_gpt_oss: Path, tmp_path: Path) -> None:
@@ -262,9 +262,10 @@ def test_ranks_under_wrong_names_are_found(ranks: Path) -> None:
 def test_ranks_of_two_conversions_are_not_joined(
     ranks: Path, gpt_oss: Path, tmp_path: Path, target: str, field: str
 ) -> None:
-    path = sorted(gpt_oss.glob("*.safetensors"))[0]
+    info = open_checkpoint(gpt_oss).tensors["model.layers.1.mlp.experts.down_proj_blocks"]
+    path = gpt_oss / info.file
     data = bytearray(path.read_bytes())
-    data[-100] ^= 1
+    data[info.start] ^= 1
     path.write_bytes(data)
     shard_all(gpt_oss, tmp_path / "other", 2, 2, target)
     rank_folder(ranks, 1).rename(tmp_path / "away")
@@ -276,12 +277,12 @@ def test_ranks_of_two_conversions_are_not_joined(
 def test_damage_in_a_rank_is_named(ranks: Path, tmp_path: Path) -> None:
     path = rank_folder(ranks, 2) / "moectl-layer-00001.safetensors"
     data = bytearray(path.read_bytes())
-    data[-5] ^= 4
+    data[load_manifest(path.parent).open_layer(1)["w2_bias"].start] ^= 4
     path.write_bytes(data)
     for folder in (ranks, rank_folder(ranks, 2)):
         findings = verify(folder).findings
         assert any(text.startswith(f"rank-02/{path.name}: ") for text in findings), findings
-        assert any("the slice of " in text for text in findings)
+        assert any("the slice of w2_bias does not come back" in text for text in findings)
     assert not any("rank-03" in text for text in verify(ranks).findings)
     assert verify(rank_folder(ranks, 3)).ok
     with pytest.raises(CheckFailed, match=f"rank-02/{path.name}"):
