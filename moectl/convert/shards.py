@@ -19,12 +19,15 @@ from ..errors import UsageError
 from ..problem import Dims, MoEProblem, expert_range
 from ..schemes import FULL, WeightFormat
 from .batches import as_bytes
-from .canonical import INTERLEAVED, canonical_shapes, groups, halves, scale_rows
+from .canonical import INTERLEAVED, groups, halves, scale_rows
 from .values import Shapes, Tensors
 
 BLOCKWISE = ("mx",)
 """Formats, by the beginning of their name, whose blocks are dealt out as gpt-oss is: as many to each rank
 as the first needs, and fewer to the last. Others are cut into equal slices, as engines cut them."""
+
+Place = tuple[int, int, int, int]
+"""An axis, how many matrices are stacked along it, and the first and last element (exclusive) of each."""
 
 LARGEST_WORLD = 1 << 16
 """Most ranks that a layer may be shared by."""
@@ -165,11 +168,12 @@ class Share:
         )
 
     def shapes(self, whole: Shapes) -> Shapes:
-        """Canonical shapes of the rank's share, for the roles of `whole` and the rank's experts."""
-        inputs = any(role.endswith("_input") for role in whole)
-        first, last = self.experts
-        known = canonical_shapes(self.problem, last - first, inputs)
-        return {role: known[role] for role in whole}
+        """Canonical shapes of the rank's slices, of whole experts' shapes."""
+        made = {}
+        for role, (shape, dtype) in whole.items():
+            place = self._place(role, self.intermediate)
+            made[role] = (shape if place is None else _resized(shape, place), dtype)
+        return made
 
     def cut(self, batch: Tensors) -> Tensors:
         """The rank's slices of whole experts' canonical tensors; kept stored tensors stay as they are.
@@ -182,7 +186,7 @@ class Share:
     def _cut(self, role: str, t: Tensor) -> Tensor:
         if role == "w2_bias":
             return t if self.shard.tp_rank == 0 else torch.zeros_like(t)
-        place = self._place(role)
+        place = self._place(role, self.intermediate)
         if place is None:
             return t
         axis, stacked, low, high = place
@@ -194,27 +198,23 @@ class Share:
         What is not sliced, and everything that is no such role, is the first rank's.
         """
         made = dict(batches[0])
-        inputs = any(role.endswith("_input") for role in roles)
-        shapes = canonical_shapes(self.whole, 1, inputs)
+        shares = [Share(self.whole, replace(self.shard, tp_rank=rank)) for rank in range(len(batches))]
         for role in roles:
-            if self._place(role) is None:
+            full = self._place(role, (0, self.whole.dims.intermediate))
+            if full is None:
                 continue
-            t, ((_, *rest), _) = batches[0][role], shapes[role]
-            made[role] = t.new_empty((len(t), *rest))
-            for rank, batch in enumerate(batches):
-                found = Share(self.whole, replace(self.shard, tp_rank=rank))._place(role)
+            made[role] = batches[0][role].new_empty(_resized(batches[0][role].shape, full))
+            for share, batch in zip(shares, batches, strict=True):
+                found = share._place(role, share.intermediate)
                 assert found is not None
                 axis, stacked, low, high = found
                 place = _stack(made[role], axis, stacked).narrow(axis + 1, low, high - low)
                 place.copy_(_stack(batch[role], axis, stacked))
         return made
 
-    def _place(self, role: str) -> tuple[int, int, int, int] | None:
-        """Where `role` is sliced: axis, matrices stacked along it, first and last element of each.
-
-        None for what every rank holds whole.
-        """
-        weight, (low, high) = self.whole.scheme.weight, self.intermediate
+    def _place(self, role: str, lanes: tuple[int, int]) -> Place | None:
+        """Where `lanes`, first and last (exclusive), are in `role`; None for what every rank holds whole."""
+        weight, (low, high) = self.whole.scheme.weight, lanes
         matrix, _, kind = role.partition("_")
         blocks = kind in ("scale", "zero")
         if matrix not in _AXES or kind not in ("", "bias", "scale", "zero") or role == "w2_bias":
@@ -230,6 +230,12 @@ class Share:
             return 1, 1, 2 * low, 2 * high
         low, high = (scale_rows(weight, n) if blocks else n for n in (low, high))
         return 1, stacked, low, high
+
+
+def _resized(shape: Sequence[int], place: Place) -> tuple[int, ...]:
+    """`shape` with the elements of `place` alone."""
+    axis, stacked, low, high = place
+    return (*shape[:axis], stacked * (high - low), *shape[axis + 1 :])
 
 
 def _stack(t: Tensor, axis: int, stacked: int) -> Tensor:

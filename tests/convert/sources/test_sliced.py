@@ -1,0 +1,69 @@
+"""Slices of every storage: cut, joined and stored again; and experts of a range."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moectl.checkpoint.storage import Storage
+from moectl.convert.canonical import canonical_shapes
+from moectl.convert.safetensors_file import TORCH_DTYPES
+from moectl.convert.shards import Share, shard_of, slice_unit
+from moectl.convert.sources import map_layer, read_batch, source_for
+from moectl.problem import Dims
+
+from .stored import EXPERTS, LAYER, cases, make_layer
+from .test_storages import READABLE, read, storage_id
+
+
+@pytest.mark.parametrize("storage", READABLE, ids=storage_id)
+def test_slices_lead_back_to_the_stored_tensors(storage: Storage) -> None:
+    for case in cases(storage):
+        inter = 2 * math.lcm(slice_unit(case.weight), 8)
+        layer = make_layer(replace(case, dims=Dims(case.dims.hidden, inter)))
+        mapped, batch = read(layer)
+        shares = [Share(layer.group.problem, shard_of(rank, tp_size=2)) for rank in range(2)]
+        assert [share.intermediate for share in shares] == [(0, inter // 2), (inter // 2, inter)]
+        slices = [share.cut(batch) for share in shares]
+        for share, cut in zip(shares, slices, strict=True):
+            inputs = any(role.endswith("_input") for role in mapped.shapes)
+            shapes = canonical_shapes(share.problem, EXPERTS, inputs)
+            assert share.shapes(mapped.shapes) == shapes
+            assert {role: (tuple(cut[role].shape), cut[role].dtype) for role in shapes} == {
+                role: (shape, TORCH_DTYPES[dtype]) for role, (shape, dtype) in shapes.items()
+            }
+        joined = shares[0].join(slices, list(mapped.shapes))
+        for part in mapped.parts:
+            again, before = (part.form.stored(held).contiguous() for held in (joined, batch))
+            assert torch.equal(again.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8)), part.part
+
+
+@pytest.mark.parametrize("storage", READABLE, ids=storage_id)
+def test_a_range_of_experts_is_read_from_its_own_bytes(storage: Storage) -> None:
+    layer = make_layer(next(cases(storage)))
+    _, whole = read(layer)
+    checkpoint, data = layer.checkpoint()
+    mapped = map_layer(source_for(checkpoint, layer.group), checkpoint, layer.group, LAYER).of_experts(1, 2)
+    extents = {info.name: (start, stop) for info, start, stop in mapped.extents}
+    seen: dict[str, int] = dict.fromkeys(extents, 0)
+
+    def fill(info, at, view):
+        start, stop = extents[info.name]
+        assert start <= at
+        assert at + len(view) <= stop
+        seen[info.name] += len(view)
+        view[:] = data[info.start + at : info.start + at + len(view)]
+
+    piece = {
+        role: torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+        for role, (shape, dtype) in mapped.batch_shapes.items()
+    }
+    read_batch(mapped, 0, 1, fill, piece)
+    assert seen == {name: stop - start for name, (start, stop) in extents.items()}
+    assert piece.keys() == whole.keys()
+    for role, t in piece.items():
+        mine, wanted = t.reshape(-1), whole[role][1:2].reshape(-1)
+        assert torch.equal(mine.view(torch.uint8), wanted.view(torch.uint8)), role
