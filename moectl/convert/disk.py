@@ -88,6 +88,60 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+class NewFile:
+    """A file of known size that is written under a temporary name, then synced and renamed, or removed.
+
+    Raises Unavailable where the system refuses to create, write or rename it.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, size
+        self._partial = path.with_name(path.name + PARTIAL)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with disk_errors(path, size):
+            self.fd = os.open(self._partial, flags, 0o644)
+        self._open = True
+        try:
+            with disk_errors(path, size):
+                _reserve(self.fd, size)
+        except BaseException:
+            self.discard()
+            raise
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Writes all of `view` at `offset`."""
+        try:
+            write_exactly(self.fd, view, offset)
+        except WriteRefused as error:
+            raise self.refused(error) from error
+
+    def refused(self, error: OSError) -> Unavailable:
+        """The error for what the system said about writing the file."""
+        return _cannot_write(self.path, self.size, error)
+
+    def commit(self) -> None:
+        """Syncs the bytes and gives the file its name."""
+        try:
+            with disk_errors(self.path, self.size):
+                os.fsync(self.fd)
+                self._close()
+                self._partial.replace(self.path)
+                sync_folder(self.path.parent)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Removes the temporary file, if it was not renamed."""
+        if self._open:
+            self._close()
+        self._partial.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        self._open = False
+        os.close(self.fd)
+
+
 @contextmanager
 def replacing(path: Path, size: int) -> Iterator[int]:
     """A file descriptor of `size` preallocated bytes that becomes `path` when the block succeeds.
@@ -96,29 +150,17 @@ def replacing(path: Path, size: int) -> Iterator[int]:
     included, the temporary file is removed and `path` stays as it was. Unavailable when the file
     cannot be written; whatever else the block raises stays what it is.
     """
-    partial = path.with_name(path.name + PARTIAL)
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with disk_errors(path, size):
-        fd = os.open(partial, flags, 0o644)
+    file = NewFile(path, size)
     try:
         try:
-            with disk_errors(path, size):
-                _reserve(fd, size)
-            try:
-                yield fd
-            except WriteRefused as error:
-                if error.fd != fd:
-                    raise
-                raise _cannot_write(path, size, error) from error
-            with disk_errors(path, size):
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        with disk_errors(path, size):
-            partial.replace(path)
-            sync_folder(path.parent)
+            yield file.fd
+        except WriteRefused as error:
+            if error.fd != file.fd:
+                raise
+            raise file.refused(error) from error
+        file.commit()
     except BaseException:
-        partial.unlink(missing_ok=True)
+        file.discard()
         raise
 
 

@@ -17,7 +17,6 @@ from ..checkpoint.model import Checkpoint, LayerGroup, TensorInfo
 from ..checkpoint.tensor_table import files_of
 from ..errors import CheckpointError, Unavailable, UsageError
 from ..problem import MoEProblem
-from .batches import Arena
 from .layout import BLOCK_BYTES, WeightLayout
 from .manifest_record import (
     FORMAT_VERSION,
@@ -28,6 +27,7 @@ from .manifest_record import (
     is_plain_name,
     part_record,
 )
+from .pipeline import SLOTS
 from .recipe import Recipe
 from .records import to_json
 from .safetensors_file import TORCH_DTYPES, FilePlan, TensorSpec, plan_file
@@ -53,8 +53,8 @@ class LayerPlan:
     """One layer: the unit of work, of files, and of resuming.
 
     `map` has the experts of `share` alone, each of them whole; `problem` is the rank's, padded. `batch`
-    is the number of experts converted at once, `peak_memory` what that takes; `holds` says what the
-    bytes of each tensor mean, where its dtype does not.
+    is the number of experts converted at once, `working` the bytes that this takes beside the buffers;
+    `holds` says what the bytes of each tensor mean, where its dtype does not.
     """
 
     map: LayerMap
@@ -63,7 +63,7 @@ class LayerPlan:
     writer: Writer
     file: FilePlan
     batch: int
-    peak_memory: int
+    working: int
     holds: Mapping[str, str]
 
     @property
@@ -76,9 +76,9 @@ class LayerPlan:
         return sum(stop - start for _, start, stop in self.map.extents)
 
     @property
-    def buffers(self) -> tuple[int, int]:
-        """Bytes of a batch as it is read and as it is written."""
-        return carved_bytes(self.map.batch_shapes, self.batch), self.writer.buffer_bytes(self.batch)
+    def buffers(self) -> tuple[int, int, int]:
+        """Bytes of a batch as it is read, of what is made of it, and as it is written."""
+        return slot_buffers(self.map, self.writer, self.batch)
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,22 @@ class Plan:
     @property
     def peak_memory(self) -> int:
         """Bytes needed above the program's own at the largest step."""
-        return max(layer.peak_memory for layer in self.layers)
+        return self._beside + self.slots * sum(self.buffers)
 
     @property
-    def arena_bytes(self) -> int:
-        """Bytes of the buffers that batches of every layer are read into and converted into."""
-        return max(Arena.size(*layer.buffers) for layer in self.layers)
+    def buffers(self) -> tuple[int, ...]:
+        """Bytes of the buffers that a batch of any layer is read into, made in and written from."""
+        return tuple(map(max, zip(*(layer.buffers for layer in self.layers), strict=True)))
+
+    @property
+    def slots(self) -> int:
+        """Batches that may be under way at once within `max_memory`."""
+        return max(1, min(SLOTS, (self.max_memory - self._beside) // max(1, sum(self.buffers))))
+
+    @property
+    def _beside(self) -> int:
+        """Bytes held at most beside the buffers."""
+        return BASE_MEMORY + max(layer.working for layer in self.layers)
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same for a conversion to be resumed, by name."""
@@ -277,13 +287,13 @@ def _plan_group(
                 f"layout {layout.name} stores {role} as {dtype} {list(shape)}, which has no place."
             )
     slices = recipe.shapes if share.sliced else {}
-    batch, peak = _plan_batch(maps[0], prepared_writer(maps[0], recipe), slices, memory)
+    batch, working = plan_batch(maps[0], prepared_writer(maps[0], recipe), slices, memory)
     planned = []
     for mapped in maps:
         writer = prepared_writer(mapped, recipe)
         file = plan_file(layer_file(mapped.layer), writer.specs, _metadata(layout))
         holds = {output_name(mapped.prefix, role): kind for role, kind in layout.logical_dtypes.items()}
-        planned.append(LayerPlan(mapped, share, problem, writer, file, batch, peak, holds))
+        planned.append(LayerPlan(mapped, share, problem, writer, file, batch, working, holds))
     return _group_record(group, share, problem, layout, maps[0], recipe), planned
 
 
@@ -305,28 +315,43 @@ def _check_alike(mapped: LayerMap, first: LayerMap) -> None:
         )
 
 
-def _plan_batch(mapped: LayerMap, writer: Writer, slices: Shapes, memory: int) -> tuple[int, int]:
-    """Experts that are converted at once, and the bytes that this takes; `slices` are cut of a batch."""
-    experts = mapped.experts
-    largest = max(carved_bytes(mapped.batch_shapes, 1), writer.buffer_bytes(1))
-    batch = min(experts, max(1, LARGEST_BATCH // largest))
-    while (peak := step_memory(mapped, writer, batch, slices)) > memory and batch > 1:
+def plan_batch(mapped: LayerMap, writer: Writer, slices: Shapes, memory: int) -> tuple[int, int]:
+    """Experts that are converted at once, and the bytes that this takes beside the buffers.
+
+    `slices` are cut of a batch. Raises UsageError when one expert does not fit `memory`.
+    """
+    largest = max(slot_buffers(mapped, writer, 1))
+    batch = min(mapped.experts, max(1, LARGEST_BATCH // largest))
+
+    def needed(batch: int, slots: int) -> int:
+        slot = sum(slot_buffers(mapped, writer, batch))
+        return BASE_MEMORY + slots * slot + working_memory(mapped, writer, batch, slices)
+
+    while needed(batch, SLOTS) > memory and batch > 1:
         batch = batch * 3 // 4
-    if peak > memory:
+    if (least := needed(batch, 1)) > memory:
         raise UsageError(
-            f"one expert of layer {mapped.layer} needs {math.ceil(peak / MIB)} MiB, "
+            f"one expert of layer {mapped.layer} needs {math.ceil(least / MIB)} MiB, "
             f"--max-memory allows {f'{memory / MIB:.4g} MiB' if memory >= MIB else f'{memory} bytes'}.",
-            hint=f"Give --max-memory {math.ceil(peak / MIB)}MiB or more.",
+            hint=f"Give --max-memory {math.ceil(least / MIB)}MiB or more.",
         )
-    return batch, peak
+    return batch, working_memory(mapped, writer, batch, slices)
 
 
-def step_memory(mapped: LayerMap, writer: Writer, batch: int, slices: Shapes) -> int:
-    """Bytes held at most while batches of `batch` experts are converted, `slices` of them cut first."""
-    read, written = carved_bytes(mapped.batch_shapes, batch), writer.buffer_bytes(batch)
-    reading = mapped.raw_bytes * batch + CHAIN_COPIES * min(mapped.raw_bytes * batch, BLOCK_BYTES)
-    held = Arena.size(read, written) + carved_bytes(slices, batch)
-    return BASE_MEMORY + held + reading + CHAIN_COPIES * writer.block_bytes(batch)
+def slot_buffers(mapped: LayerMap, writer: Writer, batch: int) -> tuple[int, int, int]:
+    """Bytes of `batch` experts as they are read, of what is made of them, and as they are written."""
+    read, made = (carved_bytes(shapes, batch) for shapes in (mapped.read_shapes, mapped.made_shapes))
+    return read, made, writer.buffer_bytes(batch)
+
+
+def working_memory(mapped: LayerMap, writer: Writer, batch: int, slices: Shapes) -> int:
+    """Bytes held at most beside the buffers while batches are converted, `slices` of them cut first."""
+    roles = frozenset(fact.role for fact in writer.facts)
+    looked = sum(part.form.each for part in mapped.parts_of(roles)) if roles else 0
+    looked += carved_bytes({role: mapped.shapes[role] for role in roles}, 1)
+    reading = CHAIN_COPIES * min(mapped.raw_bytes * batch, BLOCK_BYTES)
+    cut = carved_bytes(slices, batch)
+    return batch * looked + reading + cut + CHAIN_COPIES * writer.block_bytes(batch)
 
 
 def _group_record(

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,18 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..checkpoint.model import TensorInfo
 from ..errors import CheckpointError, Unavailable, UsageError
-from .batches import (
-    Arena,
-    Digests,
-    FolderReader,
-    Piece,
-    as_bytes,
-    run_stages,
-    spans,
-)
-from .canonical import byte_scales
-from .codecs import check_scales
+from .batches import FolderReader
+from .device import device_named
 from .disk import (
     PARTIAL,
     create_folder,
     range_sha256,
     refuse_inside,
     refuse_small_disk,
-    replacing,
-    write_exactly,
     write_file,
 )
+from .layer_work import LayerStages, LayerWork
 from .manifest import load_manifest
 from .manifest_record import (
     CONFIG,
@@ -49,23 +38,17 @@ from .manifest_record import (
     FileRecord,
     LayerRecord,
     ManifestRecord,
-    PartHashes,
     RestRecord,
     SourceRecord,
     converted_config,
     manifest_bytes,
     ready_bytes,
 )
+from .pipeline import Crew, run_pipeline, usable_cores
 from .plan import LayerPlan, Plan, conversion_facts, digest_of
 from .progress import LOG, Meter, Progress, ProgressLog, open_log, refuse_another, silent
 from .records import to_json
 from .rest import copy_small_files, file_matches, rest_sha256, source_record, write_rest
-from .shards import SliceHashes
-from .sources import carve, read_batch
-from .values import Facts, Tensors
-
-SCALES_AT_ONCE = 1 << 20
-"""Bytes of scales that are looked at together: counting takes several times as much memory."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +70,7 @@ def convert(
     resume: bool = False,
     progress: Progress = silent,
     threads: int | None = None,
+    device: str = "cpu",
 ) -> Summary:
     """Carries out `plan` into `out`, and the `Summary` of it.
 
@@ -96,8 +80,10 @@ def convert(
 
     Args:
         out: a folder that is empty, does not exist yet, or (`resume`) holds the same conversion.
-        threads: 1 does one thing after another; more, the default, overlap reading, converting and
-            writing.
+        threads: 1 does one thing after another; more overlap reading, hashing, converting and writing.
+            By default as many as there are cores.
+        device: where batches are converted: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for a GPU if
+            there is one.
 
     Raises:
         UsageError: `out` cannot be used.
@@ -117,7 +103,8 @@ def convert(
     create_folder(out)
     log = open_log(out, plan.fingerprint())
     try:
-        summary = _convert(plan, folder, out, log, progress, overlap=threads != 1)
+        meter = Meter(progress, plan.bytes_in + plan.rest_bytes)
+        summary = _convert(plan, folder, out, log, meter, device, threads or usable_cores())
     except BaseException:
         log.close()
         raise
@@ -192,44 +179,59 @@ def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderRead
                 raise _other_checkpoint(out, info.name)
 
 
-@dataclass
-class _Counts:
-    converted: list[int] = field(default_factory=list)
-    resumed: list[int] = field(default_factory=list)
-
-
 def _convert(
-    plan: Plan, folder: Path, out: Path, log: ProgressLog, progress: Progress, *, overlap: bool
+    plan: Plan, folder: Path, out: Path, log: ProgressLog, meter: Meter, device: str, threads: int
 ) -> Summary:
     for path in out.glob(f"*{PARTIAL}"):
         path.unlink()
-    meter = Meter(progress, plan.bytes_in + plan.rest_bytes)
-    layers: list[LayerRecord] = []
-    counts = _Counts()
-    arena = Arena(plan.arena_bytes)
     with FolderReader(folder) as reader:
         _check_lengths(plan, reader)
+        records: dict[int, LayerRecord] = {}
         for layer in plan.layers:
-            meter.say(f"layer {layer.layer}")
             record = log.layers.get(layer.layer)
             if record and _is_finished(out, layer, record):
+                meter.say(f"layer {layer.layer}")
                 _check_same_source(layer, record, reader, out)
                 meter.advance(layer.bytes_in)
-                counts.resumed.append(layer.layer)
-            else:
-                record = _convert_layer(layer, reader, out, meter, arena, overlap)
-                log.add(record)
-                counts.converted.append(layer.layer)
-            layers.append(record)
+                records[layer.layer] = record
+        todo = [layer for layer in plan.layers if layer.layer not in records]
+        resumed = tuple(records)
+        if todo:
+            records |= _convert_layers(plan, todo, out, reader, log, meter, device, threads)
         rest: list[RestRecord] = []
         for item in plan.rest:
             meter.say(item.name)
             rest.append(write_rest(item, reader, folder, out, log, meter))
     meter.say("manifest")
-    skipped = _finish(plan, folder, out, layers, rest)
-    return Summary(
-        out, tuple(counts.converted), tuple(counts.resumed), plan.bytes_in, plan.bytes_out, skipped
-    )
+    skipped = _finish(plan, folder, out, [records[layer.layer] for layer in plan.layers], rest)
+    converted = tuple(layer.layer for layer in todo)
+    return Summary(out, converted, resumed, plan.bytes_in, plan.bytes_out, skipped)
+
+
+def _convert_layers(
+    plan: Plan,
+    layers: list[LayerPlan],
+    out: Path,
+    reader: FolderReader,
+    log: ProgressLog,
+    meter: Meter,
+    device: str,
+    threads: int,
+) -> dict[int, LayerRecord]:
+    """The records of `layers`, written through one pipeline; no file is left half written."""
+    works = [LayerWork(layer, out) for layer in layers]
+    crew = Crew(threads)
+    try:
+        with device_named(device) as place:
+            stages = LayerStages(reader, place, crew, meter, log)
+            slots = [place.slot(*plan.buffers) for _ in range(1 if crew.alone else plan.slots)]
+            run_pipeline(stages.batches(works), stages, slots)
+            stages.finish()
+            return stages.finished
+    finally:
+        crew.dismiss()
+        for work in works:
+            work.discard()
 
 
 def _check_lengths(plan: Plan, reader: FolderReader) -> None:
@@ -252,108 +254,6 @@ def _is_finished(out: Path, layer: LayerPlan, record: LayerRecord) -> bool:
         return False
     hashes = {info: record.sha256[name] for name, info in layer.file.tensors.items()}
     return file_matches(out / layer.file.name, layer.file, hashes)
-
-
-class _LayerStages:
-    """Reads, converts and writes the expert batches of one layer."""
-
-    def __init__(self, layer: LayerPlan, reader: FolderReader, fd: int, meter: Meter) -> None:
-        self._layer, self._reader, self._fd, self._meter = layer, reader, fd, meter
-        self._shapes = layer.map.batch_shapes
-        self._facts: Facts = {}
-        self._ends = {info.name: stop for info, _, stop in layer.map.extents}
-        self.read_hashes, self.write_hashes, self.slices = Digests(), Digests(), SliceHashes()
-
-    def look(self, jobs: list[tuple[int, int]], source: torch.Tensor) -> None:
-        """Takes the facts that the writer needs, in a pass over the roles that they are about."""
-        roles = frozenset(fact.role for fact in self._layer.writer.facts)
-        shapes = {role: form for role, form in self._shapes.items() if role in roles}
-        for job in jobs if roles else []:
-            batch = carve(source, shapes, job[1] - job[0])
-            read_batch(self._layer.map, *job, self._read_only, batch, roles)
-            self._facts = self._layer.writer.look(self._layer.share.cut(batch), self._facts)
-
-    def read(self, job: tuple[int, int], source: torch.Tensor) -> None:
-        read_batch(self._layer.map, *job, self._read, carve(source, self._shapes, job[1] - job[0]))
-
-    def _read_only(self, info: TensorInfo, at: int, view: memoryview) -> None:
-        self._reader.read(info.file, view, info.start + at)
-
-    def _read(self, info: TensorInfo, at: int, view: memoryview) -> None:
-        self._read_only(info, at, view)
-        if info.name not in self.read_hashes:
-            self.read_hashes.update(info.name, view, last=at + len(view) == self._ends[info.name])
-
-    def work(self, job: tuple[int, int], source: torch.Tensor, target: torch.Tensor) -> list[Piece]:
-        batch = carve(source, self._shapes, job[1] - job[0])
-        check_batch(self._layer, batch, job[0])
-        share, roles = self._layer.share, self._layer.map.shapes
-        held = share.cut(batch)
-        if share.sliced:
-            self.slices.take({role: t for role, t in held.items() if role in roles}, job[0])
-        pieces = list(self._layer.writer.store(held, job[0], self._facts, target))
-        self._meter.advance(sum(size for p in self._layer.map.parts for _, _, size, _ in p.run(*job)))
-        return pieces
-
-    def write(self, job: tuple[int, int], pieces: list[Piece]) -> None:
-        for piece in pieces:
-            place, view = self._layer.file.tensors[piece.name], as_bytes(piece.data)
-            self.write_hashes.update(piece.name, view, last=piece.at + len(view) == place.nbytes)
-            write_exactly(self._fd, view, place.start + piece.at)
-
-
-def check_batch(layer: LayerPlan, batch: Tensors, first: int) -> None:
-    """Refuses a NaN or infinite scale, and tensors without weights that contradict the weights."""
-    for role, t in batch.items():
-        if role.endswith("_scale") and role in layer.map.shapes:
-            step = max(1, SCALES_AT_ONCE * len(t) // max(1, t.numel() * t.element_size()))
-            for at in range(0, len(t), step):
-                _check_scales(layer, role, t[at : at + step], first + at)
-    for mapped in layer.map.parts:
-        if mapped.part.role:
-            continue
-        for i, values in enumerate(batch[mapped.part.side]):
-            reason = layer.map.check(mapped.part, layer.share.whole, values)
-            if reason:
-                name = mapped.tensors[first + i if mapped.per_expert else 0].name
-                raise CheckpointError(f"{name} {reason}.", hint="Check the checkpoint.")
-
-
-def _check_scales(layer: LayerPlan, role: str, scales: torch.Tensor, first: int) -> None:
-    try:
-        check_scales(scales, byte_scales(layer.problem))
-    except CheckpointError as error:
-        mapped = next(p for p in layer.map.parts if p.part.role == role)
-        name = mapped.tensors[first if mapped.per_expert else 0].name
-        raise CheckpointError(
-            f"layer {layer.layer}, {role} of experts from {first} ({name}): {error.what}",
-            reason=error.reason,
-            hint=error.hint,
-        ) from error
-
-
-def _convert_layer(
-    layer: LayerPlan, reader: FolderReader, out: Path, meter: Meter, arena: Arena, overlap: bool
-) -> LayerRecord:
-    """Writes one layer's file and returns its record."""
-    path = out / layer.file.name
-    with replacing(path, layer.file.size) as fd:
-        write_exactly(fd, memoryview(layer.file.header), 0)
-        stages = _LayerStages(layer, reader, fd, meter)
-        jobs = spans(layer.map.experts, layer.batch)
-        buffers = arena.cut(*layer.buffers)
-        stages.look(jobs, buffers[0][0])
-        run_stages(jobs, stages, buffers, overlap=overlap)
-    written = {name: stages.write_hashes[name] for name in layer.file.tensors}
-    source = {
-        mapped.part.stored: PartHashes(
-            tuple(stages.read_hashes[info.name] for info in mapped.tensors),
-            tuple(info.file for info in mapped.tensors),
-        )
-        for mapped in layer.map.parts
-    }
-    slices = stages.slices.result()
-    return LayerRecord(layer.layer, layer.file.name, layer.file.size, written, source, slices)
 
 
 def producer() -> dict[str, str]:

@@ -105,14 +105,15 @@ class PreparedWriter:
     def store(self, batch: Tensors, first: int, facts: Facts, buffer: Tensor) -> Iterator[Piece]:
         experts = len(next(iter(batch.values())))
         made = carve(buffer, self._made, experts)
-        block = self._block(experts)
+        block = experts if buffer.is_cuda else self._block(experts)
         for name, output in self.recipe.outputs.items():
             if output.per_layer:
                 if first == 0:
                     yield Piece(output_name(self.prefix, name), 0, output.apply(cut(batch, 0, 1), facts))
                 continue
-            for at in range(0, experts, block):
-                stop = min(at + block, experts)
+            # A chain cuts its input by itself; a value step works on what it is given.
+            for at in range(0, experts, block if output.values else experts):
+                stop = min(at + block, experts) if output.values else experts
                 output.apply(cut(batch, at, stop), facts, made[name][at:stop])
             yield self._piece(name, made[name], first)
         # Copied: what was read is overwritten while pieces are still being written.

@@ -7,9 +7,11 @@ from .part import (
     Part,
     PartForm,
     PartMap,
+    canonical_batch,
     carve,
     carved_bytes,
     read_batch,
+    read_stored,
     view_of,
 )
 from .source import Source, map_layer, output_name, output_prefix, source_for
@@ -20,12 +22,14 @@ __all__ = [
     "PartForm",
     "PartMap",
     "Source",
+    "canonical_batch",
     "carve",
     "carved_bytes",
     "map_layer",
     "output_name",
     "output_prefix",
     "read_batch",
+    "read_stored",
     "source_for",
     "view_of",
 ]

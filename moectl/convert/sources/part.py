@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...checkpoint.model import TensorInfo
 from ...problem import MoEProblem
-from ..chain import Chain
+from ..chain import BLOCK_BYTES, Chain
 from ..recipe import SIDE
 from ..safetensors_file import TORCH_DTYPES, nbytes
 from ..transforms import Shape, View
@@ -207,6 +207,28 @@ class LayerMap:
         return {**self.shapes, **self.kept}
 
     @property
+    def read_shapes(self) -> Shapes:
+        """What `read_stored` fills, for all experts: roles that are stored as they are, in whole or in
+        part, and the other stored tensors by `Part.side`."""
+        direct = {part.part.role for part in self.parts if part.part.direct}
+        sides = {
+            part.part.side: ((self.experts, *part.form.shape), part.form.dtype)
+            for part in self.parts
+            if not part.part.direct
+        }
+        return {role: form for role, form in self.shapes.items() if role in direct} | sides
+
+    @property
+    def made_shapes(self) -> Shapes:
+        """Canonical roles that are made of stored tensors by steps, for all experts."""
+        held = self.read_shapes
+        return {role: form for role, form in self.shapes.items() if role not in held}
+
+    def parts_of(self, roles: frozenset[str] | None) -> list[PartMap]:
+        """The parts that fill `roles`; all for None."""
+        return [part for part in self.parts if roles is None or part.part.role in roles]
+
+    @property
     def raw_bytes(self) -> int:
         """Bytes of one expert's stored tensors that are not canonical rows as they are."""
         return sum(part.form.each for part in self.parts if not part.part.direct)
@@ -243,7 +265,7 @@ def view_of(t: Tensor) -> memoryview:
     return view
 
 
-def read_batch(
+def read_stored(
     layer: LayerMap,
     first: int,
     last: int,
@@ -251,23 +273,15 @@ def read_batch(
     into: Mapping[str, Tensor],
     only: frozenset[str] | None = None,
 ) -> None:
-    """Fills `into` (see `LayerMap.batch_shapes`) with experts `first` to `last` of a layer.
+    """Fills `into` (see `LayerMap.read_shapes`) with experts `first` to `last` of a layer, as stored.
 
     Bytes are asked for in the order in which they lie in the files. `only` limits the canonical roles
     that are read.
     """
-    parts = [p for p in layer.parts if only is None or p.part.role in only]
-    raw: dict[str, Tensor] = {}
     wanted: list[tuple[str, int, TensorInfo, int, memoryview]] = []
-    for mapped in parts:
+    for mapped in layer.parts_of(only):
         form, part = mapped.form, mapped.part
-        if part.direct:
-            target = into[part.role][:, form.rows[0] : form.rows[1]]
-        else:
-            shape = (last - first, *form.shape)
-            kept = part.kept and part.side in into
-            target = into[part.side] if kept else torch.empty(shape, dtype=TORCH_DTYPES[form.dtype])
-            raw[part.stored] = target
+        target = into[part.role][:, form.rows[0] : form.rows[1]] if part.direct else into[part.side]
         for info, at, _, expert in mapped.run(first, last):
             one = mapped.per_expert or form.shared
             rows = [target[expert - first]] if one else [target] if target.is_contiguous() else list(target)
@@ -276,8 +290,36 @@ def read_batch(
                 wanted.append((info.file, info.start + start, info, start, view_of(row)))
     for _, _, info, at, view in sorted(wanted, key=lambda item: item[:2]):
         read(info, at, view)
-    for mapped in parts:
+
+
+def canonical_batch(
+    layer: LayerMap,
+    stored: Mapping[str, Tensor],
+    made: Mapping[str, Tensor],
+    only: frozenset[str] | None = None,
+) -> dict[str, Tensor]:
+    """Canonical and kept tensors (see `LayerMap.batch_shapes`) of what `read_stored` has filled.
+
+    Roles that `stored` does not hold are made in those of `made`, on the device of both.
+    """
+    batch = {role: t for role, t in {**stored, **made}.items() if role in layer.batch_shapes}
+    for mapped in layer.parts_of(only):
         form, part = mapped.form, mapped.part
-        if part.role and not part.direct:
-            place = into[part.role][:, form.rows[0] : form.rows[1]]
-            place.copy_(form.canonical(raw[part.stored]).reshape(place.shape))
+        if not part.role or part.direct:
+            continue
+        raw, target = stored[part.side], batch[part.role][:, form.rows[0] : form.rows[1]]
+        block = len(raw) if raw.is_cuda else max(1, BLOCK_BYTES // max(1, form.each))
+        for at in range(0, len(raw), block):
+            place = target[at : at + block]
+            place.copy_(form.canonical(raw[at : at + block]).reshape(place.shape))
+    return batch
+
+
+def read_batch(layer: LayerMap, first: int, last: int, read: Read, into: Mapping[str, Tensor]) -> None:
+    """Fills `into` (see `LayerMap.batch_shapes`) with experts `first` to `last` of a layer."""
+    shapes = {role: form for role, form in layer.read_shapes.items() if role not in into}
+    buffer = torch.empty(carved_bytes(shapes, last - first), dtype=torch.uint8)
+    stored = {role: t for role, t in into.items() if role in layer.read_shapes}
+    stored |= carve(buffer, shapes, last - first)
+    read_stored(layer, first, last, read, stored)
+    canonical_batch(layer, stored, {role: into[role] for role in layer.made_shapes})

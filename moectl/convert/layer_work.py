@@ -1,0 +1,262 @@
+"""One layer on its way through the pipeline: read, hashed, converted, written, and its file closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.model import TensorInfo
+from ..errors import CheckpointError
+from .batches import Digests, FolderReader, Piece, as_bytes, spans
+from .canonical import byte_scales
+from .codecs import check_scales
+from .device import Device, Extent
+from .disk import NewFile
+from .manifest_record import LayerRecord, PartHashes
+from .pipeline import Crew, Slot
+from .plan import LayerPlan
+from .progress import Meter, ProgressLog
+from .shards import SliceHashes
+from .sources import canonical_batch, carve, carved_bytes, read_stored
+from .values import Facts, Tensors
+
+SCALES_AT_ONCE = 1 << 20
+"""Bytes of scales that are looked at together: counting takes several times as much memory."""
+
+WRITE_BYTES = 16 << 20
+"""Bytes of a piece that one thread writes at a time."""
+
+
+@dataclass
+class LayerWork:
+    """A layer that is being converted: its new file, and the hashes of what came in and went out."""
+
+    plan: LayerPlan
+    out: Path
+    file: NewFile | None = None
+    facts: Facts = field(default_factory=dict)
+    came: Digests = field(default_factory=Digests)
+    went: Digests = field(default_factory=Digests)
+    slices: SliceHashes = field(default_factory=SliceHashes)
+    pending: list[Future[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ends = {info.name: stop for info, _, stop in self.plan.map.extents}
+        self._next: dict[str, int] = {info.name: start for info, start, _ in self.plan.map.extents}
+
+    def open(self) -> None:
+        """Creates the layer's file under its temporary name, with its header."""
+        self.file = NewFile(self.out / self.plan.file.name, self.plan.file.size)
+        self.file.write(memoryview(self.plan.file.header), 0)
+
+    def unseen(self, info: TensorInfo, at: int, size: int) -> bool | None:
+        """Whether bytes of a tensor are its next to be hashed, and then whether they are its last.
+
+        None for bytes that were hashed before: a tensor that all experts share is read for each.
+        """
+        if self._next[info.name] != at:
+            return None
+        self._next[info.name] = at + size
+        return at + size == self._ends[info.name]
+
+    def record(self) -> LayerRecord:
+        """What the log and the manifest say of the layer, once all of it is written."""
+        file = self.plan.file
+        source = {
+            mapped.part.stored: PartHashes(
+                tuple(self.came[info.name] for info in mapped.tensors),
+                tuple(info.file for info in mapped.tensors),
+            )
+            for mapped in self.plan.map.parts
+        }
+        written = {name: self.went[name] for name in file.tensors}
+        return LayerRecord(self.plan.layer, file.name, file.size, written, source, self.slices.result())
+
+    def commit(self) -> LayerRecord:
+        """Waits for the last byte, syncs the file and gives it its name; the layer's record."""
+        for future in self.pending:
+            future.result()
+        record = self.record()
+        assert self.file is not None
+        self.file.commit()
+        return record
+
+    def discard(self) -> None:
+        """Removes a file that was not finished."""
+        if self.file is not None:
+            self.file.discard()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Experts `first` to `last` of a layer."""
+
+    layer: LayerWork
+    first: int
+    last: int
+
+    @property
+    def experts(self) -> int:
+        return self.last - self.first
+
+    @property
+    def ends(self) -> bool:
+        """True for the last batch of its layer."""
+        return self.last == self.layer.plan.map.experts
+
+
+Made = tuple[list[Piece], Callable[[], None]]
+"""Pieces of a batch, and a function that returns when their bytes are there."""
+
+
+@dataclass
+class LayerStages:
+    """The stages of batches of many layers, one after the other; each file is synced beside the next."""
+
+    reader: FolderReader
+    device: Device
+    crew: Crew
+    meter: Meter
+    log: ProgressLog
+    finished: dict[int, LayerRecord] = field(default_factory=dict)
+    _closing: Future[None] | None = None
+
+    def batches(self, layers: list[LayerWork]) -> Iterator[Batch]:
+        """Every batch of `layers`; a layer's file is created when its first is asked for."""
+        for layer in layers:
+            layer.open()
+            jobs = [Batch(layer, *span) for span in spans(layer.plan.map.experts, layer.plan.batch)]
+            self._look(jobs, layer)
+            yield from jobs
+
+    def _look(self, jobs: list[Batch], layer: LayerWork) -> None:
+        """Takes the facts that the writer needs, in a pass over the roles that they are about."""
+        plan, roles = layer.plan, frozenset(fact.role for fact in layer.plan.writer.facts)
+        read, made = (
+            {role: form for role, form in shapes.items() if role in wanted}
+            for shapes, wanted in (
+                (plan.map.read_shapes, roles | {p.part.side for p in plan.map.parts_of(roles)}),
+                (plan.map.made_shapes, roles),
+            )
+        )
+        for job in jobs if roles else []:
+            buffer = torch.empty(carved_bytes({**read, **made}, job.experts), dtype=torch.uint8)
+            both = carve(buffer, {**read, **made}, job.experts)
+            stored = {role: both[role] for role in read}
+            read_stored(plan.map, job.first, job.last, self._fill, stored, roles)
+            batch = canonical_batch(plan.map, stored, {role: both[role] for role in made}, roles)
+            layer.facts = plan.writer.look(plan.share.cut(batch), layer.facts)
+
+    def _fill(self, info: TensorInfo, at: int, view: memoryview) -> None:
+        self.reader.read(info.file, view, info.start + at)
+
+    def read(self, job: Batch, slot: Slot) -> None:
+        layer = job.layer
+
+        def fill(info: TensorInfo, at: int, view: memoryview) -> None:
+            self._fill(info, at, view)
+            last = layer.unseen(info, at, len(view))
+            if last is not None:
+                update = partial(layer.came.update, info.name, view, last=last)
+                slot.pending.append(self.crew.hash(f"in {info.name}", len(view), update, last=last))
+
+        stored = carve(slot.read, layer.plan.map.read_shapes, job.experts)
+        begun = len(slot.pending)
+        read_stored(layer.plan.map, job.first, job.last, fill, stored)
+        layer.pending += slot.pending[begun:]
+
+    def work(self, job: Batch, slot: Slot) -> Made:
+        plan = job.layer.plan
+        used = Extent(carved_bytes(plan.map.read_shapes, job.experts), plan.writer.buffer_bytes(job.experts))
+        if job.first == 0:
+            self.meter.say(f"layer {plan.layer}")
+        check_extras(plan, carve(slot.read, plan.map.read_shapes, job.experts), job.first)
+        pieces, ready = self.device.run(slot, used, partial(self._convert, job))
+        if job.ends and self._closing is not None:
+            # So that of all layers at most the one before is not on the disk.
+            self._closing.result()
+        self.meter.advance(sum(size for p in plan.map.parts for _, _, size, _ in p.run(job.first, job.last)))
+        return pieces, ready
+
+    def _convert(
+        self, job: Batch, read: torch.Tensor, made: torch.Tensor, written: torch.Tensor
+    ) -> list[Piece]:
+        layer, plan = job.layer, job.layer.plan
+        stored = carve(read, plan.map.read_shapes, job.experts)
+        batch = canonical_batch(plan.map, stored, carve(made, plan.map.made_shapes, job.experts))
+        check_numbers(plan, batch, job.first)
+        held = plan.share.cut(batch)
+        if plan.share.sliced:
+            roles = plan.map.shapes
+            layer.slices.take({role: t.cpu() for role, t in held.items() if role in roles}, job.first)
+        return list(plan.writer.store(held, job.first, layer.facts, written))
+
+    def write(self, job: Batch, slot: Slot, made: Made) -> None:
+        layer, (pieces, ready) = job.layer, made
+        assert layer.file is not None
+        begun = len(slot.pending)
+        for piece in pieces:
+            place, view = layer.plan.file.tensors[piece.name], as_bytes(piece.data)
+            last = piece.at + len(view) == place.nbytes
+            hashed = partial(_after, ready, partial(layer.went.update, piece.name, view, last=last))
+            slot.pending.append(self.crew.hash(f"out {piece.name}", len(view), hashed, last=last))
+            for at in range(0, len(view), WRITE_BYTES):
+                store = partial(layer.file.write, view[at : at + WRITE_BYTES], place.start + piece.at + at)
+                slot.pending.append(self.crew.write(partial(_after, ready, store)))
+        layer.pending += slot.pending[begun:]
+        if job.ends:
+            self._closing = self.crew.close_file(partial(self._close, layer))
+
+    def _close(self, layer: LayerWork) -> None:
+        record = layer.commit()
+        self.log.add(record)
+        self.finished[record.layer] = record
+
+    def finish(self) -> None:
+        """Returns when the last layer's file is on the disk."""
+        if self._closing is not None:
+            self._closing.result()
+
+
+def _after(ready: Callable[[], None], task: Callable[[], None]) -> None:
+    ready()
+    task()
+
+
+def check_extras(layer: LayerPlan, stored: Tensors, first: int) -> None:
+    """Refuses tensors without weights that contradict the weights; on the host, one expert after another."""
+    for mapped in layer.map.parts:
+        if mapped.part.role:
+            continue
+        for i, values in enumerate(stored[mapped.part.side]):
+            reason = layer.map.check(mapped.part, layer.share.whole, values)
+            if reason:
+                name = mapped.tensors[first + i if mapped.per_expert else 0].name
+                raise CheckpointError(f"{name} {reason}.", hint="Check the checkpoint.")
+
+
+def check_numbers(layer: LayerPlan, batch: Tensors, first: int) -> None:
+    """Refuses a NaN or infinite scale."""
+    for role, t in batch.items():
+        if role.endswith("_scale") and role in layer.map.shapes:
+            step = max(1, SCALES_AT_ONCE * len(t) // max(1, t.numel() * t.element_size()))
+            for at in range(0, len(t), step):
+                _check_scales(layer, role, t[at : at + step], first + at)
+
+
+def _check_scales(layer: LayerPlan, role: str, scales: torch.Tensor, first: int) -> None:
+    try:
+        check_scales(scales, byte_scales(layer.problem))
+    except CheckpointError as error:
+        mapped = next(p for p in layer.map.parts if p.part.role == role)
+        name = mapped.tensors[first if mapped.per_expert else 0].name
+        raise CheckpointError(
+            f"layer {layer.layer}, {role} of experts from {first} ({name}): {error.what}",
+            reason=error.reason,
+            hint=error.hint,
+        ) from error
