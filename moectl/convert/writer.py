@@ -105,18 +105,18 @@ class PreparedWriter:
     def store(self, batch: Tensors, first: int, facts: Facts, buffer: Tensor) -> Iterator[Piece]:
         experts = len(next(iter(batch.values())))
         made = carve(buffer, self._made, experts)
-        block = experts if buffer.is_cuda else self._block(experts)
         for name, output in self.recipe.outputs.items():
             if output.per_layer:
                 if first == 0:
                     yield Piece(output_name(self.prefix, name), 0, output.apply(cut(batch, 0, 1), facts))
                 continue
-            # A chain cuts its input by itself; a value step works on what it is given.
-            for at in range(0, experts, block if output.values else experts):
-                stop = min(at + block, experts) if output.values else experts
+            # A chain cuts its input by itself; a value step takes what it is given.
+            step = self._block(experts) if output.values and not buffer.is_cuda else experts
+            for at in range(0, experts, step):
+                stop = min(at + step, experts)
                 output.apply(cut(batch, at, stop), facts, made[name][at:stop])
             yield self._piece(name, made[name], first)
-        # Copied: what was read is overwritten while pieces are still being written.
+        # Copied, since all pieces must lie in the buffer.
         for role, t in (
             *((self.recipe.side(r), batch[r]) for r in self.recipe.kept),
             *((r, batch[r]) for r in self.kept),
