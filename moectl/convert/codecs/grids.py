@@ -161,4 +161,7 @@ def values_of(grid: Grid, codes: Tensor) -> Tensor:
 
 def packed(grid: Grid, codes: Tensor) -> Tensor:
     """Bytes ``[..., m * bits / 8]`` from one code to a byte ``[..., m]``, the first in the low bits."""
-    return codes if grid.bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+    if grid.bits == 8:
+        return codes
+    pairs = codes.contiguous().view(torch.int16)  # the even code in the low byte
+    return pairs.bitwise_or(pairs >> 4).to(torch.uint8)

@@ -12,7 +12,7 @@ from ...schemes import WeightFormat
 from .blocks import WITHIN, Blocks, blocks_of, over
 from .codec import Encoded, check_weights
 from .grids import E4M3, Grid, Integers, packed, unpacked, values_of
-from .scales import E8M0, TINY, E4M3Scale, ScaleStore
+from .scales import E8M0, TINY, E4M3Scale, ScaleStore, quotient
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Scaled:
 
     def global_scale(self, largest: Tensor) -> Tensor:
         """``[e, 1, 1]`` float32: maps the `largest` magnitude ``[e]`` to the largest code and block scale."""
-        scale = (largest / (self.grid.largest * E4M3.largest)).clamp(min=TINY)
+        scale = quotient(largest, self.grid.largest * E4M3.largest).clamp(min=TINY)
         return torch.where(largest == 0, 1.0, scale)[:, None, None]
 
     def usual_scales(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +85,7 @@ class Scaled:
             return self.store.covering(torch.maximum(high, -low), self.grid), None
         last = (1 << self.grid.bits) - 1
         low, high = low.clamp_(max=0), high.clamp_(min=0)
-        scale = self.store.store(high / last - low / last)
+        scale = self.store.store(quotient(high, last) - quotient(low, last))
         zero = (low / self.store.load(scale)).round_().neg_().clamp_(0, last)
         return scale, zero.to(torch.uint8)
 

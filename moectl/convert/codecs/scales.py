@@ -46,6 +46,11 @@ def _powers(device: torch.device) -> Tensor:
     return torch.tensor([*values, float("nan")], device=device)
 
 
+def quotient(x: Tensor, number: float) -> Tensor:
+    """`x` / `number`, rounded once: by a plain number a GPU would multiply with its rounded reciprocal."""
+    return x / torch.full_like(x, number)
+
+
 def _exponent(x: Tensor) -> Tensor:
     """floor(log2(x)) of positive float32 `x`, exact; far below any scale for zero."""
     return torch.where(x == 0, -1024, torch.frexp(x)[1] - 1)
@@ -63,7 +68,7 @@ def _even(largest: Tensor, grid: Minifloat) -> Tensor:
 
 
 def _up(largest: Tensor, grid: Minifloat) -> Tensor:
-    scale = largest / grid.largest
+    scale = quotient(largest, grid.largest)
     return _exponent(scale) + (torch.frexp(scale)[0] > 0.5)
 
 
@@ -125,7 +130,7 @@ class E4M3Scale:
         return E4M3.codes(scale.clamp(2.0**-9, E4M3.largest))
 
     def covering(self, largest: Tensor, grid: Grid) -> Tensor:
-        return self.store(largest / grid.largest)
+        return self.store(quotient(largest, grid.largest))
 
     def near(self, stored: Tensor, step: float) -> Tensor:
         return stored.int().add_(int(step)).clamp_(1, 0x7E).to(torch.uint8)
@@ -145,7 +150,7 @@ class FloatScale:
         return scale.clamp(limits.tiny, limits.max).to(self.dtype)
 
     def covering(self, largest: Tensor, grid: Grid) -> Tensor:
-        return self.store(largest / grid.largest)
+        return self.store(quotient(largest, grid.largest))
 
     def near(self, stored: Tensor, step: float) -> Tensor:
         return self.store(stored.float() * step)

@@ -19,13 +19,19 @@ def _compiled(function):
 
 
 @numba.njit(inline="always", error_model="numpy")
-def _squared(weight, factor, shift, low, high, mask, least, magic):
-    """The squared error of one weight at one scale: `measure.Rounding` says how it is rounded."""
-    x = weight / factor + shift
+def _rounded(x, low, high, mask, least, magic):
+    """`x` on the grid: `grids.Rounding` says how."""
     q = np.float32(min(max(x, low), high))
     power = np.int32(q.view(np.int32) & mask)
     step = max(power.view(np.float32), least) * magic
-    missed = (x - ((q + step) - step)) * factor
+    return (q + step) - step
+
+
+@numba.njit(inline="always", error_model="numpy")
+def _squared(weight, factor, shift, low, high, mask, least, magic):
+    """The squared error of one weight at one scale."""
+    x = weight / factor + shift
+    missed = (x - _rounded(x, low, high, mask, least, magic)) * factor
     return missed * missed
 
 
@@ -62,3 +68,42 @@ def block_errors(w, factors, shifts, importance, first, last, low, high, mask, l
                 for j in range(LANES):
                     total += lanes[j]
                 errors[candidate, row, group] = total
+
+
+@_compiled
+def write_codes(
+    w, factors, shifts, first, last, low, high, mask, least, magic, offset, mantissa, sign, codes
+):
+    """Fills uint8 `codes` of block rows `first` to `last`: `Integers.codes` or `Minifloat.codes`.
+
+    `w` is as above, `factors` and `shifts` are ``[rows, block columns]`` float32, `codes`
+    ``[rows x rows of a block, block columns x columns of a block]``. `mantissa` is negative for integers,
+    whose code of zero is `offset`; `sign` is the sign's bit of small floats.
+    """
+    columns = w.shape[3]
+    drop = np.int32(23 - mantissa)
+    normal = np.int32((127 << max(mantissa, 0)) - (1 << max(mantissa, 0)))
+    up = np.float32(1) / least
+    fine = up * np.float32(1 << max(mantissa, 0))
+    for row in range(first, last):
+        for inner in range(w.shape[1]):
+            out = codes[row * w.shape[1] + inner]
+            for group in range(w.shape[2]):
+                factor, shift = factors[row, group], shifts[row, group]
+                line = w[row, inner, group]
+                begin = group * columns
+                if mantissa < 0:
+                    for at in range(columns):
+                        place = np.uint64(at)
+                        x = line[place] / factor + shift
+                        q = _rounded(x, low, high, mask, least, magic)
+                        out[np.uint64(begin + at)] = np.uint8(np.int32(q) + offset)
+                else:
+                    for at in range(columns):
+                        place = np.uint64(at)
+                        x = np.float32(line[place] / factor)
+                        size = np.float32(abs(_rounded(x, low, high, mask, least, magic)))
+                        coded = (np.float32(size * up).view(np.int32) >> drop) - normal
+                        coded = np.int32(size * fine) if size < least else coded
+                        negative = np.int32(x.view(np.int32) < 0)
+                        out[np.uint64(begin + at)] = np.uint8(coded | (negative * sign))

@@ -1,18 +1,20 @@
-"""Squared errors of blocks at many scales: in plain torch, and compiled for CPUs."""
+"""The two loops over all weights that quantizing takes: in plain torch, and compiled for CPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..codecs.blocks import WITHIN, over
-from ..codecs.grids import Grid
+from ..codecs.grids import Grid, Integers, Minifloat
 from ..cpu_pass import thread_count
 
 COMPILED_FROM = 1 << 18
@@ -23,14 +25,26 @@ Measure = Callable[[Grid, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 values of zero of the same shape and importance that broadcasts over the weights, both optional: the sums of
 (weighted) squared errors of every block at every candidate, float32 of the shape of the scales."""
 
+Encode = Callable[[Grid, Tensor, Tensor, Tensor | None], Tensor]
+"""From a grid, blocked float32 weights ``[1, ...]``, scales and grid values of zero (or None) ``[1, block
+rows, block columns]``: the nearest codes, uint8, one to a byte, of the shape of the weights."""
 
-def plain(grid: Grid, w: Tensor, factors: Tensor, shifts: Tensor | None, importance: Tensor | None) -> Tensor:
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """One way to do both."""
+
+    errors: Measure
+    codes: Encode
+
+
+def plain_errors(
+    grid: Grid, w: Tensor, factors: Tensor, shifts: Tensor | None, importance: Tensor | None
+) -> Tensor:
     """As `Measure` says, candidate by candidate."""
     errors = torch.empty_like(factors)
     for i, factor in enumerate(factors):
-        x = w / over(factor[None])
-        if shifts is not None:
-            x.add_(over(shifts[i][None]))
+        x = _in_grid(w, factor[None], None if shifts is None else shifts[i][None])
         missed = x.sub_(grid.round(x.clone())).mul_(over(factor[None])).square_()
         if importance is not None:
             missed.mul_(importance)
@@ -38,29 +52,72 @@ def plain(grid: Grid, w: Tensor, factors: Tensor, shifts: Tensor | None, importa
     return errors
 
 
-def compiled(
+def plain_codes(grid: Grid, w: Tensor, factors: Tensor, shifts: Tensor | None) -> Tensor:
+    """As `Encode` says."""
+    return grid.codes(_in_grid(w, factors, shifts))
+
+
+def _in_grid(w: Tensor, factors: Tensor, shifts: Tensor | None) -> Tensor:
+    x = w / over(factors)
+    return x if shifts is None else x.add_(over(shifts))
+
+
+def compiled_errors(
     grid: Grid, w: Tensor, factors: Tensor, shifts: Tensor | None, importance: Tensor | None
 ) -> Tensor:
     """As `Measure` says, on CPU tensors, on as many threads as conversions have."""
     from . import _cpu_kernels
 
     errors = torch.empty_like(factors)
-    shifts = torch.zeros(()).expand_as(factors) if shifts is None else shifts
     columns = w.shape[3] * w.shape[4]
     weights = torch.ones(columns) if importance is None else importance.expand(1, 1, 1, *w.shape[3:])
-    low, high, mask, least, magic = grid.rounding
-    rounding = np.float32(low), np.float32(high), np.int32(mask), np.float32(least), np.float32(magic)
-    arrays = [t.contiguous().numpy() for t in (w[0], factors, shifts, weights.reshape(-1))]
-    rows = factors.shape[1]
-    parts = min(thread_count(), rows)
-    ends = [rows * i // parts for i in range(parts + 1)]
-    calls = [(*arrays, first, last, *rounding, errors.numpy()) for first, last in pairwise(ends)]
-    if parts == 1:
-        _cpu_kernels.block_errors(*calls[0])
-        return errors
-    for done in [_pool(parts).submit(_cpu_kernels.block_errors, *call) for call in calls]:
-        done.result()
+    given = _arrays(w[0], factors, _zeros(shifts, factors), weights.reshape(-1))
+    _on_threads(
+        lambda first, last: _cpu_kernels.block_errors(*given, first, last, *_rounding(grid), errors.numpy()),
+        factors.shape[1],
+    )
     return errors
+
+
+def compiled_codes(grid: Grid, w: Tensor, factors: Tensor, shifts: Tensor | None) -> Tensor:
+    """As `Encode` says, on CPU tensors, on as many threads as conversions have."""
+    from . import _cpu_kernels
+
+    codes = torch.empty(w.shape, dtype=torch.uint8)
+    rows = codes.view(w.shape[1] * w.shape[2], -1).numpy()
+    given = _arrays(w[0], factors[0], _zeros(shifts, factors)[0])
+    offset = grid.offset if isinstance(grid, Integers) else 0
+    mantissa = grid.mantissa if isinstance(grid, Minifloat) else -1
+    kind = np.int32(offset), np.int32(mantissa), np.int32(1 << (grid.bits - 1))
+    _on_threads(
+        lambda first, last: _cpu_kernels.write_codes(*given, first, last, *_rounding(grid), *kind, rows),
+        factors.shape[1],
+    )
+    return codes
+
+
+def _zeros(shifts: Tensor | None, factors: Tensor) -> Tensor:
+    return torch.zeros_like(factors) if shifts is None else shifts
+
+
+def _arrays(*tensors: Tensor) -> tuple[Any, ...]:
+    return tuple(t.contiguous().numpy() for t in tensors)
+
+
+def _rounding(grid: Grid) -> tuple[Any, ...]:
+    low, high, mask, least, magic = grid.rounding
+    return np.float32(low), np.float32(high), np.int32(mask), np.float32(least), np.float32(magic)
+
+
+def _on_threads(body: Callable[[int, int], None], rows: int) -> None:
+    """Calls `body` with ranges that cover `rows`, one for each thread."""
+    parts = min(thread_count(), rows)
+    if parts == 1:
+        body(0, rows)
+        return
+    ends = [rows * i // parts for i in range(parts + 1)]
+    for done in [_pool(parts).submit(body, first, last) for first, last in pairwise(ends)]:
+        done.result()
 
 
 @cache
@@ -68,12 +125,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="quantize")
 
 
-def measure_for(device: torch.device, weights: int) -> Measure:
-    """What measures matrices of so many `weights` on `device`."""
+PLAIN = Loops(plain_errors, plain_codes)
+COMPILED = Loops(compiled_errors, compiled_codes)
+
+
+def loops_for(device: torch.device, weights: int) -> Loops:
+    """The loops for matrices of so many `weights` on `device`."""
     if device.type != "cpu" or weights < COMPILED_FROM:
-        return plain
+        return PLAIN
     try:
         from . import _cpu_kernels as _cpu_kernels
     except ImportError:  # numba has no release for every Python and every machine
-        return plain
-    return compiled
+        return PLAIN
+    return COMPILED

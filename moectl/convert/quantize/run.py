@@ -13,11 +13,11 @@ from ..codecs.blocks import Blocks
 from . import gptq
 from .options import Quantizer
 from .report import Report
-from .tally import Tally
+from .tally import Tally, block_sums
 from .work import Calibrated, Work
 
-PIECE = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Weights that are worked on at a time: what stays in a CPU's cache, or keeps a GPU busy."""
+PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Weights that are worked on at a time: enough to hide what a call costs, by type of device."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,10 @@ def quantize(
             w = matrix[None].float()
             tally.begin(first_expert + i, 0)
             lost = codec.decode(encoded.codes[i : i + 1]) - w
-            tally.add(w, lost, lost.clone(), Blocks(n, k, 1, k), 0, _of(hessian, i, 2))
+            rows, h = Blocks(n, k, 1, k), _of(hessian, i, 2)
+            outputs = None if h is None else [gptq.output_errors(t[0], h) for t in (w, lost, lost)]
+            sums = block_sums(rows, lost)
+            tally.add(w.numel(), block_sums(rows, w), sums, sums, rows, 0, outputs)
         return Quantized(encoded.roles(role), tally.report())
     matrices = in_halves(Encoded(weights), halves).codes if halves > 1 else weights
     work = Work(codec, options, codec.blocks(matrices), PIECE.get(weights.device.type, PIECE["cpu"]))

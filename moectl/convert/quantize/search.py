@@ -12,7 +12,7 @@ from ..codecs.blocks import WITHIN
 from ..codecs.grids import E4M3, Grid, Integers, Minifloat
 from ..codecs.scaled import Scaled
 from ..codecs.scales import E8M0, E4M3Scale, FloatScale, ScaleStore
-from .measure import Measure, plain
+from .measure import Measure, plain_errors
 
 Rounds = tuple[tuple[float, ...], ...]
 
@@ -45,7 +45,7 @@ def search(
     scale: Tensor,
     zero: Tensor | None = None,
     importance: Tensor | None = None,
-    measure: Measure = plain,
+    measure: Measure = plain_errors,
 ) -> tuple[Tensor, Tensor | None]:
     """Stored scales (and zeros) of no larger squared error in any block of `w` than those given.
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..codecs.blocks import WITHIN, Blocks
-from .gptq import output_errors
 from .options import Quantizer
 from .report import Errors, Report, Worst
+
+
+def block_sums(blocks: Blocks, t: Tensor) -> Tensor:
+    """``[1, block rows, block columns]``: sums of squares of `t` ``[1, n, k]``."""
+    return blocks.split(t).square().sum(WITHIN)
 
 
 class Tally:
@@ -23,30 +27,35 @@ class Tally:
         self._expert, self._row = expert, row
 
     def add(
-        self, w: Tensor, taken: Tensor, nearest: Tensor, blocks: Blocks, first: int, hessian: Tensor | None
+        self,
+        weights: int,
+        signal: Tensor,
+        taken: Tensor,
+        nearest: Tensor,
+        blocks: Blocks,
+        first: int,
+        outputs: list[Tensor] | None = None,
     ) -> None:
-        """Adds `taken` - the errors ``[1, n, k]`` of what was taken for `w` - and those of the `nearest`.
+        """Adds sums of squares ``[1, block rows, block columns]`` of so many `weights` from row `first` on.
 
-        `first` is the first row, counted from the last `begin`; the errors are overwritten.
+        `signal` is that of the weights, `taken` and `nearest` those of the errors; `outputs` holds the
+        same three for the outputs, by row. Rows count from the last `begin`.
         """
-        outputs = None
-        if hessian is not None:
-            outputs = [float(output_errors(t[0], hessian).double().sum()) for t in (w, taken, nearest)]
-        count, signal = w.numel(), blocks.split(w).square().sum(WITHIN)
-        own, theirs = (
-            self._errors(t, signal, blocks, first, None if outputs is None else outputs[i + 1])
-            for i, t in enumerate((taken, nearest))
+        totals = [None] * 3 if outputs is None else [float(t.double().sum()) for t in outputs]
+        self._add(
+            Report(
+                self._role,
+                str(self._options.weight),
+                self._options.method,
+                weights,
+                float(signal.double().sum()),
+                self._errors(taken, signal, blocks, first, totals[1]),
+                self._errors(nearest, signal, blocks, first, totals[2]),
+                totals[0],
+            )
         )
-        report = Report(
-            self._role,
-            str(self._options.weight),
-            self._options.method,
-            count,
-            float(signal.double().sum()),
-            own,
-            theirs,
-            None if outputs is None else outputs[0],
-        )
+
+    def _add(self, report: Report) -> None:
         self._report = report if self._report is None else self._report.merge(report)
 
     def report(self) -> Report:
@@ -55,9 +64,8 @@ class Tally:
         return self._report
 
     def _errors(
-        self, difference: Tensor, signal: Tensor, blocks: Blocks, first: int, output: float | None
+        self, squared: Tensor, signal: Tensor, blocks: Blocks, first: int, output: float | None
     ) -> Errors:
-        squared = blocks.split(difference).square_().sum(WITHIN)
         relative = (squared / signal).nan_to_num_(0.0, 0.0, 0.0).sqrt_()
         at = int(relative.argmax())
         row, column = divmod(at, relative.shape[-1])

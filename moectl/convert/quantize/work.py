@@ -12,10 +12,10 @@ from ...schemes import FULL
 from ..codecs import Encoded, Scaled
 from ..codecs.blocks import WITHIN, Blocks
 from . import gptq
-from .measure import measure_for
+from .measure import Loops, loops_for
 from .options import Quantizer
 from .search import roomy, search
-from .tally import Tally
+from .tally import Tally, block_sums
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,16 @@ class Work:
             found = self._found(blocked, blocks, chosen, calibrated)
             encoded = Encoded(self.codec.pack(blocks, found.codes), found.scale, found.zero, chosen)
             parts.append(encoded)
-            decoded = self.codec.decode(*encoded)
-            nearest = self._nearest(blocked, blocks, usual)
-            tally.add(w, decoded.sub_(w), nearest.sub_(w), blocks, first, hessian)
+            lost = self.codec.decode(*encoded).sub_(w)
+            if hessian is None:
+                nearest, outputs = self._nearest_errors(blocked, usual), None
+            else:
+                missed = self._nearest(blocked, blocks, usual).sub_(w)
+                outputs = [gptq.output_errors(t[0], hessian) for t in (w, lost, missed)]
+                nearest = block_sums(blocks, missed)
+            tally.add(
+                w.numel(), block_sums(blocks, w), block_sums(blocks, lost), nearest, blocks, first, outputs
+            )
         zeros = [part.zero for part in parts if part.zero is not None]
         scales = [part.scale for part in parts if part.scale is not None]
         return Encoded(
@@ -91,22 +98,36 @@ class Work:
         values = self.codec.rounded(x, *self.codec.usual_scales(x))
         return blocks.join(values if usual is None else values.mul_(usual[..., None, None]))
 
+    def _nearest_errors(self, blocked: Tensor, usual: Tensor | None) -> Tensor:
+        """``[1, block rows, block columns]``: the squared errors of `_nearest`."""
+        x = _divided(blocked, usual)
+        scale, zero = self.codec.usual_scales(x)
+        errors = self._loops(x).errors(self.codec.grid, x, *self._numbers(scale, zero), None)
+        return errors if usual is None else errors.mul_(usual.square())
+
+    def _codes(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> _Found:
+        codes = self._loops(x).codes(self.codec.grid, x, *self._numbers(scale, zero))
+        return _Found(codes, scale, zero)
+
+    def _numbers(self, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.codec.store.load(scale), None if zero is None else self.codec.shift(zero)
+
+    def _loops(self, x: Tensor) -> Loops:
+        return loops_for(x.device, self.blocks.n * self.blocks.k)
+
     def _found(
         self, blocked: Tensor, blocks: Blocks, chosen: Tensor | None, calibrated: Calibrated
     ) -> _Found:
         x = _divided(blocked, chosen)
         scale, zero = self.codec.usual_scales(x)
         if self.options.method == "rtn":
-            return _Found(self.codec.codes(x, scale, zero), scale, zero)
+            return self._codes(x, scale, zero)
         importance = calibrated.importance
         weight = None if importance is None else replace(blocks, n=1, rows=1).split(importance[None, None])
-        searched = search(
-            self.codec, x, scale, zero, weight, measure_for(x.device, self.blocks.n * self.blocks.k)
-        )
-        found = _Found(self.codec.codes(x, *searched), *searched)
+        found = self._codes(x, *search(self.codec, x, scale, zero, weight, self._loops(x).errors))
         if self.options.method == "search" or calibrated.hessian is None:
             return found
-        nearest = _Found(self.codec.codes(x, scale, zero), scale, zero)
+        nearest = self._codes(x, scale, zero)
         return self._best(
             (found, nearest, self._fed_back(x, blocks, found, calibrated)), x, blocks, calibrated
         )

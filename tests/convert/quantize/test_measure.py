@@ -36,16 +36,29 @@ def test_compiled_errors_are_those_of_plain_torch(grid, blocks):
     w, factors, shifts, importance = cases(blocks, grid)
     for shift in (None, shifts):
         for weights in (None, importance):
-            expected = measure.plain(grid, w, factors, shift, weights)
-            assert torch.allclose(measure.compiled(grid, w, factors, shift, weights), expected, rtol=1e-5)
+            expected = measure.plain_errors(grid, w, factors, shift, weights)
+            found = measure.compiled_errors(grid, w, factors, shift, weights)
+            assert torch.allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("blocks", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
+def test_compiled_codes_are_those_of_plain_torch(grid, blocks):
+    w, factors, shifts, _ = cases(blocks, grid)
+    w[..., 0], w[..., 1] = 0.0, -0.0
+    w[..., 2:4] *= 1e-3
+    w[..., 4:6] *= 1e3
+    for shift in (None, shifts[:1]) if grid in (INT4, INT8) else (None,):
+        expected = measure.plain_codes(grid, w, factors[:1], shift)
+        assert torch.equal(measure.compiled_codes(grid, w, factors[:1], shift), expected)
 
 
 def test_threads_change_nothing(monkeypatch):
     w, factors, _, _ = cases(SHAPES["groups"], E2M1)
     monkeypatch.setattr(measure, "thread_count", lambda: 1)
-    alone = measure.compiled(E2M1, w, factors, None, None)
+    alone = measure.compiled_errors(E2M1, w, factors, None, None)
     monkeypatch.setattr(measure, "thread_count", lambda: 3)
-    assert torch.equal(measure.compiled(E2M1, w, factors, None, None), alone)
+    assert torch.equal(measure.compiled_errors(E2M1, w, factors, None, None), alone)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +69,7 @@ def test_threads_change_nothing(monkeypatch):
 def test_the_compiled_search_is_never_worse_than_rtn(weight, monkeypatch):
     monkeypatch.setattr(measure, "COMPILED_FROM", 0)
     w = torch.randn(1, 256, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert measure.measure_for(w.device, w.numel()) is measure.compiled
+    assert measure.loops_for(w.device, w.numel()) is measure.COMPILED
     found = quantize(w, Quantizer(weight))
     codec = codec_for(weight)
 
@@ -71,5 +84,5 @@ def test_the_compiled_search_is_never_worse_than_rtn(weight, monkeypatch):
 
 
 def test_small_matrices_and_other_devices_are_measured_plainly():
-    assert measure.measure_for(torch.device("cpu"), measure.COMPILED_FROM - 1) is measure.plain
-    assert measure.measure_for(torch.device("cuda"), 1 << 30) is measure.plain
+    assert measure.loops_for(torch.device("cpu"), measure.COMPILED_FROM - 1) is measure.PLAIN
+    assert measure.loops_for(torch.device("cuda"), 1 << 30) is measure.PLAIN
