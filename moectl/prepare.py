@@ -23,6 +23,7 @@ from .convert.manifest import (
     read_file_header,
 )
 from .convert.manifest_record import group_recipe, group_share, unpadded
+from .convert.ranks import ranks_in
 from .convert.recipe import Output, Recipe
 from .convert.safetensors_file import TORCH_DTYPES, nbytes
 from .convert.shards import Share
@@ -350,6 +351,8 @@ def load_prepared(
     device: torch.device | str = "cpu",
     *,
     rank: int | None = None,
+    tp_size: int | None = None,
+    ep_size: int | None = None,
     check: bool = False,
 ) -> PreparedMoE:
     """One layer of a converted folder, ready to run.
@@ -368,20 +371,37 @@ def load_prepared(
         device: where the weights are to be.
         rank: whose share to load of a folder that has several. Its experts are counted from its first
             (`PreparedMoE.local_ids`), and its output is a partial sum.
+        tp_size, ep_size: what the folder must have been sliced and spread over; None for anything.
         check: hold every tensor to its SHA-256 and every scale to being a number, which reads the whole
             layer. Sizes, dtypes and shapes are always held to the manifest.
 
     Raises:
-        CheckpointError: no finished converted folder, no such layer or rank, or a file that differs
-            from the manifest.
+        CheckpointError: no finished converted folder, no such layer or rank, another deployment's, or a
+            file that differs from the manifest.
         UsageError: no backend is called so.
         NoBackend: the backend's layout cannot hold the layer.
         Unavailable: the device has too little memory.
     """
-    found = load_manifest(Path(folder) if rank is None else rank_folder(Path(folder), rank))
+    place = Path(folder)
+    if rank is None and ranks_in(place):
+        raise CheckpointError(
+            f"{place} holds the folders of several ranks, and none was asked for.",
+            hint="Give rank=0 or another.",
+        )
+    found = load_manifest(place if rank is None else rank_folder(place, rank))
     held = found.record.shard
-    if rank is not None and held.rank != rank:
-        raise CheckpointError(f"{found.folder} holds {held}, not rank {rank}.", hint="Check its name.")
+    asked = {
+        "rank": (rank, held.rank),
+        "tp_size": (tp_size, held.tp_size),
+        "ep_size": (ep_size, held.ep_size),
+    }
+    wrong = [
+        f"{name} is {has}, not {wanted}" for name, (wanted, has) in asked.items() if wanted not in (None, has)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{found.folder} is of another deployment: {', '.join(wrong)}.", hint="Convert for this one."
+        )
     opened = converted_layer(found, layer, check=check)
     name = backend or _reader_of(opened, torch.device(device))
     return opened.prepared(name, device)

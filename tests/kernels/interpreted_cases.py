@@ -45,7 +45,7 @@ def test_agrees_at_odd_sizes(family: str, launch: str) -> None:
 
 
 @pytest.mark.parametrize("launch", ["decode 16x128x64", "grouped 16x64x64"])
-@pytest.mark.parametrize("case", [cases.skips, cases.crowds, cases.weighs_the_input])
+@pytest.mark.parametrize("case", [cases.skips, cases.crowds, cases.weighs_the_input, cases.one_rank])
 def test_odd_routings(case: object, launch: str) -> None:
     case(LAUNCHES[launch], "cpu")  # type: ignore[operator]
 

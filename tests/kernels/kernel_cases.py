@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moectl.convert.shards import Share, shard_of
 from moectl.kernels.inputs import Inputs
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
@@ -97,6 +98,25 @@ def weighs_the_input(launch: Launch, device: str) -> None:
     """Router weights on the input instead of the output."""
     problem = replace(GPT_OSS, routing=replace(GPT_OSS.routing, weight_on_input=True))
     agrees(problem, launch, 5, device)
+
+
+def one_rank(launch: Launch, device: str) -> None:
+    """The rank with the last lanes, fewer than the others have and padded to theirs, and the last experts."""
+    whole = replace(GPT_OSS, dims=Dims(96, 352))
+    share = Share(whole, shard_of(7, tp_size=4, ep_size=2))
+    assert share.intermediate == (288, 352)
+    (first, last), roles = share.experts, canonical_roles(whole)
+    held = share.cut({role: t[first:last] for role, t in roles.items()})
+    layer = replace(layer_of(share.problem, held), share=share)
+    prepared = layer.prepared("triton", device)
+    assert prepared.weights["w2"].shape[2] == 2  # tiles of 64 for 96 lanes
+    inputs = inputs_of(whole, 9, device=device)
+    inputs = replace(inputs, ids=prepared.local_ids(inputs.ids))
+    assert (inputs.ids >= 0).any()
+    assert (inputs.ids < 0).any()
+    y = _run(prepared, inputs, launch)
+    result = judged(layer, prepared, y, inputs)
+    assert result.ok, result
 
 
 ODD_SIZES = {

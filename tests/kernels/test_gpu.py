@@ -86,7 +86,7 @@ def test_agrees_at_odd_sizes(family: str, launch: str) -> None:
 
 
 @pytest.mark.parametrize("launch", cases.LAUNCHES)
-@pytest.mark.parametrize("case", [cases.skips, cases.crowds, cases.weighs_the_input])
+@pytest.mark.parametrize("case", [cases.skips, cases.crowds, cases.weighs_the_input, cases.one_rank])
 def test_odd_routings(case: object, launch: str) -> None:
     case(cases.LAUNCHES[launch], "cuda")  # type: ignore[operator]
 

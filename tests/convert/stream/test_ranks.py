@@ -254,8 +254,18 @@ def test_ranks_under_wrong_names_are_found(ranks: Path) -> None:
     (ranks / "away").rename(rank_folder(ranks, 3))
     with pytest.raises(CheckpointError, match="rank-01 holds rank 3 of 4"):
         verify(ranks)
-    with pytest.raises(CheckpointError, match=r"rank-01 holds rank 3 of 4 .*, not rank 1"):
+    with pytest.raises(CheckpointError, match="rank-01 is of another deployment: rank is 3, not 1"):
         load_prepared(ranks, rank=1)
+
+
+def test_another_deployments_folder_is_not_loaded(ranks: Path) -> None:
+    assert load_prepared(ranks, rank=3, tp_size=2, ep_size=2).first_expert == 3
+    with pytest.raises(CheckpointError, match="tp_size is 2, not 4, ep_size is 2, not 1"):
+        load_prepared(rank_folder(ranks, 3), tp_size=4, ep_size=1)
+    with pytest.raises(CheckpointError, match="holds the folders of several ranks, and none was asked for"):
+        load_prepared(ranks)
+    with pytest.raises(CheckpointError, match="rank-04"):
+        load_prepared(ranks, rank=4)
 
 
 @pytest.mark.parametrize(("target", "field"), [("trtllm", "layout"), ("marlin", "the bytes of the source")])

@@ -1,0 +1,74 @@
+"""Ranks on the command line: planned, converted one by one or all, run, and refused."""
+
+import pytest
+import torch
+from invoking import moectl
+from safetensors.torch import load_file
+
+CONVERT = ("--to", "moectl", "--tp-size", 2, "--ep-size", 2)
+
+
+def test_the_plan_of_every_rank(tiny_gpt_oss, tmp_path):
+    planned = moectl("convert", tiny_gpt_oss, tmp_path / "out", *CONVERT, "--dry-run", "--json").document
+    assert [(rank["rank"], rank["tp_size"], rank["ep_size"]) for rank in planned["ranks"]] == [
+        (rank, 2, 2) for rank in range(4)
+    ]
+    shares = [share for rank in planned["ranks"] for share in rank["shares"]]
+    assert [share["experts"] for share in shares] == [[0, 4], [0, 4], [4, 8], [4, 8]]
+    assert [share["intermediate"] for share in shares] == [[0, 96], [96, 192]] * 2
+    assert {share["padded_intermediate"] for share in shares} == {128}
+    shown = moectl("convert", tiny_gpt_oss, tmp_path / "out", *CONVERT, "--dry-run").stdout
+    assert "96-191" in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_one_by_one_are_all_of_them(tiny_gpt_oss, tmp_path):
+    moectl("convert", tiny_gpt_oss, tmp_path / "all", *CONVERT)
+    for rank in range(4):
+        moectl("convert", tiny_gpt_oss, tmp_path / "each" / f"rank-0{rank}", *CONVERT, "--rank", rank)
+        mine, wanted = (tmp_path / name / f"rank-0{rank}" for name in ("each", "all"))
+        names = sorted(path.name for path in wanted.iterdir())
+        assert sorted(path.name for path in mine.iterdir()) == names
+        assert all((mine / name).read_bytes() == (wanted / name).read_bytes() for name in names)
+    assert moectl("verify", tmp_path / "each", "--source", tiny_gpt_oss, "--json").document["compared"]
+    assert "slices lead back to what was cut" in moectl("verify", tmp_path / "each" / "rank-01").words
+
+
+def test_runs_of_all_ranks_add_up(tiny_gpt_oss, tmp_path):
+    moectl("convert", tiny_gpt_oss, tmp_path / "out", *CONVERT)
+    run = ("--tokens", 5, "--device", "cpu", "--output")
+    moectl("run", tiny_gpt_oss, *run, tmp_path / "whole.safetensors")
+    total = 0
+    for rank in range(4):
+        folder, file = tmp_path / "out" / f"rank-0{rank}", tmp_path / f"{rank}.safetensors"
+        done = moectl("run", folder, *run, file, "--json").document
+        assert done["partial"].startswith(f"rank {rank} of 4 (tp 2, ep 2) has experts ")
+        assert done["relaid"] == ""
+        total = total + load_file(file)["y"].float()
+    whole = load_file(tmp_path / "whole.safetensors")["y"].float()
+    torch.testing.assert_close(total, whole, atol=0.03, rtol=0.03)
+    benched = moectl("bench", tmp_path / "out" / "rank-03", "-m", "2", "--device", "cpu")
+    assert "the sum over all ranks is the layer's" in benched.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--rank", 4), "there is no rank 4 among 4"),
+        (("--tp-size", 7), "192 has 6 blocks of 32 weights, and 1 each for 7"),
+        (("--ep-size", 9), "8 experts cannot be spread over 9 ranks"),
+    ],
+)
+def test_ranks_that_cannot_be(tiny_gpt_oss, tmp_path, arguments, words):
+    done = moectl("convert", tiny_gpt_oss, tmp_path / "out", *CONVERT, *arguments, code=2)
+    assert words in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_of_all_ranks_is_no_layer(tiny_gpt_oss, tmp_path):
+    moectl("convert", tiny_gpt_oss, tmp_path / "out", *CONVERT)
+    done = moectl("run", tmp_path / "out", code=4)
+    assert "holds the converted folders of several ranks" in " ".join(done.stderr.split())
+    assert "rank-00" in done.stderr
+    done = moectl("unconvert", tmp_path / "out" / "rank-00", tmp_path / "back", code=2)
+    assert "comes back from all of them together" in " ".join(done.stderr.split())
