@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 from .convert.manifest import load_manifest
 from .environment import Device, Packages, detect_cpu, detect_device, packages_from
 from .errors import CheckpointError, NoBackend, Unavailable, UsageError
+from .experts import ExpertLayer
 from .kernels.inputs import DTYPES, Inputs, make_inputs
 from .kernels.prepared import PreparedMoE
 from .kernels.reference import moe_reference, route
@@ -23,7 +24,7 @@ from .kernels.tolerance import CheckResult, check, tolerance_for
 from .oracle.decision import Decision
 from .oracle.registry import policy_named
 from .oracle.select import select
-from .prepare import ExpertLayer, checkpoint_layer, converted_layer
+from .prepare import checkpoint_layer, converted_layer
 from .problem import MoEProblem
 
 POLICY = "moectl"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from moectl.convert.recipe import Output, Recipe
+from moectl.experts import CANONICAL, ExpertLayer
 from moectl.kernels.inputs import Inputs, make_inputs
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.tolerance import CheckResult, check, tolerance_for
-from moectl.prepare import CANONICAL, ExpertLayer
 from moectl.problem import SILU, SWIGLU_OAI, Dims, MoEProblem, Routing
 from moectl.schemes import MXFP4, Scheme, int_format
 

@@ -17,10 +17,10 @@ from moectl.convert.manifest import load_manifest
 from moectl.convert.plan import plan_conversion
 from moectl.convert.stream import convert
 from moectl.errors import CheckpointError, Unavailable, UsageError
+from moectl.experts import CANONICAL
 from moectl.kernels.reference import route
 from moectl.kernels.runners import runner_for
 from moectl.prepare import (
-    CANONICAL,
     checkpoint_layer,
     converted_layer,
     load_prepared,

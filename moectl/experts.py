@@ -1,0 +1,154 @@
+"""One layer's experts, wherever they are stored, and the way into a backend's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .convert.canonical import CONCATENATED
+from .convert.codecs import decode_role
+from .convert.layout import layout_named
+from .convert.recipe import Recipe
+from .convert.safetensors_file import TORCH_DTYPES
+from .convert.shards import Share
+from .convert.values import Facts, Shapes
+from .errors import Unavailable
+from .kernels.prepared import DenseExpert, DenseExperts, PreparedMoE, Router
+from .kernels.runners import runner_for
+from .problem import MoEProblem
+
+CANONICAL = "canonical"
+"""Name of the storage that no chain has touched: what a checkpoint's own tensors are read into."""
+
+BATCH_BYTES = 256 << 20
+"""Canonical bytes that are moved through a chain at a time."""
+
+Ids = Sequence[int] | Tensor
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """One layer's experts where they are now, whatever they are stored as.
+
+    Attributes:
+        problem: with logical sizes.
+        layer: its number in the model.
+        layout: name of the stored layout; `CANONICAL` for a checkpoint.
+        recipe: how it is stored; of a checkpoint, every canonical role as it is.
+        canonical: canonical roles of a batch of experts, on the CPU or where the layer lies.
+        stored: all experts' stored tensors, on a device.
+        router: the layer's router; None when it is not stored beside the experts.
+        share: what a rank has of the layer, where that is not all; its experts are counted from its first.
+    """
+
+    problem: MoEProblem
+    layer: int
+    layout: str
+    recipe: Recipe
+    canonical: Callable[[Ids], Mapping[str, Tensor]]
+    stored: Callable[[torch.device], Mapping[str, Tensor]]
+    router: Router | None
+    share: Share | None = None
+
+    @property
+    def partial(self) -> str:
+        """What is computed on a rank that has a share of the layer, in a sentence; empty for all of it."""
+        return self.share.partial if self.share else ""
+
+    def reference(self, expert: int) -> DenseExpert:
+        """Expert `expert` decoded from what is stored, without any backend's layout in between."""
+        return decode(self.canonical([expert]), self.problem)[0]
+
+    def prepared(self, backend: str, device: torch.device | str) -> PreparedMoE:
+        """The layer in the layout that `backend` reads, on `device`.
+
+        A layer that is stored so already is loaded as it is; otherwise it goes through its canonical
+        form, expert batch by expert batch, and `PreparedMoE.relaid` says so.
+
+        Raises:
+            NoBackend: the layout cannot hold the problem.
+            UsageError: no runner is called `backend`.
+            Unavailable: the device has too little memory.
+        """
+        device = torch.device(device)
+        wanted = runner_for(backend).layout or self.layout
+        try:
+            recipe = self.recipe
+            if wanted != CANONICAL and runner_for(backend).layout is not None:
+                share = self.share or Share(self.problem)
+                recipe = layout_recipe(wanted, share, self.recipe.shapes)
+            # A folder of an older version has the same name and other steps: those are the way back.
+            if wanted == self.layout and recipe == self.recipe:
+                weights, relaid = self.stored(device), ""
+            else:
+                weights = self._laid_out(recipe, device)
+                older = " of another version" if wanted == self.layout else ""
+                relaid = "" if self.layout == CANONICAL else f"{self.layout}{older} -> {wanted}"
+        except torch.OutOfMemoryError as error:
+            raise Unavailable(
+                f"layer {self.layer} does not fit the memory of {device}", hint="free memory, or use the CPU"
+            ) from error
+        dense, first = self._dense(weights, recipe), self.share.experts[0] if self.share else 0
+        return PreparedMoE(self.problem, backend, wanted, weights, dense, relaid, first)
+
+    def _laid_out(self, recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
+        stored = {name: recipe.stored[name] for name in recipe.outputs}
+        out = {
+            name: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
+            for name, (shape, dtype) in stored.items()
+        }
+        facts: Facts = {}
+        for ids in self._batches() if recipe.facts else ():
+            facts = recipe.look(self.canonical(ids), facts)
+        for ids in self._batches():
+            batch = {role: t.to(device) for role, t in self.canonical(ids).items()}
+            for name, output in recipe.outputs.items():
+                if not output.per_layer:
+                    output.apply(batch, facts, out[name][ids.start : ids.stop])
+                elif ids.start == 0:
+                    output.apply(batch, facts, out[name])
+        return out
+
+    def _batches(self) -> Iterator[range]:
+        experts = self.problem.local_experts
+        step = max(1, BATCH_BYTES // max(1, self.problem.expert_bytes()))
+        return (range(first, min(experts, first + step)) for first in range(0, experts, step))
+
+    def _dense(self, weights: Mapping[str, Tensor], recipe: Recipe) -> Callable[[Ids], DenseExperts]:
+        """Decoded experts: from `weights` themselves where nothing was lost on the way to them."""
+
+        def dense(ids: Ids) -> DenseExperts:
+            device = weights["w13"].device
+            if recipe.kept:
+                return decode({role: t.to(device) for role, t in self.canonical(ids).items()}, self.problem)
+            index = torch.as_tensor(ids, dtype=torch.long, device=device)
+            chosen = {
+                name: weights[name].index_select(0, index)
+                for name, output in recipe.outputs.items()
+                if not output.per_layer
+            }
+            return decode(recipe.restore(chosen, len(index)), self.problem)
+
+        return dense
+
+
+def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
+    """Canonical roles of a batch of experts as fp32 matrices."""
+    halves = 2 if problem.activation.gated and problem.rows == CONCATENATED else 1
+
+    def matrix(role: str) -> Tensor:
+        return decode_role(problem.scheme.weight, roles, role, halves if role == "w13" else 1)
+
+    def bias(role: str) -> Tensor | None:
+        return roles[role].float() if role in roles else None
+
+    return DenseExperts(matrix("w13"), matrix("w2"), bias("w13_bias"), bias("w2_bias"))
+
+
+def layout_recipe(layout: str, share: Share, shapes: Shapes) -> Recipe:
+    """The `Recipe` of `layout` for a share with the canonical roles of `shapes`; NoBackend if it has none."""
+    found = layout_named(layout)
+    return found.recipe(share.padded(found.pad), shapes)
