@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import CheckpointError, UsageError
+from ..portable import CONTAINERS, PORTABLE
 from ..ranges import ranges
 from ..targets import LAYOUTS, TARGETS
+from .converting import Asked, draw_costs, planner
 from .options import Activation, CheckpointArg, Offline, Routing, framed, option, pick
 from .output import Output, count, duration, size, table
 
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "moectl convert ./gpt-oss-20b ./marlin --to marlin",
     "moectl convert ./kimi ./trtllm --to trtllm --dry-run",
-    "moectl convert ./gpt-oss-20b ./marlin --to marlin --resume",
     "moectl convert ./gpt-oss-20b ./marlin-tp4 --to marlin --tp-size 4",
+    "moectl convert ./Qwen3-30B-A3B ./int4 --to int4-g128",
 )
-MORE = ["Layouts, and who reads them:"]
+MORE = ["Layouts, and who reads them (of portable formats: moectl list formats):"]
 MORE += [f"  {target}: {'; '.join(map(str, readers))}" for target, readers in TARGETS.items()]
 
 
@@ -37,7 +39,14 @@ ESTIMATED_RATE = 300e6
 def convert(
     checkpoint: CheckpointArg,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.", show_default=False)],
-    to: Annotated[str, option("--to", help=f"Layout: {', '.join(TARGETS)}.", show_default=False)],
+    to: Annotated[
+        str,
+        option(
+            "--to",
+            help=f"Layout: {', '.join(TARGETS)}; or portable format: {', '.join(PORTABLE)}.",
+            show_default=False,
+        ),
+    ],
     arch: Annotated[
         str | None, option("--arch", help="sm90, sm100, ...: where --to alone is ambiguous.")
     ] = None,
@@ -57,19 +66,28 @@ def convert(
     rank: Annotated[
         int | None, option("--rank", help="This rank alone, into OUT; default: all, OUT/rank-00, ...", min=0)
     ] = None,
+    container: Annotated[
+        str | None, option("--container", help=f"Of a portable format: {', '.join(CONTAINERS)}.")
+    ] = None,
+    method: Annotated[str | None, option("--method", help="Quantizer: search (default) or rtn.")] = None,
+    mx_scale: Annotated[
+        str | None, option("--mx-scale", help="MXFP4's block scales: floor (default), even, up.")
+    ] = None,
+    requantize: Annotated[
+        bool, option("--requantize", help="Let weights that were quantized before lose more.")
+    ] = False,
     activation: Activation = None,
     routing: Routing = None,
     offline: Offline = False,
     *,
     out: Output,
 ) -> None:
-    """Write expert weights in a backend's kernel layout.
+    """Write expert weights in a backend's kernel layout, or in another portable format.
 
-    Streamed layer by layer, resumable, and bit-exactly reversible. The result is a cache for that
-    backend, not a portable checkpoint. With --tp-size and --ep-size each rank gets a folder of its own:
-    slices are cut by scale blocks, then padded.
+    Streamed layer by layer and resumable. A layout is a cache for its backend, bit-exactly reversible;
+    a portable format is an ordinary checkpoint. Ranks (--tp-size, --ep-size) get folders of their own.
     """
-    to = pick(to, TARGETS, "layout")
+    to = pick(to, [*TARGETS, *PORTABLE], "layout or format")
     memory = None if max_memory is None else parse_size(max_memory)
     if arch is not None:
         arch = pick(arch, sorted({a for facts in LAYOUTS.values() for a in facts.archs}), "architecture")
@@ -81,21 +99,12 @@ def convert(
     if not source.groups:
         raise CheckpointError(f"{checkpoint} has no MoE layers", hint="moectl explain shows what it holds")
 
-    from ..convert.layout import layout_for
-    from ..convert.plan import plan_conversion
     from ..convert.rank_plans import check_outputs, convert_ranks, plan_ranks
     from ..convert.stream import convert as library
 
-    layout = layout_for(to, source.groups[0].problem.scheme.weight, arch)
-    plans = plan_ranks(
-        target,
-        tp_size,
-        ep_size,
-        rank,
-        lambda shard: plan_conversion(
-            source, layout, max_memory=memory, experts_only=experts_only, shard=shard
-        ),
-    )
+    asked = Asked(to, arch, container, method, mx_scale, requantize, memory, experts_only)
+    plans = plan_ranks(target, tp_size, ep_size, rank, planner(source, asked))
+    layout = plans[0].plan.layout
     check_outputs(source.folder, target, plans, resume)
     if source.origin.note:
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
@@ -144,6 +153,8 @@ def convert(
         console.print(f"{target}: {layout.name}, {done}{held}", markup=False)
         for name in summaries[0].skipped_files:
             console.print(f"left out: {name}", markup=False)
+        if to in PORTABLE:
+            draw_costs(target, console)
 
     out.result(ranks_document(documents), draw, str(target))
     out.note(f"check it with: moectl verify {target}")
@@ -231,9 +242,12 @@ def draw_plan(plan: "Plan", console: Any) -> None:
         "holds",
         title=f"{plan.layout.name}: each of layers {ranges([layer.layer for layer in plan.layers])}",
     )
+    seen: dict[str, tuple[str, str]] = {}
     for info in first.file.tensors.values():
-        holds = first.holds.get(info.name, info.dtype)
-        made.add_row(info.name, f"{info.dtype} {list(info.shape)}", holds)
+        stored = (f"{info.dtype} {list(info.shape)}", first.holds.get(info.name, info.dtype))
+        seen.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", info.name), stored)
+    for name, stored in seen.items():
+        made.add_row(name, *stored)
     console.print(made)
     rows = {
         "read by": "; ".join(str(reader) for reader in plan.layout.readers),

@@ -13,6 +13,7 @@ EXAMPLES = (
     "moectl list models deepseek",
     "moectl list gpus --json",
     "moectl list variables removed",
+    "moectl list formats nvfp4",
     "moectl explain deepseek-v3 --gpu h200",
 )
 
@@ -23,6 +24,7 @@ class Kind(str, Enum):
     models = "models"
     gpus = "gpus"
     variables = "variables"
+    formats = "formats"
 
 
 @framed("list")
@@ -34,10 +36,10 @@ def known(
     *,
     out: Output,
 ) -> None:
-    """List what moectl knows by name: published models, GPUs, and engine variables.
+    """List what moectl knows by name: published models, GPUs, engine variables, portable formats.
 
     A model's name, with or without its organization, stands for a checkpoint; a GPU's goes to --gpu; a
-    variable, one of vLLM that concerns experts, to --env.
+    variable, one of vLLM that concerns experts, to --env; a format to convert --to.
     """
     wanted = [word.casefold() for word in words or []]
     rows = [row for row in LISTS[kind]() if all(word in _searched(row) for word in wanted)]
@@ -57,6 +59,7 @@ COLUMNS = {
     Kind.models: ("name", "experts", "layers", "config", "tensors"),
     Kind.gpus: ("name", "product", "arch", "memory", "bandwidth"),
     Kind.variables: ("name", "takes", "default", "status", "does", "instead"),
+    Kind.formats: ("name", "container", "weights", "activations", "readers"),
 }
 """Keys of a row that a person is shown."""
 
@@ -109,13 +112,33 @@ def _variables() -> Iterable[dict[str, Any]]:
         }
 
 
-LISTS = {Kind.models: _models, Kind.gpus: _gpus, Kind.variables: _variables}
+def _formats() -> Iterable[dict[str, Any]]:
+    from ..portable import PORTABLE
+
+    for name, found in PORTABLE.items():
+        for container, (storage, readers) in found.containers.items():
+            yield {
+                "name": name,
+                "container": container,
+                "storage": storage,
+                "weights": str(found.weight),
+                "activations": str(found.act),
+                "readers": "; ".join(map(str, readers)),
+            }
+
+
+LISTS = {
+    Kind.models: _models,
+    Kind.gpus: _gpus,
+    Kind.variables: _variables,
+    Kind.formats: _formats,
+}
 
 
 def _searched(row: dict[str, Any]) -> str:
     return " ".join(
         [
-            *(str(row.get(key, "")) for key in ("name", "product", "arch", "status", "does")),
+            *(str(row.get(key, "")) for key in ("name", "product", "arch", "status", "does", "container")),
             *row.get("spellings", ()),
         ]
     ).casefold()

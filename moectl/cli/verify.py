@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import ExitCode
+from ..errors import ExitCode, UsageError
 from .options import framed, option
 from .output import Output, count, size
 
@@ -24,12 +24,24 @@ def verify(
 ) -> ExitCode:
     """Check a converted folder against its hashes and its source.
 
-    Lengths, hashes, the manifest, and that every tensor leads back to its source bit for bit.
+    Lengths, hashes, the manifest, and that every tensor leads back to its source bit for bit. Of a
+    portable checkpoint, lengths and hashes.
     """
+    from ..convert.portable.verify import is_portable, verify_portable
     from ..convert.verify import verify as library
 
+    portable = is_portable(folder)
+    if portable and source is not None:
+        raise UsageError(
+            f"{folder} is a portable checkpoint, which holds no way back to its source.",
+            hint="Leave --source out: its own hashes are checked.",
+        )
     with out.progress("verifying") as progress:
-        report = library(folder, source, progress=progress)
+        report = (
+            verify_portable(folder, progress=progress)
+            if portable
+            else library(folder, source, progress=progress)
+        )
 
     def draw(console: Any) -> None:
         for finding in report.findings:
@@ -37,7 +49,8 @@ def verify(
         compared = ", equal to the source's bytes" if report.compared else ""
         back = f"{report.tensors} tensors lead back to the source's hashes{compared}"
         cut = f"{report.slices} slices lead back to what was cut of the source"
-        verdict = f"whole; {back if report.tensors or not report.slices else cut}"
+        kept = "every byte is what was written"
+        verdict = f"whole; {kept if portable else back if report.tensors or not report.slices else cut}"
         bad = count(len(report.findings), "finding")
         read = f"{count(report.layers, 'layer')}, {count(report.files, 'other file')}"
         text = f"{folder}: {verdict if report.ok else bad} ({read}, {size(report.bytes_read)} read)"

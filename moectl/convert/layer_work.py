@@ -214,6 +214,7 @@ class LayerStages:
 
     def _close(self, layer: LayerWork) -> None:
         record = layer.commit()
+        layer.plan.writer.done(layer.out)
         self.log.add(record)
         self.finished[record.layer] = record
 

@@ -25,6 +25,7 @@ from .manifest_record import (
     LOG,
     MANIFEST,
     READY,
+    REPORT,
     GroupRecord,
     LayerRecord,
     LayoutRecord,
@@ -157,6 +158,11 @@ def load_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}.", hint="Check the path.")
     begun = (folder / LOG).exists()
+    if data is None and (folder / REPORT).exists():
+        raise CheckpointError(
+            f"{folder} is a portable checkpoint, which holds no way back to its source.",
+            hint="Convert from the source again where another format is wanted.",
+        )
     if data is None and ready is None:
         raise CheckpointError(
             f"{folder} is not a finished converted folder: {MANIFEST} and {READY} are missing.",

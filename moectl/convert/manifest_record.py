@@ -23,6 +23,9 @@ from .values import value_from_json, value_to_json
 
 FORMAT_VERSION = 1
 READY = "READY"
+REPORT = "moectl-report.json"
+"""In a portable output: what was converted, what it cost, and the hashes of its files."""
+
 LOG = "progress.jsonl"
 SOURCE_CONFIG = f"source.{CONFIG}"
 SOURCE_INDEX = f"source.{INDEX}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -21,7 +21,9 @@ from .layout import BLOCK_BYTES, WeightLayout
 from .manifest_record import (
     FORMAT_VERSION,
     GroupRecord,
+    LayerRecord,
     LayoutRecord,
+    RestRecord,
     RoleRecord,
     TensorForm,
     is_plain_name,
@@ -97,9 +99,36 @@ class RestPlan:
         return self.file.name if self.file else self.source
 
 
+class Ending(Protocol):
+    """What completes an output that is no prepared folder.
+
+    `mark` is the file whose presence says that all tensors are there.
+    """
+
+    @property
+    def mark(self) -> str: ...
+
+    def check_finished(self, plan: Plan, folder: Path, out: Path) -> None:
+        """Raises UsageError when the finished `out` is not what `plan` makes of `folder`."""
+
+    def finish(
+        self,
+        plan: Plan,
+        folder: Path,
+        out: Path,
+        layers: Sequence[LayerRecord],
+        rest: Sequence[RestRecord],
+        producer: Mapping[str, str],
+    ) -> tuple[str, ...]:
+        """Writes the last files; names of small files of the source `folder` that were left out."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Everything `convert` does, decided and checked before anything is created."""
+    """Everything `convert` does, decided and checked before anything is created.
+
+    `ending` is None for a prepared folder, which a manifest and READY complete.
+    """
 
     checkpoint: Checkpoint
     layout: LayoutRecord
@@ -109,6 +138,16 @@ class Plan:
     rest: tuple[RestPlan, ...]
     experts_only: bool
     max_memory: int
+    ending: Ending | None = None
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """The index document: every tensor's file."""
+        weight_map = {name: layer.file.name for layer in self.layers for name in layer.file.tensors}
+        weight_map.update({info.name: item.name for item in self.rest for info in item.tensors})
+        total = sum(info.nbytes for layer in self.layers for info in layer.file.tensors.values())
+        metadata = {"total_size": total + self.rest_bytes}
+        return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
 
     @property
     def tensors_in(self) -> int:
@@ -241,6 +280,27 @@ def plan_conversion(
             does not fit `max_memory`.
     """
     memory = default_memory() if max_memory is None else max_memory
+    check_plannable(checkpoint)
+    groups: list[GroupRecord] = []
+    layers: list[LayerPlan] = []
+    consumed: dict[str, str] = {}
+    for group in checkpoint.groups:
+        share = Share(group.problem, shard)
+        maps = map_group(checkpoint, group)
+        consumed |= {info.name: info.file for mapped in maps for info in mapped.tensors}
+        record, planned = _plan_group(group, share, maps, layout, memory)
+        groups.append(record)
+        layers += planned
+    layers.sort(key=lambda layer: layer.layer)
+    rest = () if experts_only else tuple(plan_rest(checkpoint, consumed))
+    facts = LayoutRecord(
+        layout.name, layout.target, layout.version, tuple(layout.archs), tuple(map(str, layout.readers))
+    )
+    return Plan(checkpoint, facts, shard, tuple(groups), tuple(layers), rest, experts_only, memory)
+
+
+def check_plannable(checkpoint: Checkpoint) -> None:
+    """Raises unless there are MoE layers, their headers, and files that an output can have beside its own."""
     if not checkpoint.groups:
         raise CheckpointError("the checkpoint has no MoE layers, so there is nothing to convert.")
     if not checkpoint.tensors:
@@ -248,30 +308,15 @@ def plan_conversion(
             f"{checkpoint.origin.name} gives no tensor headers; a conversion is planned from them.",
             hint="Give a folder or repository with its safetensors files.",
         )
-    groups: list[GroupRecord] = []
-    layers: list[LayerPlan] = []
-    consumed: dict[str, str] = {}
-    for group in checkpoint.groups:
-        share = Share(group.problem, shard)
-        maps = _map_group(checkpoint, group)
-        consumed |= {info.name: info.file for mapped in maps for info in mapped.tensors}
-        record, planned = _plan_group(group, share, maps, layout, memory)
-        groups.append(record)
-        layers += planned
-    layers.sort(key=lambda layer: layer.layer)
-    _check_file_names(checkpoint)
-    rest = () if experts_only else tuple(_plan_rest(checkpoint, consumed))
-    facts = LayoutRecord(
-        layout.name, layout.target, layout.version, tuple(layout.archs), tuple(map(str, layout.readers))
-    )
-    return Plan(checkpoint, facts, shard, tuple(groups), tuple(layers), rest, experts_only, memory)
+    check_file_names(checkpoint)
 
 
-def _map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMap]:
+def map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMap]:
+    """The layers of `group`, all alike, every header checked."""
     source = source_for(checkpoint, group)
     maps = [map_layer(source, checkpoint, group, layer) for layer in group.layers]
     for mapped in maps:
-        _check_alike(mapped, maps[0])
+        check_alike(mapped, maps[0])
     return maps
 
 
@@ -305,7 +350,7 @@ def _metadata(layout: WeightLayout) -> dict[str, str]:
     }
 
 
-def _check_alike(mapped: LayerMap, first: LayerMap) -> None:
+def check_alike(mapped: LayerMap, first: LayerMap) -> None:
     forms = [tuple(part.form for part in layer.parts) for layer in (mapped, first)]
     if forms[0] != forms[1]:
         different = next(a.part.stored for a, b in zip(*forms, strict=False) if a != b)
@@ -386,7 +431,7 @@ def role_record(role: str, recipe: Recipe, layout: WeightLayout) -> RoleRecord:
     return RoleRecord(dtype, shape, layout.logical_dtypes.get(role, dtype), made)
 
 
-def _check_file_names(checkpoint: Checkpoint) -> None:
+def check_file_names(checkpoint: Checkpoint) -> None:
     for file in sorted(files_of(checkpoint.tensors) - {""}):
         if not is_plain_name(file) or file.startswith(RESERVED):
             raise CheckpointError(
@@ -395,10 +440,12 @@ def _check_file_names(checkpoint: Checkpoint) -> None:
             )
 
 
-def _plan_rest(checkpoint: Checkpoint, consumed: Mapping[str, str]) -> Iterable[RestPlan]:
+def plan_rest(
+    checkpoint: Checkpoint, consumed: Mapping[str, str], prefix: str = f"{RESERVED}rest-"
+) -> Iterable[RestPlan]:
     """One `RestPlan` per file with other tensors: files without experts stay whole.
 
-    `consumed` has the experts' tensors and their files.
+    `consumed` has the experts' tensors and their files; names of new files begin with `prefix`.
     """
     by_file: dict[str, list[TensorInfo]] = {file: [] for file in files_of(checkpoint.tensors)}
     mixed = set(consumed.values())
@@ -412,5 +459,5 @@ def _plan_rest(checkpoint: Checkpoint, consumed: Mapping[str, str]) -> Iterable[
             yield RestPlan(file, tuple(infos), None)
         elif infos:
             specs = [TensorSpec(i.name, i.dtype, i.shape) for i in infos]
-            name = f"{RESERVED}rest-{Path(file).stem}.safetensors"
+            name = f"{prefix}{Path(file).stem}.safetensors"
             yield RestPlan(file, tuple(infos), plan_file(name, specs, {"format": "pt"}))

@@ -135,18 +135,24 @@ def _source_file(folder: Path, name: str) -> SourceFile:
 
 
 def copy_small_files(
-    folder: Path, out: Path, tensor_files: set[str]
+    folder: Path,
+    out: Path,
+    tensor_files: set[str],
+    without: frozenset[str] = frozenset(),
+    *,
+    keep_index: bool = True,
 ) -> tuple[tuple[FileRecord, ...], tuple[str, ...]]:
     """Copies the index, tokenizer and other small files; records of them, and the names left out.
 
     Left out are folders, files over `SMALL_FILE`, safetensors that the checkpoint does not use, and
-    links that lead out of the checkpoint (a Hub cache's own blobs belong to it).
+    links that lead out of the checkpoint (a Hub cache's own blobs belong to it). `without` are names that
+    are not wanted.
     """
     records, skipped = [], []
-    if (folder / INDEX).is_file():
+    if keep_index and (folder / INDEX).is_file():
         records.append(_copied(folder / INDEX, out / SOURCE_INDEX))
     for path in sorted(folder.iterdir()):
-        if path.name in _OWN or path.name in tensor_files:
+        if path.name in _OWN or path.name in tensor_files or path.name in without:
             continue
         if not _is_small_file(path, folder):
             skipped.append(path.name)

@@ -34,6 +34,7 @@ from .manifest_record import (
     INDEX,
     MANIFEST,
     READY,
+    REPORT,
     SOURCE_CONFIG,
     FileRecord,
     LayerRecord,
@@ -97,6 +98,9 @@ def convert(
             hint="Download the checkpoint, then convert its folder.",
         )
     check_output(folder, out, resume)
+    if resume and plan.ending is not None and (out / plan.ending.mark).exists():
+        plan.ending.check_finished(plan, folder, out)
+        return Summary(out, (), tuple(layer.layer for layer in plan.layers), 0, 0)
     if resume and (out / READY).exists():
         return _already_done(plan, folder, out, progress)
     refuse_small_disk(out, plan.disk_needed, "Make room, choose another folder, or give --experts-only.")
@@ -125,7 +129,7 @@ def check_output(folder: Path | None, out: Path, resume: bool) -> None:
             f"the output folder {out} is not empty: it holds {', '.join(found[:3])}.",
             hint="Finish the conversion with --resume." if begun else "Choose an empty folder.",
         )
-    if found and LOG not in found and READY not in found:
+    if found and not {LOG, READY, REPORT} & set(found):
         raise UsageError(
             f"{out} holds no conversion to resume: it has no {LOG}.",
             hint="Choose an empty folder, and remove this one if it is not needed.",
@@ -271,17 +275,13 @@ def _finish(
     plan: Plan, folder: Path, out: Path, layers: list[LayerRecord], rest: list[RestRecord]
 ) -> tuple[str, ...]:
     """Copies the small files, then writes index, configs, manifest, and READY last."""
+    if plan.ending is not None:
+        return plan.ending.finish(plan, folder, out, layers, rest, producer())
     files, skipped = copy_small_files(folder, out, {info.file for info in plan.checkpoint.tensors.values()})
-    weight_map = {name: layer.file.name for layer in plan.layers for name in layer.file.tensors}
-    weight_map.update({info.name: item.name for item in plan.rest for info in item.tensors})
-    total = (
-        sum(info.nbytes for layer in plan.layers for info in layer.file.tensors.values()) + plan.rest_bytes
-    )
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     config = converted_config(plan.checkpoint.config, plan.layout)
     source = source_record(plan.checkpoint, folder)
     documents = {
-        INDEX: _document(index),
+        INDEX: _document(plan.index),
         CONFIG: _document(config),
         SOURCE_CONFIG: (folder / CONFIG).read_bytes(),
     }

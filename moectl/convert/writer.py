@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -42,6 +43,9 @@ class Writer(Protocol):
 
     def store(self, batch: Tensors, first: int, facts: Facts, buffer: Tensor) -> Iterator[Piece]:
         """The pieces of a batch whose first expert is `first`, all of them in `buffer`."""
+
+    def done(self, folder: Path) -> None:
+        """All batches of the layer are in its file in `folder`, which is not yet known as finished."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,9 @@ class PreparedWriter:
             *((r, batch[r]) for r in self.kept),
         ):
             yield self._piece(role, made[role].copy_(t), first)
+
+    def done(self, folder: Path) -> None:
+        """Nothing more to write."""
 
     def _piece(self, role: str, data: Tensor, first: int) -> Piece:
         each = data.numel() * data.element_size() // max(len(data), 1)

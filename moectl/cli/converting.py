@@ -1,0 +1,93 @@
+"""What `moectl convert` plans: a layout or a portable format; and what the latter cost, for a person."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..portable import CONTAINERS, PORTABLE
+from .options import pick
+from .output import table
+
+if TYPE_CHECKING:
+    from ..checkpoint.model import Checkpoint
+    from ..convert.plan import Plan
+    from ..convert.shards import Shard
+
+
+METHODS = ("search", "rtn")
+"""Quantizers that need no calibration, the default first."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for; None is an option that was not given."""
+
+    to: str
+    arch: str | None
+    container: str | None
+    method: str | None
+    mx_scale: str | None
+    requantize: bool
+    max_memory: int | None
+    experts_only: bool
+
+    def refuse(self, options: dict[str, object], why: str) -> None:
+        """UsageError when one of the `options` was given."""
+        given = [name for name, value in options.items() if value]
+        if given:
+            raise UsageError(f"{given[0]} {why}, got --to {self.to}.", hint=f"Leave {given[0]} out.")
+
+
+def planner(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
+    """What plans one rank's conversion of `source`. Raises UsageError for options that do not go together."""
+    if asked.to in PORTABLE:
+        return _portable(source, asked)
+    asked.refuse(
+        {
+            "--container": asked.container,
+            "--method": asked.method,
+            "--mx-scale": asked.mx_scale,
+        },
+        "goes with portable formats only",
+    )
+    from ..convert.layout import layout_for
+    from ..convert.plan import plan_conversion
+
+    layout = layout_for(asked.to, source.groups[0].problem.scheme.weight, asked.arch)
+    return lambda shard: plan_conversion(
+        source, layout, max_memory=asked.max_memory, experts_only=asked.experts_only, shard=shard
+    )
+
+
+def _portable(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
+    asked.refuse({"--arch": asked.arch}, "goes with kernel layouts only")
+
+    from ..convert.codecs import E8M0_RULES
+    from ..convert.portable.plan import Portable, plan_portable
+
+    container = None if asked.container is None else pick(asked.container, CONTAINERS, "container")
+    method = METHODS[0] if asked.method is None else pick(asked.method, METHODS, "method")
+    rule = "floor" if asked.mx_scale is None else pick(asked.mx_scale, E8M0_RULES, "rule for scales")
+    wanted = Portable(asked.to, container, method, rule, asked.requantize)
+
+    def plan(shard: "Shard") -> "Plan":
+        if shard.ranks > 1:
+            raise UsageError(
+                "a portable checkpoint is whole; engines slice it themselves.",
+                hint="Leave out --tp-size, --ep-size and --rank.",
+            )
+        return plan_portable(source, wanted, max_memory=asked.max_memory, experts_only=asked.experts_only)
+
+    return plan
+
+
+def draw_costs(folder: Path, console: Any) -> None:
+    """The summary of the report that a portable output holds."""
+    from ..convert.portable.parts import CostTable, read_report
+
+    made = table("tensor", "layers", "became", "lossless", "RMS error", "SNR dB", "rtn SNR dB", "worst block")
+    for row in CostTable(read_report(folder)["layers"]).rows():
+        made.add_row(*row)
+    console.print(made)

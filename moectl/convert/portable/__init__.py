@@ -1,0 +1,1 @@
+"""Portable outputs: ordinary checkpoints in the formats that engines load."""

@@ -1,0 +1,45 @@
+"""What a change of format cost: counted per tensor, added up over batches of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..quantize import Report
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What becoming another format did to one matrix of a batch of experts.
+
+    Attributes:
+        kind: ``repacked``, ``decoded`` or ``quantized``.
+        unit: what is counted: ``weights`` or ``blocks``.
+        count: how many there are.
+        exact: how many of them have the same values as before.
+        report: errors, where weights were quantized.
+    """
+
+    kind: str
+    unit: str
+    count: int
+    exact: int
+    report: Report | None = None
+
+    def merge(self, other: Cost) -> Cost:
+        """Both together; they are of one kind."""
+        report = self.report.merge(other.report) if self.report and other.report else None
+        return Cost(self.kind, self.unit, self.count + other.count, self.exact + other.exact, report)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON data; ``lossless`` counts what has the same values as before."""
+        if self.report is not None:
+            return {"kind": self.kind, **self.report.summary()}
+        return {"kind": self.kind, self.unit: self.count, "lossless": self.exact}
+
+
+def lossless(entry: Mapping[str, Any]) -> tuple[int, int, str]:
+    """How much of a tensor's report is lossless, of how many, and the unit; zeros where it was quantized."""
+    unit = "blocks" if "blocks" in entry else "weights"
+    return int(entry.get("lossless", 0)), int(entry.get(unit, 0)), unit

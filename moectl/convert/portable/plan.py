@@ -1,0 +1,222 @@
+"""A portable conversion decided from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ...checkpoint.model import Checkpoint, LayerGroup
+from ...errors import CheckpointError, UsageError
+from ...portable import NATIVE, PORTABLE, PortableFormat, container_of
+from ...problem import MoEProblem
+from ...schemes import ActFormat, Scheme, WeightFormat
+from ..canonical import (
+    CONCATENATED,
+    MODEL_DTYPE,
+    canonical_shapes,
+    gate_then_up,
+    halves,
+    has_input_scales,
+)
+from ..manifest_record import LayoutRecord
+from ..plan import (
+    LayerPlan,
+    Plan,
+    check_plannable,
+    default_memory,
+    map_group,
+    plan_batch,
+    plan_rest,
+)
+from ..safetensors_file import plan_file
+from ..shards import Shard, Share
+from ..sources import LayerMap
+from ..values import Shapes
+from .changes import Change, Quantized
+from .config import DOCUMENTS, Described, Description, expert_targets, with_quantization
+from .finish import PortableEnding
+from .places import Place, place_of
+from .rules import Wish, change_for
+from .slots import Slot
+from .writer import PortableWriter, Work
+
+PREFIX = "experts-"
+"""Files of converted layers begin so."""
+
+REST_PREFIX = "rest-"
+"""Files of tensors that had to be taken out of files with experts begin so."""
+
+KEPT_ACTS = frozenset(("a16", "mxfp4", "nvfp4"))
+"""Activation formats that every container of their weight format can state."""
+
+
+@dataclass(frozen=True)
+class Portable:
+    """What is asked for.
+
+    Attributes:
+        target: a row of `PORTABLE`.
+        container: as `CONTAINERS`; None for the format's first.
+        method, rule, requantize: as `Wish`.
+    """
+
+    target: str
+    container: str | None = None
+    method: str = "search"
+    rule: str = "floor"
+    requantize: bool = False
+
+    @property
+    def format(self) -> PortableFormat:
+        return PORTABLE[self.target]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """How the layers of one group change.
+
+    Attributes:
+        layers: of the group.
+        problem: as the output's config will describe it.
+        change: of both matrices.
+        place: names and shapes of the stored tensors.
+        shapes: canonical roles in the new format.
+    """
+
+    layers: tuple[int, ...]
+    problem: MoEProblem
+    change: Change
+    place: Place
+    shapes: Shapes
+
+
+def plan_portable(
+    checkpoint: Checkpoint,
+    asked: Portable,
+    *,
+    max_memory: int | None = None,
+    experts_only: bool = False,
+) -> Plan:
+    """The `Plan` to write every MoE layer of `checkpoint` as `asked`, in an ordinary checkpoint.
+
+    Raises as `plan_conversion`, and UsageError when the container cannot say what the checkpoint would
+    hold, or weights would lose what they have not been allowed to.
+    """
+    check_plannable(checkpoint)
+    memory = default_memory() if max_memory is None else max_memory
+    container = container_of(asked.target, asked.container)
+    storage, readers = asked.format.containers[container]
+    planned = [_plan_group(checkpoint, group, asked, storage, memory) for group in checkpoint.groups]
+    layers = sorted((layer for _, found in planned for layer in found), key=lambda layer: layer.layer)
+    plans = [plan for plan, _ in planned]
+    consumed = {info.name: info.file for layer in layers for info in layer.map.tensors}
+    rest = () if experts_only else tuple(plan_rest(checkpoint, consumed, REST_PREFIX))
+    _check_names(layers, [item.name for item in rest])
+    described = Description(_described(plans), (), _plain_modules(checkpoint, consumed))
+    document = with_quantization(checkpoint.config, DOCUMENTS[plans[0].place.storage](described))
+    how = f", {asked.method}, {asked.rule}" if isinstance(plans[0].change, Quantized) else ""
+    record = LayoutRecord(
+        f"{asked.target} in {container}{how}", asked.target, 1, (), tuple(map(str, readers))
+    )
+    ending = PortableEnding(asked.target, container, document)
+    return Plan(checkpoint, record, Shard(), (), tuple(layers), rest, experts_only, memory, ending)
+
+
+def _described(plans: list[GroupPlan]) -> tuple[Described, ...]:
+    """The experts' formats, each with a pattern of the modules that have it."""
+    schemes = list(dict.fromkeys(plan.problem.scheme for plan in plans))
+    found = []
+    for scheme in schemes:
+        alike = [plan for plan in plans if plan.problem.scheme == scheme]
+        names = [name for plan in alike for name in plan.place.modules]
+        layers = [layer for plan in alike for layer in plan.layers] if schemes[1:] else []
+        found.append(Described(scheme, expert_targets(names, layers)))
+    return tuple(found)
+
+
+def _plan_group(
+    checkpoint: Checkpoint, group: LayerGroup, asked: Portable, storage: str, memory: int
+) -> tuple[GroupPlan, list[LayerPlan]]:
+    maps = map_group(checkpoint, group)
+    plan = _decide(group, maps[0], asked, storage)
+    planned: list[LayerPlan] = []
+    batch = peak = 0
+    for mapped in maps:
+        writer = _writer(group.problem, mapped, plan)
+        if not planned:
+            batch, peak = plan_batch(mapped, writer, {}, memory)
+        file = plan_file(f"{PREFIX}{mapped.layer:05d}.safetensors", writer.specs, {"format": "pt"})
+        planned.append(LayerPlan(mapped, Share(group.problem), group.problem, writer, file, batch, peak, {}))
+    return plan, planned
+
+
+def _decide(group: LayerGroup, mapped: LayerMap, asked: Portable, storage: str) -> GroupPlan:
+    problem, dims = group.problem, group.problem.dims
+    stored = problem.scheme.weight
+    if "w13_scale" in mapped.shapes and (dtype := mapped.shapes["w13_scale"][1]) != "U8":
+        stored = replace(stored, scale_dtype=dtype)
+    wish = Wish(asked.format.weight, MODEL_DTYPE[problem.dtype], asked.method, asked.rule, asked.requantize)
+    sizes = ((dims.intermediate, dims.hidden), (dims.hidden, dims.intermediate))
+    weight, change = change_for(stored, wish, sizes)
+    act = _act(problem.scheme, weight, asked.format)
+    inputs = has_input_scales(replace(problem, scheme=Scheme(weight, act))) and "w2_input" in mapped.shapes
+    place = place_of(group, storage, Scheme(weight, act), asked.container == NATIVE or storage == "plain")
+    found = replace(
+        problem,
+        scheme=Scheme(weight, act),
+        storage=place.storage,
+        rows=CONCATENATED if place.apart else problem.rows,
+        act_order="",
+    )
+    shapes = canonical_shapes(found, problem.experts, inputs)
+    return GroupPlan(group.layers, found, change, place, shapes)
+
+
+def _act(source: Scheme, weight: WeightFormat, target: PortableFormat) -> ActFormat:
+    """The source's activations where the weight format stays, else what goes with the format."""
+    same = source.weight.name == weight.name and source.act.name in KEPT_ACTS
+    return source.act if same else target.act
+
+
+def _writer(problem: MoEProblem, mapped: LayerMap, plan: GroupPlan) -> PortableWriter:
+    found = plan.place.slots(mapped.layer, plan.problem, plan.shapes)
+    _check_covered(plan.shapes, found, mapped.layer)
+    stacked = halves(problem, "w13")
+    size = problem.dims.hidden * problem.dims.intermediate
+    matrices = {
+        "w13": Work(plan.change, stacked if plan.place.apart else 1, stacked * size),
+        "w2": Work(plan.change, 1, size),
+    }
+    order = {role: gate_then_up(problem, role) for role in mapped.shapes if plan.place.apart}
+    return PortableWriter(plan.shapes, found, matrices, order, str(mapped.layer))
+
+
+def _check_covered(shapes: Shapes, found: tuple[Slot, ...], layer: int) -> None:
+    """Raises UsageError when the container has no tensor for a part of what there is to store."""
+    for role, (shape, _) in shapes.items():
+        rows = {row for slot in found if slot.role == role for row in range(*slot.rows)}
+        if len(rows) != shape[1]:
+            raise UsageError(
+                f"layer {layer}: the container has no place for {role} of the experts.",
+                hint="Choose another --container.",
+            )
+
+
+def _check_names(layers: list[LayerPlan], rest: list[str]) -> None:
+    names = [layer.file.name for layer in layers] + rest
+    for name in names:
+        if names.count(name) > 1:
+            raise CheckpointError(
+                f"two files of the output would be called {name}.", hint="Rename the source's."
+            )
+
+
+def _plain_modules(checkpoint: Checkpoint, consumed: Mapping[str, str]) -> tuple[str, ...]:
+    """Modules outside the experts that have a matrix as their weight."""
+    return tuple(
+        sorted(
+            name.removesuffix(".weight")
+            for name in checkpoint.tensors
+            if name not in consumed and name.endswith(".weight") and len(checkpoint.tensors[name].shape) > 1
+        )
+    )

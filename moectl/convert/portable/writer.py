@@ -1,0 +1,141 @@
+"""A layer's batches in another format, as the tensors of an ordinary checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from ...checkpoint.writing import TensorSpec
+from ..batches import Piece
+from ..chain import BLOCK_BYTES, Chain
+from ..plan import CHAIN_COPIES
+from ..safetensors_file import nbytes
+from ..sources import carve, carved_bytes
+from ..transforms import Step
+from ..values import Fact, Facts, Shapes, Tensors
+from ..writer import cut
+from .changes import Change, Matrix
+from .cost import Cost
+from .parts import write_part
+from .slots import Slot
+
+
+@dataclass(frozen=True)
+class Work:
+    """How one matrix of every expert changes.
+
+    Attributes:
+        change: from the source's format to the output's.
+        halves: equal parts of its rows that have blocks of their own.
+        weights: of one expert.
+    """
+
+    change: Change
+    halves: int
+    weights: int
+
+
+@dataclass(frozen=True)
+class PortableWriter:
+    """One tensor per expert and matrix part, or one for all experts, as each slot's name says.
+
+    Attributes:
+        shapes: canonical roles in the new format, for all experts.
+        slots: the stored tensors.
+        matrices: by the role of each matrix.
+        order: steps that put a role's rows into the order of the output, before anything else.
+        label: names the layer in the report.
+    """
+
+    shapes: Shapes
+    slots: tuple[Slot, ...]
+    matrices: Mapping[str, Work]
+    order: Mapping[str, tuple[Step, ...]]
+    label: str
+    # What batches cost so far; no part of what the writer is.
+    _costs: dict[str, Cost] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def experts(self) -> int:
+        return next(iter(self.shapes.values()))[0][0]
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(name, slot.dtype, shape) for slot in self.slots for name, shape in self._tensors(slot)
+        )
+
+    def _tensors(self, slot: Slot) -> Iterator[tuple[str, tuple[int, ...]]]:
+        if "{expert}" not in slot.template:
+            yield slot.template, (self.experts, *slot.shape)
+            return
+        for expert in range(self.experts):
+            yield slot.template.replace("{expert}", str(expert)), slot.shape
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        return ()
+
+    @property
+    def _made(self) -> Shapes:
+        return {slot.template: ((self.experts, *slot.shape), slot.dtype) for slot in self.slots}
+
+    def buffer_bytes(self, experts: int) -> int:
+        return carved_bytes(self._made, experts)
+
+    def block_bytes(self, experts: int) -> int:
+        return math.ceil(self._block(experts) * self._work / CHAIN_COPIES)
+
+    @property
+    def _work(self) -> float:
+        """Bytes that changing one expert takes."""
+        return max(work.change.works * work.weights for work in self.matrices.values())
+
+    def _block(self, experts: int) -> int:
+        """Experts that are worked on at once."""
+        return max(1, min(experts, int(BLOCK_BYTES // max(1.0, self._work))))
+
+    def look(self, batch: Tensors, before: Facts) -> dict[Fact, Tensor]:
+        return {}
+
+    def store(self, batch: Tensors, first: int, facts: Facts, buffer: Tensor) -> Iterator[Piece]:
+        if first == 0:
+            self._costs.clear()
+        experts = len(next(iter(batch.values())))
+        made = carve(buffer, self._made, experts)
+        block = self._block(experts)
+        for at in range(0, experts, block):
+            stop = min(at + block, experts)
+            changed = self._change(cut(batch, at, stop), first + at)
+            for slot in self.slots:
+                into = made[slot.template][at:stop]
+                into.copy_(slot.stored(changed, stop - at).view(into.dtype))
+        for slot in self.slots:
+            yield from _pieces(slot, made[slot.template], first)
+
+    def _change(self, batch: Tensors, first: int) -> dict[str, Tensor]:
+        """The new canonical roles of a batch whose first expert is `first`."""
+        for role, steps in self.order.items():
+            if role in batch and steps:
+                batch = {**batch, role: Chain(steps).apply(batch[role])}
+        found = {role: t for role, t in batch.items() if role in self.shapes}
+        for role, work in self.matrices.items():
+            roles, cost = work.change.apply(batch, Matrix(role, work.halves, first))
+            found.update(roles)
+            self._costs[role] = self._costs[role].merge(cost) if role in self._costs else cost
+        return found
+
+    def done(self, folder: Path) -> None:
+        write_part(folder, self.label, {role: cost.to_json() for role, cost in self._costs.items()})
+
+
+def _pieces(slot: Slot, data: Tensor, first: int) -> Iterator[Piece]:
+    if "{expert}" not in slot.template:
+        yield Piece(slot.template, first * nbytes(slot.dtype, slot.shape), data)
+        return
+    for i, one in enumerate(data):
+        yield Piece(slot.template.replace("{expert}", str(first + i)), 0, one)

@@ -1,0 +1,99 @@
+"""Portable formats by the name a user asks for, their containers, and who reads each: needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import UsageError
+from .schemes import A16, BF16, FULL, MXFP4, NVFP4, ActFormat, WeightFormat, int_format
+from .targets import Reader
+
+COMPRESSED, GPTQ, NATIVE = "compressed-tensors", "gptq", "native"
+CONTAINERS = (COMPRESSED, GPTQ, NATIVE)
+"""Ways to spell a format's tensors and config, the default first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortableFormat:
+    """A weight format that engines load from ordinary checkpoints.
+
+    Attributes:
+        weight: the format, as weights are quantized to it; an exact repack may keep a finer one.
+        act: how activations enter, where the source does not say it.
+        containers: by name, `MoEProblem.storage` of what is written and who reads it.
+    """
+
+    weight: WeightFormat
+    act: ActFormat
+    containers: Mapping[str, tuple[str, tuple[Reader, ...]]]
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """Everybody who reads it in some container."""
+        return tuple(dict.fromkeys(r for _, readers in self.containers.values() for r in readers))
+
+
+def _vllm(method: str) -> Reader:
+    return Reader("vLLM", (method,))
+
+
+_CT = (_vllm("compressed-tensors"), Reader("compressed-tensors", ("decompress",)))
+_CT_TRANSFORMERS = (*_CT, Reader("transformers", ("CompressedTensorsConfig(dequantize=True)",)))
+_GPTQ = ("gptq", (_vllm("gptq"), Reader("GPTQModel", ("load",))))
+
+PORTABLE: Mapping[str, PortableFormat] = {
+    "mxfp4": PortableFormat(
+        MXFP4,
+        A16,
+        {
+            COMPRESSED: (COMPRESSED, _CT_TRANSFORMERS),
+            NATIVE: ("mxfp4", (_vllm("mxfp4"), Reader("transformers", ("Mxfp4Config (gpt-oss)",)))),
+        },
+    ),
+    "int4-g32": PortableFormat(
+        int_format(4, 32), A16, {COMPRESSED: (COMPRESSED, _CT_TRANSFORMERS), GPTQ: _GPTQ}
+    ),
+    "int4-g128": PortableFormat(
+        int_format(4, 128), A16, {COMPRESSED: (COMPRESSED, _CT_TRANSFORMERS), GPTQ: _GPTQ}
+    ),
+    "int8": PortableFormat(
+        int_format(8, FULL), A16, {COMPRESSED: (COMPRESSED, _CT_TRANSFORMERS), GPTQ: _GPTQ}
+    ),
+    "nvfp4": PortableFormat(
+        NVFP4,
+        A16,
+        {
+            COMPRESSED: (COMPRESSED, _CT),
+            NATIVE: ("modelopt", (_vllm("modelopt"), Reader("TensorRT-LLM", ("modelopt",)))),
+        },
+    ),
+    "fp8-block": PortableFormat(
+        WeightFormat("fp8", 8, (128, 128), "F32"),
+        ActFormat("fp8", 8, (1, 128)),
+        {
+            COMPRESSED: (COMPRESSED, _CT),
+            NATIVE: ("fp8", (_vllm("fp8"), Reader("transformers", ("FineGrainedFP8Config",)))),
+        },
+    ),
+    "fp8-channel": PortableFormat(
+        WeightFormat("fp8", 8, (1, FULL), "F32"),
+        ActFormat("fp8", 8, (1, FULL)),
+        {COMPRESSED: (COMPRESSED, _CT_TRANSFORMERS)},
+    ),
+    "bf16": PortableFormat(
+        BF16, A16, {NATIVE: ("plain", (_vllm("unquantized"), Reader("transformers", ("from_pretrained",))))}
+    ),
+}
+"""The closed list of portable formats of ``moectl convert --to``."""
+
+
+def container_of(name: str, container: str | None) -> str:
+    """The container of format `name`: the one asked for, or its first; UsageError when it has no such."""
+    offered = PORTABLE[name].containers
+    chosen = container or next(iter(offered))
+    if chosen not in offered:
+        raise UsageError(
+            f"{name} is not written in a {chosen} container.", hint=f"Choose {' or '.join(offered)}."
+        )
+    return chosen
