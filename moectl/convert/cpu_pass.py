@@ -52,8 +52,8 @@ class Tiles:
     arguments: tuple[Any, ...]
 
 
-def run(program: Program, source: Tensor, target: Tensor) -> None:
-    """Fills contiguous CPU tensor `target` from contiguous `source`, both of the same number of experts."""
+def run(program: Program, source: Tensor, target: Tensor) -> bool:
+    """True, with contiguous `target` filled from contiguous `source`, both of the same number of experts."""
     from . import _cpu_kernels
 
     work = plan(program)
@@ -73,10 +73,11 @@ def run(program: Program, source: Tensor, target: Tensor) -> None:
     calls = [(given, made, first, last, loops, *work.arguments) for first, last in pairwise(ends)]
     if threads == 1:
         body(*calls[0])
-        return
+        return True
     with ThreadPoolExecutor(threads) as pool:
         for done in [pool.submit(body, *call) for call in calls]:
             done.result()
+    return True
 
 
 def thread_count() -> int:

@@ -30,7 +30,10 @@ class Executor:
     package: str
 
 
-EXECUTORS: Mapping[str, Executor] = {"cpu": Executor("cpu_pass", "numba")}
+EXECUTORS: Mapping[str, Executor] = {
+    "cpu": Executor("cpu_pass", "numba"),
+    "cuda": Executor("cuda_pass", "triton"),
+}
 """By torch's device type."""
 
 _TURNED: tuple[Step, ...] = (Rearrange("e n k -> e k n"),)
@@ -52,8 +55,7 @@ def one_pass(
     program = compose(steps, (1, *shape[1:]), dtype, back=back) if run is not None else None
     if run is None or program is None:
         return False
-    run(program, source, target)
-    return True
+    return run(program, source, target)
 
 
 def warm_up(kind: str = "cpu") -> None:
@@ -75,7 +77,7 @@ def fast_path() -> str:
 
 
 @cache
-def load(kind: str) -> tuple[Callable[..., None] | None, str]:
+def load(kind: str) -> tuple[Callable[..., bool] | None, str]:
     """What runs a program on devices of `kind`, or None, and a sentence about it."""
     if kind not in EXECUTORS:
         return None, "step by step"
@@ -84,5 +86,5 @@ def load(kind: str) -> tuple[Callable[..., None] | None, str]:
         importlib.import_module(package)
     except ImportError as error:
         return None, f"step by step, because {package} cannot be imported ({error})"
-    run: Callable[..., None] = importlib.import_module(f".{EXECUTORS[kind].module}", __package__).run
+    run: Callable[..., bool] = importlib.import_module(f".{EXECUTORS[kind].module}", __package__).run
     return run, f"in one pass, compiled by {package} {version(package)}"

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_loader
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moectl.convert import cpu_pass, passes
+from moectl.convert import cpu_pass, cuda_pass, passes
 from moectl.convert.chain import Chain
 from moectl.convert.compose import STEPS_AS_VIEWS, compose
+from moectl.convert.layout import layout_named
 from moectl.convert.layouts.words import E2M1_SHIFTED, NIBBLES_APART
+from moectl.convert.program import Program
 from moectl.convert.transforms import (
     STEPS,
     Add,
@@ -30,13 +41,17 @@ from moectl.errors import CheckpointError
 
 from .layers import EVERY_LAYOUT, as_bytes, canonical_tensors, problem_for, random_bytes, same
 
+Run = Callable[[Program, torch.Tensor, torch.Tensor], bool]
+
 
 def poisoned(like: torch.Tensor) -> torch.Tensor:
     """Memory of the shape of `like` that holds none of its bytes."""
     return as_bytes(like).clone().bitwise_xor_(0xFF).view(like.dtype).reshape(like.shape)
 
 
-def check_both_ways(chain: Chain, t: torch.Tensor, *, needed: bool) -> int:
+def check_both_ways(
+    chain: Chain, t: torch.Tensor, *, needed: bool, run: Run = cpu_pass.run, device: str = "cpu"
+) -> int:
     """How many of the two directions compose; each then gives the bytes of the steps."""
     shape, dtype = tuple(t.shape), dtype_name(t.dtype)
     stored = chain.apply(t)
@@ -45,9 +60,9 @@ def check_both_ways(chain: Chain, t: torch.Tensor, *, needed: bool) -> int:
         program = compose(chain.steps, (1, *shape[1:]), dtype, back=back)
         assert program is not None or not needed
         if program is not None:
-            made = poisoned(wanted)
-            cpu_pass.run(program, source, made)
-            assert same(made, wanted)
+            made = poisoned(wanted).to(device)
+            assert run(program, source.contiguous().to(device), made)
+            assert same(made.cpu(), wanted)
             done += 1
     return done
 
@@ -60,6 +75,16 @@ def test_every_layout_is_one_pass_each_way(layout, weight, rows, hidden, interme
     for role, chain in layout.chains(problem).items():
         if chain.steps:
             check_both_ways(chain, tensors[role], needed=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "weight", "rows"), EVERY_LAYOUT)
+def test_every_layout_on_a_gpu(layout, weight, rows):
+    problem = problem_for(layout, weight, rows, 2880, 96)
+    tensors = canonical_tensors(problem)
+    for role, chain in layout.chains(problem).items():
+        if chain.steps:
+            check_both_ways(chain, tensors[role], needed=True, run=cuda_pass.run, device="cuda")
 
 
 @st.composite
@@ -198,3 +223,54 @@ def test_without_numba_the_steps_run(monkeypatch):
 
 def test_the_fast_path_is_named():
     assert passes.fast_path().startswith("cpu: in one pass, compiled by numba ")
+
+
+def test_the_pass_for_gpus_in_the_interpreter():
+    """Triton's interpreter has to be chosen before Triton is imported."""
+    cases = Path(__file__).with_name("interpreted_passes.py")
+    root = cases.parents[3]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(cases)],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("name", ["marlin-mxfp4", "triton-hopper", "trtllm-mxfp4"])
+def test_tiles_for_gpus_touch_few_sectors(name, back):
+    """A tile of a layer of 2880 x 2880 uses what it touches of the memory's 32-byte sectors."""
+    layout = layout_named(name)
+    problem = problem_for(layout, layout.weights[0], "interleaved", 2880, 2880, experts=1)
+    program = compose(layout.chains(problem)["w13"].steps, (1, 5760, 1440), "U8", back=back)
+    launch = cuda_pass.plan(program, 8)
+    assert launch.constants["TILE"] == cuda_pass.TILE_WORDS
+    for fields, some, size in (("READ", "SLOTS", launch.unit), ("WRITE", "WORDS", launch.width)):
+        at = np.array([row[0] for row in launch.constants[some]])
+        for _, count, step, *_ in launch.constants[fields]:
+            at = (at[:, None] + np.arange(count) * step).reshape(-1)
+        touched = np.unique((np.unique(at)[:, None] * size + np.arange(size)).reshape(-1))
+        assert len(touched) >= 0.9 * 32 * len(np.unique(touched // 32))
+
+
+def test_the_script_that_times_it(monkeypatch):
+    """A small layer through the script: our bytes are FlashInfer's, and what is absent is said so."""
+    script = Path(__file__).parents[3] / "scripts" / "bench_convert"
+    loader = SourceFileLoader("bench_convert", str(script))
+    bench = module_from_spec(spec_from_loader("bench_convert", loader))
+    monkeypatch.setitem(sys.modules, "bench_convert", bench)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    loader.exec_module(bench)
+    small = {"hidden": 512, "intermediate": 256, "experts": 2}
+    rows = [row for case in bench.CASES for row in bench.measure(replace(case, **small), 2, "cpu", None)]
+    assert [row.case for row in rows] == [case.name for case in bench.CASES]
+    assert all(row.rate > 0 and row.back_rate > 0 for row in rows)
+    assert rows[1].against.startswith("FlashInfer")
+    assert rows[1].ratio if find_spec("flashinfer") else "is absent" in rows[1].against
+    assert "is absent: no vllm/" in rows[0].against and rows[0].ratio is None
