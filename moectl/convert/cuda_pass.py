@@ -47,7 +47,7 @@ class Launch:
 
 
 def run(program: Program, source: Tensor, target: Tensor) -> bool:
-    """True, with contiguous `target` filled from contiguous `source`; False where addresses do not allow it."""
+    """True, with contiguous `target` filled from `source`; False, untouched, where addresses forbid it."""
     launch = plan(program, gcd(source.data_ptr(), program.source_bytes, 8))
     tiles = launch.tiles * source.shape[0]
     if target.data_ptr() % launch.width or max(program.source_bytes, program.target_bytes, tiles) >= MOST:
