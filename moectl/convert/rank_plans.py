@@ -53,6 +53,12 @@ def check_outputs(source: Path | None, out: Path, plans: Sequence[RankPlan], res
             )
         if out.exists() and not out.is_dir():
             raise UsageError(f"the output {out} is a file, not a folder.", hint="Choose another name.")
+        begun = [item.folder.name for item in plans if item.folder.exists()]
+        if begun and not resume:
+            raise UsageError(
+                f"the output folder {out} has {', '.join(begun[:3])} already.",
+                hint="Finish all ranks with --resume, or choose an empty folder.",
+            )
     for item in plans:
         check_output(source, item.folder, resume)
 

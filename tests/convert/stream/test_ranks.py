@@ -348,6 +348,9 @@ def test_a_rank_converted_before_is_found_finished(gpt_oss: Path, tmp_path: Path
     layout = layout_for("marlin", checkpoint.groups[0].problem.scheme.weight)
     plans = plan_ranks(out, 2, 1, None, lambda shard: plan_conversion(checkpoint, layout, shard=shard))
     convert(plans[0].plan, plans[0].folder)
+    with pytest.raises(UsageError, match="has rank-00 already") as refused:
+        check_outputs(gpt_oss, out, plans, resume=False)
+    assert "--resume" in refused.value.hint
     seen: list[tuple[int, int]] = []
     check_outputs(gpt_oss, out, plans, resume=True)
     summaries = convert_ranks(
