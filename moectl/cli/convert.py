@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 
     from ..convert.plan import Plan
     from ..convert.rank_plans import RankPlan
+    from ..convert.stream import Summary
 
 EXAMPLES = (
     "moectl convert ./gpt-oss-20b ./marlin --to marlin",
     "moectl convert ./kimi ./trtllm --to trtllm --dry-run",
     "moectl convert ./gpt-oss-20b ./marlin-tp4 --to marlin --tp-size 4",
     "moectl convert ./Qwen3-30B-A3B ./int4 --to int4-g128",
+    "moectl convert ./kimi ./marlin --to marlin --device cuda --part 2/4",
 )
 MORE = ["Layouts, and who reads them (of portable formats: moectl list formats):"]
 MORE += [f"  {target}: {'; '.join(map(str, readers))}" for target, readers in TARGETS.items()]
@@ -59,8 +62,16 @@ def convert(
         str | None, option("--max-memory", help="Bound such as 2GB; default: a quarter of RAM.")
     ] = None,
     threads: Annotated[
-        int | None, option("--threads", help="1: one thing after another; default: overlapped.", min=1)
+        int | None, option("--threads", help="1: one thing after another; default: all cores.", min=1)
     ] = None,
+    device: Annotated[
+        str,
+        option("--device", help="cpu, cuda, cuda:N, or auto: a GPU if there is one.", own=True),
+    ] = "cpu",
+    part: Annotated[
+        str | None, option("--part", help="2/4: the second of four processes that fill OUT together.")
+    ] = None,
+    finish: Annotated[bool, option("--finish", help="Complete OUT when all its parts are there.")] = False,
     tp_size: Annotated[int, option("--tp-size", help="Slice each expert over so many ranks.", min=1)] = 1,
     ep_size: Annotated[int, option("--ep-size", help="Spread experts over so many ranks.", min=1)] = 1,
     rank: Annotated[
@@ -99,21 +110,30 @@ def convert(
     if not source.groups:
         raise CheckpointError(f"{checkpoint} has no MoE layers", hint="moectl explain shows what it holds")
 
+    from ..convert.portions import portion_of
     from ..convert.rank_plans import check_outputs, convert_ranks, plan_ranks
+    from ..convert.stream import complete
     from ..convert.stream import convert as library
 
     asked = Asked(to, arch, container, method, mx_scale, requantize, memory, experts_only)
     plans = plan_ranks(target, tp_size, ep_size, rank, planner(source, asked))
     layout = plans[0].plan.layout
+    portion = None if part is None else portion_of(part)
+    if finish:
+        if portion is not None or dry_run or resume:
+            raise UsageError("--finish goes with neither --part nor --resume nor --dry-run")
+        draw_finished([complete(item.plan, item.folder) for item in plans], target, layout.name, out)
+        return
+    plans = tuple(replace(item, portion=portion) for item in plans)
     check_outputs(source.folder, target, plans, resume)
     if source.origin.note:
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
-    written = sum(item.plan.bytes_out for item in plans)
+    written = sum(item.own.bytes_out for item in plans)
     if dry_run:
-        document = ranks_document([plan_document(item.plan) for item in plans])
+        document = ranks_document([plan_document(item.own) for item in plans])
         out.result(document, lambda console: draw_plans(plans, console), str(written))
         return
-    read = sum(item.plan.bytes_in for item in plans)
+    read = sum(item.own.bytes_in for item in plans)
     out.note(f"{layout.name}: {size(read)} of experts -> {size(written)} in {target}")
     begin = time.perf_counter()
     try:
@@ -121,7 +141,13 @@ def convert(
             summaries = convert_ranks(
                 plans,
                 lambda item, tell: library(
-                    item.plan, item.folder, resume=resume, progress=tell, threads=threads
+                    item.plan,
+                    item.folder,
+                    resume=resume,
+                    progress=tell,
+                    threads=threads,
+                    device=device,
+                    portion=portion,
                 ),
                 progress,
             )
@@ -131,7 +157,7 @@ def convert(
     seconds = time.perf_counter() - begin
     documents = [
         {
-            **plan_document(item.plan),
+            **plan_document(item.own),
             "folder": str(item.folder),
             "converted_layers": list(summary.converted),
             "resumed_layers": list(summary.resumed),
@@ -153,10 +179,30 @@ def convert(
         console.print(f"{target}: {layout.name}, {done}{held}", markup=False)
         for name in summaries[0].skipped_files:
             console.print(f"left out: {name}", markup=False)
-        if to in PORTABLE:
+        if to in PORTABLE and portion is None:
             draw_costs(target, console)
 
     out.result(ranks_document(documents), draw, str(target))
+    if portion is None:
+        out.note(f"check it with: moectl verify {target}")
+    else:
+        out.note(f"part {portion} is there; complete {target} with --finish when all parts are")
+
+
+def draw_finished(summaries: "list[Summary]", target: Path, layout: str, out: Output) -> None:
+    """What `--finish` has completed."""
+    documents = [
+        {
+            "folder": str(summary.folder),
+            "layout": layout,
+            "resumed_layers": list(summary.resumed),
+            "skipped_files": list(summary.skipped_files),
+        }
+        for summary in summaries
+    ]
+    layers = sum(len(summary.resumed) for summary in summaries)
+    text = f"{target}: {layout}, complete with {count(layers, 'layer')}"
+    out.result(ranks_document(documents), lambda console: console.print(text, markup=False), str(target))
     out.note(f"check it with: moectl verify {target}")
 
 
@@ -217,17 +263,17 @@ def draw_plans(plans: "Sequence[RankPlan]", console: Any) -> None:
     if plans[0].plan.shard.ranks > 1:
         made = table("rank", "layers", "experts", "intermediate", "padded", "written", "disk needed")
         for item in plans:
-            for group in item.plan.groups:
+            for group in item.own.groups:
                 first, last = group.experts
                 low, high = group.intermediate
                 made.add_row(
-                    str(item.plan.shard.rank),
+                    str(item.own.shard.rank),
                     ranges(group.layers),
                     f"{first}-{last - 1}",
                     f"{low}-{high - 1}",
                     str(group.problem.dims.padded_intermediate),
-                    size(item.plan.bytes_out),
-                    size(item.plan.disk_needed),
+                    size(item.own.bytes_out),
+                    size(item.own.disk_needed),
                 )
         console.print(made)
     draw_plan(plans[0].plan, console)

@@ -123,7 +123,6 @@ class LayerStages:
     crew: Crew
     meter: Meter
     log: ProgressLog
-    finished: dict[int, LayerRecord] = field(default_factory=dict)
     _closing: Future[None] | None = None
 
     def batches(self, layers: list[LayerWork]) -> Iterator[Batch]:
@@ -216,7 +215,6 @@ class LayerStages:
         record = layer.commit()
         layer.plan.writer.done(layer.out)
         self.log.add(record)
-        self.finished[record.layer] = record
 
     def finish(self) -> None:
         """Returns when the last layer's file is on the disk."""

@@ -33,6 +33,7 @@ from .manifest_record import (
     RoleRecord,
     ready_bytes,
 )
+from .portions import portions_in
 from .recipe import SIDE
 from .records import from_json
 from .safetensors_file import TORCH_DTYPES, TensorSpec
@@ -158,6 +159,7 @@ def load_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}.", hint="Check the path.")
     begun = (folder / LOG).exists()
+    parts = bool(portions_in(folder))
     if data is None and (folder / REPORT).exists():
         raise CheckpointError(
             f"{folder} is a portable checkpoint, which holds no way back to its source.",
@@ -166,7 +168,11 @@ def load_manifest(folder: Path) -> Manifest:
     if data is None and ready is None:
         raise CheckpointError(
             f"{folder} is not a finished converted folder: {MANIFEST} and {READY} are missing.",
-            hint="Finish it with convert --resume." if begun else "Give a folder that convert has written.",
+            hint="Complete it with convert --finish."
+            if parts
+            else "Finish it with convert --resume."
+            if begun
+            else "Give a folder that convert has written.",
         )
     if data is None or ready is None:
         missing = MANIFEST if data is None else READY

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from .manifest_record import (
     part_record,
 )
 from .pipeline import SLOTS
+from .portions import Portion
 from .recipe import Recipe
 from .records import to_json
 from .safetensors_file import TORCH_DTYPES, FilePlan, TensorSpec, plan_file
@@ -189,7 +190,7 @@ class Plan:
     @property
     def buffers(self) -> tuple[int, ...]:
         """Bytes of the buffers that a batch of any layer is read into, made in and written from."""
-        return tuple(map(max, zip(*(layer.buffers for layer in self.layers), strict=True)))
+        return tuple(map(max, zip((0, 0, 0), *(layer.buffers for layer in self.layers), strict=True)))
 
     @property
     def slots(self) -> int:
@@ -199,7 +200,12 @@ class Plan:
     @property
     def _beside(self) -> int:
         """Bytes held at most beside the buffers."""
-        return BASE_MEMORY + max(layer.working for layer in self.layers)
+        return BASE_MEMORY + max((layer.working for layer in self.layers), default=0)
+
+    def of_portion(self, portion: Portion) -> Plan:
+        """The same for the layers of one part, and other tensors where they are that part's."""
+        rest = self.rest if portion.has_rest else ()
+        return replace(self, layers=tuple(portion.share(self.layers)), rest=rest)
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same for a conversion to be resumed, by name."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import stat
@@ -11,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.shards import open_regular
 from ..checkpoint.strict_json import parse_json_object
-from ..errors import CheckpointError, Unavailable, UsageError
+from ..errors import CheckpointError, UsageError
 from .disk import disk_errors, write_exactly
+from .lock import Lock
 from .manifest_record import LOG as LOG
 from .manifest_record import LayerRecord, RestRecord
 from .records import from_json, to_json
@@ -55,18 +56,24 @@ class ProgressLog:
 
     path: Path
     fd: int
+    lock: Lock
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     rest: dict[str, RestRecord] = field(default_factory=dict)
 
     def add(self, record: LayerRecord | RestRecord) -> None:
         """Appends a finished file's record."""
-        kind = "layer" if isinstance(record, LayerRecord) else "rest"
-        self._append({kind: to_json(record)})
+        if isinstance(record, LayerRecord):
+            self._append({"layer": to_json(record)})
+            self.layers[record.layer] = record
+        else:
+            self._append({"rest": to_json(record)})
+            self.rest[record.file] = record
 
     def close(self, *, remove: bool = False) -> None:
         """Releases the lock; `remove` deletes the log of a finished conversion."""
         if remove:
             self.path.unlink(missing_ok=True)
+        self.lock.release()
         os.close(self.fd)
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -96,22 +103,23 @@ def refuse_another(folder: Path, held: Mapping[str, Any], wanted: Mapping[str, s
     raise UsageError(what, hint="Resume with the same arguments, or convert into an empty folder.")
 
 
-def open_log(folder: Path, fingerprint: Mapping[str, str]) -> ProgressLog:
-    """The log in `folder`, created with `fingerprint` or read back.
+def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> ProgressLog:
+    """The log called `name` in `folder`, created with `fingerprint` or read back; locked.
 
     Raises:
         UsageError: the log belongs to another conversion; the differing fields are named.
         Unavailable: another process is writing there.
         CheckpointError: no regular file, or a line that this program cannot have written.
     """
-    path = folder / LOG
+    path = folder / name
     with disk_errors(path, 0):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-    log = ProgressLog(path, fd)
+    lock = Lock(path, fd)
+    log = ProgressLog(path, fd, lock)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CheckpointError(f"{path} is not a file.", hint="Convert into an empty folder.")
-        _lock(fd, folder)
+        lock.take()
         entries = _read(fd)
         if not entries:
             os.ftruncate(fd, 0)
@@ -120,24 +128,26 @@ def open_log(folder: Path, fingerprint: Mapping[str, str]) -> ProgressLog:
         begun = entries[0].get("conversion")
         if not isinstance(begun, Mapping):
             raise CheckpointError(
-                f"{LOG} does not begin with a conversion.", hint="Convert into an empty folder."
+                f"{name} does not begin with a conversion.", hint="Convert into an empty folder."
             )
         refuse_another(folder, begun, fingerprint)
         for entry in entries[1:]:
             _take(log, entry)
     except BaseException:
+        lock.release()
         os.close(fd)
         raise
     return log
 
 
-def _lock(fd: int, folder: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Unavailable(
-            f"another conversion is writing to {folder}.", hint="Wait for it, or choose another folder."
-        ) from None
+def conversion_of(path: Path) -> Mapping[str, Any] | None:
+    """The facts that a log begins with, as another process may be writing it; None before they are there."""
+    with open_regular(path, str(path)) as file:
+        line = file.readline(1 << 20)
+    if not line.endswith(b"\n"):
+        return None
+    begun = parse_json_object(line, f"line 1 of {path.name}").get("conversion")
+    return begun if isinstance(begun, Mapping) else None
 
 
 def _read(fd: int) -> list[dict[str, Any]]:

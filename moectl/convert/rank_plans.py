@@ -10,6 +10,7 @@ from ..checkpoint.opening import rank_folder
 from ..errors import UsageError
 from .disk import refuse_small_disk
 from .plan import Plan
+from .portions import Portion
 from .progress import Progress, silent
 from .shards import Shard, shard_of
 from .stream import Summary, check_output
@@ -17,10 +18,16 @@ from .stream import Summary, check_output
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A rank's plan, and its folder."""
+    """A rank's plan, its folder, and the part of its layers that is asked for; None for all."""
 
     folder: Path
     plan: Plan
+    portion: Portion | None = None
+
+    @property
+    def own(self) -> Plan:
+        """The plan of the part."""
+        return self.plan if self.portion is None else self.plan.of_portion(self.portion)
 
 
 def plan_ranks(
@@ -60,7 +67,7 @@ def check_outputs(source: Path | None, out: Path, plans: Sequence[RankPlan], res
                 hint="Finish all ranks with --resume, or choose an empty folder.",
             )
     for item in plans:
-        check_output(source, item.folder, resume)
+        check_output(source, item.folder, resume, item.portion)
 
 
 def convert_ranks(
@@ -73,10 +80,10 @@ def convert_ranks(
     Raises Unavailable, before the first begins, when there is no room on the disk for all of them; what
     is finished stays, and is found finished by a conversion that resumes.
     """
-    needed = sum(item.plan.bytes_out for item in plans if not item.folder.exists())
+    needed = sum(item.own.bytes_out for item in plans if not item.folder.exists())
     if len(plans) > 1 and needed:
         refuse_small_disk(plans[0].folder, needed, "Make room, or convert rank by rank with --rank.")
-    totals = [item.plan.bytes_in + item.plan.rest_bytes for item in plans]
+    totals = [item.own.bytes_in + item.own.rest_bytes for item in plans]
     summaries: list[Summary] = []
     for i, item in enumerate(plans):
         begun, name = sum(totals[:i]), f"{item.folder.name}, " if len(plans) > 1 else ""

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from .. import __version__
 from ..errors import CheckpointError, Unavailable, UsageError
+from ..ranges import ranges
 from .batches import FolderReader
+from .completion import finish_folder
 from .device import device_named
 from .disk import (
     PARTIAL,
@@ -24,32 +18,31 @@ from .disk import (
     range_sha256,
     refuse_inside,
     refuse_small_disk,
-    write_file,
 )
 from .layer_work import LayerStages, LayerWork
 from .manifest import load_manifest
 from .manifest_record import (
-    CONFIG,
-    FORMAT_VERSION,
-    INDEX,
-    MANIFEST,
     READY,
     REPORT,
-    SOURCE_CONFIG,
-    FileRecord,
     LayerRecord,
-    ManifestRecord,
     RestRecord,
     SourceRecord,
-    converted_config,
-    manifest_bytes,
-    ready_bytes,
 )
 from .pipeline import Crew, run_pipeline, usable_cores
 from .plan import LayerPlan, Plan, conversion_facts, digest_of
-from .progress import LOG, Meter, Progress, ProgressLog, open_log, refuse_another, silent
+from .portions import Portion, all_portions, portions_in
+from .progress import (
+    LOG,
+    Meter,
+    Progress,
+    ProgressLog,
+    conversion_of,
+    open_log,
+    refuse_another,
+    silent,
+)
 from .records import to_json
-from .rest import copy_small_files, file_matches, rest_sha256, source_record, write_rest
+from .rest import file_matches, rest_sha256, source_record, write_rest
 
 
 @dataclass(frozen=True)
@@ -72,6 +65,7 @@ def convert(
     progress: Progress = silent,
     threads: int | None = None,
     device: str = "cpu",
+    portion: Portion | None = None,
 ) -> Summary:
     """Carries out `plan` into `out`, and the `Summary` of it.
 
@@ -85,53 +79,152 @@ def convert(
             By default as many as there are cores.
         device: where batches are converted: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for a GPU if
             there is one.
+        portion: the part of the layers that is converted, by one of several processes that fill `out`
+            together; `complete` completes it when all parts are there.
 
     Raises:
         UsageError: `out` cannot be used.
         Unavailable: no data on this machine, or no room on the disk; resumable.
         CheckpointError: the source's bytes are not what its headers say, or hold a NaN scale.
     """
-    folder = plan.checkpoint.folder
-    if folder is None:
+    folder = _folder_of(plan)
+    check_output(folder, out, resume, portion)
+    if resume and (before := _finished(plan, folder, out, progress)):
+        return before
+    own = plan if portion is None else plan.of_portion(portion)
+    refuse_small_disk(out, own.disk_needed, "Make room, choose another folder, or give --experts-only.")
+    create_folder(out)
+    if portion is not None:
+        _refuse_other_parts(plan, out)
+    log = open_log(out, plan.fingerprint(), LOG if portion is None else portion.log)
+    try:
+        meter = Meter(progress, own.bytes_in + own.rest_bytes)
+        converted, resumed, rest = _convert(own, folder, out, log, meter, device, threads or usable_cores())
+        skipped: tuple[str, ...] = ()
+        if portion is None:
+            meter.say("manifest")
+            skipped = finish_folder(
+                plan, folder, out, [log.layers[layer.layer] for layer in plan.layers], rest
+            )
+    except BaseException:
+        log.close()
+        raise
+    log.close(remove=portion is None)
+    return Summary(out, converted, resumed, own.bytes_in, own.bytes_out, skipped)
+
+
+def complete(plan: Plan, out: Path) -> Summary:
+    """Completes a folder that several processes have filled part by part: index, manifest, READY.
+
+    Files are held to their planned headers and sizes, not to their hashes; `verify` does that.
+
+    Raises:
+        UsageError: parts or layers are missing, or `out` holds another conversion.
+        Unavailable: a part is still being written.
+        CheckpointError: a file that its part has finished is gone or not what was planned.
+    """
+    folder = _folder_of(plan)
+    if before := _finished(plan, folder, out, silent):
+        return before
+    logs: list[ProgressLog] = []
+    try:
+        missing = []
+        for portion in all_portions(out):
+            if not (out / portion.log).exists():
+                missing.append(f"part {portion} was not begun")
+                continue
+            logs.append(log := open_log(out, plan.fingerprint(), portion.log))
+            own = plan.of_portion(portion)
+            layers = [layer.layer for layer in own.layers if layer.layer not in log.layers]
+            files = [item.name for item in own.rest if item.name not in log.rest]
+            missing += [f"part {portion} lacks layers {ranges(layers)}"] if layers else []
+            missing += [f"part {portion} lacks {', '.join(files)}"] if files else []
+        if missing:
+            raise UsageError(
+                f"{out} is not complete: {'; '.join(missing)}.",
+                hint="Convert what is missing with --part, and --resume where it was begun.",
+            )
+        records = {number: record for log in logs for number, record in log.layers.items()}
+        rest = {name: record for log in logs for name, record in log.rest.items()}
+        _check_there(plan, out, rest)
+        ordered = [records[layer.layer] for layer in plan.layers]
+        skipped = finish_folder(plan, folder, out, ordered, [rest[item.name] for item in plan.rest])
+    except BaseException:
+        for log in logs:
+            log.close()
+        raise
+    for log in logs:
+        log.close(remove=True)
+    return Summary(out, (), tuple(sorted(records)), 0, 0, skipped)
+
+
+def _check_there(plan: Plan, out: Path, rest: Mapping[str, RestRecord]) -> None:
+    """CheckpointError when a finished file is gone, or has another size or header."""
+    files = [layer.file for layer in plan.layers]
+    wrong = [file.name for file in files if not file_matches(out / file.name, file, {})]
+    for name, record in rest.items():
+        if not (out / name).is_file() or (out / name).stat().st_size != record.size:
+            wrong.append(name)
+    if wrong:
+        raise CheckpointError(
+            f"{', '.join(wrong[:3])} was finished, and is gone or changed.",
+            hint="Convert its part again with --part and --resume.",
+        )
+
+
+def _finished(plan: Plan, folder: Path, out: Path, progress: Progress) -> Summary | None:
+    """The summary of a conversion that is finished in `out`, after it was held to the plan; else None."""
+    if plan.ending is not None and (out / plan.ending.mark).exists():
+        plan.ending.check_finished(plan, folder, out)
+        return Summary(out, (), tuple(layer.layer for layer in plan.layers), 0, 0)
+    return _already_done(plan, folder, out, progress) if (out / READY).exists() else None
+
+
+def _folder_of(plan: Plan) -> Path:
+    if plan.checkpoint.folder is None:
         raise Unavailable(
             f"{plan.checkpoint.origin.name} has headers but no weights on this machine.",
             hint="Download the checkpoint, then convert its folder.",
         )
-    check_output(folder, out, resume)
-    if resume and plan.ending is not None and (out / plan.ending.mark).exists():
-        plan.ending.check_finished(plan, folder, out)
-        return Summary(out, (), tuple(layer.layer for layer in plan.layers), 0, 0)
-    if resume and (out / READY).exists():
-        return _already_done(plan, folder, out, progress)
-    refuse_small_disk(out, plan.disk_needed, "Make room, choose another folder, or give --experts-only.")
-    create_folder(out)
-    log = open_log(out, plan.fingerprint())
-    try:
-        meter = Meter(progress, plan.bytes_in + plan.rest_bytes)
-        summary = _convert(plan, folder, out, log, meter, device, threads or usable_cores())
-    except BaseException:
-        log.close()
-        raise
-    log.close(remove=True)
-    return summary
+    return plan.checkpoint.folder
 
 
-def check_output(folder: Path | None, out: Path, resume: bool) -> None:
+def _refuse_other_parts(plan: Plan, out: Path) -> None:
+    """UsageError when parts of another conversion have been begun in `out`."""
+    for portion in portions_in(out):
+        begun = conversion_of(out / portion.log)
+        if begun is not None:
+            refuse_another(out, begun, plan.fingerprint())
+
+
+def check_output(folder: Path | None, out: Path, resume: bool, portion: Portion | None = None) -> None:
     """Raises UsageError when a conversion of the checkpoint in `folder` cannot be written to `out`."""
     if folder is not None:
         refuse_inside(folder, out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"the output {out} is a file, not a folder.", hint="Choose another name.")
     found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    parts = portions_in(out)
+    if portion is not None and parts and not {READY, REPORT} & set(found):
+        if any(other.of != portion.of for other in parts):
+            raise UsageError(
+                f"{out} holds parts of {parts[0].of}, part {portion} was asked for.",
+                hint="Use the same number of parts, or an empty folder.",
+            )
+        if portion in parts and not resume:
+            raise UsageError(f"part {portion} was begun in {out}.", hint="Finish it with --resume.")
+        return
+    own = LOG if portion is None else portion.log
     if found and not resume:
-        begun = LOG in found
+        hint = "Choose an empty folder."
+        if own in found:
+            hint = "Finish the conversion with --resume."
+        elif parts:
+            hint = f"Convert its parts with --part N/{parts[0].of}, then complete it with --finish."
+        raise UsageError(f"the output folder {out} is not empty: it holds {', '.join(found[:3])}.", hint=hint)
+    if found and not {own, READY, REPORT} & set(found):
         raise UsageError(
-            f"the output folder {out} is not empty: it holds {', '.join(found[:3])}.",
-            hint="Finish the conversion with --resume." if begun else "Choose an empty folder.",
-        )
-    if found and not {LOG, READY, REPORT} & set(found):
-        raise UsageError(
-            f"{out} holds no conversion to resume: it has no {LOG}.",
+            f"{out} holds no conversion to resume: it has no {own}.",
             hint="Choose an empty folder, and remove this one if it is not needed.",
         )
 
@@ -185,31 +278,30 @@ def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderRead
 
 def _convert(
     plan: Plan, folder: Path, out: Path, log: ProgressLog, meter: Meter, device: str, threads: int
-) -> Summary:
-    for path in out.glob(f"*{PARTIAL}"):
-        path.unlink()
+) -> tuple[tuple[int, ...], tuple[int, ...], list[RestRecord]]:
+    """Layers converted now and found finished, and the records of all other files; all are logged."""
+    for name in (*(layer.file.name for layer in plan.layers), *(item.name for item in plan.rest)):
+        (out / f"{name}{PARTIAL}").unlink(missing_ok=True)
     with FolderReader(folder) as reader:
         _check_lengths(plan, reader)
-        records: dict[int, LayerRecord] = {}
+        todo: list[LayerPlan] = []
         for layer in plan.layers:
             record = log.layers.get(layer.layer)
-            if record and _is_finished(out, layer, record):
-                meter.say(f"layer {layer.layer}")
-                _check_same_source(layer, record, reader, out)
-                meter.advance(layer.bytes_in)
-                records[layer.layer] = record
-        todo = [layer for layer in plan.layers if layer.layer not in records]
-        resumed = tuple(records)
+            if record is None or not _is_finished(out, layer, record):
+                todo.append(layer)
+                continue
+            meter.say(f"layer {layer.layer}")
+            _check_same_source(layer, record, reader, out)
+            meter.advance(layer.bytes_in)
         if todo:
-            records |= _convert_layers(plan, todo, out, reader, log, meter, device, threads)
+            _convert_layers(plan, todo, out, reader, log, meter, device, threads)
         rest: list[RestRecord] = []
         for item in plan.rest:
             meter.say(item.name)
             rest.append(write_rest(item, reader, folder, out, log, meter))
-    meter.say("manifest")
-    skipped = _finish(plan, folder, out, [records[layer.layer] for layer in plan.layers], rest)
     converted = tuple(layer.layer for layer in todo)
-    return Summary(out, converted, resumed, plan.bytes_in, plan.bytes_out, skipped)
+    resumed = tuple(layer.layer for layer in plan.layers if layer not in todo)
+    return converted, resumed, rest
 
 
 def _convert_layers(
@@ -221,8 +313,8 @@ def _convert_layers(
     meter: Meter,
     device: str,
     threads: int,
-) -> dict[int, LayerRecord]:
-    """The records of `layers`, written through one pipeline; no file is left half written."""
+) -> None:
+    """Writes and logs `layers`, all through one pipeline; no file is left half written."""
     works = [LayerWork(layer, out) for layer in layers]
     crew = Crew(threads)
     try:
@@ -231,7 +323,6 @@ def _convert_layers(
             slots = [place.slot(*plan.buffers) for _ in range(1 if crew.alone else plan.slots)]
             run_pipeline(stages.batches(works), stages, slots)
             stages.finish()
-            return stages.finished
     finally:
         crew.dismiss()
         for work in works:
@@ -258,55 +349,3 @@ def _is_finished(out: Path, layer: LayerPlan, record: LayerRecord) -> bool:
         return False
     hashes = {info: record.sha256[name] for name, info in layer.file.tensors.items()}
     return file_matches(out / layer.file.name, layer.file, hashes)
-
-
-def producer() -> dict[str, str]:
-    """Versions of what writes the folder; an absent package is ``""``."""
-    versions = {"moectl": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name, package in (("triton", "triton"), ("flashinfer", "flashinfer-python")):
-        try:
-            versions[name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[name] = ""
-    return versions
-
-
-def _finish(
-    plan: Plan, folder: Path, out: Path, layers: list[LayerRecord], rest: list[RestRecord]
-) -> tuple[str, ...]:
-    """Copies the small files, then writes index, configs, manifest, and READY last."""
-    if plan.ending is not None:
-        return plan.ending.finish(plan, folder, out, layers, rest, producer())
-    files, skipped = copy_small_files(folder, out, {info.file for info in plan.checkpoint.tensors.values()})
-    config = converted_config(plan.checkpoint.config, plan.layout)
-    source = source_record(plan.checkpoint, folder)
-    documents = {
-        INDEX: _document(plan.index),
-        CONFIG: _document(config),
-        SOURCE_CONFIG: (folder / CONFIG).read_bytes(),
-    }
-    for name, data in documents.items():
-        write_file(out / name, data)
-    record = ManifestRecord(
-        format_version=FORMAT_VERSION,
-        producer=producer(),
-        source=source,
-        layout=plan.layout,
-        shard=plan.shard,
-        experts_only=plan.experts_only,
-        groups=plan.groups,
-        layers=tuple(layers),
-        rest=tuple(rest),
-        files=files,
-        documents=tuple(
-            FileRecord(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in documents.items()
-        ),
-    )
-    data = manifest_bytes(record)
-    write_file(out / MANIFEST, data)
-    write_file(out / READY, ready_bytes(data))
-    return skipped
-
-
-def _document(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -18,6 +18,7 @@ from moectl.checkpoint import open_checkpoint
 from moectl.convert.layout import layout_for
 from moectl.convert.passes import warm_up
 from moectl.convert.plan import plan_conversion
+from moectl.convert.portions import portion_of
 from moectl.convert.stream import convert
 from moectl.errors import MoectlError
 
@@ -62,7 +63,13 @@ def main(options: dict[str, Any]) -> int:
         "layer": plan.layers[0].bytes_in,
     }
     try:
-        summary = convert(plan, Path(options["out"]), resume=options.get("resume", False), progress=progress)
+        summary = convert(
+            plan,
+            Path(options["out"]),
+            resume=options.get("resume", False),
+            progress=progress,
+            portion=portion_of(options["part"]) if "part" in options else None,
+        )
         outcome |= {"converted": summary.converted, "resumed": summary.resumed}
         code = 0
     except MoectlError as error:
