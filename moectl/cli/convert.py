@@ -276,7 +276,7 @@ def draw_plans(plans: "Sequence[RankPlan]", console: Any) -> None:
                     size(item.own.disk_needed),
                 )
         console.print(made)
-    draw_plan(plans[0].plan, console)
+    draw_plan(plans[0].own, console)
 
 
 def draw_plan(plan: "Plan", console: Any) -> None:
