@@ -42,8 +42,8 @@ def quantize(
 
     The same input gives the same result, however experts are batched. Working memory beyond input and
     output: ten float32 for each weight of a piece (`PIECE` weights, in whole rows of scales; one matrix
-    where all rows share a scale); ``gptq`` works on one matrix at a time with eight float32 for each of
-    its weights and four for each number of the Hessian.
+    where all rows share a scale); ``gptq`` works on one matrix at a time, with four float32 for each number
+    of the Hessian besides.
 
     Args:
         weights: ``[e, n, k]`` of any float dtype, finite.

@@ -51,16 +51,16 @@ def search(
 
     `w` is blocked float32 ``[1, ...]``, global scale divided out; `importance` broadcasts over it.
     """
-    low, high = w.amin(WITHIN), w.amax(WITHIN)
-    middle = (low.clamp(max=0) + high.clamp(min=0)) / 2
-    best, error = Way(scale, zero), torch.full_like(low, torch.inf)
-    first = [best]
+    best, error = Way(scale, zero), torch.full(scale.shape, torch.inf, device=w.device)
+    first, middle = [best], None
     if zero is not None:
+        low, high = w.amin(WITHIN), w.amax(WITHIN)
+        middle = (low.clamp(max=0) + high.clamp(min=0)) / 2
         symmetric = codec.store.covering(torch.maximum(high, -low), codec.grid)
         first.append(Way(symmetric, torch.full_like(zero, 1 << (codec.grid.bits - 1))))
     for i, steps in enumerate(STEPS[type(codec.store), type(codec.grid)]):
         near = [codec.store.near(best.scale, step) for step in steps]
-        ways = [Way(s, None if zero is None else _centred(codec, s, middle)) for s in near]
+        ways = [Way(s, None if middle is None else _centred(codec, s, middle)) for s in near]
         best, error = _best(codec, w, ([] if i else first) + ways, importance, measure, best, error)
     return best
 

@@ -33,6 +33,14 @@ class Calibrated:
     upper: Tensor | None = None
 
 
+class _Given(NamedTuple):
+    """Blocked weights, their global scale divided out, and the usual scales and zeros of their blocks."""
+
+    x: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+
 class _Found(NamedTuple):
     """One way to write some rows: blocked codes (one to a byte), stored scales and zeros."""
 
@@ -61,18 +69,20 @@ class Work:
             w = matrix[None, first : first + self._rows].float()
             blocks = replace(self.blocks, n=w.shape[1])
             blocked = blocks.split(w)
-            found = self._found(blocked, blocks, chosen, calibrated)
+            given = self._usual(blocked, chosen)
+            nearest = given if usual is chosen else self._usual(blocked, usual)
+            found = self._found(given, blocks, calibrated)
             encoded = Encoded(self.codec.pack(blocks, found.codes), found.scale, found.zero, chosen)
             parts.append(encoded)
             lost = self.codec.decode(*encoded).sub_(w)
             if hessian is None:
-                nearest, outputs = self._nearest_errors(blocked, usual), None
+                missed, outputs = self._nearest_errors(nearest, usual), None
             else:
-                missed = self._nearest(blocked, blocks, usual).sub_(w)
-                outputs = [gptq.output_errors(t[0], hessian) for t in (w, lost, missed)]
-                nearest = block_sums(blocks, missed)
+                rounded = self._nearest(nearest, blocks, usual).sub_(w)
+                outputs = [gptq.output_errors(t[0], hessian) for t in (w, lost, rounded)]
+                missed = block_sums(blocks, rounded)
             tally.add(
-                w.numel(), block_sums(blocks, w), block_sums(blocks, lost), nearest, blocks, first, outputs
+                w.numel(), block_sums(blocks, w), block_sums(blocks, lost), missed, blocks, first, outputs
             )
         zeros = [part.zero for part in parts if part.zero is not None]
         scales = [part.scale for part in parts if part.scale is not None]
@@ -92,16 +102,18 @@ class Work:
         usual = self.codec.global_scale(largest.flatten(1).amax(1))
         return usual, usual if self.options.method == "rtn" else roomy(self.codec, usual, largest)
 
-    def _nearest(self, blocked: Tensor, blocks: Blocks, usual: Tensor | None) -> Tensor:
-        """``[1, n, k]``: what rounding to nearest at the usual scales makes of blocked weights."""
-        x = _divided(blocked, usual)
-        values = self.codec.rounded(x, *self.codec.usual_scales(x))
+    def _usual(self, blocked: Tensor, global_scale: Tensor | None) -> _Given:
+        x = blocked if global_scale is None else blocked / global_scale[..., None, None]
+        return _Given(x, *self.codec.usual_scales(x))
+
+    def _nearest(self, given: _Given, blocks: Blocks, usual: Tensor | None) -> Tensor:
+        """``[1, n, k]``: what rounding to nearest at the usual scales makes of weights."""
+        values = self.codec.rounded(*given)
         return blocks.join(values if usual is None else values.mul_(usual[..., None, None]))
 
-    def _nearest_errors(self, blocked: Tensor, usual: Tensor | None) -> Tensor:
+    def _nearest_errors(self, given: _Given, usual: Tensor | None) -> Tensor:
         """``[1, block rows, block columns]``: the squared errors of `_nearest`."""
-        x = _divided(blocked, usual)
-        scale, zero = self.codec.usual_scales(x)
+        x, scale, zero = given
         errors = self._loops(x).errors(self.codec.grid, x, *self._numbers(scale, zero), None)
         return errors if usual is None else errors.mul_(usual.square())
 
@@ -115,11 +127,8 @@ class Work:
     def _loops(self, x: Tensor) -> Loops:
         return loops_for(x.device, self.blocks.n * self.blocks.k)
 
-    def _found(
-        self, blocked: Tensor, blocks: Blocks, chosen: Tensor | None, calibrated: Calibrated
-    ) -> _Found:
-        x = _divided(blocked, chosen)
-        scale, zero = self.codec.usual_scales(x)
+    def _found(self, given: _Given, blocks: Blocks, calibrated: Calibrated) -> _Found:
+        x, scale, zero = given
         if self.options.method == "rtn":
             return self._codes(x, scale, zero)
         importance = calibrated.importance
@@ -166,7 +175,3 @@ class Work:
         rows = gptq.output_errors(difference, hessian)
         whole = torch.nn.functional.pad(rows, (0, blocks.scales[0] * blocks.rows - blocks.n))
         return whole.reshape(1, -1, blocks.rows).sum(-1)
-
-
-def _divided(blocked: Tensor, global_scale: Tensor | None) -> Tensor:
-    return blocked if global_scale is None else blocked / global_scale[..., None, None]
