@@ -36,8 +36,8 @@ def _squared(weight, factor, shift, low, high, mask, least, magic):
 
 
 @_compiled
-def block_errors(w, factors, shifts, importance, first, last, low, high, mask, least, magic, errors):
-    """Fills `errors` of rows `first` to `last`, all float32.
+def block_errors(w, factors, shifts, importance, low, high, mask, least, magic, errors):
+    """Fills `errors`, all float32.
 
     `w` is ``[rows, rows of a block, block columns, columns of a block]``; `factors`, `shifts` and `errors`
     are ``[candidates, rows, block columns]``; `importance` is ``[block columns x columns of a block]``.
@@ -45,7 +45,7 @@ def block_errors(w, factors, shifts, importance, first, last, low, high, mask, l
     lanes = np.zeros(LANES, np.float32)
     columns = w.shape[3]
     whole = columns // LANES
-    for row in range(first, last):
+    for row in range(w.shape[0]):
         for group in range(w.shape[2]):
             weights = importance[group * columns : (group + 1) * columns]
             for candidate in range(factors.shape[0]):
@@ -71,10 +71,8 @@ def block_errors(w, factors, shifts, importance, first, last, low, high, mask, l
 
 
 @_compiled
-def write_codes(
-    w, factors, shifts, first, last, low, high, mask, least, magic, offset, mantissa, sign, codes
-):
-    """Fills uint8 `codes` of block rows `first` to `last`: `Integers.codes` or `Minifloat.codes`.
+def write_codes(w, factors, shifts, low, high, mask, least, magic, offset, mantissa, sign, codes):
+    """Fills uint8 `codes`: `Integers.codes` or `Minifloat.codes`.
 
     `w` is as above, `factors` and `shifts` are ``[rows, block columns]`` float32, `codes`
     ``[rows x rows of a block, block columns x columns of a block]``. `mantissa` is negative for integers,
@@ -85,7 +83,7 @@ def write_codes(
     normal = np.int32((127 << max(mantissa, 0)) - (1 << max(mantissa, 0)))
     up = np.float32(1) / least
     fine = up * np.float32(1 << max(mantissa, 0))
-    for row in range(first, last):
+    for row in range(w.shape[0]):
         for inner in range(w.shape[1]):
             out = codes[row * w.shape[1] + inner]
             for group in range(w.shape[2]):

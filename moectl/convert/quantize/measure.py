@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +12,6 @@ from torch import Tensor
 
 from ..codecs.blocks import WITHIN, over
 from ..codecs.grids import Grid, Integers, Minifloat
-from ..cpu_pass import thread_count
 
 COMPILED_FROM = 1 << 18
 """Weights of a matrix from which the compiled loops pay for being loaded."""
@@ -65,22 +61,19 @@ def _in_grid(w: Tensor, factors: Tensor, shifts: Tensor | None) -> Tensor:
 def compiled_errors(
     grid: Grid, w: Tensor, factors: Tensor, shifts: Tensor | None, importance: Tensor | None
 ) -> Tensor:
-    """As `Measure` says, on CPU tensors, on as many threads as conversions have."""
+    """As `Measure` says, on CPU tensors, in the calling thread."""
     from . import _cpu_kernels
 
     errors = torch.empty_like(factors)
     columns = w.shape[3] * w.shape[4]
     weights = torch.ones(columns) if importance is None else importance.expand(1, 1, 1, *w.shape[3:])
     given = _arrays(w[0], factors, _zeros(shifts, factors), weights.reshape(-1))
-    _on_threads(
-        lambda first, last: _cpu_kernels.block_errors(*given, first, last, *_rounding(grid), errors.numpy()),
-        factors.shape[1],
-    )
+    _cpu_kernels.block_errors(*given, *_rounding(grid), errors.numpy())
     return errors
 
 
 def compiled_codes(grid: Grid, w: Tensor, factors: Tensor, shifts: Tensor | None) -> Tensor:
-    """As `Encode` says, on CPU tensors, on as many threads as conversions have."""
+    """As `Encode` says, on CPU tensors, in the calling thread."""
     from . import _cpu_kernels
 
     codes = torch.empty(w.shape, dtype=torch.uint8)
@@ -89,10 +82,7 @@ def compiled_codes(grid: Grid, w: Tensor, factors: Tensor, shifts: Tensor | None
     offset = grid.offset if isinstance(grid, Integers) else 0
     mantissa = grid.mantissa if isinstance(grid, Minifloat) else -1
     kind = np.int32(offset), np.int32(mantissa), np.int32(1 << (grid.bits - 1))
-    _on_threads(
-        lambda first, last: _cpu_kernels.write_codes(*given, first, last, *_rounding(grid), *kind, rows),
-        factors.shape[1],
-    )
+    _cpu_kernels.write_codes(*given, *_rounding(grid), *kind, rows)
     return codes
 
 
@@ -107,22 +97,6 @@ def _arrays(*tensors: Tensor) -> tuple[Any, ...]:
 def _rounding(grid: Grid) -> tuple[Any, ...]:
     low, high, mask, least, magic = grid.rounding
     return np.float32(low), np.float32(high), np.int32(mask), np.float32(least), np.float32(magic)
-
-
-def _on_threads(body: Callable[[int, int], None], rows: int) -> None:
-    """Calls `body` with ranges that cover `rows`, one for each thread."""
-    parts = min(thread_count(), rows)
-    if parts == 1:
-        body(0, rows)
-        return
-    ends = [rows * i // parts for i in range(parts + 1)]
-    for done in [_pool(parts).submit(body, first, last) for first, last in pairwise(ends)]:
-        done.result()
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="quantize")
 
 
 PLAIN = Loops(plain_errors, plain_codes)

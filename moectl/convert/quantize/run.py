@@ -13,11 +13,8 @@ from ..codecs.blocks import Blocks
 from . import gptq
 from .options import Quantizer
 from .report import Report
-from .tally import Tally, block_sums
+from .tally import Tallied, Tally, block_sums
 from .work import Calibrated, Work
-
-PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Weights that are worked on at a time: enough to hide what a call costs, by type of device."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ def quantize(
     """The canonical tensors of `role` for a batch of experts, on the device of `weights`.
 
     The same input gives the same result, however experts are batched. Working memory beyond input and
-    output: ten float32 for each weight of a piece (`PIECE` weights, in whole rows of scales; one matrix
+    output: ten float32 for each weight of a piece (`work.PIECE` weights, in whole rows of scales, `LEAST` on each thread; one matrix
     where all rows share a scale); ``gptq`` works on one matrix at a time, with four float32 for each number
     of the Hessian besides.
 
@@ -79,10 +76,10 @@ def quantize(
             rows, h = Blocks(n, k, 1, k), _of(hessian, i, 2)
             outputs = None if h is None else [gptq.output_errors(t[0], h) for t in (w, lost, lost)]
             sums = block_sums(rows, lost)
-            tally.add(w.numel(), block_sums(rows, w), sums, sums, rows, 0, outputs)
+            tally.add(Tallied(w.numel(), block_sums(rows, w), sums, sums, rows, 0, outputs))
         return Quantized(encoded.roles(role), tally.report())
     matrices = in_halves(Encoded(weights), halves).codes if halves > 1 else weights
-    work = Work(codec, options, codec.blocks(matrices), PIECE.get(weights.device.type, PIECE["cpu"]))
+    work = Work(codec, options, codec.blocks(matrices), weights.device)
     upper = None
     if options.method == "gptq" and hessian is not None and hessian.ndim == 2:
         upper = gptq.factor(hessian, options.damping)

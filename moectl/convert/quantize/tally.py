@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from ..codecs.blocks import WITHIN, Blocks
@@ -12,6 +14,28 @@ from .report import Errors, Report, Worst
 def block_sums(blocks: Blocks, t: Tensor) -> Tensor:
     """``[1, block rows, block columns]``: sums of squares of `t` ``[1, n, k]``."""
     return blocks.split(t).square().sum(WITHIN)
+
+
+@dataclass(frozen=True)
+class Tallied:
+    """Sums of squares of a piece.
+
+    Attributes:
+        weights: how many there are.
+        signal, taken, nearest: ``[1, block rows, block columns]``, of the weights, of the errors of what
+            was taken, and of those of rounding to nearest.
+        blocks: how the piece falls into blocks.
+        first: its first row.
+        outputs: the same three for the outputs, by row, or None.
+    """
+
+    weights: int
+    signal: Tensor
+    taken: Tensor
+    nearest: Tensor
+    blocks: Blocks
+    first: int
+    outputs: list[Tensor] | None = None
 
 
 class Tally:
@@ -26,31 +50,19 @@ class Tally:
         """The next rows added are those of `expert` from `row` on."""
         self._expert, self._row = expert, row
 
-    def add(
-        self,
-        weights: int,
-        signal: Tensor,
-        taken: Tensor,
-        nearest: Tensor,
-        blocks: Blocks,
-        first: int,
-        outputs: list[Tensor] | None = None,
-    ) -> None:
-        """Adds sums of squares ``[1, block rows, block columns]`` of so many `weights` from row `first` on.
-
-        `signal` is that of the weights, `taken` and `nearest` those of the errors; `outputs` holds the
-        same three for the outputs, by row. Rows count from the last `begin`.
-        """
+    def add(self, sums: Tallied) -> None:
+        """Adds a piece; its rows count from the last `begin`."""
+        signal, outputs = sums.signal, sums.outputs
         totals = [None] * 3 if outputs is None else [float(t.double().sum()) for t in outputs]
         self._add(
             Report(
                 self._role,
                 str(self._options.weight),
                 self._options.method,
-                weights,
+                sums.weights,
                 float(signal.double().sum()),
-                self._errors(taken, signal, blocks, first, totals[1]),
-                self._errors(nearest, signal, blocks, first, totals[2]),
+                self._errors(sums.taken, signal, sums.blocks, sums.first, totals[1]),
+                self._errors(sums.nearest, signal, sums.blocks, sums.first, totals[2]),
                 totals[0],
             )
         )

@@ -11,11 +11,19 @@ from torch import Tensor
 from ...schemes import FULL
 from ..codecs import Encoded, Scaled
 from ..codecs.blocks import WITHIN, Blocks
+from ..cpu_pass import thread_count
 from . import gptq
 from .measure import Loops, loops_for
 from .options import Quantizer
 from .search import roomy, search
-from .tally import Tally, block_sums
+from .tally import Tallied, Tally, block_sums
+from .threads import each
+
+PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Weights that are worked on at a time, by all threads together: enough to hide what a call costs."""
+
+LEAST = 1 << 17
+"""Weights of a thread's piece, at least."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,13 @@ class _Found(NamedTuple):
 
 
 class Work:
-    """Quantizes matrices of one shape; `piece` is how many weights are worked on at a time."""
+    """Quantizes matrices of one shape."""
 
-    def __init__(self, codec: Scaled, options: Quantizer, blocks: Blocks, piece: int) -> None:
+    def __init__(self, codec: Scaled, options: Quantizer, blocks: Blocks, device: torch.device) -> None:
         self.codec, self.options, self.blocks = codec, options, blocks
         at_once = options.method == "gptq" or options.weight.block[0] == FULL
+        self._threads = thread_count() if device.type == "cpu" and not at_once else 1
+        piece = max(LEAST, PIECE.get(device.type, PIECE["cpu"]) // self._threads)
         rows = max(1, piece // (blocks.k * blocks.rows)) * blocks.rows
         self._rows = blocks.n if at_once else min(rows, blocks.n)
 
@@ -64,8 +74,8 @@ class Work:
         hessian = calibrated.hessian
         if self.options.method == "gptq" and calibrated.upper is None and hessian is not None:
             calibrated = replace(calibrated, upper=gptq.factor(hessian, self.options.damping))
-        parts = []
-        for first in range(0, self.blocks.n, self._rows):
+
+        def piece(first: int) -> tuple[Encoded, Tallied]:
             w = matrix[None, first : first + self._rows].float()
             blocks = replace(self.blocks, n=w.shape[1])
             blocked = blocks.split(w)
@@ -73,7 +83,6 @@ class Work:
             nearest = given if usual is chosen else self._usual(blocked, usual)
             found = self._found(given, blocks, calibrated)
             encoded = Encoded(self.codec.pack(blocks, found.codes), found.scale, found.zero, chosen)
-            parts.append(encoded)
             lost = self.codec.decode(*encoded).sub_(w)
             if hessian is None:
                 missed, outputs = self._nearest_errors(nearest, usual), None
@@ -81,9 +90,13 @@ class Work:
                 rounded = self._nearest(nearest, blocks, usual).sub_(w)
                 outputs = [gptq.output_errors(t[0], hessian) for t in (w, lost, rounded)]
                 missed = block_sums(blocks, rounded)
-            tally.add(
-                w.numel(), block_sums(blocks, w), block_sums(blocks, lost), missed, blocks, first, outputs
-            )
+            signal, taken = block_sums(blocks, w), block_sums(blocks, lost)
+            return encoded, Tallied(w.numel(), signal, taken, missed, blocks, first, outputs)
+
+        done = each(piece, range(0, self.blocks.n, self._rows), self._threads)
+        for _, sums in done:
+            tally.add(sums)
+        parts = [encoded for encoded, _ in done]
         zeros = [part.zero for part in parts if part.zero is not None]
         scales = [part.scale for part in parts if part.scale is not None]
         return Encoded(

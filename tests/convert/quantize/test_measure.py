@@ -8,7 +8,7 @@ import torch
 from moectl.convert.codecs import codec_for
 from moectl.convert.codecs.blocks import Blocks
 from moectl.convert.codecs.grids import E2M1, E4M3, INT4, INT8
-from moectl.convert.quantize import Quantizer, measure, quantize
+from moectl.convert.quantize import Quantizer, measure, quantize, threads, work
 from moectl.schemes import NVFP4, WeightFormat, int_format
 
 GRIDS = {"E2M1": E2M1, "E4M3": E4M3, "INT4": INT4, "INT8": INT8}
@@ -54,11 +54,23 @@ def test_compiled_codes_are_those_of_plain_torch(grid, blocks):
 
 
 def test_threads_change_nothing(monkeypatch):
-    w, factors, _, _ = cases(SHAPES["groups"], E2M1)
-    monkeypatch.setattr(measure, "thread_count", lambda: 1)
-    alone = measure.compiled_errors(E2M1, w, factors, None, None)
-    monkeypatch.setattr(measure, "thread_count", lambda: 3)
-    assert torch.equal(measure.compiled_errors(E2M1, w, factors, None, None), alone)
+    w = torch.randn(2, 300, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = []
+    for count in (1, 3):
+        monkeypatch.setattr(work, "thread_count", lambda count=count: count)
+        monkeypatch.setattr(work, "PIECE", {"cpu": 40 * 1024})
+        monkeypatch.setattr(work, "LEAST", 40 * 1024)
+        found.append(quantize(w, Quantizer(NVFP4)))
+    assert found[0].report == found[1].report
+    assert all(torch.equal(found[1].roles[role], tensor) for role, tensor in found[0].roles.items())
+
+
+def test_threads_of_pieces_leave_torch_s_own_alone():
+    before = torch.get_num_threads()
+    assert set(threads.each(lambda _: torch.get_num_threads(), range(50), 3)) == {1}
+    assert torch.get_num_threads() == before
+    with pytest.raises(ZeroDivisionError):
+        threads.each(lambda number: 1 // number, [1, 0, 2], 2)
 
 
 @pytest.mark.parametrize(
