@@ -38,9 +38,9 @@ def quantize(
     """The canonical tensors of `role` for a batch of experts, on the device of `weights`.
 
     The same input gives the same result, however experts are batched. Working memory beyond input and
-    output: ten float32 for each weight of a piece (`work.PIECE` weights, in whole rows of scales, `LEAST` on each thread; one matrix
-    where all rows share a scale); ``gptq`` works on one matrix at a time, with four float32 for each number
-    of the Hessian besides.
+    output: ten float32 for each weight that is worked on. Pieces are whole
+    rows of scales, `work.PIECE` weights by all threads together, `work.LEAST` by each; where all rows
+    share a scale and for ``gptq`` one matrix, with four float32 for each number of the Hessian.
 
     Args:
         weights: ``[e, n, k]`` of any float dtype, finite.
