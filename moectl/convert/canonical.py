@@ -21,7 +21,7 @@ import math
 from ..errors import NoBackend
 from ..problem import MoEProblem
 from ..schemes import FULL, WeightFormat
-from .transforms import Pad, Rearrange, Shape, Step
+from .transforms import Flip, Pad, Rearrange, Shape, Step
 
 INTERLEAVED, CONCATENATED = "interleaved", "concatenated"
 
@@ -104,11 +104,12 @@ def _check_groups(problem: MoEProblem) -> None:
             )
 
 
-def padded(problem: MoEProblem, role: str, fill: int = 0) -> tuple[Step, ...]:
+def padded(problem: MoEProblem, role: str, fill: int = 0, every_row: bool = False) -> tuple[Step, ...]:
     """Steps that pad canonical `role` with `fill` to the padded sizes; row order and meaning stay.
 
     Of concatenated `w13` each half is padded by itself; of interleaved only the end, so that pairs
-    stay pairs. Roles of one value per matrix have nothing to pad.
+    stay pairs. Roles of one value per matrix have nothing to pad. `every_row`: scales of blocks of rows
+    were repeated before, so that there is one for each row.
     """
     dims, weight = problem.dims, problem.scheme.weight
     kind = role.partition("_")[2]
@@ -117,11 +118,15 @@ def padded(problem: MoEProblem, role: str, fill: int = 0) -> tuple[Step, ...]:
     n, k = (dims.intermediate, dims.hidden), (dims.padded_intermediate, dims.padded_hidden)
     (rows, columns), (full_rows, full_columns) = (n, k) if role.startswith("w13") else (n[::-1], k[::-1])
     steps: list[Step] = []
-    if kind in ("scale", "zero"):
+    if kind in ("scale", "zero") and not every_row:
         rows, full_rows = (scale_rows(weight, size) for size in (rows, full_rows))
+    tail = "" if kind == "bias" else " k"
+    order = row_order(problem, role)
+    if every_row and halves(problem, role) == 2 and order != problem.rows:
+        steps.append(Rearrange(f"e (s n){tail} -> e (n s){tail}", {"s": 2}))
+        order = problem.rows
     if full_rows > rows:
-        tail = "" if kind == "bias" else " k"
-        if halves(problem, role) == 2 and problem.rows == CONCATENATED:
+        if halves(problem, role) == 2 and order == CONCATENATED:
             steps += [
                 Rearrange(f"e (s n){tail} -> e s n{tail}", {"s": 2}),
                 Pad(2, full_rows, fill),
@@ -134,6 +139,12 @@ def padded(problem: MoEProblem, role: str, fill: int = 0) -> tuple[Step, ...]:
         if after > before:
             steps.append(Pad(2, after, fill))
     return tuple(steps)
+
+
+def row_order(problem: MoEProblem, role: str) -> str:
+    """The order of a canonical role's rows: scales of blocks of rows have all of gate's first."""
+    of_blocks = role.endswith(("_scale", "_zero")) and problem.scheme.weight.block[0] != 1
+    return CONCATENATED if of_blocks or halves(problem, role) == 1 else problem.rows
 
 
 def _columns(weight: WeightFormat, kind: str, k: int) -> int:
@@ -149,15 +160,22 @@ def _columns(weight: WeightFormat, kind: str, k: int) -> int:
 
 def gate_then_up(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     """Padded `w13` rows with all gates first, then all ups; nothing to do for other roles."""
-    if halves(problem, role) == 1 or problem.rows == CONCATENATED:
+    if row_order(problem, role) == CONCATENATED:
         return ()
     tail = "" if role.endswith("_bias") else " k"
     return (Rearrange(f"e (n s){tail} -> e (s n){tail}", {"s": 2}),)
 
 
+def up_then_gate(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    """Padded `w13` rows with all ups first, then all gates; nothing to do for other roles."""
+    if halves(problem, role) == 1:
+        return ()
+    return (*gate_then_up(problem, role), Flip(1))
+
+
 def in_pairs(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     """Padded `w13` rows as gate0, up0, gate1, up1, ...; nothing to do for other roles."""
-    if halves(problem, role) == 1 or problem.rows == INTERLEAVED:
+    if halves(problem, role) == 1 or row_order(problem, role) == INTERLEAVED:
         return ()
     tail = "" if role.endswith("_bias") else " k"
     return (Rearrange(f"e (s n){tail} -> e (n s){tail}", {"s": 2}),)

@@ -6,14 +6,18 @@ Public here: `Chain`, `WeightLayout`, `LAYOUTS`, `layout_for`, `layout_named`.
 from __future__ import annotations
 
 from ..errors import CheckpointError, UsageError
-from ..schemes import WeightFormat
+from ..schemes import A16, WeightFormat
 from ..targets import TARGETS
 from .chain import BLOCK_BYTES, Chain
-from .layouts.cutlass import CUTLASS_SM90
-from .layouts.marlin import MARLIN_INT4, MARLIN_INT8, MARLIN_MXFP4
+from .layouts.cpu import CPU
+from .layouts.cutlass import CUTLASS
+from .layouts.marlin import INTEGER as MARLIN_INTEGER
+from .layouts.marlin_float import FLOAT as MARLIN_FLOAT
 from .layouts.mtile64 import MTILE64
+from .layouts.plain import PLAIN
+from .layouts.triton_blackwell import TRITON_BLACKWELL
 from .layouts.triton_hopper import TRITON_HOPPER
-from .layouts.trtllm import TRTLLM_MXFP4, TRTLLM_MXINT4
+from .layouts.trtllm import TRTLLM
 from .weight_layout import WeightLayout
 
 __all__ = [
@@ -26,43 +30,56 @@ __all__ = [
 ]
 
 LAYOUTS: tuple[WeightLayout, ...] = (
-    MARLIN_INT4,
-    MARLIN_INT8,
-    MARLIN_MXFP4,
-    TRTLLM_MXFP4,
-    TRTLLM_MXINT4,
+    *MARLIN_INTEGER,
+    *MARLIN_FLOAT,
+    *TRTLLM,
     TRITON_HOPPER,
-    CUTLASS_SM90,
+    TRITON_BLACKWELL,
+    *CUTLASS,
+    *PLAIN,
+    *CPU,
     MTILE64,
 )
 """Every layout. Registering one here and in `moectl.targets` offers it, and tests it."""
 
 
-def layout_for(target: str, weight: WeightFormat, arch: str | None = None) -> WeightLayout:
-    """The layout of `target` that holds `weight`, for kernels of `arch` where that is given.
+def layout_for(
+    target: str, weight: WeightFormat, arch: str | None = None, act: str | None = None
+) -> WeightLayout:
+    """The layout of `target` that holds `weight`, for kernels of `arch` and activations `act` where given.
 
-    Raises UsageError, naming the choices, when there is none, or several that only `arch` tells apart.
+    Where activations alone tell layouts apart and none are given, those of 16 bits count. Raises
+    UsageError, naming the choices, when there is no layout, or several that only `arch` tells apart.
     """
     if target not in TARGETS:
         raise UsageError(f"no target is called {target!r}.", hint=f"Choose one of {', '.join(TARGETS)}.")
     named = [layout for layout in LAYOUTS if layout.target == target]
     holding = [layout for layout in named if weight in layout.weights]
     if not holding:
-        held = "; ".join(str(held) for layout in named for held in layout.weights)
+        held = "; ".join(dict.fromkeys(str(held) for layout in named for held in layout.weights))
         others = dict.fromkeys(layout.target for layout in LAYOUTS if weight in layout.weights)
         raise UsageError(
             f"target {target} holds {held}; these weights are {weight}.",
             hint=f"Targets for them: {', '.join(others) or 'none'}.",
         )
     fitting = [layout for layout in holding if arch is None or arch in layout.archs]
-    if len(fitting) != 1:
+    taking = [layout for layout in fitting if act is None or act in layout.acts]
+    if fitting and not taking:
+        acts = ", ".join(dict.fromkeys(act for layout in fitting for act in layout.acts))
+        raise UsageError(
+            f"target {target} for {weight} is read with {acts} activations, got {act}.",
+            hint="Give one of these with --act.",
+        )
+    if len(taking) > 1:
+        taking = [layout for layout in taking if A16.name in layout.acts]
+    if len(taking) != 1:
         archs = ", ".join(dict.fromkeys(arch for layout in holding for arch in layout.archs))
         raise UsageError(
             f"target {target} for {weight} is read on {archs}, "
             f"got {arch if arch else 'no architecture to choose by'}.",
             hint="Give one of these with --arch.",
         )
-    return fitting[0]
+    return taking[0]
 
 
 def layout_named(name: str) -> WeightLayout:

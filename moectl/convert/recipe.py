@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
+from . import rescale as rescale  # registers the value steps that a manifest may name
 from .chain import Chain
 from .transforms import Shape
 from .values import Fact, Facts, Shapes, Tensors, Value, take_facts, value_from_json, value_to_json
@@ -40,6 +41,11 @@ class Output:
     def exact(self) -> bool:
         """True when its canonical role comes back from it."""
         return not self.per_layer and all(value.exact for value in self.values)
+
+    @property
+    def lossy(self) -> bool:
+        """True when weights are replaced by others and their source is not kept."""
+        return any(value.lossy for value in self.values)
 
     def steps(self, shape: Shape, dtype: str) -> tuple[tuple[Shape, str], ...]:
         """Shape and dtype before every value step and after the last."""
@@ -110,7 +116,13 @@ class Recipe:
     @cached_property
     def kept(self) -> tuple[str, ...]:
         """Canonical roles that no output gives back; they are stored as they are, as ``source.ROLE``."""
-        return tuple(role for role in self.shapes if role not in self._back)
+        return tuple(role for role in self.shapes if role not in self._back and role not in self.lossy)
+
+    @cached_property
+    def lossy(self) -> tuple[str, ...]:
+        """Canonical roles that are stored as other numbers and do not come back."""
+        replaced = {output.role for output in self.outputs.values() if output.lossy}
+        return tuple(role for role in self.shapes if role in replaced and role not in self._back)
 
     @cached_property
     def _back(self) -> Mapping[str, str]:
@@ -169,7 +181,14 @@ class Recipe:
             yield self.side(role), batch[role]
 
     def restore(self, stored: Tensors, experts: int) -> dict[str, Tensor]:
-        """The canonical tensors of a batch of `experts` that is stored as `stored`."""
+        """The canonical tensors of a batch of `experts` that is stored as `stored`.
+
+        Raises CheckpointError where a role does not come back.
+        """
+        if self.lossy:
+            raise CheckpointError(
+                f"{', '.join(self.lossy)} were requantized; the checkpoint they came from cannot be restored."
+            )
         canonical = {role: stored[self.side(role)] for role in self.kept}
         for role, name in self._back.items():
             shape, dtype = self.shapes[role]

@@ -3,7 +3,8 @@
 A backend that rescales scales, folds numbers of the whole layer into them, or stores codes in another
 number system gets such a step in front of the chain. Each is a frozen record without tensors, written
 into manifests by name. What a step loses is kept beside its result as a ``source.*`` tensor, so that the
-way back is bit-exact; a step that loses nothing says so and is undone.
+way back is bit-exact; a step that loses nothing says so and is undone. A step that replaces weights by
+others is `lossy`: nothing is kept for it, and there is no way back.
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ class Value(Protocol):
     def exact(self) -> bool:
         """True when `undo` gives every input back bit for bit; such a step has no facts."""
 
+    @property
+    def lossy(self) -> bool:
+        """True when what it loses is not kept."""
+
     def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
         """What comes out for an input of `shape` and `dtype`; CheckpointError if it cannot be."""
 
@@ -83,6 +88,40 @@ class Value(Protocol):
 
     def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
         """The input, of `shape` and `dtype`, that `apply` turns into `t`; only where `exact`."""
+
+
+class Exact:
+    """What most exact value steps have in common: they need nothing else and keep the shape."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        return ()
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    @property
+    def lossy(self) -> bool:
+        return False
+
+    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+        return shape, dtype
+
+
+class Kept(Exact):
+    """What most other value steps have in common: their source is kept, and they are not undone."""
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+        raise AssertionError(f"{self} is not undone")
 
 
 VALUES: dict[str, type[Value]] = {}
@@ -100,6 +139,12 @@ def named(name: str) -> Callable[[Kind], Kind]:
         return kind
 
     return register
+
+
+def need(holds: bool, why: str) -> None:
+    """CheckpointError with the sentence `why` unless `holds`."""
+    if not holds:
+        raise CheckpointError(why)
 
 
 def value_to_json(value: Value) -> dict[str, Any]:

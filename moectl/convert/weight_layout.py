@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ..errors import NoBackend
-from ..padding import padding, size_rule
+from ..padding import pad, padding, size_rule
 from ..problem import Align, MoEProblem
 from ..schemes import WeightFormat
 from ..targets import LAYOUTS, Reader
@@ -16,15 +16,27 @@ from .recipe import Output, Recipe
 from .transforms import Step
 from .values import Shapes
 
-Build = Callable[[MoEProblem, Shapes], Mapping[str, Output]]
+
+@dataclass(frozen=True)
+class Options:
+    """What a user allows: `requantize` weights whose scales the layout cannot hold; they do not come back."""
+
+    requantize: bool = False
+
+
+Build = Callable[[MoEProblem, Shapes, Options], Mapping[str, Output]]
 """From a padded problem and its canonical roles to the stored tensors, padding included."""
 
 
 def by_role(steps: Callable[[MoEProblem, str], tuple[Step, ...]]) -> Build:
-    """A layout that stores every canonical role as one tensor of that name, moved by `steps`."""
+    """A layout that stores every canonical role as one tensor of that name, moved by `steps`.
 
-    def build(problem: MoEProblem, shapes: Shapes) -> Mapping[str, Output]:
-        return {role: Output(role, chain=Chain(steps(problem, role))) for role in shapes}
+    Numbers that stand for an expert, and scales of activations, have no place in it.
+    """
+
+    def build(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+        rows = [role for role in shapes if not role.endswith(("_global", "_input"))]
+        return {role: Output(role, chain=Chain(steps(problem, role))) for role in rows}
 
     return build
 
@@ -42,6 +54,7 @@ class WeightLayout:
             safetensors spellings: ``F4`` (two E2M1 codes to a byte), ``F8_E8M0``, ``F8_E4M3``.
         scale_dtypes: storage dtypes of scales that its kernels read.
         bias: True when it has a place for biases.
+        ungated: True when it holds experts of one matrix before the activation.
     """
 
     name: str
@@ -51,11 +64,22 @@ class WeightLayout:
     logical_dtypes: Mapping[str, str] = field(default_factory=dict)
     scale_dtypes: tuple[str, ...] = ("U8", "BF16", "F16")
     bias: bool = True
+    ungated: bool = True
 
     @property
     def target(self) -> str:
         """What a user asks for; the scheme, and where needed the architecture, then decide."""
         return LAYOUTS[self.name].target
+
+    @property
+    def verified(self) -> bool:
+        """False when no recorded conversion of its engine has confirmed it."""
+        return LAYOUTS[self.name].verified
+
+    @property
+    def acts(self) -> tuple[str, ...]:
+        """Names of the activation formats that its kernels take with it."""
+        return LAYOUTS[self.name].acts
 
     @property
     def archs(self) -> tuple[str, ...]:
@@ -68,15 +92,17 @@ class WeightLayout:
         return LAYOUTS[self.name].readers
 
     def align(self, weight: WeightFormat) -> Align:
-        """What sizes are rounded up to for `weight`."""
+        """What sizes are rounded up to for gated experts of `weight`."""
         return padding(self.name, weight)
 
     def pad(self, problem: MoEProblem) -> MoEProblem:
-        """`problem` with the sizes that this layout pads it to."""
-        return replace(problem, dims=self.align(problem.scheme.weight).apply(problem.dims))
+        """`problem` with the padded sizes of this layout."""
+        return pad(self.name, problem)
 
-    def recipe(self, problem: MoEProblem, shapes: Shapes | None = None) -> Recipe:
-        """How a layer of `problem`, whose padded sizes `align` has already set, is stored.
+    def recipe(
+        self, problem: MoEProblem, shapes: Shapes | None = None, options: Options | None = None
+    ) -> Recipe:
+        """How a layer of `problem`, whose padded sizes `pad` has already set, is stored.
 
         `shapes` has the canonical roles that there are, for all experts; by default those that the
         problem asks for. Raises NoBackend with the first reason why this layout cannot hold the problem.
@@ -84,13 +110,22 @@ class WeightLayout:
         for reason in self.refusals(problem):
             raise NoBackend(f"layout {self.name} cannot hold this layer: {reason}.")
         known = canonical_shapes(problem, problem.local_experts) if shapes is None else shapes
-        made = Recipe(known, self.build(problem, known))
+        made = Recipe(known, self.build(problem, known, options or Options()))
         made.check()
         return made
 
     def chains(self, problem: MoEProblem) -> dict[str, Chain]:
-        """The chain of every stored tensor of `problem`; errors as of `recipe`."""
-        return {name: output.chain for name, output in self.recipe(problem).outputs.items()}
+        """The chain of every stored tensor of `problem`, where nothing but chains makes them.
+
+        Errors as of `recipe`; NoBackend, too, where numbers change on the way.
+        """
+        made = self.recipe(problem)
+        changed = [name for name, output in made.outputs.items() if output.values or output.role != name]
+        if changed or made.kept:
+            raise NoBackend(
+                f"layout {self.name} stores {', '.join([*changed, *made.kept])} in other numbers."
+            )
+        return {name: output.chain for name, output in made.outputs.items()}
 
     def refusals(self, problem: MoEProblem) -> Iterator[str]:
         """Every reason why this layout cannot hold `problem`."""
@@ -98,7 +133,7 @@ class WeightLayout:
         if weight not in self.weights:
             yield f"it holds {'; '.join(map(str, self.weights))}, got {weight}"
             return
-        if not problem.activation.gated:
+        if not problem.activation.gated and not self.ungated:
             yield "it holds gate and up rows, and these experts are not gated"
         if problem.rows not in (INTERLEAVED, CONCATENATED):
             yield f"rows must be {INTERLEAVED} or {CONCATENATED}, got {problem.rows!r}"
@@ -106,9 +141,9 @@ class WeightLayout:
             yield "weights permuted by group (act order) have no place in it"
         if problem.bias and not self.bias:
             yield "it has no place for biases"
-        if scale_dtype(problem) not in self.scale_dtypes:
+        if weight.block != (0, 0) and scale_dtype(problem) not in self.scale_dtypes:
             yield f"its kernels read {' or '.join(self.scale_dtypes)} scales, got {scale_dtype(problem)}"
-        rule = size_rule(self.name, weight)
+        rule = size_rule(self.name, weight, problem.activation.gated, dims.hidden)
         for name in ("hidden", "intermediate"):
             size, need = getattr(dims, name), getattr(rule.needs, name)
             full, unit = getattr(dims, f"padded_{name}"), getattr(rule.align, name)

@@ -1,21 +1,33 @@
-"""FlashInfer CUTLASS on SM90: MXFP4 with 16-bit activations.
+"""CUTLASS kernels of FlashInfer and vLLM, CuteDSL and b12x: MXFP4, NVFP4, FP8 and BF16.
 
 Stored per expert, with N rows and K columns of the padded matrix:
 
-- weights ``[N, K / 2]`` bytes, two rows 8 apart and four columns woven into words;
-- scales ``[N / 64, K / 128, 16, 16]`` E8M0 bytes;
-- biases ``[N]`` in their own dtype.
+- weights ``[N, K / 2]`` or ``[N, K]`` bytes, or 16-bit floats; SM90 MXFP4 has two rows 8 apart and four
+  columns woven into words;
+- block scales in 128 x 4 tiles, ``[N, groups]`` with N rounded up to 128 and groups to 4; SM90 MXFP4
+  ``[N / 64, K / 128, 16, 16]``; FP8 block scales F32, at least 1e-10 (FlashInfer);
+- NVFP4 global scales of weights and activations, and FP8 per tensor scales, ``[e]`` F32: of weights
+  gate's; of activations the layer's largest (FlashInfer, CuteDSL) or each expert's (vLLM, b12x);
+- biases ``[N]`` BF16.
 
-`w13` rows are all ups, then all gates.
+`w13` rows: FlashInfer all ups, then all gates; vLLM and b12x gates, then ups; CuteDSL 64 ups, 64 gates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from ...problem import MoEProblem
-from ...schemes import MXFP4
-from ..canonical import gate_then_up, padded
-from ..transforms import Flip, Rearrange, Step
-from ..weight_layout import WeightLayout, by_role
+from ...schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4
+from ..canonical import MODEL_DTYPE, gate_then_up, groups, halves, padded, up_then_gate
+from ..chain import Chain
+from ..recipe import Output
+from ..rescale import Round
+from ..transforms import Pad, Rearrange, Step
+from ..values import Shapes
+from ..weight_layout import Build, Options, WeightLayout, by_role
+from .numbers import Steps, fp8_block, fp8_tensor, nvfp4
+from .trtllm import TILES_128X4
 from .words import BYTES, E2M1_SHIFTED, WORDS
 
 WEIGHTS: tuple[Step, ...] = (
@@ -30,19 +42,110 @@ WEIGHTS: tuple[Step, ...] = (
 SCALES: tuple[Step, ...] = (Rearrange("e (r i j) (g k) -> e r g j (i k)", {"i": 4, "j": 16, "k": 4}),)
 
 
-def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    flip = (*gate_then_up(problem, role), Flip(1)) if role.startswith("w13") else ()
-    start = (*padded(problem, role), *flip)
-    if role.endswith("_bias"):
-        return start
-    return (*start, *(SCALES if role.endswith("_scale") else WEIGHTS))
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
-CUTLASS_SM90 = WeightLayout(
-    name="cutlass-sm90",
-    version=1,
-    weights=(MXFP4,),
-    build=by_role(_mxfp4),
-    logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
-    scale_dtypes=("U8",),
+def swizzled(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    """Padded scales of single rows in 128 x 4 tiles: ``[rows up to 128, groups up to 4]``."""
+    dims = problem.dims
+    sizes = (dims.padded_intermediate, dims.padded_hidden)
+    n, k = sizes if role.startswith("w13") else sizes[::-1]
+    rows, columns = (
+        _up(halves(problem, role) * n, 128),
+        _up(groups(problem.scheme.weight, k), 4),
+    )
+    return (Pad(1, rows), Pad(2, columns), TILES_128X4, Rearrange("e (n k) -> e n k", {"k": columns}))
+
+
+def _ups_first(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    return (*padded(problem, role), *up_then_gate(problem, role))
+
+
+def _gates_first(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    return (*padded(problem, role), *gate_then_up(problem, role))
+
+
+def _blocks_of_64(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    """64 ups, the 64 gates of the same indices, and so on."""
+    if halves(problem, role) == 1:
+        return padded(problem, role)
+    return (*_ups_first(problem, role), Rearrange("e (s n r) k -> e (n s r) k", {"s": 2, "r": 64}))
+
+
+def _with(scales: Callable[[MoEProblem, str], tuple[Step, ...]], rows: Steps) -> Steps:
+    return lambda problem, role: (*rows(problem, role), *scales(problem, role))
+
+
+def _mxfp4(rows: Steps, weights: Steps, scales: Steps) -> Build:
+    """Rows in one order everywhere, then `weights` and `scales` by their steps; biases as BF16."""
+
+    def build(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+        made: dict[str, Output] = {}
+        for role in shapes:
+            kind = role.partition("_")[2]
+            if kind == "bias":
+                values = () if MODEL_DTYPE[problem.dtype] == "BF16" else (Round("BF16"),)
+                made[role] = Output(role, values, Chain(rows(problem, role)))
+            elif kind in ("", "scale"):
+                steps = scales if kind else weights
+                made[role] = Output(role, chain=Chain((*rows(problem, role), *steps(problem, role))))
+        return made
+
+    return build
+
+
+def _nothing(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    return ()
+
+
+_F4 = {"w13": "F4", "w2": "F4"}
+_E4M3 = {"w13": "F8_E4M3", "w2": "F8_E4M3"}
+_E8M0_SCALES = {"w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"}
+_E4M3_SCALES = {"w13_scale": "F8_E4M3", "w2_scale": "F8_E4M3"}
+_FLOATS = ("F32", "BF16", "F16")
+
+
+def _mxfp4_layout(name: str, build: Build, bias: bool = True, ungated: bool = True) -> WeightLayout:
+    return WeightLayout(name, 1, (MXFP4,), build, _F4 | _E8M0_SCALES, ("U8",), bias, ungated)
+
+
+def _nvfp4_layout(name: str, rows: Steps, inputs: str) -> WeightLayout:
+    build = nvfp4(rows, _with(swizzled, rows), inputs=inputs)
+    return WeightLayout(name, 1, (NVFP4,), build, _F4 | _E4M3_SCALES, ("U8",), bias=False)
+
+
+CUTLASS_SM90 = _mxfp4_layout(
+    "cutlass-sm90", _mxfp4(_ups_first, lambda problem, role: WEIGHTS, lambda problem, role: SCALES)
+)
+
+CUTLASS: tuple[WeightLayout, ...] = (
+    CUTLASS_SM90,
+    _mxfp4_layout("cutlass-sm100", _mxfp4(_ups_first, _nothing, swizzled)),
+    _mxfp4_layout("cutlass-mxfp4", _mxfp4(_gates_first, _nothing, swizzled)),
+    _mxfp4_layout("b12x-mxfp4", by_role(_gates_first), bias=False),
+    _nvfp4_layout("flashinfer-cutlass-nvfp4", _ups_first, "layer"),
+    _nvfp4_layout("cutlass-nvfp4", _gates_first, "expert"),
+    _nvfp4_layout("cutedsl-nvfp4", _blocks_of_64, "layer"),
+    _nvfp4_layout("cutedsl-batched-nvfp4", _gates_first, "layer"),
+    _nvfp4_layout("b12x-nvfp4", _gates_first, "expert"),
+    WeightLayout(
+        name="cutlass-fp8-tensor",
+        version=1,
+        weights=(FP8_TENSOR,),
+        build=fp8_tensor(_ups_first),
+        logical_dtypes=_E4M3,
+        scale_dtypes=_FLOATS,
+        bias=False,
+    ),
+    WeightLayout(
+        name="cutlass-fp8-block",
+        version=1,
+        weights=(FP8_BLOCK,),
+        build=fp8_block(_ups_first, up_then_gate),
+        logical_dtypes=_E4M3,
+        scale_dtypes=_FLOATS,
+        bias=False,
+    ),
+    WeightLayout(name="cutlass-bf16", version=1, weights=(BF16,), build=by_role(_ups_first)),
 )

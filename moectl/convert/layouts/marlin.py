@@ -1,25 +1,37 @@
-"""Marlin: int4, int8 and MXFP4 weights with 16-bit activations.
+"""Marlin: int4 and int8 weights with 16-bit, int8 or fp8 activations, and what all its formats share.
 
 Stored per expert, with N rows and K columns of the padded matrix (`w13`: N = 2 * intermediate):
 
-- weights int32 ``[K / 16, N * 16 / codes per word]``: tiles of 16 k by 64 n, k-tile major;
-- scales ``[groups, N]`` in their own dtype (MXFP4: raw E8M0 bytes);
+- weights int32 ``[K / 16, N * 16 / codes per word]``: tiles of 16 k by 64 n, k-tile major; with 8-bit
+  activations tiles of 32 k by 32 n, two rows of the result to a row of tiles;
+- scales ``[groups, N]`` in their own dtype;
+- zero points int32 ``[groups, N / codes per word]``;
 - biases ``[N]``.
 
 Rows keep the checkpoint's order. Scales are grouped exactly when there is more than one group, which
-is how the kernel decides.
+is how the kernel decides; with 8-bit activations they are always in the order for one. int8
+activations with several groups have int16 scales, and a factor on them per layer; fp8 activations
+have codes that tell sign and distance from zero, and scales times 512.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...problem import MoEProblem
-from ...schemes import FULL, MXFP4, int_format
+from ...schemes import FULL, WeightFormat, int_format
 from ..canonical import groups, padded
-from ..transforms import Rearrange, Step
-from ..weight_layout import WeightLayout, by_role
-from .words import NIBBLES_APART, WORDS
+from ..chain import Chain
+from ..recipe import Output
+from ..rescale import AtMost, DistanceCodes, Int16OfLargest, Largest4096th, Times
+from ..transforms import Codes, Rearrange, Step, View
+from ..values import Shapes, Value
+from ..weight_layout import Build, Options, WeightLayout
+from .words import NIBBLES_APART, NIBBLES_IN_TURN, WORDS
 
 _TILE = {"w": 4, "c": 2, "h": 8, "rh": 2, "l": 4}
+_TILE_A8 = {"w": 4, "g": 8, "h": 2, "l": 4}
+_TWO_ROWS = Rearrange("e kt (s x) -> e (kt s) x", {"s": 2})
 
 WEIGHTS_4BIT: tuple[Step, ...] = (
     Rearrange("e (nt w c h) (kt rh l) -> e kt (nt h l w c rh)", _TILE),
@@ -33,10 +45,41 @@ WEIGHTS_8BIT: tuple[Step, ...] = (
     WORDS,
 )
 
+WEIGHTS_4BIT_A8: tuple[Step, ...] = (
+    Rearrange("e (nt w g) (kt h l b) -> e kt (nt g l w h b)", {**_TILE_A8, "b": 2}),
+    WORDS,
+    NIBBLES_IN_TURN,
+    _TWO_ROWS,
+)
+"""Bytes of two codes along k; inside each word the first four k and those 16 further in turn."""
+
+WEIGHTS_8BIT_A8: tuple[Step, ...] = (
+    Rearrange("e (nt w g) (kt h l i) -> e kt (nt g l w h i)", {**_TILE_A8, "i": 4}),
+    WORDS,
+    _TWO_ROWS,
+)
+
 SCALES_GROUPED = Rearrange("e (n j i) g -> e g (n i j)", {"i": 8, "j": 8})
 SCALES_PER_CHANNEL = Rearrange("e (n a i b) g -> e g (n i a b)", {"a": 4, "i": 4, "b": 2})
 SCALE_PAIRS = Rearrange("e g (n p q) -> e g (n q p)", {"p": 2, "q": 2})
 BIAS = Rearrange("e (n a i b) -> e (n i a b)", {"a": 4, "i": 4, "b": 2})
+_ZERO_COLUMNS = {
+    4: Rearrange("e g (n a b) -> e g (n b a)", {"a": 4, "b": 2}),
+    8: SCALE_PAIRS,
+}
+
+_FP8_EXPONENT = 9
+"""With fp8 activations the kernel reads a code as a number 2**-9 of what it stands for."""
+
+
+def reduction(problem: MoEProblem, role: str) -> int:
+    """Weights along the padded reduction axis of the matrix of `role`."""
+    return problem.dims.padded_hidden if role.startswith("w13") else problem.dims.padded_intermediate
+
+
+def several_groups(problem: MoEProblem, role: str) -> bool:
+    """True when the padded matrix of `role` has more than one scale along its reduction axis."""
+    return groups(problem.scheme.weight, reduction(problem, role)) > 1
 
 
 def scale_steps(grouped: bool) -> tuple[Step, ...]:
@@ -44,47 +87,78 @@ def scale_steps(grouped: bool) -> tuple[Step, ...]:
     return (SCALES_GROUPED if grouped else SCALES_PER_CHANNEL,)
 
 
-def _integer(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    weight = problem.scheme.weight
-    k = problem.dims.padded_hidden if role.startswith("w13") else problem.dims.padded_intermediate
-    if role.endswith("_bias"):
-        steps: tuple[Step, ...] = (BIAS,)
-    elif role.endswith("_scale"):
-        steps = scale_steps(groups(weight, k) > 1)
-    else:
-        steps = WEIGHTS_4BIT if weight.bits == 4 else WEIGHTS_8BIT
-    return padded(problem, role) + steps
+def _weights(bits: int, act: str) -> tuple[Step, ...]:
+    if act == "a16":
+        return WEIGHTS_4BIT if bits == 4 else WEIGHTS_8BIT
+    return WEIGHTS_4BIT_A8 if bits == 4 else WEIGHTS_8BIT_A8
 
 
-def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    if role.endswith("_bias"):
-        steps: tuple[Step, ...] = (BIAS,)
-    else:
-        steps = (SCALES_GROUPED, SCALE_PAIRS) if role.endswith("_scale") else WEIGHTS_4BIT
-    return padded(problem, role) + steps
+def _zeros(bits: int, act: str) -> tuple[Step, ...]:
+    """Codes of zero ``[e, n, groups]`` in the order of grouped scales, packed along n."""
+    columns = (_ZERO_COLUMNS[bits],) if act == "a16" else ()
+    packed = (Codes(4, False),) if bits == 4 else ()
+    return (SCALES_GROUPED, *columns, *packed, View("U8", "I32"))
 
 
-MARLIN_INT4 = WeightLayout(
-    name="marlin-int4",
-    version=1,
-    weights=tuple(int_format(4, group) for group in (32, 64, 128, FULL)),
-    build=by_role(_integer),
-    scale_dtypes=("BF16", "F16"),
-)
+def _scale_values(problem: MoEProblem, role: str, act: str) -> tuple[Value, ...]:
+    if act == "fp8":
+        return (Times(_FP8_EXPONENT),)
+    return (Int16OfLargest(role),) if act == "int8" and several_groups(problem, role) else ()
 
-MARLIN_INT8 = WeightLayout(
-    name="marlin-int8",
-    version=1,
-    weights=tuple(int_format(8, group) for group in (32, 64, 128, FULL)),
-    build=by_role(_integer),
-    scale_dtypes=("BF16", "F16"),
-)
 
-MARLIN_MXFP4 = WeightLayout(
-    name="marlin-mxfp4",
-    version=1,
-    weights=(MXFP4,),
-    build=by_role(_mxfp4),
-    logical_dtypes={"w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
-    scale_dtypes=("U8",),
+def _integer(act: str) -> Build:
+    """The stored tensors of integer weights for activations of the format `act`."""
+
+    def one(problem: MoEProblem, role: str, shapes: Shapes) -> Output:
+        bits = problem.scheme.weight.bits
+        start = padded(problem, role)
+        if role.endswith("_bias"):
+            return Output(role, chain=Chain((*start, BIAS)))
+        if role.endswith("_zero"):
+            known = (AtMost(15, "zero points are 4-bit codes here"),) if bits == 4 else ()
+            return Output(role, known, Chain((*start, *_zeros(bits, act))))
+        if role.endswith("_scale"):
+            steps = scale_steps(act == "a16" and several_groups(problem, role))
+            return Output(role, _scale_values(problem, role, act), Chain((*start, *steps)))
+        zero = f"{role}_zero" if f"{role}_zero" in shapes else ""
+        codes = (DistanceCodes(zero),) if act == "fp8" else ()
+        return Output(role, codes, Chain((*start, *_weights(bits, act))))
+
+    def build(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+        made = {role: one(problem, role, shapes) for role in shapes if not role.endswith("_input")}
+        if act == "int8":
+            made |= {
+                f"{matrix}_input_global": Output(scale, (Largest4096th(scale),), per_layer=True)
+                for matrix in ("w13", "w2")
+                if several_groups(problem, scale := f"{matrix}_scale")
+            }
+        return made
+
+    return build
+
+
+def _formats(bits: int) -> tuple[WeightFormat, ...]:
+    return tuple(
+        int_format(bits, group, zero_point=zero) for zero in (False, True) for group in (32, 64, 128, FULL)
+    )
+
+
+def _layout(bits: int, act: str = "a16") -> WeightLayout:
+    return WeightLayout(
+        name=f"marlin-int{bits}" if act == "a16" else f"marlin-int{bits}-act-{act}",
+        version=1,
+        weights=_formats(bits),
+        build=_integer(act),
+        scale_dtypes=("BF16", "F16"),
+    )
+
+
+MARLIN_INT4 = _layout(4)
+MARLIN_INT8 = _layout(8)
+INTEGER: tuple[WeightLayout, ...] = (
+    MARLIN_INT4,
+    _layout(4, "int8"),
+    _layout(4, "fp8"),
+    MARLIN_INT8,
+    _layout(8, "int8"),
 )

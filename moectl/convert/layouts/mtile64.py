@@ -69,4 +69,5 @@ MTILE64 = WeightLayout(
     weights=(MXFP4, *(int_format(4, group) for group in (32, 64, 128))),
     build=by_role(_build),
     scale_dtypes=("U8", "BF16"),
+    ungated=False,
 )

@@ -73,4 +73,5 @@ TRITON_HOPPER = WeightLayout(
     build=by_role(_mxfp4),
     logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
     scale_dtypes=("U8",),
+    ungated=False,
 )

@@ -1,60 +1,95 @@
-"""FlashInfer TRT-LLM: MXFP4 (16-bit or MXFP8 activations) and MXINT4.
+"""FlashInfer TRT-LLM: MXFP4, MXINT4, NVFP4, FP8 (per tensor and block), MXFP8 and BF16.
 
 Stored per expert, with N rows and K columns of the padded matrix:
 
-- MXFP4 weights ``[N, K / 2]`` bytes, rows shuffled; scales ``[N, K / 32]`` E8M0 bytes, rows shuffled,
-  then in 128 x 4 tiles (the shape is kept, the order is not); biases ``[N]`` F32, rows shuffled.
+- MXFP4, NVFP4 weights ``[N, K / 2]`` and FP8 per tensor, MXFP8 weights ``[N, K]`` bytes, rows shuffled;
 - MXINT4 weights ``[K / 256, N, 128]`` bytes of two's complement codes, rows shuffled, in blocks of 128
-  bytes along K; scales ``[N * K / 32]``, rows shuffled, then in 128 x 4 tiles.
+  bytes along K; BF16 ``[K / 64, N, 64]`` and FP8 block ``[K / 128, N, 128]`` in such blocks, too;
+- block scales in their own dtype, rows shuffled, then in 128 x 4 tiles: the shape is kept (MXINT4: flat),
+  the order is not. FP8 block scales are F32, at least 1e-10, `w13` up before gate;
+- FP8 per tensor scales ``[e]`` F32; NVFP4 global scales of weights ``[e]`` F32 (gate's for `w13`) and of
+  activations ``[e]`` F32, the layer's largest for all. Both are apart: a kernel that takes their product
+  gets it from its engine, once;
+- biases ``[N]`` F32, rows shuffled.
 
-`w13` rows are up and gate alternating inside the shuffle. The kernels label raw E8M0 bytes as E4M3.
+`w13` rows are up and gate alternating inside the shuffle (FP8 block: up before gate, then the shuffle).
+MXFP4 kernels label raw E8M0 bytes as E4M3.
 """
 
 from __future__ import annotations
 
 from ...problem import MoEProblem
-from ...schemes import MXFP4, int_format
-from ..canonical import MODEL_DTYPE, gate_then_up, padded
-from ..transforms import Flip, Rearrange, Step, Widen, Xor
+from ...schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, MXFP8, NVFP4, int_format
+from ..canonical import MODEL_DTYPE, groups, halves, padded, up_then_gate
+from ..transforms import Rearrange, Step, Widen, Xor
 from ..weight_layout import WeightLayout, by_role
+from .numbers import fp8_block, fp8_tensor, nvfp4
 
 TILES_128X4 = Rearrange("e (nb i j) (kb k) -> e (nb kb j i k)", {"i": 4, "j": 32, "k": 4})
+_ONE_SCALE = 127
+"""The E8M0 byte of 1."""
 
 
-def _shuffled_rows(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+def shuffled_rows(problem: MoEProblem, role: str, fill: int = 0) -> tuple[Step, ...]:
     """Padded rows in the order of the TRT-LLM epilogue: 32-row blocks, `w13` with up before gate."""
     tail = "" if role.endswith("_bias") else " k"
-    start = padded(problem, role)
-    if role.startswith("w13"):
+    start = padded(problem, role, fill)
+    if halves(problem, role) == 2:
         shuffle = Rearrange(f"e (s n a b){tail} -> e (n b s a){tail}", {"s": 2, "a": 8, "b": 2})
-        return (*start, *gate_then_up(problem, role), Flip(1), shuffle)
+        return (*start, *up_then_gate(problem, role), shuffle)
     return (*start, Rearrange(f"e (n a b){tail} -> e (n b a){tail}", {"a": 8, "b": 4}))
 
 
+def tiled(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    """Scales in 128 x 4 tiles, in the shape that they had."""
+    k = problem.dims.padded_hidden if role.startswith("w13") else problem.dims.padded_intermediate
+    return (TILES_128X4, Rearrange("e (n k) -> e n k", {"k": groups(problem.scheme.weight, k)}))
+
+
+def _in_blocks(width: int) -> Rearrange:
+    return Rearrange("e n (kb k) -> e kb n k", {"k": width})
+
+
 def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    rows = _shuffled_rows(problem, role)
+    rows = shuffled_rows(problem, role)
     if role.endswith("_bias"):
         return (*rows, Widen(MODEL_DTYPE[problem.dtype]))
-    if role.endswith("_scale"):
-        k = problem.dims.padded_hidden if role.startswith("w13") else problem.dims.padded_intermediate
-        return (*rows, TILES_128X4, Rearrange("e (n k) -> e n k", {"k": k // 32}))
-    return rows
+    return (*rows, *tiled(problem, role)) if role.endswith("_scale") else rows
 
 
 def _mxint4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    rows = _shuffled_rows(problem, role)
-    if role.endswith("_scale"):
-        return (*rows, TILES_128X4)
-    return (*rows, Xor(0x88), Rearrange("e n (kb k) -> e kb n k", {"k": 128}))
+    rows = shuffled_rows(problem, role)
+    return (*rows, TILES_128X4) if role.endswith("_scale") else (*rows, Xor(0x88), _in_blocks(128))
 
+
+def _mxfp8(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    if role.endswith("_scale"):
+        return (*shuffled_rows(problem, role, _ONE_SCALE), *tiled(problem, role))
+    return shuffled_rows(problem, role)
+
+
+def _bf16(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    return (*shuffled_rows(problem, role), _in_blocks(64))
+
+
+def _fp8_block(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    shuffle = Rearrange("e (n a b) k -> e (n b a) k", {"a": 8, "b": 2})
+    return (*padded(problem, role), *up_then_gate(problem, role), shuffle, _in_blocks(128))
+
+
+_F4 = {"w13": "F4", "w2": "F4"}
+_E4M3 = {"w13": "F8_E4M3", "w2": "F8_E4M3"}
+_E4M3_SCALES = {"w13_scale": "F8_E4M3", "w2_scale": "F8_E4M3"}
+_FLOATS = ("F32", "BF16", "F16")
 
 TRTLLM_MXFP4 = WeightLayout(
     name="trtllm-mxfp4",
     version=1,
     weights=(MXFP4,),
     build=by_role(_mxfp4),
-    logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E4M3", "w2_scale": "F8_E4M3"},
+    logical_dtypes=_F4 | _E4M3_SCALES,
     scale_dtypes=("U8",),
+    ungated=False,
 )
 
 TRTLLM_MXINT4 = WeightLayout(
@@ -64,4 +99,57 @@ TRTLLM_MXINT4 = WeightLayout(
     build=by_role(_mxint4),
     scale_dtypes=("BF16",),
     bias=False,
+    ungated=False,
+)
+
+TRTLLM: tuple[WeightLayout, ...] = (
+    TRTLLM_MXFP4,
+    TRTLLM_MXINT4,
+    WeightLayout(
+        name="trtllm-nvfp4",
+        version=1,
+        weights=(NVFP4,),
+        build=nvfp4(
+            shuffled_rows,
+            lambda problem, role: (*shuffled_rows(problem, role), *tiled(problem, role)),
+            inputs="layer",
+        ),
+        logical_dtypes=_F4 | _E4M3_SCALES,
+        scale_dtypes=("U8",),
+        bias=False,
+    ),
+    WeightLayout(
+        name="trtllm-fp8-tensor",
+        version=1,
+        weights=(FP8_TENSOR,),
+        build=fp8_tensor(shuffled_rows),
+        logical_dtypes=_E4M3,
+        scale_dtypes=_FLOATS,
+        bias=False,
+    ),
+    WeightLayout(
+        name="trtllm-fp8-block",
+        version=1,
+        weights=(FP8_BLOCK,),
+        build=fp8_block(_fp8_block, up_then_gate),
+        logical_dtypes=_E4M3,
+        scale_dtypes=_FLOATS,
+        bias=False,
+    ),
+    WeightLayout(
+        name="trtllm-mxfp8",
+        version=1,
+        weights=(MXFP8,),
+        build=by_role(_mxfp8),
+        logical_dtypes=_E4M3 | {"w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
+        scale_dtypes=("U8",),
+        bias=False,
+    ),
+    WeightLayout(
+        name="trtllm-bf16",
+        version=1,
+        weights=(BF16,),
+        build=by_role(_bf16),
+        bias=False,
+    ),
 )

@@ -16,6 +16,9 @@ def _nibbles(order: tuple[int, ...]) -> Bits:
 NIBBLES_APART = _nibbles((0, 2, 4, 6, 1, 3, 5, 7))
 """Low nibbles of the four bytes into the low half word, high nibbles into the high half word."""
 
+NIBBLES_IN_TURN = _nibbles((0, 4, 1, 5, 2, 6, 3, 7))
+"""The first nibbles of bytes 0 and 2, their second ones, the first of bytes 1 and 3, their second ones."""
+
 
 def _e2m1_shifted() -> Bits:
     """E2M1 codes where a shift and one mask turn them into bf16.

@@ -13,18 +13,24 @@ from moectl.convert.canonical import canonical_shapes
 from moectl.convert.layout import LAYOUTS, Chain, WeightLayout
 from moectl.convert.transforms import DTYPES
 from moectl.padding import size_rule
-from moectl.problem import Dims, MoEProblem
-from moectl.schemes import FULL, Scheme, WeightFormat
+from moectl.problem import SILU, Activation, Dims, MoEProblem
+from moectl.schemes import A16, FP8_TENSOR, FULL, NVFP4, NVFP4_ACT, ActFormat, Scheme, WeightFormat
 
-SIZES = ((2880, 96), (96, 2880), (128, 32), (352, 192))
+SIZES = ((288, 96), (96, 416), (128, 32), (352, 192))
+ROWS = ("interleaved", "concatenated", "single")
+"""Orders of gate and up rows; a single matrix has none."""
+
+STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
+_ACTS = {NVFP4: NVFP4_ACT, FP8_TENSOR: STATIC}
 
 
 def problem_for(
     layout: WeightLayout, weight: WeightFormat, rows: str, hidden: int, intermediate: int, experts: int = 2
 ) -> MoEProblem:
     """A layer of about these sizes that `layout` can hold, with padded sizes set."""
-    rule = size_rule(layout.name, weight)
-    unit = 1 if weight.group == FULL else weight.group
+    gated = rows != "single"
+    unit = weight.group if weight.block[0] == 1 and weight.group > 0 else 2
+    rule = size_rule(layout.name, weight, gated)
     hidden, intermediate = (
         max(1, round(size / step)) * step
         for size, step in (
@@ -32,8 +38,16 @@ def problem_for(
             (intermediate, math.lcm(rule.needs.intermediate, unit)),
         )
     )
-    problem = MoEProblem(Dims(hidden, intermediate), experts, 2, Scheme(weight), rows=rows, bias=layout.bias)
-    return replace(problem, dims=layout.align(weight).apply(problem.dims))
+    problem = MoEProblem(
+        Dims(hidden, intermediate),
+        experts,
+        2,
+        Scheme(weight, _ACTS.get(weight, A16)),
+        SILU if gated else Activation("relu2", gated=False),
+        rows=rows if gated else "concatenated",
+        bias=layout.bias,
+    )
+    return layout.pad(problem)
 
 
 def random_bytes(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Tensor:
@@ -44,15 +58,25 @@ def random_bytes(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Tensor:
     return data.view(kind).reshape(shape)
 
 
-def canonical_tensors(problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
-    """Random canonical tensors of every role; biases and float scales are numbers."""
+def canonical_tensors(problem: MoEProblem, seed: int = 0, alike: bool = False) -> dict[str, Tensor]:
+    """Random canonical tensors of every role, of numbers that every layout can hold.
+
+    `alike`: gate and up have the same scale, where there is one for a matrix.
+    """
     tensors = {}
     for i, (role, (shape, dtype)) in enumerate(canonical_shapes(problem, problem.experts).items()):
         t = random_bytes(shape, dtype, seed + i)
+        kind = role.partition("_")[2]
         if t.is_floating_point():
             t = torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)).to(t.dtype)
-        tensors[role] = t
+        elif problem.scheme.weight.name in LARGEST.get(kind, {}):
+            t = t % (1 + LARGEST[kind][problem.scheme.weight.name])
+        tensors[role] = t[:, :1].expand(shape).contiguous() if alike and shape[1:] == (2, 1) else t
     return tensors
+
+
+LARGEST = {"zero": {"int4": 15}, "scale": {"nvfp4": 126, "mxfp4": 249}}
+"""The largest byte of a role, by weight format; E4M3 scales are no NaN and not negative."""
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -62,7 +86,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def as_bytes(t: Tensor) -> Tensor:
     """The bytes of `t`, flat."""
-    return t.contiguous().reshape(-1).view(torch.uint8)
+    return t.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def unpadded(problem: MoEProblem) -> MoEProblem:
@@ -71,9 +95,19 @@ def unpadded(problem: MoEProblem) -> MoEProblem:
     return replace(problem, dims=Dims(dims.padded_hidden, dims.padded_intermediate))
 
 
+def tensors_for(layout: WeightLayout, problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
+    """Random canonical tensors that `layout` holds without quantizing them again."""
+    return canonical_tensors(problem, seed, alike=layout.name in ONE_SCALE)
+
+
+ONE_SCALE = {"trtllm-fp8-tensor", "cutlass-fp8-tensor", "plain-fp8"}
+"""Layouts with one scale for gate and up."""
+
+
 def stored(layout: WeightLayout, problem: MoEProblem, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every role of `tensors` in `layout`."""
-    return {role: chain.apply(tensors[role]) for role, chain in layout.chains(problem).items()}
+    """Every stored tensor of the layer `tensors` in `layout`."""
+    recipe = layout.recipe(problem)
+    return dict(recipe.store(tensors, recipe.look(tensors, {})))
 
 
 def back(chain: Chain, t: Tensor, like: Tensor) -> Tensor:
@@ -86,5 +120,6 @@ EVERY_LAYOUT = [
     pytest.param(layout, weight, rows, id=f"{layout.name}-{weight}-{rows}".replace(" ", "_"))
     for layout in LAYOUTS
     for weight in layout.weights
-    for rows in ("interleaved", "concatenated")
+    for rows in ROWS
+    if rows != "single" or layout.ungated
 ]

@@ -11,8 +11,9 @@ import torch
 
 import moectl.padding
 import moectl.targets
-from moectl.convert.canonical import canonical_shapes
+from moectl.convert.canonical import row_order
 from moectl.convert.layout import LAYOUTS, Chain, layout_for, layout_named
+from moectl.convert.recipe import Output, Recipe
 from moectl.convert.transforms import DTYPES
 from moectl.errors import CheckpointError, NoBackend, UsageError
 from moectl.padding import padding, size_rule
@@ -21,93 +22,117 @@ from moectl.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
 
 from .layers import (
     EVERY_LAYOUT,
+    LARGEST,
     SIZES,
     as_bytes,
-    back,
-    canonical_tensors,
     problem_for,
     same,
     stored,
+    tensors_for,
     unpadded,
 )
 
 
 @pytest.mark.parametrize(("layout", "weight", "rows"), EVERY_LAYOUT)
-@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
-def test_the_way_back_gives_the_same_bytes(layout, weight, rows, hidden, intermediate):
-    problem = problem_for(layout, weight, rows, hidden, intermediate)
-    tensors = canonical_tensors(problem)
-    for role, chain in layout.chains(problem).items():
-        t = tensors[role]
-        form = chain.apply(t)
-        shape, dtype = chain.storage_shape(tuple(t.shape), canonical_shapes(problem, 2)[role][1])
-        assert (tuple(form.shape), form.dtype) == (shape, DTYPES[dtype])
-        assert form.is_contiguous()
-        assert same(back(chain, form, t), t)
-        written = Chain.from_json(json.loads(json.dumps(chain.to_json())))
-        assert written == chain
-        assert same(back(written, form, t), t)
+def test_the_way_back_gives_the_same_bytes(layout, weight, rows):
+    for hidden, intermediate in SIZES:
+        problem = problem_for(layout, weight, rows, hidden, intermediate)
+        tensors, recipe = tensors_for(layout, problem), layout.recipe(problem)
+        forms = stored(layout, problem, tensors)
+        assert {name: (tuple(t.shape), t.dtype) for name, t in forms.items()} == {
+            name: (shape, DTYPES[dtype]) for name, (shape, dtype) in recipe.stored.items()
+        }
+        assert not recipe.lossy
+        outputs = {
+            name: Output.from_json(json.loads(json.dumps(output.to_json())), name)
+            for name, output in recipe.outputs.items()
+        }
+        assert outputs == recipe.outputs
+        back = Recipe(recipe.shapes, outputs).restore(forms, problem.experts)
+        assert set(back) == set(tensors)
+        assert all(same(back[role], t) for role, t in tensors.items())
 
 
 @pytest.mark.parametrize(("layout", "weight", "rows"), EVERY_LAYOUT)
 def test_experts_convert_one_by_one(layout, weight, rows, monkeypatch):
-    monkeypatch.setattr("moectl.convert.chain.BLOCK_BYTES", 1)
     problem = problem_for(layout, weight, rows, 352, 96, experts=5)
-    tensors = canonical_tensors(problem)
-    whole = {role: chain.apply(tensors[role]) for role, chain in layout.chains(problem).items()}
-    monkeypatch.undo()
-    for role, chain in layout.chains(problem).items():
-        assert same(chain.apply(tensors[role]), whole[role])
-        assert same(chain.apply(tensors[role][1:4]), whole[role][1:4])
-        assert same(back(chain, whole[role][2:3], tensors[role][2:3]), tensors[role][2:3])
-        assert chain.apply(tensors[role][:0]).shape == whole[role][:0].shape
+    tensors, recipe = tensors_for(layout, problem), layout.recipe(problem)
+    facts = recipe.look(tensors, {})
+    whole = stored(layout, problem, tensors)
+    some = {role: t[1:4] for role, t in tensors.items()}
+    first = recipe.look({role: t[:2] for role, t in tensors.items()}, {})
+    assert recipe.look({role: t[2:] for role, t in tensors.items()}, first) == facts
+    monkeypatch.setattr("moectl.convert.chain.BLOCK_BYTES", 1)
+    per_layer = {name for name, output in recipe.outputs.items() if output.per_layer}
+    for name, t in recipe.store(some, facts):
+        assert same(t, whole[name] if name in per_layer else whole[name][1:4])
+    cut = {name: t if name in per_layer else t[2:3] for name, t in whole.items()}
+    for role, t in recipe.restore(cut, 1).items():
+        assert same(t, tensors[role][2:3])
 
 
 @pytest.mark.parametrize(("layout", "weight", "rows"), EVERY_LAYOUT)
-@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
-def test_padded_lanes_are_zero_in_each_half(layout, weight, rows, hidden, intermediate):
+def test_padded_lanes_are_zero_in_each_half(layout, weight, rows):
     """A layer without a zero, converted with padding, then read back as if the padding were weights."""
-    problem = problem_for(layout, weight, rows, hidden, intermediate, experts=2)
-    wide = unpadded(problem)
-    dims = problem.dims
-    for role, chain in layout.chains(problem).items():
-        shape, dtype = canonical_shapes(problem, 2)[role]
-        poison = (
-            torch.ones(shape).to(DTYPES[dtype])
-            if dtype != "U8"
-            else torch.full(shape, 255, dtype=torch.uint8)
-        )
-        form = chain.apply(poison)
-        wide_shape, _ = canonical_shapes(wide, 2)[role]
-        seen = layout.chains(wide)[role].undo(form, wide_shape, dtype)
-        if role.startswith("w13") and rows == "concatenated":
-            seen, poison = (
-                t.reshape(2, 2, n, *t.shape[2:])
-                for t, n in ((seen, dims.padded_intermediate), (poison, dims.intermediate))
-            )
-        kept = tuple(slice(size) for size in poison.shape)
-        assert same(seen[kept].contiguous(), poison)
-        seen = seen.clone()
-        seen[kept] = 0
-        assert not as_bytes(seen).any()
+    for hidden, intermediate in SIZES:
+        problem = problem_for(layout, weight, rows, hidden, intermediate, experts=1)
+        recipe, wide = layout.recipe(problem), layout.recipe(unpadded(problem))
+        tensors = {
+            role: poisoned(shape, dtype, role, weight) for role, (shape, dtype) in recipe.shapes.items()
+        }
+        facts = recipe.look(tensors, {})
+        for name, output in recipe.outputs.items():
+            poison = replace(output, chain=Chain()).apply(tensors, facts)
+            if output.per_layer or poison.ndim == 1:
+                continue
+            form, other = output.chain.apply(poison), wide.outputs[name]
+            wide_shape, dtype = other.steps(*wide.shapes[other.role])[-1]
+            seen = other.chain.undo(form, wide_shape, dtype)
+            _only_padding_is_added(problem, name, poison, seen, PAD_BYTES.get((layout.name, name), 0))
+
+
+PAD_BYTES = {("trtllm-mxfp8", role): 127 for role in ("w13_scale", "w2_scale")}
+"""What padded lanes hold, where it is not zero: E8M0 of one."""
+
+
+def poisoned(shape, dtype, role, weight):
+    """The largest value that a role can have, nowhere zero."""
+    if dtype != "U8":
+        return torch.ones(shape).to(DTYPES[dtype])
+    largest = LARGEST.get(role.partition("_")[2], {}).get(weight.name, 255)
+    return torch.full(shape, largest, dtype=torch.uint8)
+
+
+def _only_padding_is_added(problem, name, poison, seen, fill):
+    halves = 2 if name.startswith("w13") and problem.activation.gated else 1
+    if halves == 2 and row_order(problem, name) == "concatenated":
+        seen, poison = (t.reshape(1, 2, t.shape[1] // 2, *t.shape[2:]) for t in (seen, poison))
+    kept = tuple(slice(size) for size in poison.shape)
+    assert same(seen[kept].contiguous(), poison)
+    outside = torch.ones(seen.shape, dtype=torch.bool)
+    outside[kept] = False
+    assert (as_bytes(seen[outside]) == fill).all()
 
 
 @pytest.mark.parametrize(("layout", "weight", "rows"), EVERY_LAYOUT)
 def test_nothing_but_zeros_is_added_inside_tiles(layout, weight, rows):
     """Steps move bits, so as many are set as before: F32 biases keep their upper 16 bits."""
-    problem = problem_for(layout, weight, rows, 2880, 96, experts=1)
-    for role, chain in layout.chains(problem).items():
-        if any(step["step"] == "xor" for step in chain.to_json()):
+    problem = problem_for(layout, weight, rows, 288, 96, experts=1)
+    tensors, recipe = tensors_for(layout, problem), layout.recipe(problem)
+    facts = recipe.look(tensors, {})
+    for output in recipe.outputs.values():
+        steps = output.chain.to_json()
+        if output.per_layer or any(step["step"] in ("xor", "add") or step.get("fill") for step in steps):
             continue
-        t = canonical_tensors(problem)[role]
-        assert _ones(chain.apply(t)) == _ones(t)
+        t = replace(output, chain=Chain()).apply(tensors, facts)
+        assert _ones(output.chain.apply(t)) == _ones(t)
 
 
 def _ones(t):
     return int(np.unpackbits(as_bytes(t).numpy()).sum())
 
 
-KEEPS_ROWS = {"marlin-int4", "marlin-int8", "marlin-mxfp4"}
+KEEPS_ROWS = {layout.name for layout in LAYOUTS if layout.target == "marlin"}
 """Layouts that leave gate and up rows in the source's order; their kernels are told which it is."""
 
 
@@ -118,20 +143,23 @@ def test_row_order_of_the_source_does_not_matter(name, hidden, intermediate):
     weight = layout.weights[0]
     pairs = problem_for(layout, weight, "interleaved", hidden, intermediate)
     halves = replace(pairs, rows="concatenated")
-    interleaved = canonical_tensors(pairs)
+    interleaved = tensors_for(layout, pairs)
     concatenated = {
-        role: torch.cat((t[:, 0::2], t[:, 1::2]), 1) if role.startswith("w13") else t
+        role: torch.cat((t[:, 0::2], t[:, 1::2]), 1)
+        if role.startswith("w13") and t.shape[1] == 2 * pairs.dims.intermediate
+        else t
         for role, t in interleaved.items()
     }
     one, other = stored(layout, pairs, interleaved), stored(layout, halves, concatenated)
-    assert all(same(one[role], other[role]) for role in one)
+    assert all(same(one[role], other[role]) for role in one if not role.startswith("source."))
 
 
 @pytest.mark.parametrize("name", sorted(KEEPS_ROWS))
 def test_marlin_keeps_the_row_order_of_the_source(name):
     layout = layout_named(name)
-    pairs = problem_for(layout, layout.weights[0], "interleaved", 256, 128)
-    tensors = canonical_tensors(pairs)
+    weight = next(weight for weight in layout.weights if weight.block[0] == 1)
+    pairs = problem_for(layout, weight, "interleaved", 256, 128)
+    tensors = tensors_for(layout, pairs)
     halves = stored(layout, replace(pairs, rows="concatenated"), tensors)
     assert all(same(form, halves[role]) for role, form in stored(layout, pairs, tensors).items())
 
@@ -139,11 +167,11 @@ def test_marlin_keeps_the_row_order_of_the_source(name):
 REFUSED = [
     ("marlin-int4", {"dims": Dims(2880, 128)}, "hidden size must be a multiple of 128, got 2880"),
     ("marlin-int4", {"dims": Dims(256, 96), "weight": int_format(4, 64)}, "whole number of groups of 64"),
-    ("marlin-int4", {"weight": int_format(4, 32, zero_point=True)}, "with zero points"),
+    ("moectl-mtile64", {"weight": int_format(4, 32, zero_point=True)}, "with zero points"),
     ("marlin-int4", {"weight": int_format(4, 16)}, "got int4 group 16"),
     ("marlin-int8", {"weight": int_format(4, 32)}, "got int4 group 32"),
     ("marlin-int4", {"act_order": "group"}, "act order"),
-    ("marlin-int4", {"activation": Activation("relu2", gated=False)}, "not gated"),
+    ("trtllm-mxfp4", {"activation": Activation("relu2", gated=False)}, "not gated"),
     ("trtllm-mxint4", {"dims": Dims(384, 256)}, "hidden size must be a multiple of 256, got 384"),
     ("trtllm-mxint4", {"dims": Dims(256, 384)}, "intermediate size must be a multiple of 256, got 384"),
     ("trtllm-mxint4", {"bias": True}, "no place for biases"),
@@ -162,7 +190,7 @@ def test_a_layer_that_does_not_fit_is_refused_in_one_sentence(name, change, mess
     change = dict(change)
     weight = change.pop("weight", layout.weights[0])
     problem = replace(MoEProblem(Dims(256, 256), 2, 1, Scheme(weight)), **change)
-    problem = replace(problem, dims=layout.align(weight).apply(problem.dims))
+    problem = layout.pad(problem)
     with pytest.raises(NoBackend, match=message):
         layout.chains(problem)
 
@@ -213,13 +241,15 @@ def test_registry_is_closed_and_complete():
         assert layout.readers
         for weight in layout.weights:
             assert size_rule(layout.name, weight).align == layout.align(weight)
-            assert all(layout_for(layout.target, weight, arch) is layout for arch in layout.archs)
-            others = [x for x in LAYOUTS if x.target == layout.target and weight in x.weights]
-            if len(others) == 1:
-                assert layout_for(layout.target, weight) is layout
-            else:
-                with pytest.raises(UsageError, match="--arch"):
-                    layout_for(layout.target, weight)
+            for arch in layout.archs:
+                assert all(layout_for(layout.target, weight, arch, act) is layout for act in layout.acts)
+        usual = moectl.targets.LAYOUTS[layout.name].instead_of
+        if usual:
+            known = layout_named(usual)
+            assert (known.target, known.weights) == (layout.target, layout.weights)
+            assert not set(known.acts) & set(layout.acts)
+        else:
+            assert all(layout_for(layout.target, weight) is layout for weight in layout.weights)
     assert set(moectl.targets.TARGETS) == {layout.target for layout in LAYOUTS}
 
 
@@ -235,7 +265,7 @@ def test_registry_is_closed_and_complete():
         ),
         ("trtllm", int_format(4, 128), None, "these weights are int4 group 128"),
         ("trtllm", MXFP4, "sm90", "is read on sm100, sm103, got sm90"),
-        ("marlin", WeightFormat("nvfp4", 4, (1, 16)), None, "Targets for them: none"),
+        ("marlin", WeightFormat("int2", 2, (1, 32)), None, "Targets for them: none"),
     ],
 )
 def test_a_target_that_does_not_fit_names_the_choices(target, weight, arch, message):
@@ -248,9 +278,10 @@ def test_the_gpu_gives_the_same_bytes():
     for param in EVERY_LAYOUT:
         layout, weight, rows = param.values
         problem = problem_for(layout, weight, rows, 352, 96)
-        tensors = canonical_tensors(problem)
-        for role, chain in layout.chains(problem).items():
-            form = chain.apply(tensors[role].cuda())
-            assert form.is_cuda
-            assert same(form.cpu(), chain.apply(tensors[role]))
-            assert same(back(chain, form, tensors[role]).cpu(), tensors[role])
+        tensors = tensors_for(layout, problem)
+        forms = stored(layout, problem, tensors)
+        recipe, there = layout.recipe(problem), {role: t.cuda() for role, t in tensors.items()}
+        on_gpu = dict(recipe.store(there, recipe.look(there, {})))
+        assert all(on_gpu[name].is_cuda and same(on_gpu[name].cpu(), t) for name, t in forms.items())
+        back = recipe.restore(on_gpu, problem.experts)
+        assert all(same(back[role].cpu(), t) for role, t in tensors.items())

@@ -1,0 +1,72 @@
+"""Layouts that engines' own Triton kernels read: canonical tensors, all gates before all ups.
+
+- BF16, and FP8 with its scales, as they are: per tensor one scale per expert, ``[e]``;
+- integer weights (WNA16) ``[N, K]`` packed bytes, scales ``[N, groups]``, zero points packed in twos along
+  N: ``[N / 2, groups]`` bytes for 4-bit codes, ``[N, groups]`` for 8-bit ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...problem import MoEProblem
+from ...schemes import BF16, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, int_format
+from ..canonical import gate_then_up, padded
+from ..chain import Chain
+from ..recipe import Output
+from ..rescale import AtMost
+from ..transforms import Codes, Rearrange, Step
+from ..values import Shapes
+from ..weight_layout import Options, WeightLayout, by_role
+from .numbers import fp8_tensor
+
+
+def _rows(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    return (*padded(problem, role), *gate_then_up(problem, role))
+
+
+_ZEROS_IN_TWOS: tuple[Step, ...] = (
+    Rearrange("e (n s) g -> e n (g s)", {"s": 2}),
+    Codes(4, False),
+)
+
+
+def _fp8(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+    if problem.scheme.weight == FP8_TENSOR:
+        return fp8_tensor(_rows)(problem, shapes, options)
+    return by_role(_rows)(problem, shapes, options)
+
+
+def _wna16(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+    made = dict(by_role(_rows)(problem, shapes, options))
+    for role in [role for role in shapes if role.endswith("_zero")]:
+        if problem.scheme.weight.bits == 4:
+            known = AtMost(15, "zero points are 4-bit codes here")
+            made[role] = Output(role, (known,), Chain((*_rows(problem, role), *_ZEROS_IN_TWOS)))
+    return made
+
+
+PLAIN: tuple[WeightLayout, ...] = (
+    WeightLayout(name="plain-bf16", version=1, weights=(BF16,), build=by_role(_rows)),
+    WeightLayout(
+        name="plain-fp8",
+        version=1,
+        weights=(FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK),
+        build=_fp8,
+        logical_dtypes={"w13": "F8_E4M3", "w2": "F8_E4M3"},
+        scale_dtypes=("F32", "BF16", "F16"),
+    ),
+    WeightLayout(
+        name="triton-wna16",
+        version=1,
+        weights=tuple(
+            int_format(bits, group, zero_point=zero)
+            for bits in (4, 8)
+            for zero in (False, True)
+            for group in (32, 64, 128, FULL)
+        ),
+        build=_wna16,
+        scale_dtypes=("BF16", "F16"),
+        bias=False,
+    ),
+)
