@@ -98,7 +98,7 @@ HELD = [
     (name, layout.name)
     for name, weight in (("tiny_gpt_oss", MXFP4), ("wide_kimi", int_format(4, 32)))
     for layout in LAYOUTS
-    if weight in layout.weights
+    if weight in layout.weights and (layout.bias or name != "tiny_gpt_oss")
 ]
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ...problem import Align
-from ...schemes import MXFP4_ACT
+from ...padding import padding
+from ...schemes import MXFP4, MXFP4_ACT
 from ..archs import SM90, sm
 from ..backend import Backend, Capability, Form, Offer, Spread, Variant, but, only
 from .defaults import SHARED
@@ -34,13 +34,13 @@ CUTLASS_FP8 = Backend(
         # Small batches go to Triton at run time, so both must serve the deployment.
         Variant("TritonOrCutlassExperts", replace(_FP8, spread=_STANDARD_EXCHANGE)),
     ),
-    forms=(Form("plain"),),
+    forms=(Form("plain-fp8"),),
 )
 BATCHED_CUTLASS_FP8 = Backend(
     name="batched_cutlass",
     engine_name="BATCHED_VLLM_CUTLASS",
     variants=(Variant("CutlassBatchedExpertsFp8", _FP8, batched=True),),
-    forms=(Form("plain"),),
+    forms=(Form("plain-fp8"),),
 )
 CUTLASS_W4A8 = Backend(
     name="cutlass",
@@ -75,5 +75,5 @@ CUTLASS_MXFP4 = Backend(
         ),
     ),
     act=MXFP4_ACT,
-    forms=(Form("cutlass-sm100", Align(128, 128)),),
+    forms=(Form("cutlass-mxfp4", padding("cutlass-mxfp4", MXFP4)),),
 )

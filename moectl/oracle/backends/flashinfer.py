@@ -1,7 +1,6 @@
 """FlashInfer's fused MoE kernels: TRT-LLM generated ones on SM10x, CUTLASS on SM90, SM10x and SM12x."""
 
 from ...padding import padding
-from ...problem import Align
 from ...schemes import MXFP4, MXFP8_ACT
 from ..archs import SM10X, SM12X, SM90, sm
 from ..backend import ALONE, Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, only
@@ -160,7 +159,7 @@ CUTLASS_MXFP8 = Backend(
     engine_name="FLASHINFER_CUTLASS_MXFP4_MXFP8",
     variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
     act=MXFP8_ACT,
-    forms=(Form("cutlass-sm100", Align(128, 128)),),
+    forms=(Form("cutlass-sm100", padding("cutlass-sm100", MXFP4)),),
 )
 CUTLASS_PLAIN = Backend(
     name="flashinfer_cutlass",

@@ -89,7 +89,7 @@ CUTEDSL_BATCHED = Backend(
         ),
     ),
     act=NVFP4_ACT,
-    forms=(Form("cutlass-nvfp4"),),
+    forms=(Form("cutedsl-batched-nvfp4"),),
 )
 FLASHINFER_B12X = Backend(
     name="flashinfer_b12x",

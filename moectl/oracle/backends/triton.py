@@ -31,6 +31,7 @@ _ARCHS = (
 )
 OAI_FORMS = (
     Form("triton-hopper", padding("triton-hopper", MXFP4), where=(SM90,)),
+    Form("triton-blackwell", padding("triton-blackwell", MXFP4), where=(sm(100, 129),)),
     *mxfp4_forms("triton-kernels"),
 )
 
@@ -174,11 +175,16 @@ PLAIN_CAPABILITY = Capability(
     invariant=True,
     rules=(FEW_EXPERTS,),
 )
+_PLAIN_FORMS = (
+    Form("plain-bf16", weights=frozenset({"bf16"})),
+    Form("plain-fp8", weights=frozenset({"fp8"})),
+    Form("plain"),
+)
 TRITON_PLAIN = Backend(
     name="triton",
     engine_name="TRITON",
     variants=(Variant("TritonExperts", PLAIN_CAPABILITY),),
-    forms=(Form("plain"),),
+    forms=_PLAIN_FORMS,
 )
 
 _FP8_BATCHED = (sm(89), gfx("gfx942", "gfx950", "gfx1250", "gfx1200", "gfx1201"))
@@ -202,7 +208,7 @@ BATCHED_TRITON = Backend(
             batched=True,
         ),
     ),
-    forms=(Form("plain"),),
+    forms=_PLAIN_FORMS,
 )
 
 MXFP8_CAPABILITY = replace(PLAIN_CAPABILITY, offers=(Offer(frozenset({"mxfp8 group 32"}), only("mxfp8")),))

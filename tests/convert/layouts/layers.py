@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -108,6 +109,15 @@ def stored(layout: WeightLayout, problem: MoEProblem, tensors: dict[str, Tensor]
     """Every stored tensor of the layer `tensors` in `layout`."""
     recipe = layout.recipe(problem)
     return dict(recipe.store(tensors, recipe.look(tensors, {})))
+
+
+def moved(layout: WeightLayout, problem: MoEProblem) -> Iterator[tuple[str, Chain, Tensor]]:
+    """The chain of every stored tensor that has one, and what it moves: random numbers after value steps."""
+    tensors, recipe = tensors_for(layout, problem), layout.recipe(problem)
+    facts = recipe.look(tensors, {})
+    for name, output in recipe.outputs.items():
+        if output.chain.steps:
+            yield name, output.chain, replace(output, chain=Chain()).apply(tensors, facts)
 
 
 def back(chain: Chain, t: Tensor, like: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from moectl.convert.recipe import Output
 from moectl.convert.stream import convert
 from moectl.convert.transforms import Xor
 from moectl.convert.values import Shapes
+from moectl.convert.weight_layout import Options
 from moectl.errors import CheckpointError
 from moectl.prepare import converted_layer, load_prepared, prepare
 from moectl.problem import MoEProblem
@@ -44,12 +45,12 @@ def folder(gpt_oss: Path, tmp_path: Path) -> Path:
 def other_version(layout: WeightLayout, version: int) -> WeightLayout:
     """`layout` as a release might have had it that stored its codes inverted."""
 
-    def build(problem: MoEProblem, shapes: Shapes) -> dict[str, Output]:
+    def build(problem: MoEProblem, shapes: Shapes, options: Options) -> dict[str, Output]:
         return {
             role: dataclasses.replace(output, chain=Chain((Xor(255), *output.chain.steps)))
             if role in ("w13", "w2")
             else output
-            for role, output in layout.build(problem, shapes).items()
+            for role, output in layout.build(problem, shapes, options).items()
         }
 
     return dataclasses.replace(layout, version=version, build=build)
