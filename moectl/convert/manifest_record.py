@@ -57,13 +57,14 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class LayoutRecord:
-    """Which weight layout the folder holds, and who reads it."""
+    """Which weight layout the folder holds, who reads it, and whether a recorded conversion confirms it."""
 
     name: str
     target: str
     version: int
     archs: tuple[str, ...]
     readers: tuple[str, ...]
+    verified: bool = True
 
 
 @dataclass(frozen=True)

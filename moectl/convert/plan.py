@@ -300,7 +300,12 @@ def plan_conversion(
     layers.sort(key=lambda layer: layer.layer)
     rest = () if experts_only else tuple(plan_rest(checkpoint, consumed))
     facts = LayoutRecord(
-        layout.name, layout.target, layout.version, tuple(layout.archs), tuple(map(str, layout.readers))
+        layout.name,
+        layout.target,
+        layout.version,
+        layout.archs,
+        tuple(map(str, layout.readers)),
+        layout.verified,
     )
     return Plan(checkpoint, facts, shard, tuple(groups), tuple(layers), rest, experts_only, memory)
 

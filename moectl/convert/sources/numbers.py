@@ -10,25 +10,12 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..transforms import DTYPES, Shape
-from ..values import Fact, Facts, Tensors, named
-
-
-@dataclass(frozen=True)
-class _Alone:
-    """A value step that looks at nothing but its own tensor."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def facts(self) -> tuple[Fact, ...]:
-        return ()
+from ..values import Exact, Facts, Tensors, named
 
 
 @named("repeated")
 @dataclass(frozen=True)
-class Repeated(_Alone):
+class Repeated(Exact):
     """One number an expert as `times` rows of one: a scale that gate and up share."""
 
     times: int
@@ -36,10 +23,6 @@ class Repeated(_Alone):
     def __post_init__(self) -> None:
         if not 1 <= self.times <= 1 << 16:
             raise CheckpointError(f"{self}: a number is repeated 1 to 65536 times.")
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
         if math.prod(shape[1:]) != 1:
@@ -55,7 +38,7 @@ class Repeated(_Alone):
 
 @named("reciprocal")
 @dataclass(frozen=True)
-class Reciprocal(_Alone):
+class Reciprocal(Exact):
     """Numbers that divide as F32 factors. Rounded, so `undo` gives a number near the stored one."""
 
     @property
@@ -81,7 +64,7 @@ class Reciprocal(_Alone):
 
 @named("rounded")
 @dataclass(frozen=True)
-class Rounded(_Alone):
+class Rounded(Exact):
     """Floats of one width as the nearest of another; `undo` gives the rounded numbers back."""
 
     source: str
