@@ -21,15 +21,28 @@ def _compiled(function):
 
 
 @_compiled
-def _stand(place, loops, base):
-    """Fills `base` with where the loops stand at `place`: input bytes, output words, coordinates."""
+def _stand(place, loops, index, base):
+    """Sets the loops to `place`: their indices, and in `base` input bytes, output words, coordinates."""
     base[:] = 0
     for i in range(loops.shape[0] - 1, -1, -1):
-        size = loops[i, 0]
-        index = place % size
-        place //= size
+        index[i] = place % loops[i, 0]
+        place //= loops[i, 0]
         for j in range(base.shape[0]):
-            base[j] += index * loops[i, j + 1]
+            base[j] += index[i] * loops[i, j + 1]
+
+
+@_compiled
+def _advance(loops, index, base):
+    """Sets the loops to the next place."""
+    for i in range(loops.shape[0] - 1, -1, -1):
+        index[i] += 1
+        again = index[i] == loops[i, 0]
+        back = index[i] - 1 if again else 0
+        for j in range(base.shape[0]):
+            base[j] += (0 if again else loops[i, j + 1]) - back * loops[i, j + 1]
+        if not again:
+            return
+        index[i] = 0
 
 
 @_compiled
@@ -86,11 +99,12 @@ def gather(
     """
     base = loops[0, 1:].copy()
     count = tables.shape[1]
-    steps = np.ascontiguousarray(tile[:, :2].T).view(
-        np.uint64
-    )  # unsigned, so that no index is checked for a sign
+    steps = np.ascontiguousarray(tile[:, :2].T).view(np.uint64)  # no index is then checked for a sign
+    index = loops[:, 0].copy()
+    _stand(first, loops, index, base)
     for place in range(first, last):
-        _stand(place, loops, base)
+        if place > first:
+            _advance(loops, index, base)
         if not _all_inside(base, highest, limits):
             if _any_outside(base, lowest, limits, edges, limits.shape[0]):
                 continue
@@ -168,16 +182,17 @@ def copy_runs(source, target, first, last, loops, unit, units, steps, start, mas
     steps: [limits] how far a unit moves in each coordinate, none negative;  start: [1 + limits] place of
     the first byte of a run.
     """
-    base = loops[0, 1:].copy()
+    base, index = loops[0, 1:].copy(), loops[:, 0].copy()
+    _stand(first, loops, index, base)
     for place in range(first, last):
-        _stand(place, loops, base)
+        if place > first:
+            _advance(loops, index, base)
         there, wanted = units, units
         for i in range(limits.shape[0]):
             room = limits[i] - base[2 + i] - start[1 + i]
-            if steps[i] > 0:
-                room = (room + steps[i] - 1) // steps[i]
-            elif room > 0:
-                room = units
+            if room > (units - 1) * steps[i]:
+                continue
+            room = (room + steps[i] - 1) // steps[i] if steps[i] > 0 else 0
             if i < edges:
                 there = min(there, room)
             else:

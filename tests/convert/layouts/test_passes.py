@@ -269,3 +269,33 @@ def test_the_script_that_times_it(monkeypatch):
     assert rows[1].against.startswith("FlashInfer")
     assert rows[1].ratio if find_spec("flashinfer") else "is absent" in rows[1].against
     assert "is absent: no vllm/" in rows[0].against and rows[0].ratio is None
+
+
+@pytest.mark.parametrize("name", ["marlin-mxfp4", "triton-hopper", "trtllm-mxfp4"])
+def test_compiled_for_a_gpu_that_is_not_here(name, tmp_path):
+    """Written 16 bytes at a time, and nothing kept on a stack."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from moectl.convert._cuda_kernels import _convert_kernel
+
+    layout = layout_named(name)
+    problem = problem_for(layout, layout.weights[0], "interleaved", 2880, 2880, experts=1)
+    program = compose(layout.chains(problem)["w13"].steps, (1, 5760, 1440), "U8")
+    launch = cuda_pass.plan(program, 8)
+    kinds = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*u64"}
+    signature = {"source": kinds[launch.unit], "target": kinds[launch.width]}
+    source = ASTSource(
+        fn=_convert_kernel,
+        signature={**signature, **dict.fromkeys(launch.constants, "constexpr")},
+        constexprs=launch.constants,
+        attrs={(at,): [["tt.divisibility", 16]] for at in range(2)},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert "st.global.v4.b32" in compiled.asm["ptx"]
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True)
+    assert "STACK:0" in usage.stdout
