@@ -169,7 +169,8 @@ def convert(
 
     def draw(console: Any) -> None:
         converted, resumed = (
-            sum(map(len, found)) for found in zip(*((s.converted, s.resumed) for s in summaries), strict=True)
+            sum(layer >= 0 for found in lists for layer in found)
+            for lists in ([s.converted for s in summaries], [s.resumed for s in summaries])
         )
         moved = sum(summary.bytes_in for summary in summaries)
         rate = f", {size(moved / seconds)}/s" if moved else ""
@@ -282,11 +283,12 @@ def draw_plans(plans: "Sequence[RankPlan]", console: Any) -> None:
 def draw_plan(plan: "Plan", console: Any) -> None:
     """What a conversion would do, for a person."""
     first = plan.layers[0]
+    numbers = [layer.layer for layer in plan.layers if layer.layer >= 0]
     made = table(
         "tensor",
         "stored as",
         "holds",
-        title=f"{plan.layout.name}: each of layers {ranges([layer.layer for layer in plan.layers])}",
+        title=f"{plan.layout.name}: each of layers {ranges(numbers)}",
     )
     seen: dict[str, tuple[str, str]] = {}
     for info in first.file.tensors.values():

@@ -14,7 +14,7 @@ from ..disk import write_file
 from ..manifest_record import CONFIG, INDEX, LOG, FileRecord, LayerRecord, RestRecord
 from ..records import to_json
 from ..rest import copy_small_files, source_record
-from .parts import REPORT, read_parts, read_report, remove_parts
+from .parts import REPORT, label_of, read_parts, read_report, remove_parts
 from .verify import layer_digest, verify_portable
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class PortableEnding:
             "producer": dict(producer),
             "source": to_json(source_record(plan.checkpoint, folder)),
             "experts_only": plan.experts_only,
-            "layers": read_parts(out, [str(layer.layer) for layer in plan.layers]),
+            "layers": read_parts(out, [label_of(layer.layer) for layer in plan.layers]),
             "experts": [
                 {"file": r.file, "size": r.size, "sha256": layer_digest(layer.file.header, r.sha256.values())}
                 for layer, r in zip(plan.layers, layers, strict=True)

@@ -16,6 +16,11 @@ from ..manifest_record import REPORT as REPORT
 PART = "moectl-report-part-"
 
 
+def label_of(layer: int) -> str:
+    """What the report calls a layer, or, below zero, other matrices."""
+    return str(layer) if layer >= 0 else f"linears{-1 - layer}"
+
+
 def part_name(label: str) -> str:
     """The file of one layer's part."""
     return f"{PART}{label}.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...checkpoint.model import Checkpoint, LayerGroup
@@ -35,6 +34,8 @@ from ..values import Shapes
 from .changes import Change, Quantized
 from .config import DOCUMENTS, Described, Description, expert_targets, with_quantization
 from .finish import PortableEnding
+from .linears import Linear, plan_linears, quantized_linears, stays
+from .parts import label_of
 from .places import Place, place_of
 from .rules import Wish, change_for
 from .slots import Slot
@@ -45,6 +46,9 @@ PREFIX = "experts-"
 
 REST_PREFIX = "rest-"
 """Files of tensors that had to be taken out of files with experts begin so."""
+
+LINEARS_PREFIX = "linears-"
+"""Files of other quantized matrices begin so."""
 
 KEPT_ACTS = frozenset(("a16", "mxfp4", "nvfp4"))
 """Activation formats that every container of their weight format can state."""
@@ -110,9 +114,15 @@ def plan_portable(
     layers = sorted((layer for _, found in planned for layer in found), key=lambda layer: layer.layer)
     plans = [plan for plan, _ in planned]
     consumed = {info.name: info.file for layer in layers for info in layer.map.tensors}
+    experts = tuple(group.problem for group in checkpoint.groups)
+    beside = () if experts_only else quantized_linears(checkpoint, consumed, experts)
+    others = _plan_linears(checkpoint, beside, storage, asked.requantize, memory)
+    consumed |= {info.name: info.file for layer in others for info in layer.map.tensors}
     rest = () if experts_only else tuple(plan_rest(checkpoint, consumed, REST_PREFIX))
+    layers += others
     _check_names(layers, [item.name for item in rest])
-    described = Description(_described(plans), (), _plain_modules(checkpoint, consumed))
+    modules = _plain_modules(checkpoint, {*consumed, *(linear.module for linear in beside)})
+    described = Description(*_described(plans, () if storage == "plain" else beside), modules)
     document = with_quantization(checkpoint.config, DOCUMENTS[plans[0].place.storage](described))
     how = f", {asked.method}, {asked.rule}" if isinstance(plans[0].change, Quantized) else ""
     record = LayoutRecord(
@@ -122,16 +132,42 @@ def plan_portable(
     return Plan(checkpoint, record, Shard(), (), tuple(layers), rest, experts_only, memory, ending)
 
 
-def _described(plans: list[GroupPlan]) -> tuple[Described, ...]:
-    """The experts' formats, each with a pattern of the modules that have it."""
+def _plan_linears(
+    checkpoint: Checkpoint, linears: tuple[Linear, ...], storage: str, requantize: bool, memory: int
+) -> list[LayerPlan]:
+    """Plans of the matrices that are written otherwise than they are stored, numbered from -1 down."""
+    groups: dict[tuple[object, ...], list[Linear]] = {}
+    for linear in linears:
+        if not stays(linear, storage, checkpoint):
+            key = (linear.layer, linear.form.storages, linear.scheme)
+            groups.setdefault(key, []).append(linear)
+    planned = []
+    dtype = checkpoint.groups[0].problem.dtype
+    for i, found in enumerate(groups.values()):
+        plan = plan_linears(-1 - i, tuple(found), storage, checkpoint, dtype, requantize)
+        batch, working = plan_batch(plan.map, plan.writer, {}, memory)
+        file = plan_file(f"{LINEARS_PREFIX}{i:05d}.safetensors", plan.writer.specs, {"format": "pt"})
+        share = Share(plan.problem)
+        planned.append(LayerPlan(plan.map, share, plan.problem, plan.writer, file, batch, working, {}))
+    return planned
+
+
+def _described(
+    plans: list[GroupPlan], linears: tuple[Linear, ...]
+) -> tuple[tuple[Described, ...], tuple[Described, ...]]:
+    """The experts' formats, each with targets of the modules that have it; those of other modules."""
     schemes = list(dict.fromkeys(plan.problem.scheme for plan in plans))
+    beside: dict[Scheme, list[str]] = {}
+    for linear in linears:
+        beside.setdefault(linear.scheme, []).append(linear.module)
     found = []
     for scheme in schemes:
         alike = [plan for plan in plans if plan.problem.scheme == scheme]
         names = [name for plan in alike for name in plan.place.modules]
         layers = [layer for plan in alike for layer in plan.layers] if schemes[1:] else []
-        found.append(Described(scheme, expert_targets(names, layers)))
-    return tuple(found)
+        same = beside.pop(scheme, [])
+        found.append(Described(scheme, (*expert_targets(names, layers), *same)))
+    return tuple(found), tuple(Described(scheme, tuple(names)) for scheme, names in beside.items())
 
 
 def _plan_group(
@@ -188,7 +224,7 @@ def _writer(problem: MoEProblem, mapped: LayerMap, plan: GroupPlan) -> PortableW
         "w2": Work(plan.change, 1, size),
     }
     order = {role: gate_then_up(problem, role) for role in mapped.shapes if plan.place.apart}
-    return PortableWriter(plan.shapes, found, matrices, order, str(mapped.layer))
+    return PortableWriter(plan.shapes, found, matrices, order, label_of(mapped.layer))
 
 
 def _check_covered(shapes: Shapes, found: tuple[Slot, ...], layer: int) -> None:
@@ -211,12 +247,14 @@ def _check_names(layers: list[LayerPlan], rest: list[str]) -> None:
             )
 
 
-def _plain_modules(checkpoint: Checkpoint, consumed: Mapping[str, str]) -> tuple[str, ...]:
-    """Modules outside the experts that have a matrix as their weight."""
+def _plain_modules(checkpoint: Checkpoint, quantized: set[str]) -> tuple[str, ...]:
+    """Modules that have a matrix as their weight and are not among `quantized` tensors and modules."""
     return tuple(
         sorted(
             name.removesuffix(".weight")
             for name in checkpoint.tensors
-            if name not in consumed and name.endswith(".weight") and len(checkpoint.tensors[name].shape) > 1
+            if name.endswith(".weight")
+            and not {name, name.removesuffix(".weight")} & quantized
+            and len(checkpoint.tensors[name].shape) > 1
         )
     )

@@ -41,6 +41,7 @@ class Slot:
         fill: for a tensor that is not made of a role, its numbers: one, or those of its last axis.
         divisor: it holds the reciprocal.
         limits: smallest and largest number that it can hold.
+        fused: one tensor for all experts, with their axis first.
     """
 
     template: str
@@ -54,6 +55,7 @@ class Slot:
     fill: tuple[int, ...] = ()
     divisor: bool = False
     limits: tuple[int, int] | None = None
+    fused: bool = False
 
     def stored(self, batch: Tensors, experts: int) -> Tensor:
         """The tensors ``[experts, *shape]`` of the experts whose new canonical roles `batch` holds."""

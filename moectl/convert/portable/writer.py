@@ -32,11 +32,13 @@ class Work:
         change: from the source's format to the output's.
         halves: equal parts of its rows that have blocks of their own.
         weights: of one expert.
+        title: names it in the report; its role where empty.
     """
 
     change: Change
     halves: int
     weights: int
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class PortableWriter:
         )
 
     def _tensors(self, slot: Slot) -> Iterator[tuple[str, tuple[int, ...]]]:
-        if "{expert}" not in slot.template:
+        if slot.fused:
             yield slot.template, (self.experts, *slot.shape)
             return
         for expert in range(self.experts):
@@ -126,7 +128,8 @@ class PortableWriter:
         for role, work in self.matrices.items():
             roles, cost = work.change.apply(batch, Matrix(role, work.halves, first))
             found.update(roles)
-            self._costs[role] = self._costs[role].merge(cost) if role in self._costs else cost
+            title = work.title or role
+            self._costs[title] = self._costs[title].merge(cost) if title in self._costs else cost
         return found
 
     def done(self, folder: Path) -> None:
@@ -134,7 +137,7 @@ class PortableWriter:
 
 
 def _pieces(slot: Slot, data: Tensor, first: int) -> Iterator[Piece]:
-    if "{expert}" not in slot.template:
+    if slot.fused:
         yield Piece(slot.template, first * nbytes(slot.dtype, slot.shape), data)
         return
     for i, one in enumerate(data):

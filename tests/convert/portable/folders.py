@@ -52,8 +52,11 @@ def case_of(storage: Storage, weight: WeightFormat, dims: Dims = DIMS, **fields:
     return Case(storage, weight, dims, dtypes, left_out=frozenset(out), **fields)
 
 
-def write_folder(folder: Path, layer: Layer) -> Checkpoint:
-    """The layer as a folder, and as an opened checkpoint."""
+def write_folder(folder: Path, layer: Layer, dense: str = "") -> Checkpoint:
+    """The layer as a folder, and as an opened checkpoint.
+
+    `dense` names a module of the layer that is stored as the gate projection of expert 0 is.
+    """
     folder.mkdir(parents=True)
     tensors = {name: t.contiguous() for name, t in layer.contents().items()}
     for name in list(tensors):
@@ -65,6 +68,9 @@ def write_folder(folder: Path, layer: Layer) -> Checkpoint:
         f"model.layers.{LAYER}.self_attn.q_proj.weight": torch.randn(8, layer.case.dims.hidden),
         f"model.layers.{LAYER}.input_layernorm.weight": torch.ones(layer.case.dims.hidden),
     }
+    gate = PREFIX.format(layer=LAYER) + "0.gate_proj."
+    for name in [name for name in tensors if dense and name.startswith(gate)]:
+        other[f"model.layers.{LAYER}.{dense}.{name.removeprefix(gate)}"] = tensors[name].clone()
     save_file({**tensors, **other}, folder / FILE)
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
@@ -75,9 +81,11 @@ def write_folder(folder: Path, layer: Layer) -> Checkpoint:
     return Checkpoint({}, infos, (layer.group,), origin, folder)
 
 
-def converted(layer: Layer, folder: Path, target: str, container: str | None = None, **asked: object) -> Path:
-    """A folder with the layer in a portable format."""
-    checkpoint = write_folder(folder / "source", layer)
+def converted(
+    layer: Layer, folder: Path, target: str, container: str | None = None, dense: str = "", **asked: object
+) -> Path:
+    """A folder with the layer, and a `dense` module as in `write_folder`, in a portable format."""
+    checkpoint = write_folder(folder / "source", layer, dense)
     out = folder / "out"
     convert(plan_portable(checkpoint, Portable(target, container, **asked)), out)
     return out

@@ -1,0 +1,288 @@
+"""Quantized matrices beside the experts: what they are, and the same weights in another container."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ...checkpoint.formats import FORMATS, SHOWN, Format, Suffix
+from ...checkpoint.model import Checkpoint, TensorInfo
+from ...checkpoint.quantization import zeros_less_one
+from ...checkpoint.specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
+from ...checkpoint.storage import PER_EXPERT, Storage, format_sizes, parse_shape
+from ...errors import UsageError
+from ...portable import PORTABLE
+from ...problem import Activation, Dims, MoEProblem
+from ...schemes import ActFormat, Scheme, WeightFormat
+from ..canonical import canonical_shapes
+from ..sources import LayerMap, Part, PartForm, PartMap
+from ..sources.extras import check_extra
+from ..sources.packings import PACKINGS
+from ..sources.parts import part_of
+from ..values import Shapes
+from .changes import Change, Decoded, Kept
+from .parts import label_of
+from .slots import Sizes, Slot, format_row, slots
+from .writer import PortableWriter, Work
+
+PLAIN = frozenset(("BF16", "F16", "F32"))
+WEIGHTS = ("weight", "weight_packed", "qweight")
+"""Suffixes of a matrix's own numbers."""
+
+NUMBER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One quantized matrix ``[n, k]``.
+
+    Attributes:
+        module: what its tensors' names begin with.
+        form, scheme: how its numbers are stored, and what they mean.
+        tensors: by suffix.
+    """
+
+    module: str
+    form: Format
+    scheme: Scheme
+    n: int
+    k: int
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def layer(self) -> int:
+        """Number of the decoder layer in its name; -1 for none."""
+        found = NUMBER.search(self.module)
+        return int(found[1]) if found else -1
+
+    def problem(self, dtype: str) -> MoEProblem:
+        """The matrix as the only one of a single expert; `dtype` is the model's."""
+        return MoEProblem(
+            Dims(self.k, self.n),
+            1,
+            1,
+            self.scheme,
+            activation=Activation("silu", gated=False),
+            storage=self.form.storages[0],
+            dtype=dtype,
+        )
+
+
+def quantized_linears(
+    checkpoint: Checkpoint, consumed: Mapping[str, str], experts: tuple[MoEProblem, ...]
+) -> tuple[Linear, ...]:
+    """Every quantized matrix that is in no expert that is converted; `consumed` are the experts' tensors.
+
+    Raises UsageError for one whose tensors are of no known format.
+    """
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name in checkpoint.tensors:
+        module, _, suffix = name.rpartition(".")
+        if name not in consumed and suffix != "bias":
+            modules.setdefault(module, {})[suffix] = checkpoint.tensors[name]
+    found = []
+    for module, tensors in sorted(modules.items()):
+        codes = next((tensors[suffix] for suffix in WEIGHTS if suffix in tensors), None)
+        if codes is None or codes.dtype in PLAIN:
+            continue
+        linear = _recognized(module, tensors, experts)
+        if linear is None:
+            raise UsageError(
+                f"{module} is quantized ({', '.join(sorted(tensors))}) in no format that is known here.",
+                hint="Convert with --experts-only, and bring the other tensors over by hand.",
+            )
+        found.append(linear)
+    return tuple(found)
+
+
+def _recognized(
+    module: str, tensors: Mapping[str, TensorInfo], experts: tuple[MoEProblem, ...]
+) -> Linear | None:
+    """What the tensors are: first as the experts are stored, then in any format that fits."""
+    storages = {problem.storage for problem in experts}
+    forms = sorted(FORMATS, key=lambda form: not storages & set(form.storages))
+    for form in forms:
+        needed = {suffix for suffix, it in form.suffixes.items() if it.required}
+        if not needed <= tensors.keys() <= form.suffixes.keys():
+            continue
+        for weight in _weights(form, experts):
+            sides = _sides(form, weight, tensors)
+            if sides is not None:
+                scheme = Scheme(weight, _act(weight, tensors, experts))
+                return Linear(module, form, scheme, *sides, tensors)
+    return None
+
+
+def _weights(form: Format, experts: tuple[MoEProblem, ...]) -> Iterator[WeightFormat]:
+    """Formats that `form` may hold: its own, or those of its kind that experts have, or of FP8 blocks."""
+    if SHOWN not in form.weight.block:
+        yield form.weight
+        return
+    for weight in (*(problem.scheme.weight for problem in experts), PORTABLE["fp8-block"].weight):
+        if (weight.name, weight.bits) == (form.weight.name, form.weight.bits):
+            yield weight
+
+
+def _sides(form: Format, weight: WeightFormat, tensors: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+    """Rows and columns of the matrix; None when a tensor's shape or dtype does not go with the others."""
+    numbers: dict[str, int] = format_sizes(Scheme(weight))
+    codes = next(suffix for suffix, it in form.suffixes.items() if not it.role)
+    axes, shape = parse_shape(_text(form.suffixes[codes], 0)), tensors[codes].shape
+    if len(axes) != len(shape):
+        return None
+    for axis, size in zip(axes, shape, strict=True):
+        numbers[axis.symbol] = size * (numbers[axis.per] if isinstance(axis.per, str) else axis.per)
+    for suffix, info in tensors.items():
+        it = form.suffixes[suffix]
+        shapes = [parse_shape(_text(it, i)) for i in range(len(it.shapes))]
+        expected = [tuple(axis.value(numbers) for axis in shape) for shape in shapes]
+        if info.dtype not in it.dtypes or info.shape not in expected:
+            return None
+    return numbers["n"], numbers["k"]
+
+
+def _text(suffix: Suffix, at: int) -> str:
+    return suffix.shapes[at].format(n="n", k="k")
+
+
+def _act(
+    weight: WeightFormat, tensors: Mapping[str, TensorInfo], experts: tuple[MoEProblem, ...]
+) -> ActFormat:
+    """How activations enter: as of experts of the same format, else as goes with the format."""
+    for problem in experts:
+        if problem.scheme.weight == weight:
+            return problem.scheme.act
+    if weight == FP8_TENSOR_WEIGHT:
+        return FP8_TENSOR_STATIC if "input_scale" in tensors else FP8_TENSOR
+    return next((p.act for p in PORTABLE.values() if p.weight == weight), PORTABLE["bf16"].act)
+
+
+@dataclass(frozen=True)
+class LinearsMap(LayerMap):
+    """Matrices beside the experts, each with roles of its own, as a layer of one expert.
+
+    `problems` has each matrix's problem by its role.
+    """
+
+    problems: Mapping[str, MoEProblem] = None  # type: ignore[assignment]
+
+    def check(self, part: Part, problem: MoEProblem, values: Tensor) -> str:
+        role, _, kind = part.stored.partition("_")
+        return check_extra(f"w1_{kind}", self.problems[role], values, self.zeros_less_one)
+
+
+@dataclass(frozen=True)
+class LinearsPlan:
+    """Matrices of one decoder layer and one format, and how they are written."""
+
+    map: LinearsMap
+    problem: MoEProblem
+    writer: PortableWriter
+    linears: tuple[Linear, ...]
+
+
+def stays(linear: Linear, storage: str, checkpoint: Checkpoint) -> bool:
+    """True when `storage` stores the matrix as it is stored already."""
+    less = zeros_less_one(checkpoint.config) if linear.form.packing == "gptq" else True
+    return storage in linear.form.storages and less and not _rescaled(linear)
+
+
+def _rescaled(linear: Linear) -> bool:
+    """True for FP8 whose scales are written as F32 instead of powers of two."""
+    scales = [info.dtype for suffix, info in linear.tensors.items() if "scale" in suffix]
+    return linear.scheme.weight.name == "fp8" and any(dtype not in PLAIN for dtype in scales)
+
+
+def plan_linears(
+    number: int,
+    linears: tuple[Linear, ...],
+    storage: str,
+    checkpoint: Checkpoint,
+    dtype: str,
+    requantize: bool,
+) -> LinearsPlan:
+    """How `linears`, all of one format, are written in `storage`; `number` is their plan's.
+
+    `dtype` is the model's. UsageError when the container has no place for them.
+    """
+    parts: list[PartMap] = []
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    made: dict[str, tuple[tuple[int, ...], str]] = {}
+    found: list[Slot] = []
+    matrices: dict[str, Work] = {}
+    problems: dict[str, MoEProblem] = {}
+    less = linears[0].form.packing == "gptq" and zeros_less_one(checkpoint.config)
+    for i, linear in enumerate(linears):
+        role = f"m{i}"
+        problem = linear.problem(dtype)
+        source, target, change = _change(linear, storage, problem, requantize)
+        problems[role] = problem
+        own = _renamed(canonical_shapes(source, 1, _has_inputs(linear)), role)
+        shapes |= own
+        parts += _parts(linear, source, role, own, less)
+        new = _renamed(
+            canonical_shapes(target, 1, _has_inputs(linear) and target.scheme.weight.bits < 16), role
+        )
+        made |= new
+        try:
+            form = format_row(storage, target.scheme.weight)
+        except UsageError as error:
+            raise UsageError(
+                f"{linear.module} is quantized, too: {error.what}",
+                hint="Choose --container compressed-tensors, or --experts-only.",
+            ) from error
+        sizes = Sizes(role, linear.n, linear.k)
+        found += slots(form, target.scheme, linear.module, sizes, new)
+        matrices[role] = Work(change, 1, linear.n * linear.k, linear.module.rpartition(".")[2])
+    mapped = LinearsMap(number, "", tuple(parts), shapes, less, problems)
+    writer = PortableWriter(made, tuple(found), matrices, {}, label_of(number))
+    return LinearsPlan(mapped, linears[0].problem(dtype), writer, linears)
+
+
+def _has_inputs(linear: Linear) -> bool:
+    return any(linear.form.suffixes[suffix].role == "_input" for suffix in linear.tensors)
+
+
+def _change(
+    linear: Linear, storage: str, problem: MoEProblem, requantize: bool
+) -> tuple[MoEProblem, MoEProblem, Change]:
+    """The matrix as it is read, as it is written, and the step between."""
+    weight = linear.scheme.weight
+    scale = next(
+        (info.dtype for s, info in linear.tensors.items() if linear.form.suffixes[s].role == "_scale"), ""
+    )
+    if scale in PLAIN or weight.name == "fp8":
+        weight = replace(weight, scale_dtype="E8M0" if scale == "F8_E8M0" else scale)
+    source = replace(problem, scheme=Scheme(weight, linear.scheme.act))
+    if storage == "plain":
+        bf16 = PORTABLE["bf16"].weight
+        dtype = {"bf16": "BF16", "fp16": "F16"}[problem.dtype]
+        rounds = requantize or weight.name in ("fp8", "mxfp8")
+        return source, replace(problem, scheme=Scheme(bf16)), Decoded(weight, dtype, rounds)
+    target = (
+        replace(weight, scale_dtype="F32")
+        if weight.scale_dtype == "E8M0" and weight.name == "fp8"
+        else weight
+    )
+    return source, replace(problem, scheme=Scheme(target, linear.scheme.act)), Kept(weight, target)
+
+
+def _renamed(shapes: Shapes, role: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The first matrix's roles under another name."""
+    return {name.replace("w13", role, 1): form for name, form in shapes.items() if name.startswith("w13")}
+
+
+def _parts(linear: Linear, problem: MoEProblem, role: str, shapes: Shapes, less: bool) -> Iterator[PartMap]:
+    storage = Storage(linear.form, PER_EXPERT, {})
+    for suffix, info in linear.tensors.items():
+        kind = linear.form.suffixes[suffix].role
+        dtype = "U8" if info.dtype in ("U8", "I8", "F8_E4M3", "F8_E8M0") else info.dtype
+        packing = PACKINGS[linear.form.packing]
+        part = part_of(f"w1{kind}", dtype, info.shape, storage, packing, problem, less)
+        name = part.role.replace("w13", role, 1)
+        part = replace(part, stored=f"{role}{kind}", role=name, half=None)
+        rows = shapes[name][0][1] if name else 0
+        yield PartMap(PartForm(part, dtype, info.shape, (0, rows)), (info,), True)
