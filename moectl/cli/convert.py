@@ -30,9 +30,7 @@ EXAMPLES = (
     "moectl convert ./Qwen3-30B-A3B ./int4 --to int4-g128",
     "moectl convert ./kimi ./marlin --to marlin --device cuda --part 2/4",
 )
-MORE = ["Layouts, and who reads them (of portable formats: moectl list formats):"]
-MORE += [f"  {target}: {'; '.join(map(str, readers))}" for target, readers in TARGETS.items()]
-
+MORE = ["Who reads what: moectl list layouts, moectl list formats"]
 
 ESTIMATED_RATE = 300e6
 """Expert bytes a second that a conversion is estimated with: what two CPU cores reach on a local disk."""

@@ -24,6 +24,7 @@ class Kind(str, Enum):
     models = "models"
     gpus = "gpus"
     variables = "variables"
+    layouts = "layouts"
     formats = "formats"
 
 
@@ -36,10 +37,10 @@ def known(
     *,
     out: Output,
 ) -> None:
-    """List what moectl knows by name: published models, GPUs, engine variables, portable formats.
+    """List what moectl knows by name: models, GPUs, engine variables, kernel layouts, portable formats.
 
     A model's name, with or without its organization, stands for a checkpoint; a GPU's goes to --gpu; a
-    variable, one of vLLM that concerns experts, to --env; a format to convert --to.
+    variable, one of vLLM that concerns experts, to --env; a layout or a format to convert --to.
     """
     wanted = [word.casefold() for word in words or []]
     rows = [row for row in LISTS[kind]() if all(word in _searched(row) for word in wanted)]
@@ -59,6 +60,7 @@ COLUMNS = {
     Kind.models: ("name", "experts", "layers", "config", "tensors"),
     Kind.gpus: ("name", "product", "arch", "memory", "bandwidth"),
     Kind.variables: ("name", "takes", "default", "status", "does", "instead"),
+    Kind.layouts: ("name", "to", "archs", "readers"),
     Kind.formats: ("name", "container", "weights", "activations", "readers"),
 }
 """Keys of a row that a person is shown."""
@@ -112,6 +114,18 @@ def _variables() -> Iterable[dict[str, Any]]:
         }
 
 
+def _layouts() -> Iterable[dict[str, Any]]:
+    from ..targets import LAYOUTS
+
+    for name, facts in LAYOUTS.items():
+        yield {
+            "name": name,
+            "to": facts.target,
+            "archs": ", ".join(facts.archs),
+            "readers": "; ".join(map(str, facts.readers)),
+        }
+
+
 def _formats() -> Iterable[dict[str, Any]]:
     from ..portable import PORTABLE
 
@@ -131,14 +145,22 @@ LISTS = {
     Kind.models: _models,
     Kind.gpus: _gpus,
     Kind.variables: _variables,
+    Kind.layouts: _layouts,
     Kind.formats: _formats,
 }
+
+
+SEARCHED = ("name", "product", "arch", "status", "does", "container", "to")
+"""Keys of a row in which words are looked for."""
 
 
 def _searched(row: dict[str, Any]) -> str:
     return " ".join(
         [
-            *(str(row.get(key, "")) for key in ("name", "product", "arch", "status", "does", "container")),
+            *(
+                str(row.get(key, ""))
+                for key in ("name", "product", "arch", "status", "does", "container", "to")
+            ),
             *row.get("spellings", ()),
         ]
     ).casefold()
