@@ -59,9 +59,9 @@ def feed_back(
     whole = blocks_of(codec.weight, n, k)
     values = torch.empty_like(w)
     scales, zeros = scale.clone(), None if zero is None else zero.clone()
-    width = k if group >= k else group * max(1, COLUMNS // group)
-    for first in range(0, k, min(width, COLUMNS) if group >= k else width):
-        last = min(k, first + (COLUMNS if group >= k else width))
+    width = COLUMNS if group >= k else group * max(1, COLUMNS // group)
+    for first in range(0, k, width):
+        last = min(k, first + width)
         errors = torch.empty(n, last - first, dtype=w.dtype, device=w.device)
         for column in range(first, last):
             if group < k and column % group == 0:
