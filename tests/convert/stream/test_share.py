@@ -254,3 +254,23 @@ def test_slices_hash_alike_in_batches_of_any_size() -> None:
     changed = SliceHashes()
     changed.take(whole, 0)
     assert [role for role in whole if changed.result()[role] != once.result()[role]] == ["w2"]
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(4, 1), (1, 3), (2, 3)])
+def test_largest_scales_are_taken_of_what_a_rank_holds(tp: int, ep: int) -> None:
+    """Marlin's NVFP4 scales are made larger by as much as the largest allows: ranks differ."""
+    problem, layout = layer(NVFP4, bias=False), layout_named("marlin-nvfp4")
+    whole, later = tensors(problem), 10 * torch.arange(3, dtype=torch.uint8).view(3, 1, 1)
+    whole["w13_scale"][:] = later + 40 + torch.arange(512).div(64).byte().repeat(2).view(1, -1, 1)
+    whole["w2_scale"][:] = later + 60 + torch.arange(32).div(4).byte()
+    for rank in range(tp * ep):
+        share = Share(problem, shard_of(rank, tp, ep))
+        (first, last), (_, high) = share.experts, share.intermediate
+        held = share.cut({role: t[first:last] for role, t in whole.items()})
+        recipe = layout.recipe(
+            share.padded(layout.pad), share.shapes(canonical_shapes(problem, last - first))
+        )
+        largest = [10 * (last - 1) + start + (high - 1) // 64 for start in (40, 60)]
+        numbers = torch.tensor(largest, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+        facts = {str(fact): float(value) for fact, value in recipe.look(held, {}).items()}
+        assert facts == {"max_e4m3(w13_scale)": numbers[0], "max_e4m3(w2_scale)": numbers[1]}
