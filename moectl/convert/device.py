@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from ..errors import Unavailable, UsageError
 from .batches import Piece
 from .pipeline import Slot
 
+LARGE_PAGE = 2 << 20
+
 Convert = Callable[[Tensor, Tensor, Tensor], list[Piece]]
 """From the buffers of a slot, what was read in the first, to pieces that lie in the last."""
 
@@ -25,6 +28,16 @@ class Extent:
 
     read: int
     written: int
+
+
+def memory(size: int) -> Tensor:
+    """`size` bytes of the host in large pages where there are any: quicker to touch first, and to pin."""
+    if size < LARGE_PAGE:
+        return torch.empty(size, dtype=torch.uint8)
+    block = mmap.mmap(-1, size)
+    with suppress(AttributeError, OSError):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=torch.uint8)
 
 
 class Device(AbstractContextManager["Device"], Protocol):
@@ -41,7 +54,7 @@ class Host(AbstractContextManager["Host"]):
     """The host's own memory."""
 
     def slot(self, read: int, made: int, written: int) -> Slot:
-        buffers = [torch.empty(size, dtype=torch.uint8) for size in (read, made, written)]
+        buffers = [memory(size) for size in (read, made, written)]
         return Slot(buffers[0], buffers[1], buffers[2])
 
     def run(self, slot: Slot, used: Extent, convert: Convert) -> tuple[list[Piece], Callable[[], None]]:
@@ -70,7 +83,7 @@ class Cuda(AbstractContextManager["Cuda"]):
         self._pinned: list[Tensor] = []
 
     def slot(self, read: int, made: int, written: int) -> Slot:
-        host = [self._pin(torch.empty(size, dtype=torch.uint8)) for size in (read, written)]
+        host = [self._pin(memory(size)) for size in (read, written)]
         slot = Slot(host[0], torch.empty(0, dtype=torch.uint8), host[1])
         try:
             own = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in (read, made, written)]

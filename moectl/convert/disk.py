@@ -101,12 +101,11 @@ class NewFile:
         with disk_errors(path, size):
             self.fd = os.open(self._partial, flags, 0o644)
         self._open = True
-        try:
-            with disk_errors(path, size):
-                _reserve(self.fd, size)
-        except BaseException:
-            self.discard()
-            raise
+
+    def reserve(self) -> None:
+        """Asks for the space now, so that a full disk is met before the work and not after it."""
+        with disk_errors(self.path, self.size):
+            _reserve(self.fd, self.size)
 
     def write(self, view: memoryview, offset: int) -> None:
         """Writes all of `view` at `offset`."""
@@ -152,6 +151,7 @@ def replacing(path: Path, size: int) -> Iterator[int]:
     """
     file = NewFile(path, size)
     try:
+        file.reserve()
         try:
             yield file.fd
         except WriteRefused as error:
@@ -165,7 +165,6 @@ def replacing(path: Path, size: int) -> Iterator[int]:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Asks for the space now, so that a full disk is met before the work and not after it."""
     if size == 0:
         return
     if hasattr(os, "posix_fallocate"):

@@ -49,10 +49,14 @@ class LayerWork:
         self._ends = {info.name: stop for info, _, stop in self.plan.map.extents}
         self._next: dict[str, int] = {info.name: start for info, start, _ in self.plan.map.extents}
 
-    def open(self) -> None:
-        """Creates the layer's file under its temporary name, with its header."""
+    def open(self, crew: Crew) -> None:
+        """Creates the layer's file under its temporary name, with its header.
+
+        Its space is asked for beside the first reads: file systems in memory take their time for it.
+        """
         self.file = NewFile(self.out / self.plan.file.name, self.plan.file.size)
-        self.file.write(memoryview(self.plan.file.header), 0)
+        self.pending.append(crew.write(self.file.reserve))
+        self.pending.append(crew.write(partial(self.file.write, memoryview(self.plan.file.header), 0)))
 
     def unseen(self, info: TensorInfo, at: int, size: int) -> bool | None:
         """Whether bytes of a tensor are its next to be hashed, and then whether they are its last.
@@ -128,7 +132,7 @@ class LayerStages:
     def batches(self, layers: list[LayerWork]) -> Iterator[Batch]:
         """Every batch of `layers`; a layer's file is created when its first is asked for."""
         for layer in layers:
-            layer.open()
+            layer.open(self.crew)
             jobs = [Batch(layer, *span) for span in spans(layer.plan.map.experts, layer.plan.batch)]
             self._look(jobs, layer)
             yield from jobs
