@@ -60,7 +60,8 @@ def check_outputs(source: Path | None, out: Path, plans: Sequence[RankPlan], res
             )
         if out.exists() and not out.is_dir():
             raise UsageError(f"the output {out} is a file, not a folder.", hint="Choose another name.")
-        begun = [item.folder.name for item in plans if item.folder.exists()]
+        # A part finds the folders that other parts have made.
+        begun = [item.folder.name for item in plans if item.folder.exists() and item.portion is None]
         if begun and not resume:
             raise UsageError(
                 f"the output folder {out} has {', '.join(begun[:3])} already.",

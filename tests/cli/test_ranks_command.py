@@ -34,6 +34,20 @@ def test_ranks_one_by_one_are_all_of_them(tiny_gpt_oss, tmp_path):
     assert "slices lead back to what was cut" in moectl("verify", tmp_path / "each" / "rank-01").words
 
 
+def test_parts_fill_the_folders_of_all_ranks(tiny_gpt_oss, tmp_path):
+    for name, arguments in {
+        "all": [()],
+        "parts": [("--part", "2/2"), ("--part", "1/2"), ("--finish",)],
+    }.items():
+        for more in arguments:
+            moectl("convert", tiny_gpt_oss, tmp_path / name, *CONVERT, *more)
+    for path in (tmp_path / "all").rglob("*"):
+        if path.is_file():
+            assert (tmp_path / "parts" / path.relative_to(tmp_path / "all")).read_bytes() == path.read_bytes()
+    again = moectl("convert", tiny_gpt_oss, tmp_path / "all", *CONVERT, code=2)
+    assert "has rank-00, rank-01, rank-02 already" in " ".join(again.stderr.split())
+
+
 def test_runs_of_all_ranks_add_up(tiny_gpt_oss, tmp_path):
     moectl("convert", tiny_gpt_oss, tmp_path / "out", *CONVERT)
     run = ("--tokens", 5, "--device", "cpu", "--output")
