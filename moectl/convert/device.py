@@ -83,7 +83,8 @@ class Cuda(AbstractContextManager["Cuda"]):
         self._pinned: list[Tensor] = []
 
     def slot(self, read: int, made: int, written: int) -> Slot:
-        host = [self._pin(memory(size)) for size in (read, written)]
+        with torch.cuda.device(self._device):
+            host = [self._pin(memory(size)) for size in (read, written)]
         slot = Slot(host[0], torch.empty(0, dtype=torch.uint8), host[1])
         try:
             own = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in (read, made, written)]

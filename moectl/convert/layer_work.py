@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -27,6 +28,9 @@ from .values import Facts, Tensors
 
 SCALES_AT_ONCE = 1 << 20
 """Bytes of scales that are looked at together: counting takes several times as much memory."""
+
+MANY_THREADS = 8
+"""Threads from which two layers are converted at once."""
 
 WRITE_BYTES = 16 << 20
 """Bytes of a piece that one thread writes at a time."""
@@ -130,12 +134,22 @@ class LayerStages:
     _closing: Future[None] | None = None
 
     def batches(self, layers: list[LayerWork]) -> Iterator[Batch]:
-        """Every batch of `layers`; a layer's file is created when its first is asked for."""
-        for layer in layers:
-            layer.open(self.crew)
-            jobs = [Batch(layer, *span) for span in spans(layer.plan.map.experts, layer.plan.batch)]
-            self._look(jobs, layer)
-            yield from jobs
+        """Every batch of `layers`; a layer's file is created when its first is asked for.
+
+        With threads to spare, batches of two layers take turns: a tensor is hashed by one thread from
+        its first byte to its last, and the largest one of a layer would hold up all others.
+        """
+        together = 2 if self.crew.size >= MANY_THREADS else 1
+        for first in range(0, len(layers), together):
+            turns = [self._batches_of(layer) for layer in layers[first : first + together]]
+            for jobs in zip_longest(*turns):
+                yield from (job for job in jobs if job is not None)
+
+    def _batches_of(self, layer: LayerWork) -> Iterator[Batch]:
+        layer.open(self.crew)
+        jobs = [Batch(layer, *span) for span in spans(layer.plan.map.experts, layer.plan.batch)]
+        self._look(jobs, layer)
+        yield from jobs
 
     def _look(self, jobs: list[Batch], layer: LayerWork) -> None:
         """Takes the facts that the writer needs, in a pass over the roles that they are about."""

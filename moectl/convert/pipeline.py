@@ -55,7 +55,7 @@ class Crew:
     """Threads that hash and write while others read and convert; with one thread, the caller itself."""
 
     def __init__(self, threads: int) -> None:
-        self.alone = threads == 1
+        self.size, self.alone = threads, threads == 1
         count = 0 if self.alone else 1
         self._lanes = [ThreadPoolExecutor(1, "hash") for _ in range(count * min(threads, MOST_HASHERS))]
         self._waiting = [0] * len(self._lanes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -320,7 +321,9 @@ def _convert_layers(
     try:
         with device_named(device) as place:
             stages = LayerStages(reader, place, crew, meter, log)
-            slots = [place.slot(*plan.buffers) for _ in range(1 if crew.alone else plan.slots)]
+            count = 1 if crew.alone else plan.slots
+            with ThreadPoolExecutor(count) as pool:
+                slots = list(pool.map(lambda _: place.slot(*plan.buffers), range(count)))
             run_pipeline(stages.batches(works), stages, slots)
             stages.finish()
     finally:

@@ -16,7 +16,7 @@ from .conftest import ROOT
 KILLS = Path(__file__).with_name("kills.py")
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("threads", [1, 8])
 def test_twenty_kills_at_random_writes(tmp_path: Path, threads: int) -> None:
     source = gpt_oss_checkpoint(tmp_path / "source", num_hidden_layers=4, num_local_experts=8)
     before = folder_bytes(source)

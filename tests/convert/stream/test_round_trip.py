@@ -151,10 +151,12 @@ def test_batches_and_threads_change_no_byte(source: Path, tmp_path: Path) -> Non
     convert(large, tmp_path / "large")
     convert(small, tmp_path / "small")
     convert(large, tmp_path / "single", threads=1)
+    convert(small, tmp_path / "many", threads=16)
     wanted = folder_bytes(tmp_path / "large")
     assert large.layers[0].batch > 1
     assert folder_bytes(tmp_path / "small") == wanted
     assert folder_bytes(tmp_path / "single") == wanted
+    assert folder_bytes(tmp_path / "many") == wanted
 
 
 def test_one_expert_at_a_time_gives_the_same(source: Path, tmp_path: Path) -> None:
