@@ -11,7 +11,7 @@ import typer
 from ..errors import CheckpointError, UsageError
 from ..portable import CONTAINERS, PORTABLE
 from ..ranges import ranges
-from ..targets import LAYOUTS, TARGETS
+from ..targets import ACTS, LAYOUTS, TARGETS
 from .converting import Asked, draw_costs, planner
 from .options import Activation, CheckpointArg, Offline, Routing, framed, option, pick
 from .output import Output, count, duration, size, table
@@ -50,6 +50,9 @@ def convert(
     ],
     arch: Annotated[
         str | None, option("--arch", help="sm90, sm100, ...: where --to alone is ambiguous.")
+    ] = None,
+    act: Annotated[
+        str | None, option("--act", help=f"Activations the layout is for: {', '.join(ACTS)}.")
     ] = None,
     dry_run: Annotated[bool, option("--dry-run", help="Plan from headers alone; write nothing.")] = False,
     resume: Annotated[bool, option("--resume", help="Finish a conversion that was interrupted.")] = False,
@@ -101,6 +104,9 @@ def convert(
     if arch is not None:
         arch = pick(arch, sorted({a for facts in LAYOUTS.values() for a in facts.archs}), "architecture")
 
+    if act is not None:
+        act = pick(act, ACTS, "activation format")
+
     from ..checkpoint import open_checkpoint
     from ..checkpoint.stated import parse_stated
 
@@ -113,7 +119,7 @@ def convert(
     from ..convert.stream import complete
     from ..convert.stream import convert as library
 
-    asked = Asked(to, arch, container, method, mx_scale, requantize, memory, experts_only)
+    asked = Asked(to, arch, act, container, method, mx_scale, requantize, memory, experts_only)
     plans = plan_ranks(target, tp_size, ep_size, rank, planner(source, asked))
     layout = plans[0].plan.layout
     portion = None if part is None else portion_of(part)

@@ -26,6 +26,7 @@ class Asked:
 
     to: str
     arch: str | None
+    act: str | None
     container: str | None
     method: str | None
     mx_scale: str | None
@@ -55,14 +56,16 @@ def planner(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
     from ..convert.layout import layout_for
     from ..convert.plan import plan_conversion
 
-    layout = layout_for(asked.to, source.groups[0].problem.scheme.weight, asked.arch)
+    layout = layout_for(asked.to, source.groups[0].problem.scheme.weight, asked.arch, asked.act)
+    if asked.requantize:
+        layout = layout.requantizing()
     return lambda shard: plan_conversion(
         source, layout, max_memory=asked.max_memory, experts_only=asked.experts_only, shard=shard
     )
 
 
 def _portable(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
-    asked.refuse({"--arch": asked.arch}, "goes with kernel layouts only")
+    asked.refuse({"--arch": asked.arch, "--act": asked.act}, "goes with kernel layouts only")
 
     from ..convert.codecs import E8M0_RULES
     from ..convert.portable.plan import Portable, plan_portable

@@ -116,13 +116,13 @@ class Recipe:
     @cached_property
     def kept(self) -> tuple[str, ...]:
         """Canonical roles that no output gives back; they are stored as they are, as ``source.ROLE``."""
-        return tuple(role for role in self.shapes if role not in self._back and role not in self.lossy)
+        return tuple(role for role in self.shapes if role not in self._back)
 
     @cached_property
     def lossy(self) -> tuple[str, ...]:
-        """Canonical roles that are stored as other numbers and do not come back."""
+        """Canonical roles that come back as other numbers than they were."""
         replaced = {output.role for output in self.outputs.values() if output.lossy}
-        return tuple(role for role in self.shapes if role in replaced and role not in self._back)
+        return tuple(role for role in self.shapes if role in replaced)
 
     @cached_property
     def _back(self) -> Mapping[str, str]:
@@ -183,12 +183,8 @@ class Recipe:
     def restore(self, stored: Tensors, experts: int) -> dict[str, Tensor]:
         """The canonical tensors of a batch of `experts` that is stored as `stored`.
 
-        Raises CheckpointError where a role does not come back.
+        Those of `lossy` roles are what the weights were replaced by.
         """
-        if self.lossy:
-            raise CheckpointError(
-                f"{', '.join(self.lossy)} were requantized; the checkpoint they came from cannot be restored."
-            )
         canonical = {role: stored[self.side(role)] for role in self.kept}
         for role, name in self._back.items():
             shape, dtype = self.shapes[role]

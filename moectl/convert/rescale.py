@@ -309,7 +309,7 @@ class PerExpert(Exact):
 
     @property
     def exact(self) -> bool:
-        return self.halves == 1 or self.take == "same"
+        return self.halves == 1 or self.take in ("same", "requantized")
 
     @property
     def lossy(self) -> bool:
@@ -353,8 +353,11 @@ class OfLayer(Kept):
 
 @named("requantize")
 @dataclass(frozen=True)
-class Requantize(Kept):
-    """E4M3 weights of two halves, each with its own scale, as multiples of the larger of both."""
+class Requantize(Exact):
+    """E4M3 weights of two halves, each with its own scale, as multiples of the larger of both.
+
+    They come back as these multiples: what they were is not kept.
+    """
 
     scale: str
 
@@ -379,3 +382,6 @@ class Requantize(Kept):
                 numbers = half.view(torch.float8_e4m3fn).float() * factor
                 out.copy_(numbers.clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8))
         return made
+
+    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+        return t

@@ -135,7 +135,7 @@ class LayerRestorer:
         ] + [
             f"{record.file}: the slice of {role} does not come back with the SHA-256 that was cut"
             for role, sha256 in record.slices.items()
-            if held.get(role) != sha256
+            if role not in self.recipe.lossy and held.get(role) != sha256
         ]
 
     @cached_property
@@ -184,7 +184,9 @@ def restore_layer(members: Sequence[LayerRestorer], sink: Sink = lambda run: Non
     """
     one = members[0]
     manifest, layer, share = one.manifest, one.layer, one.share
+    parts, replaced = manifest.group_of(layer).parts, one.recipe.lossy
     forms, hashes = group_parts(manifest.group_of(layer)), Digests()
+    forms = {key: form for key, form in forms.items() if parts[key].role not in replaced}
     complete = is_complete(members)
     batch = min(member.batch for member in members)
     for found in zip(*(member.batches(batch) for member in members), strict=True):
@@ -201,8 +203,8 @@ def restore_layer(members: Sequence[LayerRestorer], sink: Sink = lambda run: Non
         return wrong
     return wrong + [
         f"{name} does not come back with the SHA-256 of the source"
-        for _, name, _, sha256 in part_tensors(manifest, layer)
-        if hashes[name] != sha256
+        for part, name, _, sha256 in part_tensors(manifest, layer)
+        if part.role not in replaced and hashes[name] != sha256
     ]
 
 

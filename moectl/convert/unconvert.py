@@ -24,7 +24,7 @@ from .disk import (
     write_file,
 )
 from .manifest import Manifest, read_file_header
-from .manifest_record import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord
+from .manifest_record import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord, group_recipe
 from .progress import Meter, Progress, silent
 from .ranks import load_folders, refuse_one_rank
 from .restore import Restored, Sink, layer_restorers, part_tensors, restore_layer
@@ -68,6 +68,7 @@ def unconvert(
     refuse_inside(out, back)
     if back.exists() and (not back.is_dir() or any(back.iterdir())):
         raise UsageError(f"the output folder {back} is not empty.", hint="Choose an empty folder.")
+    _refuse_replaced(manifest)
     plans = _plan_files(manifests)
     places = {name: (file, info) for file in plans for name, info in file.tensors.items()}
     total = sum(layer.size for each in manifests for layer in each.record.layers)
@@ -122,6 +123,17 @@ def _plan_files(manifests: Sequence[Manifest]) -> list[FilePlan]:
             specs.setdefault(item.source, []).extend(own)
     metadata = {file.name: file.metadata for file in manifest.record.source.files}
     return [plan_file(name, specs[name], metadata.get(name, {})) for name in sorted(specs)]
+
+
+def _refuse_replaced(manifest: Manifest) -> None:
+    """Raises UsageError when the folder holds weights that were quantized again."""
+    replaced = {role for group in manifest.record.groups for role in group_recipe(group).lossy}
+    if replaced:
+        raise UsageError(
+            f"{manifest.folder} holds {', '.join(sorted(replaced))} quantized again (--requantize); the "
+            "source cannot be restored from it.",
+            hint="Keep the source checkpoint.",
+        )
 
 
 def _restore_layers(

@@ -74,7 +74,7 @@ class Value(Protocol):
 
     @property
     def exact(self) -> bool:
-        """True when `undo` gives every input back bit for bit; such a step has no facts."""
+        """True when `undo` gives every input back bit for bit (`lossy`: its replacement); no facts."""
 
     @property
     def lossy(self) -> bool:

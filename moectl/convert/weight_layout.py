@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import NoBackend
 from ..padding import pad, padding, size_rule
@@ -55,6 +55,7 @@ class WeightLayout:
         scale_dtypes: storage dtypes of scales that its kernels read.
         bias: True when it has a place for biases.
         ungated: True when it holds experts of one matrix before the activation.
+        options: what the user allows.
     """
 
     name: str
@@ -65,6 +66,7 @@ class WeightLayout:
     scale_dtypes: tuple[str, ...] = ("U8", "BF16", "F16")
     bias: bool = True
     ungated: bool = True
+    options: Options = Options()
 
     @property
     def target(self) -> str:
@@ -99,9 +101,11 @@ class WeightLayout:
         """`problem` with the padded sizes of this layout."""
         return pad(self.name, problem)
 
-    def recipe(
-        self, problem: MoEProblem, shapes: Shapes | None = None, options: Options | None = None
-    ) -> Recipe:
+    def requantizing(self) -> WeightLayout:
+        """This layout with leave to quantize weights again where it cannot hold their scales."""
+        return replace(self, options=Options(requantize=True))
+
+    def recipe(self, problem: MoEProblem, shapes: Shapes | None = None) -> Recipe:
         """How a layer of `problem`, whose padded sizes `pad` has already set, is stored.
 
         `shapes` has the canonical roles that there are, for all experts; by default those that the
@@ -110,7 +114,7 @@ class WeightLayout:
         for reason in self.refusals(problem):
             raise NoBackend(f"layout {self.name} cannot hold this layer: {reason}.")
         known = canonical_shapes(problem, problem.local_experts) if shapes is None else shapes
-        made = Recipe(known, self.build(problem, known, options or Options()))
+        made = Recipe(known, self.build(problem, known, self.options))
         made.check()
         return made
 
