@@ -60,7 +60,7 @@ COLUMNS = {
     Kind.models: ("name", "experts", "layers", "config", "tensors"),
     Kind.gpus: ("name", "product", "arch", "memory", "bandwidth"),
     Kind.variables: ("name", "takes", "default", "status", "does", "instead"),
-    Kind.layouts: ("name", "to", "archs", "readers"),
+    Kind.layouts: ("name", "to", "act", "archs", "readers", "verified"),
     Kind.formats: ("name", "container", "weights", "activations", "readers"),
 }
 """Keys of a row that a person is shown."""
@@ -121,8 +121,10 @@ def _layouts() -> Iterable[dict[str, Any]]:
         yield {
             "name": name,
             "to": facts.target,
+            "act": ", ".join(facts.acts),
             "archs": ", ".join(facts.archs),
             "readers": "; ".join(map(str, facts.readers)),
+            "verified": "yes" if facts.verified else "unverified",
         }
 
 
