@@ -176,32 +176,56 @@ def _gather_checked(source, target, base, tile, slots, words, tables, fills, lim
 
 
 @_compiled
-def copy_runs(source, target, first, last, loops, unit, units, steps, start, mask, fill, limits, edges):
-    """Runs of ``units * unit`` bytes, each byte exclusive-or `mask`; bytes past a limit are `fill`, or left.
+def copy_runs(
+    source,
+    target,
+    first,
+    last,
+    loops,
+    tile,
+    unit,
+    there,
+    wanted,
+    steps,
+    start,
+    mask,
+    fill,
+    limits,
+    edges,
+    top,
+):
+    """Runs of `wanted` units of `unit` bytes, each byte exclusive-or `mask`, tile by tile.
 
-    steps: [limits] how far a unit moves in each coordinate, none negative;  start: [1 + limits] place of
-    the first byte of a run.
+    Units from `there` on, and those past a limit of the input, are `fill`; those past one of the output
+    are left. A run has as many units as `there` and `wanted` say, whatever its coordinates.
+
+    tile:  [runs of a tile, 2 + limits] input bytes, output bytes, coordinates
+    steps: [limits] how far a unit moves in each coordinate, none negative
+    start: [1 + limits] place of the first byte of a run;  top: [limits] of the last of a tile
     """
     base, index = loops[0, 1:].copy(), loops[:, 0].copy()
     _stand(first, loops, index, base)
     for place in range(first, last):
         if place > first:
             _advance(loops, index, base)
-        there, wanted = units, units
-        for i in range(limits.shape[0]):
-            room = limits[i] - base[2 + i] - start[1 + i]
-            if room > (units - 1) * steps[i]:
-                continue
-            room = (room + steps[i] - 1) // steps[i] if steps[i] > 0 else 0
-            if i < edges:
-                there = min(there, room)
-            else:
-                wanted = min(wanted, room)
-        wanted = max(wanted, 0) * unit
-        there = min(max(there, 0) * unit, wanted)
-        s, t = base[0] + start[0], base[1]
-        given, made = source[s : s + there], target[t : t + wanted]
-        for i in range(there):
-            made[i] = given[i] ^ mask
-        for i in range(there, wanted):
-            made[i] = fill
+        inside = _all_inside(base, top, limits)
+        for run in range(tile.shape[0]):
+            here, kept = there, wanted
+            if not inside:
+                for i in range(limits.shape[0]):
+                    room = limits[i] - base[2 + i] - tile[run, 2 + i] - start[1 + i]
+                    if room > (wanted - 1) * steps[i]:
+                        continue
+                    room = max(room + steps[i] - 1, 0) // steps[i] if steps[i] > 0 else 0
+                    if i < edges:
+                        here = min(here, room)
+                    else:
+                        kept = min(kept, room)
+            kept *= unit
+            here = min(here * unit, kept)
+            s, t = base[0] + tile[run, 0] + start[0], base[1] + tile[run, 1]
+            given, made = source[s : s + here], target[t : t + kept]
+            for i in range(here):
+                made[i] = given[i] ^ mask
+            for i in range(here, kept):
+                made[i] = fill

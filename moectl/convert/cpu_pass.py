@@ -120,14 +120,36 @@ def _as_runs(program: Program) -> Runs | None:
         step, unit, units = (*apart, *word.at), 1, units * unit
     if unit * units < SHORTEST_RUN or min(step, default=0) < 0:
         return None
-    slot = word.slots[0]
-    limits = np.array((*program.source_limits, *program.target_limits), dtype=np.int64)
-    start = np.array((slot.source, *slot.at, *word.at), dtype=np.int64)
-    arguments = (
-        *(unit, units, np.array(step, dtype=np.int64), start, np.uint8(mask), np.uint8(slot.fill ^ mask)),
-        *(limits, len(program.source_limits)),
+    return _run_tiles(program, loops, (unit, units, step), mask)
+
+
+def _run_tiles(program: Program, loops: list[Loop], run: tuple[int, int, tuple[int, ...]], mask: int) -> Runs:
+    """Runs of `units` units of `unit` bytes, each of which moves the coordinates by `step`, in tiles.
+
+    A limit in whose coordinate nothing but the run itself moves cuts all runs alike.
+    """
+    unit, units, step = run
+    (word,) = program.words
+    slot, sources = word.slots[0], len(program.source_limits)
+    outer, inner, extra = _tiled(loops)
+    limits = np.array((*program.source_limits, *program.target_limits, *extra), dtype=np.int64)
+    steps = np.array((*step, *(0 for _ in extra)), dtype=np.int64)
+    start = np.array((slot.source, *slot.at, *word.at, *(0 for _ in extra)), dtype=np.int64)
+    rows, tile = _rows(outer, 1), _offsets(inner, 1, 2 + len(limits))
+    still = ~(rows[:, 3:].any(0) | tile[:, 2:].any(0)) & (steps > 0)
+    room = -(-(limits - start[1:]) // np.maximum(steps, 1))
+    source_side = np.arange(len(limits)) < sources
+    there, wanted = (
+        int(max(0, min(units, room[still & side].min(initial=units)))) for side in (source_side, ~source_side)
     )
-    return Runs(_rows(loops, 1), arguments)
+    moving = ~still
+    kept = np.concatenate(([True, True], moving))
+    arguments = (
+        *(np.ascontiguousarray(tile[:, kept]), unit, there, wanted, steps[moving], start[[True, *moving]]),
+        *(np.uint8(mask), np.uint8(slot.fill ^ mask), limits[moving], int((moving & source_side).sum())),
+        (tile[:, 2:].max(0) + start[1:] + (units - 1) * steps)[moving],
+    )
+    return Runs(np.ascontiguousarray(rows[:, [True, *kept]]), arguments)
 
 
 def _copied(program: Program) -> tuple[int, tuple[int, ...]] | None:
