@@ -5,6 +5,12 @@ import torch
 from invoking import moectl
 from safetensors.torch import load_file
 
+from moectl import load_prepared
+from moectl.checkpoint import open_checkpoint
+from moectl.kernels.inputs import make_inputs
+from moectl.kernels.reference import moe_reference
+from moectl.prepare import checkpoint_layer
+
 CONVERT = ("--to", "moectl", "--tp-size", 2, "--ep-size", 2)
 
 
@@ -86,3 +92,26 @@ def test_the_folder_of_all_ranks_is_no_layer(tiny_gpt_oss, tmp_path):
     assert "rank-00" in done.stderr
     done = moectl("unconvert", tmp_path / "out" / "rank-00", tmp_path / "back", code=2)
     assert "comes back from all of them together" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "fp8-channel"])
+def test_other_formats_are_shared_too(tiny_kimi, tmp_path, weights):
+    """Formats whose scales a layout changes, and one without scales."""
+    plain, source, out = (tmp_path / name for name in ("bf16", weights, "out"))
+    moectl("convert", tiny_kimi, plain, "--to", "bf16", "--requantize")
+    if weights != "bf16":
+        moectl("convert", plain, source, "--to", weights, "--method", "rtn")
+    target = ("--to", "trtllm" if weights == "bf16" else "marlin", "--arch", "sm100")
+    moectl("convert", source, out, *target, "--tp-size", 2, "--ep-size", 2)
+    assert moectl("verify", out, "--source", source, "--json").document["ok"]
+    whole = checkpoint_layer(open_checkpoint(source))
+    inputs = make_inputs(whole.problem, 5)
+
+    def sum_over(layer, ids):
+        return moe_reference(inputs.x, ids, inputs.weights, layer.expert, layer.problem, dtype=torch.float64)
+
+    ranks = [load_prepared(out, rank=rank) for rank in range(4)]
+    total = sum(sum_over(layer, layer.local_ids(inputs.ids)) for layer in ranks)
+    wanted = sum_over(whole.prepared("torch", "cpu"), inputs.ids)
+    assert 0.1 < wanted.abs().max() < 100
+    assert (total - wanted).abs().max() < 1e-9
