@@ -11,6 +11,7 @@ from torch import Tensor
 from .checkpoint.model import Checkpoint, LayerGroup, TensorInfo
 from .checkpoint.opening import rank_folder
 from .convert.batches import FolderReader, as_bytes, as_tensor
+from .convert.canonical import byte_scales
 from .convert.codecs import check_scales
 from .convert.manifest import (
     Manifest,
@@ -32,6 +33,9 @@ from .kernels.runners import ANY_LAYOUT, RUNNERS, runner_for
 SCALES_AT_ONCE = 16 << 20
 """Stored bytes of scales that are looked at together."""
 
+SCORED = frozenset(("weight", "bias", "correction_bias"))
+"""Tensors of a router that is one linear layer, and a bias for the choice."""
+
 
 def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> ExpertLayer:
     """One layer of a checkpoint whose tensors are in a folder; the first MoE layer for None.
@@ -52,7 +56,7 @@ def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> Expert
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         with FolderReader(folder) as reader:
-            return read_experts(reader, mapped, ids)
+            return read_experts(reader, mapped, ids, byte_scales(group.problem))
 
     def stored(device: torch.device) -> dict[str, Tensor]:
         return {role: t.to(device) for role, t in canonical(range(group.problem.local_experts)).items()}
@@ -77,10 +81,13 @@ def _group_of(checkpoint: Checkpoint, layer: int | None) -> tuple[LayerGroup, in
     return group, group.layers[0] if layer is None else layer
 
 
-def read_experts(reader: FolderReader, mapped: LayerMap, experts: Ids) -> dict[str, Tensor]:
+def read_experts(
+    reader: FolderReader, mapped: LayerMap, experts: Ids, meaning: str = "E8M0"
+) -> dict[str, Tensor]:
     """The canonical tensors ``[len(experts), ...]`` of a layer, read from a checkpoint's files.
 
-    Raises CheckpointError for a file that is too short, and for scales that are not numbers.
+    `meaning` is what scales that are bytes are. Raises CheckpointError for a file that is too short, and
+    for scales that are not numbers.
     """
 
     def read(info: TensorInfo, at: int, view: memoryview) -> None:
@@ -96,7 +103,7 @@ def read_experts(reader: FolderReader, mapped: LayerMap, experts: Ids) -> dict[s
         read_batch(mapped, ids[first], ids[last - 1] + 1, read, at)
     for role, t in batch.items():
         if role.endswith("_scale"):
-            check_scales(t)
+            check_scales(t, meaning)
     return batch
 
 
@@ -112,13 +119,17 @@ def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
 def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Router | None:
     """The router of tensors named ``weight``, ``bias`` and ``correction_bias`` in `names`.
 
-    None when `tensors` has no weight of that name.
+    None when `tensors` has no weight of that name, or the router does more than score: looks experts up
+    by token id, scales its input or its weights, or is quantized.
     """
+    if not names.keys() <= SCORED:
+        return None
     with FolderReader(folder) as reader:
         found = {key: _read_tensor(reader, tensors[name]) for key, name in names.items() if name in tensors}
     if "weight" not in found:
         return None
-    return Router(found["weight"], found.get("bias"), found.get("correction_bias"))
+    correction = found.get("correction_bias")
+    return Router(found["weight"], found.get("bias"), None if correction is None else correction.flatten())
 
 
 def _read_tensor(reader: FolderReader, info: TensorInfo) -> Tensor:
@@ -172,12 +183,16 @@ def _check_scales(experts: int, manifest: Manifest, recipe: Recipe, places: Mapp
         {role: form for role, form in recipe.shapes.items() if role.endswith("_scale")},
         {name: output for name, output in recipe.outputs.items() if output.role.endswith("_scale")},
     )
+    # Scales that come back only with other roles take the whole recipe.
+    whole = not set(scales.kept) <= set(recipe.kept)
     with FolderReader(manifest.folder) as reader:
         for role, (shape, dtype) in scales.shapes.items():
-            step = max(1, SCALES_AT_ONCE * experts // nbytes(dtype, shape))
+            size = manifest.problem.expert_bytes() * experts if whole else nbytes(dtype, shape)
+            step = max(1, SCALES_AT_ONCE * experts // size)
             for first in range(0, experts, step):
                 ids = range(first, min(experts, first + step))
-                check_scales(_restored(reader, scales, places, ids)[role])
+                found = _restored(reader, recipe if whole else scales, places, ids)
+                check_scales(found[role], byte_scales(manifest.problem))
 
 
 def _rows(reader: FolderReader, info: TensorInfo, experts: Ids) -> Tensor:

@@ -190,7 +190,8 @@ def _inputs(layer: ExpertLayer, tokens: int, seed: int, source: Path | None) -> 
             return Inputs(x, ids, weights, torch.zeros(len(x), layer.problem.experts)), "input"
         made = make_inputs(layer.problem, len(x), seed)
         made = Inputs(x, made.ids, made.weights, made.logits)
-    if layer.router is None:
+    # Experts of a hidden size of their own get what a projection makes of the router's input.
+    if layer.router is None or layer.problem.model_hidden != layer.problem.dims.hidden:
         return made, "random"
     logits = layer.router.logits(made.x)
     ids, weights = route(logits, layer.problem, layer.router.correction_bias)

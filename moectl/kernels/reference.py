@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import NoBackend, UsageError
-from ..problem import Activation, MoEProblem, Routing
+from ..problem import MoEProblem, Routing
+from .activation import activate
 from .prepared import DenseExpert
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -20,6 +21,12 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": lambda logits: torch.sqrt(torch.nn.functional.softplus(logits)),
 }
 """Scoring functions by the name in `Routing.scoring`."""
+
+SPARSEMIXER = "sparsemixer"
+"""A scoring that weighs each chosen expert by itself, and is no function of all scores."""
+
+JITTER = 0.01
+"""Half of the relative distance within which experts count as near each other (Phi-3.5-MoE)."""
 
 SMALLEST_SUM = 1e-20
 """Lower bound of the sum that weights are divided by (the DeepSeek-V3 model adds the same number)."""
@@ -48,6 +55,9 @@ def route(
     routing = problem.routing
     _check_routing(logits, problem, correction_bias)
     logits = logits.to(dtype)
+    if routing.scoring == SPARSEMIXER:
+        ids, weights = _sparsemixer(logits, problem.top_k)
+        return ids.to(torch.int32), weights * routing.scale
     scores = logits if routing.after_topk else SCORES[routing.scoring](logits)
     choice = scores if correction_bias is None else scores + correction_bias.to(dtype)
     if routing.groups and routing.topk_groups and routing.topk_groups < routing.groups:
@@ -59,6 +69,23 @@ def route(
     if routing.renormalize:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(SMALLEST_SUM)
     return ids.to(torch.int32), weights * routing.scale
+
+
+def _sparsemixer(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Ids and weights of the `k` best experts, each weighed among those that come near it.
+
+    An expert's weight is its share in a softmax over those not chosen before whose logits are at most
+    `2 * JITTER` below it, relative to the larger magnitude (the Phi-3.5-MoE model).
+    """
+    left, ids, weights = logits, [], []
+    for _ in range(k):
+        best = _first(left, 1)
+        largest = left.gather(1, best)
+        far = (largest - logits) / torch.maximum(logits.abs(), largest) > 2 * JITTER
+        ids.append(best)
+        weights.append(torch.softmax(left.masked_fill(far, float("-inf")), -1).gather(1, best))
+        left = left.scatter(1, best, float("-inf"))
+    return torch.cat(ids, 1), torch.cat(weights, 1)
 
 
 def _first(scores: Tensor, k: int) -> Tensor:
@@ -82,9 +109,10 @@ def _keep_best_groups(choice: Tensor, routing: Routing) -> Tensor:
 
 def _check_routing(logits: Tensor, problem: MoEProblem, correction_bias: Tensor | None) -> None:
     routing = problem.routing
-    if routing.scoring not in SCORES:
+    if routing.scoring not in (*SCORES, SPARSEMIXER):
         raise NoBackend(
-            f"routing scores {routing.scoring!r} are not known; the reference has {', '.join(SCORES)}"
+            f"routing scores {routing.scoring!r} are not known; "
+            f"the reference has {', '.join((*SCORES, SPARSEMIXER))}"
         )
     if logits.ndim != 2 or logits.shape[1] != problem.experts:
         raise UsageError(
@@ -101,48 +129,6 @@ def _check_routing(logits: Tensor, problem: MoEProblem, correction_bias: Tensor 
         )
     if routing.groups and problem.experts % routing.groups:
         raise UsageError(f"{problem.experts} experts do not divide into {routing.groups} groups")
-
-
-def _silu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    return gate * torch.sigmoid(gate) * up
-
-
-def _swigluoai(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    alpha = 1.0 if activation.alpha is None else activation.alpha
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
-
-
-GATED: dict[str, Callable[[Tensor, Tensor, Activation], Tensor]] = {"silu": _silu, "swigluoai": _swigluoai}
-"""Gated activation functions by the name in `Activation.name`."""
-
-
-def split_rows(h13: Tensor, rows: str) -> tuple[Tensor, Tensor]:
-    """(gate, up) halves ``[..., intermediate]`` of `h13` ``[..., 2 * intermediate]`` in `rows` order."""
-    if rows == "interleaved":
-        return h13[..., 0::2], h13[..., 1::2]
-    if rows == "concatenated":
-        half = h13.shape[-1] // 2
-        return h13[..., :half], h13[..., half:]
-    raise UsageError(f"row order must be 'interleaved' or 'concatenated', got {rows!r}")
-
-
-def activate(h13: Tensor, activation: Activation, rows: str) -> Tensor:
-    """``[..., intermediate]`` activations of the first GEMM's output ``[..., 2 * intermediate]``.
-
-    A limit clamps gate from above and up on both sides before the function (gpt-oss).
-
-    Raises NoBackend for an activation that is not gated or not in `GATED`.
-    """
-    if not activation.gated or activation.name not in GATED:
-        raise NoBackend(
-            f"activation {activation.name!r} (gated: {activation.gated}) is not known; "
-            f"gated ones are {', '.join(GATED)}"
-        )
-    gate, up = split_rows(h13, rows)
-    if activation.limit is not None:
-        gate = gate.clamp(max=activation.limit)
-        up = up.clamp(-activation.limit, activation.limit)
-    return GATED[activation.name](gate, up, activation)
 
 
 def moe_reference(

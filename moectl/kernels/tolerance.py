@@ -27,24 +27,21 @@ class Tolerance:
 
 
 _HALF_STEP = "bf16 rounding costs 1.7e-3 RMS each time;"
+_EXACT = Tolerance(
+    0.06, 6e-3, f"{_HALF_STEP} weights are exact, h, y per slot and y are rounded: 2.9e-3, doubled"
+)
+_ROUNDED = Tolerance(
+    0.08, 8e-3, f"{_HALF_STEP} both weights (code * scale), h, y per slot and y: 3.8e-3, doubled"
+)
 
 TOLERANCES: dict[tuple[str, str], Tolerance] = {
-    ("mxfp4", "fp32"): Tolerance(
-        0.06,
-        6e-3,
-        f"{_HALF_STEP} weights are exact, h, y per slot and y are rounded: 2.9e-3, doubled",
-    ),
-    ("int4", "fp32"): Tolerance(
-        0.08, 8e-3, f"{_HALF_STEP} both weights (code * scale), h, y per slot and y: 3.8e-3, doubled"
-    ),
-    ("int8", "fp32"): Tolerance(
-        0.08, 8e-3, f"{_HALF_STEP} both weights (code * scale), h, y per slot and y: 3.8e-3, doubled"
-    ),
-    ("bf16", "fp32"): Tolerance(
-        0.06,
-        6e-3,
-        f"{_HALF_STEP} weights are exact, h, y per slot and y are rounded: 2.9e-3, doubled",
-    ),
+    ("bf16", "fp32"): _EXACT,
+    ("mxfp4", "fp32"): _EXACT,
+    ("mxfp8", "fp32"): _EXACT,
+    ("nvfp4", "fp32"): _ROUNDED,
+    ("fp8", "fp32"): _ROUNDED,
+    ("int4", "fp32"): _ROUNDED,
+    ("int8", "fp32"): _ROUNDED,
 }
 """(weight format, accumulation) -> tolerance. An element's error is near normal, so the largest of
 1e8 elements is about six times the RMS; tokens whose experts cancel need the rest of `max`."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..problem import MoEProblem
+from .activation import activate, unknown
 from .prepared import DenseExpert, PreparedMoE
-from .reference import GATED, activate
 from .runners import Runner
 
 DECODE_BYTES = 512 << 20
@@ -86,9 +86,7 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
     if device.type not in COMPUTE_DTYPE:
         return f"it runs on {', '.join(COMPUTE_DTYPE)}, the weights are on {device.type}"
-    if not problem.activation.gated or problem.activation.name not in GATED:
-        return f"activation {problem.activation.name} is not one of the gated {', '.join(GATED)}"
-    return ""
+    return unknown(problem.activation)
 
 
 RUNNER = Runner("torch", None, _compute, _refusal, capturable=False)

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moectl.errors import NoBackend, UsageError
+from moectl.kernels.activation import GATED, UNGATED, activate
 from moectl.kernels.prepared import DenseExpert, Router
-from moectl.kernels.reference import activate, moe_reference, route
+from moectl.kernels.reference import moe_reference, route
 from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.schemes import BF16, Scheme
 
@@ -123,9 +124,72 @@ def test_clamped_swiglu(gate: float, up: float, used_gate: float, used_up: float
     torch.testing.assert_close(result, torch.tensor([expected], dtype=torch.float64))
 
 
+def normal(x: float) -> float:
+    """The distribution function of the standard normal."""
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def gelu_tanh(x: float) -> float:
+    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+WRITTEN_OUT = {
+    "silu": (
+        Activation("silu", limit=1.0),
+        lambda g, u: min(g, 1.0) * sigmoid(min(g, 1.0)) * max(-1.0, min(u, 1.0)),
+    ),
+    "swigluoai": (Activation("swigluoai", alpha=2.0), lambda g, u: g * sigmoid(2 * g) * (u + 1)),
+    "swiglustep": (
+        Activation("swiglustep", limit=1.0),
+        lambda g, u: min(g * sigmoid(g), 1.0) * max(-1.0, min(u, 1.0)),
+    ),
+    "gelu": (Activation("gelu"), lambda g, u: g * normal(g) * u),
+    "gelu_tanh": (Activation("gelu_tanh"), lambda g, u: gelu_tanh(g) * u),
+    "situ": (
+        Activation("situ", beta=4.0, linear_beta=25.0),
+        lambda g, u: 4 * math.tanh(g / 4) * sigmoid(g) * 25 * math.tanh(u / 25),
+    ),
+}
+WITHOUT_GATE = {
+    "relu2": lambda x: max(x, 0.0) ** 2,
+    "silu": lambda x: x * sigmoid(x),
+    "gelu": lambda x: x * normal(x),
+    "gelu_tanh": gelu_tanh,
+}
+POINTS = [(g, u) for g in (-6.0, -0.5, 0.0, 0.7, 6.0) for u in (-6.0, 0.3, 6.0)]
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activations_written_out(name: str) -> None:
+    activation, expected = WRITTEN_OUT[name]
+    h13 = torch.tensor(POINTS, dtype=torch.float64)
+    result = activate(h13, activation, "interleaved")
+    wanted = torch.tensor([[expected(g, u)] for g, u in POINTS], dtype=torch.float64)
+    torch.testing.assert_close(result, wanted)
+
+
+@pytest.mark.parametrize("name", UNGATED)
+def test_activations_without_a_gate_written_out(name: str) -> None:
+    x = torch.linspace(-6, 6, 25, dtype=torch.float64)
+    wanted = torch.tensor([WITHOUT_GATE[name](v) for v in x.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(activate(x[None], Activation(name, gated=False), "concatenated")[0], wanted)
+
+
+def test_sparsemixer_weighs_each_expert_among_those_near_it() -> None:
+    problem = MoEProblem(Dims(8, 8), 4, 2, Scheme(BF16), routing=Routing("sparsemixer", renormalize=False))
+    logits = torch.tensor([[2.0, 1.99, 1.0, 0.99], [3.0, -1.0, 0.5, -2.0]])
+    ids, weights = route(logits, problem)
+    assert ids.tolist() == [[0, 1], [0, 2]]
+    near = math.exp(2.0) / (math.exp(2.0) + math.exp(1.99))
+    # The second is alone: 1.0 is further below it than two hundredths, and the first is chosen already.
+    torch.testing.assert_close(weights, torch.tensor([[near, 1.0], [1.0, 1.0]]))
+
+
 def test_activation_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(NoBackend, match="relu2"):
-        activate(torch.zeros(1, 2), Activation("relu2", gated=False), "concatenated")
+    with pytest.raises(NoBackend, match="relu2 of gated experts"):
+        activate(torch.zeros(1, 2), Activation("relu2"), "concatenated")
+    with pytest.raises(NoBackend, match="situ of experts without a gate"):
+        activate(torch.zeros(1, 2), Activation("situ", gated=False), "concatenated")
     with pytest.raises(UsageError, match="sideways"):
         activate(torch.zeros(1, 2), SILU, "sideways")
 

@@ -123,7 +123,7 @@ def test_refuses_arguments_that_do_not_fit(message: str) -> None:
 def test_refuses_activations_and_layouts_that_it_does_not_have() -> None:
     prepared = random_layer(KIMI).prepared("torch", "cpu")
     inputs = inputs_of(KIMI, 1)
-    odd = replace(prepared, problem=replace(KIMI, activation=Activation("relu2", gated=False)))
+    odd = replace(prepared, problem=replace(KIMI, activation=Activation("relu2")))
     with pytest.raises(NoBackend, match="activation relu2"):
         runner_for("torch").run(odd, inputs.x, inputs.ids, inputs.weights)
     with pytest.raises(NoBackend, match="reads layout moectl-mtile64, got weights in canonical"):

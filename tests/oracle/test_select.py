@@ -315,10 +315,15 @@ def test_the_tools_own_policy(gpu: str, scheme: Scheme, runner: str) -> None:
         replace(KIMI, scheme=Scheme(int_format(4, 48))),
         replace(KIMI, scheme=Scheme(MXFP4, ActFormat("mxfp4", 4, (1, 32)))),
         replace(KIMI, activation=Activation("gelu")),
-        replace(KIMI, act_order="group"),
-        KIMI.on(DP8_LL),
+        replace(KIMI, activation=Activation("relu2", gated=False)),
     ],
 )
+def test_plain_torch_runs_what_the_tools_own_kernels_refuse(problem: MoEProblem) -> None:
+    decision = select(problem, find_device("h100"), Packages(), OWN)
+    assert [c.backend.runner for c in decision.candidates if c.usable] == ["torch"]
+
+
+@pytest.mark.parametrize("problem", [replace(KIMI, act_order="group"), KIMI.on(DP8_LL)])
 def test_the_tools_own_policy_refuses_what_it_cannot_run(problem: MoEProblem) -> None:
     decision = select(problem, find_device("h100"), Packages(), OWN)
     assert not decision.usable

@@ -35,19 +35,8 @@ TRITON = Backend(
 TORCH = Backend(
     name="torch",
     engine_name="torch",
-    variants=(
-        Variant(
-            "torch",
-            Capability(
-                offers=_OFFERS,
-                activations=_ACTIVATIONS,
-                ungated=False,
-                spread=_ONE_RANK,
-                act_order=False,
-                zero_points=False,
-            ),
-        ),
-    ),
+    variants=(Variant("torch", Capability(spread=_ONE_RANK, act_order=False)),),
     runner="torch",
-    note="Plain torch: the reference for correctness, and the only choice without a supported GPU.",
+    note="Plain torch: the reference for correctness, and the only choice without a supported GPU. "
+    "Weights are decoded, activations stay in the model's dtype whatever the checkpoint declares.",
 )

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from moectl.convert.codecs import decode_role
 from moectl.convert.quantize import Calibration, Quantizer, hessian, importance, intermediate, quantize
 from moectl.errors import CheckpointError
-from moectl.kernels.reference import activate
+from moectl.kernels.activation import activate
 from moectl.problem import Activation
 from moectl.schemes import MXFP4
 
