@@ -81,9 +81,14 @@ def convert(
     container: Annotated[
         str | None, option("--container", help=f"Of a portable format: {', '.join(CONTAINERS)}.")
     ] = None,
-    method: Annotated[str | None, option("--method", help="Quantizer: search (default) or rtn.")] = None,
+    method: Annotated[
+        str | None, option("--method", help="search (default), rtn; gptq (default with --calibration).")
+    ] = None,
     mx_scale: Annotated[
         str | None, option("--mx-scale", help="MXFP4's block scales: floor (default), even, up.")
+    ] = None,
+    calibration: Annotated[
+        Path | None, option("--calibration", help="Safetensors with activations x [tokens, hidden].")
     ] = None,
     requantize: Annotated[
         bool, option("--requantize", help="Let weights that were quantized before lose more.")
@@ -119,7 +124,9 @@ def convert(
     from ..convert.stream import complete
     from ..convert.stream import convert as library
 
-    asked = Asked(to, arch, act, container, method, mx_scale, requantize, memory, experts_only)
+    asked = Asked(
+        to, arch, act, container, method, mx_scale, calibration, requantize, memory, experts_only
+    )
     plans = plan_ranks(target, tp_size, ep_size, rank, planner(source, asked))
     layout = plans[0].plan.layout
     portion = None if part is None else portion_of(part)

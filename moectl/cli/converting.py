@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from ..convert.shards import Shard
 
 
-METHODS = ("search", "rtn")
-"""Quantizers that need no calibration, the default first."""
-
-
 @dataclass(frozen=True)
 class Asked:
     """What the command line asks for; None is an option that was not given."""
@@ -30,6 +26,7 @@ class Asked:
     container: str | None
     method: str | None
     mx_scale: str | None
+    calibration: Path | None
     requantize: bool
     max_memory: int | None
     experts_only: bool
@@ -50,6 +47,7 @@ def planner(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
             "--container": asked.container,
             "--method": asked.method,
             "--mx-scale": asked.mx_scale,
+            "--calibration": asked.calibration,
         },
         "goes with portable formats only",
     )
@@ -69,11 +67,28 @@ def _portable(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
 
     from ..convert.codecs import E8M0_RULES
     from ..convert.portable.plan import Portable, plan_portable
+    from ..convert.quantize import METHODS
+    from ..convert.quantize.calibration import Calibration
+    from ..kernels.reference import activate
 
     container = None if asked.container is None else pick(asked.container, CONTAINERS, "container")
-    method = METHODS[0] if asked.method is None else pick(asked.method, METHODS, "method")
+    default = METHODS[0] if asked.calibration is None else "gptq"
+    method = default if asked.method is None else pick(asked.method, METHODS, "method")
+    if method == "gptq" and asked.calibration is None:
+        raise UsageError(
+            "--method gptq needs activations, got none.", hint="Give --calibration FILE, or --method search."
+        )
     rule = "floor" if asked.mx_scale is None else pick(asked.mx_scale, E8M0_RULES, "rule for scales")
-    wanted = Portable(asked.to, container, method, rule, asked.requantize)
+    seen = None if asked.calibration is None else Calibration(asked.calibration)
+    wanted = Portable(
+        asked.to,
+        container,
+        method,
+        rule,
+        asked.requantize,
+        seen,
+        lambda h, problem, rows: activate(h, problem.activation, rows),
+    )
 
     def plan(shard: "Shard") -> "Plan":
         if shard.ranks > 1:

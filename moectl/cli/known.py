@@ -159,10 +159,7 @@ SEARCHED = ("name", "product", "arch", "status", "does", "container", "to")
 def _searched(row: dict[str, Any]) -> str:
     return " ".join(
         [
-            *(
-                str(row.get(key, ""))
-                for key in ("name", "product", "arch", "status", "does", "container", "to")
-            ),
+            *(str(row.get(key, "")) for key in SEARCHED),
             *row.get("spellings", ()),
         ]
     ).casefold()

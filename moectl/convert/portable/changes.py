@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,10 +16,8 @@ from ..codecs.scales import E8M0, E8M0_BIAS
 from ..quantize import Quantizer, quantize
 from ..transforms import DTYPES
 from ..values import Tensors
+from .activations import Activations
 from .cost import Cost
-
-Calibration = Callable[[str, int, int], tuple[Tensor | None, Tensor | None]]
-"""Importance and Hessian of what enters the matrices of a role: of experts from first to last (exclusive)."""
 
 
 @dataclass(frozen=True)
@@ -177,14 +174,20 @@ class Quantized:
 
     source: WeightFormat
     quantizer: Quantizer
-    calibration: Calibration | None = None
-    works = 30.0
+    activations: Activations | None = None
+    w13_halves: int = 1
+
+    @property
+    def works(self) -> float:
+        return 30.0 if self.activations is None else 60.0
 
     def apply(self, batch: Tensors, matrix: Matrix) -> tuple[dict[str, Tensor], Cost]:
         weights = decode_role(self.source, batch, matrix.role, matrix.halves)
-        importance = hessian = None
-        if self.calibration is not None:
-            importance, hessian = self.calibration(matrix.role, matrix.first, matrix.first + len(weights))
+        hessian = None
+        if self.activations is not None:
+            hessian = self.activations.hessians(
+                batch, matrix.role, matrix.first, self.source, self.w13_halves
+            )
         # NVFP4: engines take one global scale for gate and up.
         shared = self.quantizer.weight.name == "nvfp4"
         done = quantize(
@@ -192,7 +195,6 @@ class Quantized:
             self.quantizer,
             matrix.role,
             halves=1 if shared else matrix.halves,
-            importance=importance,
             hessian=hessian,
             first_expert=matrix.first,
         )

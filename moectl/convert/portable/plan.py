@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from ...checkpoint.model import Checkpoint, LayerGroup
 from ...errors import CheckpointError, UsageError
@@ -17,6 +20,7 @@ from ..canonical import (
     halves,
     has_input_scales,
 )
+from ..disk import file_sha256
 from ..manifest_record import LayoutRecord
 from ..plan import (
     LayerPlan,
@@ -27,10 +31,12 @@ from ..plan import (
     plan_batch,
     plan_rest,
 )
+from ..quantize.calibration import Calibration
 from ..safetensors_file import plan_file
 from ..shards import Shard, Share
 from ..sources import LayerMap
 from ..values import Shapes
+from .activations import Activations
 from .changes import Change, Quantized
 from .config import DOCUMENTS, Described, Description, expert_targets, with_quantization
 from .finish import PortableEnding
@@ -62,6 +68,9 @@ class Portable:
         target: a row of `PORTABLE`.
         container: as `CONTAINERS`; None for the format's first.
         method, rule, requantize: as `Wish`.
+        calibration: activations for the search or, with ``gptq``, for error feedback.
+        activate: the experts' activation function: outputs of the first matrix, the problem and the
+            order of its rows to inputs of the second.
     """
 
     target: str
@@ -69,6 +78,8 @@ class Portable:
     method: str = "search"
     rule: str = "floor"
     requantize: bool = False
+    calibration: Calibration | None = None
+    activate: Callable[[Tensor, MoEProblem, str], Tensor] | None = None
 
     @property
     def format(self) -> PortableFormat:
@@ -124,12 +135,18 @@ def plan_portable(
     modules = _plain_modules(checkpoint, {*consumed, *(linear.module for linear in beside)})
     described = Description(*_described(plans, () if storage == "plain" else beside), modules)
     document = with_quantization(checkpoint.config, DOCUMENTS[plans[0].place.storage](described))
-    how = f", {asked.method}, {asked.rule}" if isinstance(plans[0].change, Quantized) else ""
+    how = _how(asked) if isinstance(plans[0].change, Quantized) else ""
     record = LayoutRecord(
         f"{asked.target} in {container}{how}", asked.target, 1, (), tuple(map(str, readers))
     )
     ending = PortableEnding(asked.target, container, document)
     return Plan(checkpoint, record, Shard(), (), tuple(layers), rest, experts_only, memory, ending)
+
+
+def _how(asked: Portable) -> str:
+    """How weights are quantized, so that a conversion is not resumed with something else."""
+    seen = "" if asked.calibration is None else f", activations {file_sha256(asked.calibration.path)[:16]}"
+    return f", {asked.method}, {asked.rule}{seen}"
 
 
 def _plan_linears(
@@ -178,7 +195,7 @@ def _plan_group(
     planned: list[LayerPlan] = []
     batch = peak = 0
     for mapped in maps:
-        writer = _writer(group.problem, mapped, plan)
+        writer = _writer(group.problem, mapped, plan, asked)
         if not planned:
             batch, peak = plan_batch(mapped, writer, {}, memory)
         file = plan_file(f"{PREFIX}{mapped.layer:05d}.safetensors", writer.specs, {"format": "pt"})
@@ -214,14 +231,25 @@ def _act(source: Scheme, weight: WeightFormat, target: PortableFormat) -> ActFor
     return source.act if same else target.act
 
 
-def _writer(problem: MoEProblem, mapped: LayerMap, plan: GroupPlan) -> PortableWriter:
+def _calibrated(change: Change, problem: MoEProblem, plan: GroupPlan, asked: Portable, layer: int) -> Change:
+    """`change` with the activations of one layer, where it can use them and there are any."""
+    if not isinstance(change, Quantized) or asked.calibration is None or asked.activate is None:
+        return change
+    rows, activate = plan.problem.rows, asked.activate
+    asked.calibration.tokens(layer, 0, problem.dims.hidden)
+    found = Activations(asked.calibration, lambda h: activate(h, problem, rows), layer, problem.dims.hidden)
+    return replace(change, activations=found, w13_halves=halves(problem, "w13") if plan.place.apart else 1)
+
+
+def _writer(problem: MoEProblem, mapped: LayerMap, plan: GroupPlan, asked: Portable) -> PortableWriter:
     found = plan.place.slots(mapped.layer, plan.problem, plan.shapes)
     _check_covered(plan.shapes, found, mapped.layer)
     stacked = halves(problem, "w13")
     size = problem.dims.hidden * problem.dims.intermediate
+    change = _calibrated(plan.change, problem, plan, asked, mapped.layer)
     matrices = {
-        "w13": Work(plan.change, stacked if plan.place.apart else 1, stacked * size),
-        "w2": Work(plan.change, 1, size),
+        "w13": Work(change, stacked if plan.place.apart else 1, stacked * size),
+        "w2": Work(change, 1, size),
     }
     order = {role: gate_then_up(problem, role) for role in mapped.shapes if plan.place.apart}
     return PortableWriter(plan.shapes, found, matrices, order, label_of(mapped.layer))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...errors import UsageError
 from ...schemes import WeightFormat
 from ..quantize import Quantizer
-from .changes import Calibration, Change, Decoded, Kept, Mxfp4ToNvfp4, Quantized, Widened, refines
+from .changes import Change, Decoded, Kept, Mxfp4ToNvfp4, Quantized, Widened, refines
 
 FLOATING = frozenset(("bf16", "fp8", "mxfp8"))
 """Formats of enough values to quantize from."""
@@ -23,7 +23,6 @@ class Wish:
         dtype: safetensors dtype of the model's 16-bit weights and scales.
         method, rule: as `Quantizer`.
         requantize: weights that have been quantized before may lose more.
-        calibration: activations, where given.
     """
 
     target: WeightFormat
@@ -31,7 +30,6 @@ class Wish:
     method: str = "search"
     rule: str = "floor"
     requantize: bool = False
-    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda source, wish, sizes: source.name in FLOATING or wish.requantize,
         _fresh,
-        lambda source, target, wish: Quantized(
-            source, Quantizer(target, wish.method, wish.rule), wish.calibration
-        ),
+        lambda source, target, wish: Quantized(source, Quantizer(target, wish.method, wish.rule)),
     ),
 )
 """The first that holds is taken."""

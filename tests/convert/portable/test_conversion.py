@@ -1,0 +1,178 @@
+"""A portable conversion from the command line and as a program: resumed, checked, refused, calibrated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moectl.checkpoint import open_checkpoint
+from moectl.cli.converting import Asked, planner
+from moectl.cli.main import app
+from moectl.convert import layer_work
+from moectl.convert.portable.parts import PART, read_report
+from moectl.convert.portable.plan import Portable, plan_portable
+from moectl.convert.portable.verify import verify_portable
+from moectl.convert.quantize.calibration import Calibration
+from moectl.convert.shards import shard_of
+from moectl.convert.stream import convert
+from moectl.errors import CheckpointError, UsageError
+from moectl.kernels.reference import activate
+from moectl.schemes import BF16, MXFP4
+
+from .folders import converted, random_layer, write_folder
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def model(folder: Path) -> Path:
+    """A plain checkpoint of three layers."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"model.embed_tokens.weight": torch.randn(16, 64, generator=generator)}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp"
+        tensors[f"{prefix}.gate.weight"] = torch.randn(3, 64, generator=generator)
+        for expert in range(3):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                weight = torch.randn(64, 64, generator=generator) / 8
+                tensors[f"{prefix}.experts.{expert}.{name}.weight"] = weight
+    folder.mkdir()
+    save_file({name: t.to(torch.bfloat16) for name, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "quant_config.json").write_text("{}")
+    return folder
+
+
+def run(*words: object) -> None:
+    app([str(word) for word in words], standalone_mode=False)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_command_writes_verifies_and_leaves_no_traces(tmp_path, capsys):
+    source, out = model(tmp_path / "source"), tmp_path / "out"
+    run("convert", source, out, "--to", "int4-g32", "--json")
+    document = json.loads(capsys.readouterr().out)
+    assert document["converted_layers"] == [0, 1, 2]
+    names = set(files(out))
+    assert "config.json" in names and "moectl-report.json" in names
+    assert not {"moectl.json", "READY", "quant_config.json", "progress.jsonl"} & names
+    assert not any(name.startswith(PART) for name in names)
+    assert verify_portable(out).ok
+    damaged = next(out.glob("experts-*"))
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    assert verify_portable(out).findings == (f"{damaged.name} holds other bytes than were written",)
+
+
+def test_an_interrupted_conversion_is_resumed_to_the_same_bytes(tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(model(tmp_path / "source"))
+
+    def go(out: str, target: str = "nvfp4", method: str = "search", **options: bool) -> None:
+        convert(plan_portable(checkpoint, Portable(target, method=method)), tmp_path / out, **options)
+
+    go("whole")
+    record, seen = layer_work.LayerWork.record, []
+
+    def broken(self):
+        seen.append(self.plan.layer)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return record(self)
+
+    monkeypatch.setattr(layer_work.LayerWork, "record", broken)
+    with pytest.raises(KeyboardInterrupt):
+        go("out")
+    monkeypatch.undo()
+    assert "config.json" not in files(tmp_path / "out")
+    for target, method in (("mxfp4", "search"), ("nvfp4", "rtn")):
+        with pytest.raises(UsageError, match=r"holds a nvfp4 .* conversion"):
+            go("out", target, method, resume=True)
+    go("out", resume=True)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    go("out", resume=True)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    with pytest.raises(UsageError, match="another conversion"):
+        go("out", "int8", resume=True)
+
+
+def test_there_is_no_way_back(tmp_path):
+    from moectl.convert.unconvert import unconvert
+
+    out = converted(random_layer("plain", BF16), tmp_path, "int8")
+    with pytest.raises(CheckpointError, match="portable checkpoint, which holds no way back"):
+        unconvert(out, tmp_path / "back")
+
+
+def test_calibration_lowers_the_errors_of_outputs(tmp_path):
+    layer = random_layer("plain", BF16)
+    checkpoint = write_folder(tmp_path / "source", layer)
+    generator = torch.Generator().manual_seed(1)
+    mixed = torch.randn(128, 128, generator=generator) * torch.logspace(-1, 1, 128)
+    save_file({"x": torch.randn(512, 128, generator=generator) @ mixed}, tmp_path / "seen.safetensors")
+    found = {}
+    for method in ("gptq", "search"):
+        asked = Portable(
+            "int4-g128",
+            method=method,
+            calibration=Calibration(tmp_path / "seen.safetensors"),
+            activate=lambda h, problem, rows: activate(h, problem.activation, rows),
+        )
+        convert(plan_portable(checkpoint, asked), tmp_path / method)
+        found[method] = read_report(tmp_path / method)["layers"]["7"]
+    for role in ("w13", "w2"):
+        gptq, search = found["gptq"][role], found["search"][role]
+        assert gptq["output_snr_db"] > search["output_snr_db"] > search["rtn"]["output_snr_db"], role
+
+
+def test_calibration_of_another_size_is_refused_before_anything_is_written(tmp_path):
+    checkpoint = write_folder(tmp_path / "source", random_layer("plain", BF16))
+    save_file({"x": torch.randn(8, 96)}, tmp_path / "seen.safetensors")
+    seen = Calibration(tmp_path / "seen.safetensors")
+    asked = Portable("int8", method="gptq", calibration=seen, activate=lambda h, problem, rows: h)
+    with pytest.raises(CheckpointError, match=r"\[tokens, 128\], got"):
+        plan_portable(checkpoint, asked)
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (("--to", "bf16", "--container", "gptq"), "bf16 is not written in a gptq container"),
+        (("--to", "int8", "--method", "gptq"), "--method gptq needs activations"),
+        (("--to", "int8", "--tp-size", "2"), "a portable checkpoint is whole"),
+        (("--to", "marlin", "--container", "gptq"), "--container goes with portable formats only"),
+    ],
+    ids=lambda it: "",
+)
+def test_options_that_do_not_go_together(words, why, tmp_path):
+    source = model(tmp_path / "source")
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    keys = ("--to", "--arch", "--act", "--container", "--method", "--mx-scale", "--calibration")
+    asked = Asked(*map(given.get, keys), requantize=False, max_memory=None, experts_only=False)
+    with pytest.raises(UsageError, match=why):
+        planner(open_checkpoint(source), asked)(shard_of(0, int(given.get("--tp-size", 1))))
+
+
+def test_mxfp4_scale_rules_differ(tmp_path):
+    layer = random_layer("plain", BF16)
+    found = {
+        rule: read_report(converted(layer, tmp_path / rule, "mxfp4", method="rtn", rule=rule))["layers"]["7"]
+        for rule in ("floor", "even")
+    }
+    assert found["floor"]["w2"]["rms_error"] != found["even"]["w2"]["rms_error"]
+    assert converted(random_layer("quark", MXFP4, "weight"), tmp_path / "kept", "mxfp4").is_dir()
