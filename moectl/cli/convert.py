@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "moectl convert ./gpt-oss-20b ./marlin --to marlin",
-    "moectl convert ./kimi ./trtllm --to trtllm --dry-run",
     "moectl convert ./gpt-oss-20b ./marlin-tp4 --to marlin --tp-size 4",
     "moectl convert ./Qwen3-30B-A3B ./int4 --to int4-g128",
     "moectl convert ./kimi ./marlin --to marlin --device cuda --part 2/4",
@@ -124,9 +123,7 @@ def convert(
     from ..convert.stream import complete
     from ..convert.stream import convert as library
 
-    asked = Asked(
-        to, arch, act, container, method, mx_scale, calibration, requantize, memory, experts_only
-    )
+    asked = Asked(to, arch, act, container, method, mx_scale, calibration, requantize, memory, experts_only)
     plans = plan_ranks(target, tp_size, ep_size, rank, planner(source, asked))
     layout = plans[0].plan.layout
     portion = None if part is None else portion_of(part)
