@@ -69,7 +69,7 @@ def _portable(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
     from ..convert.portable.plan import Portable, plan_portable
     from ..convert.quantize import METHODS
     from ..convert.quantize.calibration import Calibration
-    from ..kernels.reference import activate
+    from ..kernels.activation import activate
 
     container = None if asked.container is None else pick(asked.container, CONTAINERS, "container")
     default = METHODS[0] if asked.calibration is None else "gptq"

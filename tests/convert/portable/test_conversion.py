@@ -20,7 +20,7 @@ from moectl.convert.quantize.calibration import Calibration
 from moectl.convert.shards import shard_of
 from moectl.convert.stream import convert
 from moectl.errors import CheckpointError, UsageError
-from moectl.kernels.reference import activate
+from moectl.kernels.activation import activate
 from moectl.schemes import BF16, MXFP4
 
 from .folders import converted, random_layer, write_folder
