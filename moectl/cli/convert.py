@@ -19,6 +19,7 @@ from .output import Output, count, duration, size, table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ..convert.estimate import Rate
     from ..convert.plan import Plan
     from ..convert.rank_plans import RankPlan
     from ..convert.stream import Summary
@@ -30,9 +31,6 @@ EXAMPLES = (
     "moectl convert ./kimi ./marlin --to marlin --device cuda --part 2/4",
 )
 MORE = ["Who reads what: moectl list layouts, moectl list formats"]
-
-ESTIMATED_RATE = 300e6
-"""Expert bytes a second that a conversion is estimated with: what two CPU cores reach on a local disk."""
 
 
 @framed("convert")
@@ -138,8 +136,19 @@ def convert(
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
     written = sum(item.own.bytes_out for item in plans)
     if dry_run:
-        document = ranks_document([plan_document(item.own) for item in plans])
-        out.result(document, lambda console: draw_plans(plans, console), str(written))
+        from ..convert.estimate import measured_rate
+
+        rate = measured_rate(plans[0].plan, threads)
+        estimates = [
+            {
+                **plan_document(item.own),
+                "seconds_estimate": item.own.bytes_in / rate.bytes_per_second,
+                "rate_measured": rate.measured,
+            }
+            for item in plans
+        ]
+        document = ranks_document(estimates)
+        out.result(document, lambda console: draw_plans(plans, rate, console), str(written))
         return
     read = sum(item.own.bytes_in for item in plans)
     out.note(f"{layout.name}: {size(read)} of experts -> {size(written)} in {target}")
@@ -246,7 +255,6 @@ def plan_document(plan: "Plan") -> dict[str, Any]:
         "other_bytes": plan.rest_bytes,
         "disk_bytes": plan.disk_needed,
         "peak_memory_bytes": plan.peak_memory,
-        "seconds_estimate": plan.bytes_in / ESTIMATED_RATE,
         "layers": [
             {
                 "layer": layer.layer,
@@ -267,7 +275,7 @@ def plan_document(plan: "Plan") -> dict[str, Any]:
     }
 
 
-def draw_plans(plans: "Sequence[RankPlan]", console: Any) -> None:
+def draw_plans(plans: "Sequence[RankPlan]", rate: "Rate", console: Any) -> None:
     """What conversions would do, rank by rank, for a person: the first one's tensors, then the shares."""
     if plans[0].plan.shard.ranks > 1:
         made = table("rank", "layers", "experts", "intermediate", "padded", "written", "disk needed")
@@ -285,11 +293,14 @@ def draw_plans(plans: "Sequence[RankPlan]", console: Any) -> None:
                     size(item.own.disk_needed),
                 )
         console.print(made)
-    draw_plan(plans[0].own, console)
+    draw_plan(plans[0].own, rate, console)
 
 
-def draw_plan(plan: "Plan", console: Any) -> None:
+def draw_plan(plan: "Plan", rate: "Rate", console: Any) -> None:
     """What a conversion would do, for a person."""
+    if not plan.layers:
+        console.print("no layers fall to this part; nothing was written (--dry-run)", markup=False)
+        return
     first = plan.layers[0]
     numbers = [layer.layer for layer in plan.layers if layer.layer >= 0]
     made = table(
@@ -312,7 +323,8 @@ def draw_plan(plan: "Plan", console: Any) -> None:
         "other tensors": f"{size(plan.rest_bytes)} linked or copied" if plan.rest else "left out",
         "disk needed": size(plan.disk_needed),
         "peak memory": f"{size(plan.peak_memory)} above the program's own",
-        "time": f"about {duration(plan.bytes_in / ESTIMATED_RATE)} at {size(ESTIMATED_RATE)}/s",
+        "time": f"about {duration(plan.bytes_in / rate.bytes_per_second)}, "
+        f"at {size(rate.bytes_per_second)}/s as {'measured on this CPU' if rate.measured else 'assumed'}",
     }
     for name, value in rows.items():
         console.print(f"{name:<15} {value}", markup=False)

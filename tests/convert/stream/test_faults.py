@@ -377,7 +377,7 @@ def test_memory_stays_under_the_bound(tmp_path: Path, drive: Drive) -> None:
     source = gpt_oss_checkpoint(
         tmp_path / "source",
         num_hidden_layers=1,
-        num_local_experts=96,
+        num_local_experts=192,
         hidden_size=1024,
         intermediate_size=1024,
     )
@@ -385,7 +385,7 @@ def test_memory_stays_under_the_bound(tmp_path: Path, drive: Drive) -> None:
     for target in ("marlin", "moectl"):
         code, outcome = drive(source=source, out=tmp_path / target, target=target, max_memory=bound)
         assert code == 0, outcome
-        assert outcome["layer"] > 2 * bound
+        assert outcome["layer"] > 4 * bound
         assert 0 < outcome["above"] <= outcome["planned"] <= bound, outcome
         shutil.rmtree(tmp_path / target)
     code, outcome = drive(source=source, out=tmp_path / "free", target="marlin", max_memory=1 << 30)

@@ -1,0 +1,75 @@
+"""How fast this machine converts a planned layer: a few of its experts, in memory, without any file."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import MoectlError
+from .batches import as_bytes
+from .pipeline import usable_cores
+from .plan import Plan
+from .sources import canonical_batch, carve, carved_bytes
+
+SAMPLE_BYTES = 32 << 20
+"""Bytes of experts that are converted for the estimate; at least one expert."""
+
+HASHED_BYTES = 8 << 20
+
+FILLER = 0x38
+"""A byte that makes possible numbers everywhere: 1 as E4M3, small ones as E8M0, BF16 and F32."""
+
+ASSUMED_RATE = 300e6
+"""Bytes read a second where the sample's numbers cannot be converted: what two cores reach, about."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Expert bytes read a second, and whether that was measured here; the disk is not counted."""
+
+    bytes_per_second: float
+    measured: bool
+
+
+def measured_rate(plan: Plan, threads: int | None = None) -> Rate:
+    """The `Rate` on the CPU, with as many threads as `convert` would use."""
+    try:
+        return Rate(_sample(plan, threads or usable_cores()), True)
+    except MoectlError:
+        return Rate(ASSUMED_RATE, False)
+
+
+def _sample(plan: Plan, threads: int) -> float:
+    layer = plan.layers[0]
+    mapped, writer = layer.map, layer.writer
+    experts = max(1, min(layer.batch, SAMPLE_BYTES // max(1, carved_bytes(mapped.read_shapes, 1))))
+    nbytes = carved_bytes(mapped.read_shapes, experts)
+    stored = carve(torch.full((nbytes,), FILLER, dtype=torch.uint8), mapped.read_shapes, experts)
+    made = torch.empty(carved_bytes(mapped.made_shapes, experts), dtype=torch.uint8)
+    written = torch.empty(writer.buffer_bytes(experts), dtype=torch.uint8)
+
+    def work() -> None:
+        batch = canonical_batch(mapped, stored, carve(made, mapped.made_shapes, experts))
+        held = layer.share.cut(batch)
+        for _ in writer.store(held, 0, writer.look(held, {}), written):
+            pass
+
+    work()
+    piece = written[:HASHED_BYTES]
+    hashing = _seconds(lambda: hashlib.sha256(as_bytes(piece)).digest()) / max(1, len(piece))
+    moved = nbytes + len(written)
+    # Reading and writing copy every byte once, and a first touch costs as much again.
+    beside = moved * hashing + 2 * _seconds(lambda: written.clone()) * moved / max(1, len(written))
+    working = min(_seconds(work) for _ in range(3))
+    # The work itself takes all threads.
+    return nbytes / (working + beside / threads)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return max(time.perf_counter() - begin, 1e-9)
