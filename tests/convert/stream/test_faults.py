@@ -17,7 +17,7 @@ from moectl.checkpoint import open_checkpoint, read_header
 from moectl.convert import disk
 from moectl.convert.stream import convert
 from moectl.convert.verify import verify
-from moectl.errors import CheckpointError, ExitCode, Unavailable, UsageError
+from moectl.errors import CheckpointError, ExitCode, MoectlError, Unavailable, UsageError
 
 from .checkpoints import folder_bytes, gpt_oss_checkpoint
 from .conftest import plan_of
@@ -391,3 +391,61 @@ def test_memory_stays_under_the_bound(tmp_path: Path, drive: Drive) -> None:
     code, outcome = drive(source=source, out=tmp_path / "free", target="marlin", max_memory=1 << 30)
     assert code == 0
     assert outcome["above"] > bound, "the measure itself must see what a larger batch holds"
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.9])
+def test_a_read_error_in_the_middle(
+    gpt_oss: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reference: dict[str, bytes],
+    share: float,
+    threads: int,
+) -> None:
+    before, plain = folder_bytes(gpt_oss), os.preadv
+    reads = [0]
+
+    def counted(fd: int, buffers: Any, offset: int) -> int:
+        reads[0] += 1
+        return plain(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    convert(plan_of(gpt_oss), tmp_path / "whole")
+    last = int(reads[0] * share)
+    reads[0] = 0
+
+    def broken(fd: int, buffers: Any, offset: int) -> int:
+        if reads[0] >= last:
+            raise OSError(errno.EIO, "Input/output error")
+        return counted(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(CheckpointError, match=r"cannot read model-.*safetensors: Input/output error"):
+        convert(plan_of(gpt_oss), tmp_path / "out", threads=threads)
+    monkeypatch.undo()
+    assert_incomplete(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.partial"))
+    convert(plan_of(gpt_oss), tmp_path / "out", resume=True)
+    assert folder_bytes(tmp_path / "out") == reference
+    assert folder_bytes(gpt_oss) == before
+
+
+def test_a_file_that_may_not_be_read(gpt_oss: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, plain = plan_of(gpt_oss), os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).endswith("model-00002-of-00003.safetensors"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors.*Permission denied"):
+        convert(planned, tmp_path / "out")
+    assert_incomplete(tmp_path / "out")
+
+
+def test_a_converted_folder_is_not_converted(gpt_oss: Path, tmp_path: Path) -> None:
+    convert(plan_of(gpt_oss), tmp_path / "out")
+    with pytest.raises(MoectlError, match="convert"):
+        plan_of(tmp_path / "out")
