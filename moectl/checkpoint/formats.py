@@ -105,6 +105,7 @@ def _packed(bits: int) -> Format:
             "weight_shape": _one("_shape", INDICES, "2"),
             "weight_zero_point": _one("_zero", ("I32",), "{n}/pack {k}/group", required=False),
             "weight_g_idx": _one("_order", INDICES, "{k}", required=False),
+            "bias": _BIAS,
         },
         packing="words",
     )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from sources.stored import make_layer
 
 from moectl.convert.portable.verify import verify_portable
 from moectl.errors import UsageError
-from moectl.schemes import MXFP4, NVFP4, WeightFormat, int_format
+from moectl.schemes import BF16, MXFP4, NVFP4, WeightFormat, int_format
 
-from .folders import contents, converted, random_layer
+from .folders import case_of, contents, converted, random_layer, storage_of
 
 INT4, INT4_ZERO = int_format(4, 32), int_format(4, 32, zero_point=True)
 FP8_BLOCK = WeightFormat("fp8", 8, (128, 128), "F32")
@@ -87,3 +89,13 @@ def test_decoding_decodes_everything(tmp_path):
     gate = after["model.layers.7.mlp.experts.0.gate_proj.weight"]
     assert torch.equal(after[f"{MODULE}.weight"], gate)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
+
+
+@pytest.mark.parametrize("target", ["int4-g32", "mxfp4", "nvfp4", "fp8-channel"])
+def test_biases_come_along(target, tmp_path):
+    case = case_of(storage_of("plain", BF16), BF16)
+    layer = make_layer(replace(case, left_out=frozenset()))
+    after = contents(converted(layer, tmp_path, target))
+    for name, t in layer.contents().items():
+        if name.endswith(".bias"):
+            assert torch.equal(after[name], t)
