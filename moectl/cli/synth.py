@@ -11,6 +11,7 @@ from .output import Output, size
 EXAMPLES = (
     "moectl synth openai/gpt-oss-20b ./tiny --layers 2 --experts 8 --hidden 256 --intermediate 256",
     "moectl synth moonshotai/Kimi-K2-Thinking ./kimi --layers 1 --experts 32",
+    "moectl synth deepseek-ai/DeepSeek-V3 ./fp8 --layers 1 --experts 16 --hidden 512 --intermediate 256",
 )
 
 

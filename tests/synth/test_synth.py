@@ -207,13 +207,25 @@ def test_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "word"),
+    [
+        ("Qwen/Qwen3-30B-A3B-GPTQ-Int4", {"hidden": 192}, "hidden must be a multiple of 128"),
+        ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ", {"intermediate": 36}, "multiple of 8, as 32 bits hold"),
+        ("nvidia/Qwen3-30B-A3B-NVFP4", {"intermediate": 40}, "multiple of 16, the weights' group"),
+        ("moonshotai/Kimi-K3", {"hidden": 65}, "experts have 3584 of the model's 7168 features"),
+    ],
+)
+def test_sizes_that_a_format_cannot_hold(
+    model: str, changes: dict[str, int], word: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=word):
+        synthesize(model, tmp_path / "out", **{"layers": 1, "experts": 8, "hidden": 256, **changes})
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_full_size_layer(tmp_path: Path) -> None:
     found = open_checkpoint(synthesize("openai/gpt-oss-120b", tmp_path / "out", layers=1))
     assert sum(info.nbytes for info in found.tensors.values()) > 1.69e9
     assert decoded(found, 0, 127, "w2").shape == (2880, 2880)
-
-
-def test_formats_that_cannot_be_made(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="weights of deepseek-ai/DeepSeek-V3 cannot be made"):
-        synthesize("deepseek-v3", tmp_path / "out")

@@ -1,0 +1,315 @@
+"""Published models at other sizes: the config, and every MoE tensor's dtype and shape."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ..checkpoint.catalogue import Entry, Schema
+from ..checkpoint.fields import KEYS, Fields
+from ..checkpoint.fit import Fit, fit
+from ..checkpoint.found import FoundLayer
+from ..checkpoint.header import DTYPE_BITS
+from ..checkpoint.layers import layer_groups
+from ..checkpoint.model import LayerGroup, TensorInfo
+from ..checkpoint.moe_layers import KIND_LISTS, layer_count, moe_layers
+from ..checkpoint.shards import quantization_apart
+from ..checkpoint.storage import Shape, Storage, find_storage, format_sizes, parse_shape
+from ..errors import UsageError
+from ..schemes import WeightFormat
+
+VOCABULARY = 256
+
+GROUP_KEYS = (("n_group", "num_expert_group"), ("topk_group", "num_limited_groups"))
+"""Config keys of the groups that experts are chosen in, and of how many of them are."""
+
+BESIDE_SHAPES: Mapping[tuple[str, str], str] = {
+    ("router", "weight"): "experts model",
+    ("router", "bias"): "experts",
+    ("router", "correction_bias"): "experts",
+    ("router", "hash"): "vocabulary top_k",
+    ("router", "expert_scale"): "experts",
+    ("router", "input_scale"): "model",
+    ("shared", "gate"): "1 model",
+    ("latent", "in"): "hidden model",
+    ("latent", "norm"): "hidden",
+    ("latent", "out"): "model hidden",
+}
+"""Shapes of what is not an expert's, by its kind and role; leading axes of one may be added."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a published model is made smaller; None keeps the published value.
+
+    `layers` counts MoE layers.
+    """
+
+    layers: int | None = None
+    experts: int | None = None
+    hidden: int | None = None
+    intermediate: int | None = None
+    top_k: int | None = None
+
+
+def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:
+    """The published config with `sizes` in place of its own, under every key that holds them.
+
+    Widths that follow from a size (shared experts, a hidden size of the experts' own) keep their
+    proportion to it, lists with a value for each layer lose the layers left out, and groups that experts
+    are chosen in become fewer where there are not enough experts. Raises UsageError when a size is not
+    positive, or there are not so many layers.
+    """
+    for name, value in vars(sizes).items():
+        if value is not None and value < 1:
+            raise UsageError(
+                f"{name} must be at least 1, got {value}.", hint="Leave it out for the published size."
+            )
+    config: dict[str, Any] = json.loads(json.dumps(entry.config))
+    fields = Fields(config)
+    published = layer_count(fields)
+    count = _count(entry, sizes, fields, published)
+    experts = sizes.experts or fields.integer("experts", KEYS["experts"])
+    top_k = sizes.top_k or min(experts, fields.integer("top_k", KEYS["top_k"]))
+    if top_k > experts:
+        raise UsageError(
+            f"top-k {top_k} is more than the {experts} experts.", hint=f"Ask for at most {experts}."
+        )
+    changes: dict[str, int | None] = {"vocab_size": VOCABULARY}
+    changes |= dict.fromkeys(KEYS["layers"], count)
+    changes |= dict.fromkeys(KEYS["experts"], experts) | dict.fromkeys(KEYS["top_k"], top_k)
+    changes |= _hidden(fields, sizes.hidden) | _intermediate(fields, sizes.intermediate)
+    changes |= _groups(fields, experts, top_k)
+    inner = cast(dict[str, Any], fields.values)
+    for values in (config, inner) if inner is not config else (config,):
+        for path, value in changes.items():
+            if value is not None:
+                _set(values, path, value)
+        _cut_lists(values, published, count)
+    return config
+
+
+def _count(entry: Entry, sizes: Sizes, fields: Fields, published: int) -> int:
+    """The layers of the config, dense ones included."""
+    if sizes.layers is None:
+        return published
+    found = moe_layers(fields, published)
+    if sizes.layers > len(found):
+        raise UsageError(
+            f"{entry.name} has {len(found)} MoE layers, {sizes.layers} were asked for.",
+            hint=f"Ask for 1 to {len(found)}, or leave it out for all.",
+        )
+    return found[sizes.layers - 1] + 1
+
+
+def _hidden(fields: Fields, hidden: int | None) -> dict[str, int | None]:
+    """The hidden size and, where experts have one of their own, theirs."""
+    changes: dict[str, int | None] = dict.fromkeys(KEYS["hidden"], hidden)
+    own = fields.key_of(KEYS["expert_hidden"])
+    if hidden is not None and own is not None:
+        before = fields.integer("hidden", KEYS["hidden"])
+        inner = fields.integer("expert_hidden", (own,))
+        if hidden * inner % before:
+            unit = before // math.gcd(before, inner)
+            raise UsageError(
+                f"hidden must be a multiple of {unit}, as experts have {inner} of the model's {before} "
+                f"features, got {hidden}.",
+                hint=f"Ask for {-(-hidden // unit) * unit}.",
+            )
+        changes[own] = hidden * inner // before
+    return changes
+
+
+def _intermediate(fields: Fields, intermediate: int | None) -> dict[str, int | None]:
+    """The experts' intermediate size, and widths of shared experts that are stated by themselves."""
+    key = fields.key_of(KEYS["intermediate"])
+    if intermediate is None or key is None:
+        return {}
+    before = fields.integer("intermediate", KEYS["intermediate"])
+    widths = {
+        path: in_proportion(fields.get(path), before, intermediate)
+        for path in KEYS["shared_width"]
+        if isinstance(fields.get(path), int)
+    }
+    return {key: intermediate, **widths}
+
+
+def in_proportion(width: int, before: int, after: int) -> int:
+    """A width that goes with a size `before`, rounded up, for a size `after`."""
+    return -(-width * after // before)
+
+
+def _groups(fields: Fields, experts: int, top_k: int) -> dict[str, int | None]:
+    """Groups of at least two experts, as a group is judged by its best two, and enough of them for top-k."""
+    key, chosen_key = (fields.key_of(keys) for keys in GROUP_KEYS)
+    if key is None or chosen_key is None or not fields.get(key) or not fields.get(chosen_key):
+        return {}
+    published, chosen = fields.integer("groups", (key,)), fields.integer("topk_groups", (chosen_key,))
+    groups = next(n for n in range(published, 0, -1) if experts % n == 0 and (experts // n > 1 or n == 1))
+    least = -(-top_k * groups // experts)
+    return {key: groups, chosen_key: min(groups, max(chosen, least))}
+
+
+def _set(values: Any, path: str, value: int) -> None:
+    """Puts `value` where `path` leads, if something is there; a list keeps its length."""
+    *outer, key = path.split(".")
+    for name in outer:
+        values = values.get(name)
+        if not isinstance(values, dict):
+            return
+    if values.get(key) is not None:
+        values[key] = [value] * len(values[key]) if isinstance(values[key], list) else value
+
+
+def _cut_lists(values: dict[str, Any], published: int, count: int) -> None:
+    """Shortens lists with a value for each of the `published` layers, and words with a letter for each."""
+    for key, value in values.items():
+        if (isinstance(value, list) or key in KIND_LISTS) and len(value) == published:
+            values[key] = value[:count]
+
+
+def shared_stem(template: str) -> str:
+    """What the names of shared experts' tensors begin with, from one of their templates."""
+    return template.rsplit(".", 2)[0] + "."
+
+
+def fit_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> Fit | None:
+    """How a layer's shared experts are stored, as one expert; None where they are not listed.
+
+    `infos` has the layer's tensors by template.
+    """
+    templates = [template for role, template in group.names.shared.items() if role != "gate"]
+    if not templates:
+        return None
+    stem = shared_stem(templates[0])
+    leaves = {template.removeprefix(stem): infos[template] for template in templates}
+    return fit(FoundLayer(group.layers[0], "", "", stem, {0: leaves}), group.problem, 1)
+
+
+class Resized:
+    """The tensors of `entry` at the sizes of `config`, which `resized` has made.
+
+    Layers of multi-token prediction and dense MLPs beside the experts are left out.
+    """
+
+    def __init__(self, entry: Entry, config: Mapping[str, Any]) -> None:
+        self.entry, self.config = entry, config
+        tensors = entry.listing()
+        self._published = self._read(entry.config, tensors)
+        fields = Fields(config)
+        hidden = fields.integer("hidden", KEYS["hidden"])
+        self._sizes = {
+            "experts": fields.integer("experts", KEYS["experts"]),
+            "top_k": fields.integer("top_k", KEYS["top_k"]),
+            "model": hidden,
+            "hidden": fields.integer("expert_hidden", KEYS["expert_hidden"], hidden),
+            "intermediate": fields.integer("intermediate", KEYS["intermediate"]),
+            "vocabulary": VOCABULARY if fields.has("vocab_size") else 0,
+        }
+        self._shapes = {id(group): dict(self._group_shapes(group, tensors)) for group in self._published}
+
+    def listing(self) -> dict[str, TensorInfo]:
+        """Every MoE tensor by name, layer by layer, with no file and offsets from 0."""
+        fields = Fields(self.config)
+        wanted = moe_layers(fields, layer_count(fields))
+        owners = {layer: group for group in self._published for layer in group.layers}
+        found: dict[str, TensorInfo] = {}
+        for layer in wanted:
+            shapes = self._shapes[id(owners[layer])]
+            for schema in self.entry.tensors:
+                if (schema.layers is None or layer in schema.layers) and schema.name in shapes:
+                    self._list(schema, layer, shapes[schema.name], found)
+        return found
+
+    def groups(self, tensors: Mapping[str, TensorInfo]) -> tuple[LayerGroup, ...]:
+        """The layers of the resized model, whose tensors are `tensors`, as any checkpoint's are read."""
+        return self._read(self.config, tensors)
+
+    def _read(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> tuple[LayerGroup, ...]:
+        apart, file = quantization_apart(self.entry.documents)
+        return layer_groups(config, tensors, quantization=apart, quantization_file=file)
+
+    def _list(self, schema: Schema, layer: int, shape: tuple[int, ...], found: dict[str, TensorInfo]) -> None:
+        size = math.prod(shape) * DTYPE_BITS[schema.dtype] // 8
+        for name in schema.names(layer, self._sizes["experts"]):
+            found[name] = TensorInfo(name, schema.dtype, shape, "", 0, size)
+
+    def _group_shapes(
+        self, group: LayerGroup, tensors: Mapping[str, TensorInfo]
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every tensor's new shape, by template."""
+        names, problem = group.names, group.problem
+        kinds = {"experts": names.experts, "router": names.router, "shared": names.shared}
+        kinds["latent"] = names.latent
+        templates = {template: (kind, role) for kind, it in kinds.items() for role, template in it.items()}
+        infos = {it: tensors[it.format(layer=group.layers[0], expert=0)] for it in templates}
+        dtypes = {role: infos[template].dtype for role, template in names.experts.items()}
+        weight = problem.scheme.weight
+        storage = find_storage(problem.storage, names.arrangement, names.experts, dtypes, weight)
+        assert storage is not None, "layer_groups found the storage"
+        self._refuse_parts_of_groups(storage, weight)
+        stored = {it.role: (it.shape, *it.others) for it in storage.tensors.values()}
+        sizes = {
+            "experts": problem.experts,
+            "hidden": problem.dims.hidden,
+            "intermediate": problem.dims.intermediate,
+            **format_sizes(problem.scheme),
+        }
+        for role, template in names.experts.items():
+            shape = _axes(stored[role], infos[template], sizes)
+            yield template, _values(shape, {**sizes, **self._sizes})
+        shared = fit_shared(group, infos)
+        for template, (kind, role) in templates.items():
+            if kind == "shared" and role != "gate" and shared is not None:
+                yield (
+                    template,
+                    self._shared_shape(shared, template, infos[template], problem.dims.intermediate),
+                )
+            elif kind != "experts":
+                yield template, self._beside_shape(kind, role, infos[template])
+
+    def _refuse_parts_of_groups(self, storage: Storage, weight: WeightFormat) -> None:
+        """UsageError unless the experts' rows are whole groups, words and bytes of codes."""
+        group = weight.group if weight.block[0] == 1 and weight.group > 0 else 1
+        word = {"gptq": 32, "awq": 32, "words": 32}.get(storage.format.packing, 8)
+        unit = math.lcm(group, max(1, word // weight.bits))
+        why = (
+            "the weights' group size" if unit == group else f"as {word} bits hold {word // weight.bits} codes"
+        )
+        for name in ("hidden", "intermediate"):
+            size = self._sizes[name]
+            if size % unit:
+                raise UsageError(
+                    f"{name} must be a multiple of {unit}, {why}, got {size}.",
+                    hint=f"Ask for {-(-size // unit) * unit}.",
+                )
+
+    def _shared_shape(
+        self, shared: Fit, template: str, info: TensorInfo, intermediate: int
+    ) -> tuple[int, ...]:
+        stored = shared.storage.tensors[template.removeprefix(shared_stem(template))]
+        sizes = {**shared.sizes, "experts": 1}
+        width = in_proportion(sizes["intermediate"], intermediate, self._sizes["intermediate"])
+        after = {**sizes, "hidden": self._sizes["model"], "intermediate": width}
+        return _values(_axes((stored.shape, *stored.others), info, sizes), after)
+
+    def _beside_shape(self, kind: str, role: str, info: TensorInfo) -> tuple[int, ...]:
+        if (kind, role) not in BESIDE_SHAPES:
+            raise UsageError(
+                f"{self.entry.name}: no way is known to make a {kind}'s {role}, such as {info.name}.",
+                hint="Take another model; `moectl list models` prints all of them.",
+            )
+        shape = parse_shape(BESIDE_SHAPES[kind, role])
+        return (1,) * (len(info.shape) - len(shape)) + _values(shape, self._sizes)
+
+
+def _axes(shapes: Iterable[Shape], info: TensorInfo, sizes: Mapping[str, int]) -> Shape:
+    """Of the shapes that a tensor may have, the one that it has at these sizes."""
+    return next(shape for shape in shapes if _values(shape, sizes) == info.shape)
+
+
+def _values(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(axis.value(sizes) for axis in shape)
