@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_ENTRIES = 1 << 16
+"""Bits in all tables of a view: far more than a program has words for, and no burden on the memory."""
+
 Vector = tuple[int, ...]
 Ints = NDArray[np.int64]
 
@@ -362,6 +365,8 @@ class BitView:
     def _tabled(self, atom: Atom) -> Atom:
         if atom.table is not None:
             return atom
+        if atom.size * self.known.size > MOST_ENTRIES:
+            raise NotComposable
         self._each(lambda a: np.repeat(a[None], atom.size, 0))
         moves = np.arange(atom.size)[:, None] * np.array(atom.step)
         self.where = self.where + moves.reshape(atom.size, *(1,) * (self.where.ndim - 2), -1)

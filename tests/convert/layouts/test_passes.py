@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
@@ -170,6 +171,22 @@ def test_bytes_that_are_added_to():
 def test_a_long_prime_axis_is_cut_into_tiles():
     chain = Chain((Rearrange("e n k -> e k n"),))
     assert check_both_ways(chain, random_bytes((1, 1009, 12), "U8"), needed=True) == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "shape"),
+    [
+        ((Codes(1, True), Pad(2, (1 << 23) + 1)), (1, 1, 1 << 20)),
+        ((Codes(2, True), Pad(2, 1_599_863)), (1, 64, 399_964)),
+    ],
+)
+def test_chains_that_would_need_huge_tables_go_step_by_step(steps, shape):
+    tracemalloc.start()
+    try:
+        assert compose(steps, shape, "U8") is None
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_every_step_that_moves_bits_has_a_row():
