@@ -54,7 +54,10 @@ class Lock:
             try:
                 fd = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             except FileExistsError:
-                held = self._beside.read_text(errors="replace").split()
+                try:
+                    held = self._beside.read_text(errors="replace").split()
+                except FileNotFoundError:  # given back since
+                    continue
                 if len(held) != 2 or held[0] != host or not held[1].isdecimal() or _runs(int(held[1])):
                     break
                 self._beside.unlink(missing_ok=True)

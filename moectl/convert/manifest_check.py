@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from ..checkpoint.fields import LIMITS
 from ..checkpoint.header import DTYPE_BITS
 from ..errors import MoectlError
-from .canonical import canonical_shapes
+from ..schemes import FULL
+from .canonical import MODEL_DTYPE, canonical_shapes
 from .manifest_record import (
     CONFIG,
     INDEX,
@@ -172,8 +173,13 @@ def _check_problem(group: GroupRecord) -> list[str]:
     wrong = [f"{name} is {size}" for name, size in sizes.items() if not 1 <= size <= LIMITS[name]]
     if not 0 <= first < last <= problem.experts or problem.local_experts != last - first:
         wrong.append(f"expert range {first}-{last} does not fit {problem.experts} experts")
-    if problem.scheme.weight.bits not in (4, 8, 16):
-        wrong.append(f"weights have {problem.scheme.weight.bits} bits")
+    weight = problem.scheme.weight
+    if weight.bits not in (4, 8, 16):
+        wrong.append(f"weights have {weight.bits} bits")
+    if weight.block != (0, 0) and not all(size == FULL or 1 <= size <= _MAX_SIZE for size in weight.block):
+        wrong.append(f"a scale is shared by {weight.block} weights")
+    if problem.dtype not in MODEL_DTYPE:
+        wrong.append(f"the model's dtype is {problem.dtype[:80]!r}")
     return wrong
 
 
@@ -187,7 +193,7 @@ def _check_cover(role: str, form: tuple[Shape, str], parts: Mapping[str, PartFor
         shape, dtype = part.part.chain.storage_shape((1, *part.shape), part.dtype)
         for value in part.part.values:
             shape, dtype = value.shape(shape, dtype)
-        if part.rows[0] != at or nbytes(dtype, shape) != (part.rows[1] - at) * row:
+        if part.rows[0] != at or dtype != canonical or nbytes(dtype, shape) != (part.rows[1] - at) * row:
             return [f"part {key[:80]} does not fill rows {list(part.rows)} of role {role}"]
         at = part.rows[1]
     return [] if at == rows else [f"the parts of role {role} fill {at} of {rows} rows"]

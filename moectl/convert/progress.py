@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checkpoint.shards import open_regular
 from ..checkpoint.strict_json import parse_json_object
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, Unavailable, UsageError
 from .disk import disk_errors, write_exactly
 from .lock import Lock
 from .manifest_record import LOG as LOG
@@ -120,6 +120,10 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CheckpointError(f"{path} is not a file.", hint="Convert into an empty folder.")
         lock.take()
+        if not _is_at(path, fd):
+            raise Unavailable(
+                f"another conversion has just finished in {folder}.", hint="Run the same command again."
+            )
         entries = _read(fd)
         if not entries:
             os.ftruncate(fd, 0)
@@ -159,6 +163,14 @@ def _read(fd: int) -> list[dict[str, Any]]:
     os.ftruncate(fd, end)
     lines = bytes(data[:end]).splitlines()
     return [parse_json_object(line, f"line {number} of {LOG}") for number, line in enumerate(lines, 1)]
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """True when `path` still names the open file: a log is removed by the conversion that it was of."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def _take(log: ProgressLog, entry: Mapping[str, Any]) -> None:

@@ -76,7 +76,8 @@ def write_rest(
     path = out / item.name
     size = sum(info.nbytes for info in item.tensors)
     before = log.rest.get(item.name)
-    if before and item.file is None and not file_findings(path, before.size, before.sha256):
+    same = before and (before.source, before.whole) == (item.source, item.file is None)
+    if before and same and before.whole and not file_findings(path, before.size, before.sha256):
         source = folder / item.source
         if source.samefile(path) or not file_findings(source, before.size, before.sha256):
             meter.advance(size)

@@ -136,7 +136,8 @@ def complete(plan: Plan, out: Path) -> Summary:
                 continue
             logs.append(log := open_log(out, plan.fingerprint(), portion.log))
             own = plan.of_portion(portion)
-            layers = [layer.layer for layer in own.layers if layer.layer not in log.layers]
+            logged = log.layers
+            layers = [i.layer for i in own.layers if i.layer not in logged or not _is_of(i, logged[i.layer])]
             files = [item.name for item in own.rest if item.name not in log.rest]
             missing += [f"part {portion} lacks layers {ranges(layers)}"] if layers else []
             missing += [f"part {portion} lacks {', '.join(files)}"] if files else []
@@ -348,7 +349,19 @@ def _check_lengths(plan: Plan, reader: FolderReader) -> None:
 
 def _is_finished(out: Path, layer: LayerPlan, record: LayerRecord) -> bool:
     """True when the logged layer's file is there and every tensor has the logged hash."""
-    if record.file != layer.file.name or set(record.sha256) != set(layer.file.tensors):
+    if not _is_of(layer, record):
         return False
     hashes = {info: record.sha256[name] for name, info in layer.file.tensors.items()}
     return file_matches(out / layer.file.name, layer.file, hashes)
+
+
+def _is_of(layer: LayerPlan, record: LayerRecord) -> bool:
+    """True when `record` is about the files, tensors and slices that are planned for `layer`."""
+    files = {mapped.part.stored: tuple(info.file for info in mapped.tensors) for mapped in layer.map.parts}
+    return (
+        (record.file, record.size) == (layer.file.name, layer.file.size)
+        and set(record.sha256) == set(layer.file.tensors)
+        and {key: hashes.files for key, hashes in record.source.items()} == files
+        and all(len(hashes.sha256) == len(files[key]) for key, hashes in record.source.items())
+        and set(record.slices) == (set(layer.map.shapes) if layer.share.sliced else set())
+    )
