@@ -29,6 +29,11 @@ class PortableFormat:
     containers: Mapping[str, tuple[str, tuple[Reader, ...]]]
 
     @property
+    def has_scale_rules(self) -> bool:
+        """True when block scales are powers of two, for which there are several usual choices."""
+        return self.weight.scale_dtype == MXFP4.scale_dtype
+
+    @property
     def readers(self) -> tuple[Reader, ...]:
         """Everybody who reads it in some container."""
         return tuple(dict.fromkeys(r for _, readers in self.containers.values() for r in readers))

@@ -31,6 +31,16 @@ class Asked:
     max_memory: int | None
     experts_only: bool
 
+    @property
+    def quantizing(self) -> tuple[str, ...]:
+        """Options given that say how weights are quantized."""
+        options = {
+            "--method": self.method,
+            "--mx-scale": self.mx_scale,
+            "--calibration": self.calibration,
+        }
+        return tuple(name for name, value in options.items() if value)
+
     def refuse(self, options: dict[str, object], why: str) -> None:
         """UsageError when one of the `options` was given."""
         given = [name for name, value in options.items() if value]
@@ -78,6 +88,8 @@ def _portable(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
         raise UsageError(
             "--method gptq needs activations, got none.", hint="Give --calibration FILE, or --method search."
         )
+    if not PORTABLE[asked.to].has_scale_rules:
+        asked.refuse({"--mx-scale": asked.mx_scale}, "is for scales of powers of two, which mxfp4 has")
     rule = "floor" if asked.mx_scale is None else pick(asked.mx_scale, E8M0_RULES, "rule for scales")
     seen = None if asked.calibration is None else Calibration(asked.calibration)
     wanted = Portable(
@@ -87,6 +99,7 @@ def _portable(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
         rule,
         asked.requantize,
         seen,
+        asked.quantizing,
         lambda h, problem, rows: activate(h, problem.activation, rows),
     )
 
@@ -105,7 +118,8 @@ def draw_costs(folder: Path, console: Any) -> None:
     """The summary of the report that a portable output holds."""
     from ..convert.portable.parts import CostTable, read_report
 
-    made = table("tensor", "layers", "became", "lossless", "RMS error", "SNR dB", "rtn SNR dB", "worst block")
-    for row in CostTable(read_report(folder)["layers"]).rows():
+    costs = CostTable(read_report(folder)["layers"])
+    made = table(*costs.columns)
+    for row in costs.rows():
         made.add_row(*row)
     console.print(made)

@@ -50,12 +50,24 @@ class CostTable:
 
     layers: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What stands in `rows`."""
+        outputs = ("output SNR dB", "rtn output SNR dB") if self._calibrated else ()
+        errors = ("RMS error", "SNR dB", "rtn SNR dB", "worst block")
+        return ("tensor", "layers", "became", "lossless", *errors, *outputs)
+
+    @property
+    def _calibrated(self) -> bool:
+        return any("output_snr_db" in cost for found in self.layers.values() for cost in found.values())
+
     def rows(self) -> Iterator[tuple[str, ...]]:
         """For each role: how many layers, what became of it, and the worst layer's errors, as text."""
         roles = dict.fromkeys(role for costs in self.layers.values() for role in costs)
         for role in roles:
             costs = [found[role] for found in self.layers.values() if role in found]
-            yield (role, str(len(costs)), costs[0]["kind"], _lossless(costs), *_errors(costs))
+            outputs = _signal_to_noise(costs, "output_snr_db") if self._calibrated else ()
+            yield (role, str(len(costs)), costs[0]["kind"], _lossless(costs), *_errors(costs), *outputs)
 
 
 def _lossless(costs: Sequence[Mapping[str, Any]]) -> str:
@@ -72,13 +84,19 @@ def _errors(costs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
     if not measured:
         return "", "", "", ""
     rms = max(cost["rms_error"] for cost in measured)
-    snrs = [
-        min((found["snr_db"] for found in kind if found["snr_db"] is not None), default=None)
-        for kind in (measured, [cost["rtn"] for cost in measured])
-    ]
     worst = max(cost["worst_block"]["relative_error"] for cost in measured)
-    ours, nearest = ("exact" if snr is None else f"{snr:.2f}" for snr in snrs)
-    return f"{rms:.3g}", ours, nearest, f"{worst:.3g}"
+    return f"{rms:.3g}", *_signal_to_noise(costs, "snr_db"), f"{worst:.3g}"
+
+
+def _signal_to_noise(costs: Sequence[Mapping[str, Any]], key: str) -> tuple[str, str]:
+    """The least `key`, and the least of round-to-nearest; empty where nothing was measured."""
+    measured = [cost for cost in costs if key in cost]
+    if not measured:
+        return "", ""
+    kinds = (measured, [cost["rtn"] for cost in measured])
+    least = [min((c[key] for c in kind if c[key] is not None), default=None) for kind in kinds]
+    ours, nearest = ("exact" if snr is None else f"{snr:.2f}" for snr in least)
+    return ours, nearest
 
 
 def read_report(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ...checkpoint.model import Checkpoint, LayerGroup
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError, NoBackend, UsageError
 from ...portable import NATIVE, PORTABLE, PortableFormat, container_of
 from ...problem import MoEProblem
 from ...schemes import ActFormat, Scheme, WeightFormat
@@ -69,6 +69,7 @@ class Portable:
         container: as `CONTAINERS`; None for the format's first.
         method, rule, requantize: as `Wish`.
         calibration: activations for the search or, with ``gptq``, for error feedback.
+        given: options of quantizing that were asked for by name: refused where nothing is quantized.
         activate: the experts' activation function: outputs of the first matrix, the problem and the
             order of its rows to inputs of the second.
     """
@@ -79,6 +80,7 @@ class Portable:
     rule: str = "floor"
     requantize: bool = False
     calibration: Calibration | None = None
+    given: tuple[str, ...] = ()
     activate: Callable[[Tensor, MoEProblem, str], Tensor] | None = None
 
     @property
@@ -124,6 +126,7 @@ def plan_portable(
     planned = [_plan_group(checkpoint, group, asked, storage, memory) for group in checkpoint.groups]
     layers = sorted((layer for _, found in planned for layer in found), key=lambda layer: layer.layer)
     plans = [plan for plan, _ in planned]
+    _check_heeded(asked, plans)
     consumed = {info.name: info.file for layer in layers for info in layer.map.tensors}
     experts = tuple(group.problem for group in checkpoint.groups)
     beside = () if experts_only else quantized_linears(checkpoint, consumed, experts)
@@ -145,8 +148,20 @@ def plan_portable(
 
 def _how(asked: Portable) -> str:
     """How weights are quantized, so that a conversion is not resumed with something else."""
+    rule = f", {asked.rule}" if asked.format.has_scale_rules else ""
     seen = "" if asked.calibration is None else f", activations {file_sha256(asked.calibration.path)[:16]}"
-    return f", {asked.method}, {asked.rule}{seen}"
+    return f", {asked.method}{rule}{seen}"
+
+
+def _check_heeded(asked: Portable, plans: list[GroupPlan]) -> None:
+    """Raises UsageError for options of quantizing that nothing would heed."""
+    if not asked.given or any(isinstance(plan.change, Quantized) for plan in plans):
+        return
+    stored = plans[0].problem.scheme.weight
+    raise UsageError(
+        f"{asked.given[0]} says how weights are quantized, but these become {stored} without quantizing.",
+        hint=f"Leave {' and '.join(asked.given)} out.",
+    )
 
 
 def _plan_linears(
@@ -221,7 +236,12 @@ def _decide(group: LayerGroup, mapped: LayerMap, asked: Portable, storage: str) 
         rows=CONCATENATED if place.apart else problem.rows,
         act_order="",
     )
-    shapes = canonical_shapes(found, problem.experts, inputs)
+    try:
+        shapes = canonical_shapes(found, problem.experts, inputs)
+    except NoBackend as error:
+        raise UsageError(
+            error.what, hint="Choose another --to: int8 and fp8-channel have a scale for each row."
+        ) from error
     return GroupPlan(group.layers, found, change, place, shapes)
 
 
@@ -236,7 +256,7 @@ def _calibrated(change: Change, problem: MoEProblem, plan: GroupPlan, asked: Por
     if not isinstance(change, Quantized) or asked.calibration is None or asked.activate is None:
         return change
     rows, activate = plan.problem.rows, asked.activate
-    asked.calibration.tokens(layer, 0, problem.dims.hidden)
+    asked.calibration.check(layer, problem.experts, problem.dims.hidden)
     found = Activations(asked.calibration, lambda h: activate(h, problem, rows), layer, problem.dims.hidden)
     return replace(change, activations=found, w13_halves=halves(problem, "w13") if plan.place.apart else 1)
 

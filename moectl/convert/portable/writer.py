@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -128,9 +128,23 @@ class PortableWriter:
         for role, work in self.matrices.items():
             roles, cost = work.change.apply(batch, Matrix(role, work.halves, first))
             found.update(roles)
+            cost = self._restated(role, cost, roles)
             title = work.title or role
             self._costs[title] = self._costs[title].merge(cost) if title in self._costs else cost
         return found
+
+    def _restated(self, role: str, cost: Cost, roles: Tensors) -> Cost:
+        """`cost` less what loses its last bit because the container stores a reciprocal of its scale."""
+        name = f"{role}_global"
+        if cost.report is not None or name not in roles:
+            return cost
+        each = cost.count // roles[name].numel()
+        for slot in self.slots:
+            if slot.divisor and slot.role == name:
+                stated = roles[name][:, slot.rows[0] : slot.rows[1]]
+                moved = int((stated.reciprocal().reciprocal() != stated).sum())
+                cost = replace(cost, exact=cost.exact - moved * each)
+        return cost
 
     def done(self, folder: Path) -> None:
         write_part(folder, self.label, {role: cost.to_json() for role, cost in self._costs.items()})

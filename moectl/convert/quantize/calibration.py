@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,12 @@ Activate = Callable[[Tensor], Tensor]
 
 NAMES = ("layers.{layer}.experts.{expert}.x", "layers.{layer}.x", "x")
 """Names of a calibration tensor ``[tokens, hidden]``, the most particular first."""
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Safetensors dtypes of activations."""
+
+SMALLEST, LARGEST = 1e-15, 1e15
+"""Bounds of the largest magnitude of activations: sums of their squares are float32."""
 
 TOKENS = 4096
 """Tokens that are multiplied at a time."""
@@ -40,11 +47,15 @@ class Calibration:
         begin, end = NAMES[0].format(layer=layer, expert="\0").split("\0")
         return not any(name.startswith(begin) and name.endswith(end) for name in self._names)
 
-    def tokens(self, layer: int, expert: int, hidden: int) -> Tensor:
-        """``[tokens, hidden]`` float32: what `expert` of `layer` is called with.
+    def check(self, layer: int, experts: int, hidden: int) -> None:
+        """Raises CheckpointError, as `tokens`, for the headers of all experts and the numbers of the first."""
+        with safe_open(self.path, framework="pt") as file:
+            for expert in range(experts):
+                self._named(file, layer, expert, hidden)
+        self.tokens(layer, 0, hidden)
 
-        Raises CheckpointError when there are none, or when they are of another size or no numbers.
-        """
+    def _named(self, file: Any, layer: int, expert: int, hidden: int) -> str:
+        """The tensor of one expert, its dtype and shape checked."""
         spelled = [name.format(layer=layer, expert=expert) for name in NAMES]
         name = next((name for name in spelled if name in self._names), None)
         if name is None:
@@ -52,16 +63,35 @@ class Calibration:
                 f"calibration file {self.path} has no activations for expert {expert} of layer {layer}.",
                 hint=f"Store a tensor [tokens, {hidden}] named {', '.join(spelled[:-1])} or {spelled[-1]}.",
             )
-        with safe_open(self.path, framework="pt") as file:
-            x: Tensor = file.get_tensor(name)
-        if x.ndim != 2 or x.shape[1] != hidden or not len(x) or not x.is_floating_point():
+        header = file.get_slice(name)
+        dtype, shape = header.get_dtype(), header.get_shape()
+        if dtype not in FLOATS or len(shape) != 2 or shape[1] != hidden or not shape[0]:
             raise CheckpointError(
                 f"calibration tensor {name} of {self.path} must be floats [tokens, {hidden}], "
-                f"got {x.dtype} {list(x.shape)}."
+                f"got {dtype} {shape}.",
+                hint="Store what the layer's experts are called with, a row for each token.",
             )
+        return name
+
+    def tokens(self, layer: int, expert: int, hidden: int) -> Tensor:
+        """``[tokens, hidden]`` float32: what `expert` of `layer` is called with.
+
+        Raises CheckpointError when there are none, or when they are of another size, no numbers, or of
+        magnitudes whose squares leave float32.
+        """
+        with safe_open(self.path, framework="pt") as file:
+            name = self._named(file, layer, expert, hidden)
+            x: Tensor = file.get_tensor(name)
+        least, most = SMALLEST, LARGEST
         if not bool(torch.isfinite(x).all()):
-            raise CheckpointError(f"calibration tensor {name} of {self.path} has NaN or infinite values.")
-        return x.float()
+            fault = "has NaN or infinite values"
+        elif not least <= (largest := float(x.abs().max())) <= most:
+            fault = f"must have magnitudes up to between {least:g} and {most:g}, got {largest:g}"
+        else:
+            return x.float()
+        raise CheckpointError(
+            f"calibration tensor {name} of {self.path} {fault}.", hint="Record the activations again."
+        )
 
 
 def hessian(x: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def random_layer(
     seed: int = 0,
 ) -> Layer:
     """A random layer in a storage."""
-    return make_layer(case_of(storage_of(name, weight, leaf, arrangement), weight), seed)
+    return make_layer(case_of(storage_of(name, weight, leaf, arrangement), weight, dims), seed)
 
 
 def scaled_down(layer: Layer, role: str, factor: float) -> Layer:

@@ -21,6 +21,7 @@ from moectl.convert.shards import shard_of
 from moectl.convert.stream import convert
 from moectl.errors import CheckpointError, UsageError
 from moectl.kernels.activation import activate
+from moectl.problem import Dims
 from moectl.schemes import BF16, MXFP4
 
 from .folders import converted, random_layer, write_folder
@@ -156,6 +157,8 @@ def test_calibration_of_another_size_is_refused_before_anything_is_written(tmp_p
         (("--to", "int8", "--method", "gptq"), "--method gptq needs activations"),
         (("--to", "int8", "--tp-size", "2"), "a portable checkpoint is whole"),
         (("--to", "marlin", "--container", "gptq"), "--container goes with portable formats only"),
+        (("--to", "int8", "--mx-scale", "even"), "--mx-scale is for scales of powers of two"),
+        (("--to", "bf16", "--method", "rtn"), "--method says how weights are quantized, but these become"),
     ],
     ids=lambda it: "",
 )
@@ -166,6 +169,30 @@ def test_options_that_do_not_go_together(words, why, tmp_path):
     asked = Asked(*map(given.get, keys), requantize=False, max_memory=None, experts_only=False)
     with pytest.raises(UsageError, match=why):
         planner(open_checkpoint(source), asked)(shard_of(0, int(given.get("--tp-size", 1))))
+
+
+def test_a_repack_heeds_no_quantizer(tmp_path):
+    checkpoint = write_folder(tmp_path / "source", random_layer("compressed-tensors", MXFP4))
+    asked = Portable("mxfp4", method="rtn", rule="up", given=("--method", "--mx-scale"))
+    with pytest.raises(UsageError, match=r"--method says .* Leave --method and --mx-scale out"):
+        plan_portable(checkpoint, asked)
+
+
+def test_groups_that_do_not_fill_a_row_are_refused(tmp_path):
+    layer = random_layer("plain", BF16, dims=Dims(160, 96))
+    checkpoint = write_folder(tmp_path / "source", layer)
+    with pytest.raises(UsageError, match=r"hidden size 160 is not a whole number of groups of 128 .* --to"):
+        plan_portable(checkpoint, Portable("int4-g128"))
+
+
+def test_a_conversion_is_named_by_what_it_heeds(tmp_path):
+    checkpoint = write_folder(tmp_path / "source", random_layer("plain", BF16))
+    names = [plan_portable(checkpoint, Portable(target)).layout.name for target in ("int8", "mxfp4", "bf16")]
+    assert names == [
+        "int8 in compressed-tensors, search",
+        "mxfp4 in compressed-tensors, search, floor",
+        "bf16 in native",
+    ]
 
 
 def test_mxfp4_scale_rules_differ(tmp_path):

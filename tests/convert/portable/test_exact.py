@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sources.stored import EXPERTS, judge
+from sources.stored import EXPERTS, LAYER, judge
 
 from moectl.convert.portable.parts import read_report
 from moectl.errors import UsageError
@@ -77,6 +77,14 @@ def test_modelopt_and_compressed_tensors_nvfp4_differ_by_a_rounded_reciprocal(tm
     found = layer_in(out, storage_of(CT, NVFP4), NVFP4)
     for expert in range(EXPERTS):
         assert same(judge(layer, "w2", expert), judge(found, "w2", expert), rounding=2**-22)
+    kept = {"w13": 0, "w2": 0}
+    for name, scale in layer.contents().items():
+        if name.endswith("weight_scale_2"):
+            kept["w2" if "down" in name else "w13"] += int(1 / (1 / scale.float()) == scale)
+    costs = read_report(out)["layers"][str(LAYER)]
+    one = costs["w2"]["weights"] // EXPERTS
+    assert {role: cost["lossless"] for role, cost in costs.items()} == {r: n * one for r, n in kept.items()}
+    assert sum(kept.values()) < 3 * EXPERTS
 
 
 def test_mxfp4_becomes_nvfp4_bit_for_bit(tmp_path):

@@ -39,12 +39,28 @@ def test_files_that_do_not_fit(tmp_path):
     calibration = Calibration(path)
     with pytest.raises(CheckpointError, match=r"expert 7 of layer 0\..*layers.0.experts.7.x"):
         calibration.tokens(0, 7, 8)
-    with pytest.raises(CheckpointError, match=r"must be floats \[tokens, 16\], got torch.float32 \[4, 8\]"):
+    with pytest.raises(CheckpointError, match=r"must be floats \[tokens, 16\], got F32 \[4, 8\]"):
         calibration.tokens(1, 0, 16)
     with pytest.raises(CheckpointError, match="NaN or infinite"):
         calibration.tokens(2, 0, 8)
-    with pytest.raises(CheckpointError, match=r"got torch.float32 \[0, 8\]"):
+    with pytest.raises(CheckpointError, match=r"got F32 \[0, 8\]"):
         calibration.tokens(3, 0, 8)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e20, 1e-20])
+def test_activations_without_squares_are_refused(factor, tmp_path):
+    save_file({"x": tokens(4, 8) * factor}, tmp_path / "c.safetensors")
+    with pytest.raises(CheckpointError, match="must have magnitudes up to between 1e-15 and 1e\\+15, got"):
+        Calibration(tmp_path / "c.safetensors").tokens(0, 0, 8)
+
+
+def test_all_experts_are_looked_for_at_once(tmp_path):
+    stored = {f"layers.0.experts.{expert}.x": tokens(4, 8) for expert in range(3)}
+    save_file(stored, tmp_path / "c.safetensors")
+    calibration = Calibration(tmp_path / "c.safetensors")
+    calibration.check(0, 3, 8)
+    with pytest.raises(CheckpointError, match="no activations for expert 3 of layer 0"):
+        calibration.check(0, 4, 8)
 
 
 def test_moments():
