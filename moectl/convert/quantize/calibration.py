@@ -48,7 +48,7 @@ class Calibration:
         return not any(name.startswith(begin) and name.endswith(end) for name in self._names)
 
     def check(self, layer: int, experts: int, hidden: int) -> None:
-        """Raises CheckpointError, as `tokens`, for the headers of all experts and the numbers of the first."""
+        """Raises CheckpointError, as `tokens`, for all experts' headers and the first one's numbers."""
         with safe_open(self.path, framework="pt") as file:
             for expert in range(experts):
                 self._named(file, layer, expert, hidden)
