@@ -8,16 +8,44 @@ are the coordinates' bounds, the first `edges` of them the input's, the others t
 
 from __future__ import annotations
 
+import pickle
+from contextlib import suppress
+
 import numba
 import numpy as np
+
+
+class _Kept:
+    """Compiled code on disk: what cannot be read back is compiled again, and kept where it can be."""
+
+    def __init__(self, cache):
+        self._cache = cache
+
+    def __getattr__(self, name):
+        return getattr(self._cache, name)
+
+    def load_overload(self, *what):
+        try:
+            return self._cache.load_overload(*what)
+        except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError):
+            with suppress(OSError):
+                self._cache.flush()
+            return None
+
+    def save_overload(self, *what):
+        with suppress(OSError):  # a full disk
+            self._cache.save_overload(*what)
 
 
 def _compiled(function):
     """`function` compiled, kept on disk where a folder can be written."""
     try:
-        return numba.njit(nogil=True, cache=True, boundscheck=False)(function)
+        compiled = numba.njit(nogil=True, cache=True, boundscheck=False)(function)
     except RuntimeError:  # no folder for the cache
         return numba.njit(nogil=True, boundscheck=False)(function)
+    if hasattr(compiled, "_cache"):  # not with NUMBA_DISABLE_JIT
+        compiled._cache = _Kept(compiled._cache)
+    return compiled
 
 
 @_compiled

@@ -362,6 +362,7 @@ def _metadata(layout: WeightLayout) -> dict[str, str]:
 
 
 def check_alike(mapped: LayerMap, first: LayerMap) -> None:
+    """CheckpointError unless both layers store their experts in the same forms."""
     forms = [tuple(part.form for part in layer.parts) for layer in (mapped, first)]
     if forms[0] != forms[1]:
         different = next(a.part.stored for a, b in zip(*forms, strict=False) if a != b)
@@ -443,6 +444,7 @@ def role_record(role: str, recipe: Recipe, layout: WeightLayout) -> RoleRecord:
 
 
 def check_file_names(checkpoint: Checkpoint) -> None:
+    """CheckpointError for a tensor file whose name could not stand, or would clash, in the output."""
     for file in sorted(files_of(checkpoint.tensors) - {""}):
         if not is_plain_name(file) or file.startswith(RESERVED):
             raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import subprocess
@@ -13,13 +14,14 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moectl.convert import cpu_pass, cuda_pass, passes
+from moectl.convert import _cpu_kernels, cpu_pass, cuda_pass, passes
 from moectl.convert.chain import Chain
 from moectl.convert.compose import STEPS_AS_VIEWS, compose
 from moectl.convert.layout import layout_named
@@ -231,6 +233,37 @@ def test_without_numba_the_steps_run(monkeypatch):
         assert passes.fast_path().startswith("cpu: step by step, because no_such_compiler cannot be imported")
     finally:
         passes.load.cache_clear()
+
+
+def plus_one(number):
+    return number + 1
+
+
+@pytest.mark.parametrize("length", [0, 60])
+def test_compiled_code_cut_short_on_the_disk_is_compiled_again(length, tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    hits = []
+    for _ in range(3):
+        compiled = _cpu_kernels._compiled(plus_one)
+        assert compiled(1) == 2
+        hits.append(sum(compiled.stats.cache_hits.values()))
+        if len(hits) == 1:
+            files = list(tmp_path.rglob("*.nb?"))
+            assert {file.suffix for file in files} == {".nbi", ".nbc"}
+            for file in files:
+                os.truncate(file, length)
+    assert hits == [0, 0, 1]
+
+
+def test_compiled_code_that_cannot_be_kept_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def full(*what):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    compiled = _cpu_kernels._compiled(plus_one)
+    monkeypatch.setattr(compiled._cache._cache, "save_overload", full)
+    assert compiled(1) == 2
 
 
 def test_the_fast_path_is_named():
