@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
-
-import psutil
 
 from .. import __version__
 from ..checkpoint.model import Checkpoint, LayerGroup, TensorInfo
 from ..checkpoint.tensor_table import files_of
 from ..errors import CheckpointError, Unavailable, UsageError
 from ..problem import MoEProblem
-from .layout import BLOCK_BYTES, WeightLayout
+from .budget import BASE_MEMORY, MIB, default_memory, plan_batch, slot_buffers
+from .layout import WeightLayout
 from .manifest_record import (
     FORMAT_VERSION,
     GroupRecord,
@@ -35,20 +33,8 @@ from .recipe import Recipe
 from .records import to_json
 from .safetensors_file import TORCH_DTYPES, FilePlan, TensorSpec, plan_file
 from .shards import Shard, Share
-from .sources import LayerMap, carved_bytes, map_layer, output_name, output_prefix, source_for
-from .values import Shapes
+from .sources import LayerMap, map_layer, output_name, output_prefix, source_for
 from .writer import Writer, prepared_writer
-
-MIB = 1 << 20
-BASE_MEMORY = 24 * MIB
-"""Held whatever the batch: copy buffers, headers, the allocator's slack."""
-
-LARGEST_BATCH = 64 * MIB
-"""Canonical bytes of a batch beyond which larger batches are no faster."""
-
-CHAIN_COPIES = 6
-"""Copies of a block of experts, the larger of input and output, that a chain may hold at once: codes
-unpacked to bytes are two, and a step holds its input and its output."""
 
 
 @dataclass(frozen=True)
@@ -248,11 +234,6 @@ def digest_of(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def default_memory() -> int:
-    """A quarter of this machine's memory, bytes."""
-    return int(psutil.virtual_memory().total) // 4
-
-
 RESERVED = "moectl-"
 """Tensor files of a converted folder begin so; no source file may."""
 
@@ -370,45 +351,6 @@ def check_alike(mapped: LayerMap, first: LayerMap) -> None:
             f"layers {first.layer} and {mapped.layer} store their experts differently, first in {different}.",
             reason="Layers of one group must be alike.",
         )
-
-
-def plan_batch(mapped: LayerMap, writer: Writer, slices: Shapes, memory: int) -> tuple[int, int]:
-    """Experts that are converted at once, and the bytes that this takes beside the buffers.
-
-    `slices` are cut of a batch. Raises UsageError when one expert does not fit `memory`.
-    """
-    largest = max(slot_buffers(mapped, writer, 1))
-    batch = min(mapped.experts, max(1, LARGEST_BATCH // largest))
-
-    def needed(batch: int, slots: int) -> int:
-        slot = sum(slot_buffers(mapped, writer, batch))
-        return BASE_MEMORY + slots * slot + working_memory(mapped, writer, batch, slices)
-
-    while needed(batch, SLOTS) > memory and batch > 1:
-        batch = batch * 3 // 4
-    if (least := needed(batch, 1)) > memory:
-        raise UsageError(
-            f"one expert of layer {mapped.layer} needs {math.ceil(least / MIB)} MiB, "
-            f"--max-memory allows {f'{memory / MIB:.4g} MiB' if memory >= MIB else f'{memory} bytes'}.",
-            hint=f"Give --max-memory {math.ceil(least / MIB)}MiB or more.",
-        )
-    return batch, working_memory(mapped, writer, batch, slices)
-
-
-def slot_buffers(mapped: LayerMap, writer: Writer, batch: int) -> tuple[int, int, int]:
-    """Bytes of `batch` experts as they are read, of what is made of them, and as they are written."""
-    read, made = (carved_bytes(shapes, batch) for shapes in (mapped.read_shapes, mapped.made_shapes))
-    return read, made, writer.buffer_bytes(batch)
-
-
-def working_memory(mapped: LayerMap, writer: Writer, batch: int, slices: Shapes) -> int:
-    """Bytes held at most beside the buffers while batches are converted, `slices` of them cut first."""
-    roles = frozenset(fact.role for fact in writer.facts)
-    looked = sum(part.form.each for part in mapped.parts_of(roles)) if roles else 0
-    looked += carved_bytes({role: mapped.shapes[role] for role in roles}, 1)
-    reading = CHAIN_COPIES * min(mapped.raw_bytes * batch, BLOCK_BYTES)
-    cut = carved_bytes(slices, batch)
-    return batch * looked + reading + cut + CHAIN_COPIES * writer.block_bytes(batch)
 
 
 def _group_record(

@@ -10,9 +10,9 @@ import torch
 
 from ..checkpoint.model import TensorInfo
 from .batches import Digests, FolderReader, as_bytes, spans
+from .budget import CHAIN_COPIES, LARGEST_BATCH
 from .manifest import Manifest
 from .manifest_record import PartRecord, group_parts, group_recipe, group_share
-from .plan import CHAIN_COPIES, LARGEST_BATCH
 from .progress import Meter
 from .recipe import Recipe
 from .shards import Share, SliceHashes

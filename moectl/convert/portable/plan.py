@@ -12,6 +12,7 @@ from ...errors import CheckpointError, NoBackend, UsageError
 from ...portable import NATIVE, PORTABLE, PortableFormat, container_of
 from ...problem import MoEProblem
 from ...schemes import ActFormat, Scheme, WeightFormat
+from ..budget import default_memory, plan_batch
 from ..canonical import (
     CONCATENATED,
     MODEL_DTYPE,
@@ -26,9 +27,7 @@ from ..plan import (
     LayerPlan,
     Plan,
     check_plannable,
-    default_memory,
     map_group,
-    plan_batch,
     plan_rest,
 )
 from ..quantize.calibration import Calibration

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...checkpoint.writing import TensorSpec
 from ..batches import Piece
+from ..budget import CHAIN_COPIES
 from ..chain import BLOCK_BYTES, Chain
-from ..plan import CHAIN_COPIES
 from ..safetensors_file import nbytes
 from ..sources import carve, carved_bytes
 from ..transforms import Step
