@@ -53,11 +53,18 @@ def _mtile64(weight: WeightFormat) -> SizeRule:
     return SizeRule(Align(columns, columns))
 
 
+def _cpu_int4(weight: WeightFormat) -> SizeRule:
+    """Blocks of 32 rows by whole groups, or 128 columns of longer ones; gate and up have their own."""
+    columns = math.lcm(32, weight.group if weight.group > 0 else 128)
+    return SizeRule(needs=Align(columns, columns))
+
+
 _WIDE = SizeRule(Align(256, 128))
 _WIDE_NVFP4 = SizeRule(Align(256, 64), ungated=_WIDE)
 _SWIZZLED_NVFP4 = SizeRule(needs=Align(1, 64), ungated=SizeRule(Align(1, 128)))
 """Gate and up together must be whole tiles of 128 rows; only one matrix alone is padded."""
 _MXFP4_128 = SizeRule(Align(128, 128))
+_CPU_BF16 = SizeRule(Align(1, 32), needs=Align(32, 1))
 _MARLIN_FP8 = _marlin(64)
 _MARLIN_INT = _marlin(128)
 
@@ -100,9 +107,11 @@ RULES: Mapping[str, SizeRule | Callable[[WeightFormat], SizeRule]] = {
     "plain-bf16": SizeRule(),
     "plain-fp8": SizeRule(),
     "triton-wna16": SizeRule(),
-    "cpu-bf16": SizeRule(needs=Align(32, 32)),
+    "cpu-bf16": _CPU_BF16,
+    "cpu-bf16-vec": _CPU_BF16,
     "cpu-amx-fp8": SizeRule(needs=Align(128, 128)),
     "cpu-amx-mxfp4": SizeRule(Align(32, 32)),
+    "cpu-amx-int4": _cpu_int4,
     "moectl-mtile64": _mtile64,
 }
 """Size rules by the name of the layout."""

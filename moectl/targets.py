@@ -68,8 +68,8 @@ def _cutlass(target: str, archs: tuple[str, ...], act: str, *backends: str) -> L
     return LayoutFacts(target, archs, (_vllm(*backends), _flashinfer("cutlass_fused_moe")), (act,))
 
 
-def _cpu(*acts: str) -> LayoutFacts:
-    return LayoutFacts("cpu", _CPU, (_vllm("cpu"),), acts or ("a16",), verified=False)
+def _cpu(target: str = "cpu") -> LayoutFacts:
+    return LayoutFacts(target, _CPU, (_vllm("cpu"),), verified=False)
 
 
 LAYOUTS: Mapping[str, LayoutFacts] = {
@@ -153,8 +153,10 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     ),
     "triton-wna16": LayoutFacts("triton", ("sm75", *_SM80_UP), (_vllm("triton"),), verified=False),
     "cpu-bf16": _cpu(),
+    "cpu-bf16-vec": _cpu("cpu-vec"),
     "cpu-amx-fp8": _cpu(),
     "cpu-amx-mxfp4": _cpu(),
+    "cpu-amx-int4": _cpu(),
     "moectl-mtile64": LayoutFacts("moectl", _SM80_UP, (Reader("moectl", ("triton",)),)),
 }
 """Facts by the name of the layout."""

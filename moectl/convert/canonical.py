@@ -158,7 +158,7 @@ def _columns(weight: WeightFormat, kind: str, k: int) -> int:
     return k * weight.bits // 8 if weight.bits < 8 else k
 
 
-def gate_then_up(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+def gate_then_up(problem: MoEProblem, role: str) -> tuple[Rearrange, ...]:
     """Padded `w13` rows with all gates first, then all ups; nothing to do for other roles."""
     if row_order(problem, role) == CONCATENATED:
         return ()

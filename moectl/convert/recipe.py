@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
-from . import rescale as rescale  # registers the value steps that a manifest may name
+from . import rescale as rescale  # registers value steps that a manifest may name
+from . import sums as sums  # registers value steps that a manifest may name
 from .chain import Chain
 from .transforms import Shape
 from .values import Fact, Facts, Shapes, Tensors, Value, take_facts, value_from_json, value_to_json

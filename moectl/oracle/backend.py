@@ -322,6 +322,7 @@ class Form:
 
     `layout` names the weight layout; `align` is what sizes are rounded up to when the weights are
     created, by weight format where that differs. `scaled`: weights by their whole key.
+    `dtypes` are the model's 16-bit dtypes.
     `up_to`: only intermediate sizes up to this one. An engine may round less than the layout's own
     padding, and pad the rest when it repacks.
     """
@@ -332,6 +333,7 @@ class Form:
     weights: frozenset[str] | None = None
     activations: Choice = ANY
     scaled: Choice = ANY
+    dtypes: Choice = ANY
     up_to: int = 0
 
     def fits(self, ask: Ask) -> bool:
@@ -341,6 +343,7 @@ class Form:
             and (self.weights is None or ask.problem.scheme.weight.name in self.weights)
             and self.activations.allows(ask.activation)
             and self.scaled.allows(ask.weight)
+            and self.dtypes.allows(ask.dtype)
             and (not self.up_to or ask.problem.dims.intermediate <= self.up_to)
         )
 

@@ -1,25 +1,40 @@
-"""vLLM's CPU kernels on x86: BF16, FP8 block and MXFP4, transcribed from sources and never compared.
+"""vLLM's CPU kernels on x86, transcribed from sources and never compared with what they make.
 
 Stored per expert, with N rows and K columns of the padded matrix:
 
-- BF16 ``[N / 16, K / 2, 32]``: 16 rows of two neighbouring k, for AMX;
+- BF16 for AMX ``[N / 16, K / 2, 32]``: 16 rows of two neighbouring k;
+- BF16 for vectors ``[N / 16, K, 16]``: 16 rows of each k;
 - FP8 ``[N / 32, K / 2, 64]`` bytes: 32 rows of two neighbouring k; scales as they are;
 - MXFP4 ``[N / 32, K / 2, 32]`` bytes: of the 64 codes that 32 rows have in one byte column, row after
   row, byte i has code i in its low nibble and code i + 32 in its high one; scales ``[N / 32, G, 32]``;
-  biases F32.
+  biases F32;
+- INT4 ``[N / 32, K / C, 16 * C + 128]`` bytes, C the group, or 128 of longer ones. First a block's codes
+  in the order (four k, two times 16 rows, 8 rows, k), a byte with row r in its low nibble and row r + 8
+  in its high one; then 32 int32, the sums of code minus zero over the block's columns, with which a zero
+  of the activations is taken out again. Scales F32 and zeros int8 ``[N / 32, G, 32]``; weights without
+  zero points have zeros of 8. These kernels take no biases.
 
 `w13` rows are all gates, then all ups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...problem import MoEProblem
-from ...schemes import BF16, FP8_BLOCK, MXFP4
-from ..canonical import MODEL_DTYPE, gate_then_up, padded
-from ..transforms import Codes, Rearrange, Step, Widen
-from ..weight_layout import WeightLayout, by_role
+from ...schemes import BF16, FP8_BLOCK, FULL, MXFP4, int_format
+from ..canonical import MODEL_DTYPE, gate_then_up, padded, scale_dtype
+from ..chain import Chain
+from ..recipe import Output
+from ..rescale import AtMost
+from ..sums import MIDDLE, CodesAndSums, Fill
+from ..transforms import Codes, Rearrange, Step, View, Widen
+from ..values import Shapes
+from ..weight_layout import Options, WeightLayout, by_role
 
 _ROWS_OF_32 = Rearrange("e (o n) g -> e o g n", {"n": 32})
+_INT4_CODES = {"p": 2, "h": 2, "r": 8, "c": 4}
+_LONGEST = 128
 
 
 def _start(problem: MoEProblem, role: str) -> tuple[Step, ...]:
@@ -30,6 +45,12 @@ def _bf16(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     if role.endswith("_bias"):
         return _start(problem, role)
     return (*_start(problem, role), Rearrange("e (o r) (k t) -> e o k (r t)", {"r": 16, "t": 2}))
+
+
+def _bf16_vec(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    if role.endswith("_bias"):
+        return _start(problem, role)
+    return (*_start(problem, role), Rearrange("e (o r) k -> e o k r", {"r": 16}))
 
 
 def _fp8(problem: MoEProblem, role: str) -> tuple[Step, ...]:
@@ -48,8 +69,36 @@ def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     return (*start, Codes(4, True), codes, Codes(4, False))
 
 
+def _int4_weights(problem: MoEProblem, role: str, zero: str) -> CodesAndSums:
+    """Codes in blocks, with their sums; sizes are whole blocks, so that nothing is padded."""
+    group = problem.scheme.weight.group
+    columns = _LONGEST if group == FULL else min(group, _LONGEST)
+    order = gate_then_up(problem, role)
+    pattern = "e (o p h r) (b k c) -> e o b (k p r c h)"
+    codes = Rearrange(pattern, {**_INT4_CODES, "k": columns // _INT4_CODES["c"]})
+    return CodesAndSums(zero, columns, (*order, codes), (*order, _ROWS_OF_32))
+
+
+def _int4(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+    widened = () if scale_dtype(problem) == "F32" else (Widen(scale_dtype(problem)),)
+    made: dict[str, Output] = {}
+    for matrix in ("w13", "w2"):
+        scale, zero = f"{matrix}_scale", f"{matrix}_zero"
+        rows = Chain((*gate_then_up(problem, scale), _ROWS_OF_32))
+        known = zero if zero in shapes else ""
+        made[matrix] = Output(matrix, (_int4_weights(problem, matrix, known),))
+        made[scale] = Output(scale, chain=Chain((*rows.steps, *widened)))
+        if known:
+            most = AtMost(127, "zero points are signed bytes here")
+            made[zero] = Output(zero, (most,), Chain((*rows.steps, View("U8", "I8"))))
+        else:
+            made[zero] = Output(scale, (Fill(MIDDLE, "I8"),), rows)
+    return made
+
+
 CPU: tuple[WeightLayout, ...] = (
     WeightLayout(name="cpu-bf16", version=1, weights=(BF16,), build=by_role(_bf16)),
+    WeightLayout(name="cpu-bf16-vec", version=1, weights=(BF16,), build=by_role(_bf16_vec)),
     WeightLayout(
         name="cpu-amx-fp8",
         version=1,
@@ -65,6 +114,17 @@ CPU: tuple[WeightLayout, ...] = (
         build=by_role(_mxfp4),
         logical_dtypes={"w13": "F4", "w2": "F4", "w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
         scale_dtypes=("U8",),
+        ungated=False,
+    ),
+    WeightLayout(
+        name="cpu-amx-int4",
+        version=1,
+        weights=tuple(
+            int_format(4, group, zero_point=zero) for zero in (False, True) for group in (32, 64, 128, FULL)
+        ),
+        build=_int4,
+        scale_dtypes=("F32", "BF16", "F16"),
+        bias=False,
         ungated=False,
     ),
 )

@@ -169,7 +169,12 @@ CPU_BF16 = Backend(
         ),
         Variant("CPUUnquantizedExperts", replace(_BF16, rules=(_grouped_gemm(32, 1, zen=True),))),
     ),
-    forms=(Form("cpu-bf16"),),
+    forms=(
+        Form("cpu-bf16", where=(X86_AMX,), dtypes=only("bf16")),
+        Form("cpu-bf16-neon", where=(_ARM,), dtypes=only("bf16")),
+        Form("cpu-bf16-vsx", where=(_POWER,), dtypes=only("bf16")),
+        Form("cpu-bf16-vec"),
+    ),
     note="Kernels of one architecture come before the portable ones.",
 )
 
