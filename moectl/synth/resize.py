@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ..checkpoint.catalogue import Entry, Schema
@@ -189,6 +189,16 @@ def fit_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> Fit | None
     return fit(FoundLayer(group.layers[0], "", "", stem, {0: leaves}), group.problem, 1)
 
 
+def _of_layers(entry: Entry, layers: tuple[int, ...]) -> Entry:
+    """The entry with the tensors of these MoE layers alone."""
+    kept = []
+    for schema in entry.tensors:
+        own = None if schema.layers is None else tuple(it for it in schema.layers if it in layers)
+        if "{layer}" in schema.name and own != ():
+            kept.append(replace(schema, layers=own))
+    return replace(entry, layers=layers, tensors=tuple(kept))
+
+
 class Resized:
     """The tensors of `entry` at the sizes of `config`, which `resized` has made.
 
@@ -197,9 +207,10 @@ class Resized:
 
     def __init__(self, entry: Entry, config: Mapping[str, Any]) -> None:
         self.entry, self.config = entry, config
-        tensors = entry.listing()
-        self._published = self._read(entry.config, tensors)
         fields = Fields(config)
+        self._layers = moe_layers(fields, layer_count(fields))
+        tensors = _of_layers(entry, self._layers).listing()
+        self._published = self._read(entry.config, tensors)
         hidden = fields.integer("hidden", KEYS["hidden"])
         self._sizes = {
             "experts": fields.integer("experts", KEYS["experts"]),
@@ -213,11 +224,9 @@ class Resized:
 
     def listing(self) -> dict[str, TensorInfo]:
         """Every MoE tensor by name, layer by layer, with no file and offsets from 0."""
-        fields = Fields(self.config)
-        wanted = moe_layers(fields, layer_count(fields))
         owners = {layer: group for group in self._published for layer in group.layers}
         found: dict[str, TensorInfo] = {}
-        for layer in wanted:
+        for layer in self._layers:
             shapes = self._shapes[id(owners[layer])]
             for schema in self.entry.tensors:
                 if (schema.layers is None or layer in schema.layers) and schema.name in shapes:
