@@ -176,7 +176,8 @@ def _open_folder(folder: Path, origin: Origin) -> _Found:
     if (rank_folder(folder, 0) / MANIFEST).exists():
         raise CheckpointError(
             f"{folder} holds the converted folders of several ranks, and is no checkpoint.",
-            hint=f"Give one of them, such as {rank_folder(folder, 0)}.",
+            hint=f"`moectl run` takes one of them, such as {rank_folder(folder, 0)}; "
+            "`moectl unconvert` makes a checkpoint of all of them.",
         )
     config = read_document(folder, CONFIG)
     if config is None:

@@ -56,7 +56,9 @@ def layout_for(
     named = [layout for layout in LAYOUTS if layout.target == target]
     holding = [layout for layout in named if weight in layout.weights]
     if not holding:
-        held = "; ".join(dict.fromkeys(str(held) for layout in named for held in layout.weights))
+        every = [held for layout in named for held in layout.weights]
+        alike = [str(held) for held in every if held.name == weight.name]
+        held = ", ".join(dict.fromkeys(alike or [held.name for held in every]))
         others = dict.fromkeys(layout.target for layout in LAYOUTS if weight in layout.weights)
         raise UsageError(
             f"target {target} holds {held}; these weights are {weight}.",

@@ -12,7 +12,7 @@ from ..errors import CheckpointError, Unavailable, UsageError
 from ..ranges import ranges
 from .batches import FolderReader
 from .completion import finish_folder
-from .device import device_named
+from .device import Device, device_named
 from .disk import (
     PARTIAL,
     create_folder,
@@ -93,6 +93,7 @@ def convert(
     if resume and (before := _finished(plan, folder, out, progress)):
         return before
     own = plan if portion is None else plan.of_portion(portion)
+    place = device_named(device)  # A missing GPU is met before anything is created.
     refuse_small_disk(out, own.disk_needed, "Make room, choose another folder, or give --experts-only.")
     create_folder(out)
     if portion is not None:
@@ -100,7 +101,7 @@ def convert(
     log = open_log(out, plan.fingerprint(), LOG if portion is None else portion.log)
     try:
         meter = Meter(progress, own.bytes_in + own.rest_bytes)
-        converted, resumed, rest = _convert(own, folder, out, log, meter, device, threads or usable_cores())
+        converted, resumed, rest = _convert(own, folder, out, log, meter, place, threads or usable_cores())
         skipped: tuple[str, ...] = ()
         if portion is None:
             meter.say("manifest")
@@ -279,7 +280,7 @@ def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderRead
 
 
 def _convert(
-    plan: Plan, folder: Path, out: Path, log: ProgressLog, meter: Meter, device: str, threads: int
+    plan: Plan, folder: Path, out: Path, log: ProgressLog, meter: Meter, device: Device, threads: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[RestRecord]]:
     """Layers converted now and found finished, and the records of all other files; all are logged."""
     for name in (*(layer.file.name for layer in plan.layers), *(item.name for item in plan.rest)):
@@ -313,14 +314,14 @@ def _convert_layers(
     reader: FolderReader,
     log: ProgressLog,
     meter: Meter,
-    device: str,
+    device: Device,
     threads: int,
 ) -> None:
     """Writes and logs `layers`, all through one pipeline; no file is left half written."""
     works = [LayerWork(layer, out) for layer in layers]
     crew = Crew(threads)
     try:
-        with device_named(device) as place:
+        with device as place:
             stages = LayerStages(reader, place, crew, meter, log)
             count = 1 if crew.alone else plan.slots
             with ThreadPoolExecutor(count) as pool:

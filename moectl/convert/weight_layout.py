@@ -112,7 +112,10 @@ class WeightLayout:
         problem asks for. Raises NoBackend with the first reason why this layout cannot hold the problem.
         """
         for reason in self.refusals(problem):
-            raise NoBackend(f"layout {self.name} cannot hold this layer: {reason}.")
+            raise NoBackend(
+                f"layout {self.name} cannot hold this layer: {reason}.",
+                hint="Choose another --to; `moectl list layouts` has them all.",
+            )
         known = canonical_shapes(problem, problem.local_experts) if shapes is None else shapes
         made = Recipe(known, self.build(problem, known, self.options))
         made.check()

@@ -28,6 +28,7 @@ def test_a_gpu_that_is_not_there_is_said(gpt_oss: Path, tmp_path: Path) -> None:
     number = torch.cuda.device_count()
     with pytest.raises(Unavailable, match=f"no GPU for --device cuda:{number}"):
         convert(plan_of(gpt_oss), tmp_path / "out", device=f"cuda:{number}")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_host_is_what_auto_falls_back_to() -> None:
