@@ -261,7 +261,7 @@ def test_registry_is_closed_and_complete():
             "cutlass-sm90",
             int_format(4, 32),
             None,
-            "holds mxfp4; .* for them: marlin, trtllm",
+            "holds mxfp4, .*; these weights are int4 group 32. .* for them: marlin, trtllm",
         ),
         ("trtllm", int_format(4, 128), None, "holds int4 group 32; these weights are int4 group 128"),
         ("trtllm", MXFP4, "sm90", "is read on sm100, sm103, got sm90"),
