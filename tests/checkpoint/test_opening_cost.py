@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-SECONDS = 2.0
-"""Most processor time of the whole program, start included."""
+SECONDS = 3.0
+"""Most processor time of the whole program, start included: 2 where nothing else runs, and half as much
+again where other tests share the core."""
 
 MEGABYTES = 300
 TRIES = 3
