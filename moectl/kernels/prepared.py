@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +94,7 @@ class PreparedMoE:
         dense: decoded fp32 experts for a batch of expert ids, undone from `weights`.
         relaid: how the stored layout was changed for this backend; empty when it was loaded as it is.
         first_expert: the expert of the layer that is expert 0 here, on a rank that has some of them.
+        derived: what the runner has made of `weights` once and keeps with the layer.
     """
 
     problem: MoEProblem
@@ -102,6 +104,7 @@ class PreparedMoE:
     dense: Callable[[Sequence[int] | Tensor], DenseExperts]
     relaid: str = field(default="")
     first_expert: int = 0
+    derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,103 @@
+"""What every kernel family is given: a layer's matrices, one call's tensors, and what a family is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...problem import MoEProblem
+from ..prepared import PreparedMoE
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One of the two expert matrices as the kernels read it.
+
+    Attributes:
+        codes: ``[experts, n / 64, k / 64, 2048]`` uint8.
+        scales: ``[experts, n / 64, k / span, words]`` int32.
+        bias: ``[experts, n]`` in the order of the stored rows, or None.
+        n, k: stored (padded) rows and columns.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    n: int
+    k: int
+
+
+def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
+    """The matrix `role` of a layer; UsageError when the tensors do not fit each other."""
+    codes, scales = prepared.weights[role], prepared.weights[f"{role}_scale"]
+    if codes.ndim != 4 or codes.shape[-1] != 2048:
+        raise UsageError(f"{role} must be [experts, n / 64, k / 64, 2048] bytes, got {list(codes.shape)}")
+    bias = prepared.weights.get(f"{role}_bias")
+    n, k = 64 * codes.shape[1], 64 * codes.shape[2]
+    if bias is not None and bias.shape[1] != n:
+        raise UsageError(f"{role}_bias must have {n} rows as {role} has, got {bias.shape[1]}")
+    return Matrix(codes, scales, bias, n, k)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The layer as the kernels take it: what it computes and its two matrices."""
+
+    problem: MoEProblem
+    w13: Matrix
+    w2: Matrix
+
+
+def layer_of(prepared: PreparedMoE) -> Layer:
+    """The layer's matrices; made once and kept with it."""
+    made = prepared.derived.get("triton")
+    if made is None:
+        made = Layer(prepared.problem, matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
+        prepared.derived["triton"] = made
+    return made
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call's tensors: `x` ``[tokens, hidden]``, flat `ids` and `weights`, and the output `y`."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    y: Tensor
+
+    @property
+    def assignments(self) -> int:
+        return self.ids.numel()
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A family of kernels that computes a whole layer.
+
+    Attributes:
+        tile: the type of its launch configurations, a frozen dataclass of plain numbers.
+        run: fills ``call.y``; allocates with torch.empty alone, launches grids that do not depend on
+            the routing, and never waits for the GPU.
+        fits: why it cannot take a problem with a tile, in a sentence; empty when it can.
+        capability: compute capabilities it runs on, lowest and highest.
+        interpreted: True when Triton's interpreter can run it.
+    """
+
+    tile: type
+    run: Callable[[Layer, Call, Any], None]
+    fits: Callable[[MoEProblem, Any], str]
+    capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 9))
+    interpreted: bool = False
+
+    def runs_on(self, device: torch.device) -> bool:
+        """Whether its code exists for `device`."""
+        if device.type != "cuda":
+            return self.interpreted
+        lowest, highest = self.capability
+        return lowest <= torch.cuda.get_device_capability(device) <= highest

@@ -1,0 +1,167 @@
+"""Host code of the portable kernels: plain Triton, every GPU from compute capability 8.0 on.
+
+Decode runs three kernels (first GEMM with activation, second GEMM in K splits, sum), with the routing
+resolved inside the GEMMs; larger batches run four (sort by expert, two grouped GEMMs, sum).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...problem import MoEProblem
+from . import fused_moe_kernels as kernels
+from .launch import Tile, is_legal, token_tiles
+from .layer import Call, Layer, Matrix, Regime
+
+INTERPRETED = not isinstance(kernels._route_kernel, triton.runtime.JITFunction)
+"""True under ``TRITON_INTERPRET=1``: kernels run on the CPU, slowly, for tests."""
+
+
+def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
+    """Compile-time arguments that every GEMM kernel takes."""
+    return {
+        "E": problem.local_experts,
+        "FORMAT": problem.scheme.weight.name,
+        "GROUP": problem.scheme.weight.group,
+        "BM": tile.tokens,
+        "BN": tile.rows,
+        "BK": tile.depth,
+        "STAGES": tile.stages,
+        "INTERP": INTERPRETED,
+        "num_warps": tile.warps,
+    }
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Arguments of the kernels that follow from the layer and the tile, not from the call."""
+
+    layer: Layer
+    tile: Tile
+
+    @property
+    def gemm1(self) -> dict[str, Any]:
+        """Keyword arguments of the first GEMM, besides tokens and routing."""
+        p, act = self.layer.problem, self.layer.problem.activation
+        return {
+            **self._gemm(self.layer.w13, p.dims.hidden, p.dims.intermediate),
+            "alpha": 1.0 if act.alpha is None else act.alpha,
+            "limit": math.inf if act.limit is None else act.limit,
+            "TOP_K": p.top_k,
+            "ACT": act.name,
+            "WEIGHTED": p.routing.weight_on_input,
+        }
+
+    @property
+    def gemm2(self) -> dict[str, Any]:
+        """Keyword arguments of the second GEMM, besides tokens and routing."""
+        p = self.layer.problem
+        return {
+            **self._gemm(self.layer.w2, p.dims.intermediate, p.dims.hidden),
+            "WEIGHTED": not p.routing.weight_on_input,
+        }
+
+    def _gemm(self, m: Matrix, columns: int, outputs: int) -> dict[str, Any]:
+        return {
+            "W": m.codes,
+            "S": m.scales,
+            "B": m.codes if m.bias is None else m.bias,
+            "N": m.n,
+            "K": m.k,
+            "KX": columns,
+            "NX": outputs,
+            "BIAS": m.bias is not None,
+            "EVEN_N": m.n % self.tile.rows == 0,
+            "EVEN_K": m.k == columns and columns % self.tile.depth == 0,
+            **_shared_constants(self.layer.problem, self.tile),
+        }
+
+    def row_tiles(self, m: Matrix) -> int:
+        """Programs that cover the rows of `m`."""
+        return math.ceil(m.n / self.tile.rows)
+
+
+def _decode(layer: Layer, call: Call, tile: Tile) -> None:
+    problem, t = layer.problem, call.assignments
+    arguments = _Arguments(layer, tile)
+    programs = min(t, problem.local_experts)
+    blocks = triton.cdiv(len(call.x), tile.tokens)
+    h = call.x.new_empty(t, problem.dims.intermediate)
+    parts = call.x.new_empty(tile.split, t, problem.dims.hidden, dtype=torch.float32)
+    routing = {
+        "BY_SLOT": t <= problem.local_experts,
+        "TPAD": max(16, triton.next_power_of_2(t)),
+        "M_BLOCKS": blocks,
+    }
+    kernels._decode_gemm1_kernel[(arguments.row_tiles(layer.w13), programs * blocks)](
+        X=call.x, H=h, IDS=call.ids, WEIGHTS=call.weights, T=t, **routing, **arguments.gemm1
+    )
+    kernels._decode_gemm2_kernel[(arguments.row_tiles(layer.w2), programs * blocks, tile.split)](
+        H=h,
+        Y=parts,
+        IDS=call.ids,
+        WEIGHTS=call.weights,
+        T=t,
+        SPLIT_K=tile.split,
+        **routing,
+        **arguments.gemm2,
+    )
+    _combine(layer, call, parts, tile.split)
+
+
+def _grouped(layer: Layer, call: Call, tile: Tile) -> None:
+    problem, t = layer.problem, call.assignments
+    arguments = _Arguments(layer, tile)
+    experts = problem.local_experts
+    sorted_slots = call.ids.new_empty(t)
+    offsets = call.ids.new_empty(experts + 1)
+    h = call.x.new_empty(t, problem.dims.intermediate)
+    y = call.x.new_empty(t, problem.dims.hidden)
+    block = 64 if INTERPRETED else min(triton.next_power_of_2(t), 8192)
+    kernels._route_kernel[(experts,)](
+        call.ids, sorted_slots, offsets, t, E=experts, BT=block, num_warps=4 if t <= 2048 else 16
+    )
+    tiles = token_tiles(t, experts, tile.tokens)
+    routing = {
+        "SORTED": sorted_slots,
+        "OFFSETS": offsets,
+        "WEIGHTS": call.weights,
+        "EPAD": triton.next_power_of_2(experts),
+        "TAILS": tile.tails,
+    }
+    n1, n2 = arguments.row_tiles(layer.w13), arguments.row_tiles(layer.w2)
+    kernels._grouped_gemm1_kernel[(tiles * n1,)](X=call.x, H=h, row_tiles=n1, **routing, **arguments.gemm1)
+    kernels._grouped_gemm2_kernel[(tiles * n2,)](H=h, Y=y, row_tiles=n2, **routing, **arguments.gemm2)
+    _combine(layer, call, y, 1)
+
+
+def _combine(layer: Layer, call: Call, parts: Tensor, split: int) -> None:
+    hidden, block = layer.problem.dims.hidden, 256 if len(call.x) <= 16 else 1024
+    kernels._combine_kernel[(len(call.x), triton.cdiv(hidden, block))](
+        parts,
+        call.y,
+        call.ids,
+        call.assignments,
+        hidden,
+        E=layer.problem.local_experts,
+        TOP_K=layer.problem.top_k,
+        SPLIT_K=split,
+        BH=block,
+        INTERP=INTERPRETED,
+        num_warps=2 if block == 256 else 4,
+    )
+
+
+def _fits(problem: MoEProblem, tile: Tile) -> str:
+    group = problem.scheme.weight.group
+    return "" if is_legal(tile, group) else f"{tile} is no whole number of weight tiles and groups of {group}"
+
+
+DECODE_REGIME = Regime(Tile, _decode, _fits, interpreted=True)
+GROUPED_REGIME = Regime(Tile, _grouped, _fits, interpreted=True)
