@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ...problem import MoEProblem
 
@@ -30,10 +31,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A regime, ``decode`` or ``grouped``, and its tile."""
+    """A family of kernels by its name, and its tile: a record of the family's own type."""
 
     regime: str
-    tile: Tile
+    tile: Any
 
 
 DECODE_ASSIGNMENTS = 256
@@ -67,7 +68,7 @@ def is_legal(tile: Tile, group: int) -> bool:
 
 
 def launch_for(problem: MoEProblem, tokens: int) -> Launch:
-    """The launch for `tokens` tokens of `problem`; a function of these alone, never of the routing."""
+    """The portable kernels' launch for `tokens` tokens of `problem`, where nothing was measured."""
     assignments = tokens * problem.top_k
     if tokens <= DECODE_TOKENS and assignments <= DECODE_ASSIGNMENTS:
         return Launch("decode", next(tile for most, tile in DECODE if tokens <= most))

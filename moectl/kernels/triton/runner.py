@@ -19,6 +19,7 @@ from ..runners import Runner
 from .launch import Launch, launch_for
 from .layer import Call, Regime, layer_of
 from .portable import DECODE_REGIME, GROUPED_REGIME, INTERPRETED
+from .table import Gpu, nearest
 
 LAYOUT = "moectl-mtile64"
 FORMATS = ("mxfp4", "int4")
@@ -47,8 +48,28 @@ def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, lau
     return y
 
 
+def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:
+    """The launch for `tokens` tokens of a layer where it is; a function of sizes, never of the routing."""
+    kept: dict[int, Launch] = prepared.derived.setdefault("launches", {})
+    if tokens not in kept:
+        kept[tokens] = _chosen(prepared.problem, tokens, prepared.device)
+    return kept[tokens]
+
+
+def _chosen(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
+    """The nearest measured launch whose kernels exist on `device`; else what is safe everywhere."""
+    if device.type == "cuda" and tokens:
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        for row in nearest(problem, tokens, Gpu(torch.cuda.get_device_capability(device), sms)):
+            regime = REGIMES[row.regime]
+            tile = regime.tile(**row.tile)
+            if regime.runs_on(device) and not regime.fits(problem, tile):
+                return Launch(row.regime, tile)
+    return launch_for(problem, tokens)
+
+
 def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return run_with(prepared, x, ids, weights, launch_for(prepared.problem, len(x)))
+    return run_with(prepared, x, ids, weights, launch_on(prepared, len(x)))
 
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:

@@ -1,0 +1,115 @@
+"""Which launch is fastest for a layer and a number of tokens, as measured: ``launches.json``.
+
+A file of measurements that ships with the package. An entry is one layer on one GPU; its rows say which
+kernels, with which tile, were fastest at a number of tokens. What was not measured takes the nearest
+that was: by the weights' format, by sizes, by how many experts are hit and how many tokens each gets.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ...problem import MoEProblem
+
+FILE = "launches.json"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What of a GPU decides a launch: its compute capability and number of multiprocessors."""
+
+    capability: tuple[int, int]
+    sms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How tokens spread over experts when each token takes `top_k` of `experts` at random.
+
+    Attributes:
+        hit: expected number of experts with a token.
+        each: tokens that each of them gets, on average.
+    """
+
+    hit: float
+    each: float
+
+    @staticmethod
+    def of(experts: int, top_k: int, tokens: int) -> Spread:
+        """The spread of `tokens` tokens, one or more."""
+        share = min(top_k, experts) / experts
+        hit = experts * -math.expm1(tokens * math.log1p(-share)) if share < 1 else float(experts)
+        return Spread(hit, tokens * top_k / hit)
+
+    def distance(self, other: Spread) -> float:
+        """In doublings; tokens per expert decide the kernel, experts only how full the GPU is."""
+        return abs(math.log2(self.each / other.each)) + 0.5 * abs(math.log2(self.hit / other.hit))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The fastest launch of one layer at one number of tokens: kernels, and their tile's fields."""
+
+    spread: Spread
+    regime: str
+    tile: Mapping[str, int]
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One layer on one GPU, and what was fastest."""
+
+    gpu: Gpu
+    weight: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    rows: tuple[Measured, ...]
+
+    def distance(self, problem: MoEProblem) -> float:
+        """How unlike `problem` the measured layer is: 0 for the same one."""
+        dims, weight = problem.dims, problem.scheme.weight
+        kind = 0.0 if self.weight == str(weight) else 1.0 if self.weight[:4] == str(weight)[:4] else 3.0
+        sizes = math.log2(self.hidden / dims.hidden), math.log2(self.intermediate / dims.intermediate)
+        spread = math.log2(self.experts / problem.local_experts), math.log2(self.top_k / problem.top_k)
+        return kind + 0.5 * sum(map(abs, sizes)) + 0.25 * sum(map(abs, spread))
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """Every measured layer that ships with the package."""
+    data = json.loads((files(__package__) / FILE).read_text("utf-8"))
+    return tuple(_entry(item) for item in data["layers"])
+
+
+def _entry(item: Mapping[str, Any]) -> Entry:
+    experts, top_k = item["experts"], item["top_k"]
+    rows = tuple(
+        Measured(Spread.of(experts, top_k, row["tokens"]), row["regime"], row["tile"], row["us"])
+        for row in item["rows"]
+    )
+    major, minor = item["capability"]
+    gpu = Gpu((major, minor), item["sms"])
+    sizes = (item["hidden"], item["intermediate"], experts, top_k)
+    return Entry(gpu, item["weight"], *sizes, rows)
+
+
+def nearest(problem: MoEProblem, tokens: int, gpu: Gpu) -> Iterator[Measured]:
+    """Measured launches for `tokens` tokens of `problem`, the likeliest first; none for other GPUs.
+
+    A GPU of the same compute capability counts as the same, however many multiprocessors it has.
+    """
+    here = [entry for entry in entries() if entry.gpu.capability == gpu.capability and entry.rows]
+    here.sort(key=lambda e: e.distance(problem) + abs(math.log2(e.gpu.sms / gpu.sms)))
+    spread = Spread.of(problem.local_experts, problem.top_k, tokens)
+    for entry in here:
+        yield from sorted(entry.rows, key=lambda row: row.spread.distance(spread))

@@ -1,0 +1,68 @@
+"""Which measured launch a layer takes: its own, or the nearest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moectl.kernels.triton import table
+from moectl.kernels.triton.runner import REGIMES
+from moectl.kernels.triton.table import Entry, Gpu, Measured, Spread, nearest
+from moectl.problem import Dims
+
+from .layers import GPT_OSS, KIMI
+
+H200 = Gpu((9, 0), 132)
+
+
+def _entry(weight: str, hidden: int, experts: int, top_k: int, name: str) -> Entry:
+    rows = tuple(
+        Measured(Spread.of(experts, top_k, tokens), f"{name} {tokens}", {}, 1.0) for tokens in (1, 16, 1024)
+    )
+    return Entry(H200, weight, hidden, hidden, experts, top_k, rows)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = (
+        _entry(str(GPT_OSS.scheme.weight), 2880, 128, 4, "gpt-oss"),
+        _entry(str(KIMI.scheme.weight), 7168, 384, 8, "kimi"),
+    )
+    monkeypatch.setattr(table, "entries", lambda: kept)
+
+
+def test_a_measured_layer_takes_its_own_rows(measured: None) -> None:
+    problem = replace(GPT_OSS, dims=Dims(2880, 2880), experts=128, local_experts=128)
+    for tokens, wanted in ((1, 1), (13, 16), (20, 16), (700, 1024), (60_000, 1024)):
+        assert next(nearest(problem, tokens, H200)).regime == f"gpt-oss {wanted}"
+
+
+def test_the_format_counts_more_than_sizes(measured: None) -> None:
+    problem = replace(KIMI, dims=Dims(2880, 2880), experts=128, local_experts=128, top_k=4)
+    assert next(nearest(problem, 1, H200)).regime == "kimi 1"
+
+
+def test_another_gpu_has_no_rows_and_another_size_of_it_has(measured: None) -> None:
+    assert not list(nearest(GPT_OSS, 1, Gpu((8, 0), 108)))
+    assert list(nearest(GPT_OSS, 1, Gpu((9, 0), 78)))
+
+
+def test_tokens_per_expert_not_tokens_choose(measured: None) -> None:
+    """Twice the experts with twice the top-k are like the measured layer at the same spread."""
+    problem = replace(GPT_OSS, dims=Dims(2880, 2880), experts=32, local_experts=32)
+    assert next(nearest(problem, 256, H200)).regime == "gpt-oss 1024"
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(128, 4, 1), (8, 8, 5), (1, 1, 7), (384, 8, 65536)])
+def test_a_spread_counts_every_assignment(experts: int, top_k: int, tokens: int) -> None:
+    spread = Spread.of(experts, top_k, tokens)
+    assert spread.hit * spread.each == pytest.approx(tokens * min(top_k, experts))
+    assert min(top_k, experts) * 0.999 <= spread.hit <= experts * 1.001 and spread.each > 0.999
+
+
+def test_shipped_rows_are_launches() -> None:
+    """Every row names kernels that exist, and a tile of theirs."""
+    for entry in table.entries():
+        for row in entry.rows:
+            REGIMES[row.regime].tile(**row.tile)
