@@ -1,73 +1,123 @@
-"""moectl's own layout, ``moectl-mtile64``: MXFP4 and symmetric int4 for its Triton kernels.
+"""moectl's own layout, ``moectl-mtile64``: MXFP4, int4 and int8 for its GPU kernels.
 
-Stored for e experts, with N rows and K columns of the padded matrix (`w13`: N = 2 * intermediate,
-K = hidden; `w2`: N = hidden, K = intermediate), both multiples of 64, and of the group for K:
+Stored for e experts, with N rows and K columns of the padded matrix (`w13` of gated experts:
+N = 2 * intermediate, K = hidden; `w2`: N = hidden, K = intermediate), both multiples of 64, and of the
+group for K:
 
-=============  =========================  =====
-weights        ``[e, N/64, K/64, 2048]``  U8
-MXFP4 scales   ``[e, N/64, K/64, 32]``    I32
-int4 g32       ``[e, N/64, K/64, 64]``    I32
-int4 g64       ``[e, N/64, K/64, 32]``    I32
-int4 g128      ``[e, N/64, K/128, 32]``   I32
-biases         ``[e, N]``                 BF16 or F16, as the model's
-=============  =========================  =====
+=======================  =========================  =====
+4-bit weights            ``[e, N/64, K/64, 2048]``  U8
+8-bit weights            ``[e, N/64, K/64, 4096]``  U8
+MXFP4 scales             ``[e, N/64, K/64, 32]``    I32
+integer scales, g32      ``[e, N/64, K/64, 64]``    I32
+integer scales, wider    ``[e, N/64, K/g, 32]``     I32
+one scale for a row      ``[e, N/64, 1, 32]``       I32
+zero points              as integer scales          I32
+biases                   ``[e, N]``                 BF16 or F16, as the model's
+=======================  =========================  =====
 
-A 2048-byte tile is 64 rows by 64 columns in the order ``(warp 4, g 8, c 4, j 4)`` of int32 words. Word
-j of lane (g, c) holds rows ``16 * warp + g + 8 * h`` and columns ``16 * j + 2 * c + 8 * k8 + kb``:
-register ``r = 2 * k8 + h``, half word ``kb``. An int4 code lies at bits ``16 * kb + 4 * r``; an MXFP4
-code is spread as `words.E2M1_SHIFTED` says, with byte r.
+**4-bit weights.** A tile is 64 rows by 64 columns in the order ``(warp 4, g 8, c 4, j 4)`` of int32 words.
+Word j of lane (g, c) holds rows ``16 * warp + g + 8 * h`` and columns ``16 * j + 2 * c + 8 * k8 + b``:
+register ``r = 2 * k8 + h``, half word ``b``, which is the A operand of four 16-deep matrix instructions in
+one 16-byte load. An integer code lies at bits ``16 * b + 4 * r``; an MXFP4 code is spread as
+`words.E2M1_TURNED` says, with byte r.
 
-Scale words are in the order ``(warp 4, g 8)``. MXFP4: bytes ``(h, kg)`` from the lowest, raw E8M0 of
-row ``16 * warp + g + 8 * h`` and group ``kg`` of the tile's two. int4 g32: two words, h = 0 then 1,
-each with the bf16 of group 0 in the low half and of group 1 in the high half. int4 g64 and g128: one
-word, row g in the low half and row g + 8 in the high half.
+**8-bit weights.** Words in the order ``(warp 4, jj 2, g 8, c 4, jl 2, k8 2)``: a lane has two 16-byte
+loads, and its word (jl, k8) of load jj holds the same rows, columns ``16 * (2 * jj + jl) + 2 * c + 8 * k8 +
+b``, at byte ``2 * b + h``: bytes 0 and 2 are one register, 1 and 3 the other. Codes are two's complement.
+In bf16, ``0x4300 | low 7 bits`` is 128 + those bits and ``0xC300 | sign bit`` is -128 or -256: their sum is
+the value, with 3 operations for 2 values and a shift for each second register. In fp16, ``(byte ^ 0x6480)``
+is 1152 + the value.
 
-`w13` rows, and its biases, are 8 gates then the 8 ups of the same indices in every block of 16.
+**Scales.** Words in the order ``(warp 4, g 8)``. MXFP4: bytes ``(h, kg)`` from the lowest, raw E8M0 of row
+``16 * warp + g + 8 * h`` and group ``kg`` of the tile's two. Integers in groups of 32: two words, h = 0
+then 1, each with group 0 in the low half and group 1 in the high half. Wider groups, or one for the whole
+row: one word, row g in the low half and row g + 8 in the high half. Halves are 16-bit floats as the
+checkpoint has them. Zero points are 16-bit unsigned integers in the places of the scales that they belong
+to, counted as codes from 0 up: a weight is ``(code - zero) * scale``, with codes from 0 up too.
+
+**Rows.** `w13` of gated experts, and its biases, are 8 gates then the 8 ups of the same indices in every
+block of 16; without a gate rows keep their order.
 """
 
 from __future__ import annotations
 
 from ...problem import MoEProblem
-from ...schemes import MXFP4, int_format
-from ..canonical import INTERLEAVED, padded, scale_dtype
-from ..transforms import Rearrange, Step, View
+from ...schemes import FULL, MXFP4, int_format
+from ..canonical import INTERLEAVED, halves, padded, scale_dtype
+from ..transforms import Bits, Pad, Rearrange, Step, View, Xor
 from ..weight_layout import WeightLayout, by_role
-from .words import BYTES, E2M1_SHIFTED, NIBBLES_APART, WORDS
+from .words import BYTES, E2M1_TURNED, NIBBLES_APART, WORDS
 
-_TILES = Rearrange(
-    "e (nb w h g) (kb j k8 c) -> e nb kb (w g c j k8 h)",
-    {"w": 4, "h": 2, "g": 8, "j": 4, "k8": 2, "c": 4},
+_LANES = {"w": 4, "h": 2, "g": 8, "c": 4}
+
+_TILES_4BIT = Rearrange("e (nb w h g) (kb j k8 c) -> e nb kb (w g c j k8 h)", {**_LANES, "j": 4, "k8": 2})
+"""Bytes of two codes, neighbours along k, into lanes."""
+
+_TILES_8BIT = Rearrange(
+    "e (nb w h g) (kb jj jl k8 c b) -> e nb kb (w jj g c jl k8 b h)",
+    {**_LANES, "jj": 2, "jl": 2, "k8": 2, "b": 2},
 )
-_GROUPS_OF_32 = Rearrange("e (nb w h g) (kb kg) -> e nb kb (w g h kg)", {"w": 4, "h": 2, "g": 8, "kg": 2})
-_GROUPS_WIDER = Rearrange("e (nb w h g) kb -> e nb kb (w g h)", {"w": 4, "h": 2, "g": 8})
+
+_SIGNED = Xor(0x80)
+"""Offset codes as two's complement."""
+
+_ROWS = {"w": 4, "h": 2, "g": 8}
+
+_GROUPS_OF_32 = Rearrange("e (nb w h g) (kb kg) -> e nb kb (w g h kg)", {**_ROWS, "kg": 2})
+_GROUPS_WIDER = Rearrange("e (nb w h g) kb -> e nb kb (w g h)", _ROWS)
+
+_AS_16_BITS: tuple[Step, ...] = (Rearrange("e n (k b) -> e n k b", {"b": 1}), Pad(3, 2))
+"""Bytes as little-endian 16-bit integers, their two bytes an axis of their own."""
+
+_ZEROS_OF_32 = Rearrange("e (nb w h g) (kb kg) b -> e nb kb (w g h kg b)", {**_ROWS, "kg": 2})
+_ZEROS_WIDER = Rearrange("e (nb w h g) kb b -> e nb kb (w g h b)", _ROWS)
 
 
 def _eights(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     """Padded `w13` rows as 8 gates, 8 ups; both of a pair then meet in one thread's accumulator."""
-    if not role.startswith("w13"):
+    if halves(problem, role) == 1:
         return ()
     tail = "" if role.endswith("_bias") else " k"
     order = "(n r s)" if problem.rows == INTERLEAVED else "(s n r)"
     return (Rearrange(f"e {order}{tail} -> e (n s r){tail}", {"s": 2, "r": 8}),)
 
 
-def _build(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+def _codes(problem: MoEProblem) -> tuple[Step, ...]:
     weight = problem.scheme.weight
+    if weight.bits == 8:
+        return (_SIGNED, _TILES_8BIT)
+    bits: Bits = E2M1_TURNED if weight == MXFP4 else NIBBLES_APART
+    return (_TILES_4BIT, WORDS, bits, BYTES)
+
+
+def _build(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    group = problem.scheme.weight.group
     start = (*padded(problem, role), *_eights(problem, role))
-    if role.endswith("_bias"):
-        return start
-    if role.endswith("_scale"):
-        order = _GROUPS_OF_32 if weight.group == 32 else _GROUPS_WIDER
-        return (*start, order, View(scale_dtype(problem), "I32"))
-    bits = E2M1_SHIFTED if weight.name == "mxfp4" else NIBBLES_APART
-    return (*start, _TILES, WORDS, bits, BYTES)
+    match role.partition("_")[2]:
+        case "bias":
+            return start
+        case "scale":
+            order = _GROUPS_OF_32 if group == 32 else _GROUPS_WIDER
+            return (*start, order, View(scale_dtype(problem), "I32"))
+        case "zero":
+            order = _ZEROS_OF_32 if group == 32 else _ZEROS_WIDER
+            return (*start, *_AS_16_BITS, order, WORDS)
+        case _:
+            return (*start, *_codes(problem))
 
 
 MTILE64 = WeightLayout(
     name="moectl-mtile64",
-    version=1,
-    weights=(MXFP4, *(int_format(4, group) for group in (32, 64, 128))),
+    version=2,
+    weights=(
+        MXFP4,
+        *(
+            int_format(bits, group, zero_point=zero)
+            for bits in (4, 8)
+            for zero in (False, True)
+            for group in (32, 64, 128, FULL)
+        ),
+    ),
     build=by_role(_build),
-    scale_dtypes=("U8", "BF16"),
-    ungated=False,
+    scale_dtypes=("U8", "BF16", "F16"),
 )

@@ -45,5 +45,32 @@ def _e2m1_shifted() -> Bits:
 
 E2M1_SHIFTED = _e2m1_shifted()
 
+
+def _e2m1_turned() -> Bits:
+    """E2M1 codes where a rotation and one mask turn them into bf16, the last with one more shift and mask.
+
+    Byte r holds register r of a word; its low nibble is the low half's code and its high one the
+    high half's. With m = 0x81C081C0 (sign, two exponent bits, mantissa of a bf16 of 2**-126 the value):
+    register 0 is ``x & m``, 1 ``rotr(x, 4) & m``, 2 ``(x << 6) & m``, and 3 ``(rotr(x, 6) & 0x81808180) |
+    ((x << 2) & 0x00400040)``.
+    """
+    order = [-1] * 32
+    for byte, places in enumerate(_TURNED):
+        for half, bits in enumerate(places):
+            for bit, place in zip((3, 2, 1, 0), bits, strict=True):
+                order[place] = 8 * byte + 4 * half + bit
+    return Bits(tuple(order))
+
+
+_TURNED = (
+    ((15, 8, 7, 6), (31, 24, 23, 22)),
+    ((19, 12, 11, 10), (3, 28, 27, 26)),
+    ((9, 2, 1, 0), (25, 18, 17, 16)),
+    ((21, 14, 13, 4), (5, 30, 29, 20)),
+)
+"""Places of sign, exponent and mantissa by register and half."""
+
+E2M1_TURNED = _e2m1_turned()
+
 WORDS = View("U8", "I32")
 BYTES = View("I32", "U8")

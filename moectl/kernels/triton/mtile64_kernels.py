@@ -117,9 +117,9 @@ def _decode_interpreted(codes, s0, s1, FORMAT: tl.constexpr):
     x = b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
     if FORMAT == "mxfp4":
         r0 = x & 0x81C081C0
-        r1 = (x << 3) & 0x81C081C0
+        r1 = ((x >> 4) | (x << 28)) & 0x81C081C0
         r2 = (x << 6) & 0x81C081C0
-        r3 = ((x << 1) & 0x80008000) | ((x >> 3) & 0x01800180) | ((x >> 7) & 0x00400040)
+        r3 = (((x >> 6) | (x << 26)) & 0x81808180) | ((x << 2) & 0x00400040)
     else:
         r0 = (x & 0x000F000F) | 0x43004300
         r1 = ((x >> 4) & 0x000F000F) | 0x43004300
@@ -158,15 +158,13 @@ def _decode(codes, s0, s1, FORMAT: tl.constexpr, INTERP: tl.constexpr):
             mov.b32 up, 0x7E807E80;
             mov.b32 zero, 0x80008000;
             and.b32 $0, $4, 0x81C081C0;
-            shl.b32 t, $4, 3;
+            shf.r.wrap.b32 t, $4, $4, 4;
             and.b32 $1, t, 0x81C081C0;
             shl.b32 t, $4, 6;
             and.b32 $2, t, 0x81C081C0;
-            shl.b32 t, $4, 1;
-            and.b32 u, t, 0x80008000;
-            shr.b32 t, $4, 3;
-            lop3.b32 u, t, 0x01800180, u, 0xEA;
-            shr.b32 t, $4, 7;
+            shf.r.wrap.b32 t, $4, $4, 6;
+            and.b32 u, t, 0x81808180;
+            shl.b32 t, $4, 2;
             lop3.b32 $3, t, 0x00400040, u, 0xEA;
             fma.rn.bf16x2 $0, $0, up, zero;
             fma.rn.bf16x2 $1, $1, up, zero;

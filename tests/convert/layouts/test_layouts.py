@@ -167,7 +167,7 @@ def test_marlin_keeps_the_row_order_of_the_source(name):
 REFUSED = [
     ("marlin-int4", {"dims": Dims(2880, 128)}, "hidden size must be a multiple of 128, got 2880"),
     ("marlin-int4", {"dims": Dims(256, 96), "weight": int_format(4, 64)}, "whole number of groups of 64"),
-    ("moectl-mtile64", {"weight": int_format(4, 32, zero_point=True)}, "with zero points"),
+    ("moectl-mtile64", {"weight": int_format(4, 256, zero_point=True)}, "with zero points"),
     ("marlin-int4", {"weight": int_format(4, 16)}, "got int4 group 16"),
     ("marlin-int8", {"weight": int_format(4, 32)}, "got int4 group 32"),
     ("marlin-int4", {"act_order": "group"}, "act order"),
@@ -176,9 +176,9 @@ REFUSED = [
     ("trtllm-mxint4", {"dims": Dims(256, 384)}, "intermediate size must be a multiple of 256, got 384"),
     ("trtllm-mxint4", {"bias": True}, "no place for biases"),
     ("trtllm-mxint4", {"weight": int_format(4, 32, "F16")}, "BF16 scales, got F16"),
-    ("moectl-mtile64", {"weight": int_format(4, 32, "F16")}, "U8 or BF16 scales, got F16"),
+    ("moectl-mtile64", {"weight": int_format(4, 32, "F32")}, "BF16 or F16 scales, got F32"),
     ("marlin-int4", {"weight": int_format(4, 32, "F32")}, "BF16 or F16 scales, got F32"),
-    ("moectl-mtile64", {"weight": int_format(4, FULL)}, "got int4 per channel"),
+    ("moectl-mtile64", {"weight": int_format(8, 16)}, "got int8 group 16"),
     ("trtllm-mxfp4", {"rows": "upside down"}, "interleaved or concatenated"),
     ("cutlass-sm90", {"weight": MXFP4, "dims": Dims(256, 48)}, "whole number of groups of 32"),
 ]
@@ -218,6 +218,7 @@ PADDING = [
     ("cutlass-sm90", MXFP4, Align(128, 128)),
     ("moectl-mtile64", MXFP4, Align(64, 64)),
     ("moectl-mtile64", int_format(4, 128), Align(128, 128)),
+    ("moectl-mtile64", int_format(8, FULL, zero_point=True), Align(64, 64)),
 ]
 
 
