@@ -19,14 +19,16 @@ class Matrix:
     """One of the two expert matrices as the kernels read it.
 
     Attributes:
-        codes: ``[experts, n / 64, k / 64, 2048]`` uint8.
-        scales: ``[experts, n / 64, k / span, words]`` int32.
+        codes: ``[experts, n / 64, k / 64, 2048]`` uint8, with 8-bit codes 4096 bytes a tile.
+        scales: ``[experts, n / 64, k / span, words]`` int32; one span for scales of whole rows.
+        zeros: zero points, of the shape of `scales`, or None.
         bias: ``[experts, n]`` in the order of the stored rows, or None.
         n, k: stored (padded) rows and columns.
     """
 
     codes: Tensor
     scales: Tensor
+    zeros: Tensor | None
     bias: Tensor | None
     n: int
     k: int
@@ -34,14 +36,19 @@ class Matrix:
 
 def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
     """The matrix `role` of a layer; UsageError when the tensors do not fit each other."""
+    weight = prepared.problem.scheme.weight
     codes, scales = prepared.weights[role], prepared.weights[f"{role}_scale"]
-    if codes.ndim != 4 or codes.shape[-1] != 2048:
-        raise UsageError(f"{role} must be [experts, n / 64, k / 64, 2048] bytes, got {list(codes.shape)}")
-    bias = prepared.weights.get(f"{role}_bias")
+    tile = 512 * weight.bits
+    if codes.ndim != 4 or codes.shape[-1] != tile:
+        raise UsageError(f"{role} must be [experts, n / 64, k / 64, {tile}] bytes, got {list(codes.shape)}")
+    zeros, bias = prepared.weights.get(f"{role}_zero"), prepared.weights.get(f"{role}_bias")
+    if weight.zero_point and (zeros is None or zeros.shape != scales.shape):
+        got = None if zeros is None else list(zeros.shape)
+        raise UsageError(f"{role}_zero must be {list(scales.shape)} as {role}_scale is, got {got}")
     n, k = 64 * codes.shape[1], 64 * codes.shape[2]
     if bias is not None and bias.shape[1] != n:
         raise UsageError(f"{role}_bias must have {n} rows as {role} has, got {bias.shape[1]}")
-    return Matrix(codes, scales, bias, n, k)
+    return Matrix(codes, scales, zeros, bias, n, k)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
         return "it needs compute capability 8.0 or newer"
     if weight.name not in FORMATS or weight.zero_point:
         return f"it reads {' and '.join(FORMATS)} weights without zero points, the layer has {weight}"
+    if weight.scale_dtype not in ("", "BF16", "E8M0"):
+        return f"it reads BF16 scales, the layer has {weight.scale_dtype}"
     if not SMALLEST_GROUP <= weight.group <= LARGEST_GROUP or weight.group & (weight.group - 1):
         return f"it reads scale groups of 32, 64 and 128, the layer has {weight}"
     if problem.activation.name not in ACTIVATIONS or not problem.activation.gated:
