@@ -1,0 +1,42 @@
+# mypy: ignore-errors
+"""Device code between the two GEMMs, for all Gluon kernels: the activation of accumulators.
+
+NaN stays NaN everywhere: limits are comparisons, which a NaN fails, and no minimum or maximum.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+GATED = ("silu", "swigluoai", "gelu_tanh")
+"""Activations that `activate` knows, by the name in `problem.Activation`."""
+
+UNGATED = ("relu2",)
+"""Activations that `activate_one` knows: experts without a gate."""
+
+
+@gluon.jit
+def activate(gate, up, alpha, limit, ACT: gl.constexpr):
+    """activation(gate) * up in fp32, of two tensors of one layout.
+
+    `limit` (infinity: none) bounds the gate from above and up on both sides, except for `gelu_tanh`,
+    which has none. `alpha` scales the sigmoid's argument, 1 for `silu`.
+    """
+    if ACT == "gelu_tanh":
+        slope = 2.0 * gate * (0.7978845608028654 + 0.035677408136300125 * gate * gate)
+        result = up * gate / (1.0 + gl.exp(-slope))
+    else:
+        gl.static_assert(ACT == "silu" or ACT == "swigluoai", "unknown activation of gated experts")
+        gate = gl.where(gate > limit, limit, gate)
+        up = gl.where(up > limit, limit, up)
+        up = gl.where(up < -limit, -limit, up)
+        if ACT == "swigluoai":
+            up = up + 1.0
+        result = up * gate / (1.0 + gl.exp(-alpha * gate))
+    return result
+
+
+@gluon.jit
+def activate_one(x, ACT: gl.constexpr):
+    """activation(x) in fp32, of experts without a gate."""
+    gl.static_assert(ACT == "relu2", "unknown activation of experts without a gate")
+    return gl.where(x < 0.0, 0.0, x * x)
