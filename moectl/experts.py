@@ -84,7 +84,7 @@ class ExpertLayer:
             if wanted == self.layout and recipe == self.recipe:
                 weights, relaid = self.stored(device), ""
             else:
-                weights = self._laid_out(recipe, device)
+                weights = self.laid_out(recipe, device)
                 older = " of another version" if wanted == self.layout else ""
                 relaid = "" if self.layout == CANONICAL else f"{self.layout}{older} -> {wanted}"
         except torch.OutOfMemoryError as error:
@@ -94,7 +94,8 @@ class ExpertLayer:
         dense, first = self._dense(weights, recipe), self.share.experts[0] if self.share else 0
         return PreparedMoE(self.problem, backend, wanted, weights, dense, relaid, first)
 
-    def _laid_out(self, recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
+    def laid_out(self, recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
+        """All experts' stored tensors as `recipe` makes them, expert batch by expert batch, on `device`."""
         stored = {name: recipe.stored[name] for name in recipe.outputs}
         out = {
             name: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
