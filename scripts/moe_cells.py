@@ -63,7 +63,7 @@ def default_format(model: str) -> str:
 
 @dataclass(frozen=True)
 class Routed:
-    """One routing: int32 `ids` and fp32 `weights` ``[tokens, top_k]``, and bf16 `logits` that lead to both."""
+    """One routing: int32 `ids` and fp32 `weights` ``[tokens, top_k]``, and the bf16 `logits` behind both."""
 
     ids: Tensor
     weights: Tensor

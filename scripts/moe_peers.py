@@ -201,7 +201,7 @@ def _on_path(folder: Path) -> None:
 
 
 class TritonKernels:
-    """OpenAI's triton_kernels as vLLM 0.33 calls them: routing from logits, two GEMMs with the rest in them."""
+    """OpenAI's triton_kernels as vLLM 0.33 calls them: routing from logits, then two GEMMs."""
 
     note = "its routing starts from logits"
 

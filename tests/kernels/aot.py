@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.triton import fused_moe_kernels, runner
+from moectl.kernels.triton import fused_moe_kernels, routing_kernels, runner
 from moectl.kernels.triton.launch import Launch
 from moectl.problem import MoEProblem
 
@@ -83,9 +83,10 @@ def _target(capability: int, monkeypatch: Any, into: list[Any]) -> Iterator[None
     with monkeypatch.context() as patch:
         # Not set_active: without a GPU there is no driver to go back to.
         patch.setattr(triton.runtime.driver, "_active", _Driver(capability))
-        for name, kernel in list(vars(fused_moe_kernels).items()):
-            if name.endswith("_kernel"):
-                patch.setattr(fused_moe_kernels, name, _Compiler(kernel, into))
+        for module in (fused_moe_kernels, routing_kernels):
+            for name, kernel in list(vars(module).items()):
+                if name.endswith("_kernel"):
+                    patch.setattr(module, name, _Compiler(kernel, into))
         yield
 
 

@@ -7,15 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-CASES = Path(__file__).with_name("interpreted_cases.py")
+import pytest
+
+HERE = Path(__file__).parent
 
 
-def test_kernels_in_the_interpreter() -> None:
-    root = CASES.parents[2]
+@pytest.mark.parametrize("cases", ["interpreted_cases.py", "interpreted_routing.py"])
+def test_kernels_in_the_interpreter(cases: str) -> None:
+    root = HERE.parents[1]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
     environment.pop("PYTEST_ADDOPTS", None)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / cases)],
         cwd=root,
         env=environment,
         capture_output=True,

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of the fused-MoE layer: routing, the two GEMMs with their epilogues, the sum.
+"""Device code of the fused-MoE layer: the two GEMMs with their epilogues.
 
 Names used throughout: `IDS` and `WEIGHTS` are flat, one entry per assignment (token, choice); a *slot* is
 an index into them. ``N, K`` are the stored (padded) sizes of a weight matrix, ``KX`` its logical columns
@@ -141,31 +141,6 @@ def _decode_gemm2_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T"])
-def _route_kernel(IDS, SORTED, OFFSETS, T, E: tl.constexpr, BT: tl.constexpr):
-    """Slots sorted by expert, stable, and their offsets ``[E + 1]``; one program per expert, no atomics."""
-    e = tl.program_id(0)
-    below = tl.zeros((BT,), dtype=tl.int32)
-    equal = tl.zeros((BT,), dtype=tl.int32)
-    for t0 in range(0, T, BT):
-        t = t0 + tl.arange(0, BT)
-        ids = tl.load(IDS + t, mask=t < T, other=-1)
-        below += ((ids < e) & (ids >= 0)).to(tl.int32)
-        equal += (ids == e).to(tl.int32)
-    base = tl.sum(below, 0)
-    count = tl.sum(equal, 0)
-    tl.store(OFFSETS + e, base)
-    if e == E - 1:
-        tl.store(OFFSETS + E, base + count)
-    if count > 0:
-        for t0 in range(0, T, BT):
-            t = t0 + tl.arange(0, BT)
-            ids = tl.load(IDS + t, mask=t < T, other=-1)
-            match = (ids == e).to(tl.int32)
-            tl.store(SORTED + base + tl.cumsum(match, 0) - 1, t, mask=ids == e)
-            base += tl.sum(match, 0)
-
-
 @triton.jit
 def _scheduled(OFFSETS, pid, row_tiles, E: tl.constexpr, EPAD: tl.constexpr, BM: tl.constexpr):
     """Tile of program `pid`: (expert, row tile, first position, end position); expert E means none.
@@ -277,23 +252,3 @@ def _grouped_gemm2_tile(
         H, W, S, B, Y, WEIGHTS, slots, positions, live, expert, pid_n, 0, N, K, KX, NX, BIAS, WEIGHTED,
         FORMAT, GROUP, BM, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["T"])
-def _combine_kernel(
-    Y, OUT, IDS, T, HIDDEN,
-    E: tl.constexpr, TOP_K: tl.constexpr, SPLIT_K: tl.constexpr, BH: tl.constexpr, INTERP: tl.constexpr,
-):  # fmt: skip
-    """OUT ``[T / TOP_K, HIDDEN]``: the parts of a token's valid assignments, summed in a fixed order."""
-    m = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BH + tl.arange(0, BH)
-    acc = tl.zeros((BH,), dtype=tl.float32)
-    for k in tl.static_range(TOP_K):
-        slot = m * TOP_K + k
-        expert = tl.load(IDS + slot)
-        valid = (expert >= 0) & (expert < E)
-        for part in tl.static_range(SPLIT_K):
-            row = Y + (part * T.to(tl.int64) + slot) * HIDDEN
-            acc += tl.load(row + h, mask=(h < HIDDEN) & valid, other=0.0).to(tl.float32)
-    acc = _round_bf16(acc, INTERP)
-    tl.store(OUT + m * HIDDEN + h, acc.to(OUT.dtype.element_ty), mask=h < HIDDEN)

@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 from ...problem import MoEProblem
 from . import fused_moe_kernels as kernels
 from .launch import Tile, is_legal, token_tiles
 from .layer import Call, Layer, Matrix, Regime
-
-INTERPRETED = not isinstance(kernels._route_kernel, triton.runtime.JITFunction)
-"""True under ``TRITON_INTERPRET=1``: kernels run on the CPU, slowly, for tests."""
+from .routing import INTERPRETED, combine, sort_by_expert
 
 
 def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
@@ -112,21 +109,16 @@ def _decode(layer: Layer, call: Call, tile: Tile) -> None:
         **routing,
         **arguments.gemm2,
     )
-    _combine(layer, call, parts, tile.split)
+    combine(parts, call.ids, call.y, problem.local_experts)
 
 
 def _grouped(layer: Layer, call: Call, tile: Tile) -> None:
     problem, t = layer.problem, call.assignments
     arguments = _Arguments(layer, tile)
     experts = problem.local_experts
-    sorted_slots = call.ids.new_empty(t)
-    offsets = call.ids.new_empty(experts + 1)
+    sorted_slots, offsets = sort_by_expert(call.ids, experts)
     h = call.x.new_empty(t, problem.dims.intermediate)
     y = call.x.new_empty(t, problem.dims.hidden)
-    block = 64 if INTERPRETED else min(triton.next_power_of_2(t), 8192)
-    kernels._route_kernel[(experts,)](
-        call.ids, sorted_slots, offsets, t, E=experts, BT=block, num_warps=4 if t <= 2048 else 16
-    )
     tiles = token_tiles(t, experts, tile.tokens)
     routing = {
         "SORTED": sorted_slots,
@@ -138,24 +130,7 @@ def _grouped(layer: Layer, call: Call, tile: Tile) -> None:
     n1, n2 = arguments.row_tiles(layer.w13), arguments.row_tiles(layer.w2)
     kernels._grouped_gemm1_kernel[(tiles * n1,)](X=call.x, H=h, row_tiles=n1, **routing, **arguments.gemm1)
     kernels._grouped_gemm2_kernel[(tiles * n2,)](H=h, Y=y, row_tiles=n2, **routing, **arguments.gemm2)
-    _combine(layer, call, y, 1)
-
-
-def _combine(layer: Layer, call: Call, parts: Tensor, split: int) -> None:
-    hidden, block = layer.problem.dims.hidden, 256 if len(call.x) <= 16 else 1024
-    kernels._combine_kernel[(len(call.x), triton.cdiv(hidden, block))](
-        parts,
-        call.y,
-        call.ids,
-        call.assignments,
-        hidden,
-        E=layer.problem.local_experts,
-        TOP_K=layer.problem.top_k,
-        SPLIT_K=split,
-        BH=block,
-        INTERP=INTERPRETED,
-        num_warps=2 if block == 256 else 4,
-    )
+    combine(y, call.ids, call.y, experts)
 
 
 def _fits(problem: MoEProblem, tile: Tile) -> str:

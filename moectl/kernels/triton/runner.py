@@ -18,7 +18,8 @@ from ..prepared import PreparedMoE
 from ..runners import Runner
 from .launch import Launch, launch_for
 from .layer import Call, Regime, layer_of
-from .portable import DECODE_REGIME, GROUPED_REGIME, INTERPRETED
+from .portable import DECODE_REGIME, GROUPED_REGIME
+from .routing import INTERPRETED
 from .table import Gpu, nearest
 
 LAYOUT = "moectl-mtile64"

@@ -1,0 +1,118 @@
+"""Sorting assignments by expert, and summing each token's parts: what surrounds the GEMMs of a layer.
+
+Grids depend on sizes alone, nothing is read back and no sum depends on an order of arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from . import routing_kernels as kernels
+
+INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction)
+"""True under ``TRITON_INTERPRET=1``: kernels run on the CPU, slowly, for tests."""
+
+FEW = 8192
+"""Up to so many assignments each expert's program reads all of them; beyond, blocks are counted first."""
+
+BLOCK, COMPARED = 256, 32
+"""Assignments of a block, ranked by comparing all pairs, and how many of them at a time."""
+
+MOST_BLOCKS = 4096
+"""Blocks whose counts are summed at a time."""
+
+
+def overlaps() -> bool:
+    """Whether a kernel may start while the one before it ends (programmatic dependent launch)."""
+    if INTERPRETED:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= 90)
+
+
+def _launch_options() -> dict[str, Any]:
+    return {"PDL": True, "launch_pdl": True} if overlaps() else {"PDL": False}
+
+
+def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Slots ``[T]`` by expert, in order within each, and where each expert's begin, ``[experts + 1]``.
+
+    Args:
+        ids: ``[T]`` int32, flat; ids that are not 0 .. experts - 1 are left out, so that only the first
+            ``offsets[experts]`` slots are written.
+
+    One launch for a few assignments, three for more.
+    """
+    slots, offsets = ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
+    (_sort_few if ids.numel() <= FEW else _sort_many)(ids, slots, offsets, experts)
+    return slots, offsets
+
+
+def _sort_few(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> None:
+    t = ids.numel()
+    block = max(16, triton.next_power_of_2(t))
+    warps = min(16, max(1, block // 256))
+    kernels._sort_few_kernel[(experts,)](
+        ids, slots, offsets, t, E=experts, BT=block, num_warps=warps, **_launch_options()
+    )
+
+
+def _sort_many(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> None:
+    t = ids.numel()
+    blocks = triton.cdiv(t, BLOCK)
+    counts, below = ids.new_empty(experts, blocks), ids.new_empty(experts, blocks)
+    options = {"E": experts, **_launch_options()}
+    bins = triton.next_power_of_2(experts + 1)
+    kernels._count_kernel[(blocks,)](ids, counts, below, t, blocks, BINS=bins, BT=BLOCK, **options)
+    at_once = min(MOST_BLOCKS, triton.next_power_of_2(blocks))
+    kernels._place_kernel[(experts,)](counts, below, offsets, blocks, BB=at_once, **options)
+    kernels._scatter_kernel[(blocks,)](ids, counts, slots, t, blocks, BT=BLOCK, WIDTH=COMPARED, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """One launch of the sum: `rows` tokens by `columns` of the hidden size in a program of `warps`."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+SUMS: tuple[tuple[float, Sum], ...] = (
+    (16, Sum(1, 256, 2)),
+    (float("inf"), Sum(1, 1024, 4)),
+)
+"""(most tokens, launch), first match."""
+
+
+def combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, launch: Sum | None = None) -> None:
+    """Writes `y` ``[tokens, hidden]``: the sum of each token's parts, by choice, then by split.
+
+    Args:
+        parts: ``[splits, T, hidden]`` or ``[T, hidden]``; only slots of valid ids are read.
+        ids: ``[T]`` int32, flat, top-k to a token.
+        launch: other than the table's, for tuning.
+    """
+    tokens, hidden = y.shape
+    launch = launch or next(found for most, found in SUMS if tokens <= most)
+    grid = (triton.cdiv(tokens, launch.rows), triton.cdiv(hidden, launch.columns))
+    kernels._combine_kernel[grid](
+        parts,
+        y,
+        ids,
+        ids.numel(),
+        tokens,
+        hidden,
+        E=experts,
+        TOP_K=ids.numel() // tokens,
+        SPLIT_K=parts.numel() // (ids.numel() * hidden),
+        ROWS=launch.rows,
+        BH=launch.columns,
+        INTERP=INTERPRETED,
+        num_warps=launch.warps,
+        **_launch_options(),
+    )

@@ -1,0 +1,43 @@
+"""The routing cases under Triton's interpreter; run by `test_interpreter` in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from moectl.kernels.triton.routing import INTERPRETED, Sum
+
+from . import kernel_cases, routing_cases
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_cases.poison_new_memory(monkeypatch)
+
+
+def test_runs_in_the_interpreter() -> None:
+    assert INTERPRETED
+
+
+@pytest.mark.parametrize("name", routing_cases.ROUTINGS)
+@pytest.mark.parametrize("way", routing_cases.WAYS)
+def test_sorts(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    routing_cases.sorts(way, name, 600, 11, "cpu", monkeypatch)
+
+
+@pytest.mark.parametrize(("assignments", "experts"), [(1, 1), (7, 40), (256, 3), (257, 64), (513, 127)])
+@pytest.mark.parametrize("way", routing_cases.WAYS)
+def test_sorts_any_size(way: str, assignments: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    routing_cases.sorts(way, "skipped", assignments, experts, "cpu", monkeypatch)
+
+
+def test_sums_counts_of_more_blocks_than_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moectl.kernels.triton.routing.MOST_BLOCKS", 2)
+    routing_cases.sorts("many", "skipped", 1300, 5, "cpu", monkeypatch)
+
+
+@pytest.mark.parametrize("launch", [None, Sum(1, 64, 4), Sum(2, 128, 4), Sum(4, 32, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "hidden", "splits"), [(1, 1, 96, 1), (5, 4, 200, 2), (3, 22, 64, 4)]
+)
+def test_sums(tokens: int, top_k: int, hidden: int, splits: int, launch: Sum | None) -> None:
+    routing_cases.sums(tokens, top_k, hidden, splits, launch, "cpu")

@@ -1,0 +1,61 @@
+"""What sorting by expert and summing must do, wherever they run: in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moectl.kernels.triton import routing
+from moectl.kernels.triton.routing import Sum, combine, sort_by_expert
+
+WAYS = {"few": 1 << 30, "many": 0}
+"""How many assignments count as few, so that one way or the other is taken."""
+
+ROUTINGS = ("random", "skipped", "one expert", "none")
+
+
+def ids_of(routing_name: str, assignments: int, experts: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(assignments)
+    low, high = (-3, experts + 3) if routing_name == "skipped" else (0, experts)
+    ids = torch.randint(low, high, (assignments,), dtype=torch.int32, generator=generator)
+    constant = {"one expert": experts - 1, "none": -1}
+    if routing_name in constant:
+        ids.fill_(constant[routing_name])
+    return ids.to(device)
+
+
+def expected_order(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Valid slots by expert, stable, and the offsets."""
+    ids = ids.cpu()
+    slots = [[s for s, e in enumerate(ids.tolist()) if e == expert] for expert in range(experts)]
+    ends = torch.tensor([0, *(len(s) for s in slots)]).cumsum(0)
+    return torch.tensor([s for some in slots for s in some], dtype=torch.int32), ends.int()
+
+
+def sorts(
+    way: str, name: str, assignments: int, experts: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every valid slot once, by expert and in order; what is written past them is nobody's."""
+    monkeypatch.setattr(routing, "FEW", WAYS[way])
+    ids = ids_of(name, assignments, experts, device)
+    slots, offsets = sort_by_expert(ids, experts)
+    order, ends = expected_order(ids, experts)
+    assert torch.equal(offsets.cpu(), ends)
+    assert torch.equal(slots.cpu()[: len(order)], order)
+
+
+def sums(tokens: int, top_k: int, hidden: int, splits: int, launch: Sum | None, device: str) -> None:
+    """The parts of valid slots, rounded once; parts of skipped slots are poison and stay unread."""
+    experts = 8
+    ids = ids_of("skipped", tokens * top_k, experts, device)
+    valid = (ids >= 0) & (ids < experts)
+    generator = torch.Generator().manual_seed(hidden)
+    # Few bits, so that sums are exact and their rounding alone is seen.
+    parts = torch.randint(-128, 128, (splits, tokens * top_k, hidden), generator=generator).to(device) / 8
+    parts = parts if splits > 1 else parts.bfloat16()
+    parts[:, ~valid] = float("nan")
+    y = torch.full((tokens, hidden), float("nan"), dtype=torch.bfloat16, device=device)
+    combine(parts, ids, y, experts, launch)
+    exact = torch.nan_to_num(parts.float()).sum(0).view(tokens, top_k, hidden).sum(1)
+    assert torch.equal(y, exact.bfloat16())
