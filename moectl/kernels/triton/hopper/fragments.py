@@ -1,0 +1,361 @@
+# mypy: ignore-errors
+"""Device code that turns tiles of the layout ``moectl-mtile64`` into A operands of wgmma and mma.
+
+A tile is 64 rows by 64 columns. Of its codes each of 128 threads owns 16 bytes (int8: two times 16), and
+what a thread owns is what it holds of the operand: no value moves between threads, and the conversion at
+the end of `fragment` is asserted to move none. Scale words belong to rows; four lanes share them.
+
+``FORMAT`` is "mxfp4", "int4" or "int8"; ``GROUP`` is 32 or anything else for scales of 64 columns and
+more; ``ZEROS`` says that integer codes have zero points; ``DTYPE`` is the operand's. MXFP4 exists in
+bf16 alone, and unless ``EXACT`` comes out times 2^-`FOLDED_SHIFT`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+FOLDED_SHIFT = 62
+"""A folded MXFP4 fragment is the weight times 2^-62; the epilogue multiplies the sums by 2^62, exactly.
+
+Spread codes are bf16 values times 2^-126 and an E8M0 byte s means 2^(s - 127), so that one product with
+the bf16 whose exponent field is s + 64 gives ``e2m1 * 2^(s - 127 - 62)``. It is exact for s from
+`FOLDED_SCALES`, weights from 2^-62 to 2^64; any other byte needs ``EXACT``, two products instead of one.
+"""
+
+FOLDED_SCALES = range(64, 191)
+
+FOLD_FACTOR = gl.constexpr(2.0**FOLDED_SHIFT)
+
+
+@gluon.constexpr_function
+def tile_bytes(FORMAT):
+    """Bytes of one tile's codes."""
+    return 4096 if FORMAT == "int8" else 2048
+
+
+@gluon.constexpr_function
+def scale_words(FORMAT, GROUP):
+    """int32 words of scales that one tile reads."""
+    return 64 if FORMAT != "mxfp4" and GROUP == 32 else 32
+
+
+@gluon.constexpr_function
+def code_lines(FORMAT):
+    """Lines of 128 bytes of a tile's codes."""
+    return tile_bytes(FORMAT) // 128
+
+
+@gluon.constexpr_function
+def code_layout(FORMAT):
+    """Registers of a tile's codes, ``[lines, 128]`` bytes: one or two times 16 consecutive ones a thread."""
+    columns = [[0, 1], [0, 2], [0, 4], [0, 8]]
+    lanes = [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]]
+    if FORMAT == "int8":
+        return gl.DistributedLinearLayout([*columns, [4, 0]], lanes, [[8, 0], [16, 0]], [], [32, 128])
+    return gl.DistributedLinearLayout(columns, lanes, [[4, 0], [8, 0]], [], [16, 128])
+
+
+@gluon.constexpr_function
+def _half(DTYPE):
+    return gl.float16 == DTYPE
+
+
+@gluon.constexpr_function
+def _lanes():
+    return gl.BlockedLayout([1, 1, 1], [1, 8, 4], [4, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def scale_layout(FORMAT, GROUP):
+    """Registers of a tile's scale words, ``[32]`` or ``[64]``: the four lanes of a row share them."""
+    if scale_words(FORMAT, GROUP) == 64:
+        registers, one = [[1]], 2
+    else:
+        registers, one = [], 1
+    lanes = [[0], [0], [one], [2 * one], [4 * one]]
+    return gl.DistributedLinearLayout(registers, lanes, [[8 * one], [16 * one]], [], [32 * one])
+
+
+@gluon.constexpr_function
+def _mxfp4_asm(EXACT):
+    """Four registers of two bf16 from a word, nine operations, then one or two products each."""
+    first = "" if not EXACT else "".join(f"mul.rn.bf16x2 ${r}, ${r}, up;\n" for r in range(4))
+    return (
+        """{
+        .reg .b32 t, u, up;
+        mov.b32 up, 0x7E807E80;
+        and.b32 $0, $4, 0x81C081C0;
+        shf.r.wrap.b32 t, $4, $4, 4;
+        and.b32 $1, t, 0x81C081C0;
+        shl.b32 t, $4, 6;
+        and.b32 $2, t, 0x81C081C0;
+        shf.r.wrap.b32 t, $4, $4, 6;
+        and.b32 u, t, 0x81808180;
+        shl.b32 t, $4, 2;
+        lop3.b32 $3, t, 0x00400040, u, 0xEA;
+        """
+        + first
+        + """
+        mul.rn.bf16x2 $0, $0, $5;
+        mul.rn.bf16x2 $1, $1, $9;
+        mul.rn.bf16x2 $2, $2, $5;
+        mul.rn.bf16x2 $3, $3, $9;
+        }"""
+    )
+
+
+@gluon.constexpr_function
+def _int4_asm(HALF, ZEROS):
+    """Codes become ``bias + u`` by their place in a mantissa; minus ``bias + zero``, then times the scale."""
+    kind, bias, one, off = (
+        ("f16x2", "0x64006400", "0x3C003C00", "0xE408E408")
+        if HALF
+        else ("bf16x2", "0x43004300", "0x3F803F80", "0xC308C308")
+    )
+    lines = ["{ .reg .b32 t, one, off;", f"mov.b32 one, {one};", f"mov.b32 off, {off};"]
+    for r in range(4):
+        if r:
+            lines.append(f"shr.b32 t, $4, {4 * r};")
+        lines.append(f"lop3.b32 ${r}, {'t' if r else '$4'}, 0x000F000F, {bias}, 0xEA;")
+    for r in range(4):
+        zero = f"${13 + 4 * (r % 2)}" if ZEROS else "off"
+        lines.append(f"fma.rn.{kind} ${r}, ${r}, one, {zero};")
+    lines += [f"mul.rn.{kind} ${r}, ${r}, ${5 + 4 * (r % 2)};" for r in range(4)]
+    return "\n".join(lines) + "}"
+
+
+@gluon.constexpr_function
+def _int8_asm(HALF, ZEROS):
+    """Bytes 0 and 2 are one register, 1 and 3 the other; bytes are two's complement, exact in both types."""
+    lines = ["{ .reg .b32 t, u, off;", "mov.b32 off, 0xE480E480;"]
+    for h in range(2):
+        source = "t" if h else "$2"
+        if h:
+            lines.append("shr.b32 t, $2, 8;")
+        if HALF:
+            lines.append(f"lop3.b32 ${h}, {source}, 0x00FF00FF, 0x64806480, 0x6A;")
+            lines.append(f"add.rn.f16x2 ${h}, ${h}, off;")
+        else:
+            lines.append(f"lop3.b32 u, {source}, 0x00800080, 0xC300C300, 0xEA;")
+            lines.append(f"lop3.b32 ${h}, {source}, 0x007F007F, 0x43004300, 0xEA;")
+            lines.append(f"add.rn.bf16x2 ${h}, ${h}, u;")
+    kind = "f16x2" if HALF else "bf16x2"
+    if ZEROS:
+        lines += [f"add.rn.{kind} ${h}, ${h}, ${11 + 4 * h};" for h in range(2)]
+    lines += [f"mul.rn.{kind} ${h}, ${h}, ${3 + 4 * h};" for h in range(2)]
+    return "\n".join(lines) + "}"
+
+
+@gluon.constexpr_function
+def _asm(FORMAT, HALF, ZEROS, EXACT):
+    """Assembly from a word to values, of `FORMAT`."""
+    if FORMAT == "mxfp4":
+        return _mxfp4_asm(EXACT)
+    return _int8_asm(HALF, ZEROS) if FORMAT == "int8" else _int4_asm(HALF, ZEROS)
+
+
+@gluon.constexpr_function
+def _zero_asm(FORMAT, HALF):
+    """What is added to a code for its zero: -(bias + zero) for int4, 128 - zero for int8."""
+    if FORMAT == "int4":
+        return f"or.b32 $0, $1, {'0xE400E400' if HALF else '0xC300C300'};"
+    if HALF:
+        return "{ .reg .b32 t, u; mov.b32 u, 0x64806480; or.b32 t, $1, 0x64006400; sub.rn.f16x2 $0, u, t; }"
+    return """{ .reg .b32 t, u;
+        lop3.b32 t, $1, 0x007F007F, 0xC300C300, 0xEA;
+        and.b32 u, $1, 0x00800080;
+        xor.b32 u, u, 0x43804380;
+        add.rn.bf16x2 $0, t, u; }"""
+
+
+@gluon.constexpr_function
+def _registers(results, operands):
+    """Constraints of so many results and operands."""
+    return ",".join(["=&r"] * results + ["r"] * operands)
+
+
+@gluon.constexpr_function
+def _pieces(FORMAT):
+    """Axes of a thread's pieces of one group of columns, behind (warp, g, c)."""
+    return [2, 2, 2, 2] if FORMAT == "int8" else [2, 2, 2]
+
+
+@gluon.constexpr_function
+def _ones(FORMAT):
+    return [4, 8, 4, *([1] * len(_pieces(FORMAT)))]
+
+
+@gluon.constexpr_function
+def _whole(FORMAT):
+    return [4, 8, 4, *_pieces(FORMAT)]
+
+
+@gluon.jit
+def _spread_words(s, FORMAT: gl.constexpr, LIKE: gl.constexpr):
+    """[4, 8] words repeated over the lanes that share them and the pieces of a thread, in layout LIKE."""
+    ONES: gl.constexpr = _ones(FORMAT)
+    WHOLE: gl.constexpr = _whole(FORMAT)
+    s = gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(2, _lanes()), assert_trivial=True), 2)
+    s, _ = gl.broadcast(s, gl.full([4, 8, 4], 0, gl.int32, s.type.layout))
+    s = s.reshape(ONES)
+    s, _ = gl.broadcast(s, gl.full(WHOLE, 0, gl.int32, s.type.layout))
+    return gl.convert_layout(s, LIKE, assert_trivial=True)
+
+
+@gluon.jit
+def _mxfp4_multipliers(words, EXACT: gl.constexpr):
+    """Pairs of equal bf16 (rows g and g + 8, by groups 0 and 1) from words of four E8M0 bytes.
+
+    Folded: exponent field s + 64. Exact: 2^(s - 127), which is subnormal for s = 0.
+    """
+    if EXACT:
+        return gl.inline_asm_elementwise(
+            """{
+            prmt.b32 $0, $4, 0, 0x4040;
+            prmt.b32 $1, $4, 0, 0x4141;
+            prmt.b32 $2, $4, 0, 0x4242;
+            prmt.b32 $3, $4, 0, 0x4343;
+            shl.b32 $0, $0, 7;
+            shl.b32 $1, $1, 7;
+            shl.b32 $2, $2, 7;
+            shl.b32 $3, $3, 7;
+            max.u32 $0, $0, 0x00400040;
+            max.u32 $1, $1, 0x00400040;
+            max.u32 $2, $2, 0x00400040;
+            max.u32 $3, $3, 0x00400040;
+            }""",
+            _registers(4, 1),
+            [words],
+            (gl.int32, gl.int32, gl.int32, gl.int32),
+            True,
+            1,
+        )
+    return gl.inline_asm_elementwise(
+        """{
+        prmt.b32 $0, $4, 0, 0x4040;
+        prmt.b32 $1, $4, 0, 0x4141;
+        prmt.b32 $2, $4, 0, 0x4242;
+        prmt.b32 $3, $4, 0, 0x4343;
+        mad.lo.u32 $0, $0, 128, 0x20002000;
+        mad.lo.u32 $1, $1, 128, 0x20002000;
+        mad.lo.u32 $2, $2, 128, 0x20002000;
+        mad.lo.u32 $3, $3, 128, 0x20002000;
+        }""",
+        _registers(4, 1),
+        [words],
+        (gl.int32, gl.int32, gl.int32, gl.int32),
+        True,
+        1,
+    )
+
+
+@gluon.jit
+def _halves(words):
+    """The low and the high half word, each doubled."""
+    return gl.inline_asm_elementwise(
+        "{ prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232; }",
+        "=&r,=&r,r",
+        [words],
+        (gl.int32, gl.int32),
+        True,
+        1,
+    )
+
+
+@gluon.jit
+def _row_halves(words, GROUP: gl.constexpr):
+    """Doubled half words (rows g, group 0; g, 1; g + 8, 0; g + 8, 1) of integer scales or zero points."""
+    if GROUP == 32:
+        w0, w1 = gl.split(words.reshape([4, 8, 2]))
+        a0, a1 = _halves(w0)
+        b0, b1 = _halves(w1)
+    else:
+        a0, b0 = _halves(words.reshape([4, 8]))
+        a1 = a0
+        b1 = b0
+    return a0, a1, b0, b1
+
+
+@gluon.jit
+def _zero_addends(words, FORMAT: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """What is added to codes for their zeros, in the order of `_row_halves`."""
+    ASM: gl.constexpr = _zero_asm(FORMAT, HALF)
+    a0, a1, b0, b1 = _row_halves(words, GROUP)
+    a0 = gl.inline_asm_elementwise(ASM, "=r,r", [a0], gl.int32, True, 1)
+    b0 = gl.inline_asm_elementwise(ASM, "=r,r", [b0], gl.int32, True, 1)
+    if GROUP == 32:
+        a1 = gl.inline_asm_elementwise(ASM, "=r,r", [a1], gl.int32, True, 1)
+        b1 = gl.inline_asm_elementwise(ASM, "=r,r", [b1], gl.int32, True, 1)
+    else:
+        a1 = a0
+        b1 = b0
+    return a0, a1, b0, b1
+
+
+@gluon.jit
+def _decoded(
+    w, a, b, az, bz,
+    FORMAT: gl.constexpr, EXACT: gl.constexpr, ZEROS: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Values of one group of columns like the bytes `w`, from scales and zeros of rows g (a) and g + 8 (b).
+
+    4-bit codes: two tensors, k8 = 0 and 1. int8: the same tensor twice.
+    """
+    LIKE: gl.constexpr = w.type.layout
+    HALF: gl.constexpr = _half(DTYPE)
+    sa = _spread_words(a, FORMAT, LIKE)
+    sb = _spread_words(b, FORMAT, LIKE)
+    if ZEROS:
+        operands = [w, sa, sb, _spread_words(az, FORMAT, LIKE), _spread_words(bz, FORMAT, LIKE)]
+    else:
+        operands = [w, sa, sb]
+    IN: gl.constexpr = 17 if ZEROS else 9
+    ASM: gl.constexpr = _asm(FORMAT, HALF, ZEROS, EXACT)
+    if FORMAT == "int8":
+        if HALF:
+            r0 = gl.inline_asm_elementwise(ASM, _registers(2, IN), operands, gl.float16, True, 4)
+        else:
+            r0 = gl.inline_asm_elementwise(ASM, _registers(2, IN), operands, gl.bfloat16, True, 4)
+        r1 = r0
+    else:
+        if HALF:
+            r0, r1 = gl.inline_asm_elementwise(
+                ASM, _registers(4, IN), operands, (gl.float16, gl.float16), True, 4
+            )
+        else:
+            r0, r1 = gl.inline_asm_elementwise(
+                ASM, _registers(4, IN), operands, (gl.bfloat16, gl.bfloat16), True, 4
+            )
+    return r0, r1
+
+
+@gluon.jit
+def fragment(
+    codes, scales, zeros, FORMAT: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr,
+    EXACT: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """[64, 64] weights in layout OPERAND, from codes (`code_layout`), scale and zero words (`scale_layout`).
+
+    Without ZEROS `zeros` may be anything.
+    """
+    if FORMAT == "mxfp4":
+        a0, a1, b0, b1 = _mxfp4_multipliers(scales.reshape([4, 8]), EXACT)
+    else:
+        a0, a1, b0, b1 = _row_halves(scales, GROUP)
+    if ZEROS:
+        za0, za1, zb0, zb1 = _zero_addends(zeros, FORMAT, GROUP, _half(DTYPE))
+    else:
+        za0, za1, zb0, zb1 = a0, a1, b0, b1
+    if FORMAT == "int8":
+        w = codes.reshape([4, 2, 8, 4, 2, 2, 2, 2])  # warp kg g c jl k8 h b
+        w0, w1 = gl.split(w.permute((0, 2, 3, 4, 5, 6, 7, 1)))
+        v0, _ = _decoded(w0, a0, b0, za0, zb0, FORMAT, EXACT, ZEROS, DTYPE)
+        v1, _ = _decoded(w1, a1, b1, za1, zb1, FORMAT, EXACT, ZEROS, DTYPE)
+        v = gl.join(v0, v1).permute((0, 5, 1, 7, 3, 4, 2, 6))  # warp h g | kg jl k8 c b
+    else:
+        w = codes.reshape([4, 8, 4, 2, 2, 2, 2])  # warp g c kg jl h b
+        w0, w1 = gl.split(w.permute((0, 1, 2, 4, 5, 6, 3)))
+        r00, r01 = _decoded(w0, a0, b0, za0, zb0, FORMAT, EXACT, ZEROS, DTYPE)
+        r10, r11 = _decoded(w1, a1, b1, za1, zb1, FORMAT, EXACT, ZEROS, DTYPE)
+        v = gl.join(gl.join(r00, r01), gl.join(r10, r11))  # warp g c jl h b k8 kg
+        v = v.permute((0, 4, 1, 7, 3, 6, 2, 5))  # warp h g | kg jl k8 c b
+    return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)
