@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,8 @@ class Regime:
         fits: why it cannot take a problem with a tile, in a sentence; empty when it can.
         capability: compute capabilities it runs on, lowest and highest.
         interpreted: True when Triton's interpreter can run it.
+        candidates: tiles of a problem among which measurements decide.
+        each: tokens per hit expert, fewest and most, for which they are worth a measurement.
     """
 
     tile: type
@@ -101,6 +104,8 @@ class Regime:
     fits: Callable[[MoEProblem, Any], str]
     capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 9))
     interpreted: bool = False
+    candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
+    each: tuple[float, float] = (0.0, math.inf)
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether its code exists for `device`."""

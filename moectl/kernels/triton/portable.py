@@ -15,7 +15,7 @@ import triton
 
 from ...problem import MoEProblem
 from . import fused_moe_kernels as kernels
-from .launch import Tile, is_legal, token_tiles
+from .launch import DECODE, GROUPED, Tile, is_legal, token_tiles
 from .layer import Call, Layer, Matrix, Regime
 from .routing import INTERPRETED, combine, sort_by_expert
 
@@ -138,5 +138,13 @@ def _fits(problem: MoEProblem, tile: Tile) -> str:
     return "" if is_legal(tile, group) else f"{tile} is no whole number of weight tiles and groups of {group}"
 
 
-DECODE_REGIME = Regime(Tile, _decode, _fits, interpreted=True)
-GROUPED_REGIME = Regime(Tile, _grouped, _fits, interpreted=True)
+def _decode_tiles(problem: MoEProblem) -> list[Tile]:
+    return [tile for _, tile in DECODE]
+
+
+def _grouped_tiles(problem: MoEProblem) -> list[Tile]:
+    return [tile for _, tile in GROUPED]
+
+
+DECODE_REGIME = Regime(Tile, _decode, _fits, interpreted=True, candidates=_decode_tiles, each=(0, 16))
+GROUPED_REGIME = Regime(Tile, _grouped, _fits, interpreted=True, candidates=_grouped_tiles)
