@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .convert.canonical import CONCATENATED
+from .convert.canonical import CONCATENATED, canonical_shapes
 from .convert.codecs import decode_role
 from .convert.layout import layout_named
 from .convert.recipe import Recipe
 from .convert.safetensors_file import TORCH_DTYPES
 from .convert.shards import Share
 from .convert.values import Facts, Shapes
-from .errors import Unavailable
+from .errors import Unavailable, UsageError
 from .kernels.prepared import DenseExpert, DenseExperts, PreparedMoE, Router
 from .kernels.runners import runner_for
 from .problem import MoEProblem
@@ -134,6 +134,28 @@ class ExpertLayer:
             return decode(recipe.restore(chosen, len(index)), self.problem)
 
         return dense
+
+
+def unfilled(problem: MoEProblem, backend: str, device: torch.device | str = "meta") -> PreparedMoE:
+    """A layer of `problem` as `backend` stores it, with tensors whose values nobody has set.
+
+    On the device ``meta`` they are shapes without memory: enough to compile kernels for. It decodes nothing.
+    Raises NoBackend when the layout cannot hold the problem, UsageError when no runner is called `backend`
+    or the one that is has no layout of its own.
+    """
+    name = runner_for(backend).layout
+    if name is None:
+        raise UsageError(f"the {backend} backend has no layout of its own")
+    stored = layout_recipe(name, Share(problem), canonical_shapes(problem, problem.local_experts)).stored
+    weights = {
+        role: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
+        for role, (shape, dtype) in stored.items()
+    }
+
+    def dense(ids: Ids) -> DenseExperts:
+        raise UsageError("this layer has no weights to decode")
+
+    return PreparedMoE(problem, backend, name, weights, dense)
 
 
 def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:

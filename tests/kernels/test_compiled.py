@@ -3,90 +3,100 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from moectl.kernels.triton.launch import DECODE, GROUPED, Launch, is_legal, launch_for, token_tiles
-from moectl.problem import SILU, SWIGLU_OAI, Dims, MoEProblem, Routing
-from moectl.schemes import MXFP4, Scheme, int_format
+from moectl.inspection import MODELS, Inspected, layer_without_weights
+from moectl.kernels.triton.inspection.shipped import inspect, shipped
+from moectl.kernels.triton.inspection.standin import STAND_INS
+from moectl.kernels.triton.runner import REGIMES
 
-from .aot import compile_call, overwritten_a_registers
-
-GPT_OSS_120B = MoEProblem(
-    Dims(2880, 2880),
-    128,
-    4,
-    Scheme(MXFP4),
-    SWIGLU_OAI,
-    Routing(after_topk=True, router_bias=True),
-    rows="interleaved",
-    bias=True,
-)
-KIMI_K2 = MoEProblem(
-    Dims(7168, 2048),
-    384,
-    8,
-    Scheme(int_format(4, 32)),
-    SILU,
-    Routing("sigmoid", correction_bias=True, scale=2.827),
-)
-MODELS = {"gpt-oss-120b": GPT_OSS_120B, "kimi-k2": KIMI_K2}
-
-SHIPPED = {
-    **{f"decode up to {most} tokens": Launch("decode", tile) for most, tile in DECODE},
-    **{f"grouped up to {most} per expert": Launch("grouped", tile) for most, tile in GROUPED},
-}
+WITHOUT_WGMMA: frozenset[str] = frozenset()
+"""Families whose products on sm_90 are mma.sync by design: too few tokens to fill a wgmma."""
 
 
-@pytest.mark.parametrize("launch", SHIPPED)
+def families(arch: int) -> list[str]:
+    """The families of kernels whose code exists for `arch`."""
+    capability = STAND_INS[arch].capability
+    return [name for name, it in REGIMES.items() if it.capability[0] <= capability <= it.capability[1]]
+
+
+def check(call: Inspected, *, strict: bool = True) -> None:
+    """The kernels of a call multiply on tensor cores as they should, and `strict`: have no fault."""
+    print(call)
+    products = [kernel for kernel in call.kernels if kernel.wgmma or kernel.mma]
+    assert products, "no kernel multiplies on tensor cores"
+    if call.arch == 90 and call.launch.regime not in WITHOUT_WGMMA:
+        assert all(kernel.wgmma and not kernel.mma for kernel in products), products
+    assert not strict or not call.faults
+
+
+def call_of(model: str, arch: int, family: str, *, place: int) -> Inspected | None:
+    """A call of a model's layer on `arch` that takes `family`, by the table that ships; None without one.
+
+    `place` 0 is the family's launch for the fewest tokens, -1 for the most: the smallest and largest tile.
+    """
+    layer, gpu = layer_without_weights(model), STAND_INS[arch]
+    launches = [it for it in shipped(layer, gpu) if it.launch.regime == family]
+    if not launches:
+        return None
+    it = launches[place]
+    return Inspected(model, arch, it.launch, it.tokens[0], inspect(layer, it.tokens[0], it.launch, gpu))
+
+
+@pytest.mark.parametrize("family", families(90))
+@pytest.mark.parametrize("model", ["openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"])
+def test_on_sm90_wgmma_from_registers_without_faults(model: str, family: str) -> None:
+    call = call_of(model, 90, family, place=-1)
+    if call is None:
+        pytest.skip(f"the table gives no {family} launch to {model}")
+    check(call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families(90))
+def test_every_family_is_somebodys_launch(family: str) -> None:
+    """What no model takes, nothing here examines."""
+    layers = map(layer_without_weights, MODELS)
+    assert any(it.launch.regime == family for layer in layers for it in shipped(layer, STAND_INS[90]))
+
+
+OTHERS = [(arch, family) for arch in STAND_INS if arch != 90 for family in families(arch)]
+
+
+@pytest.mark.parametrize(("arch", "family"), OTHERS, ids=[f"sm_{arch} {name}" for arch, name in OTHERS])
+def test_other_architectures_compile(arch: int, family: str) -> None:
+    # Formats take turns: each family is compiled with every one of them somewhere.
+    models = ("openai/gpt-oss-120b", "Qwen/Qwen3-30B-A3B-GPTQ-Int4")
+    call = call_of(models[OTHERS.index((arch, family)) % 2], arch, family, place=0)
+    assert call is not None
+    check(call)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_on_sm90_uses_wgmma_from_registers_without_hazards(
-    model: str, launch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels = compile_call(MODELS[model], 8, SHIPPED[launch], 90, monkeypatch)
-    gemms = [k for k in kernels if "gemm" in k.name]
-    assert len(gemms) == 2 and all(k.wgmma and k.wgmma == k.wgmma_a for k in gemms), kernels
-    for kernel in kernels:
-        assert kernel.stack == 0, kernel
-        assert kernel.warnings == (), kernel
-        assert kernel.hazards == (), kernel
+def test_every_shipped_launch_on_sm90(model: str) -> None:
+    layer, gpu = layer_without_weights(model), STAND_INS[90]
+    for it in shipped(layer, gpu):
+        for tokens in it.tokens:
+            kernels = inspect(layer, tokens, it.launch, gpu)
+            check(Inspected(model, 90, it.launch, tokens, kernels))
 
 
-@pytest.mark.parametrize("launch", ["decode up to 8 tokens", "grouped up to inf per expert"])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [arch for arch in STAND_INS if arch != 90])
 @pytest.mark.parametrize("model", MODELS)
-def test_compiles_for_sm80_without_spills(model: str, launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = compile_call(MODELS[model], 8, SHIPPED[launch], 80, monkeypatch)
-    assert sum(k.mma > 0 for k in kernels) == 2
-    assert all(k.stack == 0 for k in kernels), kernels
+def test_every_shipped_launch_elsewhere(model: str, arch: int) -> None:
+    """They compile and fit; a spilled register is only slow there."""
+    layer, gpu = layer_without_weights(model), STAND_INS[arch]
+    for it in shipped(layer, gpu):
+        call = Inspected(model, arch, it.launch, it.tokens[0], inspect(layer, it.tokens[0], it.launch, gpu))
+        check(call, strict=False)
+        assert all(kernel.shared <= gpu.shared for kernel in call.kernels), call
 
 
-OVERWRITES = """
-.L_x_1:
-        /*0100*/                   LOP3.LUT R24, R8, 0x1, R9, 0xf8, !PT ;
-        /*0110*/                   HGMMA.64x16x16.F32.BF16 R56, R24, gdesc[UR4], R56, gsb0 ;
-        /*0120*/                   WARPGROUP.DEPBAR.LE gsb0, {left} ;
-        /*0130*/              @!P0 BRA `(.L_x_1) ;
-"""
-
-
-def test_the_hazard_check_sees_an_overwritten_register() -> None:
-    assert overwritten_a_registers(OVERWRITES.replace("{left}", "0x0")) == []
-    assert overwritten_a_registers(OVERWRITES.replace("{left}", "0x1")) != []
-
-
-def test_launches_depend_on_sizes_alone_and_are_legal() -> None:
-    for problem in MODELS.values():
-        for tokens in (1, 2, 3, 8, 9, 63, 64, 65, 500, 2000, 8192, 70_000):
-            assert is_legal(launch_for(problem, tokens).tile, problem.scheme.weight.group)
-        assert launch_for(problem, 1).regime == "decode"
-        assert launch_for(problem, 8192).regime == "grouped"
-
-
-@pytest.mark.parametrize("assignments", [1, 5, 16, 17, 100])
-def test_token_tiles_bound_every_routing(assignments: int) -> None:
-    experts, tokens = 4, 16
-    worst = 0
-    for a in range(assignments + 1):
-        for b in range(assignments + 1 - a):
-            rest = assignments - a - b
-            for counts in ((a, b, rest, 0), (a, b, rest // 2, rest - rest // 2)):
-                worst = max(worst, sum(-(-count // tokens) for count in counts))
-    assert worst <= token_tiles(assignments, experts, tokens) <= worst + 1
+def test_compiling_needs_no_memory_and_leaves_nothing_behind() -> None:
+    layer = layer_without_weights("openai/gpt-oss-120b")
+    assert {t.device.type for t in layer.weights.values()} == {"meta"}
+    before = torch.cuda.get_device_properties
+    shipped(layer, STAND_INS[80])
+    assert torch.cuda.get_device_properties is before

@@ -53,11 +53,11 @@ def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:
     """The launch for `tokens` tokens of a layer where it is; a function of sizes, never of the routing."""
     kept: dict[int, Launch] = prepared.derived.setdefault("launches", {})
     if tokens not in kept:
-        kept[tokens] = _chosen(prepared.problem, tokens, prepared.device)
+        kept[tokens] = choose(prepared.problem, tokens, prepared.device)
     return kept[tokens]
 
 
-def _chosen(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
+def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
     """The nearest measured launch whose kernels exist on `device`; else what is safe everywhere."""
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,49 @@
+"""The launches that ship: which kernels a layer can meet on which GPU, whatever the number of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...prepared import PreparedMoE
+from ..launch import Launch
+from ..runner import choose, run_with
+from .report import KernelReport, report_of
+from .standin import StandIn, standing_in
+
+TOKENS = (1, 2, 3, 4, *(n for i in range(3, 17) for n in (3 << (i - 2), 1 << i)))
+"""Numbers of tokens that a layer is looked at with: two for every doubling, up to 65,536."""
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A launch that a layer takes on a GPU, with numbers of tokens of `TOKENS` that it takes it for."""
+
+    launch: Launch
+    tokens: tuple[int, ...]
+
+
+def shipped(layer: PreparedMoE, gpu: StandIn) -> tuple[Shipped, ...]:
+    """Every launch that `layer` takes on `gpu`, by the table that ships with the package."""
+    taken: dict[Launch, list[int]] = {}
+    with standing_in(gpu):
+        for tokens in TOKENS:
+            taken.setdefault(choose(layer.problem, tokens, torch.device("cuda")), []).append(tokens)
+    return tuple(Shipped(launch, tuple(tokens)) for launch, tokens in taken.items())
+
+
+def inspect(layer: PreparedMoE, tokens: int, launch: Launch, gpu: StandIn) -> tuple[KernelReport, ...]:
+    """The kernels of one call of `layer` for `gpu`, in the order of their launches.
+
+    `layer` has its weights on the device ``meta``. UsageError when the launch is not legal for it; what
+    Triton raises when a kernel does not compile.
+    """
+    problem = layer.problem
+    dtype = torch.float16 if problem.dtype == "fp16" else torch.bfloat16
+    x = torch.empty(tokens, problem.dims.hidden, dtype=dtype, device="meta")
+    ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
+    weights = torch.empty(tokens, problem.top_k, dtype=torch.float32, device="meta")
+    with standing_in(gpu) as launched:
+        run_with(layer, x, ids, weights, launch)
+        return tuple(map(report_of, launched))
