@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from .checkpoint.catalogue import built_in
@@ -11,7 +11,7 @@ from .errors import UsageError
 from .experts import unfilled
 from .kernels.prepared import PreparedMoE
 from .kernels.triton.inspection.report import KernelReport
-from .kernels.triton.inspection.shipped import Shipped, inspect, shipped
+from .kernels.triton.inspection.shipped import Examined, candidates, inspect, shipped
 from .kernels.triton.inspection.standin import STAND_INS, StandIn
 from .kernels.triton.launch import Launch
 
@@ -54,22 +54,38 @@ def layer_without_weights(model: str) -> PreparedMoE:
     return unfilled(declared_layers(built_in(model).config).group.problem, BACKEND)
 
 
-def one_of_each_family(launches: Iterable[Shipped]) -> tuple[Shipped, ...]:
+def one_of_each_family(launches: Iterable[Examined]) -> tuple[Examined, ...]:
     """Of each family of kernels, the launch for the most tokens: the largest tile."""
     return tuple({it.launch.regime: it for it in launches}.values())
 
 
-def inspections(models: Iterable[str], archs: Iterable[int], *, every: bool = False) -> Iterator[Inspected]:
-    """Calls of the layers of `models` on a GPU of each of `archs`, as they ship.
+LAUNCHES: dict[str, Callable[[PreparedMoE, StandIn], tuple[Examined, ...]]] = {
+    "families": lambda layer, gpu: one_of_each_family((*candidates(layer, gpu), *shipped(layer, gpu))),
+    "shipped": shipped,
+    "candidates": candidates,
+}
+"""What may be examined: one launch of each family of kernels, shipped where one is; all that ship; all
+that may be measured for the table that ships."""
 
-    One launch of each family of kernels, at the first number of tokens that takes it; with `every`, all
-    launches at all numbers of tokens that the inspection knows, whose kernels differ by more than the tile.
+
+def inspections(
+    models: Iterable[str],
+    archs: Iterable[int],
+    launches: str = "families",
+    *,
+    every: bool = False,
+    families: Container[str] | None = None,
+) -> Iterator[Inspected]:
+    """Calls of the layers of `models` on a GPU of each of `archs`.
+
+    Of the `LAUNCHES` that are asked for, each at the first number of tokens that it is for; with `every`, at
+    all of them: kernels differ by more than the tile. `families` leaves the others out.
     """
     for model in models:
         layer = layer_without_weights(model)
         for arch in archs:
             gpu = gpu_of(arch)
-            launches = shipped(layer, gpu)
-            for it in launches if every else one_of_each_family(launches):
+            wanted = LAUNCHES[launches](layer, gpu)
+            for it in wanted if families is None else (w for w in wanted if w.launch.regime in families):
                 for tokens in it.tokens if every else it.tokens[:1]:
                     yield Inspected(model, arch, it.launch, tokens, inspect(layer, tokens, it.launch, gpu))

@@ -1,4 +1,4 @@
-"""The launches that ship: which kernels a layer can meet on which GPU, whatever the number of tokens."""
+"""Which kernels a layer can meet on which GPU, whatever the number of tokens, and what they compile to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from ...prepared import PreparedMoE
 from ..launch import Launch
-from ..runner import choose, run_with
+from ..runner import REGIMES, choose, run_with
+from ..table import Spread
 from .report import KernelReport, report_of
 from .standin import StandIn, standing_in
 
@@ -17,20 +18,33 @@ TOKENS = (1, 2, 3, 4, *(n for i in range(3, 17) for n in (3 << (i - 2), 1 << i))
 
 
 @dataclass(frozen=True)
-class Shipped:
-    """A launch that a layer takes on a GPU, with numbers of tokens of `TOKENS` that it takes it for."""
+class Examined:
+    """A launch of a layer on a GPU, and the numbers of tokens of `TOKENS` that it is for."""
 
     launch: Launch
     tokens: tuple[int, ...]
 
 
-def shipped(layer: PreparedMoE, gpu: StandIn) -> tuple[Shipped, ...]:
+def shipped(layer: PreparedMoE, gpu: StandIn) -> tuple[Examined, ...]:
     """Every launch that `layer` takes on `gpu`, by the table that ships with the package."""
     taken: dict[Launch, list[int]] = {}
     with standing_in(gpu):
         for tokens in TOKENS:
             taken.setdefault(choose(layer.problem, tokens, torch.device("cuda")), []).append(tokens)
-    return tuple(Shipped(launch, tuple(tokens)) for launch, tokens in taken.items())
+    return tuple(Examined(launch, tuple(tokens)) for launch, tokens in taken.items())
+
+
+def candidates(layer: PreparedMoE, gpu: StandIn) -> tuple[Examined, ...]:
+    """Every launch among which measurements may decide for `layer` on `gpu`, family by family."""
+    problem, found = layer.problem, []
+    for name, regime in REGIMES.items():
+        fewest, most = regime.each
+        spreads = {n: Spread.of(problem.local_experts, problem.top_k, n).each for n in TOKENS}
+        tokens = tuple(n for n, each in spreads.items() if fewest <= each <= most)
+        if tokens and regime.capability[0] <= gpu.capability <= regime.capability[1]:
+            tiles = [tile for tile in regime.candidates(problem) if not regime.fits(problem, tile)]
+            found += [Examined(Launch(name, tile), tokens) for tile in tiles]
+    return tuple(found)
 
 
 def inspect(layer: PreparedMoE, tokens: int, launch: Launch, gpu: StandIn) -> tuple[KernelReport, ...]:
