@@ -7,7 +7,6 @@ layouts one after the other, with the same numbers in each, and decoded again fo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,41 +23,10 @@ from moectl.kernels.inputs import DTYPES, LOG_ODDS
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.roofline import work_of
 from moectl.padding import pad
-from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem
-from moectl.schemes import MXFP4, Scheme, WeightFormat, int_format
-
-FORMATS: Mapping[str, WeightFormat] = {
-    "mxfp4": MXFP4,
-    "int4-g32": int_format(4, 32),
-    "int4-g128": int_format(4, 128),
-}
-
-
-def _gpt_oss(experts: int) -> MoEProblem:
-    dims = Dims(2880, 2880)
-    return MoEProblem(dims, experts, 4, Scheme(MXFP4), SWIGLU_OAI, rows="interleaved", bias=True)
-
-
-def _plain(hidden: int, intermediate: int, experts: int, top_k: int, weight: str) -> MoEProblem:
-    return MoEProblem(Dims(hidden, intermediate), experts, top_k, Scheme(FORMATS[weight]), SILU)
-
-
-MODELS: Mapping[str, MoEProblem] = {
-    "gpt-oss-120b": _gpt_oss(128),
-    "gpt-oss-20b": _gpt_oss(32),
-    "kimi-k2": _plain(7168, 2048, 384, 8, "int4-g32"),
-    "qwen3-30b": _plain(2048, 768, 128, 8, "int4-g128"),
-    "deepseek-v3": _plain(7168, 2048, 256, 8, "int4-g128"),
-}
-"""Expert layers of published models, each with the format that it is timed in by default."""
+from moectl.problem import Activation, MoEProblem
 
 E2M1_RMS, INT4_RMS = 2.9, 4.6
 """Root mean square of the numbers that random codes stand for; INT4 codes without their offset of 8."""
-
-
-def default_format(model: str) -> str:
-    """The name in `FORMATS` of a model's usual format."""
-    return next(name for name, weight in FORMATS.items() if weight == MODELS[model].scheme.weight)
 
 
 @dataclass(frozen=True)
@@ -78,14 +46,6 @@ def _odds(problem: MoEProblem, distribution: str) -> Tensor:
         odds[: max(int(argument), problem.top_k)] = 0.0
         return odds
     return LOG_ODDS[name](problem.experts, *([float(argument)] if argument else []))
-
-
-def is_distribution(text: str) -> bool:
-    """Whether `text` is ``uniform``, ``zipf:A`` or ``experts:N``."""
-    name, _, argument = text.partition(":")
-    if name == "experts":
-        return argument.isdigit() and int(argument) > 0
-    return text == "uniform" or (name == "zipf" and argument.replace(".", "", 1).isdigit())
 
 
 def routings(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ COLD_SETS, LARGE_SETS, LARGE = 16, 4, 64
 """Routings in a graph, those above `LARGE` tokens."""
 REPLAYS = 20
 CHECKED_TOKENS = 4
+WARM_TOKENS = 2
+"""Numbers of tokens that one process compiles for."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,12 @@ def _cells(unit: Unit) -> list[Row]:
 def work(order: dict[str, Any]) -> int:
     """Times, or only runs, the units of `order` and prints what is found."""
     import torch
-    from moe_cells import FORMATS, MODELS, RandomLayer
+
+    if not torch.cuda.is_available():
+        _say("fatal", {"why": "it needs a CUDA GPU, and torch sees none"})
+        return 1
+    from moe_cells import RandomLayer
+    from moe_models import FORMATS, MODELS
     from moe_peers import COLUMNS, Absent
 
     from moectl.floors import Rates
@@ -105,9 +113,7 @@ def work(order: dict[str, Any]) -> int:
             _say("none", {"why": _short(error)})
             continue
         torch.cuda.synchronize()
-        print(
-            f"{unit.column} {unit.model} {unit.format}: built in {time.monotonic() - start:.1f} s", flush=True
-        )
+        _say("built", {"seconds": time.monotonic() - start})
         for row in _cells(unit):
             try:
                 _say("row", _measured(row, layer, column, rates, order["warm"]))
@@ -122,8 +128,6 @@ def work(order: dict[str, Any]) -> int:
 
 
 def _with_weight(problem: Any, weight: Any) -> Any:
-    from dataclasses import replace
-
     return replace(problem, scheme=replace(problem.scheme, weight=weight))
 
 
@@ -236,10 +240,14 @@ class _Progress:
             return
         data = json.loads(line[len(MARK) :])
         kind = data.pop("kind")
+        if kind == "fatal":
+            raise SystemExit(f"bench_peers: {data['why']}")
         if kind == "about":
             self.about = self.about or data
         elif kind == "unit":
             self.pending = _cells(self.left.pop(0))
+        elif kind == "built":
+            print(f"  built in {data['seconds']:.1f} s", flush=True)
         elif kind == "none":
             self.give_up(data["why"], report)
         else:
@@ -261,13 +269,37 @@ def run_units(
     command: list[str],
     units: Sequence[Unit],
     options: dict[str, Any],
-    time_limit: float,
+    end: float,
     cell_limit: float,
     report: Callable[[Row], None],
 ) -> tuple[dict[str, Any], list[Row]]:
-    """What the rows were taken on, and the rows of `units`, each reported as it comes."""
+    """What the rows were taken on, and the rows of `units`, each reported as it comes.
+
+    At `end`, a reading of the monotonic clock, or when it is interrupted, the cells left get no time.
+    """
     progress = _Progress(left=list(units))
-    end = time.monotonic() + time_limit
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _work_through(command, progress, options, end, cell_limit, report)
+        why = "not reached within the time limit"
+    except KeyboardInterrupt:
+        why = "interrupted"
+    progress.give_up(why, report)
+    for unit in progress.left:
+        progress.pending = _cells(unit)
+        progress.give_up(why, report)
+    return progress.about, progress.rows
+
+
+def _work_through(
+    command: list[str],
+    progress: _Progress,
+    options: dict[str, Any],
+    end: float,
+    cell_limit: float,
+    report: Callable[[Row], None],
+) -> None:
+    """Workers one after the other, until no unit is left or the time is up."""
     while progress.left and time.monotonic() < end:
         before = len(progress.left)
         why = _watch([*command, *_order(progress.left, options, False)], progress, end, cell_limit, report)
@@ -277,10 +309,6 @@ def run_units(
         if len(progress.left) == before:
             progress.pending = _cells(progress.left.pop(0))
             progress.give_up(why or "the process said nothing about it", report)
-    for unit in progress.left:
-        progress.pending = _cells(unit)
-        progress.give_up(f"not reached within {time_limit:g} s", report)
-    return progress.about, progress.rows
 
 
 def _watch(
@@ -315,11 +343,10 @@ def _watch(
 
 
 def warm_units(
-    command: list[str], units: Sequence[Unit], options: dict[str, Any], at_once: int, time_limit: float
+    command: list[str], units: Sequence[Unit], options: dict[str, Any], at_once: int, end: float
 ) -> int:
-    """Runs every cell once, `at_once` units at a time, so that their kernels are compiled and kept."""
-    end = time.monotonic() + time_limit
-    waiting, running = list(units), []
+    """Runs every cell once, `at_once` processes at a time, so that their kernels are compiled and kept."""
+    waiting, running = [part for unit in units for part in _parts(unit)], []
     while (waiting or running) and time.monotonic() < end:
         while waiting and len(running) < at_once:
             unit = waiting.pop(0)
@@ -333,8 +360,18 @@ def warm_units(
     for unit, process, _, _ in running:
         process.kill()
         process.wait()
-        print(f"{unit.model} {unit.format} {unit.column}: not ready within {time_limit:g} s", flush=True)
+        print(f"{_name(unit)}: not ready in time", flush=True)
     return 0
+
+
+def _parts(unit: Unit) -> list[Unit]:
+    """`unit` in parts of a few numbers of tokens, as each number may need other kernels."""
+    every = -(-len(unit.tokens) // WARM_TOKENS)
+    return [replace(unit, tokens=unit.tokens[first::every]) for first in range(every)]
+
+
+def _name(unit: Unit) -> str:
+    return f"{unit.model} {unit.format} {unit.column} M={','.join(map(str, unit.tokens))}"
 
 
 def _tell_warm(unit: Unit, process: Any, log: Any, start: float) -> None:
@@ -344,4 +381,4 @@ def _tell_warm(unit: Unit, process: Any, log: Any, start: float) -> None:
     said = [json.loads(line[len(MARK) :]) for line in text.splitlines() if line.startswith(MARK)]
     notes = {entry.get("why") or entry.get("note") for entry in said} - {None, ""}
     taken = f"{time.monotonic() - start:.0f} s, status {process.returncode}"
-    print(f"{unit.model} {unit.format} {unit.column}: {taken} {'; '.join(sorted(notes))}", flush=True)
+    print(f"{_name(unit)}: {taken} {'; '.join(sorted(notes))}", flush=True)

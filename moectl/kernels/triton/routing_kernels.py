@@ -35,65 +35,60 @@ def _sort_few_kernel(IDS, SORTED, OFFSETS, T, E: tl.constexpr, BT: tl.constexpr,
         tl.store(OFFSETS + E, base + tl.sum(match, 0))
 
 
-@triton.jit(do_not_specialize=["T", "BLOCKS"])
-def _count_kernel(
-    IDS, COUNTS, BELOW, T, BLOCKS,
-    E: tl.constexpr, BINS: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """COUNTS and BELOW ``[E, BLOCKS]``: how many of a block's ids are an expert, and how many a lower one."""
+@triton.jit(do_not_specialize=["T"])
+def _count_kernel(IDS, COUNTS, T, E: tl.constexpr, BINS: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr):
+    """COUNTS ``[blocks, E]``: how many of a block's ids are each expert."""
     _await_inputs(PDL)
     block = tl.program_id(0)
     t = block * BT + tl.arange(0, BT)
     ids = tl.load(IDS + t, mask=t < T, other=-1)
-    counts = tl.histogram(tl.where((ids >= 0) & (ids < E), ids, E), BINS)
+    counts = tl.histogram(ids, BINS, mask=(ids >= 0) & (ids < E))
     bins = tl.arange(0, BINS)
-    at = bins * BLOCKS + block
-    tl.store(COUNTS + at, counts, mask=bins < E)
-    tl.store(BELOW + at, tl.cumsum(counts, 0) - counts, mask=bins < E)
+    tl.store(COUNTS + block * E + bins, counts, mask=bins < E)
 
 
 @triton.jit(do_not_specialize=["BLOCKS"])
 def _place_kernel(
-    COUNTS, BELOW, OFFSETS, BLOCKS, E: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr
+    COUNTS, TOTALS, BLOCKS, E: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """COUNTS ``[E, BLOCKS]`` become the first sorted position of a block's ids of an expert; OFFSETS too."""
+    """COUNTS become the counts of all blocks before; TOTALS ``[E]`` are those of all."""
     _await_inputs(PDL)
-    e = tl.program_id(0)
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
     b = tl.arange(0, BB)
-    below = tl.zeros((BB,), dtype=tl.int32)
+    total = tl.zeros((BE,), dtype=tl.int32)
     for b0 in range(0, BLOCKS, BB):
-        below += tl.load(BELOW + e * BLOCKS + b0 + b, mask=b0 + b < BLOCKS, other=0)
-    base = tl.sum(below, 0)
-    tl.store(OFFSETS + e, base)
-    for b0 in range(0, BLOCKS, BB):
-        at = COUNTS + e * BLOCKS + b0 + b
-        counts = tl.load(at, mask=b0 + b < BLOCKS, other=0)
-        tl.store(at, base + tl.cumsum(counts, 0) - counts, mask=b0 + b < BLOCKS)
-        base += tl.sum(counts, 0)
-    if e == E - 1:
-        tl.store(OFFSETS + E, base)
+        at = COUNTS + (b0 + b)[:, None] * E + e[None, :]
+        inside = (b0 + b < BLOCKS)[:, None] & (e < E)[None, :]
+        counts = tl.load(at, mask=inside, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
+        total += tl.sum(counts, 0)
+    tl.store(TOTALS + e, total, mask=e < E)
 
 
-@triton.jit(do_not_specialize=["T", "BLOCKS"])
+@triton.jit(do_not_specialize=["T"])
 def _scatter_kernel(
-    IDS, STARTS, SORTED, T, BLOCKS,
-    E: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    IDS, BEFORE, TOTALS, SORTED, OFFSETS, T,
+    E: tl.constexpr, BINS: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SORTED: each slot at its expert's start for this block plus its rank among the block's equal ids."""
+    """SORTED: each slot behind those of lower experts, of earlier blocks, and of its block; OFFSETS too."""
     _await_inputs(PDL)
     block = tl.program_id(0)
     i = tl.arange(0, BT)
     t = block * BT + i
     ids = tl.load(IDS + t, mask=t < T, other=-1)
     live = (ids >= 0) & (ids < E)
-    start = tl.load(STARTS + ids * BLOCKS + block, mask=live, other=0)
-    rank = tl.zeros((BT,), dtype=tl.int32)
-    for j0 in range(0, BT, WIDTH):
-        j = j0 + tl.arange(0, WIDTH)
-        earlier = tl.load(IDS + block * BT + j, mask=block * BT + j < T, other=-1)
-        same = (ids[:, None] == earlier[None, :]) & (j[None, :] < i[:, None])
-        rank += tl.sum(same.to(tl.int32), 1)
-    tl.store(SORTED + start + rank, t, mask=live)
+    known = tl.where(live, ids, 0)
+    before = tl.load(BEFORE + block * E + known, mask=live, other=0)
+    bins = tl.arange(0, BINS)
+    totals = tl.load(TOTALS + bins, mask=bins < E, other=0)
+    ends = tl.cumsum(totals, 0)
+    start = tl.gather(ends - totals, known, 0)
+    if block == 0:
+        tl.store(OFFSETS + bins, ends - totals, mask=bins < E)
+        tl.store(OFFSETS + bins + 1, ends, mask=bins == E - 1)
+    earlier = (ids[:, None] == ids[None, :]) & (i[:, None] < i[None, :])
+    rank = tl.sum(earlier.to(tl.int32), 0)
+    tl.store(SORTED + start + before + rank, t, mask=live)
 
 
 @triton.jit(do_not_specialize=["T", "TOKENS"])
