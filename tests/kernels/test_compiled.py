@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -96,6 +100,16 @@ def test_every_shipped_launch_elsewhere(model: str, arch: int) -> None:
         call = Inspected(model, arch, it.launch, it.tokens[0], inspect(layer, it.tokens[0], it.launch, gpu))
         check(call, strict=False)
         assert all(kernel.shared <= gpu.shared for kernel in call.kernels), call
+
+
+@pytest.mark.slow
+def test_the_newest_triton_compiles_them_too() -> None:
+    """pip puts the newest release beside the environment the first time, hundreds of megabytes."""
+    script = Path(__file__).parents[2] / "scripts" / "inspect_kernels"
+    command = [sys.executable, str(script), "--triton", "newest", "--arch", "all"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0 and "0 with faults" in done.stdout
 
 
 def test_compiling_needs_no_memory_and_leaves_nothing_behind() -> None:
