@@ -190,7 +190,7 @@ def disassembled(cubin: bytes) -> tuple[dict[str, int], Code]:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
         uses = re.findall(r"\b(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", file))
-        return {name: int(number) for name, number in uses}, parse(_tool("nvdisasm", "-c", file))
+        return {name: int(number) for name, number in uses}, parse(_tool("nvdisasm", "-c", "-ndf", file))
 
 
 def _tool(name: str, *arguments: str | Path) -> str:
