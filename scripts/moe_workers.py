@@ -27,7 +27,7 @@ COLD_SETS, LARGE_SETS, LARGE = 16, 4, 64
 """Routings in a graph, those above `LARGE` tokens."""
 REPLAYS = 20
 CHECKED_TOKENS = 4
-WARM_TOKENS = 2
+WARM_TOKENS = 4
 """Numbers of tokens that one process compiles for."""
 
 

@@ -16,7 +16,7 @@ from . import routing_kernels as kernels
 INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction)
 """True under ``TRITON_INTERPRET=1``: kernels run on the CPU, slowly, for tests."""
 
-FEW = 8192
+FEW = 2048
 """Up to so many assignments each expert's program reads all of them; beyond, blocks are counted first."""
 
 BLOCK = 128
@@ -55,7 +55,7 @@ def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def _sort_few(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> None:
     t = ids.numel()
     block = max(16, triton.next_power_of_2(t))
-    warps = min(16, max(1, block // 256))
+    warps = min(4, max(1, block // 64))
     kernels._sort_few_kernel[(experts,)](
         ids, slots, offsets, t, E=experts, BT=block, num_warps=warps, **_launch_options()
     )
@@ -67,7 +67,7 @@ def _sort_many(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> Non
     counts, totals = ids.new_empty(blocks, experts), ids.new_empty(experts)
     options = {"E": experts, **_launch_options()}
     bins = max(16, triton.next_power_of_2(experts))
-    kernels._count_kernel[(blocks,)](ids, counts, t, BINS=bins, BT=BLOCK, **options)
+    kernels._count_kernel[(blocks,)](ids, counts, t, BINS=bins, BT=BLOCK, num_warps=1, **options)
     rows = min(BLOCKS_AT_ONCE, triton.next_power_of_2(blocks))
     kernels._place_kernel[(triton.cdiv(experts, EXPERTS_AT_ONCE),)](
         counts, totals, blocks, BE=EXPERTS_AT_ONCE, BB=rows, **options
