@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from moectl.kernels.triton.runner import INTERPRETED
+from moectl.schemes import WeightFormat
 
 from . import kernel_cases as cases
+from .grid import CHOICES, FEWER_CASES, FORMATS, Case
 
 LAUNCHES = cases.LAUNCHES
+FLOATS = CHOICES["floats"]
 
 
 @pytest.fixture(autouse=True)
@@ -20,32 +25,18 @@ def test_runs_in_the_interpreter() -> None:
     assert INTERPRETED
 
 
-@pytest.mark.parametrize(
-    ("family", "launch", "tokens"),
-    [
-        ("gpt-oss", "decode 16x64x128 split 4", 1),
-        ("gpt-oss", "decode 16x128x64", 20),
-        ("gpt-oss", "grouped 16x64x64", 20),
-        ("gpt-oss", "grouped 64x128x64 tails", 30),
-        ("kimi", "decode 16x64x128 split 4", 3),
-        ("kimi", "grouped 64x128x64 tails", 20),
-        ("qwen", "decode 16x128x64", 3),
-        ("qwen", "grouped 16x64x64", 20),
-        ("group 64", "decode 16x64x128 split 4", 2),
-    ],
-)
-def test_agrees_with_the_reference(family: str, launch: str, tokens: int) -> None:
-    cases.agrees(family, LAUNCHES[launch], tokens, "cpu")
+@pytest.mark.parametrize("case", FEWER_CASES, ids=str)
+def test_agrees_in_the_grid(case: Case) -> None:
+    cases.agrees_in(case, list(LAUNCHES.values())[case.launch % len(LAUNCHES)], "cpu")
 
 
-@pytest.mark.parametrize("family", cases.ODD_SIZES)
-@pytest.mark.parametrize("launch", ["decode 16x64x128 split 4", "grouped 64x128x64 tails"])
-def test_agrees_at_odd_sizes(family: str, launch: str) -> None:
-    cases.agrees(cases.ODD_SIZES[family], LAUNCHES[launch], 5, "cpu")
+@pytest.mark.parametrize(("weight", "floats"), zip(2 * FORMATS, cycle(FLOATS)), ids=str)
+def test_decodes_exactly(weight: WeightFormat, floats: tuple[str, str]) -> None:
+    cases.decodes_exactly(weight, floats, LAUNCHES["grouped 64x128x64 tails"], "cpu")
 
 
 @pytest.mark.parametrize("launch", ["decode 16x128x64", "grouped 16x64x64"])
-@pytest.mark.parametrize("case", [cases.skips, cases.crowds, cases.weighs_the_input, cases.one_rank])
+@pytest.mark.parametrize("case", [cases.skips, cases.one_rank])
 def test_odd_routings(case: object, launch: str) -> None:
     case(LAUNCHES[launch], "cpu")  # type: ignore[operator]
 

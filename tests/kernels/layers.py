@@ -14,8 +14,9 @@ from moectl.kernels.inputs import Inputs, make_inputs
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.tolerance import CheckResult, check, tolerance_for
+from moectl.padding import pad
 from moectl.problem import SILU, SWIGLU_OAI, Dims, MoEProblem, Routing
-from moectl.schemes import MXFP4, Scheme, int_format
+from moectl.schemes import FULL, MXFP4, Scheme, int_format
 
 GPT_OSS = MoEProblem(
     Dims(192, 96),
@@ -43,6 +44,9 @@ QWEN = replace(
 GROUP_64 = replace(QWEN, scheme=Scheme(int_format(4, 64)))
 FAMILIES = {"gpt-oss": GPT_OSS, "kimi": KIMI, "qwen": QWEN, "group 64": GROUP_64}
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALES = {"BF16": torch.bfloat16, "F16": torch.float16}
+
 E8M0_ONE = 127
 
 
@@ -50,25 +54,35 @@ def canonical_roles(problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
     """Random codes, and scales that keep activations near one."""
     generator = torch.Generator().manual_seed(seed)
     weight, dims, experts = problem.scheme.weight, problem.dims, problem.local_experts
+    dtype = DTYPES[problem.dtype]
     roles = {}
     for role, n, k in (
-        ("w13", 2 * dims.intermediate, dims.hidden),
+        ("w13", (2 if problem.activation.gated else 1) * dims.intermediate, dims.hidden),
         ("w2", dims.hidden, dims.intermediate),
     ):
-        groups = -(-k // weight.group)
-        roles[role] = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, generator=generator)
+        groups = 1 if weight.group == FULL else -(-k // weight.group)
+        columns = k * weight.bits // 8
+        roles[role] = torch.randint(0, 256, (experts, n, columns), dtype=torch.uint8, generator=generator)
         if weight.name == "mxfp4":
             exponents = torch.randint(E8M0_ONE - 8, E8M0_ONE - 2, (experts, n, groups), generator=generator)
             roles[f"{role}_scale"] = exponents.to(torch.uint8)
         else:
-            scale = torch.rand(experts, n, groups, generator=generator) + 0.5
-            roles[f"{role}_scale"] = (scale * 0.25 / k**0.5).bfloat16()
+            spread = 2.0 ** (2 - weight.bits) / k**0.5
+            scale = (torch.rand(experts, n, groups, generator=generator) + 0.5) * spread
+            roles[f"{role}_scale"] = scale.to(SCALES[weight.scale_dtype])
+        if weight.zero_point:
+            # Codes of zero all over the range, the ends included; more often near its middle.
+            most = 2**weight.bits - 1
+            share = torch.rand(experts, n, groups, generator=generator) * 1.2 - 0.1
+            zero = torch.randint(3 * most // 8, 5 * most // 8, (experts, n, groups), generator=generator)
+            zero = torch.where(share < 0, 0, torch.where(share > 1, most, zero))
+            roles[f"{role}_zero"] = zero.to(torch.uint8)
         if problem.bias:
-            roles[f"{role}_bias"] = (torch.randn(experts, n, generator=generator) * 0.3).bfloat16()
+            roles[f"{role}_bias"] = (torch.randn(experts, n, generator=generator) * 0.3).to(dtype)
     return roles
 
 
-SPELLED = {torch.uint8: "U8", torch.bfloat16: "BF16"}
+SPELLED = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def layer_of(problem: MoEProblem, roles: Mapping[str, Tensor]) -> ExpertLayer:
@@ -89,6 +103,35 @@ def random_layer(problem: MoEProblem, seed: int = 0) -> ExpertLayer:
     return layer_of(problem, canonical_roles(problem, seed))
 
 
+def cut_to(problem: MoEProblem, roles: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The lanes of `problem`'s logical sizes of roles that have its padded ones."""
+    dims, weight = problem.dims, problem.scheme.weight
+    halves = 2 if problem.activation.gated else 1
+    made = {}
+    for role, t in roles.items():
+        first = role.startswith("w13")
+        n, k = (dims.intermediate, dims.hidden) if first else (dims.hidden, dims.intermediate)
+        if first and problem.rows == "concatenated":
+            t = t.unflatten(1, (halves, -1))[:, :, :n].flatten(1, 2)
+        else:
+            t = t[:, : (halves if first else 1) * n]
+        if role in ("w13", "w2"):
+            t = t[:, :, : k * weight.bits // 8]
+        elif not role.endswith("_bias") and weight.group != FULL:
+            t = t[:, :, : -(-k // weight.group)]
+        made[role] = t.contiguous()
+    return made
+
+
+def layer_among_others(problem: MoEProblem, device: str) -> tuple[ExpertLayer, PreparedMoE]:
+    """A random layer, and its weights for the kernels with other numbers in all padded lanes."""
+    padded = pad("moectl-mtile64", problem)
+    full = replace(problem, dims=Dims(padded.dims.padded_hidden, padded.dims.padded_intermediate))
+    roles = canonical_roles(full)
+    prepared = layer_of(full, roles).prepared("triton", device)
+    return layer_of(problem, cut_to(padded, roles)), replace(prepared, problem=padded)
+
+
 def judged(layer: ExpertLayer, prepared: PreparedMoE, y: Tensor, inputs: Inputs) -> CheckResult:
     """`y` against the fp64 reference, computed where the layer's own storage is."""
     place = layer.canonical([0])["w13"].device
@@ -101,6 +144,14 @@ def inputs_of(
     problem: MoEProblem, tokens: int, *, distribution: str = "uniform", device: str = "cpu"
 ) -> Inputs:
     return make_inputs(problem, tokens, seed=tokens + 1, distribution=distribution, device=device)
+
+
+def beyond(inputs: Inputs, experts: int) -> tuple[Inputs, Inputs]:
+    """`inputs` with ids that no expert has, and the same with such assignments skipped."""
+    ids, skipped = inputs.ids.clone(), inputs.ids.clone()
+    for first, odd in ((0, experts), (1, 1_000_000), (2, -1), (3, -77)):
+        ids.view(-1)[first::7], skipped.view(-1)[first::7] = odd, -1
+    return replace(inputs, ids=ids), replace(inputs, ids=skipped)
 
 
 def skipping(inputs: Inputs, every: int) -> Inputs:

@@ -9,20 +9,43 @@ and ``NX`` the logical columns of the output.
 import triton
 import triton.language as tl
 
-from .mtile64_kernels import _product, _round_bf16
+from .mtile64_kernels import _nearest
+from .product_kernels import _product
+
+
+@triton.jit
+def _gated(gate, up, alpha, limit, ACT: tl.constexpr):
+    """activation(gate) * up in fp32. A limit, infinite where there is none, keeps NaN, unlike a minimum."""
+    if ACT == "gelu_tanh":
+        alpha = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)  # the sigmoid's form of tanh
+    else:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, up)
+        up = tl.where(up < -limit, -limit, up)
+        if ACT == "swigluoai":
+            up += 1.0
+    return up * gate / (1.0 + tl.exp(-alpha * gate))
+
+
+@triton.jit
+def _ungated(x, ACT: tl.constexpr):
+    """activation(x) in fp32, of experts without a gate."""
+    tl.static_assert(ACT == "relu2")
+    return tl.where(x < 0, 0.0, x * x)  # NaN stays NaN
 
 
 @triton.jit
 def _gemm1_tile(
-    X, W, S, B, H, WEIGHTS, slots, h_rows, live, expert, pid_n, N, K, KX, NX, alpha, limit,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    X, W, S, Z, B, H, WEIGHTS, slots, h_rows, live, expert, pid_n, N, K, KX, NX, alpha, limit,
+    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """H[h_rows] = activation of (first GEMM of the tokens of `slots`); NX is the intermediate size."""
     acc = _product(
-        X, W, S, slots // TOP_K, live, expert, pid_n, 0, N, K, KX,
-        FORMAT, GROUP, BM, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
+        X, W, S, Z, slots // TOP_K, live, expert, pid_n, 0, N, K, KX,
+        FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
     )  # fmt: skip
     if WEIGHTED:
         acc = acc * tl.load(WEIGHTS + slots, mask=live, other=0.0)[None, :]
@@ -30,34 +53,32 @@ def _gemm1_tile(
         rows = pid_n * BN + tl.arange(0, BN)
         b = tl.load(B + expert.to(tl.int64) * N + rows, mask=rows < N, other=0.0)
         acc += b.to(tl.float32)[:, None]
-    pairs = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
-    gate, up = tl.split(pairs)
-    gate = tl.reshape(gate, (BN // 2, BM))
-    up = tl.reshape(up, (BN // 2, BM))
-    gate = tl.where(gate > limit, limit, gate)  # unlike a minimum, keeps NaN
-    up = tl.where(up > limit, limit, up)
-    up = tl.where(up < -limit, -limit, up)
-    if ACT == "swigluoai":
-        up += 1.0
-    h = up * gate / (1.0 + tl.exp(-alpha * gate))
-    columns = pid_n * (BN // 2) + tl.arange(0, BN // 2)
+    if GATED:
+        pairs = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
+        gate, up = tl.split(pairs)
+        h = _gated(tl.reshape(gate, (BN // 2, BM)), tl.reshape(up, (BN // 2, BM)), alpha, limit, ACT)
+        columns = pid_n * (BN // 2) + tl.arange(0, BN // 2)
+    else:
+        h = _ungated(acc, ACT)
+        columns = pid_n * BN + tl.arange(0, BN)
     h_ptr = H + h_rows.to(tl.int64)[:, None] * NX + columns[None, :]
-    h = _round_bf16(tl.trans(h), INTERP).to(H.dtype.element_ty)
+    h = _nearest(tl.trans(h), H.dtype.element_ty, INTERP).to(H.dtype.element_ty)
     tl.store(h_ptr, h, mask=live[:, None] & (columns < NX)[None, :])
 
 
 @triton.jit
 def _gemm2_tile(
-    H, W, S, B, Y, WEIGHTS, slots, h_rows, live, expert, pid_n, pid_k, N, K, KX, NX,
+    H, W, S, Z, B, Y, WEIGHTS, slots, h_rows, live, expert, pid_n, pid_k, N, K, KX, NX,
     BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     INTERP: tl.constexpr,
 ):  # fmt: skip
     """Y[slots] = weight * (second GEMM of H[h_rows]), or one K split's part of it; NX is the hidden size."""
     acc = _product(
-        H, W, S, h_rows, live, expert, pid_n, pid_k, N, K, KX,
-        FORMAT, GROUP, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
+        H, W, S, Z, h_rows, live, expert, pid_n, pid_k, N, K, KX,
+        FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
     )  # fmt: skip
     rows = pid_n * BN + tl.arange(0, BN)
     if BIAS:
@@ -66,9 +87,7 @@ def _gemm2_tile(
         acc += b.to(tl.float32)[:, None]
     if WEIGHTED:
         acc = acc * tl.load(WEIGHTS + slots, mask=live, other=0.0)[None, :]
-    y = tl.trans(acc)
-    if Y.dtype.element_ty == tl.bfloat16:
-        y = _round_bf16(y, INTERP)
+    y = _nearest(tl.trans(acc), Y.dtype.element_ty, INTERP)
     y_ptr = Y + slots.to(tl.int64)[:, None] * NX + rows[None, :]
     tl.store(y_ptr, y.to(Y.dtype.element_ty), mask=live[:, None] & (rows < NX)[None, :])
 
@@ -100,10 +119,11 @@ def _assigned(IDS, T, p, m0, E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.co
 
 @triton.jit(do_not_specialize=["T"])
 def _decode_gemm1_kernel(
-    X, W, S, B, H, IDS, WEIGHTS, T, N, K, KX, NX, alpha, limit,
+    X, W, S, Z, B, H, IDS, WEIGHTS, T, N, K, KX, NX, alpha, limit,
     E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr, M_BLOCKS: tl.constexpr,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """H ``[T, NX]`` by slot; grid (row tiles, programs * M_BLOCKS), routing resolved inside."""
@@ -113,17 +133,19 @@ def _decode_gemm1_kernel(
     expert, slots, live, work = _assigned(IDS, T, p, m0, E, BY_SLOT, TPAD, BM)
     if work:
         _gemm1_tile(
-            X, W, S, B, H, WEIGHTS, slots, slots, live, expert, pid_n, N, K, KX, NX, alpha, limit,
-            TOP_K, ACT, BIAS, WEIGHTED, FORMAT, GROUP, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
+            X, W, S, Z, B, H, WEIGHTS, slots, slots, live, expert, pid_n, N, K, KX, NX, alpha, limit,
+            TOP_K, ACT, GATED, BIAS, WEIGHTED,
+            FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
 def _decode_gemm2_kernel(
-    H, W, S, B, Y, IDS, WEIGHTS, T, N, K, KX, NX,
+    H, W, S, Z, B, Y, IDS, WEIGHTS, T, N, K, KX, NX,
     E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr, M_BLOCKS: tl.constexpr,
     BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     INTERP: tl.constexpr,
 ):  # fmt: skip
@@ -135,9 +157,9 @@ def _decode_gemm2_kernel(
     expert, slots, live, work = _assigned(IDS, T, p, m0, E, BY_SLOT, TPAD, BM)
     if work:
         _gemm2_tile(
-            H, W, S, B, Y + pid_k.to(tl.int64) * T * NX, WEIGHTS, slots, slots, live, expert, pid_n, pid_k,
+            H, W, S, Z, B, Y + pid_k.to(tl.int64) * T * NX, WEIGHTS, slots, slots, live, expert, pid_n, pid_k,
             N, K, KX, NX, BIAS, WEIGHTED,
-            FORMAT, GROUP, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
+            FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
         )  # fmt: skip
 
 
@@ -164,10 +186,11 @@ def _scheduled(OFFSETS, pid, row_tiles, E: tl.constexpr, EPAD: tl.constexpr, BM:
 
 @triton.jit
 def _grouped_gemm1_kernel(
-    X, W, S, B, H, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
+    X, W, S, Z, B, H, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
     E: tl.constexpr, EPAD: tl.constexpr, TAILS: tl.constexpr,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """H ``[T, NX]`` in sorted order. A last tile of few tokens runs narrower: no padded columns."""
@@ -176,45 +199,51 @@ def _grouped_gemm1_kernel(
         left = end - m0
         if (TAILS >= 2) & (left <= BM // 4):
             _grouped_gemm1_tile(
-                X, W, S, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
-                TOP_K, ACT, BIAS, WEIGHTED, FORMAT, GROUP, BM // 4 if TAILS >= 2 else BM, BN, BK,
+                X, W, S, Z, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
+                TOP_K, ACT, GATED, BIAS, WEIGHTED,
+                FORMAT, GROUP, ZERO, SCALE, BM // 4 if TAILS >= 2 else BM, BN, BK,
                 STAGES, EVEN_N, EVEN_K, INTERP,
             )  # fmt: skip
         elif (TAILS >= 1) & (left <= BM // 2):
             _grouped_gemm1_tile(
-                X, W, S, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
-                TOP_K, ACT, BIAS, WEIGHTED, FORMAT, GROUP, BM // 2 if TAILS >= 1 else BM, BN, BK,
+                X, W, S, Z, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
+                TOP_K, ACT, GATED, BIAS, WEIGHTED,
+                FORMAT, GROUP, ZERO, SCALE, BM // 2 if TAILS >= 1 else BM, BN, BK,
                 STAGES, EVEN_N, EVEN_K, INTERP,
             )  # fmt: skip
         else:
             _grouped_gemm1_tile(
-                X, W, S, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
-                TOP_K, ACT, BIAS, WEIGHTED, FORMAT, GROUP, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
+                X, W, S, Z, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
+                TOP_K, ACT, GATED, BIAS, WEIGHTED,
+                FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
             )  # fmt: skip
 
 
 @triton.jit
 def _grouped_gemm1_tile(
-    X, W, S, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    X, W, S, Z, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
+    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     positions = m0 + tl.arange(0, BM)
     live = positions < end
     slots = tl.load(SORTED + positions, mask=live, other=0)
     _gemm1_tile(
-        X, W, S, B, H, WEIGHTS, slots, positions, live, expert, pid_n, N, K, KX, NX, alpha, limit,
-        TOP_K, ACT, BIAS, WEIGHTED, FORMAT, GROUP, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
+        X, W, S, Z, B, H, WEIGHTS, slots, positions, live, expert, pid_n, N, K, KX, NX, alpha, limit,
+        TOP_K, ACT, GATED, BIAS, WEIGHTED,
+        FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
     )  # fmt: skip
 
 
 @triton.jit
 def _grouped_gemm2_kernel(
-    H, W, S, B, Y, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles,
+    H, W, S, Z, B, Y, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles,
     E: tl.constexpr, EPAD: tl.constexpr, TAILS: tl.constexpr,
     BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """Y ``[T, NX]`` by slot, from H in sorted order."""
@@ -223,32 +252,35 @@ def _grouped_gemm2_kernel(
         left = end - m0
         if (TAILS >= 2) & (left <= BM // 4):
             _grouped_gemm2_tile(
-                H, W, S, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, BIAS, WEIGHTED,
-                FORMAT, GROUP, BM // 4 if TAILS >= 2 else BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
+                H, W, S, Z, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, BIAS, WEIGHTED,
+                FORMAT, GROUP, ZERO, SCALE, BM // 4 if TAILS >= 2 else BM, BN, BK,
+                STAGES, EVEN_N, EVEN_K, INTERP,
             )  # fmt: skip
         elif (TAILS >= 1) & (left <= BM // 2):
             _grouped_gemm2_tile(
-                H, W, S, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, BIAS, WEIGHTED,
-                FORMAT, GROUP, BM // 2 if TAILS >= 1 else BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
+                H, W, S, Z, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, BIAS, WEIGHTED,
+                FORMAT, GROUP, ZERO, SCALE, BM // 2 if TAILS >= 1 else BM, BN, BK,
+                STAGES, EVEN_N, EVEN_K, INTERP,
             )  # fmt: skip
         else:
             _grouped_gemm2_tile(
-                H, W, S, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, BIAS, WEIGHTED,
-                FORMAT, GROUP, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
+                H, W, S, Z, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, BIAS, WEIGHTED,
+                FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
             )  # fmt: skip
 
 
 @triton.jit
 def _grouped_gemm2_tile(
-    H, W, S, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX,
+    H, W, S, Z, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX,
     BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     positions = m0 + tl.arange(0, BM)
     live = positions < end
     slots = tl.load(SORTED + positions, mask=live, other=0)
     _gemm2_tile(
-        H, W, S, B, Y, WEIGHTS, slots, positions, live, expert, pid_n, 0, N, K, KX, NX, BIAS, WEIGHTED,
-        FORMAT, GROUP, BM, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
+        H, W, S, Z, B, Y, WEIGHTS, slots, positions, live, expert, pid_n, 0, N, K, KX, NX, BIAS, WEIGHTED,
+        FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
     )  # fmt: skip

@@ -52,6 +52,17 @@ def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
     return Matrix(codes, scales, zeros, bias, n, k)
 
 
+_FLOATS = {"BF16": "bf16", "F16": "fp16"}
+
+
+def scale_name(problem: MoEProblem) -> str:
+    """What the scales are that kernels read: ``e8m0``, ``bf16`` or ``fp16``; empty for what none reads."""
+    weight = problem.scheme.weight
+    if weight.name == "mxfp4":
+        return "e8m0"
+    return _FLOATS.get(weight.scale_dtype, "") if weight.scale_dtype else problem.dtype
+
+
 @dataclass(frozen=True)
 class Layer:
     """The layer as the kernels take it: what it computes and its two matrices."""

@@ -16,16 +16,19 @@ import triton
 from ...problem import MoEProblem
 from . import fused_moe_kernels as kernels
 from .launch import DECODE, GROUPED, Tile, is_legal, token_tiles
-from .layer import Call, Layer, Matrix, Regime
+from .layer import Call, Layer, Matrix, Regime, scale_name
 from .routing import INTERPRETED, combine, sort_by_expert
 
 
 def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
     """Compile-time arguments that every GEMM kernel takes."""
+    weight = problem.scheme.weight
     return {
         "E": problem.local_experts,
-        "FORMAT": problem.scheme.weight.name,
-        "GROUP": problem.scheme.weight.group,
+        "FORMAT": weight.name,
+        "GROUP": weight.group,
+        "ZERO": weight.zero_point,
+        "SCALE": scale_name(problem),
         "BM": tile.tokens,
         "BN": tile.rows,
         "BK": tile.depth,
@@ -48,10 +51,11 @@ class _Arguments:
         p, act = self.layer.problem, self.layer.problem.activation
         return {
             **self._gemm(self.layer.w13, p.dims.hidden, p.dims.intermediate),
-            "alpha": 1.0 if act.alpha is None else act.alpha,
+            "alpha": 1.0 if act.alpha is None or act.name == "silu" else act.alpha,
             "limit": math.inf if act.limit is None else act.limit,
             "TOP_K": p.top_k,
             "ACT": act.name,
+            "GATED": act.gated,
             "WEIGHTED": p.routing.weight_on_input,
         }
 
@@ -68,6 +72,7 @@ class _Arguments:
         return {
             "W": m.codes,
             "S": m.scales,
+            "Z": m.scales if m.zeros is None else m.zeros,
             "B": m.codes if m.bias is None else m.bias,
             "N": m.n,
             "K": m.k,

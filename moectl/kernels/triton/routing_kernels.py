@@ -9,7 +9,7 @@ touches memory.
 import triton
 import triton.language as tl
 
-from .mtile64_kernels import _round_bf16
+from .mtile64_kernels import _nearest
 
 
 @triton.jit
@@ -112,6 +112,5 @@ def _combine_kernel(
             y = tl.load(Y + rows[:, None] + h[None, :], mask=inside & valid[:, None], other=0.0)
             acc += y.to(tl.float32)
     out = OUT + m.to(tl.int64)[:, None] * HIDDEN + h[None, :]
-    if OUT.dtype.element_ty == tl.bfloat16:
-        acc = _round_bf16(acc, INTERP)
+    acc = _nearest(acc, OUT.dtype.element_ty, INTERP)
     tl.store(out, acc.to(OUT.dtype.element_ty), mask=inside)

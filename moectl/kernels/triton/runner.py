@@ -14,18 +14,19 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...problem import MoEProblem
+from ...schemes import FULL
 from ..prepared import PreparedMoE
 from ..runners import Runner
 from .launch import Launch, launch_for
-from .layer import Call, Regime, layer_of
+from .layer import Call, Regime, layer_of, scale_name
 from .portable import DECODE_REGIME, GROUPED_REGIME
 from .routing import INTERPRETED
 from .table import Gpu, nearest
 
 LAYOUT = "moectl-mtile64"
-FORMATS = ("mxfp4", "int4")
-ACTIVATIONS = ("silu", "swigluoai")
-SMALLEST_GROUP, LARGEST_GROUP = 32, 128
+FORMATS = ("mxfp4", "int4", "int8")
+GROUPS = (32, 64, 128, FULL)
+GATED, UNGATED = ("silu", "swigluoai", "gelu_tanh"), ("relu2",)
 MINIMUM_CAPABILITY = (8, 0)
 
 REGIMES: dict[str, Regime] = {"decode": DECODE_REGIME, "grouped": GROUPED_REGIME}
@@ -79,16 +80,16 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
         return "it needs a CUDA GPU, the weights are on the CPU"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MINIMUM_CAPABILITY:
         return "it needs compute capability 8.0 or newer"
-    if weight.name not in FORMATS or weight.zero_point:
-        return f"it reads {' and '.join(FORMATS)} weights without zero points, the layer has {weight}"
-    if weight.scale_dtype not in ("", "BF16", "E8M0"):
-        return f"it reads BF16 scales, the layer has {weight.scale_dtype}"
-    if not SMALLEST_GROUP <= weight.group <= LARGEST_GROUP or weight.group & (weight.group - 1):
-        return f"it reads scale groups of 32, 64 and 128, the layer has {weight}"
-    if problem.activation.name not in ACTIVATIONS or not problem.activation.gated:
-        return f"it has the activations {' and '.join(ACTIVATIONS)}, the layer has {problem.activation.name}"
-    if problem.dtype != "bf16":
-        return f"it computes in bf16, the model's dtype is {problem.dtype}"
+    known = GATED if problem.activation.gated else UNGATED
+    if weight.name not in FORMATS or weight.block[0] != 1:
+        return f"it reads {', '.join(FORMATS)} weights with scales by row, the layer has {weight}"
+    if weight.group not in GROUPS:
+        return f"it reads scale groups of 32, 64 and 128 and scales of whole rows, the layer has {weight}"
+    if not scale_name(problem):
+        return f"it reads E8M0 and 16-bit scales, the layer has {weight.scale_dtype}"
+    if problem.activation.name not in known:
+        kind = "gated experts" if problem.activation.gated else "experts without a gate"
+        return f"for {kind} it has {', '.join(known)}, the layer has {problem.activation.name}"
     return ""
 
 

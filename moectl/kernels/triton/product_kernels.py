@@ -1,0 +1,145 @@
+# mypy: ignore-errors
+"""Device code of the product of one tile of weights, as they are stored, and some tokens.
+
+The A operands of matrix instructions are weights, so that the product is computed transposed, ``acc[rows,
+tokens]``. ``N, K`` are the stored (padded) sizes of the weight matrix, ``KX`` its logical columns; for the
+other names see `mtile64_kernels`.
+
+Codes come out as exact numbers of the tokens' type. Where their scales are multiplied in: ``weights``,
+when a weight times its scale is a number of that type but for one rounding; else ``sums``, the fp32
+products of each group; ``end``, the whole product, when a row has one scale.
+"""
+
+import triton
+import triton.language as tl
+
+from .mtile64_kernels import _dequantized, _row_scales
+
+
+@triton.constexpr_function
+def _scaled_at(FORMAT, GROUP, SCALE, half):
+    """Where scales are multiplied in: ``weights``, ``sums`` or ``end``; `half` is for fp16 tokens."""
+    if GROUP == -1:
+        return "end"
+    if SCALE == "e8m0":
+        return "sums" if half else "weights"  # fp16's exponents are too few
+    return "weights" if half == (SCALE == "fp16") else "sums"
+
+
+@triton.jit
+def _dot(a, x, acc, INTERP: tl.constexpr):
+    """acc + a [BN, k] times the tokens x [BM, k], fp32."""
+    if INTERP:
+        acc += tl.dot(a, tl.trans(x.to(tl.float32)))
+    else:
+        acc = tl.dot(a, tl.trans(x), acc)
+    return acc
+
+
+@triton.jit
+def _product(
+    X, W, S, Z, x_rows, live, expert, pid_n, pid_k, N, K, KX,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DEPTH: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """[BN, BM] fp32: rows of the expert's weight tile times the tokens `x_rows` of X, over one K split.
+
+    Sums of single groups are made 64 columns at a time, whatever `DEPTH` is.
+    """
+    DTYPE: tl.constexpr = X.dtype.element_ty
+    AT: tl.constexpr = _scaled_at(FORMAT, GROUP, SCALE, tl.float16 == DTYPE)
+    BK: tl.constexpr = 64 if AT == "sums" else DEPTH
+    NB: tl.constexpr = BN // 64
+    KB: tl.constexpr = BK // 64
+    TILE: tl.constexpr = 4096 if FORMAT == "int8" else 2048
+    SPAN: tl.constexpr = 64 if GROUP == 32 else GROUP  # columns that one run of scale words covers, or -1
+    WORDS: tl.constexpr = 64 if (GROUP == 32 and SCALE != "e8m0") else 32
+    SK: tl.constexpr = BK // SPAN if SPAN > 0 and SPAN <= BK else 1
+    tiles = K // 64
+    spans = 1 if SPAN == -1 else K // SPAN
+    nb = pid_n * NB + tl.arange(0, NB)
+    if not EVEN_N:
+        nb = tl.minimum(nb, N // 64 - 1)  # surplus rows read the last tile, and the store drops them
+    kb = tl.arange(0, KB)
+    ks = tl.arange(0, SK)
+    offs_w = nb[:, None, None] * (tiles * TILE) + kb[None, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
+    offs_s = (
+        nb[:, None, None] * (spans * WORDS) + ks[None, :, None] * WORDS + tl.arange(0, WORDS)[None, None, :]
+    )
+    w_base = W + expert.to(tl.int64) * (N // 64) * tiles * TILE
+    first_word = expert.to(tl.int64) * (N // 64) * spans * WORDS
+    s_base = S + first_word
+    z_base = Z + first_word
+    x_base = X + x_rows.to(tl.int64)[:, None] * KX
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    steps = tl.cdiv(K, BK)
+    first = (steps * pid_k) // SPLIT_K
+    last = (steps * (pid_k + 1)) // SPLIT_K
+    for step in tl.range(first, last, num_stages=STAGES):
+        span = 0 if SPAN == -1 else (step * BK) // SPAN
+        if EVEN_K:
+            w = tl.load(w_base + step * (KB * TILE) + offs_w, cache_modifier=".cg")
+        else:
+            in_w = (step * KB + kb < tiles)[None, :, None] & (offs_w >= 0)
+            w = tl.load(w_base + step * (KB * TILE) + offs_w, mask=in_w, other=0, cache_modifier=".cg")
+        s = _words(s_base, offs_s, span, spans, ks, WORDS, EVEN_K)
+        z = _words(z_base, offs_s, span, spans, ks, WORDS, EVEN_K) if ZERO else s
+        a = _dequantized(w, s, z, FORMAT, GROUP, ZERO, SCALE, AT, DTYPE, BN, BK, SK, INTERP)
+        if AT == "sums":
+            acc = _summed(acc, a, s, x_base, live, step, KX, GROUP, SCALE, BM, BN, EVEN_K, INTERP)
+        else:
+            x = _tokens(x_base, live, step * BK, KX, BK, EVEN_K)
+            acc = _dot(a, x, acc, INTERP)
+            if not INTERP:
+                # Triton 3.6 leaves wgmmas with A in registers in flight over the loop edge, and the next
+                # iteration overwrites those registers. A use of acc makes it wait; the assembly is empty.
+                acc = tl.inline_asm_elementwise(
+                    "// keep", "=f,0", [acc], dtype=tl.float32, is_pure=False, pack=1
+                )
+    if AT == "end":
+        s, _ = _row_scales(tl.load(s_base + offs_s), GROUP, SCALE, NB)
+        acc = acc * s[:, None]
+    return acc
+
+
+@triton.jit
+def _words(base, offs, span, spans, ks, WORDS: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words of scales or zero points [NB, SK, WORDS] from run `span` on; zero beyond the last run."""
+    if EVEN_K:
+        words = tl.load(base + span * WORDS + offs)
+    else:
+        inside = (span + ks < spans)[None, :, None] & (offs >= 0)
+        words = tl.load(base + span * WORDS + offs, mask=inside, other=0)
+    return words
+
+
+@triton.jit
+def _tokens(x_base, live, column, KX, BK: tl.constexpr, EVEN_K: tl.constexpr):
+    """[BM, BK] columns of the tokens from `column` on; zero where not live, or beyond the last column."""
+    offs_k = tl.arange(0, BK)
+    inside = live[:, None]
+    if not EVEN_K:
+        inside = inside & (column + offs_k < KX)[None, :]
+    return tl.load(x_base + column + offs_k[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _summed(
+    acc, a, s, x_base, live, step, KX,
+    GROUP: tl.constexpr, SCALE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN_K: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """acc + the product of one tile column [BN, 64] without scales, each group's sum times its scale."""
+    none = tl.zeros((BN, BM), dtype=tl.float32)
+    first, second = _row_scales(s, GROUP, SCALE, BN // 64)
+    if GROUP == 32:
+        a0, a1 = tl.split(tl.permute(tl.reshape(a, (BN, 2, 32)), (0, 2, 1)))
+        x0 = _tokens(x_base, live, step * 64, KX, 32, EVEN_K)
+        x1 = _tokens(x_base, live, step * 64 + 32, KX, 32, EVEN_K)
+        acc += _dot(a0, x0, none, INTERP) * first[:, None]
+        acc += _dot(a1, x1, none, INTERP) * second[:, None]
+    else:
+        x = _tokens(x_base, live, step * 64, KX, 64, EVEN_K)
+        acc += _dot(a, x, none, INTERP) * first[:, None]
+    return acc
