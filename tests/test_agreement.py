@@ -20,11 +20,20 @@ WEIGHTS = [
     *(
         int_format(bits, group, scales, zero)
         for bits, group, scales, zero in product(
-            (4, 8), (16, 32, 64, 128, FULL), ("BF16", "F16"), (False, True)
+            (4, 8), (16, 32, 64, 128, FULL), ("BF16", "F16", "F32"), (False, True)
         )
     ),
 ]
-ACTIVATIONS = [SILU, SWIGLU_OAI, Activation("relu2", gated=False), Activation("gelu_tanh")]
+ACTIVATIONS = [
+    SILU,
+    SWIGLU_OAI,
+    Activation("silu", limit=10.0),
+    Activation("gelu_tanh"),
+    Activation("gelu"),
+    Activation("situ"),
+    Activation("relu2", gated=False),
+    Activation("silu", gated=False),
+]
 PROBLEMS = [
     MoEProblem(Dims(hidden, 256), 8, 4, Scheme(weight), activation, bias=bias, dtype=dtype, act_order=order)
     for weight, activation, bias, dtype, order, hidden in product(

@@ -48,7 +48,7 @@ top-k; `launch` counts the launches that there are, from the first on again."""
 
 @dataclass(frozen=True)
 class Case:
-    """One choice of each; many choices per token come with few tokens, for the interpreter's sake."""
+    """One choice of each."""
 
     weight: WeightFormat
     floats: tuple[str, str]
@@ -83,15 +83,7 @@ class Case:
         )
 
     def __str__(self) -> str:
-        words = (
-            self.weight,
-            *self.floats,
-            self.activation,
-            self.sizes,
-            self.spread,
-            self.tokens,
-            self.routing,
-        )
+        words = (self.weight, *self.floats, self.activation, self.sizes, self.spread, self.tokens)
         more = (("bias", self.bias), ("on input", self.on_input), (self.rows, True), (self.routing, True))
         return " ".join([*map(str, words), *(str(word) for word, there in more if there)])
 
@@ -121,18 +113,20 @@ def pairwise(choices: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[di
         yield {name: choices[name][index] for name, index in best.items()}
 
 
-def _case(made: Mapping[str, Any]) -> Case:
-    few = made["spread"][1] > 10
-    return Case(**{**made, "tokens": min(made["tokens"], 2) if few else made["tokens"]})
-
-
-CASES: tuple[Case, ...] = tuple(map(_case, pairwise(CHOICES)))
+CASES: tuple[Case, ...] = tuple(Case(**made) for made in pairwise(CHOICES))
 """Every two choices occur together."""
 
+
+def _small(made: Mapping[str, Any], weight: WeightFormat) -> Case:
+    case = Case(**{**made, "weight": weight})
+    return replace(case, tokens=min(case.tokens, 2), sizes=(96, 32)) if case.spread[1] > 10 else case
+
+
 FEWER_CASES: tuple[Case, ...] = tuple(
-    _case({**made, "weight": weight})
-    for made, weight in zip(
-        pairwise({name: values for name, values in CHOICES.items() if name != "weight"}), cycle(FORMATS)
+    map(
+        _small,
+        pairwise({name: values for name, values in CHOICES.items() if name != "weight"}),
+        cycle(FORMATS),
     )
 )
-"""Every two choices but the format occur together, and the formats in turn."""
+"""For the interpreter: the formats in turn, and with many choices per token a small layer."""

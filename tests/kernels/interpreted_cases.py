@@ -30,7 +30,7 @@ def test_agrees_in_the_grid(case: Case) -> None:
     cases.agrees_in(case, list(LAUNCHES.values())[case.launch % len(LAUNCHES)], "cpu")
 
 
-@pytest.mark.parametrize(("weight", "floats"), zip(2 * FORMATS, cycle(FLOATS)), ids=str)
+@pytest.mark.parametrize(("weight", "floats"), list(zip(2 * FORMATS, cycle(FLOATS))), ids=str)
 def test_decodes_exactly(weight: WeightFormat, floats: tuple[str, str]) -> None:
     cases.decodes_exactly(weight, floats, LAUNCHES["grouped 64x128x64 tails"], "cpu")
 

@@ -1,14 +1,36 @@
 """What this tool runs itself: its own Triton kernels, and plain torch as the slow twin."""
 
 from functools import partial
+from itertools import product
 
 from ...padding import padding
+from ...schemes import FULL, MXFP4, int_format
 from ..archs import sm
-from ..backend import Backend, Capability, Form, Offer, Spread, Variant, only
+from ..backend import Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, only
+from ..keys import exact_key
 
-_OFFERS = (Offer(frozenset({"mxfp4 group 32", "int4 group 32", "int4 group 64", "int4 group 128"})),)
-_ACTIVATIONS = only("silu", "swigluoai")
+_INTEGERS = (
+    int_format(bits, group, zero_point=zero)
+    for bits, group, zero in product((4, 8), (32, 64, 128, FULL), (False, True))
+)
+_OFFERS = (Offer(frozenset(map(exact_key, (MXFP4, *_INTEGERS)))),)
+_GATED, _UNGATED = only("silu", "swigluoai", "gelu_tanh"), only("relu2")
 _ONE_RANK = Spread(exchange=only("none"))
+
+
+def _with_its_gate(ask: Ask) -> bool:
+    known = _GATED if ask.problem.activation.gated else _UNGATED
+    return known.allows(ask.problem.activation.name)
+
+
+_GATE = Rule(
+    question="activation and gate",
+    group="scheme",
+    vllm_code="other",
+    holds=_with_its_gate,
+    wanted=lambda ask: str(ask.problem.activation),
+    offered=f"gated {_GATED}; not gated {_UNGATED}",
+)
 
 TRITON = Backend(
     name="triton",
@@ -19,13 +41,10 @@ TRITON = Backend(
             Capability(
                 arch=(sm(80),),
                 offers=_OFFERS,
-                activations=_ACTIVATIONS,
-                ungated=False,
                 spread=_ONE_RANK,
                 act_order=False,
-                zero_points=False,
-                dtypes=only("bf16"),
-                scales=only("E8M0", "BF16"),
+                scales=only("E8M0", "BF16", "F16"),
+                rules=(_GATE,),
             ),
         ),
     ),
