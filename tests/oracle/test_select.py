@@ -294,6 +294,7 @@ def test_formats_and_platforms_without_rows_are_out_of_scope() -> None:
     [
         ("h100", Scheme(MXFP4), "triton"),
         ("a100", Scheme(int_format(4, 64)), "triton"),
+        ("b200", Scheme(int_format(8, FULL, "F16", zero_point=True)), "triton"),
         ("t4", Scheme(int_format(4, 128)), "torch"),
         ("cpu", Scheme(MXFP4), "torch"),
         ("mi300x", Scheme(MXFP4), "torch"),
@@ -311,11 +312,11 @@ def test_the_tools_own_policy(gpu: str, scheme: Scheme, runner: str) -> None:
 @pytest.mark.parametrize(
     "problem",
     [
-        replace(KIMI, scheme=Scheme(int_format(4, 32, zero_point=True))),
-        replace(KIMI, scheme=Scheme(int_format(4, 48))),
+        replace(KIMI, scheme=Scheme(int_format(4, 32, "F32"))),
+        replace(KIMI, scheme=Scheme(int_format(4, 48, zero_point=True))),
         replace(KIMI, scheme=Scheme(MXFP4, ActFormat("mxfp4", 4, (1, 32)))),
         replace(KIMI, activation=Activation("gelu")),
-        replace(KIMI, activation=Activation("relu2", gated=False)),
+        replace(KIMI, activation=Activation("silu", gated=False)),
     ],
 )
 def test_plain_torch_runs_what_the_tools_own_kernels_refuse(problem: MoEProblem) -> None:

@@ -77,11 +77,11 @@ def test_questions_have_names_groups_and_no_doubles() -> None:
 
 
 KEYS = {
-    *(exact_key(int_format(bits, group)) for bits in (4, 8) for group in (32, 64, 128, FULL)),
     *(
-        group32_key(int_format(bits, group, zero_point=asymmetric))
+        key(int_format(bits, group, zero_point=asymmetric))
+        for key in (exact_key, group32_key)
         for bits in (4, 8)
-        for group in (32, 128)
+        for group in (32, 64, 128, FULL)
         for asymmetric in (False, True)
     ),
     *(
