@@ -43,10 +43,12 @@ class Column(Protocol):
         numerics: the activation that its result is to be checked with, or None when its weights are not
             the layer's.
         note: what a reader of its times has to know.
+        ours: whether it is held to moectl's own tolerances.
     """
 
     numerics: Activation | None
     note: str
+    ours: bool
 
     def prepare(self, x: Tensor) -> None: ...
     def __call__(self, routed: Routed) -> Tensor: ...
@@ -85,6 +87,7 @@ class Moectl:
     """moectl's own kernels."""
 
     note = ""
+    ours = True
 
     def __init__(self, layer: RandomLayer, folder: Path | None) -> None:
         self.runner = runner_for("triton")
@@ -155,6 +158,7 @@ class Marlin:
     }
     BLOCKS = (8, 16, 32, 48, 64)
     note = "padded as vLLM pads it"
+    ours = False
 
     def __init__(self, layer: RandomLayer, folder: Path | None) -> None:
         self.operators = marlin_operators(folder)
@@ -204,6 +208,7 @@ class TritonKernels:
     """OpenAI's triton_kernels as vLLM 0.33 calls them: routing from logits, then two GEMMs."""
 
     note = "its routing starts from logits"
+    ours = False
 
     def __init__(self, layer: RandomLayer, folder: Path | None) -> None:
         if layer.problem.scheme.weight.name != "mxfp4":
@@ -272,6 +277,7 @@ class Humming:
 
     note = "random weights of its own, not checked; its sum leaves out the router weights"
     numerics = None
+    ours = False
     SIZES: Mapping[str, int] = {"mxfp4": 128, "int4": 1}
     """What sizes are padded to."""
 

@@ -130,7 +130,8 @@ def as_markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
         "",
     ]
     for key, table in tables.items():
-        lines += _table(key, table)
+        timed = any(row.us for cells in table.values() for row in cells.values())
+        lines += _table(key, table) if timed else [f"{', '.join(key)}: nothing was timed.", ""]
     every = [s for table in tables.values() for s in _speedups(table).values()]
     if every:
         lines += [
