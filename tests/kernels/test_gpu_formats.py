@@ -10,7 +10,6 @@ import torch
 
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.kernels.triton import table
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.runner import REGIMES, run_with
 from moectl.padding import pad
@@ -29,27 +28,19 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     cases.poison_new_memory(monkeypatch)
 
 
-def launches() -> tuple[Launch, ...]:
-    """Launches of every family: those of the portable cases, then every one in the shipped table."""
-    shipped = {
-        Launch(row.regime, REGIMES[row.regime].tile(**row.tile)): None
-        for entry in table.entries()
-        for row in entry.rows
-    }
-    return tuple({**dict.fromkeys(cases.LAUNCHES.values()), **shipped})
-
-
 def taking(problem: MoEProblem, turn: int) -> Iterator[Launch]:
-    """One launch of every family that runs here and takes `problem`, the `turn`-th of its launches."""
+    """A launch of every family that runs here and takes `problem`, the `turn`-th of those tried."""
     problem, here = pad("moectl-mtile64", problem), torch.device("cuda")
     for name, regime in REGIMES.items():
-        known = [a for a in launches() if a.regime == name and not regime.fits(problem, a.tile)]
-        if known and regime.runs_on(here):
-            yield known[turn % len(known)]
+        tiles = [launch.tile for launch in cases.LAUNCHES.values() if launch.regime == name]
+        tiles = [tile for tile in tiles or regime.candidates(problem) if not regime.fits(problem, tile)]
+        if tiles and regime.runs_on(here):
+            yield Launch(name, tiles[turn % len(tiles)])
 
 
-def test_every_family_has_a_launch() -> None:
-    assert {launch.regime for launch in launches()} == set(REGIMES)
+def test_every_family_takes_some_case() -> None:
+    here = {name for name, regime in REGIMES.items() if regime.runs_on(torch.device("cuda"))}
+    assert here == {launch.regime for case in CASES for launch in taking(case.problem, case.launch)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
