@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from moectl.kernels.triton.routing import INTERPRETED, Sum
 
@@ -41,3 +42,8 @@ def test_sums_counts_of_more_blocks_than_fit_at_once(monkeypatch: pytest.MonkeyP
 )
 def test_sums(tokens: int, top_k: int, hidden: int, splits: int, launch: Sum | None) -> None:
     routing_cases.sums(tokens, top_k, hidden, splits, launch, "cpu")
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sums_in_half_precision(splits: int) -> None:
+    routing_cases.sums(3, 4, 96, splits, None, "cpu", torch.float16)

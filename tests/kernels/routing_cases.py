@@ -45,7 +45,15 @@ def sorts(
     assert torch.equal(slots.cpu()[: len(order)], order)
 
 
-def sums(tokens: int, top_k: int, hidden: int, splits: int, launch: Sum | None, device: str) -> None:
+def sums(
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    splits: int,
+    launch: Sum | None,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """The parts of valid slots, rounded once; parts of skipped slots are poison and stay unread."""
     experts = 8
     ids = ids_of("skipped", tokens * top_k, experts, device)
@@ -53,9 +61,9 @@ def sums(tokens: int, top_k: int, hidden: int, splits: int, launch: Sum | None, 
     generator = torch.Generator().manual_seed(hidden)
     # Few bits, so that sums are exact and their rounding alone is seen.
     parts = torch.randint(-128, 128, (splits, tokens * top_k, hidden), generator=generator).to(device) / 8
-    parts = parts if splits > 1 else parts.bfloat16()
+    parts = parts if splits > 1 else parts.to(dtype)
     parts[:, ~valid] = float("nan")
-    y = torch.full((tokens, hidden), float("nan"), dtype=torch.bfloat16, device=device)
+    y = torch.full((tokens, hidden), float("nan"), dtype=dtype, device=device)
     combine(parts, ids, y, experts, launch)
     exact = torch.nan_to_num(parts.float()).sum(0).view(tokens, top_k, hidden).sum(1)
-    assert torch.equal(y, exact.bfloat16())
+    assert torch.equal(y, exact.to(dtype))
