@@ -113,6 +113,7 @@ def work(order: dict[str, Any]) -> int:
         except Exception as error:  # a library of others may raise anything; it is printed in full
             traceback.print_exc()
             _say("none", {"why": _short(error)})
+            torch.cuda.synchronize()  # an error that stays ends this process here
             continue
         torch.cuda.synchronize()
         _say("built", {"seconds": time.monotonic() - start})
@@ -122,7 +123,7 @@ def work(order: dict[str, Any]) -> int:
             except Exception as error:
                 traceback.print_exc()
                 _say("row", asdict(row) | {"note": _short(error)})
-                torch.cuda.synchronize()  # an error that stays ends this process here
+                torch.cuda.synchronize()
         del column, layer
         gc.collect()
         torch.cuda.empty_cache()
