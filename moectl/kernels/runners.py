@@ -41,8 +41,9 @@ class Runner:
         Args:
             prepared: the layer, in this runner's layout.
             x: ``[tokens, hidden]``, the model's 16-bit dtype, contiguous rows.
-            ids: ``[tokens, top_k]`` int32; negative ids are skipped assignments. Ids are checked
-                against the number of experts on the CPU; on a GPU ids out of range are skipped.
+            ids: ``[tokens, top_k]`` int32, no expert twice in a row; negative ids are skipped
+                assignments. Ids are checked against the number of experts on the CPU; on a GPU ids
+                out of range are skipped.
             weights: ``[tokens, top_k]`` fp32.
 
         Raises:
