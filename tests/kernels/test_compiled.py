@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from moectl.experts import unfilled
 from moectl.inspection import MODELS, Inspected, layer_without_weights
 from moectl.kernels.triton.inspection.shipped import candidates, inspect, shipped
 from moectl.kernels.triton.inspection.standin import STAND_INS
 from moectl.kernels.triton.runner import REGIMES
+from moectl.problem import Activation, Dims
+from moectl.schemes import FULL, Scheme, int_format
 
 WITHOUT_WGMMA: frozenset[str] = frozenset()
 """Families whose products on sm_90 are mma.sync by design: too few tokens to fill a wgmma."""
@@ -88,6 +92,39 @@ def test_every_shipped_launch_on_sm90(model: str) -> None:
         for tokens in it.tokens:
             kernels = inspect(layer, tokens, it.launch, gpu)
             check(Inspected(model, 90, it.launch, tokens, kernels))
+
+
+QWEN = layer_without_weights("Qwen/Qwen3-30B-A3B-GPTQ-Int4").problem
+GPT_OSS = layer_without_weights("openai/gpt-oss-20b").problem
+NOT_GATED = replace(QWEN, activation=Activation("relu2", gated=False))
+VARIANTS = {
+    "int4 group 32": replace(QWEN, scheme=Scheme(int_format(4, 32))),
+    "int4 group 64": replace(QWEN, scheme=Scheme(int_format(4, 64))),
+    "int4 per channel": replace(QWEN, scheme=Scheme(int_format(4, FULL))),
+    "int4 with zero points": replace(QWEN, scheme=Scheme(int_format(4, 128, zero_point=True))),
+    "int8 group 128": replace(QWEN, scheme=Scheme(int_format(8, 128))),
+    "int8 per channel": replace(QWEN, scheme=Scheme(int_format(8, FULL))),
+    "int4 fp16": replace(QWEN, scheme=Scheme(int_format(4, 128, "F16")), dtype="fp16"),
+    "mxfp4 fp16": replace(GPT_OSS, dtype="fp16"),
+    "mxfp4 not gated": replace(NOT_GATED, scheme=GPT_OSS.scheme),
+    "int4 clamped": replace(QWEN, activation=Activation("silu", limit=10.0)),
+    "int4 gelu": replace(QWEN, activation=Activation("gelu_tanh")),
+    "weights on the input": replace(QWEN, routing=replace(QWEN.routing, weight_on_input=True)),
+    "a size that fills no tile": replace(GPT_OSS, dims=Dims(1856, 704)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families(90))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_format_and_activation_on_sm90(variant: str, family: str) -> None:
+    layer, gpu = unfilled(VARIANTS[variant], "triton"), STAND_INS[90]
+    launches = [it for it in (*shipped(layer, gpu), *candidates(layer, gpu)) if it.launch.regime == family]
+    if not launches:
+        pytest.skip(f"the {family} kernels do not take {variant}")
+    it = launches[-1]
+    kernels = inspect(layer, it.tokens[0], it.launch, gpu)
+    check(Inspected(variant, 90, it.launch, it.tokens[0], kernels))
 
 
 @pytest.mark.slow

@@ -30,6 +30,9 @@ SERIALIZED = re.compile(r"\bC751[0-5]\b")
 MOST_STACK = 16
 """Bytes of stack a lane that are let pass: a few addresses that are kept aside, outside of loops."""
 
+TUNED_FOR = 90
+"""Where tiles were chosen by measurements and nothing may be spilled; elsewhere what fits `MOST_STACK`."""
+
 COUNTED: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern)
     for name, pattern in {
@@ -117,7 +120,7 @@ class KernelReport:
     def faults(self) -> tuple[str, ...]:
         """What must not be in a kernel that is shipped, in words; nothing when all is well."""
         faults = []
-        if self.spills:
+        if self.spills and (self.arch == TUNED_FOR or self.stack > MOST_STACK):
             faults.append(f"{self.spills} spill instructions")
         if self.stack > MOST_STACK:
             faults.append(f"{self.stack} bytes of stack")
