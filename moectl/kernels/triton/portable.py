@@ -15,7 +15,7 @@ import triton
 
 from ...problem import MoEProblem
 from . import fused_moe_kernels as kernels
-from .launch import DECODE, GROUPED, Tile, is_legal, token_tiles
+from .launch import DECODE, Tile, grouped_for, is_legal, token_tiles
 from .layer import Call, Layer, Matrix, Regime, scale_name
 from .routing import INTERPRETED, combine, sort_by_expert
 
@@ -148,7 +148,7 @@ def _decode_tiles(problem: MoEProblem) -> list[Tile]:
 
 
 def _grouped_tiles(problem: MoEProblem) -> list[Tile]:
-    return [tile for _, tile in GROUPED]
+    return [tile for _, tile in grouped_for(problem)]
 
 
 DECODE_REGIME = Regime(Tile, _decode, _fits, interpreted=True, candidates=_decode_tiles, each=(0, 16))
