@@ -96,18 +96,23 @@ def open_layer(source: Checkpoint | Path, layer: int | None = None) -> ExpertLay
     return checkpoint_layer(source, layer)
 
 
-def choose_backends(problem: MoEProblem, machine: Machine, names: Sequence[str] = ()) -> list[str]:
+def choose_backends(
+    problem: MoEProblem, machine: Machine, names: Sequence[str] = (), stored: str = ""
+) -> list[str]:
     """Runners that can serve `problem` on `machine`, best first; only `names` where some are given.
+
+    One that reads the layout `stored` comes before the others: it needs nothing laid out anew.
 
     Raises:
         Unavailable: a backend asked for needs another device.
         NoBackend: a backend asked for, or every one, refuses the problem; the reasons are in the text.
     """
     if not names:
-        found = [c.backend.runner for c in _decide(problem, machine, None).candidates if c.usable]
-        if not found:
-            raise NoBackend(_decide(problem, machine, None).error)
-        return found
+        decision = _decide(problem, machine, None)
+        usable = [c for c in decision.candidates if c.usable]
+        if not usable:
+            raise NoBackend(decision.error)
+        return [c.backend.runner for c in sorted(usable, key=lambda c: not stored or c.layout != stored)]
     return [_asked(problem, machine, name) for name in names]
 
 

@@ -55,9 +55,10 @@ def _flashinfer(*functions: str) -> Reader:
     return Reader("FlashInfer", functions)
 
 
-def _marlin(act: str = "a16", instead_of: str = "") -> LayoutFacts:
+def _marlin(act: str = "a16", instead_of: str = "", runner: str = "") -> LayoutFacts:
     archs = {"a16": ("sm75", *_SM80_UP), "int8": ("sm75", *_SM80_UP), "fp8": ("sm89", *_SM12X)}[act]
-    return LayoutFacts("marlin", archs, (_vllm("marlin", "batched_marlin"),), (act,), instead_of)
+    own = (Reader("moectl", (runner,)),) if runner else ()
+    return LayoutFacts("marlin", archs, (_vllm("marlin", "batched_marlin"), *own), (act,), instead_of)
 
 
 def _trtllm(function: str, *acts: str, backends: tuple[str, ...] = ("flashinfer_trtllm",)) -> LayoutFacts:
@@ -73,7 +74,7 @@ def _cpu(target: str = "cpu") -> LayoutFacts:
 
 
 LAYOUTS: Mapping[str, LayoutFacts] = {
-    "marlin-int4": _marlin(),
+    "marlin-int4": _marlin(runner="triton_marlin"),
     "marlin-int4-act-int8": _marlin("int8", "marlin-int4"),
     "marlin-int4-act-fp8": _marlin("fp8", "marlin-int4"),
     "marlin-int8": _marlin(),

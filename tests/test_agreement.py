@@ -63,6 +63,21 @@ def test_triton_is_chosen_exactly_where_it_runs(monkeypatch):
     assert 20 < taken < len(PROBLEMS)
 
 
+def test_triton_marlin_is_usable_exactly_where_it_runs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    runner, layout = runner_for("triton_marlin"), layout_named("marlin-int4")
+    taken = 0
+    for problem in PROBLEMS:
+        align = padding(layout.name, problem.scheme.weight)
+        padded = replace(problem, dims=align.apply(problem.dims))
+        reasons = [runner.refusal(problem, torch.device("cuda")), *layout.refusals(padded)]
+        runs = not any(reasons)
+        decided = select(problem, find_device("h100"), Packages(), policy_named("moectl"), "triton_marlin")
+        assert (decided.chosen is not None) == runs, (problem, reasons, decided.error)
+        taken += runs
+    assert 20 < taken < len(PROBLEMS)
+
+
 @pytest.mark.parametrize("device", ["cpu", "t4"])
 def test_torch_is_chosen_only_where_it_runs(device):
     for problem in PROBLEMS:

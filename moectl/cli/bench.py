@@ -90,7 +90,7 @@ def bench(
     opened = open_layer(source, layer)
     if opened.partial:
         out.note(opened.partial)
-    names = choose_backends(opened.problem, machine, asked)
+    names = choose_backends(opened.problem, machine, asked, opened.layout)
     prepared = {name: opened.prepared(name, machine.torch) for name in names}
     rates = measured_rates(machine.torch)
     options = BenchOptions(seed, routing, repeats, not warm, rates)

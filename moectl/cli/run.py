@@ -71,7 +71,7 @@ def run(
 
     machine = this_machine(device)
     opened = open_layer(source, layer)
-    name = choose_backends(opened.problem, machine, names)[0]
+    name = choose_backends(opened.problem, machine, names, opened.layout)[0]
     out.note(f"layer {opened.layer} on {name}, {machine.device.name}")
     partial = opened.partial
     result = run_layer(opened, name, machine, tokens=tokens, seed=seed, source=input)

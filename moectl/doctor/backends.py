@@ -53,7 +53,11 @@ class BackendStatus:
         }
 
 
-RUNNERS: Mapping[str, tuple[str, ...]] = {"torch": ("torch",), "triton": ("torch", "triton")}
+RUNNERS: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "triton": ("torch", "triton"),
+    "triton_marlin": ("torch", "triton"),
+}
 """Libraries that a runner of this tool needs, by its name."""
 
 

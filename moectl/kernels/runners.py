@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -91,16 +92,32 @@ def _torch() -> Runner:
 
 
 def _triton() -> Runner:
-    try:
+    with _needing_triton("triton"):
         from .triton.runner import RUNNER
-    except ImportError as error:
-        raise NoBackend(
-            f"the triton backend needs the package triton: {error}", hint="pip install triton"
-        ) from error
     return RUNNER
 
 
-RUNNERS: dict[str, Callable[[], Runner]] = {"torch": _torch, "triton": _triton}
+def _triton_marlin() -> Runner:
+    with _needing_triton("triton_marlin"):
+        from .triton.marlin import RUNNER
+    return RUNNER
+
+
+@contextmanager
+def _needing_triton(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise NoBackend(
+            f"the {name} backend needs the package triton: {error}", hint="pip install triton"
+        ) from error
+
+
+RUNNERS: dict[str, Callable[[], Runner]] = {
+    "torch": _torch,
+    "triton": _triton,
+    "triton_marlin": _triton_marlin,
+}
 """Backend name -> its runner, imported when asked for."""
 
 ANY_LAYOUT = "torch"

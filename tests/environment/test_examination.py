@@ -93,11 +93,12 @@ def test_without_a_gpu_decisions_are_for_the_cpu(bench) -> None:
 
 def test_own_backends_need_what_they_run_on(bench) -> None:
     bench.gpus(H200)
-    assert own(examine(bench.env())) == {"torch": "torch", "triton": "torch triton"}
+    lacking = {"torch": "torch", "triton": "torch triton", "triton_marlin": "torch triton"}
+    assert own(examine(bench.env())) == lacking
     bench.package("torch", "torch", "2.13.0")
-    assert own(examine(bench.env())) == {"torch": "", "triton": "triton"}
+    assert own(examine(bench.env())) == {"torch": "", "triton": "triton", "triton_marlin": "triton"}
     bench.package("triton", "triton", "3.6.0")
-    assert own(examine(bench.env())) == {"torch": "", "triton": ""}
+    assert own(examine(bench.env())) == {"torch": "", "triton": "", "triton_marlin": ""}
 
 
 def test_hidden_and_unlike_gpus_are_told(bench) -> None:

@@ -132,5 +132,5 @@ def test_refuses_activations_and_layouts_that_it_does_not_have() -> None:
 
 def test_runners_are_found_by_name() -> None:
     assert all(runner_for(name).name == name for name in RUNNERS)
-    with pytest.raises(UsageError, match=r"'cublas'.*torch, triton"):
+    with pytest.raises(UsageError, match=r"'cublas'.*torch, triton, triton_marlin"):
         runner_for("cublas")

@@ -1,9 +1,9 @@
-"""What this tool runs itself: its own Triton kernels, and plain torch as the slow twin."""
+"""What this tool runs itself: its own Triton kernels on two layouts, and plain torch as the slow twin."""
 
 from functools import partial
 from itertools import product
 
-from ...padding import padding
+from ...padding import padding, size_rule
 from ...schemes import FULL, MXFP4, int_format
 from ..archs import sm
 from ..backend import Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, only
@@ -50,6 +50,51 @@ TRITON = Backend(
     ),
     forms=(Form("moectl-mtile64", partial(padding, "moectl-mtile64")),),
     runner="triton",
+)
+_MARLIN = "marlin-int4"
+_MARLIN_WEIGHTS = (
+    int_format(4, group, zero_point=zero) for group, zero in product((32, 64, 128, FULL), (False, True))
+)
+
+
+def _marlin_sizes(ask: Ask) -> bool:
+    """True when the layout can hold the hidden size, which it does not round up."""
+    problem = ask.problem
+    gated, hidden = problem.activation.gated, problem.dims.hidden
+    return hidden % size_rule(_MARLIN, problem.scheme.weight, gated, hidden).needs.hidden == 0
+
+
+TRITON_MARLIN = Backend(
+    name="triton_marlin",
+    engine_name="triton_marlin",
+    variants=(
+        Variant(
+            "marlin",
+            Capability(
+                arch=(sm(80),),
+                offers=(Offer(frozenset(map(exact_key, _MARLIN_WEIGHTS))),),
+                spread=_ONE_RANK,
+                act_order=False,
+                dtypes=only("bf16", "fp16"),
+                scales=only("BF16", "F16"),
+                rules=(
+                    _GATE,
+                    Rule(
+                        question="hidden size",
+                        group="shape",
+                        vllm_code="other",
+                        holds=_marlin_sizes,
+                        wanted=lambda ask: f"{ask.problem.dims.hidden}, {ask.problem.scheme.weight}",
+                        offered="a multiple of 128 and of the scales' group",
+                    ),
+                ),
+            ),
+        ),
+    ),
+    forms=(Form(_MARLIN, partial(padding, _MARLIN)),),
+    runner="triton_marlin",
+    note="Reads weights in Marlin's layout as they lie, for decode: a folder converted for Marlin runs "
+    "without being laid out anew. With many tokens per expert the triton backend is faster.",
 )
 TORCH = Backend(
     name="torch",

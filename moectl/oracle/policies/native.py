@@ -3,7 +3,7 @@
 from ...environment import Device
 from ...problem import MoEProblem, Parallel
 from ..backend import ANY
-from ..backends.native import TORCH, TRITON
+from ..backends.native import TORCH, TRITON, TRITON_MARLIN
 from ..policy import Policy
 from ..route import DECLARED_ACT, Order, Route
 
@@ -30,8 +30,8 @@ MOECTL = Policy(
             weights=frozenset({"bf16", "fp8", "mxfp8", "nvfp4", "mxfp4", "int8", "int4"}),
             act=DECLARED_ACT,
             rounds=True,
-            orders=(Order((TRITON, TORCH)),),
-            names={"triton": (TRITON,), "torch": (TORCH,)},
+            orders=(Order((TRITON, TRITON_MARLIN, TORCH)),),
+            names={"triton": (TRITON,), "triton_marlin": (TRITON_MARLIN,), "torch": (TORCH,)},
         ),
     ),
     platforms=frozenset({"cuda", "rocm", "xpu", "cpu"}),

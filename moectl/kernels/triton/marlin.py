@@ -1,0 +1,271 @@
+"""The triton_marlin backend: Marlin's int4 layout read where it lies, without laying it out anew.
+
+For decode, where weights are read once and few tokens use them: a folder converted for Marlin runs at
+once, from the same bytes that vLLM's kernels read. Every number of tokens is computed correctly by the
+same kernels in blocks of tokens, but batches of many tokens per expert are what the triton backend is
+for. Two GEMMs and a sum, before them a sort by expert where there are many assignments; grids depend on
+sizes only and sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...errors import UsageError
+from ...problem import MoEProblem
+from ...schemes import FULL
+from ..prepared import PreparedMoE
+from ..runners import Runner
+from . import marlin_kernels as kernels
+from .launch import token_tiles
+from .layer import scale_name
+from .routing import INTERPRETED, combine, overlaps, sort_by_expert
+from .runner import GATED, MINIMUM_CAPABILITY, UNGATED
+
+LAYOUT = "marlin-int4"
+GROUPS = (32, 64, 128, FULL)
+BASES = {"bf16": 128, "fp16": 1024}
+"""Where the floats of a dtype count in ones: codes are or-ed into them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarlinTile:
+    """One launch configuration.
+
+    Attributes:
+        tokens: of a program, a multiple of 8.
+        depth: 16-column tiles that a warp reads at a time.
+        warps1, warps2: of a program of the first and the second GEMM.
+        rows2: 64-row tiles of a program of the second GEMM, a power of two.
+        sort: sort assignments by expert first, instead of reading all ids in every program.
+    """
+
+    tokens: int
+    depth: int
+    warps1: int
+    warps2: int
+    rows2: int
+    sort: bool = False
+
+
+FEW_ASSIGNMENTS = 16
+"""Up to so many assignments a grid is small: programs of many warps, which find their tokens themselves."""
+
+FEW = MarlinTile(tokens=8, depth=4, warps1=8, warps2=4, rows2=2)
+
+TILES: tuple[tuple[float, MarlinTile], ...] = (
+    (8, MarlinTile(tokens=8, depth=4, warps1=4, warps2=4, rows2=4, sort=True)),
+    (16, MarlinTile(tokens=16, depth=4, warps1=4, warps2=4, rows2=4, sort=True)),
+    (math.inf, MarlinTile(tokens=32, depth=2, warps1=4, warps2=4, rows2=4, sort=True)),
+)
+"""(most tokens per expert, tile), first match. Measured on an H200."""
+
+
+def tile_for(problem: MoEProblem, tokens: int) -> MarlinTile:
+    """The tile for `tokens` tokens; a function of sizes alone, never of the routing."""
+    assignments = tokens * problem.top_k
+    if assignments <= FEW_ASSIGNMENTS:
+        return FEW
+    per_expert = assignments / problem.local_experts
+    return next(tile for most, tile in TILES if per_expert <= most)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One of the two expert matrices.
+
+    Attributes:
+        codes: ``[experts, k / 16, n * 4]`` int16.
+        scales: ``[experts, groups, n]``.
+        zeros: ``[experts, groups, n / 8]`` int32, or None.
+        bias: ``[experts, n]``, or None.
+        n, k: stored (padded) rows and columns.
+        group: columns of a scale; 0 where all columns share it.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bias: Tensor | None
+    n: int
+    k: int
+    group: int
+
+
+def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
+    """The matrix `role` of a layer; UsageError when its tensors do not fit each other."""
+    weights = prepared.weights
+    codes, scales = weights[role], weights[f"{role}_scale"]
+    if codes.ndim != 3 or codes.dtype != torch.int32 or codes.shape[2] % 128:
+        raise UsageError(
+            f"{role} must be int32 [experts, k / 16, 2 * n] of whole 64-row tiles, "
+            f"got {codes.dtype} {list(codes.shape)}"
+        )
+    n, k = codes.shape[2] // 2, 16 * codes.shape[1]
+    groups = scales.shape[1]
+    if scales.shape[2] != n or k % groups:
+        raise UsageError(f"{role}_scale must be [experts, groups, {n}], got {list(scales.shape)}")
+    zeros, bias = weights.get(f"{role}_zero"), weights.get(f"{role}_bias")
+    if prepared.problem.scheme.weight.zero_point and (zeros is None or zeros.shape[1:] != (groups, n // 8)):
+        got = None if zeros is None else list(zeros.shape)
+        raise UsageError(f"{role}_zero must be [experts, {groups}, {n // 8}], got {got}")
+    return Matrix(codes.view(torch.int16), scales, zeros, bias, n, k, k // groups if groups > 1 else 0)
+
+
+def _matrices(prepared: PreparedMoE) -> tuple[Matrix, Matrix]:
+    """The layer's two matrices; made once and kept with it."""
+    made: tuple[Matrix, Matrix] | None = prepared.derived.get("triton_marlin")
+    if made is None:
+        made = matrix_of(prepared, "w13"), matrix_of(prepared, "w2")
+        prepared.derived["triton_marlin"] = made
+    return made
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Arguments of the kernels that follow from the layer and the tile, not from the call."""
+
+    problem: MoEProblem
+    tile: MarlinTile
+
+    @property
+    def rows(self) -> str:
+        """How rows of the first matrix make up an activation."""
+        return self.problem.rows if self.problem.activation.gated else "single"
+
+    def gemm1(self, m: Matrix) -> dict[str, Any]:
+        p, act, tile = self.problem, self.problem.activation, self.tile
+        share = tile.warps1 // 2
+        return {
+            **self._gemm(m, p.dims.hidden, p.dims.intermediate, share),
+            "row_tiles": math.ceil(m.n / 128),
+            "alpha": 1.0 if act.alpha is None else act.alpha,
+            "limit": math.inf if act.limit is None else act.limit,
+            "TOP_K": p.top_k,
+            "ACT": act.name,
+            "ROWS": self.rows,
+            "WEIGHTED": p.routing.weight_on_input,
+            "KW": share,
+            "num_warps": tile.warps1,
+        }
+
+    def gemm2(self, m: Matrix) -> dict[str, Any]:
+        p, tile = self.problem, self.tile
+        share = tile.warps2 // tile.rows2
+        return {
+            **self._gemm(m, p.dims.intermediate, p.dims.hidden, share),
+            "row_tiles": math.ceil(m.n / (64 * tile.rows2)),
+            "WEIGHTED": not p.routing.weight_on_input,
+            "V": tile.rows2,
+            "KW": share,
+            "num_warps": tile.warps2,
+        }
+
+    def _gemm(self, m: Matrix, columns: int, outputs: int, share: int) -> dict[str, Any]:
+        return {
+            "W": m.codes,
+            "S": m.scales,
+            "Z": m.codes if m.zeros is None else m.zeros,
+            "B": m.scales if m.bias is None else m.bias,
+            "N": m.n,
+            "K": m.k,
+            "KX": columns,
+            "NX": outputs,
+            "E": self.problem.local_experts,
+            "BIAS": m.bias is not None,
+            "BASE": BASES[self.problem.dtype],
+            "ZEROS": m.zeros is not None,
+            "GROUP": m.group,
+            "BM": self.tile.tokens,
+            "DEPTH": self.tile.depth,
+            "SORT": self.tile.sort,
+            **_overlapping(),
+            "EVEN": m.k == columns and m.k % (16 * self.tile.depth * share) == 0,
+            "INTERP": INTERPRETED,
+            "num_stages": 1,
+        }
+
+
+def _routing(problem: MoEProblem, ids: Tensor, tokens: int, tile: MarlinTile) -> tuple[dict[str, Any], int]:
+    """Routing arguments of both GEMMs, and how many blocks of tokens there may be."""
+    t, experts = ids.numel(), problem.local_experts
+    found: dict[str, Any] = {"IDS": ids, "T": t, "BY_SLOT": t <= experts}
+    if not tile.sort:
+        blocks = math.ceil(tokens / tile.tokens)
+        bound, pad = blocks * min(t, experts), max(16, triton.next_power_of_2(t))
+        return {**found, "SORTED": ids, "ITEMS": ids, "bound": bound, "TPAD": pad, "M_BLOCKS": blocks}, bound
+    order, offsets = sort_by_expert(ids, experts)
+    bound = token_tiles(t, experts, tile.tokens)
+    items = ids.new_empty(3, bound)
+    kernels._marlin_items_kernel[(1,)](
+        offsets,
+        items,
+        bound,
+        E=experts,
+        EPAD=triton.next_power_of_2(experts),
+        BM=tile.tokens,
+        **_overlapping(),
+    )
+    return {**found, "SORTED": order, "ITEMS": items, "bound": bound, "TPAD": 16, "M_BLOCKS": 1}, bound
+
+
+def _overlapping() -> dict[str, Any]:
+    """Options of a kernel that starts while the one before it ends, where the GPU can do that."""
+    return {"PDL": True, "launch_pdl": True} if overlaps() else {"PDL": False}
+
+
+def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, tile: MarlinTile) -> Tensor:
+    """`Runner.run` with a tile of one's own, for tuning and tests."""
+    problem = prepared.problem
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not len(x):
+        return y
+    w13, w2 = _matrices(prepared)
+    x, ids, weights = x.contiguous(), ids.contiguous().view(-1), weights.contiguous().view(-1)
+    arguments = _Arguments(problem, tile)
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        routing, blocks = _routing(problem, ids, len(x), tile)
+        first, second = arguments.gemm1(w13), arguments.gemm2(w2)
+        h = x.new_empty(ids.numel(), problem.dims.intermediate)
+        parts = x.new_empty(ids.numel(), problem.dims.hidden, dtype=x.dtype if tile.sort else torch.float32)
+        kernels._marlin_gemm1_kernel[(first["row_tiles"] * blocks,)](
+            X=x, H=h, WEIGHTS=weights, **routing, **first
+        )
+        kernels._marlin_gemm2_kernel[(second["row_tiles"] * blocks,)](
+            H=h, Y=parts, WEIGHTS=weights, **routing, **second
+        )
+        combine(parts, ids, y, problem.local_experts)
+    return y
+
+
+def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return run_with(prepared, x, ids, weights, tile_for(prepared.problem, len(x)))
+
+
+def _refusal(problem: MoEProblem, device: torch.device) -> str:
+    weight, act = problem.scheme.weight, problem.activation
+    known = GATED if act.gated else UNGATED
+    if device.type == "cpu" and not INTERPRETED:
+        return "it needs a CUDA GPU, the weights are on the CPU"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MINIMUM_CAPABILITY:
+        return "it needs compute capability 8.0 or newer"
+    if weight.name != "int4" or weight.group not in GROUPS:
+        return f"it reads int4 with scale groups of 32, 64 and 128 and of whole rows, the layer has {weight}"
+    if not scale_name(problem):
+        return f"it reads 16-bit scales, the layer has {weight.scale_dtype}"
+    if act.name not in known:
+        kind = "gated experts" if act.gated else "experts without a gate"
+        return f"for {kind} it has {', '.join(known)}, the layer has {act.name}"
+    if problem.dtype not in BASES:
+        return f"it computes in {' and '.join(BASES)}, the model's dtype is {problem.dtype}"
+    return ""
+
+
+RUNNER = Runner("triton_marlin", LAYOUT, _compute, _refusal)

@@ -1,0 +1,37 @@
+"""The triton_marlin cases under Triton's interpreter; run by `test_interpreter` in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from moectl.kernels.triton.routing import INTERPRETED
+
+from . import marlin_cases as cases
+from .kernel_cases import poison_new_memory
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_memory(monkeypatch)
+
+
+def test_runs_in_the_interpreter() -> None:
+    assert INTERPRETED
+
+
+@pytest.mark.parametrize("tokens", [3])
+@pytest.mark.parametrize("name", cases.FORMATS)
+def test_agrees_with_the_reference(name: str, tokens: int) -> None:
+    tile = list(cases.TILES.values())[list(cases.FORMATS).index(name) % len(cases.TILES)]
+    cases.agrees(cases.FORMATS[name], tile, tokens, "cpu")
+
+
+@pytest.mark.parametrize("tile", cases.TILES)
+def test_skips_and_crowds(tile: str) -> None:
+    cases.agrees(cases.of(32), cases.TILES[tile], 11, "cpu", skip=3)
+    cases.crowds(cases.TILES[tile], "cpu")
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_every_code_is_right(zero: bool) -> None:
+    cases.every_code_is_right(zero, "cpu")

@@ -1,0 +1,58 @@
+"""The triton_marlin kernels, compiled without a GPU: weights go from memory into mma operands directly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moectl.convert.layout import layout_named
+from moectl.convert.safetensors_file import TORCH_DTYPES
+from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.triton.inspection.report import report_of
+from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
+from moectl.kernels.triton.marlin import LAYOUT, run_with, tile_for
+from moectl.problem import Dims, MoEProblem
+from moectl.schemes import Scheme, int_format
+
+KIMI_K2 = MoEProblem(Dims(7168, 2048), 384, 8, Scheme(int_format(4, 32)))
+QWEN3 = MoEProblem(Dims(2048, 768), 128, 8, Scheme(int_format(4, 128)))
+AWQ = replace(QWEN3, scheme=Scheme(int_format(4, 128, zero_point=True)))
+
+LAYERS = {"kimi-k2": (KIMI_K2, 280), "qwen3": (QWEN3, 230), "awq": (AWQ, 330)}
+"""Layers, and how many instructions a warp may spend on a 64x64 tile of weights. More mean that values
+move between threads, or wait in shared memory, on their way into the products."""
+
+CASES = [("kimi-k2", arch) for arch in STAND_INS] + [("qwen3", 90), ("awq", 90)]
+
+
+def without_weights(problem: MoEProblem) -> PreparedMoE:
+    layout = layout_named(LAYOUT)
+    stored = layout.recipe(layout.pad(problem)).stored
+    weights = {
+        role: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device="meta")
+        for role, (shape, dtype) in stored.items()
+    }
+
+    def dense(ids: object) -> None:
+        raise AssertionError("nothing is decoded when compiling")
+
+    return PreparedMoE(problem, "triton_marlin", LAYOUT, weights, dense)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "arch"), CASES)
+def test_weights_meet_no_shared_memory(name: str, arch: int) -> None:
+    (problem, most), tokens = LAYERS[name], 4
+    x = torch.empty(tokens, problem.dims.hidden, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
+    with standing_in(STAND_INS[arch]) as launched:
+        run_with(without_weights(problem), x, ids, ids.float(), tile_for(problem, tokens))
+        reports = [report_of(it) for it in launched if "gemm" in it.name]
+    assert len(reports) == 2
+    for report in reports:
+        print(report)
+        assert not report.faults and report.mma and not report.wgmma
+        (loop,) = report.loops
+        # A tile is 16 products of 8 tokens, and 4 that take the surplus off however many tiles there are.
+        assert loop.instructions <= most * round(loop.products / 20)
