@@ -211,7 +211,8 @@ def _serialized(kernel: Any) -> tuple[str, ...]:
     """ptxas' codes for serialized wgmmas when it assembles `kernel` once more, with Triton's own options."""
     about = kernel.metadata
     backend = make_backend(about.target)
-    options = backend.parse_options(about._asdict())
+    # With warp specialization num_warps has become the sum over all partitions, which is no option.
+    options = backend.parse_options({k: v for k, v in about._asdict().items() if k != "num_warps"})
     said = io.StringIO()
     with triton.knobs.nvidia.scope(), redirect_stdout(said):
         triton.knobs.nvidia.dump_ptxas_log = True
