@@ -83,3 +83,24 @@ def test_torch_is_chosen_only_where_it_runs(device):
     for problem in PROBLEMS:
         if chosen_on(device, problem) == "torch":
             assert not runner_for("torch").refusal(problem, torch.device("cpu")), problem
+
+
+@pytest.mark.parametrize(
+    ("capability", "change", "message"),
+    [
+        ((7, 5), {}, "it needs compute capability 8.0 or newer"),
+        ((8, 0), {"scheme": Scheme(BF16)}, "it reads mxfp4, int4, int8 weights"),
+        ((8, 0), {"scheme": Scheme(int_format(4, 16))}, "it reads scale groups of 32, 64 and 128"),
+        ((8, 0), {"scheme": Scheme(int_format(4, 32, "F32"))}, "E8M0 and 16-bit scales, the layer has F32"),
+        ((8, 0), {"activation": Activation("situ")}, "for gated experts it has silu, swigluoai, gelu_tanh"),
+        ((8, 0), {"activation": Activation("silu", gated=False)}, "for experts without a gate it has relu2"),
+        ((8, 0), {}, ""),
+        ((12, 0), {"dtype": "fp16"}, ""),
+    ],
+)
+def test_the_kernels_refuse_in_one_sentence(monkeypatch, capability, change, message):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    problem = replace(MoEProblem(Dims(256, 256), 8, 4, Scheme(MXFP4)), **change)
+    reason = runner_for("triton").refusal(problem, torch.device("cuda"))
+    assert reason.startswith(message) if message.startswith(("it", "for")) else message in reason
+    assert bool(reason) == bool(message) and "\n" not in reason
