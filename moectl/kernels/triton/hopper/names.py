@@ -1,12 +1,13 @@
 # mypy: ignore-errors
-"""Gluon's copies by one name, which is not the same in every Triton."""
+"""What Gluon calls by other names in other versions of Triton, by one name."""
 
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
-def _first_of(module, *names):
-    return next(getattr(module, name) for name in names if hasattr(module, name))
+def _first_of(place, *names):
+    return next(getattr(place, name) for name in names if hasattr(place, name))
 
 
 async_load = _first_of(async_copy, "async_load", "async_copy_global_to_shared")
@@ -17,3 +18,6 @@ tma_load = _first_of(tma, "async_load", "async_copy_global_to_shared")
 
 tma_store = _first_of(tma, "async_store", "async_copy_shared_to_global")
 """Shared memory into a box of a tensor descriptor."""
+
+reinterpret = _first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+"""``reinterpret(shared, dtype, shape, layout)``: the same shared memory as another array."""
