@@ -12,7 +12,8 @@ import torch
 
 from moectl.experts import unfilled
 from moectl.inspection import MODELS, Inspected, layer_without_weights
-from moectl.kernels.triton.inspection.shipped import candidates, inspect, shipped
+from moectl.kernels.runners import runner_for
+from moectl.kernels.triton.inspection.shipped import candidates, inspect, inspect_run, shipped
 from moectl.kernels.triton.inspection.standin import STAND_INS
 from moectl.kernels.triton.runner import REGIMES
 from moectl.problem import Activation, Dims
@@ -82,6 +83,14 @@ def test_other_architectures_compile(arch: int, family: str) -> None:
     call = call_of(models[OTHERS.index((arch, family)) % 2], arch, family, place=0)
     assert call is not None
     check(call)
+
+
+@pytest.mark.parametrize(("arch", "tokens"), [(80, 1), (90, 1), (90, 64), (90, 4096), (100, 64)])
+def test_marlin_weights_read_in_place_compile(arch: int, tokens: int) -> None:
+    layer = unfilled(layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, "triton_marlin")
+    kernels = inspect_run(layer, tokens, STAND_INS[arch], runner_for("triton_marlin").compute)
+    assert sum(bool(kernel.wgmma or kernel.mma) for kernel in kernels) == 2
+    assert not [fault for kernel in kernels for fault in kernel.faults], kernels
 
 
 @pytest.mark.slow

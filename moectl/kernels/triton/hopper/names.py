@@ -21,3 +21,6 @@ tma_store = _first_of(tma, "async_store", "async_copy_shared_to_global")
 
 reinterpret = _first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 """``reinterpret(shared, dtype, shape, layout)``: the same shared memory as another array."""
+
+thread_barrier = _first_of(gl, "barrier", "thread_barrier")
+"""All threads of a program, or of a partition of it, wait for each other."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ...prepared import PreparedMoE
+from ...runners import Run
 from ..launch import Launch
 from ..runner import REGIMES, choose, run_with
 from ..table import Spread
@@ -53,11 +55,16 @@ def inspect(layer: PreparedMoE, tokens: int, launch: Launch, gpu: StandIn) -> tu
     `layer` has its weights on the device ``meta``. UsageError when the launch is not legal for it; what
     Triton raises when a kernel does not compile.
     """
+    return inspect_run(layer, tokens, gpu, partial(run_with, launch=launch))
+
+
+def inspect_run(layer: PreparedMoE, tokens: int, gpu: StandIn, run: Run) -> tuple[KernelReport, ...]:
+    """The same for whatever `run` launches, a runner's `compute` for one."""
     problem = layer.problem
     dtype = torch.float16 if problem.dtype == "fp16" else torch.bfloat16
     x = torch.empty(tokens, problem.dims.hidden, dtype=dtype, device="meta")
     ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
     weights = torch.empty(tokens, problem.top_k, dtype=torch.float32, device="meta")
     with standing_in(gpu) as launched:
-        run_with(layer, x, ids, weights, launch)
+        run(layer, x, ids, weights)
         return tuple(map(report_of, launched))
