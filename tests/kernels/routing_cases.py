@@ -27,8 +27,10 @@ def ids_of(routing_name: str, assignments: int, experts: int, device: str) -> Te
 
 def expected_order(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Valid slots by expert, stable, and the offsets."""
-    ids = ids.cpu()
-    slots = [[s for s, e in enumerate(ids.tolist()) if e == expert] for expert in range(experts)]
+    slots: list[list[int]] = [[] for _ in range(experts)]
+    for slot, expert in enumerate(ids.tolist()):
+        if 0 <= expert < experts:
+            slots[expert].append(slot)
     ends = torch.tensor([0, *(len(s) for s in slots)]).cumsum(0)
     return torch.tensor([s for some in slots for s in some], dtype=torch.int32), ends.int()
 
