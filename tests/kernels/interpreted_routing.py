@@ -47,3 +47,12 @@ def test_sums(tokens: int, top_k: int, hidden: int, splits: int, launch: Sum | N
 @pytest.mark.parametrize("splits", [1, 3])
 def test_sums_in_half_precision(splits: int) -> None:
     routing_cases.sums(3, 4, 96, splits, None, "cpu", torch.float16)
+
+
+@pytest.mark.parametrize("name", routing_cases.ROUTINGS)
+@pytest.mark.parametrize(("assignments", "experts", "tokens"), [(16, 128, 8), (200, 32, 8), (300, 5, 16)])
+@pytest.mark.parametrize("way", routing_cases.WAYS)
+def test_plans(
+    way: str, assignments: int, experts: int, tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routing_cases.plans(way, name, assignments, experts, tokens, "cpu", monkeypatch)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
 from moectl.kernels.triton import routing
+from moectl.kernels.triton.hopper import stream
 from moectl.kernels.triton.routing import Sum, combine, sort_by_expert
 
 WAYS = {"few": 1 << 30, "many": 0}
@@ -45,6 +48,29 @@ def sorts(
     order, ends = expected_order(ids, experts)
     assert torch.equal(offsets.cpu(), ends)
     assert torch.equal(slots.cpu()[: len(order)], order)
+
+
+def plans(
+    way: str,
+    name: str,
+    assignments: int,
+    experts: int,
+    tokens: int,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Records of at most `tokens` assignments of one expert hold every valid slot once, in order."""
+    monkeypatch.setattr(stream, "PLANNED_AT_ONCE", WAYS[way])
+    ids = ids_of(name, assignments, experts, device)
+    records = stream.plan(ids, experts, tokens).tolist()
+    used = [r for r in records if r[0] >= 0]
+    assert all(r[0] == -1 for r in records[len(used) :])
+    assert all(1 <= r[1] <= tokens for r in used)
+    assert all(one[0] < other[0] or one[1] == tokens for one, other in pairwise(used))
+    order, ends = expected_order(ids, experts)
+    assert [slot for r in used for slot in r[8 : 8 + r[1]]] == order.tolist()
+    assert all(ends[r[0]] < ends[r[0] + 1] for r in used)
+    assert [r[0] for r in used for _ in range(r[1])] == ids.cpu()[order.long()].tolist()
 
 
 def sums(

@@ -19,7 +19,7 @@ from moectl.kernels.triton.runner import REGIMES
 from moectl.problem import Activation, Dims
 from moectl.schemes import FULL, Scheme, int_format
 
-WITHOUT_WGMMA: frozenset[str] = frozenset()
+WITHOUT_WGMMA = frozenset({"stream"})
 """Families whose products on sm_90 are mma.sync by design: too few tokens to fill a wgmma."""
 
 

@@ -17,6 +17,7 @@ from ...problem import MoEProblem
 from ...schemes import FULL
 from ..prepared import PreparedMoE
 from ..runners import Runner
+from .hopper.stream import STREAM_REGIME
 from .launch import Launch, launch_for
 from .layer import Call, Regime, layer_of, scale_name
 from .portable import DECODE_REGIME, GROUPED_REGIME
@@ -29,7 +30,11 @@ GROUPS = (32, 64, 128, FULL)
 GATED, UNGATED = ("silu", "swigluoai", "gelu_tanh"), ("relu2",)
 MINIMUM_CAPABILITY = (8, 0)
 
-REGIMES: dict[str, Regime] = {"decode": DECODE_REGIME, "grouped": GROUPED_REGIME}
+REGIMES: dict[str, Regime] = {
+    "decode": DECODE_REGIME,
+    "grouped": GROUPED_REGIME,
+    "stream": STREAM_REGIME,
+}
 """Every family of kernels, by the name that a `Launch` gives."""
 
 

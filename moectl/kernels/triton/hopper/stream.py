@@ -1,0 +1,282 @@
+"""Few tokens per expert on SM90: launches of the streaming kernels.
+
+Two GEMMs and a sum; from a few tokens on, a plan before them that gathers each expert's assignments in
+records of at most 8 or 16.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ....problem import MoEProblem
+from ....schemes import FULL
+from ..layer import Call, Layer, Matrix, Regime
+from ..routing import combine, overlaps, sort_by_expert
+from . import stream_kernels as kernels
+from . import stream_plan_kernels as plans
+from .epilogue import GATED, UNGATED
+
+FORMATS = ("mxfp4", "int4", "int8")
+DTYPES = ("bf16", "fp16")
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program can have on SM90."""
+
+TOKENS = (1, 2, 4, 8, 16)
+
+PLANNED_AT_ONCE = 2048
+"""Up to so many assignments one launch makes the records; beyond, they are sorted first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the warps of a program share a GEMM's tiles.
+
+    Attributes:
+        columns: parts of the reduction, one per group of warps, added at the end.
+        rows: warps that own different rows.
+        blocks: blocks of 16 rows per warp.
+        depth: tiles that a warp has on their way from memory, a power of two.
+        tiles: row tiles that a program computes one after the other; more than 1 needs a multiple of 64
+            rows, and saves reading the tokens again.
+    """
+
+    columns: int
+    rows: int
+    blocks: int
+    depth: int
+    tiles: int
+
+    @property
+    def warps(self) -> int:
+        return self.columns * self.rows
+
+    def runs(self, n: int) -> int:
+        """Programs that cover `n` rows."""
+        return math.ceil(math.ceil(n / (16 * self.rows * self.blocks)) / self.tiles)
+
+    def steps(self, k: int, split: int) -> int:
+        """Rounds of `depth` tiles per warp over one of `split` parts of `k` columns."""
+        return math.ceil(math.ceil(k // 64 / split) / (self.columns * self.depth))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTile:
+    """A launch of the family.
+
+    Attributes:
+        tokens: most tokens of an expert in one program, of `TOKENS`.
+        planned: 1 to gather assignments of one expert first; 0 when each runs alone, with `tokens` 1.
+        columns, rows, blocks, depth, tiles: `Shape` of the first GEMM; with a 2, of the second.
+        split: programs that share the second GEMM's reduction.
+    """
+
+    tokens: int
+    planned: int
+    columns: int
+    rows: int
+    blocks: int
+    depth: int
+    tiles: int
+    columns2: int
+    rows2: int
+    blocks2: int
+    depth2: int
+    tiles2: int
+    split: int = 1
+
+    @property
+    def first(self) -> Shape:
+        return Shape(self.columns, self.rows, self.blocks, self.depth, self.tiles)
+
+    @property
+    def second(self) -> Shape:
+        return Shape(self.columns2, self.rows2, self.blocks2, self.depth2, self.tiles2)
+
+
+_SMALL_SCALES = WeakTensorKeyDictionary()
+"""Whether MXFP4 scales, by the tensor that holds them, include bytes below `SMALLEST_BYTE`."""
+
+SMALLEST_BYTE = 63
+"""Of E8M0 scales whose products with the fewest operations are exact: 2^-64."""
+
+
+def _has_small_scales(m: Matrix) -> bool:
+    """Whether a matrix needs the operations that are exact for every E8M0 scale.
+
+    Looked up once per matrix, outside of graphs; where it cannot be, the answer is yes.
+    """
+    if m.scales not in _SMALL_SCALES:
+        if not m.scales.is_cuda or torch.cuda.is_current_stream_capturing():
+            return True
+        _SMALL_SCALES[m.scales] = bool(m.scales.view(torch.uint8).amin() < SMALLEST_BYTE)
+    return bool(_SMALL_SCALES[m.scales])
+
+
+def _kind(problem: MoEProblem, m: Matrix) -> tuple[str, str, str, bool, bool]:
+    """What `stream_asm.TileAsm` needs to know of the numbers: formats, zero points, and every scale."""
+    weight = problem.scheme.weight
+    scale = {"BF16": "bf16", "F16": "fp16"}.get(weight.scale_dtype, problem.dtype)
+    whole = weight.name == "mxfp4" and problem.dtype == "bf16" and _has_small_scales(m)
+    return weight.name, problem.dtype, scale, weight.zero_point, whole
+
+
+def _words(t: Tensor) -> Tensor:
+    """`t` as pairs of 16-bit values, from an address that 16 bytes divide."""
+    return (t if t.data_ptr() % 16 == 0 else t.clone()).view(torch.int32)
+
+
+def _gemm(layer: Layer, m: Matrix, shape: Shape, tile: StreamTile) -> dict[str, Any]:
+    """Arguments that follow from a matrix and how it is shared."""
+    problem, dims = layer.problem, layer.problem.dims
+    columns, outputs = (
+        (dims.hidden, dims.intermediate) if m is layer.w13 else (dims.intermediate, dims.hidden)
+    )
+    return {
+        "W": m.codes.view(torch.int32),
+        "SC": m.scales,
+        "ZP": m.scales if m.zeros is None else m.zeros,
+        "B": m.codes if m.bias is None else m.bias,
+        "N": m.n,
+        "K": m.k,
+        "KX2": columns // 2,
+        "NX": outputs,
+        "RUNS": shape.runs(m.n),
+        "E": problem.local_experts,
+        "BIAS": m.bias is not None,
+        "KIND": _kind(problem, m),
+        "GROUP": problem.scheme.weight.group,
+        "TOKENS": tile.tokens,
+        "S": shape.columns,
+        "RW": shape.rows,
+        "R": shape.blocks,
+        "D": shape.depth,
+        "TILES": shape.tiles,
+        "PLANNED": bool(tile.planned),
+        "PDL": True,
+        "num_warps": shape.warps,
+        "launch_pdl": True,
+    }
+
+
+def records_of(assignments: int, experts: int, tokens: int) -> int:
+    """Most records of `tokens` tokens that `assignments` can need, whatever experts they go to."""
+    hit = min(assignments, experts)
+    return hit + (assignments - hit) // tokens
+
+
+def plan(ids: Tensor, experts: int, tokens: int) -> Tensor:
+    """Records ``[records, 8 + tokens]`` int32 of the assignments `ids` (see `_plan_kernel`)."""
+    t = ids.numel()
+    records = records_of(t, experts, tokens)
+    out = ids.new_empty(records, 8 + tokens)
+    options = {"PDL": True, "launch_pdl": True} if overlaps() else {"PDL": False}
+    sizes = {"E": experts, "EPAD": triton.next_power_of_2(experts), "BLOCK": tokens}
+    if t > PLANNED_AT_ONCE:
+        slots, offsets = sort_by_expert(ids, experts)
+        plans._cut_kernel[(experts,)](slots, offsets, out, records, num_warps=1, **sizes, **options)
+        return out
+    each = 32
+    padded = max(64, triton.next_power_of_2(t))
+    plans._plan_kernel[(math.ceil(max(t, records) / each),)](
+        ids, out, t, records, TPAD=padded, PER=each, num_warps=4, **sizes, **options
+    )
+    return out
+
+
+def run(layer: Layer, call: Call, tile: StreamTile) -> None:
+    """Fills ``call.y``; see `Regime.run`."""
+    problem, t = layer.problem, call.assignments
+    dims, act = problem.dims, problem.activation
+    records = plan(call.ids, problem.local_experts, tile.tokens) if tile.planned else call.ids
+    common = {"IDS": call.ids, "PLAN": records, "WEIGHTS": call.weights, "T": t}
+    h = call.x.new_empty(t, dims.intermediate)
+    parts = call.x.new_empty(tile.split, t, dims.hidden, dtype=torch.float32)
+    first, second = tile.first, tile.second
+    kernels._stream_gemm1_kernel[(len(records) * first.runs(layer.w13.n),)](
+        X=_words(call.x),
+        H=h,
+        alpha=1.0 if act.alpha is None else act.alpha,
+        limit=math.inf if act.limit is None else act.limit,
+        TOP_K=problem.top_k,
+        ACT=act.name,
+        GATED=act.gated,
+        WEIGHTED=problem.routing.weight_on_input,
+        STEPS=first.steps(layer.w13.k, 1),
+        **common,
+        **_gemm(layer, layer.w13, first, tile),
+    )
+    kernels._stream_gemm2_kernel[(len(records) * second.runs(layer.w2.n), tile.split)](
+        H=_words(h),
+        Y=parts,
+        WEIGHTED=not problem.routing.weight_on_input,
+        STEPS=second.steps(layer.w2.k, tile.split),
+        SPLIT=tile.split,
+        **common,
+        **_gemm(layer, layer.w2, second, tile),
+    )
+    combine(parts, call.ids, call.y, problem.local_experts)
+
+
+def shared_memory(shape: Shape, steps: int, tokens: int) -> int:
+    """Bytes of a program, at most: the tokens of all columns, their sums, and sums of column parts."""
+    tiles = steps * shape.depth * shape.columns
+    of_tokens = math.ceil(steps / 8) * 8 * shape.depth * shape.columns * 128 * max(1, tokens // 8)
+    parts = shape.warps * shape.blocks * 512 * shape.columns if shape.columns > 1 else 0
+    return tiles * tokens * 128 + of_tokens + parts
+
+
+def fits(problem: MoEProblem, tile: StreamTile) -> str:
+    """Why the family cannot take `problem` with `tile`; empty when it can."""
+    weight, act, dims = problem.scheme.weight, problem.activation, problem.dims
+    if weight.name not in FORMATS or problem.dtype not in DTYPES:
+        return f"it has no {weight.name} weights with {problem.dtype} tokens"
+    if weight.group not in (32, FULL) and weight.group % 64:
+        return f"it reads scale groups of 32, of multiples of 64 and of whole rows, not of {weight.group}"
+    if act.name not in (GATED if act.gated else UNGATED):
+        return f"it has no activation {act}"
+    run_of_columns = max(64, weight.group)
+    for shape, columns, split in (
+        (tile.first, dims.padded_hidden, 1),
+        (tile.second, dims.padded_intermediate, tile.split),
+    ):
+        powers = (shape.columns, shape.rows, shape.blocks, shape.depth)
+        if any(n & (n - 1) for n in powers) or shape.warps < 4 or shape.warps > 16:
+            return f"{shape} is not made of powers of two, with 4 to 16 warps"
+        if shape.tiles > 1 and shape.rows * shape.blocks % 4:
+            return f"{shape} has several tiles of rows that are no multiple of 64"
+        steps = shape.steps(run_of_columns * math.ceil(columns / run_of_columns), split)
+        if shared_memory(shape, steps, tile.tokens) > SHARED_MEMORY:
+            return f"{tile.tokens} tokens of {columns} columns do not fit into shared memory"
+    if tile.tokens not in TOKENS or (tile.tokens > 1 and not tile.planned):
+        return f"it takes {TOKENS} tokens at a time, 1 without a plan, not {tile.tokens}"
+    return ""
+
+
+WORTH_A_TRY: tuple[tuple[int, int, Shape, Shape], ...] = (
+    *((1, 0, shape, shape) for shape in (Shape(2, 2, 1, 4, 1), Shape(2, 4, 1, 4, 1), Shape(4, 4, 1, 4, 1))),
+    (1, 0, Shape(2, 2, 1, 4, 1), Shape(2, 2, 1, 8, 1)),
+    (1, 0, Shape(1, 8, 1, 4, 1), Shape(1, 4, 1, 4, 1)),
+    *((4, 1, shape, shape) for shape in (Shape(1, 4, 1, 8, 1), Shape(1, 4, 2, 4, 1), Shape(1, 4, 1, 4, 1))),
+    *((8, 1, shape, shape) for shape in (Shape(1, 4, 1, 8, 2), Shape(1, 4, 2, 4, 1))),
+)
+"""(tokens, planned, first, second): launches that were the fastest of a layer on an H200, or near it."""
+
+
+def candidates(problem: MoEProblem) -> tuple[StreamTile, ...]:
+    """Tiles among which measurements decide."""
+    return tuple(
+        StreamTile(tokens, planned, *astuple(first), *astuple(second))
+        for tokens, planned, first, second in WORTH_A_TRY
+    )
+
+
+STREAM_REGIME = Regime(
+    StreamTile, run, fits, capability=((9, 0), (9, 0)), candidates=candidates, each=(0.0, 6.0)
+)

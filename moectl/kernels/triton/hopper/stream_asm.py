@@ -1,0 +1,264 @@
+"""Assembly of the streaming kernels: codes of one weight tile to matrix instructions and scaled sums."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton.experimental.gluon import language as gl
+
+SOURCE = gl.constexpr(hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
+"""What compiled kernels depend on besides their own text."""
+
+FOUR = range(4)
+
+A_REGISTERS = [f"a{i}" for i in FOUR]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How the registers a0..a3 of one m16n8k16 instruction come out of the words of a tile.
+
+    Attributes:
+        text: assembly for one step; ``{w}`` is its word, ``{v}`` the second one of 8-bit codes.
+        words: words per step.
+        one: 1 as a pair of 16-bit floats.
+        offset: what a0..a3 hold minus the code counted from 0 up; for MXFP4 0.
+        symmetric: that, plus the code of 0, negated, as a pair of 16-bit floats; 0 for none.
+    """
+
+    text: str
+    words: int
+    one: int = 0
+    offset: float = 0.0
+    symmetric: int = 0
+
+
+_NIBBLES = """
+lop3.b32 a0, {{w}}, 0x000F000F, {magic}, 0xEA;
+shr.u32 t, {{w}}, 4;
+lop3.b32 a1, t, 0x000F000F, {magic}, 0xEA;
+shr.u32 t, {{w}}, 8;
+lop3.b32 a2, t, 0x000F000F, {magic}, 0xEA;
+shr.u32 t, {{w}}, 12;
+lop3.b32 a3, t, 0x000F000F, {magic}, 0xEA;
+"""
+
+_E2M1 = """
+and.b32 a0, {w}, 0x81C081C0;
+shf.r.wrap.b32 t, {w}, {w}, 4;
+and.b32 a1, t, 0x81C081C0;
+shl.b32 t, {w}, 6;
+and.b32 a2, t, 0x81C081C0;
+shf.r.wrap.b32 t, {w}, {w}, 6;
+and.b32 t, t, 0x81808180;
+shl.b32 u, {w}, 2;
+lop3.b32 a3, u, 0x00400040, t, 0xEA;
+"""
+
+_E2M1_HALF = _E2M1 + "".join(
+    f"""
+shl.b32 t, a{i}, 3;
+and.b32 t, t, 0x0E000E00;
+lop3.b32 a{i}, a{i}, 0x80008000, t, 0xEA;
+"""
+    for i in FOUR
+)
+
+_BYTES_BF16 = "".join(
+    f"""
+shr.u32 t, {{{word}}}, {8 * h};
+lop3.b32 u, t, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 t, t, 0x00800080, 0xC300C300, 0xEA;
+add.rn.bf16x2 a{2 * k8 + h}, t, u;
+"""
+    for k8, word in enumerate("wv")
+    for h in range(2)
+)
+
+_BYTES_HALF = "".join(
+    f"""
+shr.u32 t, {{{word}}}, {8 * h};
+lop3.b32 a{2 * k8 + h}, t, 0x00FF00FF, 0x64806480, 0x6A;
+"""
+    for k8, word in enumerate("wv")
+    for h in range(2)
+)
+
+CODES = {
+    ("mxfp4", "bf16"): Codes(_E2M1, 1),
+    ("mxfp4", "fp16"): Codes(_E2M1_HALF, 1),
+    ("int4", "bf16"): Codes(_NIBBLES.format(magic="0x43004300"), 1, 0x3F803F80, 128.0, 0xC308C308),
+    ("int4", "fp16"): Codes(_NIBBLES.format(magic="0x64006400"), 1, 0x3C003C00, 1024.0, 0xE408E408),
+    ("int8", "bf16"): Codes(_BYTES_BF16, 2, 0x3F803F80, -128.0),
+    ("int8", "fp16"): Codes(_BYTES_HALF, 2, 0x3C003C00, 1024.0, 0xE480E480),
+}
+"""By weight format and the tokens' dtype.
+
+E2M1 as bf16 comes out times 2^-126, as fp16 times 2^-14: sign, exponent and mantissa bits in their places,
+0.5 a subnormal. ``magic | code`` is 128 + code in bf16 and 1024 + code in fp16; 8-bit codes are two's
+complement, which bf16 reaches as a sum of two such numbers and fp16 by flipping the sign bit.
+"""
+
+_E8M0 = """
+shl.b32 t, {s}, 23;
+and.b32 s00, t, 0x7F800000;
+shl.b32 t, {s}, 15;
+and.b32 s01, t, 0x7F800000;
+shl.b32 t, {s}, 7;
+and.b32 s10, t, 0x7F800000;
+shr.u32 t, {s}, 1;
+and.b32 s11, t, 0x7F800000;
+"""
+
+_E8M0_WHOLE = _E8M0 + "".join(f"max.u32 {s}, {s}, 0x00400000;\n" for s in ("s00", "s01", "s10", "s11"))
+"""With 2^-127 for byte 0, which is subnormal; `_E8M0` makes it 0."""
+
+_PAIRS = {
+    "bf16": "shl.b32 {lo}, {s}, 16;\nand.b32 {hi}, {s}, 0xFFFF0000;\n",
+    "fp16": "{{ .reg .b16 l, h; .reg .f32 x, y; mov.b32 {{l, h}}, {s}; cvt.f32.f16 x, l; cvt.f32.f16 y, h;"
+    " mov.b32 {lo}, x; mov.b32 {hi}, y; }}\n",
+}
+"""Both 16-bit floats of a word as fp32."""
+
+_ZEROS = """
+prmt.b32 t, {z}, 0x4B000000, 0x7410;
+mov.b32 f, t;
+sub.rn.f32 {lo}, {base}, f;
+prmt.b32 t, {z}, 0x4B000000, 0x7432;
+mov.b32 f, t;
+sub.rn.f32 {hi}, {base}, f;
+"""
+"""Both zero points z of a word as -(offset + z); 0x4B000000 | z is 2^23 + z."""
+
+
+def _hex32(value: float) -> str:
+    import struct
+
+    return "0f" + struct.pack(">f", value).hex().upper()
+
+
+@dataclass(frozen=True)
+class TileAsm:
+    """One tile in assembly: sums of token blocks plus weights times tokens.
+
+    Attributes:
+        weight, tokens, scale: names of the weight format, the tokens' dtype and the scales' dtype.
+        in_two: two groups of 32 columns, otherwise one scale for all 64.
+        zeros: there are zero points.
+        whole: every MXFP4 scale is exact; otherwise what scales below 2^-64 add may vanish.
+        blocks: of 8 tokens.
+    """
+
+    weight: str
+    tokens: str
+    scale: str
+    in_two: bool
+    zeros: bool
+    whole: bool
+    blocks: int
+
+    @property
+    def factor(self) -> int:
+        """What the sums of tokens that this takes are multiplied by, a pair of 16-bit floats; 0 for none."""
+        codes = CODES[self.weight, self.tokens]
+        return codes.one if self.zeros else codes.symmetric
+
+    @property
+    def mma(self) -> str:
+        return f"mma.sync.aligned.m16n8k16.row.col.f32.{self.dtype}.{self.dtype}.f32"
+
+    @property
+    def dtype(self) -> str:
+        return {"bf16": "bf16", "fp16": "f16"}[self.tokens]
+
+    def product(self, d: Sequence[str], a: Sequence[str], b: Sequence[str], c: Sequence[str]) -> str:
+        """d = a * b + c on the tensor cores."""
+        return self.mma + " " + ", ".join(f"{{{','.join(registers)}}}" for registers in (d, a, b, c)) + ";\n"
+
+    def _scales(self, s: int) -> str:
+        if self.weight == "mxfp4":
+            return (_E8M0_WHOLE if self.whole else _E8M0).format(s=f"${s}")
+        pair = _PAIRS[self.scale]
+        if not self.in_two:
+            return pair.format(s=f"${s}", lo="s00", hi="s10")
+        return pair.format(s=f"${s}", lo="s00", hi="s01") + pair.format(s=f"${s + 4}", lo="s10", hi="s11")
+
+    def _zeros(self, z: int) -> str:
+        base = _hex32(2.0**23 - CODES[self.weight, self.tokens].offset)
+        if not self.in_two:
+            return _ZEROS.format(z=f"${z}", lo="z00", hi="z10", base=base)
+        first = _ZEROS.format(z=f"${z}", lo="z00", hi="z01", base=base)
+        return first + _ZEROS.format(z=f"${z + 4}", lo="z10", hi="z11", base=base)
+
+    def _scaled(self, n: int, run: int, sums: list[str]) -> str:
+        """Adds the sums of a run of columns, scaled, to those of token block `n`."""
+        text = ""
+        for i in FOUR:
+            p, to = f"p{n}_{i}", f"${4 * n + i}"
+            if self.zeros:
+                text += f"fma.rn.f32 {p}, z{i // 2}{run}, {sums[i]}, {p};\n"
+            if self.weight == "mxfp4" and self.tokens == "bf16" and self.whole:
+                text += f"mul.rn.f32 {p}, {p}, {_hex32(2.0**62)};\n"
+            text += f"mov.b32 f, s{i // 2}{run};\nfma.rn.f32 {to}, {p}, f, {to};\n"
+        return text
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        """(assembly, constraints).
+
+        Operands: 4 sums out per block; the words; scale words (4 equal copies) twice, the second set for
+        rows g + 8 of groups of 32; zero words likewise, if any; per block 4 + 4 words of tokens, 4 sums in,
+        and if `factor` is not 0 the sums of tokens times it in each of the runs, 4 registers each.
+        """
+        codes, blocks = CODES[self.weight, self.tokens], range(self.blocks)
+        runs = 2 if self.in_two else 1
+        w = 4 * self.blocks
+        s = w + 4 * codes.words
+        x = s + (16 if self.zeros else 8)
+        each = 12 + (4 * runs if self.factor else 0)
+        text = "{\n.reg .b32 a0, a1, a2, a3, t, u, s00, s01, s10, s11;\n"
+        text += ".reg .f32 f, z, z00, z01, z10, z11;\nmov.f32 z, 0f00000000;\n"
+        text += "".join(f".reg .f32 p{n}_{i};\n" for n in blocks for i in FOUR)
+        text += self._scales(s) + (self._zeros(s + 8) if self.zeros else "")
+        text += "".join(f"mov.f32 ${4 * n + i}, ${x + each * n + 8 + i};\n" for n in blocks for i in FOUR)
+        for run in range(runs):
+            steps = range(4 // runs * run, 4 // runs * (run + 1))
+            sums = [[f"${x + each * n + 12 + 4 * run + i}" for i in FOUR] for n in blocks]
+            for j in steps:
+                at = w + codes.words * j
+                text += codes.text.format(w=f"${at}", v=f"${at + 1}")
+                for n in blocks:
+                    b = (f"${x + each * n + 2 * j}", f"${x + each * n + 2 * j + 1}")
+                    p = [f"p{n}_{i}" for i in FOUR]
+                    start = sums[n] if self.factor and not self.zeros else ["z"] * 4
+                    text += self.product(p, A_REGISTERS, b, start if j == steps[0] else p)
+            text += "".join(self._scaled(n, run, sums[n]) for n in blocks)
+        ins = ["r"] * (x - w) + (["r"] * 8 + ["f"] * (each - 8)) * self.blocks
+        yield text + "}"
+        yield ",".join(["=&f"] * w + ins)
+
+
+@dataclass(frozen=True)
+class SumsAsm:
+    """Sums of tokens over one tile's columns in assembly, for one of up to 8 tiles at a time."""
+
+    tile: TileAsm
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        """(assembly, constraints).
+
+        Operands: 4 sums out; 4 + 4 words of tokens; 4 copies of the tile's factor on the lanes of one g and
+        of 0 on the others; 4 sums in. The lanes of that g get the sums of their two tokens, and with groups
+        of 32 those of the second group after those of the first.
+        """
+        d, c = ([f"${i}" for i in FOUR], [f"${16 + i}" for i in FOUR])
+        text = "{\n.reg .b32 n;\nmov.b32 n, 0;\n"
+        text += "".join(f"mov.f32 {to}, {since};\n" for to, since in zip(d, c, strict=True))
+        for j in FOUR:
+            low = not self.tile.in_two or j < 2
+            a = ["$12", "n", "$12", "n"] if low else ["n", "$12", "n", "$12"]
+            text += self.tile.product(d, a, (f"${4 + 2 * j}", f"${5 + 2 * j}"), d)
+        yield text + "}"
+        yield ",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4)

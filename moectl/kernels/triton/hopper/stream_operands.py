@@ -1,0 +1,419 @@
+# mypy: ignore-errors
+# ruff: noqa: RUF005 (device code has no starred expressions)
+"""Operands of the streaming kernels: weights and scales on their way, tokens in shared memory, one tile.
+
+`stream_kernels` says what the dimensions of tensors are called.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .stream_asm import SOURCE, SumsAsm, TileAsm
+
+FILL_AT_ONCE = gl.constexpr(8)
+"""16-byte loads of tokens that a thread has on their way, where it has one row block."""
+
+
+@gluon.constexpr_function
+def _tile_asm(KIND, GROUP, NT):
+    """(assembly, constraints, source) of a tile; the source makes compiled code depend on it."""
+    weight, tokens, scale, zeros, whole = KIND
+    return tuple(TileAsm(weight, tokens, scale, GROUP == 32, zeros, whole, NT)) + (SOURCE,)
+
+
+@gluon.constexpr_function
+def _sums_asm(KIND, GROUP):
+    """(assembly, constraints, source) of the sums of tokens over one tile."""
+    weight, tokens, scale, zeros, whole = KIND
+    return tuple(SumsAsm(TileAsm(weight, tokens, scale, GROUP == 32, zeros, whole, 1))) + (SOURCE,)
+
+
+@gluon.constexpr_function
+def _factor(KIND):
+    """What the sums of tokens are multiplied by, a pair of 16-bit floats in an int; 0 for none."""
+    weight, tokens, scale, zeros, whole = KIND
+    factor = TileAsm(weight, tokens, scale, False, zeros, whole, 1).factor
+    return factor - (1 << 32 if factor >> 31 else 0)
+
+
+@gluon.constexpr_function
+def _is_wide(KIND):
+    """Whether codes have 8 bits."""
+    return KIND[0] == "int8"
+
+
+@gluon.constexpr_function
+def _tile_words(KIND):
+    """Words of codes in a tile."""
+    return 1024 if KIND[0] == "int8" else 512
+
+
+@gluon.constexpr_function
+def _run_words(KIND, GROUP):
+    """Scale words of 64 rows over a tile or a wider group."""
+    return 64 if GROUP == 32 and KIND[0] != "mxfp4" else 32
+
+
+@gluon.constexpr_function
+def _input_scaled(KIND):
+    """Whether tokens are kept times 2^64."""
+    return KIND[0] == "mxfp4" and KIND[1] == "bf16"
+
+
+@gluon.constexpr_function
+def _output_factor(KIND):
+    """What sums must be multiplied by, as codes (and tokens) came times a power of two."""
+    if KIND[0] != "mxfp4":
+        return 1.0
+    return 2.0**14 if KIND[1] == "fp16" else 1.0 if KIND[4] else 2.0**62
+
+
+@gluon.constexpr_function
+def _only(layout, dim, rank):
+    """Layout of one dimension of a tensor of `rank` dimensions in `layout`."""
+    for i in reversed(range(rank)):
+        if i != dim:
+            layout = gl.SliceLayout(i, layout)
+    return layout
+
+
+@gluon.constexpr_function
+def _words_layout(S, RW, R):
+    """[S, RW, 32, R, 4]: a lane's four words."""
+    return gl.BlockedLayout([1, 1, 1, R, 4], [1, 1, 32, 1, 1], [S, RW, 1, 1, 1], [4, 3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def _pairs_layout(S, RW, R):
+    """[S, RW, 32, R, 2]: a lane's two scale words."""
+    return gl.BlockedLayout([1, 1, 1, R, 2], [1, 1, 32, 1, 1], [S, RW, 1, 1, 1], [4, 3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def _tokens_layout(S, RW, TR):
+    """[S, RW, 8 / TR, TR, 32]: words of TR tokens x 64 columns as B operands, each token 8 / TR times."""
+    return gl.BlockedLayout([1, 1, 1, 1, 1], [1, 1, 8 // TR, TR, 4], [S, RW, 1, 1, 1], [4, 3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def _fill_layout(D, S, RW, TT):
+    """[steps, D, blocks * S, TT, 8, 4]: 16 bytes of a token per lane."""
+    tokens = min(TT, 4)
+    wd = min(D, RW)
+    return gl.BlockedLayout(
+        [1, 1, 1, 1, 1, 4],
+        [1, 1, 4 // tokens, tokens, 8, 1],
+        [1, wd, S * RW // wd, 1, 1, 1],
+        [5, 4, 3, 2, 1, 0],
+    )
+
+
+@gluon.constexpr_function
+def _fill_batch(D, S, RW, R, STEPS, NF, TT):
+    """(steps of one load, loads on their way at once): a power of two that divides STEPS, few registers."""
+    each = max(1, D * NF * S * TT * 8 // (32 * S * RW))
+    at_once = FILL_AT_ONCE.value // max(R, D // 4)
+    batch = 1
+    while STEPS % (2 * batch) == 0 and 2 * batch * each <= at_once:
+        batch *= 2
+    return batch, max(1, at_once // (batch * each))
+
+
+@gluon.constexpr_function
+def _smaller(a, b):
+    return min(a, b)
+
+
+@gluon.constexpr_function
+def _sums_layout(W, R):
+    """[RW, 8 g, 4 c, R, 2 h, 2 b]: a warp's sums once its column parts are added."""
+    return gl.BlockedLayout([1, 1, 1, R, 2, 2], [1, 8, 4, 1, 1, 1], [W, 1, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0])
+
+
+@gluon.jit
+def _spread(v, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):
+    """[S, RW, 32, R] as [S, RW, 32, R, 4]: four equal copies of a lane's value."""
+    L: gl.constexpr = _words_layout(S, RW, R)
+    v, _ = gl.broadcast(gl.expand_dims(v, 4), gl.full([S, RW, 32, R, 4], 0, v.dtype, L))
+    return v
+
+
+@gluon.jit
+def _b_operand(xs, N: gl.constexpr, TR: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):
+    """Two [N, RW, 32, R, 4] halves of a lane's words from `xs` [N, TR, 32] in shared memory, N up to S."""
+    L: gl.constexpr = _words_layout(S, RW, R)
+    P: gl.constexpr = _tokens_layout(S, RW, TR)
+    x = gl.expand_dims(gl.expand_dims(xs.load(gl.SliceLayout(1, gl.SliceLayout(2, P))), 1), 2)
+    x, _ = gl.broadcast(x, gl.full([N, RW, 8 // TR, TR, 32], 0, gl.int32, P))
+    x = x.reshape([N, RW, 8, 2, 4, 4]).permute((0, 1, 2, 5, 4, 3)).reshape([N, RW, 32, 4, 2])
+    lo, hi = gl.split(x)
+    lo = gl.convert_layout(lo, gl.SliceLayout(3, L), assert_trivial=True)
+    hi = gl.convert_layout(hi, gl.SliceLayout(3, L), assert_trivial=True)
+    like = gl.full([N, RW, 32, R, 4], 0, gl.int32, L)
+    lo, _ = gl.broadcast(gl.expand_dims(lo, 3), like)
+    hi, _ = gl.broadcast(gl.expand_dims(hi, 3), like)
+    return lo, hi
+
+
+@gluon.constexpr_function
+def _sums_shape(GROUP):
+    """Registers of sums of tokens that a tile takes: a quad for each scale of 64 columns."""
+    return 8 if GROUP == 32 else 4
+
+
+@gluon.constexpr_function
+def _quads_layout(S, RW, Q):
+    """[S, RW, 8 g, 4 c, Q]: sums of tokens, equal for all g."""
+    return gl.BlockedLayout([1, 1, 1, 1, Q], [1, 1, 8, 4, 1], [S, RW, 1, 1, 1], [4, 3, 2, 1, 0])
+
+
+@gluon.jit
+def _quads(q, GROUP: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):
+    """One or two [S, RW, 32, R, 4] of sums of tokens from `q` [S, 4, Q] in shared memory."""
+    L: gl.constexpr = _words_layout(S, RW, R)
+    Q: gl.constexpr = _sums_shape(GROUP)
+    P: gl.constexpr = _quads_layout(S, RW, Q)
+    v = q.load(gl.SliceLayout(1, gl.SliceLayout(2, P)))
+    v = gl.expand_dims(gl.expand_dims(v, 1), 2)
+    v, _ = gl.broadcast(v, gl.full([S, RW, 8, 4, Q], 0.0, gl.float32, P))
+    like = gl.full([S, RW, 32, R, 4], 0.0, gl.float32, L)
+    if GROUP == 32:
+        lo, hi = gl.split(v.reshape([S, RW, 32, 2, 4]).permute((0, 1, 2, 4, 3)))
+        lo, _ = gl.broadcast(
+            gl.expand_dims(gl.convert_layout(lo, gl.SliceLayout(3, L), assert_trivial=True), 3), like
+        )
+        hi, _ = gl.broadcast(
+            gl.expand_dims(gl.convert_layout(hi, gl.SliceLayout(3, L), assert_trivial=True), 3), like
+        )
+        quads = (lo, hi)
+    else:
+        v = gl.convert_layout(v.reshape([S, RW, 32, 4]), gl.SliceLayout(3, L), assert_trivial=True)
+        v, _ = gl.broadcast(gl.expand_dims(v, 3), like)
+        quads = (v,)
+    return quads
+
+
+@gluon.jit
+def _tile(w, s, z, xs, qs, at, acc, KIND: gl.constexpr, GROUP: gl.constexpr, NT: gl.constexpr,
+          TR: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """`acc` (a tuple of NT) plus one tile's products.
+
+    In shared memory, tokens are `xs` [at, S, TR, 32] and their sums `qs` [at, S, 4, Q].
+    """
+    ASM: gl.constexpr = _tile_asm(KIND, GROUP, NT)
+    args = w + s + z
+    for n in gl.static_range(NT):
+        lo, hi = _b_operand(xs.index(at + n), S, TR, S, RW, R)
+        args = args + (lo, hi, acc[n])
+        if _factor(KIND) != 0:
+            args = args + _quads(qs.index(at + n), GROUP, S, RW, R)
+    if NT == 1:
+        sums = (gl.inline_asm_elementwise(ASM[0], ASM[1], args, dtype=gl.float32, is_pure=True, pack=4),)
+    else:
+        gl.static_assert(NT == 2, "one or two blocks of 8 tokens")
+        sums = gl.inline_asm_elementwise(
+            ASM[0], ASM[1], args, dtype=(gl.float32, gl.float32), is_pure=True, pack=4
+        )
+    return sums
+
+
+@gluon.jit
+def _sum_tokens(filled, qs, KIND: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.constexpr, TR: gl.constexpr,
+                W: gl.constexpr, STEPS: gl.constexpr):  # fmt: skip
+    """Sums of the tokens over each run of columns, times the factor.
+
+    From `filled` [STEPS, UNITS, TR, 32] to `qs` [STEPS up to a multiple of 8, UNITS, 4, Q]. A warp adds 8
+    steps of one unit at a time, each into rows of the accumulator of its own.
+    """
+    G: gl.constexpr = _smaller(UNITS, W)
+    SHARE: gl.constexpr = UNITS // G
+    L: gl.constexpr = _words_layout(W, 1, 1)
+    ASM: gl.constexpr = _sums_asm(KIND, GROUP)
+    Q: gl.constexpr = _sums_shape(GROUP)
+    lane = gl.arange(0, 32, layout=_only(L, 2, 5))[None, None, :, None, None]
+    xs = filled._reinterpret(
+        gl.int32, [STEPS * SHARE, G, TR, 32], gl.SwizzledSharedLayout(4, 1, TR, [2, 1, 0])
+    )
+    for first in gl.static_range(0, STEPS, 8):
+        for share in gl.static_range(SHARE):
+            q = gl.full([G, 1, 32, 1, 4], 0.0, gl.float32, L)
+            for chain in gl.static_range(4):  # as sums in different rows need not wait for each other
+                some = gl.full([G, 1, 32, 1, 4], 0.0, gl.float32, L)
+                for i in gl.static_range(chain, _smaller(8, STEPS - first), 4):
+                    lo, hi = _b_operand(xs.index((first + i) * SHARE + share), G, TR, W, 1, 1)
+                    select, _ = gl.broadcast(gl.where(lane // 4 == i, _factor(KIND), 0), lo)
+                    some = gl.inline_asm_elementwise(
+                        ASM[0], ASM[1], [lo, hi, select, some], dtype=gl.float32, is_pure=True, pack=4
+                    )
+                q += some
+            # Rows g are steps. A pair starts the sums of rows g and of rows g + 8, so it is there twice.
+            q = q.reshape([G, 8, 4, 2, 2])
+            q = gl.join(q, q).permute((1, 0, 2, 3, 5, 4))
+            if GROUP != 32:
+                q, _ = gl.split(q.permute((0, 1, 2, 4, 5, 3)))
+            to = qs.index(first // 8).slice(share * G, G, dim=1)
+            to.store(q.reshape([8, G, 4, Q]))
+
+
+@gluon.constexpr_function
+def _load_asm(ahead, offset):
+    """16 bytes at `offset` from an address if more than `ahead` columns are left, else anything."""
+    return (
+        f"{{ .reg .pred p; setp.gt.s32 p, $8, {ahead}; "
+        f"@p ld.global.cg.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}]; }}"
+    )
+
+
+@gluon.jit
+def _code_words(wp, left, KIND: gl.constexpr, AHEAD: gl.constexpr, S: gl.constexpr, RW: gl.constexpr,
+                R: gl.constexpr):  # fmt: skip
+    """A lane's words of one tile as `_tile` takes them, one tensor or with 8-bit codes two.
+
+    In assembly, as a load with a mask clears its registers first.
+    """
+    L: gl.constexpr = _words_layout(S, RW, R)
+    left, _ = gl.broadcast(gl.expand_dims(left, 4), gl.full([S, RW, 32, R, 4], 0, gl.int32, L))
+    OFFSET: gl.constexpr = AHEAD * _tile_words(KIND) * 4
+    w = ()
+    for half in gl.static_range(2 if _is_wide(KIND) else 1):
+        words = gl.inline_asm_elementwise(
+            _load_asm(AHEAD, OFFSET + half * 512), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [wp, left],
+            dtype=gl.int32, is_pure=False, pack=4,
+        )  # fmt: skip
+        w = w + (words,)
+    return w
+
+
+@gluon.jit
+def _scale_words(sp, k, valid, KIND: gl.constexpr, GROUP: gl.constexpr,
+                 S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """Scale (or zero) words of a tile [S, RW, 32, R], as `_tile` takes them: two tensors.
+
+    `sp` points to tile column `k`, and with groups wider than a tile to column 0. Columns past the end get
+    0, which makes nothing of whatever their codes are.
+    """
+    if _run_words(KIND, GROUP) == 64:
+        P: gl.constexpr = _pairs_layout(S, RW, R)
+        P4: gl.constexpr = gl.SliceLayout(4, P)
+        pair = gl.expand_dims(gl.convert_layout(sp, P4, assert_trivial=True), 4)
+        pair = pair + gl.arange(0, 2, layout=_only(P, 4, 5))[None, None, None, None, :]
+        valid, _ = gl.broadcast(
+            gl.expand_dims(gl.convert_layout(valid, P4, assert_trivial=True), 4),
+            gl.full([S, RW, 32, R, 2], 0, gl.int32, P),
+        )
+        lo, hi = gl.split(gl.load(pair, mask=valid, other=0))
+        L: gl.constexpr = gl.SliceLayout(4, _words_layout(S, RW, R))
+        lo = _spread(gl.convert_layout(lo, L, assert_trivial=True), S, RW, R)
+        hi = _spread(gl.convert_layout(hi, L, assert_trivial=True), S, RW, R)
+    else:
+        if GROUP > 64:
+            sp = sp + (k // (GROUP // 64)) * 32
+        lo = _spread(gl.load(sp, mask=valid, other=0), S, RW, R)
+        hi = lo
+    return (lo, hi)
+
+
+@gluon.constexpr_function
+def _scale_stride(KIND, GROUP):
+    """Scale words from one tile column to the next; 0 where that is no constant."""
+    return _run_words(KIND, GROUP) if GROUP in (32, 64) else 0
+
+
+@gluon.jit
+def _tile_loads(wp, sp, zp, k, left, KIND: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr,
+                S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """Codes, scales and zeros, on their way, of the tile that is AHEAD columns after `k`.
+
+    Only the first `left` columns exist.
+    """
+    STRIDE: gl.constexpr = _scale_stride(KIND, GROUP)
+    valid = left > AHEAD
+    w = _code_words(wp, left, KIND, AHEAD, S, RW, R)
+    s = _scale_words(sp + AHEAD * STRIDE, k + AHEAD, valid, KIND, GROUP, S, RW, R)
+    z = ()
+    if KIND[3]:
+        z = _scale_words(zp + AHEAD * STRIDE, k + AHEAD, valid, KIND, GROUP, S, RW, R)
+    return w, s, z
+
+
+@gluon.jit
+def _record(IDS, PLAN, p, T, TOKENS: gl.constexpr, PLANNED: gl.constexpr):
+    """(expert, live tokens) of program `p`; no expert is -1."""
+    if PLANNED:
+        expert = gl.load(PLAN + p.to(gl.int64) * (TOKENS + 8))
+        count = gl.load(PLAN + p.to(gl.int64) * (TOKENS + 8) + 1)
+    else:
+        expert = gl.load(IDS + p)
+        count = 1
+    return expert, count
+
+
+@gluon.jit
+def _slots(PLAN, p, n, count, TOKENS: gl.constexpr, PLANNED: gl.constexpr):
+    """Slots of a program's tokens `n` (any shape), 0 for dead ones."""
+    if PLANNED:
+        slots = gl.load(PLAN + p.to(gl.int64) * (TOKENS + 8) + 8 + n, mask=n < count, other=0)
+    else:
+        slots = n * 0 + p
+    return slots
+
+
+@gluon.jit
+def _fill(filled, X, PLAN, p, count, begin, last, KX2, TOP_K: gl.constexpr, PLANNED: gl.constexpr,
+          SCALED: gl.constexpr, D: gl.constexpr, NT: gl.constexpr, TR: gl.constexpr, S: gl.constexpr,
+          RW: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr, NF: gl.constexpr,
+          TT: gl.constexpr):  # fmt: skip
+    """Puts the first TT tokens of NF blocks, from tile column `begin` on, into `filled`.
+
+    That is shared memory [STEPS, D, NT * S, TR, 32].
+
+    Words from `last` on become zero; those of dead tokens stay as they are, as no sum of a live token reads
+    them. A token's row of X is its slot divided by TOP_K.
+    """
+    L: gl.constexpr = _fill_layout(D, S, RW, TT)
+    HOW: gl.constexpr = _fill_batch(D, S, RW, R, STEPS, NF, TT)
+    BATCH: gl.constexpr = HOW[0]
+    AT_ONCE: gl.constexpr = HOW[1]
+    to = filled._reinterpret(
+        gl.int32,
+        [STEPS // BATCH, BATCH, D, NT * S, TR, 32],
+        gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]),
+    )
+    i = gl.arange(0, BATCH, layout=_only(L, 0, 6))[:, None, None, None, None, None]
+    d = gl.arange(0, D, layout=_only(L, 1, 6))[None, :, None, None, None, None]
+    ns = gl.arange(0, NF * S, layout=_only(L, 2, 6))[None, None, :, None, None, None]
+    t = gl.arange(0, TT, layout=_only(L, 3, 6))[None, None, None, :, None, None]
+    piece = gl.arange(0, 8, layout=_only(L, 4, 6))[None, None, None, None, :, None]
+    word = gl.arange(0, 4, layout=_only(L, 5, 6))[None, None, None, None, None, :]
+    n = (ns // S) * 8 + t
+    live = n < count
+    slot = _slots(PLAN, p, n, count, (NT - 1) * 8 + TR, PLANNED)
+    # The swizzle of the B operand by hand, as swizzled memory cannot be cut between tokens.
+    column = (begin + (i * D + d) * S + ns % S) * 32 + (piece ^ t) * 4
+    from_ = X + ((slot // TOP_K).to(gl.int64) * KX2 + (column + word))
+    for first in gl.static_range(0, STEPS // BATCH, AT_ONCE):
+        x = ()
+        for batch in gl.static_range(_smaller(AT_ONCE, STEPS // BATCH - first)):
+            forward = (first + batch) * (BATCH * D * S * 32)
+            valid, _ = gl.broadcast(live & (column + forward < last), column + word)
+            x = x + (gl.load(from_ + forward, mask=valid, other=0),)
+        for batch in gl.static_range(_smaller(AT_ONCE, STEPS // BATCH - first)):
+            v = x[batch]
+            if SCALED:
+                v = gl.inline_asm_elementwise(
+                    "{ .reg .b32 m, n; mov.b32 m, 0x5F805F80; mov.b32 n, 0x80008000;"
+                    " fma.rn.bf16x2 $0, $1, m, n; }",
+                    "=r,r", [v], dtype=gl.int32, is_pure=True, pack=1,
+                )  # fmt: skip
+            part = to.index(first + batch).slice(0, NF * S, dim=2).slice(0, TT, dim=3)
+            part.store(v.reshape([BATCH, D, NF * S, TT, 32]))
+
+
+@gluon.jit
+def _keep_order():
+    """Memory accesses before this are issued before those after it; a warp waits for none of them.
+
+    Otherwise the compiler expands several tiles at once, and their registers are free for loads only at the
+    end of all: nothing would be on its way meanwhile.
+    """
+    gl.inline_asm_elementwise("bar.warp.sync -1; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

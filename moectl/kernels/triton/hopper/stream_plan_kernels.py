@@ -1,0 +1,78 @@
+# mypy: ignore-errors
+"""Device code that sorts assignments into records of few tokens of one expert (portable Triton)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["T", "RECORDS"])
+def _plan_kernel(
+    IDS, PLAN, T, RECORDS,
+    E: tl.constexpr, EPAD: tl.constexpr, TPAD: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """PLAN ``[RECORDS, 8 + BLOCK]``: (expert, tokens, 6 unused, slots) of up to BLOCK assignments each.
+
+    Records go expert by expert, slots rise; unused records have expert -1. Each program reads all ids
+    and places PER assignments; an order that follows from comparisons needs no atomics.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    WORDS: tl.constexpr = 8 + BLOCK
+    t = tl.arange(0, TPAD)
+    ids = tl.load(IDS + t, mask=t < T, other=-1)
+    ids = tl.where((ids >= 0) & (ids < E), ids, EPAD)
+    counts = tl.histogram(ids, 2 * EPAD)
+    e = tl.arange(0, 2 * EPAD)
+    blocks = tl.where(e < E, (counts + BLOCK - 1) // BLOCK, 0)
+    before = tl.cumsum(blocks, 0) - blocks
+    mine = tl.program_id(0) * PER + tl.arange(0, PER)
+    own = tl.load(IDS + mine, mask=mine < T, other=-1)
+    valid = (own >= 0) & (own < E)
+    rank = tl.sum(((ids[None, :] == own[:, None]) & (t[None, :] < mine[:, None])).to(tl.int32), 1)
+    chosen = e[None, :] == own[:, None]
+    base = tl.sum(tl.where(chosen, before[None, :], 0), 1)
+    count = tl.sum(tl.where(chosen, counts[None, :], 0), 1)
+    record = PLAN + (base + rank // BLOCK) * WORDS
+    tl.store(record + 8 + rank % BLOCK, mine, mask=valid)
+    head = valid & (rank % BLOCK == 0)
+    tl.store(record, own, mask=head)
+    tl.store(record + 1, tl.minimum(count - rank, BLOCK), mask=head)
+    used = tl.sum(blocks, 0)
+    spare = used + tl.program_id(0) * PER + tl.arange(0, PER)
+    tl.store(PLAN + spare * WORDS, -1, mask=spare < RECORDS)
+
+
+@triton.jit
+def _cut_kernel(
+    SLOTS, OFFSETS, PLAN, RECORDS,
+    E: tl.constexpr, EPAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """PLAN as `_plan_kernel` makes it, from slots sorted by expert; one program per expert."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    WORDS: tl.constexpr = 8 + BLOCK
+    expert = tl.program_id(0)
+    e = tl.arange(0, EPAD)
+    begin = tl.load(OFFSETS + e, mask=e < E, other=0)
+    end = tl.load(OFFSETS + e + 1, mask=e < E, other=0)
+    blocks = (end - begin + BLOCK - 1) // BLOCK
+    record = tl.sum(tl.where(e < expert, blocks, 0), 0)
+    at = tl.load(OFFSETS + expert)
+    last = tl.load(OFFSETS + expert + 1)
+    n = tl.arange(0, BLOCK)
+    while at < last:
+        count = tl.minimum(last - at, BLOCK)
+        to = PLAN + record.to(tl.int64) * WORDS
+        tl.store(to, expert)
+        tl.store(to + 1, count)
+        tl.store(to + 8 + n, tl.load(SLOTS + at + n, mask=n < count, other=0), mask=n < count)
+        record += 1
+        at += BLOCK
+    if expert == E - 1:
+        while record < RECORDS:
+            spare = record + tl.arange(0, 128)
+            tl.store(PLAN + spare.to(tl.int64) * WORDS, -1, mask=spare < RECORDS)
+            record += 128
