@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .epilogue import activate, activate_one
+from .names import reinterpret, thread_barrier
 from .stream_operands import (
     _factor,
     _fill,
@@ -161,10 +162,10 @@ def _tokens(
             filled, X, PLAN, p, count, begin, last, KX2,
             TOP_K, PLANNED, SCALED, D, NT, TR, S, RW, R, STEPS, NT, TR,
         )  # fmt: skip
-    gl.thread_barrier()
+    thread_barrier()
     if _factor(KIND) != 0:
         _sum_tokens(filled, summed, KIND, GROUP, D * NT * S, TR, S * RW, STEPS)
-        gl.thread_barrier()
+        thread_barrier()
 
 
 @gluon.jit
@@ -228,8 +229,8 @@ def _stream(
     filled = gl.allocate_shared_memory(
         gl.int32, [STEPS, D, NT * S, TR, 32], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     )
-    xs = filled._reinterpret(
-        gl.int32, [STEPS * D * NT, S, TR, 32], gl.SwizzledSharedLayout(4, 1, TR, [2, 1, 0])
+    xs = reinterpret(
+        filled, gl.int32, [STEPS * D * NT, S, TR, 32], gl.SwizzledSharedLayout(4, 1, TR, [2, 1, 0])
     )
     summed = filled
     qs = xs
@@ -238,8 +239,8 @@ def _stream(
         summed = gl.allocate_shared_memory(
             gl.float32, [EIGHTS, 8, UNITS, 4, Q], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
         )
-        qs = summed._reinterpret(
-            gl.float32, [EIGHTS * 8 * D * NT, S, 4, Q], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        qs = reinterpret(
+            summed, gl.float32, [EIGHTS * 8 * D * NT, S, 4, Q], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         )
     _tokens(
         filled, summed, X, PLAN, p, count, begin, end, KX2,

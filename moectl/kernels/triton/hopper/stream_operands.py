@@ -8,6 +8,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .names import reinterpret
 from .stream_asm import SOURCE, SumsAsm, TileAsm
 
 FILL_AT_ONCE = gl.constexpr(8)
@@ -231,8 +232,8 @@ def _sum_tokens(filled, qs, KIND: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.c
     ASM: gl.constexpr = _sums_asm(KIND, GROUP)
     Q: gl.constexpr = _sums_shape(GROUP)
     lane = gl.arange(0, 32, layout=_only(L, 2, 5))[None, None, :, None, None]
-    xs = filled._reinterpret(
-        gl.int32, [STEPS * SHARE, G, TR, 32], gl.SwizzledSharedLayout(4, 1, TR, [2, 1, 0])
+    xs = reinterpret(
+        filled, gl.int32, [STEPS * SHARE, G, TR, 32], gl.SwizzledSharedLayout(4, 1, TR, [2, 1, 0])
     )
     for first in gl.static_range(0, STEPS, 8):
         for share in gl.static_range(SHARE):
@@ -374,7 +375,8 @@ def _fill(filled, X, PLAN, p, count, begin, last, KX2, TOP_K: gl.constexpr, PLAN
     HOW: gl.constexpr = _fill_batch(D, S, RW, R, STEPS, NF, TT)
     BATCH: gl.constexpr = HOW[0]
     AT_ONCE: gl.constexpr = HOW[1]
-    to = filled._reinterpret(
+    to = reinterpret(
+        filled,
         gl.int32,
         [STEPS // BATCH, BATCH, D, NT * S, TR, 32],
         gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]),
