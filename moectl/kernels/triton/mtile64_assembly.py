@@ -1,13 +1,14 @@
-"""PTX of the dequantization: words of the layout ``moectl-mtile64`` to pairs of 16-bit numbers.
+"""PTX of the dequantization: one word of the layout ``moectl-mtile64`` to 16-bit numbers.
 
-For ``tl.inline_asm_elementwise`` over four code bytes, or four 16-bit numbers, at a time. Operands are
-numbered results first. Everything exists from sm_80 on.
+For ``tl.inline_asm_elementwise`` over words, one at a time, so that nothing depends on the order in which
+a thread holds them. Results are 16-bit patterns: eight of 4-bit codes, four of 8-bit ones. Everything
+exists from sm_80 on.
 
 MXFP4: sign, exponent and mantissa bits are moved to bits 15, 8:7 and 6 of a bf16, which then is value *
 2^-126 (subnormal for 0.5), or on to bits 15, 11:10 and 9 of an fp16, value * 2^-14; the product with the
 power of two is exact. INT4: ``0x4300 | u`` is 128 + u in bf16, ``0x6400 | u`` 1024 + u in fp16. INT8, two's
 complement: ``0x4300 | low bits`` and ``0xC300 | sign bit`` add up to the value in bf16; ``byte ^ 0x6480``
-is 1152 + the value in fp16. A center is taken off where it is a constant.
+is 1152 + the value in fp16. Then the zero is taken off, 8 of symmetric INT4, and the scale multiplied.
 """
 
 from __future__ import annotations
@@ -16,105 +17,93 @@ from itertools import product
 
 _KEEP, _KEEP_3, _MANTISSA = "0x81C081C0", "0x81808180", "0x00400040"
 _AND_OR, _AND_XOR = "0xEA", "0x6A"
-_ONE = "0x3F803F80"
-_MINUS_ONE = "0xBF80BF80"
-_MINUS_ZERO = "0x80008000"
-"""bf16 pairs; ``fma(a, b, -0)`` is a product that keeps the sign of zero, and sm_80 has no other."""
-
-
-def _block(lines: list[str]) -> str:
-    return "{\n" + "\n".join(f"    {line};" for line in lines) + "\n}"
 
 
 def _mxfp4(half: bool) -> list[str]:
     lines = [
-        ".reg .b32 t, u, up, zero",
-        f"and.b32 $0, $4, {_KEEP}",
-        "shf.r.wrap.b32 t, $4, $4, 4",
-        f"and.b32 $1, t, {_KEEP}",
-        "shl.b32 t, $4, 6",
-        f"and.b32 $2, t, {_KEEP}",
-        "shf.r.wrap.b32 t, $4, $4, 6",
+        f"and.b32 r0, w, {_KEEP}",
+        "shf.r.wrap.b32 t, w, w, 4",
+        f"and.b32 r1, t, {_KEEP}",
+        "shl.b32 t, w, 6",
+        f"and.b32 r2, t, {_KEEP}",
+        "shf.r.wrap.b32 t, w, w, 6",
         f"and.b32 u, t, {_KEEP_3}",
-        "shl.b32 t, $4, 2",
-        f"lop3.b32 $3, t, {_MANTISSA}, u, {_AND_OR}",
+        "shl.b32 t, w, 2",
+        f"lop3.b32 r3, t, {_MANTISSA}, u, {_AND_OR}",
     ]
-    if not half:
-        lines += ["mov.b32 up, 0x7E807E80", f"mov.b32 zero, {_MINUS_ZERO}"]
-        return lines + [f"fma.rn.bf16x2 ${r}, ${r}, up, zero" for r in range(4)]
-    lines.append("mov.b32 up, 0x74007400")
+    up = "0x74007400" if half else "0x7E807E80"
     for r in range(4):
-        lines += [
-            f"shl.b32 t, ${r}, 3",
-            "and.b32 t, t, 0x0E000E00",
-            f"lop3.b32 ${r}, ${r}, {_MINUS_ZERO}, t, {_AND_OR}",
-            f"mul.rn.f16x2 ${r}, ${r}, up",
-        ]
+        if half:
+            lines += [
+                f"shl.b32 t, r{r}, 3",
+                "and.b32 t, t, 0x0E000E00",
+                f"lop3.b32 r{r}, r{r}, 0x80008000, t, {_AND_OR}",
+            ]
+        lines += [f"mov.b32 t, {up}", _times(r, "t", half)]
     return lines
 
 
 def _int4(zero: bool, half: bool) -> list[str]:
-    place = "0x64006400" if half else "0x43004300"
-    lines = [".reg .b32 t, one, off"]
+    place, eight = ("0x64006400", "0x64086408") if half else ("0x43004300", "0x43084308")
+    lines = []
     for r in range(4):
-        taken = "$4" if r == 0 else "t"
-        lines += [] if r == 0 else [f"shr.b32 t, $4, {4 * r}"]
-        lines.append(f"lop3.b32 ${r}, {taken}, 0x000F000F, {place}, {_AND_OR}")
-    if zero:
-        return lines
-    if half:
-        lines.append("mov.b32 off, 0x64086408")
-        return lines + [f"sub.rn.f16x2 ${r}, ${r}, off" for r in range(4)]
-    lines += [f"mov.b32 one, {_ONE}", "mov.b32 off, 0xC308C308"]
-    return lines + [f"fma.rn.bf16x2 ${r}, ${r}, one, off" for r in range(4)]
+        lines += [f"shr.u32 t, w, {4 * r}", f"lop3.b32 r{r}, t, 0x000F000F, {place}, {_AND_OR}"]
+    lines.append(f"mov.b32 t, {eight}")
+    return lines if zero else lines + [_minus(r, "t", half) for r in range(4)]
 
 
 def _int8(zero: bool, half: bool) -> list[str]:
-    lines = [".reg .b32 t, u, one, off", "shr.u32 t, $2, 8"]
-    if half:
-        lines += [
-            f"lop3.b32 ${r}, {word}, 0x00FF00FF, 0x64806480, {_AND_XOR}" for r, word in ((0, "$2"), (1, "t"))
-        ]
-        if zero:
-            return lines
-        lines.append("mov.b32 off, 0x64806480")
-        return lines + [f"sub.rn.f16x2 ${r}, ${r}, off" for r in range(2)]
-    lines.append(f"mov.b32 one, {_ONE}")
-    for r, word in ((0, "$2"), (1, "t")):
-        lines += [
-            f"lop3.b32 u, {word}, 0x00800080, 0xC300C300, {_AND_OR}",
-            f"lop3.b32 ${r}, {word}, 0x007F007F, 0x43004300, {_AND_OR}",
-            f"fma.rn.bf16x2 ${r}, ${r}, one, u",
-        ]
+    lines = []
+    for r in range(2):
+        lines.append(f"shr.u32 t, w, {8 * r}")
+        if half:
+            lines.append(f"lop3.b32 r{r}, t, 0x00FF00FF, 0x64806480, {_AND_XOR}")
+            lines += [] if zero else ["mov.b32 u, 0x64806480", _minus(r, "u", half)]
+        else:
+            lines += [
+                f"lop3.b32 u, t, 0x00800080, 0xC300C300, {_AND_OR}",
+                f"lop3.b32 r{r}, t, 0x007F007F, 0x43004300, {_AND_OR}",
+                "mov.b32 t, 0x3F803F80",
+                f"fma.rn.bf16x2 r{r}, r{r}, t, u",
+            ]
     return lines
 
 
-def _numbers(name: str, zero: bool, half: bool) -> str:
-    if name == "mxfp4":
-        return _block(_mxfp4(half))
-    return _block((_int4 if name == "int4" else _int8)(zero, half))
+def _times(r: int, by: str, half: bool) -> str:
+    """Register r times `by`; bf16 as ``fma(a, b, -0)``, which sm_80 has and which keeps the sign of zero."""
+    return f"mul.rn.f16x2 r{r}, r{r}, {by}" if half else f"fma.rn.bf16x2 r{r}, r{r}, {by}, none"
 
 
-NUMBERS: dict[tuple[str, bool, bool], str] = {
-    key: _numbers(*key) for key in product(("mxfp4", "int4", "int8"), (False, True), (False, True))
+def _minus(r: int, what: str, half: bool) -> str:
+    return f"sub.rn.f16x2 r{r}, r{r}, {what}" if half else f"fma.rn.bf16x2 r{r}, {what}, less, r{r}"
+
+
+def _dequantization(name: str, zero: bool, scaled: bool, half: bool) -> tuple[str, str]:
+    registers = 2 if name == "int8" else 4
+    results = 2 * registers
+    given = iter(range(results, results + 5))
+    lines = [".reg .b32 w, t, u, none, less, r0, r1, r2, r3", f"mov.b32 w, ${next(given)}"]
+    lines += ["mov.b32 none, 0x80008000", "mov.b32 less, 0xBF80BF80"]
+    lines += _mxfp4(half) if name == "mxfp4" else (_int4 if name == "int4" else _int8)(zero, half)
+    inputs = 1
+    for wanted, operation in ((zero, _minus), (scaled, _times)):
+        if wanted:
+            rows = (f"${next(given)}", f"${next(given)}")
+            lines += [operation(r, rows[r % 2], half) for r in range(registers)]
+            inputs += 2
+    lines += [f"mov.b32 {{${2 * r}, ${2 * r + 1}}}, r{r}" for r in range(registers)]
+    code = "{\n" + "\n".join(f"    {line};" for line in lines) + "\n}"
+    return code, ",".join(["=&h"] * results + ["r"] * inputs)
+
+
+DEQUANTIZATIONS: dict[tuple[str, bool, bool, bool], tuple[str, str]] = {
+    (name, zero, scaled, half): _dequantization(name, zero, scaled, half)
+    for name in ("mxfp4", "int4", "int8")
+    for zero, scaled, half in product((False, True), repeat=3)
 }
-"""By format, zero points, and whether fp16 comes out. A word in; four registers, of int8 two, out."""
+"""PTX and its constraints, by format, zero points, scales, and whether fp16 comes out instead of bf16.
 
-_OPERATIONS = {
-    ("times", False): "fma.rn.bf16x2 {to}, {a}, {b}, constant",
-    ("times", True): "mul.rn.f16x2 {to}, {a}, {b}",
-    ("minus", False): "fma.rn.bf16x2 {to}, {b}, constant, {a}",
-    ("minus", True): "sub.rn.f16x2 {to}, {a}, {b}",
-}
-
-
-def _with_rows(operation: str, half: bool) -> str:
-    constant = _MINUS_ZERO if operation == "times" else _MINUS_ONE
-    line = _OPERATIONS[operation, half]
-    lines = [".reg .b32 constant", f"mov.b32 constant, {constant}"]
-    return _block(lines + [line.format(to=f"${h}", a=f"${2 + h}", b=("$4", "$8")[h]) for h in range(2)])
-
-
-WITH_ROWS: dict[tuple[str, bool], str] = {key: _with_rows(*key) for key in _OPERATIONS}
-"""Two registers, of rows g and g + 8, times or minus pairs of equal halves for each: the results' inputs
-are four numbers, then four pairs for row g and four for row g + 8, of which the first counts."""
+A word in; with zero points what to take off in rows g and rows g + 8; with scales those of both: pairs of
+equal halves. Register r of 4-bit codes is k8 = r / 2, h = r % 2, of 8-bit ones h; results are the
+registers' halves in order.
+"""

@@ -16,7 +16,7 @@ the same values are then computed in fp32.
 import triton
 import triton.language as tl
 
-from .mtile64_assembly import NUMBERS, WITH_ROWS
+from .mtile64_assembly import DEQUANTIZATIONS
 
 
 @triton.jit
@@ -180,30 +180,35 @@ def _centers(
 
 @triton.jit
 def _spread(s, FORMAT: tl.constexpr, NB: tl.constexpr, KB: tl.constexpr):
-    """[NB, KB, 4, 8, 2 groups] values repeated over the code bytes that they are for."""
+    """[NB, KB, 4, 8, 2 groups] values repeated over the words that they are for."""
     if FORMAT == "int8":
-        s = tl.reshape(tl.permute(s, (0, 1, 2, 4, 3)), (NB, KB, 4, 2, 8, 1, 1, 1, 1, 1))
-        s = tl.broadcast_to(s, (NB, KB, 4, 2, 8, 4, 2, 2, 2, 2))
+        s = tl.reshape(tl.permute(s, (0, 1, 2, 4, 3)), (NB, KB, 4, 2, 8, 1, 1, 1))
+        s = tl.broadcast_to(s, (NB, KB, 4, 2, 8, 4, 2, 2))
     else:
-        s = tl.reshape(s, (NB, KB, 4, 8, 1, 2, 1, 1, 1))
-        s = tl.broadcast_to(s, (NB, KB, 4, 8, 4, 2, 2, 2, 2))
-        s = tl.reshape(s, (NB, KB, 4, 8, 4, 4, 2, 2))
+        s = tl.reshape(s, (NB, KB, 4, 8, 1, 2, 1))
+        s = tl.broadcast_to(s, (NB, KB, 4, 8, 4, 2, 2))
+        s = tl.reshape(s, (NB, KB, 4, 8, 4, 4))
     return s
 
 
 @triton.jit
-def _numbers_interpreted(codes, FORMAT: tl.constexpr):
-    """`_numbers` in fp32 and ordinary operations, with int codes already minus 8 or 128."""
-    b = codes.to(tl.uint32)
-    lo, hi = tl.split(b)
-    b0, b2 = tl.split(lo)
-    b1, b3 = tl.split(hi)
+def _pairs(register):
+    """The two bf16 of each uint32, low then high, in fp32 on a new last axis."""
+    return tl.join(register << 16, register & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _numbers_interpreted(words, FORMAT: tl.constexpr):
+    """Codes of words in fp32 and ordinary operations, with last axes (b, h), of 4-bit codes (b, h, k8).
+
+    INT4 codes count from 0, INT8 ones are signed.
+    """
+    x = words.to(tl.uint32, bitcast=True)
     if FORMAT == "int8":
-        # Bytes are (b, h); the two of h = 1 come after those of h = 0.
-        u = tl.join(tl.join(b0, b1), tl.join(b2, b3))
-        v = (u ^ 0x80).to(tl.float32) - 128.0
+        low = tl.join(x & 255, (x >> 16) & 255)
+        high = tl.join((x >> 8) & 255, x >> 24)
+        v = (tl.join(low, high) ^ 0x80).to(tl.float32) - 128.0
     else:
-        x = b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
         if FORMAT == "mxfp4":
             r0 = x & 0x81C081C0
             r1 = ((x >> 4) | (x << 28)) & 0x81C081C0
@@ -214,116 +219,108 @@ def _numbers_interpreted(codes, FORMAT: tl.constexpr):
             r1 = ((x >> 4) & 0x000F000F) | 0x43004300
             r2 = ((x >> 8) & 0x000F000F) | 0x43004300
             r3 = ((x >> 12) & 0x000F000F) | 0x43004300
-        low = tl.join(tl.join(r0 << 16, r1 << 16), tl.join(r0 & 0xFFFF0000, r1 & 0xFFFF0000))
-        high = tl.join(tl.join(r2 << 16, r3 << 16), tl.join(r2 & 0xFFFF0000, r3 & 0xFFFF0000))
-        v = tl.join(low, high).to(tl.float32, bitcast=True)
+        v = tl.join(tl.join(_pairs(r0), _pairs(r1)), tl.join(_pairs(r2), _pairs(r3)))
         v = v * 8.507059173023462e37 if FORMAT == "mxfp4" else v - 128.0
     return v
 
 
 @triton.constexpr_function
-def _numbers_code(FORMAT, ZERO, HALF):
-    return NUMBERS[FORMAT, ZERO, HALF]
+def _code(FORMAT, ZERO, SCALED, HALF):
+    return DEQUANTIZATIONS[FORMAT, ZERO, SCALED, HALF][0]
 
 
 @triton.constexpr_function
-def _with_rows_code(OPERATION, HALF):
-    return WITH_ROWS[OPERATION, HALF]
+def _constraints(FORMAT, ZERO, SCALED, HALF):
+    return DEQUANTIZATIONS[FORMAT, ZERO, SCALED, HALF][1]
 
 
 @triton.jit
-def _numbers(codes, FORMAT: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr):
-    """Code bytes as exact numbers of `DTYPE`; zero points, where there are any, are still to be taken off.
-
-    The last two axes, which are bytes of a word, become (h, b). Of 4-bit codes there are two results, of
-    k8 = 0 and 1; of 8-bit codes the second is the first again.
-    """
-    ASM: tl.constexpr = _numbers_code(FORMAT, ZERO, tl.float16 == DTYPE)
-    if FORMAT == "int8":
-        r0 = tl.inline_asm_elementwise(
-            ASM, "=&r,=&r,r", args=[codes], dtype=DTYPE.value, is_pure=True, pack=4
-        )
-        r1 = r0
+def _numbers(
+    words, c0, c1, s0, s1,
+    FORMAT: tl.constexpr, ZERO: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Weights of words in `DTYPE`, axes as of `_numbers_interpreted`; minus c, times s where asked for."""
+    CODE: tl.constexpr = _code(FORMAT, ZERO, SCALED, tl.float16 == DTYPE)
+    CONSTRAINTS: tl.constexpr = _constraints(FORMAT, ZERO, SCALED, tl.float16 == DTYPE)
+    if ZERO and SCALED:
+        given = (words, c0, c1, s0, s1)
+    elif ZERO:
+        given = (words, c0, c1)
+    elif SCALED:
+        given = (words, s0, s1)
     else:
-        r0, r1 = tl.inline_asm_elementwise(
-            ASM, "=&r,=&r,=&r,=&r,r", args=[codes], dtype=(DTYPE.value, DTYPE.value), is_pure=True, pack=4
-        )
-    return r0, r1
-
-
-@triton.jit
-def _with_rows(r0, r1, p0, p1, OPERATION: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """`_numbers` times or minus the pairs of equal halves `p0`, of rows g, and `p1`, of rows g + 8."""
-    ASM: tl.constexpr = _with_rows_code(OPERATION, tl.float16 == DTYPE)
-    OPERANDS: tl.constexpr = "=&r,=&r,r,r,r,r,r,r,r,r,r,r"
-    r0 = tl.inline_asm_elementwise(ASM, OPERANDS, [r0, p0, p1], dtype=DTYPE.value, is_pure=True, pack=4)
+        given = (words,)
     if FORMAT == "int8":
-        r1 = r0
+        r00, r01, r10, r11 = tl.inline_asm_elementwise(
+            CODE, CONSTRAINTS, given,
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
+        )  # fmt: skip
+        v = tl.join(tl.join(r00, r01), tl.join(r10, r11))
     else:
-        r1 = tl.inline_asm_elementwise(ASM, OPERANDS, [r1, p0, p1], dtype=DTYPE.value, is_pure=True, pack=4)
-    return r0, r1
+        r00, r01, r10, r11, r20, r21, r30, r31 = tl.inline_asm_elementwise(
+            CODE, CONSTRAINTS, given,
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        low = tl.join(tl.join(r00, r01), tl.join(r10, r11))
+        high = tl.join(tl.join(r20, r21), tl.join(r30, r31))
+        v = tl.join(low, high)
+    return v.to(DTYPE, bitcast=True)
 
 
 @triton.jit
 def _by_half(p0, p1, FORMAT: tl.constexpr):
-    """Values spread over bytes, of rows g and of rows g + 8, shaped to meet `_numbers_interpreted`."""
-    t0, _ = tl.split(p0)
-    t0, _ = tl.split(t0)
-    t1, _ = tl.split(p1)
-    t1, _ = tl.split(t1)
-    p = tl.join(t0, t1)
+    """Values of words, of rows g and of rows g + 8, shaped to meet `_numbers_interpreted`."""
+    p = tl.join(p0, p1)
     n: tl.constexpr = p.shape
     if FORMAT == "int8":
-        p = tl.reshape(p, (n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], 2, 1))
+        p = tl.reshape(p, (n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], 1, 2))
     else:
-        p = tl.reshape(p, (n[0], n[1], n[2], n[3], n[4], n[5], 2, 1, 1))
+        p = tl.reshape(p, (n[0], n[1], n[2], n[3], n[4], n[5], 1, 2, 1))
     return p
 
 
 @triton.jit
 def _dequantized(
-    codes, scales, zeros,
+    words, scales, zeros,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, AT: tl.constexpr,
     DTYPE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BK] weights, with their scales where `AT` says so, from bytes [NB, KB, ...] and words.
+    """[BN, BK] weights, with their scales where `AT` says so, from words of codes, scales and zero points.
 
     In INTERP they are fp32, rounded as `DTYPE` is.
     """
     NB: tl.constexpr = BN // 64
     KB: tl.constexpr = BK // 64
     HALF: tl.constexpr = tl.float16 == DTYPE
+    SCALED: tl.constexpr = AT == "weights"
     if FORMAT == "int8":
-        codes = tl.reshape(codes, (NB, KB, 4, 2, 8, 4, 2, 2, 2, 2))
+        words = tl.reshape(words, (NB, KB, 4, 2, 8, 4, 2, 2))
     else:
-        codes = tl.reshape(codes, (NB, KB, 4, 8, 4, 4, 2, 2))
+        words = tl.reshape(words, (NB, KB, 4, 8, 4, 4))
+    c0, c1, s0, s1 = words, words, words, words
     if ZERO:
         c0, c1 = _centers(zeros, FORMAT, GROUP, HALF, NB, KB, SK, INTERP)
         c0 = _spread(c0, FORMAT, NB, KB)
         c1 = _spread(c1, FORMAT, NB, KB)
-    if AT == "weights":
+    if SCALED:
         s0, s1 = _scales(scales, GROUP, SCALE, NB, KB, SK, INTERP)
         s0 = _spread(s0, FORMAT, NB, KB)
         s1 = _spread(s1, FORMAT, NB, KB)
     if INTERP:
-        v = _numbers_interpreted(codes, FORMAT)
+        v = _numbers_interpreted(words, FORMAT)
         if ZERO:
             v = v - _by_half(c0, c1, FORMAT)
         elif FORMAT == "int4":
             v = v - 8.0
-        if AT == "weights":
+        if SCALED:
             v = _nearest(v * _by_half(s0, s1, FORMAT), DTYPE, INTERP)
             v = v.to(tl.float16).to(tl.float32) if HALF else v
     else:
-        r0, r1 = _numbers(codes, FORMAT, ZERO, DTYPE)
-        if ZERO:
-            r0, r1 = _with_rows(r0, r1, c0, c1, "minus", FORMAT, DTYPE)
-        if AT == "weights":
-            r0, r1 = _with_rows(r0, r1, s0, s1, "times", FORMAT, DTYPE)
-        v = r0 if FORMAT == "int8" else tl.join(r0, r1)
+        v = _numbers(words, c0, c1, s0, s1, FORMAT, ZERO, SCALED, DTYPE)
     # -> rows (nb warp h g), columns (kb j k8 c b)
-    if FORMAT == "int8":  # [nb kb warp jj g c jl k8 h b]
-        v = tl.permute(v, (0, 2, 8, 4, 1, 3, 6, 7, 5, 9))
-    else:  # [nb kb warp g c j h b k8]
-        v = tl.permute(v, (0, 2, 6, 3, 1, 5, 8, 4, 7))
+    if FORMAT == "int8":  # [nb kb warp jj g c jl k8 b h]
+        v = tl.permute(v, (0, 2, 9, 4, 1, 3, 6, 7, 5, 8))
+    else:  # [nb kb warp g c j b h k8]
+        v = tl.permute(v, (0, 2, 7, 3, 1, 5, 8, 4, 6))
     return tl.reshape(v, (BN, BK))

@@ -70,7 +70,7 @@ class _Arguments:
 
     def _gemm(self, m: Matrix, columns: int, outputs: int) -> dict[str, Any]:
         return {
-            "W": m.codes,
+            "W": m.codes.view(torch.int32),
             "S": m.scales,
             "Z": m.scales if m.zeros is None else m.zeros,
             "B": m.codes if m.bias is None else m.bias,

@@ -52,7 +52,7 @@ def _product(
     BK: tl.constexpr = 64 if AT == "sums" else DEPTH
     NB: tl.constexpr = BN // 64
     KB: tl.constexpr = BK // 64
-    TILE: tl.constexpr = 4096 if FORMAT == "int8" else 2048
+    TILE: tl.constexpr = 1024 if FORMAT == "int8" else 512  # words
     SPAN: tl.constexpr = 64 if GROUP == 32 else GROUP  # columns that one run of scale words covers, or -1
     WORDS: tl.constexpr = 64 if (GROUP == 32 and SCALE != "e8m0") else 32
     SK: tl.constexpr = BK // SPAN if SPAN > 0 and SPAN <= BK else 1
