@@ -11,7 +11,8 @@ import torch
 
 from moectl.kernels.inputs import Inputs
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.triton.marlin import FEW, MarlinTile, run_with
+from moectl.kernels.triton.marlin import TILES as TILES_IN_USE
+from moectl.kernels.triton.marlin import MarlinTile, run_with
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.schemes import FULL, Scheme, int_format
 
@@ -45,10 +46,10 @@ FORMATS = {
 """Layers that differ in all that the kernels tell apart; sizes that fill no tile are padded."""
 
 TILES = {
-    "few": FEW,
-    "4 tiles in a program": MarlinTile(tokens=8, depth=4, warps1=4, warps2=4, rows2=4, sort=True),
+    "few": TILES_IN_USE[0][2],
+    "4 tiles in a program": TILES_IN_USE[1][2],
     "deep": MarlinTile(tokens=8, depth=8, warps1=4, warps2=4, rows2=1),
-    "16 tokens": MarlinTile(tokens=16, depth=2, warps1=4, warps2=2, rows2=1, sort=True),
+    "16 tokens": MarlinTile(tokens=16, depth=2, warps1=4, warps2=2, rows2=1),
 }
 
 
@@ -111,6 +112,6 @@ def every_code_is_right(zero: bool, device: str) -> None:
         x,
         ids,
         ids.float() + 1,
-        MarlinTile(tokens=32, depth=2, warps1=4, warps2=4, rows2=2, sort=True),
+        MarlinTile(tokens=32, depth=2, warps1=4, warps2=4, rows2=2),
     )
     assert torch.equal(y.float().cpu(), layer.reference(0).w2.T.contiguous())

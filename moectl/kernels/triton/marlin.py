@@ -3,8 +3,8 @@
 For decode, where weights are read once and few tokens use them: a folder converted for Marlin runs at
 once, from the same bytes that vLLM's kernels read. Every number of tokens is computed correctly by the
 same kernels in blocks of tokens, but batches of many tokens per expert are what the triton backend is
-for. Two GEMMs and a sum, before them a sort by expert where there are many assignments; grids depend on
-sizes only and sums have a fixed order.
+for. A call sorts the assignments by expert, lists their blocks, and runs two GEMMs and a sum; grids depend
+on sizes only and sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ...errors import UsageError
@@ -24,15 +23,13 @@ from ...schemes import FULL
 from ..prepared import PreparedMoE
 from ..runners import Runner
 from . import marlin_kernels as kernels
-from .launch import token_tiles
+from .items import BASES, items_of, overlapping
 from .layer import scale_name
-from .routing import INTERPRETED, combine, overlaps, sort_by_expert
+from .routing import INTERPRETED, combine
 from .runner import GATED, MINIMUM_CAPABILITY, UNGATED
 
 LAYOUT = "marlin-int4"
 GROUPS = (32, 64, 128, FULL)
-BASES = {"bf16": 128, "fp16": 1024}
-"""Where the floats of a dtype count in ones: codes are or-ed into them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,6 @@ class MarlinTile:
         depth: 16-column tiles that a warp reads at a time.
         warps1, warps2: of a program of the first and the second GEMM.
         rows2: 64-row tiles of a program of the second GEMM, a power of two.
-        sort: sort assignments by expert first, instead of reading all ids in every program.
     """
 
     tokens: int
@@ -52,29 +48,22 @@ class MarlinTile:
     warps1: int
     warps2: int
     rows2: int
-    sort: bool = False
 
 
-FEW_ASSIGNMENTS = 16
-"""Up to so many assignments a grid is small: programs of many warps, which find their tokens themselves."""
-
-FEW = MarlinTile(tokens=8, depth=4, warps1=8, warps2=4, rows2=2)
-
-TILES: tuple[tuple[float, MarlinTile], ...] = (
-    (8, MarlinTile(tokens=8, depth=4, warps1=4, warps2=4, rows2=4, sort=True)),
-    (16, MarlinTile(tokens=16, depth=4, warps1=4, warps2=4, rows2=4, sort=True)),
-    (math.inf, MarlinTile(tokens=32, depth=2, warps1=4, warps2=4, rows2=4, sort=True)),
+TILES: tuple[tuple[int, float, MarlinTile], ...] = (
+    (16, math.inf, MarlinTile(tokens=8, depth=4, warps1=8, warps2=4, rows2=2)),
+    (1 << 31, 8, MarlinTile(tokens=8, depth=4, warps1=4, warps2=4, rows2=4)),
+    (1 << 31, math.inf, MarlinTile(tokens=16, depth=4, warps1=4, warps2=4, rows2=4)),
 )
-"""(most tokens per expert, tile), first match. Measured on an H200."""
+"""(most assignments, most tokens per expert, tile), first match: a small grid has programs of more warps.
+Measured on an H200."""
 
 
 def tile_for(problem: MoEProblem, tokens: int) -> MarlinTile:
     """The tile for `tokens` tokens; a function of sizes alone, never of the routing."""
-    assignments = tokens * problem.top_k
-    if assignments <= FEW_ASSIGNMENTS:
-        return FEW
-    per_expert = assignments / problem.local_experts
-    return next(tile for most, tile in TILES if per_expert <= most)
+    t = tokens * problem.top_k
+    each = t / problem.local_experts
+    return next(tile for most, per_expert, tile in TILES if t <= most and each <= per_expert)
 
 
 @dataclass(frozen=True)
@@ -185,40 +174,11 @@ class _Arguments:
             "GROUP": m.group,
             "BM": self.tile.tokens,
             "DEPTH": self.tile.depth,
-            "SORT": self.tile.sort,
-            **_overlapping(),
+            **overlapping(),
             "EVEN": m.k == columns and m.k % (16 * self.tile.depth * share) == 0,
             "INTERP": INTERPRETED,
             "num_stages": 1,
         }
-
-
-def _routing(problem: MoEProblem, ids: Tensor, tokens: int, tile: MarlinTile) -> tuple[dict[str, Any], int]:
-    """Routing arguments of both GEMMs, and how many blocks of tokens there may be."""
-    t, experts = ids.numel(), problem.local_experts
-    found: dict[str, Any] = {"IDS": ids, "T": t, "BY_SLOT": t <= experts}
-    if not tile.sort:
-        blocks = math.ceil(tokens / tile.tokens)
-        bound, pad = blocks * min(t, experts), max(16, triton.next_power_of_2(t))
-        return {**found, "SORTED": ids, "ITEMS": ids, "bound": bound, "TPAD": pad, "M_BLOCKS": blocks}, bound
-    order, offsets = sort_by_expert(ids, experts)
-    bound = token_tiles(t, experts, tile.tokens)
-    items = ids.new_empty(3, bound)
-    kernels._marlin_items_kernel[(1,)](
-        offsets,
-        items,
-        bound,
-        E=experts,
-        EPAD=triton.next_power_of_2(experts),
-        BM=tile.tokens,
-        **_overlapping(),
-    )
-    return {**found, "SORTED": order, "ITEMS": items, "bound": bound, "TPAD": 16, "M_BLOCKS": 1}, bound
-
-
-def _overlapping() -> dict[str, Any]:
-    """Options of a kernel that starts while the one before it ends, where the GPU can do that."""
-    return {"PDL": True, "launch_pdl": True} if overlaps() else {"PDL": False}
 
 
 def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, tile: MarlinTile) -> Tensor:
@@ -231,14 +191,14 @@ def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, til
     x, ids, weights = x.contiguous(), ids.contiguous().view(-1), weights.contiguous().view(-1)
     arguments = _Arguments(problem, tile)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        routing, blocks = _routing(problem, ids, len(x), tile)
+        routing, bound = items_of(ids, problem.local_experts, tile.tokens)
         first, second = arguments.gemm1(w13), arguments.gemm2(w2)
         h = x.new_empty(ids.numel(), problem.dims.intermediate)
-        parts = x.new_empty(ids.numel(), problem.dims.hidden, dtype=x.dtype if tile.sort else torch.float32)
-        kernels._marlin_gemm1_kernel[(first["row_tiles"] * blocks,)](
+        parts = x.new_empty(ids.numel(), problem.dims.hidden)
+        kernels._marlin_gemm1_kernel[(first["row_tiles"] * bound,)](
             X=x, H=h, WEIGHTS=weights, **routing, **first
         )
-        kernels._marlin_gemm2_kernel[(second["row_tiles"] * blocks,)](
+        kernels._marlin_gemm2_kernel[(second["row_tiles"] * bound,)](
             H=h, Y=parts, WEIGHTS=weights, **routing, **second
         )
         combine(parts, ids, y, problem.local_experts)

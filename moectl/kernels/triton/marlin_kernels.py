@@ -9,7 +9,7 @@ whole rows, are permuted among 32 rows.
 import triton
 import triton.language as tl
 
-from .fused_moe_kernels import _assigned, _gated, _ungated
+from .fused_moe_kernels import _gated, _ungated
 from .marlin_product_kernels import _product
 from .mtile64_kernels import _nearest
 
@@ -57,7 +57,7 @@ def _pairs(v, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _marlin_items_kernel(
+def _items_kernel(
     OFFSETS, ITEMS, bound, E: tl.constexpr, EPAD: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr
 ):
     """ITEMS ``[3, bound]``: expert, first position and end of each block of tokens; expert E means none."""
@@ -79,46 +79,33 @@ def _marlin_items_kernel(
 
 
 @triton.jit
-def _work(
-    IDS, SORTED, ITEMS, T, row_tiles, bound, E: tl.constexpr, TPAD: tl.constexpr, BY_SLOT: tl.constexpr,
-    M_BLOCKS: tl.constexpr, BM: tl.constexpr, SORT: tl.constexpr,
-):  # fmt: skip
+def _work(SORTED, ITEMS, row_tiles, bound, E: tl.constexpr, BM: tl.constexpr):
     """This program's (expert, row tile, slots [BM], rows of H [BM], live [BM], whether there is any)."""
     pid = tl.program_id(0)
-    pid_n = pid % row_tiles
     item = pid // row_tiles
-    if SORT:
-        expert = tl.load(ITEMS + item)
-        work = expert < E
-        h_rows = tl.load(ITEMS + bound + item) + tl.arange(0, BM)
-        live = (h_rows < tl.load(ITEMS + 2 * bound + item)) & work
-        slots = tl.load(SORTED + h_rows, mask=live, other=0)
-    else:
-        expert, slots, live, work = _assigned(
-            IDS, T, item // M_BLOCKS, (item % M_BLOCKS) * BM, E, BY_SLOT, TPAD, BM
-        )
-        h_rows = slots
-    return expert, pid_n, slots, h_rows, live, work
+    expert = tl.load(ITEMS + item)
+    work = expert < E
+    h_rows = tl.load(ITEMS + bound + item) + tl.arange(0, BM)
+    live = (h_rows < tl.load(ITEMS + 2 * bound + item)) & work
+    slots = tl.load(SORTED + h_rows, mask=live, other=0)
+    return expert, pid % row_tiles, slots, h_rows, live, work
 
 
-@triton.jit(do_not_specialize=["T", "bound"])
+@triton.jit(do_not_specialize=["bound"])
 def _marlin_gemm1_kernel(
-    X, W, S, Z, B, H, IDS, SORTED, ITEMS, WEIGHTS, T, N, K, KX, NX, row_tiles, bound, alpha, limit,
-    E: tl.constexpr, TPAD: tl.constexpr, BY_SLOT: tl.constexpr, M_BLOCKS: tl.constexpr,
-    SORT: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
+    X, W, S, Z, B, H, SORTED, ITEMS, WEIGHTS, N, K, KX, NX, row_tiles, bound, alpha, limit,
+    E: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
     WEIGHTED: tl.constexpr, BASE: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
     DEPTH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """H ``[T, NX]``, activations by slot or in sorted order; a program has 64 gates with their ups.
+    """H ``[T, NX]``, activations in sorted order; a program has 64 gates with their ups.
 
     Of experts without a gate (`ROWS` "single") it has 128 rows.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert, pid_n, slots, h_rows, live, work = _work(
-        IDS, SORTED, ITEMS, T, row_tiles, bound, E, TPAD, BY_SLOT, M_BLOCKS, BM, SORT
-    )
+    expert, pid_n, slots, h_rows, live, work = _work(SORTED, ITEMS, row_tiles, bound, E, BM)
     if work:
         first = pid_n if ROWS == "concatenated" else pid_n * 2
         stride = N // 128 if ROWS == "concatenated" else 1
@@ -160,11 +147,10 @@ def _put(ptr, v, columns, live, NX, INTERP: tl.constexpr):
     tl.store(ptr[:, None] + columns[None, :], v, mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "bound"])
+@triton.jit(do_not_specialize=["bound"])
 def _marlin_gemm2_kernel(
-    H, W, S, Z, B, Y, IDS, SORTED, ITEMS, WEIGHTS, T, N, K, KX, NX, row_tiles, bound,
-    E: tl.constexpr, TPAD: tl.constexpr, BY_SLOT: tl.constexpr, M_BLOCKS: tl.constexpr,
-    SORT: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, BASE: tl.constexpr, ZEROS: tl.constexpr,
+    H, W, S, Z, B, Y, SORTED, ITEMS, WEIGHTS, N, K, KX, NX, row_tiles, bound,
+    E: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, BASE: tl.constexpr, ZEROS: tl.constexpr,
     GROUP: tl.constexpr, BM: tl.constexpr, DEPTH: tl.constexpr, V: tl.constexpr,
     KW: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
@@ -174,9 +160,7 @@ def _marlin_gemm2_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    expert, pid_n, slots, h_rows, live, work = _work(
-        IDS, SORTED, ITEMS, T, row_tiles, bound, E, TPAD, BY_SLOT, M_BLOCKS, BM, SORT
-    )
+    expert, pid_n, slots, h_rows, live, work = _work(SORTED, ITEMS, row_tiles, bound, E, BM)
     if work:
         first = pid_n * (V)
         low, high = _product(
