@@ -12,7 +12,10 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("cases", ["interpreted_cases.py", "interpreted_marlin.py", "interpreted_routing.py"])
+CASES = ["interpreted_cases.py", "interpreted_marlin.py", "interpreted_prefill.py", "interpreted_routing.py"]
+
+
+@pytest.mark.parametrize("cases", CASES)
 def test_kernels_in_the_interpreter(cases: str) -> None:
     root = HERE.parents[1]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}

@@ -17,6 +17,7 @@ from ...problem import MoEProblem
 from ...schemes import FULL
 from ..prepared import PreparedMoE
 from ..runners import Runner
+from .hopper.prefill import PREFILL_REGIME
 from .hopper.stream import STREAM_REGIME
 from .launch import Launch, launch_for
 from .layer import Call, Regime, layer_of, scale_name
@@ -34,6 +35,7 @@ REGIMES: dict[str, Regime] = {
     "decode": DECODE_REGIME,
     "grouped": GROUPED_REGIME,
     "stream": STREAM_REGIME,
+    "prefill": PREFILL_REGIME,
 }
 """Every family of kernels, by the name that a `Launch` gives."""
 
