@@ -25,6 +25,7 @@ class Matrix:
         zeros: zero points, of the shape of `scales`, or None.
         bias: ``[experts, n]`` in the order of the stored rows, or None.
         n, k: stored (padded) rows and columns.
+        exponents: smallest and largest E8M0 scale byte but 0; None when they are not known or no E8M0.
     """
 
     codes: Tensor
@@ -33,6 +34,26 @@ class Matrix:
     bias: Tensor | None
     n: int
     k: int
+    exponents: tuple[int, int] | None = None
+
+    def exponents_within(self, allowed: range) -> bool:
+        """Whether all scales are known to be E8M0 bytes of `allowed`."""
+        return self.exponents is not None and all(it in allowed for it in self.exponents)
+
+
+def _exponents(scales: Tensor) -> tuple[int, int] | None:
+    """Smallest and largest byte of `scales`: waits for the GPU, or gives None where nobody may wait.
+
+    Bytes of 0 are left out: blocks of zeros and padding have them, and 2^-127 is nothing beside the
+    rest. Scales without memory, for compiling alone, count as ones.
+    """
+    if scales.is_meta:
+        return 127, 127
+    if scales.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    stored = scales.contiguous().view(torch.uint8)
+    low, high = torch.where(stored == 0, 255, stored).min(), stored.max()
+    return int(low), int(high)
 
 
 def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
@@ -49,7 +70,8 @@ def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
     n, k = 64 * codes.shape[1], 64 * codes.shape[2]
     if bias is not None and bias.shape[1] != n:
         raise UsageError(f"{role}_bias must have {n} rows as {role} has, got {bias.shape[1]}")
-    return Matrix(codes, scales, zeros, bias, n, k)
+    exponents = _exponents(scales) if weight.name == "mxfp4" else None
+    return Matrix(codes, scales, zeros, bias, n, k, exponents)
 
 
 _FLOATS = {"BF16": "bf16", "F16": "fp16"}

@@ -17,6 +17,7 @@ from ...problem import MoEProblem
 from ...schemes import FULL
 from ..prepared import PreparedMoE
 from ..runners import Runner
+from .hopper.mid import MID_REGIME
 from .hopper.prefill import PREFILL_REGIME
 from .hopper.stream import STREAM_REGIME
 from .launch import Launch, launch_for
@@ -35,6 +36,7 @@ REGIMES: dict[str, Regime] = {
     "decode": DECODE_REGIME,
     "grouped": GROUPED_REGIME,
     "stream": STREAM_REGIME,
+    "mid": MID_REGIME,
     "prefill": PREFILL_REGIME,
 }
 """Every family of kernels, by the name that a `Launch` gives."""

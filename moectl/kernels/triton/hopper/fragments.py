@@ -104,8 +104,12 @@ def _mxfp4_asm(EXACT):
 
 
 @gluon.constexpr_function
-def _int4_asm(HALF, ZEROS):
-    """Codes become ``bias + u`` by their place in a mantissa; minus ``bias + zero``, then times the scale."""
+def _int4_asm(HALF, ZEROS, SPLIT):
+    """Codes become ``bias + u`` by their place in a mantissa; minus ``bias + zero``, then times the scale.
+
+    SPLIT: times both parts of the scale. Number times low part has at most 8 bits and is exact, so that
+    the sum is rounded once.
+    """
     kind, bias, one, off = (
         ("f16x2", "0x64006400", "0x3C003C00", "0xE408E408")
         if HALF
@@ -119,7 +123,12 @@ def _int4_asm(HALF, ZEROS):
     for r in range(4):
         zero = f"${13 + 4 * (r % 2)}" if ZEROS else "off"
         lines.append(f"fma.rn.{kind} ${r}, ${r}, one, {zero};")
-    lines += [f"mul.rn.{kind} ${r}, ${r}, ${5 + 4 * (r % 2)};" for r in range(4)]
+    for r in range(4):
+        if SPLIT:
+            low = 13 + 8 * ZEROS + 4 * (r % 2)
+            lines.append(f"mul.rn.{kind} t, ${r}, ${low}; fma.rn.{kind} ${r}, ${r}, ${5 + 4 * (r % 2)}, t;")
+        else:
+            lines.append(f"mul.rn.{kind} ${r}, ${r}, ${5 + 4 * (r % 2)};")
     return "\n".join(lines) + "}"
 
 
@@ -146,11 +155,11 @@ def _int8_asm(HALF, ZEROS):
 
 
 @gluon.constexpr_function
-def _asm(FORMAT, HALF, ZEROS, EXACT):
+def _asm(FORMAT, HALF, ZEROS, EXACT, SPLIT):
     """Assembly from a word to values, of `FORMAT`."""
     if FORMAT == "mxfp4":
         return _mxfp4_asm(EXACT)
-    return _int8_asm(HALF, ZEROS) if FORMAT == "int8" else _int4_asm(HALF, ZEROS)
+    return _int8_asm(HALF, ZEROS) if FORMAT == "int8" else _int4_asm(HALF, ZEROS, SPLIT)
 
 
 @gluon.constexpr_function
@@ -292,11 +301,36 @@ def _zero_addends(words, FORMAT: gl.constexpr, GROUP: gl.constexpr, HALF: gl.con
 
 
 @gluon.jit
+def _parts(doubled):
+    """A doubled fp16 as the sum of two doubled bf16, exactly but for subnormals."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 p, q;
+        .reg .f32 f, g;
+        mov.b32 {p, q}, $2;
+        cvt.f32.f16 f, p;
+        cvt.rn.bf16x2.f32 $0, f, f;
+        shl.b32 $1, $0, 16;
+        mov.b32 g, $1;
+        sub.f32 f, f, g;
+        cvt.rn.bf16x2.f32 $1, f, f;
+        }""",
+        "=&r,=&r,r",
+        [doubled],
+        (gl.int32, gl.int32),
+        True,
+        1,
+    )
+
+
+@gluon.jit
 def _decoded(
-    w, a, b, az, bz,
-    FORMAT: gl.constexpr, EXACT: gl.constexpr, ZEROS: gl.constexpr, DTYPE: gl.constexpr,
+    w, a, b, az, bz, al, bl,
+    FORMAT: gl.constexpr, EXACT: gl.constexpr, ZEROS: gl.constexpr, SPLIT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Values of one group of columns like the bytes `w`, from scales and zeros of rows g (a) and g + 8 (b).
+
+    `al` and `bl` are the low parts of SPLIT scales.
 
     4-bit codes: two tensors, k8 = 0 and 1. int8: the same tensor twice.
     """
@@ -305,11 +339,21 @@ def _decoded(
     sa = _spread_words(a, FORMAT, LIKE)
     sb = _spread_words(b, FORMAT, LIKE)
     if ZEROS:
-        operands = [w, sa, sb, _spread_words(az, FORMAT, LIKE), _spread_words(bz, FORMAT, LIKE)]
+        za = _spread_words(az, FORMAT, LIKE)
+        zb = _spread_words(bz, FORMAT, LIKE)
+    if SPLIT:
+        la = _spread_words(al, FORMAT, LIKE)
+        lb = _spread_words(bl, FORMAT, LIKE)
+    if ZEROS and SPLIT:
+        operands = [w, sa, sb, za, zb, la, lb]
+    elif ZEROS:
+        operands = [w, sa, sb, za, zb]
+    elif SPLIT:
+        operands = [w, sa, sb, la, lb]
     else:
         operands = [w, sa, sb]
-    IN: gl.constexpr = 17 if ZEROS else 9
-    ASM: gl.constexpr = _asm(FORMAT, HALF, ZEROS, EXACT)
+    IN: gl.constexpr = 9 + (8 if ZEROS else 0) + (8 if SPLIT else 0)
+    ASM: gl.constexpr = _asm(FORMAT, HALF, ZEROS, EXACT, SPLIT)
     if FORMAT == "int8":
         if HALF:
             r0 = gl.inline_asm_elementwise(ASM, _registers(2, IN), operands, gl.float16, True, 4)
@@ -331,16 +375,26 @@ def _decoded(
 @gluon.jit
 def fragment(
     codes, scales, zeros, FORMAT: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr,
-    EXACT: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr,
+    EXACT: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr, SPLIT: gl.constexpr = False,
 ):  # fmt: skip
     """[64, 64] weights in layout OPERAND, from codes (`code_layout`), scale and zero words (`scale_layout`).
 
-    Without ZEROS `zeros` may be anything.
+    Without ZEROS `zeros` may be anything. SPLIT: scales are fp16, the operand is bf16; int4 alone.
     """
     if FORMAT == "mxfp4":
         a0, a1, b0, b1 = _mxfp4_multipliers(scales.reshape([4, 8]), EXACT)
     else:
         a0, a1, b0, b1 = _row_halves(scales, GROUP)
+    if SPLIT:
+        a0, la0 = _parts(a0)
+        b0, lb0 = _parts(b0)
+        if GROUP == 32:
+            a1, la1 = _parts(a1)
+            b1, lb1 = _parts(b1)
+        else:
+            a1, la1, b1, lb1 = a0, la0, b0, lb0
+    else:
+        la0, la1, lb0, lb1 = a0, a1, b0, b1
     if ZEROS:
         za0, za1, zb0, zb1 = _zero_addends(zeros, FORMAT, GROUP, _half(DTYPE))
     else:
@@ -348,14 +402,14 @@ def fragment(
     if FORMAT == "int8":
         w = codes.reshape([4, 2, 8, 4, 2, 2, 2, 2])  # warp kg g c jl k8 h b
         w0, w1 = gl.split(w.permute((0, 2, 3, 4, 5, 6, 7, 1)))
-        v0, _ = _decoded(w0, a0, b0, za0, zb0, FORMAT, EXACT, ZEROS, DTYPE)
-        v1, _ = _decoded(w1, a1, b1, za1, zb1, FORMAT, EXACT, ZEROS, DTYPE)
+        v0, _ = _decoded(w0, a0, b0, za0, zb0, la0, lb0, FORMAT, EXACT, ZEROS, SPLIT, DTYPE)
+        v1, _ = _decoded(w1, a1, b1, za1, zb1, la1, lb1, FORMAT, EXACT, ZEROS, SPLIT, DTYPE)
         v = gl.join(v0, v1).permute((0, 5, 1, 7, 3, 4, 2, 6))  # warp h g | kg jl k8 c b
     else:
         w = codes.reshape([4, 8, 4, 2, 2, 2, 2])  # warp g c kg jl h b
         w0, w1 = gl.split(w.permute((0, 1, 2, 4, 5, 6, 3)))
-        r00, r01 = _decoded(w0, a0, b0, za0, zb0, FORMAT, EXACT, ZEROS, DTYPE)
-        r10, r11 = _decoded(w1, a1, b1, za1, zb1, FORMAT, EXACT, ZEROS, DTYPE)
+        r00, r01 = _decoded(w0, a0, b0, za0, zb0, la0, lb0, FORMAT, EXACT, ZEROS, SPLIT, DTYPE)
+        r10, r11 = _decoded(w1, a1, b1, za1, zb1, la1, lb1, FORMAT, EXACT, ZEROS, SPLIT, DTYPE)
         v = gl.join(gl.join(r00, r01), gl.join(r10, r11))  # warp g c jl h b k8 kg
         v = v.permute((0, 4, 1, 7, 3, 6, 2, 5))  # warp h g | kg jl k8 c b
     return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)

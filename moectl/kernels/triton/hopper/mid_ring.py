@@ -1,0 +1,167 @@
+# mypy: ignore-errors
+"""Device code that fills the ring of the GEMMs in `mid_kernels`, tile by tile, as far ahead as it can.
+
+A stage holds ``HOW.depth`` pieces of 64 columns: codes (by TMA), scale and zero words of each worker's row
+block (by cp.async), and the rows of the tile's tokens (by cp.async, gathered). Its barrier `full` counts
+the codes' bytes and the loaders' threads, its barrier `empty` the workers that are done with it.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .fragments import code_lines, scale_words
+from .names import async_load, tma_load
+
+
+@gluon.constexpr_function
+def _width(i, HOW):
+    """The i-th number of columns; there is none before the first."""
+    return HOW.widths[i] if i >= 0 else 0
+
+
+@gluon.constexpr_function
+def _first(WIDTH):
+    """The power of two of columns that are multiplied at once; the rest follows."""
+    return 1 << (WIDTH.bit_length() - 1)
+
+
+@gluon.constexpr_function
+def _rest(WIDTH):
+    return WIDTH - _first(WIDTH)
+
+
+@gluon.constexpr_function
+def _stage_words(HOW):
+    """Scale words of one stage, or zero words: room for a power of two of workers."""
+    return (1 << (HOW.workers - 1).bit_length()) * HOW.depth * scale_words(HOW.format, HOW.group)
+
+
+@gluon.constexpr_function
+def _span(HOW):
+    """Columns of one run of scale words; 0: all."""
+    return 64 if HOW.group == 32 else HOW.group
+
+
+@gluon.jit
+def _next(stage, phase, HOW: gl.constexpr):
+    """The ring position after (stage, phase)."""
+    last = stage == HOW.stages - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.constexpr):
+    """Fills the ring's codes, scale and zero words, tile by tile, as far ahead as it goes."""
+    WORKERS: gl.constexpr = HOW.workers
+    _x, _more, codes, words, full, empty = ring
+    WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
+    LINES: gl.constexpr = code_lines(HOW.format)
+    ALL: gl.constexpr = _stage_words(HOW)
+    L: gl.constexpr = gl.BlockedLayout([ALL // 32], [32], [1], [0])
+    SPAN: gl.constexpr = _span(HOW)
+    columns = K // 64
+    blocks = N // 64
+    runs = K // SPAN if SPAN else 1
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
+        block = (tile % row_tiles) * HOW.workers
+        expert = gl.load(TILES + (tile // row_tiles) * 4)
+        word = gl.arange(0, ALL, layout=L)
+        own = expert * blocks + gl.minimum(block + word // (HOW.depth * WORDS), blocks - 1)
+        base = own * (runs * WORDS)  # one word for 64 weights or more: fits 32 bits
+        line = (expert * blocks + block) * columns * LINES
+        for k in range(0, columns, HOW.depth):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), HOW.workers * HOW.depth * LINES * 128)
+            for b in gl.static_range(WORKERS):
+                into = codes.index(stage * HOW.workers + b)
+                tma_load(CODES, [line + (b * columns + k) * LINES, 0], full.index(stage), into)
+            if SPAN == 64:  # the words of consecutive columns are neighbours
+                at = k * WORDS + word % (HOW.depth * WORDS)
+            elif SPAN:
+                at = (k + word // WORDS % HOW.depth) * 64 // SPAN * WORDS + word % WORDS
+            else:
+                at = word % WORDS
+            live = at < runs * WORDS
+            async_load(words.index(stage).slice(0, ALL), S + (base + at), mask=live)
+            if HOW.zeros:
+                into = words.index(stage).slice(ALL, ALL)
+                async_load(into, Z + (base + at), mask=live)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            stage, phase = _next(stage, phase, HOW)
+
+
+@gluon.jit
+def _sources(X, SORTED, first, tokens, KX, WIDTH: gl.constexpr, HOW: gl.constexpr):
+    """Where the first 64 columns of up to WIDTH tokens from `first` on are: a base, offsets, who is live."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [HOW.loaders, 1], [1, 0])
+    place = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))
+    column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, L)), 0)
+    row = gl.minimum(place, tokens - 1)
+    if HOW.stage == 1:
+        row = gl.load(SORTED + first + row) // HOW.top_k
+        base = X
+    else:
+        base = X + first.to(gl.int64) * KX
+    return base, gl.expand_dims(row * KX, 1) + column, gl.expand_dims(place < tokens, 1), column
+
+
+@gluon.jit
+def _copy(into, source, k, KX, HOW: gl.constexpr):
+    """Starts copying 64 columns of each token, zeros where there are none."""
+    base, offsets, live, column = source
+    if HOW.even:
+        async_load(into, base + k * 64 + offsets, mask=live)
+    else:
+        there = live & (column < KX - k * 64)
+        async_load(into, base + k * 64 + offsets, mask=there)
+
+
+@gluon.jit
+def _token_tile(
+    ring, stage, phase, X, SORTED, first, tokens, K, KX, WIDTH: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """Fills the ring with the columns of a tile's tokens."""
+    DEPTH: gl.constexpr = HOW.depth
+    FIRST: gl.constexpr = _first(WIDTH)
+    REST: gl.constexpr = _rest(WIDTH)
+    x, more, _codes, _words, full, empty = ring
+    source = _sources(X, SORTED, first, tokens, KX, FIRST, HOW)
+    if REST:
+        rest = _sources(X, SORTED, first + FIRST, tokens - FIRST, KX, REST, HOW)
+    for k in range(0, K // 64, HOW.depth):
+        mbarrier.wait(empty.index(stage), phase)
+        for d in gl.static_range(DEPTH):
+            piece = stage * HOW.depth + d
+            _copy(x.index(piece).slice(0, FIRST), source, k + d, KX, HOW)
+            if REST:
+                if x.shape[1] == FIRST:
+                    _copy(more.index(piece).slice(0, REST), rest, k + d, KX, HOW)
+                else:
+                    _copy(x.index(piece).slice(FIRST, REST), rest, k + d, KX, HOW)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        stage, phase = _next(stage, phase, HOW)
+    return stage, phase
+
+
+@gluon.jit
+def _token_loader(ring, X, SORTED, TILES, count, K, KX, row_tiles, HOW: gl.constexpr):
+    """Fills the ring's token rows, as `_weight_loader` its weights."""
+    WIDTHS: gl.constexpr = len(HOW.widths)
+    if HOW.stage == 2:
+        tl.extra.cuda.gdc_wait()  # for the first GEMM; weights are on their way already
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
+        m = tile // row_tiles
+        first = gl.load(TILES + m * 4 + 1)
+        tokens = gl.load(TILES + m * 4 + 2)
+        for i in gl.static_range(WIDTHS):
+            if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
+                stage, phase = _token_tile(
+                    ring, stage, phase, X, SORTED, first, tokens, K, KX, _width(i, HOW), HOW
+                )
