@@ -259,12 +259,23 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
     return ""
 
 
+TWO_ROWS, FOUR_ROWS, EIGHT_ROWS = Shape(2, 2, 1, 4, 1), Shape(1, 4, 1, 4, 1), Shape(1, 8, 1, 4, 1)
+DEEP, DEEP_RUN = Shape(1, 4, 1, 8, 1), Shape(1, 4, 1, 8, 2)
+TALL, TALL_RUN = Shape(1, 4, 2, 4, 1), Shape(1, 4, 2, 4, 2)
+
 WORTH_A_TRY: tuple[tuple[int, int, Shape, Shape], ...] = (
-    *((1, 0, shape, shape) for shape in (Shape(2, 2, 1, 4, 1), Shape(2, 4, 1, 4, 1), Shape(4, 4, 1, 4, 1))),
-    (1, 0, Shape(2, 2, 1, 4, 1), Shape(2, 2, 1, 8, 1)),
-    (1, 0, Shape(1, 8, 1, 4, 1), Shape(1, 4, 1, 4, 1)),
-    *((4, 1, shape, shape) for shape in (Shape(1, 4, 1, 8, 1), Shape(1, 4, 2, 4, 1), Shape(1, 4, 1, 4, 1))),
-    *((8, 1, shape, shape) for shape in (Shape(1, 4, 1, 8, 2), Shape(1, 4, 2, 4, 1))),
+    (1, 0, TWO_ROWS, Shape(4, 4, 1, 4, 1)),
+    (1, 0, Shape(2, 4, 1, 4, 1), Shape(2, 4, 1, 4, 1)),
+    (1, 0, Shape(2, 4, 1, 8, 1), Shape(2, 4, 1, 8, 1)),
+    (1, 0, EIGHT_ROWS, FOUR_ROWS),
+    (1, 0, FOUR_ROWS, FOUR_ROWS),
+    (4, 1, DEEP, DEEP),
+    (4, 1, TALL, TALL),
+    (4, 1, TALL, FOUR_ROWS),
+    (8, 1, DEEP_RUN, TALL),
+    (8, 1, TALL, TALL),
+    (8, 1, TALL_RUN, TALL_RUN),
+    (8, 1, Shape(1, 8, 2, 4, 1), TALL),
 )
 """(tokens, planned, first, second): launches that were the fastest of a layer on an H200, or near it."""
 
@@ -278,5 +289,5 @@ def candidates(problem: MoEProblem) -> tuple[StreamTile, ...]:
 
 
 STREAM_REGIME = Regime(
-    StreamTile, run, fits, capability=((9, 0), (9, 0)), candidates=candidates, each=(0.0, 6.0)
+    StreamTile, run, fits, capability=((9, 0), (9, 0)), candidates=candidates, each=(0.0, 9.0)
 )

@@ -142,7 +142,7 @@ def _store_second(
 def _tokens(
     filled, summed, X, PLAN, p, count, begin, end, KX2, TOP_K: gl.constexpr, PLANNED: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, NT: gl.constexpr, TR: gl.constexpr,
-    S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr,
+    S: gl.constexpr, RW: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """The tokens' columns of STEPS steps from tile column `begin` on in shared memory, and their sums."""
     last = gl.minimum(KX2, end * 32)
@@ -150,17 +150,17 @@ def _tokens(
     if TR <= 2:
         _fill(
             filled, X, PLAN, p, count, begin, last, KX2,
-            TOP_K, PLANNED, SCALED, D, NT, TR, S, RW, R, STEPS, 1, TR,
+            TOP_K, PLANNED, SCALED, D, NT, TR, S, RW, STEPS, 1, TR,
         )  # fmt: skip
     elif count <= 2:
         _fill(
             filled, X, PLAN, p, count, begin, last, KX2,
-            TOP_K, PLANNED, SCALED, D, NT, TR, S, RW, R, STEPS, 1, 2,
+            TOP_K, PLANNED, SCALED, D, NT, TR, S, RW, STEPS, 1, 2,
         )  # fmt: skip
     else:
         _fill(
             filled, X, PLAN, p, count, begin, last, KX2,
-            TOP_K, PLANNED, SCALED, D, NT, TR, S, RW, R, STEPS, NT, TR,
+            TOP_K, PLANNED, SCALED, D, NT, TR, S, RW, STEPS, NT, TR,
         )  # fmt: skip
     thread_barrier()
     if _factor(KIND) != 0:
@@ -244,7 +244,7 @@ def _stream(
         )
     _tokens(
         filled, summed, X, PLAN, p, count, begin, end, KX2,
-        TOP_K, PLANNED, KIND, GROUP, D, NT, TR, S, RW, R, STEPS,
+        TOP_K, PLANNED, KIND, GROUP, D, NT, TR, S, RW, STEPS,
     )  # fmt: skip
     # From the last step of a row tile to the first of the next.
     wrap_w = (BLOCKS // 4) * KT * TW - (STEPS - 1) * (D * S * TW)

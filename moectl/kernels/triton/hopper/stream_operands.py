@@ -8,11 +8,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .names import reinterpret
+from .names import async_copy, async_load, reinterpret
 from .stream_asm import SOURCE, SumsAsm, TileAsm
 
 FILL_AT_ONCE = gl.constexpr(8)
-"""16-byte loads of tokens that a thread has on their way, where it has one row block."""
+"""16-byte loads of tokens that a thread has on their way in registers."""
 
 
 @gluon.constexpr_function
@@ -110,14 +110,13 @@ def _fill_layout(D, S, RW, TT):
 
 
 @gluon.constexpr_function
-def _fill_batch(D, S, RW, R, STEPS, NF, TT):
-    """(steps of one load, loads on their way at once): a power of two that divides STEPS, few registers."""
+def _fill_batch(D, S, RW, STEPS, NF, TT):
+    """(steps of one copy, copies in registers at once): steps are a power of two that divides STEPS."""
     each = max(1, D * NF * S * TT * 8 // (32 * S * RW))
-    at_once = FILL_AT_ONCE.value // max(R, D // 4)
     batch = 1
-    while STEPS % (2 * batch) == 0 and 2 * batch * each <= at_once:
+    while STEPS % (2 * batch) == 0 and 2 * batch * each <= FILL_AT_ONCE.value:
         batch *= 2
-    return batch, max(1, at_once // (batch * each))
+    return batch, max(1, FILL_AT_ONCE.value // (batch * each))
 
 
 @gluon.constexpr_function
@@ -360,27 +359,30 @@ def _slots(PLAN, p, n, count, TOKENS: gl.constexpr, PLANNED: gl.constexpr):
 
 
 @gluon.jit
+def _times_2_64(v):
+    """Pairs of bf16 times 2^64."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 m, n; mov.b32 m, 0x5F805F80; mov.b32 n, 0x80008000; fma.rn.bf16x2 $0, $1, m, n; }",
+        "=r,r", [v], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _fill(filled, X, PLAN, p, count, begin, last, KX2, TOP_K: gl.constexpr, PLANNED: gl.constexpr,
           SCALED: gl.constexpr, D: gl.constexpr, NT: gl.constexpr, TR: gl.constexpr, S: gl.constexpr,
-          RW: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr, NF: gl.constexpr,
-          TT: gl.constexpr):  # fmt: skip
+          RW: gl.constexpr, STEPS: gl.constexpr, NF: gl.constexpr, TT: gl.constexpr):  # fmt: skip
     """Puts the first TT tokens of NF blocks, from tile column `begin` on, into `filled`.
 
-    That is shared memory [STEPS, D, NT * S, TR, 32].
-
-    Words from `last` on become zero; those of dead tokens stay as they are, as no sum of a live token reads
-    them. A token's row of X is its slot divided by TOP_K.
+    That is shared memory [STEPS, D, NT * S, TR, 32]. Words from `last` on become zero; what there is for dead
+    tokens is read by no sum of a live one. A token's row of X is its slot divided by TOP_K. A few tokens
+    come through registers, more are copied past them.
     """
     L: gl.constexpr = _fill_layout(D, S, RW, TT)
-    HOW: gl.constexpr = _fill_batch(D, S, RW, R, STEPS, NF, TT)
+    HOW: gl.constexpr = _fill_batch(D, S, RW, STEPS, NF, TT)
     BATCH: gl.constexpr = HOW[0]
-    AT_ONCE: gl.constexpr = HOW[1]
-    to = reinterpret(
-        filled,
-        gl.int32,
-        [STEPS // BATCH, BATCH, D, NT * S, TR, 32],
-        gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]),
-    )
+    AT_ONCE: gl.constexpr = HOW[1] if TT <= 2 else STEPS // BATCH
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
+    to = reinterpret(filled, gl.int32, [STEPS // BATCH, BATCH, D, NT * S, TR, 8, 4], PLAIN)
     i = gl.arange(0, BATCH, layout=_only(L, 0, 6))[:, None, None, None, None, None]
     d = gl.arange(0, D, layout=_only(L, 1, 6))[None, :, None, None, None, None]
     ns = gl.arange(0, NF * S, layout=_only(L, 2, 6))[None, None, :, None, None, None]
@@ -398,17 +400,19 @@ def _fill(filled, X, PLAN, p, count, begin, last, KX2, TOP_K: gl.constexpr, PLAN
         for batch in gl.static_range(_smaller(AT_ONCE, STEPS // BATCH - first)):
             forward = (first + batch) * (BATCH * D * S * 32)
             valid, _ = gl.broadcast(live & (column + forward < last), column + word)
-            x = x + (gl.load(from_ + forward, mask=valid, other=0),)
-        for batch in gl.static_range(_smaller(AT_ONCE, STEPS // BATCH - first)):
-            v = x[batch]
-            if SCALED:
-                v = gl.inline_asm_elementwise(
-                    "{ .reg .b32 m, n; mov.b32 m, 0x5F805F80; mov.b32 n, 0x80008000;"
-                    " fma.rn.bf16x2 $0, $1, m, n; }",
-                    "=r,r", [v], dtype=gl.int32, is_pure=True, pack=1,
-                )  # fmt: skip
-            part = to.index(first + batch).slice(0, NF * S, dim=2).slice(0, TT, dim=3)
-            part.store(v.reshape([BATCH, D, NF * S, TT, 32]))
+            if TT <= 2:
+                x = x + (gl.load(from_ + forward, mask=valid, other=0),)
+            else:
+                part = to.index(first + batch).slice(0, NF * S, dim=2).slice(0, TT, dim=3)
+                async_load(part, from_ + forward, mask=valid)
+        if TT > 2:
+            async_copy.commit_group()
+            async_copy.wait_group(0)
+        if SCALED or TT <= 2:
+            for batch in gl.static_range(_smaller(AT_ONCE, STEPS // BATCH - first)):
+                part = to.index(first + batch).slice(0, NF * S, dim=2).slice(0, TT, dim=3)
+                v = x[batch] if TT <= 2 else part.load(L)
+                part.store(_times_2_64(v) if SCALED else v)
 
 
 @gluon.jit
