@@ -17,10 +17,12 @@ from moectl.problem import SILU, Dims, MoEProblem
 from moectl.schemes import WeightFormat
 
 from . import kernel_cases as cases
-from .grid import CASES, CHOICES, FORMATS, Case
+from .grid import CASES, CHOICES, FEWER_CASES, FORMATS, Case
 from .layers import inputs_of, random_layer
 
 pytestmark = pytest.mark.gpu
+
+FLOATS = CHOICES["floats"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,34 +30,61 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     cases.poison_new_memory(monkeypatch)
 
 
+def launch_in(family: str, problem: MoEProblem, turn: int) -> Launch | str:
+    """The `turn`-th launch of a family that takes `problem` here, or why there is none."""
+    regime, problem = REGIMES[family], pad("moectl-mtile64", problem)
+    if not regime.runs_on(torch.device("cuda")):
+        return "its code does not exist for this GPU"
+    tiles = [launch.tile for launch in cases.LAUNCHES.values() if launch.regime == family]
+    tiles = tiles or list(regime.candidates(problem))
+    fitting = [tile for tile in tiles if not regime.fits(problem, tile)]
+    if fitting:
+        return Launch(family, fitting[turn % len(fitting)])
+    return regime.fits(problem, tiles[0]) if tiles else "it has no tile for such a layer"
+
+
 def taking(problem: MoEProblem, turn: int) -> Iterator[Launch]:
-    """A launch of every family that runs here and takes `problem`, the `turn`-th of those tried."""
-    problem, here = pad("moectl-mtile64", problem), torch.device("cuda")
-    for name, regime in REGIMES.items():
-        tiles = [launch.tile for launch in cases.LAUNCHES.values() if launch.regime == name]
-        tiles = [tile for tile in tiles or regime.candidates(problem) if not regime.fits(problem, tile)]
-        if tiles and regime.runs_on(here):
-            yield Launch(name, tiles[turn % len(tiles)])
+    """A launch of every family that runs here and takes `problem`."""
+    for family in REGIMES:
+        launch = launch_in(family, problem, turn)
+        if isinstance(launch, Launch):
+            yield launch
 
 
 def test_every_family_takes_some_case() -> None:
     here = {name for name, regime in REGIMES.items() if regime.runs_on(torch.device("cuda"))}
-    assert here == {launch.regime for case in CASES for launch in taking(case.problem, case.launch)}
+    assert here == {launch.regime for case in FEWER_CASES for launch in taking(case.problem, case.launch)}
 
 
+@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("case", FEWER_CASES, ids=str)
+def test_agrees_with_the_reference(case: Case, family: str) -> None:
+    launch = launch_in(family, case.problem, case.launch)
+    if isinstance(launch, str):
+        pytest.skip(f"{family}: {launch}")
+    cases.agrees_in(case, launch, "cuda")
+
+
+@pytest.mark.parametrize("turn", range(len(FORMATS) * 2))
+def test_decodes_exactly(turn: int) -> None:
+    """Every format with two pairs of types; families take turns."""
+    weight, floats = FORMATS[turn % len(FORMATS)], FLOATS[turn % len(FLOATS)]
+    known = list(taking(cases.probe(weight, floats), turn))
+    cases.decodes_exactly(weight, floats, known[turn % len(known)], "cuda")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_the_reference(case: Case) -> None:
-    known = list(taking(case.problem, case.launch))
-    assert {"decode", "grouped"} <= {launch.regime for launch in known}
-    for launch in known:
+def test_every_pair_of_choices(case: Case) -> None:
+    for launch in taking(case.problem, case.launch):
         cases.agrees_in(case, launch, "cuda")
 
 
-@pytest.mark.parametrize("floats", CHOICES["floats"], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("floats", FLOATS, ids=str)
 @pytest.mark.parametrize("weight", FORMATS, ids=str)
-def test_decodes_exactly(weight: WeightFormat, floats: tuple[str, str]) -> None:
-    problem = cases.probe(weight, floats)
-    for launch in taking(problem, 1):
+def test_every_format_decodes_exactly(weight: WeightFormat, floats: tuple[str, str]) -> None:
+    for launch in taking(cases.probe(weight, floats), 1):
         cases.decodes_exactly(weight, floats, launch, "cuda")
 
 
