@@ -14,7 +14,7 @@ import lzma
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,14 +84,17 @@ def activate(x: Tensor, y: Tensor, activation: Activation, pairs: bool) -> None:
 
 
 class Moectl:
-    """moectl's own kernels."""
+    """moectl's own kernels, those of one of its backends."""
 
     note = ""
     ours = True
 
-    def __init__(self, layer: RandomLayer, folder: Path | None) -> None:
-        self.runner = runner_for("triton")
-        self.layer = layer.experts.prepared("triton", layer.device)
+    def __init__(self, backend: str, layer: RandomLayer, folder: Path | None) -> None:
+        self.runner = runner_for(backend)
+        reason = self.runner.refusal(layer.problem, layer.device)
+        if reason:
+            raise Absent(reason)
+        self.layer = layer.experts.prepared(backend, layer.device)
         self.numerics = layer.problem.activation
 
     def prepare(self, x: Tensor) -> None:
@@ -355,7 +358,8 @@ def _randomize(name: str, t: Tensor) -> None:
 
 
 COLUMNS: Mapping[str, Callable[[RandomLayer, Path | None], Column]] = {
-    "moectl": Moectl,
+    "moectl": partial(Moectl, "triton"),
+    "moectl-marlin": partial(Moectl, "triton_marlin"),
     "marlin": Marlin,
     "triton_kernels": TritonKernels,
     "humming": Humming,

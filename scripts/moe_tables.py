@@ -51,7 +51,7 @@ def _best_peer(table: Mapping[str, Mapping[int, Row]], tokens: int) -> Row | Non
     peers = [
         row
         for column, cells in table.items()
-        if column != OURS and (row := cells.get(tokens)) and row.us and row.checked != "WRONG"
+        if not column.startswith(OURS) and (row := cells.get(tokens)) and row.us and row.checked != "WRONG"
     ]
     return min(peers, key=lambda row: row.us or math.inf, default=None)
 

@@ -79,6 +79,8 @@ def test_results_are_of_ordinary_size(model: str) -> None:
 def test_what_is_not_here_is_absent_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(peers.Absent, match="no _moe_C"):
         peers.Marlin(small("kimi-k2"), tmp_path)
+    with pytest.raises(peers.Absent, match="needs a CUDA GPU"):
+        peers.COLUMNS["moectl-marlin"](small("kimi-k2"), tmp_path)
     with pytest.raises(peers.Absent, match="MXFP4"):
         peers.TritonKernels(small("kimi-k2"), tmp_path)
     with pytest.raises(peers.Absent, match="no triton_kernels"):
@@ -142,6 +144,7 @@ def test_tables_compare_right_results_alone() -> None:
     rows = [
         row("moectl", 1, 20.0, error=1e-3),
         row("marlin", 1, 30.0),
+        row("moectl-marlin", 1, 15.0),
         row("humming", 1, 25.0, "not checked", note="random weights"),
         row("moectl", 4, 10.0),
         row("marlin", 4, 5.0, "WRONG"),
