@@ -118,8 +118,8 @@ _E8M0_WHOLE = _E8M0 + "".join(f"max.u32 {s}, {s}, 0x00400000;\n" for s in ("s00"
 
 _PAIRS = {
     "bf16": "shl.b32 {lo}, {s}, 16;\nand.b32 {hi}, {s}, 0xFFFF0000;\n",
-    "fp16": "{{ .reg .b16 l, h; .reg .f32 x, y; mov.b32 {{l, h}}, {s}; cvt.f32.f16 x, l; cvt.f32.f16 y, h;"
-    " mov.b32 {lo}, x; mov.b32 {hi}, y; }}\n",
+    "fp16": "mov.b32 {{l, h}}, {s};\n"
+    "cvt.f32.f16 f, l;\nmov.b32 {lo}, f;\ncvt.f32.f16 f, h;\nmov.b32 {hi}, f;\n",
 }
 """Both 16-bit floats of a word as fp32."""
 
@@ -219,7 +219,7 @@ class TileAsm:
         x = s + (16 if self.zeros else 8)
         each = 12 + (4 * runs if self.factor else 0)
         text = "{\n.reg .b32 a0, a1, a2, a3, t, u, s00, s01, s10, s11;\n"
-        text += ".reg .f32 f, z, z00, z01, z10, z11;\nmov.f32 z, 0f00000000;\n"
+        text += ".reg .b16 l, h;\n.reg .f32 f, z, z00, z01, z10, z11;\nmov.f32 z, 0f00000000;\n"
         text += "".join(f".reg .f32 p{n}_{i};\n" for n in blocks for i in FOUR)
         text += self._scales(s) + (self._zeros(s + 8) if self.zeros else "")
         text += "".join(f"mov.f32 ${4 * n + i}, ${x + each * n + 8 + i};\n" for n in blocks for i in FOUR)
