@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -150,12 +151,21 @@ def test_every_shipped_launch_elsewhere(model: str, arch: int) -> None:
 
 @pytest.mark.slow
 def test_the_newest_triton_compiles_them_too() -> None:
-    """pip puts the newest release beside the environment the first time, hundreds of megabytes."""
+    """It compiles everything without hazards; tiles were chosen for registers as Triton 3.6 gives them.
+
+    pip puts the newest release beside the environment the first time, hundreds of megabytes.
+    """
     script = Path(__file__).parents[2] / "scripts" / "inspect_kernels"
-    command = [sys.executable, str(script), "--triton", "newest", "--arch", "all"]
+    command = [sys.executable, str(script), "--triton", "newest", "--arch", "all", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
-    print(done.stdout, done.stderr)
-    assert done.returncode == 0 and "0 with faults" in done.stdout
+    print(done.stderr)
+    kernels = [kernel for call in json.loads(done.stdout)["calls"] for kernel in call["kernels"]]
+    assert {kernel["arch"] for kernel in kernels} == set(STAND_INS)
+    for kernel in kernels:
+        print(kernel["name"], kernel["arch"], kernel["faults"])
+        assert not kernel["hazards"] and not kernel["warnings"] and kernel["wgmma"] == kernel["wgmma_a"], (
+            kernel
+        )
 
 
 def test_compiling_needs_no_memory_and_leaves_nothing_behind() -> None:
