@@ -1,0 +1,61 @@
+"""What scripts/sanitize_kernels runs under the sanitizer; the runs themselves need a GPU."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    loader = SourceFileLoader("sanitize_kernels", str(SCRIPTS / "sanitize_kernels"))
+    spec = spec_from_loader("sanitize_kernels", loader)
+    assert spec
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "sanitize_kernels", module)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4-g32", "int4-g128"])
+def test_small_layers_and_their_configurations(script: ModuleType, format: str) -> None:
+    layer = script.small_layer(format)
+    assert layer.device.type == "cpu" and layer.expert(5).w2.shape == (640, 384)
+    options = Namespace(families=["decode", "grouped"], most=2)
+    # On this device stand those that the interpreter can run.
+    from moectl.kernels.triton.runner import REGIMES
+
+    found = list(script.configurations(layer.problem, format, torch.device("cpu"), options))
+    wanted = {name for name in options.families if REGIMES[name].interpreted}
+    assert {it.family for it in found} == wanted and len(found) == 2 * len(wanted)
+    assert all(2 <= it.tokens <= 600 for it in found)
+
+
+@pytest.mark.parametrize(
+    ("line", "report"),
+    [
+        ("========= Invalid __global__ read of size 4 bytes", "Invalid __global__ read of size 4 bytes"),
+        (
+            "========= Error: Race reported between Write access at",
+            "Error: Race reported between Write access at",
+        ),
+        ("========= COMPUTE-SANITIZER", None),
+        ("=========     at _decode_gemm1_kernel+0x120", None),
+        ("========= ERROR SUMMARY: 0 errors", None),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", None),
+        ("=========", None),
+    ],
+)
+def test_reports_are_told_from_headings(script: ModuleType, line: str, report: str | None) -> None:
+    found = script.REPORTED.match(line)
+    assert (found["what"] if found else None) == report
