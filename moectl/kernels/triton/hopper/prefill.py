@@ -44,6 +44,9 @@ STORED = 2 * 64 * 64 * 2
 
 MOST_STAGES, FEWEST_STAGES = 7, 3
 
+MOST_UNITS_INT8 = 8
+"""Units of a tile of int8 weights, whose codes take more registers: with 9 some are spilled."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
@@ -219,6 +222,8 @@ def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
         return f"{tile} is none of its tiles: units is one of {', '.join(map(str, WIDTHS))}"
     if weight.name not in ("mxfp4", "int4", "int8"):
         return f"it reads mxfp4, int4 and int8 weights, the layer has {weight}"
+    if weight.name == "int8" and tile.units > MOST_UNITS_INT8:
+        return f"{tile} is too large for int8 weights: units is {MOST_UNITS_INT8} at most"
     if weight.name == "mxfp4" and problem.dtype != "bf16":
         return f"it multiplies mxfp4 weights in bf16, the model's dtype is {problem.dtype}"
     if weight.name != "mxfp4" and scale_name(problem) != problem.dtype:
