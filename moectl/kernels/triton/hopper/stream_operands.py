@@ -380,7 +380,7 @@ def _fill(filled, X, PLAN, p, count, begin, last, KX2, TOP_K: gl.constexpr, PLAN
     L: gl.constexpr = _fill_layout(D, S, RW, TT)
     HOW: gl.constexpr = _fill_batch(D, S, RW, STEPS, NF, TT)
     BATCH: gl.constexpr = HOW[0]
-    AT_ONCE: gl.constexpr = HOW[1] if TT <= 2 else STEPS // BATCH
+    AT_ONCE: gl.constexpr = HOW[1]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
     to = reinterpret(filled, gl.int32, [STEPS // BATCH, BATCH, D, NT * S, TR, 8, 4], PLAIN)
     i = gl.arange(0, BATCH, layout=_only(L, 0, 6))[:, None, None, None, None, None]
@@ -395,24 +395,28 @@ def _fill(filled, X, PLAN, p, count, begin, last, KX2, TOP_K: gl.constexpr, PLAN
     # The swizzle of the B operand by hand, as swizzled memory cannot be cut between tokens.
     column = (begin + (i * D + d) * S + ns % S) * 32 + (piece ^ t) * 4
     from_ = X + ((slot // TOP_K).to(gl.int64) * KX2 + (column + word))
-    for first in gl.static_range(0, STEPS // BATCH, AT_ONCE):
-        x = ()
-        for batch in gl.static_range(_smaller(AT_ONCE, STEPS // BATCH - first)):
-            forward = (first + batch) * (BATCH * D * S * 32)
-            valid, _ = gl.broadcast(live & (column + forward < last), column + word)
-            if TT <= 2:
+    if TT <= 2:
+        for first in gl.static_range(0, STEPS // BATCH, AT_ONCE):
+            x = ()
+            for batch in gl.static_range(_smaller(AT_ONCE, STEPS // BATCH - first)):
+                forward = (first + batch) * (BATCH * D * S * 32)
+                valid, _ = gl.broadcast(live & (column + forward < last), column + word)
                 x = x + (gl.load(from_ + forward, mask=valid, other=0),)
-            else:
-                part = to.index(first + batch).slice(0, NF * S, dim=2).slice(0, TT, dim=3)
-                async_load(part, from_ + forward, mask=valid)
-        if TT > 2:
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-        if SCALED or TT <= 2:
             for batch in gl.static_range(_smaller(AT_ONCE, STEPS // BATCH - first)):
                 part = to.index(first + batch).slice(0, NF * S, dim=2).slice(0, TT, dim=3)
-                v = x[batch] if TT <= 2 else part.load(L)
-                part.store(_times_2_64(v) if SCALED else v)
+                part.store(_times_2_64(x[batch]) if SCALED else x[batch])
+    else:
+        for batch in gl.static_range(STEPS // BATCH):
+            forward = batch * (BATCH * D * S * 32)
+            valid, _ = gl.broadcast(live & (column + forward < last), column + word)
+            part = to.index(batch).slice(0, NF * S, dim=2).slice(0, TT, dim=3)
+            async_load(part, from_ + forward, mask=valid)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        if SCALED:
+            for batch in gl.static_range(STEPS // BATCH):
+                part = to.index(batch).slice(0, NF * S, dim=2).slice(0, TT, dim=3)
+                part.store(_times_2_64(part.load(L)))
 
 
 @gluon.jit
