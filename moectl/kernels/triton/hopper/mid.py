@@ -216,12 +216,12 @@ def gemm(layer: Layer, stage: int, call: Call, plan: Schedule, x: Tensor, y: Ten
         limit=math.inf if p.activation.limit is None else p.activation.limit,
         HOW=how,
         num_warps=4,
-        maxnreg=_launch_registers(tile),
+        maxnreg=launch_registers(tile),
         launch_pdl=True,
     )
 
 
-def _launch_registers(tile: MidTile) -> int:
+def launch_registers(tile: MidTile) -> int:
     """Registers of a thread before workers take from loaders: what all programs of a multiprocessor share."""
     loading = 4  # a warpgroup: token loaders, the weight loader and idle warps
     return 65536 // (32 * (4 * tile.workers + loading) * tile.programs) // 8 * 8
@@ -272,28 +272,26 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
     return ""
 
 
-PROMISING: tuple[tuple[int, int, int], ...] = (
-    (16, 4, 1),
-    (16, 2, 2),
-    (32, 4, 1),
-    (32, 2, 2),
-    (64, 4, 1),
-    (64, 3, 1),
-    (96, 3, 1),
-    (128, 2, 1),
+PROMISING: tuple[tuple[int, int, int, int], ...] = (
+    (16, 4, 1, 4),
+    (16, 4, 1, 2),
+    (32, 4, 1, 2),
+    (32, 2, 2, 2),
+    (64, 4, 1, 2),
+    (64, 3, 1, 2),
+    (96, 3, 1, 2),
+    (128, 3, 1, 2),
 )
-"""(tokens, workers, programs) that are worth a measurement."""
+"""(tokens, workers, programs, depth) that are worth a measurement, as found on an H200."""
 
-
-RINGS: tuple[tuple[int, int], ...] = ((8, 2), (6, 2), (5, 2), (4, 2), (3, 2), (4, 1), (3, 1))
-"""(stages, depth), deepest first."""
+STAGES = (8, 6, 5, 4, 3, 2)
 
 
 def _candidates(problem: MoEProblem) -> Sequence[MidTile]:
     """Each with the deepest ring that fits: it hides the most latency."""
     found = []
-    for tokens, workers, programs in PROMISING:
-        rings = (MidTile(tokens, workers, *ring, programs=programs) for ring in RINGS)
+    for tokens, workers, programs, depth in PROMISING:
+        rings = (MidTile(tokens, workers, stages, depth, programs=programs) for stages in STAGES)
         found += [tile for tile in rings if not _fits(problem, tile)][:1]
     return found
 
