@@ -92,7 +92,11 @@ class ExpertLayer:
                 f"layer {self.layer} does not fit the memory of {device}", hint="free memory, or use the CPU"
             ) from error
         dense, first = self._dense(weights, recipe), self.share.experts[0] if self.share else 0
-        return PreparedMoE(self.problem, backend, wanted, weights, dense, relaid, first)
+        prepared = PreparedMoE(self.problem, backend, wanted, weights, dense, relaid, first)
+        runner = runner_for(backend)
+        if not runner.refusal(self.problem, device):
+            runner.ready(prepared)
+        return prepared
 
     def laid_out(self, recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
         """All experts' stored tensors as `recipe` makes them, expert batch by expert batch, on `device`."""

@@ -27,6 +27,8 @@ class Runner:
         refusal: why it cannot run a problem on a device, in a sentence; empty when it can.
         accumulation: the row of the tolerance table that its results are held to.
         capturable: True when a call can be captured in a CUDA graph: it never waits for the GPU.
+        ready: makes what it derives from a layer's weights once, before the first call; may wait for
+            the GPU.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Runner:
     refusal: Callable[[MoEProblem, torch.device], str]
     accumulation: str = "fp32"
     capturable: bool = True
+    ready: Callable[[PreparedMoE], object] = lambda prepared: None
 
     def run(self, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """``[tokens, hidden]`` layer output in x's dtype.

@@ -95,11 +95,16 @@ class Layer:
 
 
 def layer_of(prepared: PreparedMoE) -> Layer:
-    """The layer's matrices; made once and kept with it."""
+    """The layer's matrices; made once and kept with it.
+
+    Looking at the scales waits for the GPU, so it is done when a layer is prepared. Where a graph is
+    captured first, every scale is taken to be possible, and nothing is kept.
+    """
     made = prepared.derived.get("triton")
     if made is None:
         made = Layer(prepared.problem, matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
-        prepared.derived["triton"] = made
+        if not (prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            prepared.derived["triton"] = made
     return made
 
 

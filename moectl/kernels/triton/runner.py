@@ -102,4 +102,4 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
     return ""
 
 
-RUNNER = Runner("triton", LAYOUT, _compute, _refusal)
+RUNNER = Runner("triton", LAYOUT, _compute, _refusal, ready=layer_of)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....problem import MoEProblem
 from ..launch import token_tiles
@@ -77,24 +76,6 @@ def stages(problem: MoEProblem, tile: PrefillTile) -> int:
     return int(min(MOST_STAGES, (SHARED_MEMORY - STORED - 512) // each))
 
 
-_WIDE_SCALES = WeakTensorKeyDictionary()
-"""Whether MXFP4 scales, by the tensor that holds them, include bytes outside of `FOLDED_SCALES`."""
-
-
-def _has_wide_scales(m: Matrix) -> bool:
-    """Whether a matrix needs the expansion that is exact for every E8M0 scale.
-
-    Looked up once per matrix, outside of graphs; where it cannot be, the answer is yes: it costs a
-    little time and changes no result.
-    """
-    if m.scales not in _WIDE_SCALES:
-        if not m.scales.is_cuda or torch.cuda.is_current_stream_capturing():
-            return True
-        low, high = m.scales.view(torch.uint8).aminmax()
-        _WIDE_SCALES[m.scales] = int(low) not in FOLDED_SCALES or int(high) not in FOLDED_SCALES
-    return bool(_WIDE_SCALES[m.scales])
-
-
 def _gemm(layer: Layer, m: Matrix, columns: int, outputs: int, tile: PrefillTile) -> dict[str, Any]:
     problem = layer.problem
     weight, ring = problem.scheme.weight, stages(problem, tile)
@@ -115,7 +96,7 @@ def _gemm(layer: Layer, m: Matrix, columns: int, outputs: int, tile: PrefillTile
         "GROUP": 32 if weight.group == 32 else 64,
         "SPAN": m.k // 64 // spans,
         "ZEROS": m.zeros is not None,
-        "EXACT": weight.name == "mxfp4" and _has_wide_scales(m),
+        "EXACT": weight.name == "mxfp4" and not m.exponents_within(FOLDED_SCALES),
         "BIAS": m.bias is not None,
         "EVEN_K": m.k == columns,
         "STAGES": ring,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....problem import MoEProblem
 from ....schemes import FULL
@@ -104,32 +103,15 @@ class StreamTile:
         return Shape(self.columns2, self.rows2, self.blocks2, self.depth2, self.tiles2)
 
 
-_SMALL_SCALES = WeakTensorKeyDictionary()
-"""Whether MXFP4 scales, by the tensor that holds them, include bytes below `SMALLEST_BYTE`."""
-
-SMALLEST_BYTE = 63
-"""Of E8M0 scales whose products with the fewest operations are exact: 2^-64."""
-
-
-def _has_small_scales(m: Matrix) -> bool:
-    """Whether a matrix needs the operations that are exact for every E8M0 scale.
-
-    Looked up once per matrix, outside of graphs; when a graph is captured first, the answer is yes.
-    """
-    if not m.scales.is_cuda:
-        return False  # shapes without values, to compile what most layers take
-    if m.scales not in _SMALL_SCALES:
-        if torch.cuda.is_current_stream_capturing():
-            return True
-        _SMALL_SCALES[m.scales] = bool(m.scales.view(torch.uint8).amin() < SMALLEST_BYTE)
-    return bool(_SMALL_SCALES[m.scales])
+EXACT_SCALES = range(63, 255)
+"""E8M0 bytes whose products with the fewest operations are exact: 2^-64 and above."""
 
 
 def _kind(problem: MoEProblem, m: Matrix) -> tuple[str, str, str, bool, bool]:
     """What `stream_asm.TileAsm` needs to know of the numbers: formats, zero points, and every scale."""
     weight = problem.scheme.weight
     scale = {"BF16": "bf16", "F16": "fp16"}.get(weight.scale_dtype, problem.dtype)
-    whole = weight.name == "mxfp4" and problem.dtype == "bf16" and _has_small_scales(m)
+    whole = weight.name == "mxfp4" and problem.dtype == "bf16" and not m.exponents_within(EXACT_SCALES)
     return weight.name, problem.dtype, scale, weight.zero_point, whole
 
 
