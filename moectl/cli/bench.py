@@ -43,7 +43,12 @@ def bench(
         str, option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024.")
     ] = "1,8,64",
     backend: Annotated[
-        str, option("--backend", own=True, help="Names such as triton,torch; all: every usable one.")
+        str,
+        option(
+            "--backend",
+            own=True,
+            help="Of triton, triton_marlin and torch, with commas; all: every usable one.",
+        ),
     ] = "all",
     layer: Layer = None,
     device: Device = None,

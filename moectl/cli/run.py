@@ -39,7 +39,8 @@ def run(
     tokens: Annotated[int, option("--tokens", own=True, help="Random tokens.", min=0, max=MAX_TOKENS)] = 8,
     seed: Seed = 0,
     backend: Annotated[
-        str | None, option("--backend", own=True, help="triton or torch; default: the best one here.")
+        str | None,
+        option("--backend", own=True, help="triton, triton_marlin or torch; default: the best one here."),
     ] = None,
     device: Device = None,
     input: Annotated[
