@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from .checkpoint.catalogue import built_in
@@ -14,6 +14,7 @@ from .kernels.triton.inspection.report import KernelReport
 from .kernels.triton.inspection.shipped import Examined, candidates, inspect, shipped
 from .kernels.triton.inspection.standin import STAND_INS, StandIn
 from .kernels.triton.launch import Launch
+from .kernels.triton.runner import REGIMES
 
 MODELS = (
     "openai/gpt-oss-120b",
@@ -74,13 +75,17 @@ def inspections(
     launches: str = "families",
     *,
     every: bool = False,
-    families: Container[str] | None = None,
+    families: Collection[str] | None = None,
 ) -> Iterator[Inspected]:
     """Calls of the layers of `models` on a GPU of each of `archs`.
 
     Of the `LAUNCHES` that are asked for, each at the first number of tokens that it is for; with `every`, at
-    all of them: kernels differ by more than the tile. `families` leaves the others out.
+    all of them: kernels differ by more than the tile. `families` leaves the others out; UsageError for a name
+    that is none.
     """
+    for name in families or ():
+        if name not in REGIMES:
+            raise UsageError(f"no kernels are called {name!r}; choose from {', '.join(REGIMES)}")
     for model in models:
         layer = layer_without_weights(model)
         for arch in archs:

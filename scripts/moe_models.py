@@ -1,8 +1,9 @@
-"""The layers that `bench_peers` knows, and the names of formats and routings. Imports no torch."""
+"""The layers that scripts time, formats, routings, and how options name them. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable, Mapping
 
 from moectl.problem import SILU, SWIGLU_OAI, Dims, MoEProblem
 from moectl.schemes import MXFP4, Scheme, WeightFormat, int_format
@@ -44,3 +45,33 @@ def is_distribution(text: str) -> bool:
     if name == "experts":
         return argument.isdigit() and int(argument) > 0
     return text == "uniform" or (name == "zipf" and argument.replace(".", "", 1).isdigit())
+
+
+def names_of(choices: Iterable[str], what: str) -> Callable[[str], list[str]]:
+    """What reads an option's names of `choices`, with commas between."""
+    known = tuple(choices)
+
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise ArgumentTypeError(f"no {what} is called {name!r}; there are {', '.join(known)}")
+        return names
+
+    return read
+
+
+def whole_numbers(text: str) -> list[int]:
+    """An option's numbers, from 1, with commas between."""
+    found = text.split(",")
+    if not all(n.isdecimal() and int(n) for n in found):
+        raise ArgumentTypeError(f"it takes whole numbers from 1, with commas between, got {text!r}")
+    return [int(n) for n in found]
+
+
+def distributions(text: str) -> list[str]:
+    """An option's routings, with commas between."""
+    found = text.split(",")
+    if not all(map(is_distribution, found)):
+        raise ArgumentTypeError(f"it takes uniform, zipf:A and experts:N, got {text!r}")
+    return found

@@ -22,6 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from own_environment import give_up
+
 MARK = "@row "
 COLD_SETS, LARGE_SETS, LARGE = 16, 4, 64
 """Routings in a graph, those above `LARGE` tokens."""
@@ -246,7 +248,7 @@ class _Progress:
         data = json.loads(line[len(MARK) :])
         kind = data.pop("kind")
         if kind == "fatal":
-            raise SystemExit(f"bench_peers: {data['why']}")
+            give_up(data["why"], 3)
         if kind == "about":
             self.about = self.about or data
         elif kind == "unit":
