@@ -49,6 +49,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     for changed, other, reason in (
         (problem, replace(tile, tokens=20), "none of its tiles"),
         (problem, replace(tile, tokens=128), "registers"),
+        (problem, replace(tile, stages=1), "no stage to fill"),
         (problem, replace(tile, stages=40), "shared memory"),
         (replace(problem, dtype="fp16"), tile, "no fp16 products"),
         (replace(problem, activation=Activation("situ")), tile, "activation"),

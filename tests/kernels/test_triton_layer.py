@@ -8,6 +8,7 @@ import torch
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.runners import Runner, runner_for
 from moectl.kernels.triton.layer import layer_of
+from moectl.kernels.triton.runner import aligned
 
 from .layers import GPT_OSS, KIMI, canonical_roles
 from .layers import layer_of as expert_layer
@@ -44,3 +45,12 @@ def test_preparing_makes_a_layer_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moectl.experts.runner_for", lambda name: refusing)
     expert_layer(GPT_OSS, canonical_roles(GPT_OSS)).prepared("torch", torch.device("cpu"))
     assert len(seen) == 1
+
+
+def test_tokens_are_copied_where_kernels_could_not_read_them() -> None:
+    whole = torch.arange(200.0).bfloat16()
+    odd, even = whole[1:129].view(2, 64), whole[:128].view(2, 64)
+    assert aligned(even) is even
+    made = aligned(odd)
+    assert made.data_ptr() % 16 == 0 and torch.equal(made, odd)
+    assert aligned(even.T).is_contiguous()

@@ -53,10 +53,16 @@ def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, lau
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not len(x):
         return y
-    call = Call(x.contiguous(), ids.contiguous().view(-1), weights.contiguous().view(-1), y)
+    call = Call(aligned(x), ids.contiguous().view(-1), weights.contiguous().view(-1), y)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         regime.run(layer_of(prepared), call, launch.tile)
     return y
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x` without gaps, from an address that 16 bytes divide, as copies into shared memory need."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:

@@ -258,6 +258,8 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
     place = (tile.workers, tile.programs)
     if tile.tokens not in WIDTHS or place not in REGISTERS or tile.loaders not in (1, 2):
         return f"{tile} is none of its tiles"
+    if tile.stages < 2:
+        return f"{tile} has no stage to fill while another is read"
     if tile.tokens > MOST_TOKENS[place]:
         return f"{tile} does not fit the registers of its workers"
     shared = tile.programs * shared_bytes(problem, tile)
