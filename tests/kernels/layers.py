@@ -129,7 +129,7 @@ def layer_among_others(problem: MoEProblem, device: str) -> tuple[ExpertLayer, P
     full = replace(problem, dims=Dims(padded.dims.padded_hidden, padded.dims.padded_intermediate))
     roles = canonical_roles(full)
     prepared = layer_of(full, roles).prepared("triton", device)
-    return layer_of(problem, cut_to(padded, roles)), replace(prepared, problem=padded)
+    return layer_of(problem, cut_to(padded, roles)), replace(prepared, problem=padded, derived={})
 
 
 def judged(layer: ExpertLayer, prepared: PreparedMoE, y: Tensor, inputs: Inputs) -> CheckResult:

@@ -33,7 +33,8 @@ def products(weight: WeightFormat, floats: tuple[str, str], launch: Launch, arch
         weight, floats, SILU, (256, 128), (8, 2), True, False, "concatenated", 4, "uniform", 0
     ).problem
     _, prepared = layer_among_others(problem, "cpu")
-    prepared = replace(prepared, weights={role: t.to("meta") for role, t in prepared.weights.items()})
+    weights = {role: t.to("meta") for role, t in prepared.weights.items()}
+    prepared = replace(prepared, weights=weights, derived={})
     kernels = [it for it in inspect(prepared, 4, launch, STAND_INS[arch]) if it.wgmma or it.mma]
     assert len(kernels) == 2 and not any(it.faults for it in kernels), kernels
     return kernels
