@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from moectl.inspection import MODELS, layer_without_weights
 from moectl.kernels.triton.launch import is_legal, launch_for, token_tiles
+from moectl.kernels.triton.layer import activation_numbers
+from moectl.problem import SWIGLU_OAI, Activation
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -27,3 +31,10 @@ def test_token_tiles_bound_every_routing(assignments: int) -> None:
             for counts in ((a, b, rest, 0), (a, b, rest // 2, rest - rest // 2)):
                 worst = max(worst, sum(-(-count // tokens) for count in counts))
     assert worst <= token_tiles(assignments, experts, tokens) <= worst + 1
+
+
+def test_numbers_of_an_activation_that_has_none() -> None:
+    assert activation_numbers(SWIGLU_OAI) == {"alpha": 1.702, "limit": 7.0}
+    assert activation_numbers(Activation("silu")) == {"alpha": 1.0, "limit": math.inf}
+    # SiLU has no alpha, whatever is said: the reference reads none.
+    assert activation_numbers(Activation("silu", alpha=2.0, limit=10.0)) == {"alpha": 1.0, "limit": 10.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from ...problem import MoEProblem
+from ...problem import Activation, MoEProblem
 from ..prepared import PreparedMoE
 
 
@@ -83,6 +84,22 @@ def scale_name(problem: MoEProblem) -> str:
     if weight.name == "mxfp4":
         return "e8m0"
     return _FLOATS.get(weight.scale_dtype, "") if weight.scale_dtype else problem.dtype
+
+
+def activation_numbers(act: Activation) -> dict[str, float]:
+    """`alpha` and `limit` as the first GEMM takes them: 1 and infinity where the function has none."""
+    return {
+        "alpha": act.alpha if act.name == "swigluoai" and act.alpha is not None else 1.0,
+        "limit": math.inf if act.limit is None else act.limit,
+    }
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many `device` has; one where nothing is launched, only compiled."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..prepared import PreparedMoE
 from ..runners import Runner
 from . import marlin_kernels as kernels
 from .items import BASES, items_of, overlapping
-from .layer import scale_name
+from .layer import activation_numbers, scale_name
 from .routing import INTERPRETED, combine
 from .runner import GATED, MINIMUM_CAPABILITY, UNGATED
 
@@ -135,8 +135,7 @@ class _Arguments:
         return {
             **self._gemm(m, p.dims.hidden, p.dims.intermediate, share),
             "row_tiles": math.ceil(m.n / 128),
-            "alpha": 1.0 if act.alpha is None else act.alpha,
-            "limit": math.inf if act.limit is None else act.limit,
+            **activation_numbers(act),
             "TOP_K": p.top_k,
             "ACT": act.name,
             "ROWS": self.rows,

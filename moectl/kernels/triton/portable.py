@@ -16,7 +16,7 @@ import triton
 from ...problem import MoEProblem
 from . import fused_moe_kernels as kernels
 from .launch import DECODE, Tile, grouped_for, is_legal, token_tiles
-from .layer import Call, Layer, Matrix, Regime, scale_name
+from .layer import Call, Layer, Matrix, Regime, activation_numbers, scale_name
 from .routing import INTERPRETED, combine, sort_by_expert
 
 
@@ -51,8 +51,7 @@ class _Arguments:
         p, act = self.layer.problem, self.layer.problem.activation
         return {
             **self._gemm(self.layer.w13, p.dims.hidden, p.dims.intermediate),
-            "alpha": 1.0 if act.alpha is None or act.name == "silu" else act.alpha,
-            "limit": math.inf if act.limit is None else act.limit,
+            **activation_numbers(act),
             "TOP_K": p.top_k,
             "ACT": act.name,
             "GATED": act.gated,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -16,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....problem import MoEProblem
 from ....schemes import FULL
 from ..launch import token_tiles
-from ..layer import Call, Layer, Matrix, Regime, scale_name
+from ..layer import Call, Layer, Matrix, Regime, activation_numbers, multiprocessors, scale_name
 from ..routing import combine, sort_by_expert
 from . import epilogue
 from . import mid_kernels as kernels
@@ -117,14 +114,6 @@ class Variant:
         return self.format == "mxfp4" and not self.exact
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    """How many `device` has; one where nothing is launched, only compiled."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Variant:
     p = layer.problem
     weight, act = p.scheme.weight, p.activation
@@ -195,7 +184,7 @@ def gemm(layer: Layer, stage: int, call: Call, plan: Schedule, x: Tensor, y: Ten
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
     how = _variant(layer, stage, call.assignments, tile)
     row_tiles = triton.cdiv(m.n, 64 * tile.workers)
-    grid = min(tile.programs * _multiprocessors(x.device), plan.bound * row_tiles)
+    grid = min(tile.programs * multiprocessors(x.device), plan.bound * row_tiles)
     kernels._grouped_gemm_kernel[(grid,)](
         X=x,
         CODES=_descriptor(m, tile.depth),
@@ -212,8 +201,7 @@ def gemm(layer: Layer, stage: int, call: Call, plan: Schedule, x: Tensor, y: Ten
         KX=x.shape[1],
         NX=y.shape[1],
         row_tiles=row_tiles,
-        alpha=1.0 if p.activation.alpha is None else p.activation.alpha,
-        limit=math.inf if p.activation.limit is None else p.activation.limit,
+        **activation_numbers(p.activation),
         HOW=how,
         num_warps=4,
         maxnreg=launch_registers(tile),

@@ -5,18 +5,16 @@ Sort by expert, cut into token tiles, first GEMM with activation, second GEMM, s
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
 from ....problem import MoEProblem
 from ..launch import token_tiles
-from ..layer import Call, Layer, Matrix, Regime, scale_name
+from ..layer import Call, Layer, Matrix, Regime, activation_numbers, multiprocessors, scale_name
 from ..routing import combine, sort_by_expert
 from . import prefill_kernels as kernels
 from .epilogue import GATED, UNGATED
@@ -60,11 +58,6 @@ class PrefillTile:
     units: int = 9
     leap: int = 4
     trail: int = 3
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def stages(problem: MoEProblem, tile: PrefillTile) -> int:
@@ -142,7 +135,7 @@ def schedule(call: Call, experts: int, tile: PrefillTile) -> Schedule:
 
 def _launch(number: int, x: Tensor, y: Tensor, call: Call, plan: Schedule, arguments: dict[str, Any]) -> None:
     row_tiles = triton.cdiv(arguments["N"], ROWS)
-    grid = min(_multiprocessors(x.get_device()), plan.bound * row_tiles)
+    grid = min(multiprocessors(x.device), plan.bound * row_tiles)
     kernels._prefill_kernel[(grid,)](
         X=x,
         Y=y,
@@ -161,8 +154,7 @@ def gemm1(layer: Layer, call: Call, plan: Schedule, h: Tensor, tile: PrefillTile
     p, act = layer.problem, layer.problem.activation
     arguments = _gemm(layer, layer.w13, p.dims.hidden, p.dims.intermediate, tile)
     arguments |= {
-        "alpha": 1.0 if act.alpha is None else act.alpha,
-        "limit": math.inf if act.limit is None else act.limit,
+        **activation_numbers(act),
         "GATHER": p.top_k,
         "ACT": act.name,
         "GATED": act.gated,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ....problem import MoEProblem
 from ....schemes import FULL
-from ..layer import Call, Layer, Matrix, Regime
+from ..layer import Call, Layer, Matrix, Regime, activation_numbers
 from ..routing import combine, overlaps, sort_by_expert
 from . import stream_kernels as kernels
 from . import stream_plan_kernels as plans
@@ -192,8 +192,7 @@ def run(layer: Layer, call: Call, tile: StreamTile) -> None:
     kernels._stream_gemm1_kernel[(len(records) * first.runs(layer.w13.n),)](
         X=_words(call.x),
         H=h,
-        alpha=1.0 if act.alpha is None else act.alpha,
-        limit=math.inf if act.limit is None else act.limit,
+        **activation_numbers(act),
         TOP_K=problem.top_k,
         ACT=act.name,
         GATED=act.gated,
