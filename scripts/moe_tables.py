@@ -132,11 +132,19 @@ def as_markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     for key, table in tables.items():
         timed = any(row.us for cells in table.values() for row in cells.values())
         lines += _table(key, table) if timed else [f"{', '.join(key)}: nothing was timed.", ""]
-    every = [s for table in tables.values() for s in _speedups(table).values()]
-    if every:
-        lines += [
-            f"Geometric mean of best peer / moectl over {len(every)} cells: {geometric_mean(every):.3f}; "
-            f"moectl is ahead in {sum(s > 1 for s in every)}.",
-            "",
-        ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_sums(tables)])
+
+
+def _sums(tables: Mapping[Table, Mapping[str, Mapping[int, Row]]]) -> list[str]:
+    """A line for each routing, and one for all of them."""
+    found: dict[str, list[float]] = {}
+    for (_, _, routing), table in tables.items():
+        found.setdefault(f" of {routing} routing", []).extend(_speedups(table).values())
+    if len(found) > 1:
+        found[""] = [speedup for speedups in found.values() for speedup in speedups]
+    return [
+        f"Geometric mean of best peer / moectl over {len(speedups)} cells{which}: "
+        f"{geometric_mean(speedups):.3f}; moectl is ahead in {sum(s > 1 for s in speedups)}.\n"
+        for which, speedups in found.items()
+        if speedups
+    ]

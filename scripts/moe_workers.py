@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,17 +34,18 @@ PEER_ERROR = 0.02
 """Relative RMS error up to which a peer computes the same layer."""
 WARM_TOKENS = 4
 """Numbers of tokens that one process compiles for."""
+KEPT = 64
+"""Cells whose inputs and expected results are kept for the next column of the same layer."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A column on one layer: what is built once."""
+    """A column on one layer: what is built once, and at which routings and tokens it is timed."""
 
     model: str
     format: str
     column: str
-    routings: tuple[str, ...]
-    tokens: tuple[int, ...]
+    cells: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,7 @@ class Row:
 
 
 def _cells(unit: Unit) -> list[Row]:
-    return [
-        Row(unit.model, unit.format, routing, unit.column, tokens)
-        for routing in unit.routings
-        for tokens in unit.tokens
-    ]
+    return [Row(unit.model, unit.format, routing, unit.column, tokens) for routing, tokens in unit.cells]
 
 
 # --- in the worker
@@ -101,7 +99,7 @@ def work(order: dict[str, Any]) -> int:
     _say("about", _about(device, rates))
     folder = Path(order["peers"]) if order["peers"] else None
     for given in order["units"]:
-        unit = Unit(**{**given, "routings": tuple(given["routings"]), "tokens": tuple(given["tokens"])})
+        unit = Unit(**{**given, "cells": tuple((routing, tokens) for routing, tokens in given["cells"])})
         _say("unit", {})
         problem = MODELS[unit.model]
         problem = _with_weight(problem, FORMATS[unit.format])
@@ -138,21 +136,20 @@ def _with_weight(problem: Any, weight: Any) -> Any:
 
 def _measured(row: Row, layer: Any, column: Any, rates: Any, warm: bool) -> dict[str, Any]:
     import torch
-    from moe_cells import mean_floor, routings, tokens_of
+    from moe_cells import mean_floor
 
     from moectl.kernels.timing import time_calls
 
     problem, device = layer.problem, layer.device
     count = 1 if warm else COLD_SETS if row.tokens <= LARGE else LARGE_SETS
-    sets = routings(problem, row.tokens, row.routing, count, device)
-    x = tokens_of(problem, row.tokens, device)
+    x, sets = _inputs(problem, device, row.routing, row.tokens, count)
     column.prepare(x)
     with torch.inference_mode():
         y = column(sets[0])
         torch.cuda.synchronize()
         if warm:
             return asdict(row)
-        checked, error = _checked(y, layer, column, x, sets[0])
+        checked, error = _checked(y, row, layer, column)
         timing = time_calls([lambda s=s: column(s) for s in sets], device, repeats=REPLAYS)
     floor = mean_floor(problem, sets, rates)
     touched = sum(torch.unique(s.ids).numel() for s in sets) / len(sets)
@@ -169,14 +166,28 @@ def _measured(row: Row, layer: Any, column: Any, rates: Any, warm: bool) -> dict
     return asdict(row) | found
 
 
-def _checked(y: Any, layer: Any, column: Any, x: Any, routed: Any) -> tuple[str, float | None]:
+@lru_cache(maxsize=KEPT)
+def _inputs(problem: Any, device: Any, routing: str, tokens: int, count: int) -> tuple[Any, list[Any]]:
+    """Tokens and `count` routings of a cell."""
+    from moe_cells import routings, tokens_of
+
+    return tokens_of(problem, tokens, device), routings(problem, tokens, routing, count, device)
+
+
+@lru_cache(maxsize=KEPT)
+def _expected(layer: Any, routing: str, tokens: int, activation: Any) -> tuple[list[int], Any]:
+    """Some tokens of a cell, and what the reference gives for them under its first routing."""
+    x, (routed,) = _inputs(layer.problem, layer.device, routing, tokens, 1)
+    rows = sorted({round(i * (tokens - 1) / (CHECKED_TOKENS - 1)) for i in range(CHECKED_TOKENS)})
+    return rows, layer.reference(x, routed, rows, activation)
+
+
+def _checked(y: Any, row: Row, layer: Any, column: Any) -> tuple[str, float | None]:
     from moectl.kernels.tolerance import Tolerance, check, tolerance_for
 
     if column.numerics is None:
         return "not checked", None
-    last = len(x) - 1
-    rows = sorted({round(i * last / (CHECKED_TOKENS - 1)) for i in range(CHECKED_TOKENS)})
-    expected = layer.reference(x, routed, rows, column.numerics)
+    rows, expected = _expected(layer, row.routing, row.tokens, column.numerics)
     # Another library rounds where it likes: it is only to compute the same layer.
     tolerance = tolerance_for(layer.problem) if column.ours else Tolerance(1.0, PEER_ERROR, "the same layer")
     result = check(y[rows], expected, tolerance)
@@ -371,13 +382,14 @@ def warm_units(
 
 
 def _parts(unit: Unit) -> list[Unit]:
-    """`unit` in parts of a few numbers of tokens, as each number may need other kernels."""
-    every = -(-len(unit.tokens) // WARM_TOKENS)
-    return [replace(unit, tokens=unit.tokens[first::every]) for first in range(every)]
+    """`unit` in parts of a few numbers of tokens, as each number may need other kernels; a routing does not."""
+    cells = tuple({tokens: (routing, tokens) for routing, tokens in reversed(unit.cells)}.values())[::-1]
+    every = -(-len(cells) // WARM_TOKENS)
+    return [replace(unit, cells=cells[first::every]) for first in range(every)]
 
 
 def _name(unit: Unit) -> str:
-    return f"{unit.model} {unit.format} {unit.column} M={','.join(map(str, unit.tokens))}"
+    return f"{unit.model} {unit.format} {unit.column} M={','.join(str(tokens) for _, tokens in unit.cells)}"
 
 
 def _tell_warm(unit: Unit, process: Any, log: Any, start: float) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -97,7 +99,7 @@ for unit in json.loads(sys.argv[2])["units"]:
     if unit["column"] == "marlin":
         say("none", why="absent: not here")
         continue
-    for tokens in unit["tokens"]:
+    for _, tokens in unit["cells"]:
         if unit["column"] == "humming" and tokens == 2:
             print("a last word", flush=True)
             sys.exit(9)
@@ -113,7 +115,8 @@ def test_a_failure_costs_its_own_cells_alone(tmp_path: Path, capsys: pytest.Capt
     script = tmp_path / "worker.py"
     script.write_text(WORKER.format(mark=workers.MARK))
     columns = ("humming", "marlin", "triton_kernels", "moectl")
-    units = [workers.Unit("m", "mxfp4", column, ("uniform",), (1, 2, 3)) for column in columns]
+    cells = tuple(("uniform", tokens) for tokens in (1, 2, 3))
+    units = [workers.Unit("m", "mxfp4", column, cells) for column in columns]
     seen: list[workers.Row] = []
     command = [sys.executable, str(script)]
     about, rows = workers.run_units(command, units, {}, time.monotonic() + 60, 2, seen.append)
@@ -134,7 +137,7 @@ def test_a_failure_costs_its_own_cells_alone(tmp_path: Path, capsys: pytest.Capt
 def test_the_time_limit_ends_it(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER.format(mark=workers.MARK))
-    units = [workers.Unit("m", "mxfp4", "triton_kernels", ("uniform",), (1,)) for _ in range(2)]
+    units = [workers.Unit("m", "mxfp4", "triton_kernels", (("uniform", 1),)) for _ in range(2)]
     end = time.monotonic() + 1.5
     _, rows = workers.run_units([sys.executable, str(script)], units, {}, end, 30, lambda row: None)
     assert [r.note for r in rows] == ["the time limit was reached", "not reached within the time limit"]
@@ -159,8 +162,41 @@ def test_tables_compare_right_results_alone() -> None:
     assert "| floor / moectl | 0.50 | 1.00 | - | - |" in text
     assert "5.0 (wrong)" in text and "broke" in text
     mean = math.sqrt(1.25 * 4)
-    assert f"over 2 cells: {mean:.3f}; moectl is ahead in 2" in text
+    assert f"over 2 cells of uniform routing: {mean:.3f}; moectl is ahead in 2" in text
     assert json.loads(tables.as_json({"device": "G"}, rows))["rows"][0] == asdict(rows[0])
+    skewed = [replace(r, routing="zipf:1.2") for r in rows[:2]]
+    text = tables.as_markdown({}, rows + skewed)
+    assert f"over 2 cells of uniform routing: {mean:.3f}; moectl is ahead in 2" in text
+    assert "over 1 cells of zipf:1.2 routing: 1.500; moectl is ahead in 1" in text
+    assert f"over 3 cells: {(mean**2 * 1.5) ** (1 / 3):.3f}; moectl is ahead in 3" in text
+
+
+def test_skewed_routings_may_have_tokens_of_their_own() -> None:
+    loader = SourceFileLoader("bench_peers", str(ROOT / "scripts" / "bench_peers"))
+    spec = spec_from_loader("bench_peers", loader)
+    assert spec
+    script = module_from_spec(spec)
+    loader.exec_module(script)
+    given = "--models kimi-k2 --columns moectl --tokens 1,8 --routing uniform,zipf:1.2 --skewed-tokens 8,16"
+    (unit,) = script.units(script.parser().parse_args(given.split()))
+    assert unit.cells == (("uniform", 1), ("uniform", 8), ("zipf:1.2", 8), ("zipf:1.2", 16))
+    # Kernels follow from the number of tokens alone.
+    (part,) = workers._parts(unit)
+    assert part.cells == (("uniform", 1), ("uniform", 8), ("zipf:1.2", 16))
+    given = given.replace("--skewed-tokens 8,16", "")
+    (unit,) = script.units(script.parser().parse_args(given.split()))
+    assert {tokens for routing, tokens in unit.cells if routing != "uniform"} == {1, 8}
+
+
+def test_expected_results_are_those_of_the_first_routing() -> None:
+    layer = small("qwen3-30b")
+    activation = layer.problem.activation
+    rows, expected = workers._expected(layer, "uniform", 9, activation)
+    x, sets = workers._inputs(layer.problem, CPU, "uniform", 9, 4)
+    assert rows[0] == 0 and rows[-1] == 8
+    assert torch.equal(layer.reference(x, sets[0], rows, activation), expected)
+    other = workers._expected(layer, "uniform", 9, replace(activation, limit=0.1))[1]
+    assert not torch.equal(other, expected)
 
 
 @pytest.mark.parametrize(
