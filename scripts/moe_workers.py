@@ -382,7 +382,7 @@ def warm_units(
 
 
 def _parts(unit: Unit) -> list[Unit]:
-    """`unit` in parts of a few numbers of tokens, as each number may need other kernels; a routing does not."""
+    """`unit` in parts of a few cells, as numbers of tokens, not routings, choose kernels."""
     cells = tuple({tokens: (routing, tokens) for routing, tokens in reversed(unit.cells)}.values())[::-1]
     every = -(-len(cells) // WARM_TOKENS)
     return [replace(unit, cells=cells[first::every]) for first in range(every)]
