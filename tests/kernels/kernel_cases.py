@@ -106,6 +106,18 @@ def probe(weight: WeightFormat, floats: tuple[str, str]) -> MoEProblem:
     ).problem  # fmt: skip
 
 
+SUMS_WITH_SURPLUS = frozenset({"warpwise"})
+"""Families that add up ``base + code`` and take ``(base + zero) * sum(tokens)`` off: fp32 rounds more."""
+
+
+def _nearly(y: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether `y` is `expected` but for its last bit, and the rounding of sums a base (and zero) as large."""
+    base, step = (136, 2.0**-7) if y.dtype == torch.bfloat16 else (1032, 2.0**-10)
+    expected = expected.double()
+    sums = 2.0**-22 * base * expected.abs().sum(1, keepdim=True)
+    return bool(((y.double() - expected).abs() <= step * expected.abs() + sums).all())
+
+
 def decodes_exactly(weight: WeightFormat, floats: tuple[str, str], launch: Launch, device: str) -> None:
     """One-hot tokens give the decoded weights themselves, of both matrices, rounded once.
 
@@ -131,7 +143,8 @@ def decodes_exactly(weight: WeightFormat, floats: tuple[str, str], launch: Launc
             squares = [
                 (t * sign).relu().square().to(y.dtype) for t in (decoded.to(y.dtype).float(), decoded.float())
             ]
-            assert any(torch.equal(y, square) for square in squares)
+            exact = any(torch.equal(y, square) for square in squares)
+            assert exact or (launch.regime in SUMS_WITH_SURPLUS and _nearly(y, squares[1]))
 
 
 def _identity(problem: MoEProblem, roles: Mapping[str, torch.Tensor], role: str) -> dict[str, torch.Tensor]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moectl.kernels.triton import records as planning
 from moectl.kernels.triton import routing
-from moectl.kernels.triton.hopper import stream
 from moectl.kernels.triton.routing import Sum, combine, sort_by_expert
 
 WAYS = {"few": 1 << 30, "many": 0}
@@ -60,9 +60,9 @@ def plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Records of at most `tokens` assignments of one expert hold every valid slot once, in order."""
-    monkeypatch.setattr(stream, "PLANNED_AT_ONCE", WAYS[way])
+    monkeypatch.setattr(planning, "PLANNED_AT_ONCE", WAYS[way])
     ids = ids_of(name, assignments, experts, device)
-    records = stream.plan(ids, experts, tokens).tolist()
+    records = planning.plan(ids, experts, tokens).tolist()
     used = [r for r in records if r[0] >= 0]
     assert all(r[0] == -1 for r in records[len(used) :])
     assert all(1 <= r[1] <= tokens for r in used)

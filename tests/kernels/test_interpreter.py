@@ -12,7 +12,13 @@ import pytest
 HERE = Path(__file__).parent
 
 
-CASES = ["interpreted_cases.py", "interpreted_marlin.py", "interpreted_prefill.py", "interpreted_routing.py"]
+CASES = [
+    "interpreted_cases.py",
+    "interpreted_marlin.py",
+    "interpreted_prefill.py",
+    "interpreted_routing.py",
+    "interpreted_warpwise.py",
+]
 
 
 @pytest.mark.parametrize("cases", CASES)

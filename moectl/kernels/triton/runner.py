@@ -25,6 +25,7 @@ from .layer import Call, Regime, layer_of, scale_name
 from .portable import DECODE_REGIME, GROUPED_REGIME
 from .routing import INTERPRETED
 from .table import Gpu, nearest
+from .warpwise import WARPWISE_REGIME
 
 LAYOUT = "moectl-mtile64"
 FORMATS = ("mxfp4", "int4", "int8")
@@ -38,6 +39,7 @@ REGIMES: dict[str, Regime] = {
     "stream": STREAM_REGIME,
     "mid": MID_REGIME,
     "prefill": PREFILL_REGIME,
+    "warpwise": WARPWISE_REGIME,
 }
 """Every family of kernels, by the name that a `Launch` gives."""
 

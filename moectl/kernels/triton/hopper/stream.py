@@ -11,15 +11,14 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ....problem import MoEProblem
 from ....schemes import FULL
 from ..layer import Call, Layer, Matrix, Regime, activation_numbers
-from ..routing import combine, overlaps, sort_by_expert
+from ..records import plan
+from ..routing import combine
 from . import stream_kernels as kernels
-from . import stream_plan_kernels as plans
 from .epilogue import GATED, UNGATED
 
 FORMATS = ("mxfp4", "int4", "int8")
@@ -32,9 +31,6 @@ TOKENS = (1, 2, 4, 8, 16)
 REGISTERS_OF_8 = 128
 """Registers of a thread where 8 tokens meet MXFP4: as many programs fit as shared memory holds, and left to
 itself the compiler takes fewer and spills some."""
-
-PLANNED_AT_ONCE = 2048
-"""Up to so many assignments one launch makes the records; beyond, they are sorted first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,31 +151,6 @@ def _gemm(layer: Layer, m: Matrix, shape: Shape, tile: StreamTile) -> dict[str, 
     }
 
 
-def records_of(assignments: int, experts: int, tokens: int) -> int:
-    """Most records of `tokens` tokens that `assignments` can need, whatever experts they go to."""
-    hit = min(assignments, experts)
-    return hit + (assignments - hit) // tokens
-
-
-def plan(ids: Tensor, experts: int, tokens: int) -> Tensor:
-    """Records ``[records, 8 + tokens]`` int32 of the assignments `ids` (see `_plan_kernel`)."""
-    t = ids.numel()
-    records = records_of(t, experts, tokens)
-    out = ids.new_empty(records, 8 + tokens)
-    options = {"PDL": True, "launch_pdl": True} if overlaps() else {"PDL": False}
-    sizes = {"E": experts, "EPAD": triton.next_power_of_2(experts), "BLOCK": tokens}
-    if t > PLANNED_AT_ONCE:
-        slots, offsets = sort_by_expert(ids, experts)
-        plans._cut_kernel[(experts,)](slots, offsets, out, records, num_warps=1, **sizes, **options)
-        return out
-    each = 32
-    padded = max(64, triton.next_power_of_2(t))
-    plans._plan_kernel[(math.ceil(max(t, records) / each),)](
-        ids, out, t, records, TPAD=padded, PER=each, num_warps=4, **sizes, **options
-    )
-    return out
-
-
 def run(layer: Layer, call: Call, tile: StreamTile) -> None:
     """Fills ``call.y``; see `Regime.run`."""
     problem, t = layer.problem, call.assignments
@@ -248,7 +219,7 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
     return ""
 
 
-TWO_ROWS, FOUR_ROWS, EIGHT_ROWS = Shape(2, 2, 1, 4, 1), Shape(1, 4, 1, 4, 1), Shape(1, 8, 1, 4, 1)
+TWO_ROWS, FOUR_ROWS = Shape(2, 2, 1, 4, 1), Shape(1, 4, 1, 4, 1)
 DEEP, DEEP_RUN = Shape(1, 4, 1, 8, 1), Shape(1, 4, 1, 8, 2)
 TALL, TALL_RUN = Shape(1, 4, 2, 4, 1), Shape(1, 4, 2, 4, 2)
 
@@ -256,15 +227,15 @@ WORTH_A_TRY: tuple[tuple[int, int, Shape, Shape], ...] = (
     (1, 0, TWO_ROWS, Shape(4, 4, 1, 4, 1)),
     (1, 0, Shape(2, 4, 1, 4, 1), Shape(2, 4, 1, 4, 1)),
     (1, 0, Shape(2, 4, 1, 8, 1), Shape(2, 4, 1, 8, 1)),
-    (1, 0, EIGHT_ROWS, FOUR_ROWS),
-    (1, 0, FOUR_ROWS, FOUR_ROWS),
+    (1, 0, Shape(2, 4, 1, 4, 1), FOUR_ROWS),
+    (1, 0, FOUR_ROWS, TALL),
+    (1, 0, TALL, TALL),
     (4, 1, DEEP, DEEP),
     (4, 1, TALL, TALL),
     (4, 1, TALL, FOUR_ROWS),
     (8, 1, DEEP_RUN, TALL),
     (8, 1, TALL, TALL),
     (8, 1, TALL_RUN, TALL),
-    (8, 1, Shape(1, 8, 2, 4, 1), TALL),
 )
 """(tokens, planned, first, second): launches that were the fastest of a layer on an H200, or near it."""
 

@@ -5,20 +5,16 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["T", "RECORDS"])
-def _plan_kernel(
+@triton.jit
+def _plan(
     IDS, PLAN, T, RECORDS,
     E: tl.constexpr, EPAD: tl.constexpr, TPAD: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """PLAN ``[RECORDS, 8 + BLOCK]``: (expert, tokens, 6 unused, slots) of up to BLOCK assignments each.
 
     Records go expert by expert, slots rise; unused records have expert -1. Each program reads all ids
     and places PER assignments; an order that follows from comparisons needs no atomics.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     WORDS: tl.constexpr = 8 + BLOCK
     t = tl.arange(0, TPAD)
     ids = tl.load(IDS + t, mask=t < T, other=-1)
@@ -42,6 +38,59 @@ def _plan_kernel(
     used = tl.sum(blocks, 0)
     spare = used + tl.program_id(0) * PER + tl.arange(0, PER)
     tl.store(PLAN + spare * WORDS, -1, mask=spare < RECORDS)
+
+
+@triton.jit(do_not_specialize=["T", "RECORDS"])
+def _plan_kernel(
+    IDS, PLAN, T, RECORDS,
+    E: tl.constexpr, EPAD: tl.constexpr, TPAD: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`_plan`."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    _plan(IDS, PLAN, T, RECORDS, E, EPAD, TPAD, PER, BLOCK)
+
+
+@triton.jit
+def _order(X, OUT, block, K, KX, BK: tl.constexpr):
+    """OUT ``[tokens, K]``: columns of X in the order in which lanes take them, zeros from KX on.
+
+    Of 64 columns, place ``16 c + 8 k8 + 2 j + b`` has column ``16 j + 2 c + 8 k8 + b``.
+    """
+    pieces = tl.cdiv(K, BK)
+    token = (block // pieces).to(tl.int64)
+    place = (block % pieces) * BK + tl.arange(0, BK)
+    column = (place & ~63) | ((place >> 1) & 3) * 16 | ((place >> 4) & 3) * 2 | (place & 8) | (place & 1)
+    x = tl.load(X + token * KX + column, mask=column < KX, other=0.0)
+    tl.store(OUT + token * K + place, x, mask=place < K)
+
+
+@triton.jit(do_not_specialize=["T", "RECORDS"])
+def _plan_and_order_kernel(
+    IDS, PLAN, X, OUT, T, RECORDS, PLANS, K, KX,
+    E: tl.constexpr, EPAD: tl.constexpr, TPAD: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_plan` by the first PLANS programs, and `_order` by the others."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    if program < PLANS:
+        _plan(IDS, PLAN, T, RECORDS, E, EPAD, TPAD, PER, BLOCK)
+    else:
+        _order(X, OUT, program - PLANS, K, KX, BK)
+
+
+@triton.jit
+def _order_kernel(X, OUT, K, KX, BK: tl.constexpr, PDL: tl.constexpr):
+    """`_order`."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    _order(X, OUT, tl.program_id(0), K, KX, BK)
 
 
 @triton.jit

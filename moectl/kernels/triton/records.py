@@ -1,0 +1,73 @@
+"""Which tokens a program has, in kernels of few tokens per expert: records of one expert's assignments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from . import records_kernels as kernels
+from .items import overlapping
+from .launch import token_tiles
+from .routing import sort_by_expert
+
+PLANNED_AT_ONCE = 2048
+"""Up to so many assignments one launch makes the records; beyond, they are sorted first."""
+
+EACH = 32
+"""Assignments that one program places."""
+
+COLUMNS = 1024
+"""Of a token that one program puts in order."""
+
+
+def plan(ids: Tensor, experts: int, tokens: int) -> Tensor:
+    """Records ``[records, 8 + tokens]`` int32 of the assignments `ids` (see `records_kernels._plan`)."""
+    arguments, programs = _plan_arguments(ids, experts, tokens)
+    if ids.numel() > PLANNED_AT_ONCE:
+        _cut(ids, arguments["PLAN"], experts, tokens)
+    else:
+        kernels._plan_kernel[(programs,)](ids, num_warps=4, **arguments, **overlapping())
+    out: Tensor = arguments["PLAN"]
+    return out
+
+
+def plan_and_order(ids: Tensor, experts: int, tokens: int, x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """`plan`, and `x` in `columns` columns in the order of `records_kernels._order`."""
+    arguments, programs = _plan_arguments(ids, experts, tokens)
+    out = x.new_empty(len(x), columns)
+    order = {"X": x, "OUT": out, "K": columns, "KX": x.shape[1], "BK": COLUMNS}
+    blocks = len(x) * math.ceil(columns / COLUMNS)
+    if ids.numel() > PLANNED_AT_ONCE:
+        _cut(ids, arguments["PLAN"], experts, tokens)
+        kernels._order_kernel[(blocks,)](num_warps=4, **order, **overlapping())
+    else:
+        kernels._plan_and_order_kernel[(programs + blocks,)](
+            ids, PLANS=programs, num_warps=4, **arguments, **order, **overlapping()
+        )
+    return arguments["PLAN"], out
+
+
+def _plan_arguments(ids: Tensor, experts: int, tokens: int) -> tuple[dict[str, Any], int]:
+    """Arguments of a plan besides the ids, and its programs."""
+    t = ids.numel()
+    records = token_tiles(t, experts, tokens)
+    arguments = {
+        "PLAN": ids.new_empty(records, 8 + tokens),
+        "T": t,
+        "RECORDS": records,
+        "E": experts,
+        "EPAD": triton.next_power_of_2(experts),
+        "TPAD": max(64, triton.next_power_of_2(t)),
+        "PER": EACH,
+        "BLOCK": tokens,
+    }
+    return arguments, math.ceil(max(t, records) / EACH)
+
+
+def _cut(ids: Tensor, out: Tensor, experts: int, tokens: int) -> None:
+    slots, offsets = sort_by_expert(ids, experts)
+    sizes = {"E": experts, "EPAD": triton.next_power_of_2(experts), "BLOCK": tokens}
+    kernels._cut_kernel[(experts,)](slots, offsets, out, len(out), num_warps=1, **sizes, **overlapping())

@@ -1,0 +1,152 @@
+"""Host code of the warpwise kernels: int4 for few tokens per expert, in plain Triton.
+
+Every warp streams weight tiles of its own into matrix instructions, without shared memory or barriers.
+A call is two GEMMs and a sum; from a few tokens on, a plan before them that gathers each expert's
+assignments in records.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from ...problem import MoEProblem
+from . import warpwise_kernels as kernels
+from .items import BASES, overlapping
+from .layer import Call, Layer, Matrix, Regime, activation_numbers, scale_name
+from .records import plan_and_order
+from .routing import INTERPRETED, combine
+
+REGISTERS = 96
+"""Of a lane where they suffice: 20 warps an SM. Left alone, ptxas takes 80 and spills."""
+
+SCALES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class WarpwiseTile:
+    """One launch configuration.
+
+    Attributes:
+        tokens: of a program, a multiple of 8.
+        planned: 1 to gather the assignments of an expert first; 0 when each runs alone.
+        rows1, rows2: 64-row tiles of a program of the first and the second GEMM, powers of two.
+        warps1, warps2: its warps, a multiple of its tiles; those of one tile share the reduction.
+    """
+
+    tokens: int
+    planned: int
+    rows1: int
+    warps1: int
+    rows2: int
+    warps2: int
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Arguments of the kernels that follow from the layer and the tile, not from the call."""
+
+    problem: MoEProblem
+    tile: WarpwiseTile
+
+    def gemm1(self, m: Matrix) -> dict[str, Any]:
+        p, act = self.problem, self.problem.activation
+        return {
+            **self._gemm(m, p.dims.hidden, p.dims.intermediate, self.tile.rows1, self.tile.warps1),
+            **activation_numbers(act),
+            "TOP_K": p.top_k,
+            "ACT": act.name,
+            "GATED": act.gated,
+            "WEIGHTED": p.routing.weight_on_input,
+        }
+
+    def gemm2(self, m: Matrix) -> dict[str, Any]:
+        p = self.problem
+        return {
+            **self._gemm(m, p.dims.intermediate, p.dims.hidden, self.tile.rows2, self.tile.warps2),
+            "WEIGHTED": not p.routing.weight_on_input,
+        }
+
+    def _gemm(self, m: Matrix, columns: int, outputs: int, rows: int, warps: int) -> dict[str, Any]:
+        share, group = warps // rows, self.problem.scheme.weight.group
+        scales = m.scales.view(SCALES[scale_name(self.problem)])
+        limited = self.tile.tokens == 8 and m.zeros is None
+        return {
+            "W": m.codes.view(torch.int16),
+            "S": scales,
+            "Z": scales if m.zeros is None else m.zeros.view(torch.int16),
+            "B": scales if m.bias is None else m.bias,
+            "N": m.n,
+            "K": m.k,
+            "LX": columns,
+            "NX": outputs,
+            "row_tiles": math.ceil(m.n / (64 * rows)),
+            "E": self.problem.local_experts,
+            "BIAS": m.bias is not None,
+            "BASE": BASES[self.problem.dtype],
+            "ZEROS": m.zeros is not None,
+            "GROUP": max(group, 0),
+            "BM": self.tile.tokens,
+            "V": rows,
+            "KW": share,
+            "EVEN": m.k == columns and m.k % (64 * share) == 0,
+            "INTERP": INTERPRETED,
+            "num_warps": warps,
+            "num_stages": 1,
+            "maxnreg": REGISTERS if limited else None,
+            **overlapping(),
+        }
+
+
+def _run(layer: Layer, call: Call, tile: WarpwiseTile) -> None:
+    problem, w13, w2 = layer.problem, layer.w13, layer.w2
+    arguments = _Arguments(problem, tile)
+    first, second = arguments.gemm1(w13), arguments.gemm2(w2)
+    records, x = call.ids, call.x
+    if tile.planned:
+        records, x = plan_and_order(call.ids, problem.local_experts, tile.tokens, call.x, w13.k)
+    routing = {"PLAN": records, "WEIGHTS": call.weights, "PLANNED": bool(tile.planned)}
+    h = call.x.new_empty(call.assignments, w2.k)
+    parts = call.x.new_empty(call.assignments, problem.dims.hidden)
+    kernels._warpwise_gemm1_kernel[(first["row_tiles"] * len(records),)](
+        X=x, KX=x.shape[1], H=h, HX=w2.k, **routing, **first
+    )
+    kernels._warpwise_gemm2_kernel[(second["row_tiles"] * len(records),)](
+        H=h, KX=w2.k, Y=parts, **routing, **second
+    )
+    combine(parts, call.ids, call.y, problem.local_experts)
+
+
+def _fits(problem: MoEProblem, tile: WarpwiseTile) -> str:
+    if problem.scheme.weight.name != "int4":
+        return f"they take int4, the layer has {problem.scheme.weight}"
+    if tile.tokens % 8 or not tile.tokens:
+        return f"{tile} is no whole number of 8 tokens"
+    sides = (tile.rows1, tile.warps1), (tile.rows2, tile.warps2)
+    if any(warps % rows or triton.next_power_of_2(warps) != warps for rows, warps in sides):
+        return f"{tile} does not divide its warps by its rows"
+    return ""
+
+
+WORTH_A_TRY: tuple[tuple[int, int, int, int, int], ...] = (
+    (0, 1, 4, 2, 4),
+    (0, 1, 4, 1, 4),
+    (0, 2, 4, 4, 4),
+    (1, 1, 4, 1, 4),
+    (1, 1, 2, 2, 2),
+    (1, 2, 2, 2, 2),
+    (1, 2, 4, 4, 4),
+    (1, 4, 4, 4, 4),
+)
+"""(planned, rows1, warps1, rows2, warps2), of 8 tokens: the fastest of a layer on an H200, or near it."""
+
+
+def _candidates(problem: MoEProblem) -> list[WarpwiseTile]:
+    return [WarpwiseTile(8, *sides) for sides in WORTH_A_TRY]
+
+
+WARPWISE_REGIME = Regime(WarpwiseTile, _run, _fits, interpreted=True, candidates=_candidates, each=(0, 10))
