@@ -27,6 +27,7 @@ def ended(script: str, *options: str) -> tuple[int, str]:
         ("tune_kernels", ("--shard", "3/3"), "it takes I/N, I from 0 to N - 1, got '3/3'"),
         ("sanitize_kernels", ("--formats", "int3"), "no format is called 'int3'; there are mxfp4"),
         ("sanitize_kernels", ("--families", "large"), "no family is called 'large'; there are decode"),
+        ("profile_kernels", ("--routing", "skewed"), "it takes uniform, zipf:A or experts:N, got 'skewed'"),
         ("inspect_kernels", ("--family", "large"), "no kernels are called 'large'; choose from decode"),
         ("inspect_kernels", ("--arch", "70"), "no GPU stands for sm_70; choose from 80"),
     ],
@@ -37,6 +38,6 @@ def test_wrong_usage(script: str, options: tuple[str, ...], said: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["bench_peers", "sanitize_kernels", "tune_kernels"])
+@pytest.mark.parametrize("script", ["bench_peers", "profile_kernels", "sanitize_kernels", "tune_kernels"])
 def test_without_a_gpu(script: str) -> None:
     assert ended(script) == (3, f"{script}: it needs a CUDA GPU, and torch sees none")
