@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -19,8 +16,9 @@ from moectl.convert.layout import layout_named
 from moectl.kernels.reference import route
 from moectl.problem import Dims, Routing
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts"))
+from .scripts import loaded
+
+script = loaded("bench_peers")
 
 import moe_cells as cells  # noqa: E402
 import moe_models as models  # noqa: E402
@@ -172,11 +170,6 @@ def test_tables_compare_right_results_alone() -> None:
 
 
 def test_skewed_routings_may_have_tokens_of_their_own() -> None:
-    loader = SourceFileLoader("bench_peers", str(ROOT / "scripts" / "bench_peers"))
-    spec = spec_from_loader("bench_peers", loader)
-    assert spec
-    script = module_from_spec(spec)
-    loader.exec_module(script)
     given = "--models kimi-k2 --columns moectl --tokens 1,8 --routing uniform,zipf:1.2 --skewed-tokens 8,16"
     (unit,) = script.units(script.parser().parse_args(given.split()))
     assert unit.cells == (("uniform", 1), ("uniform", 8), ("zipf:1.2", 8), ("zipf:1.2", 16))
@@ -197,21 +190,3 @@ def test_expected_results_are_those_of_the_first_routing() -> None:
     assert torch.equal(layer.reference(x, sets[0], rows, activation), expected)
     other = workers._expected(layer, "uniform", 9, replace(activation, limit=0.1))[1]
     assert not torch.equal(other, expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--models", "gpt-5"], "no model is called 'gpt-5'"),
-        (["--columns", "moectl,cutlass"], "no column is called 'cutlass'"),
-        (["--routing", "zipf"], "argument --routing: it takes uniform"),
-        (["--tokens", "1,x"], "argument --tokens: it takes whole numbers"),
-        (["--rates", "fast"], "argument --rates: it takes measured"),
-        (["--peers", "nowhere"], "there is no folder nowhere"),
-    ],
-)
-def test_refuses_what_it_does_not_know(options: list[str], said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench_peers"), *options], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and said in done.stderr

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from .scripts import loaded
+
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 ROWS = [
     ("ID", "Kernel Name", "gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -29,15 +26,8 @@ ROWS = [
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-    loader = SourceFileLoader("profile_kernels", str(SCRIPTS / "profile_kernels"))
-    spec = spec_from_loader("profile_kernels", loader)
-    assert spec
-    module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "profile_kernels", module)
-    loader.exec_module(module)
-    return module
+def script() -> ModuleType:
+    return loaded("profile_kernels")
 
 
 def test_reads_kernels_by_call(script: ModuleType) -> None:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from .scripts import loaded
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-    loader = SourceFileLoader("sanitize_kernels", str(SCRIPTS / "sanitize_kernels"))
-    spec = spec_from_loader("sanitize_kernels", loader)
-    assert spec
-    module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "sanitize_kernels", module)
-    loader.exec_module(module)
-    return module
+def script() -> ModuleType:
+    return loaded("sanitize_kernels")
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "int4-g32", "int4-g128"])

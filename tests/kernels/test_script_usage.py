@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from .scripts import SCRIPTS, loaded
+
+Ended = Callable[..., tuple[int, str]]
 
 
-def ended(script: str, *options: str) -> tuple[int, str]:
-    """Exit status and last line of the errors."""
-    words = [sys.executable, str(SCRIPTS / script), *options]
-    done = subprocess.run(words, capture_output=True, text=True)
-    return done.returncode, done.stderr.strip().splitlines()[-1]
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ended:
+    """Runs a script; gives its exit status and the last line of its errors."""
+
+    def run(script: str, *options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / script), *options])
+        with pytest.raises(SystemExit) as end:
+            sys.exit(loaded(script).main())
+        assert isinstance(end.value.code, int)
+        return end.value.code, capsys.readouterr().err.strip().splitlines()[-1]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -25,6 +33,12 @@ def ended(script: str, *options: str) -> tuple[int, str]:
         ("tune_kernels", ("--models", "gpt-5"), "no model is called 'gpt-5'; there are gpt-oss-120b"),
         ("tune_kernels", ("--families", "mid,large"), "no family is called 'large'; there are decode"),
         ("tune_kernels", ("--shard", "3/3"), "it takes I/N, I from 0 to N - 1, got '3/3'"),
+        ("bench_peers", ("--models", "gpt-5"), "no model is called 'gpt-5'"),
+        ("bench_peers", ("--columns", "moectl,cutlass"), "no column is called 'cutlass'"),
+        ("bench_peers", ("--routing", "zipf"), "argument --routing: it takes uniform"),
+        ("bench_peers", ("--tokens", "1,x"), "argument --tokens: it takes whole numbers"),
+        ("bench_peers", ("--rates", "fast"), "argument --rates: it takes measured"),
+        ("bench_peers", ("--peers", "nowhere"), "there is no folder nowhere"),
         ("sanitize_kernels", ("--formats", "int3"), "no format is called 'int3'; there are mxfp4"),
         ("sanitize_kernels", ("--families", "large"), "no family is called 'large'; there are decode"),
         ("profile_kernels", ("--routing", "skewed"), "it takes uniform, zipf:A or experts:N, got 'skewed'"),
@@ -32,12 +46,12 @@ def ended(script: str, *options: str) -> tuple[int, str]:
         ("inspect_kernels", ("--arch", "70"), "no GPU stands for sm_70; choose from 80"),
     ],
 )
-def test_wrong_usage(script: str, options: tuple[str, ...], said: str) -> None:
+def test_wrong_usage(script: str, options: tuple[str, ...], said: str, ended: Ended) -> None:
     status, line = ended(script, *options)
     assert status == 2 and said in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("script", ["bench_peers", "profile_kernels", "sanitize_kernels", "tune_kernels"])
-def test_without_a_gpu(script: str) -> None:
+def test_without_a_gpu(script: str, ended: Ended) -> None:
     assert ended(script) == (3, f"{script}: it needs a CUDA GPU, and torch sees none")
