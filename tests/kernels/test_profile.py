@@ -10,10 +10,10 @@ from .scripts import loaded
 
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 ROWS = [
-    ("ID", "Kernel Name", "gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-     "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
-     "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
-     "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active",
+    ("ID", "Kernel Name", "gpu__time_duration.sum", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+     "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_elapsed",
+     "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
+     "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_elapsed",
      STALLED.format("barrier"),
      STALLED.format("long_scoreboard"), STALLED.format("selected"), "launch__func"),
     ("", "", "ns", "%", "%", "%", "%", "", "", "", ""),
