@@ -210,58 +210,51 @@ def _spread_words(s, FORMAT: gl.constexpr, LIKE: gl.constexpr):
     return gl.convert_layout(s, LIKE, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def _mxfp4_multipliers_asm(EXACT):
+    """Four pairs of equal bf16 from a word of four bytes, two bytes at a time."""
+    if EXACT:
+        make = "shl.b32 {0}, {0}, 7; max.u16x2 {0}, {0}, least;\n"
+    else:
+        make = "mad.lo.u32 {0}, {0}, 128, 0x20002000;\n"
+    return (
+        """{
+        .reg .b32 even, odd, least;
+        .reg .b16 l, h;
+        mov.b32 least, 0x00400040;
+        prmt.b32 even, $4, 0, 0x4240;
+        prmt.b32 odd, $4, 0, 0x4341;
+        """
+        + make.format("even")
+        + make.format("odd")
+        + """
+        mov.b32 {l, h}, even;
+        mov.b32 $0, {l, l};
+        mov.b32 $2, {h, h};
+        mov.b32 {l, h}, odd;
+        mov.b32 $1, {l, l};
+        mov.b32 $3, {h, h};
+        }"""
+    )
+
+
 @gluon.jit
 def _mxfp4_multipliers(words, EXACT: gl.constexpr):
     """Pairs of equal bf16 (rows g and g + 8, by groups 0 and 1) from words of four E8M0 bytes.
 
     Folded: exponent field s + 64. Exact: 2^(s - 127), which is subnormal for s = 0.
     """
-    if EXACT:
-        return gl.inline_asm_elementwise(
-            """{
-            prmt.b32 $0, $4, 0, 0x4040;
-            prmt.b32 $1, $4, 0, 0x4141;
-            prmt.b32 $2, $4, 0, 0x4242;
-            prmt.b32 $3, $4, 0, 0x4343;
-            shl.b32 $0, $0, 7;
-            shl.b32 $1, $1, 7;
-            shl.b32 $2, $2, 7;
-            shl.b32 $3, $3, 7;
-            max.u32 $0, $0, 0x00400040;
-            max.u32 $1, $1, 0x00400040;
-            max.u32 $2, $2, 0x00400040;
-            max.u32 $3, $3, 0x00400040;
-            }""",
-            _registers(4, 1),
-            [words],
-            (gl.int32, gl.int32, gl.int32, gl.int32),
-            True,
-            1,
-        )
+    ASM: gl.constexpr = _mxfp4_multipliers_asm(EXACT)
     return gl.inline_asm_elementwise(
-        """{
-        prmt.b32 $0, $4, 0, 0x4040;
-        prmt.b32 $1, $4, 0, 0x4141;
-        prmt.b32 $2, $4, 0, 0x4242;
-        prmt.b32 $3, $4, 0, 0x4343;
-        mad.lo.u32 $0, $0, 128, 0x20002000;
-        mad.lo.u32 $1, $1, 128, 0x20002000;
-        mad.lo.u32 $2, $2, 128, 0x20002000;
-        mad.lo.u32 $3, $3, 128, 0x20002000;
-        }""",
-        _registers(4, 1),
-        [words],
-        (gl.int32, gl.int32, gl.int32, gl.int32),
-        True,
-        1,
+        ASM, _registers(4, 1), [words], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
 
 
 @gluon.jit
 def _halves(words):
-    """The low and the high half word, each doubled."""
+    """The low and the high half word, each doubled: as moves, which ptxas makes part of the products."""
     return gl.inline_asm_elementwise(
-        "{ prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232; }",
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $2; mov.b32 $0, {l, l}; mov.b32 $1, {h, h}; }",
         "=&r,=&r,r",
         [words],
         (gl.int32, gl.int32),

@@ -260,10 +260,10 @@ def _note(notes, SORTED, WEIGHTS, first, tokens, HOW: gl.constexpr):
     if HOW.stage == 2 or HOW.weighted:
         L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         place = gl.arange(0, slots.shape[0], layout=L)
-        slot = gl.load(SORTED + first + place, mask=place < tokens, other=0)
+        slot = gl.load(SORTED + first + place, mask=place < tokens, other=0, cache_modifier=".cg")
         slots.store(slot)
         if HOW.weighted:
-            weights.store(gl.load(WEIGHTS + slot, mask=place < tokens, other=0.0))
+            weights.store(gl.load(WEIGHTS + slot, mask=place < tokens, other=0.0, cache_modifier=".cg"))
 
 
 @gluon.jit
@@ -307,11 +307,15 @@ def _worker(
 
 @gluon.jit
 def _tile(TILES, tile, tiles, row_tiles):
-    """(expert, first position, tokens) of a tile, zeros where there is none."""
+    """(expert, first position, tokens) of a tile, zeros where there is none.
+
+    From L2: the second GEMM reads before it waits, when the L1 cache may still hold an earlier call's.
+    """
     at = TILES + (tile // row_tiles) * 4
     there = tile < tiles
-    expert = gl.load(at, mask=there, other=0)
-    return expert, gl.load(at + 1, mask=there, other=0), gl.load(at + 2, mask=there, other=0)
+    expert = gl.load(at, mask=there, other=0, cache_modifier=".cg")
+    first = gl.load(at + 1, mask=there, other=0, cache_modifier=".cg")
+    return expert, first, gl.load(at + 2, mask=there, other=0, cache_modifier=".cg")
 
 
 @gluon.jit(do_not_specialize=["row_tiles"])
@@ -331,7 +335,7 @@ def _grouped_gemm_kernel(
     ALL: gl.constexpr = 2 * ROWS if REST else ROWS
     LINES: gl.constexpr = code_lines(HOW.format)
     WORDS: gl.constexpr = _stage_words(HOW) * (2 if HOW.zeros else 1)
-    count = gl.load(COUNT)
+    count = gl.load(COUNT, cache_modifier=".cg")
     x = gl.allocate_shared_memory(DTYPE, [HOW.stages * HOW.depth, ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
     more = gl.allocate_shared_memory(
         DTYPE, [HOW.stages * HOW.depth, REST if REST else 8, 64], gl.NVMMASharedLayout(128, 16, 2)

@@ -69,7 +69,7 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
     phase = gl.to_tensor(1)
     for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
         block = (tile % row_tiles) * HOW.workers
-        expert = gl.load(TILES + (tile // row_tiles) * 4)
+        expert = gl.load(TILES + (tile // row_tiles) * 4, cache_modifier=".cg")
         word = gl.arange(0, ALL, layout=L)
         own = expert * blocks + gl.minimum(block + word // (HOW.depth * WORDS), blocks - 1)
         base = own * (runs * WORDS)  # one word for 64 weights or more: fits 32 bits

@@ -338,12 +338,15 @@ def _tile_loads(wp, sp, zp, k, left, KIND: gl.constexpr, GROUP: gl.constexpr, AH
 
 @gluon.jit
 def _record(IDS, PLAN, p, T, TOKENS: gl.constexpr, PLANNED: gl.constexpr):
-    """(expert, live tokens) of program `p`; no expert is -1."""
+    """(expert, live tokens) of program `p`; no expert is -1.
+
+    From L2: the second GEMM reads before it waits, when the L1 cache may still hold an earlier call's.
+    """
     if PLANNED:
-        expert = gl.load(PLAN + p.to(gl.int64) * (TOKENS + 8))
-        count = gl.load(PLAN + p.to(gl.int64) * (TOKENS + 8) + 1)
+        expert = gl.load(PLAN + p.to(gl.int64) * (TOKENS + 8), cache_modifier=".cg")
+        count = gl.load(PLAN + p.to(gl.int64) * (TOKENS + 8) + 1, cache_modifier=".cg")
     else:
-        expert = gl.load(IDS + p)
+        expert = gl.load(IDS + p, cache_modifier=".cg")
         count = 1
     return expert, count
 
