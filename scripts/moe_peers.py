@@ -13,7 +13,7 @@ import json
 import lzma
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +37,7 @@ class Absent(Exception):
 
 
 class Column(Protocol):
-    """One way to compute a layer.
+    """One way to compute a layer, made for numbers of tokens that will come.
 
     Attributes:
         numerics: the activation that its result is to be checked with, or None when its weights are not
@@ -89,7 +89,7 @@ class Moectl:
     note = ""
     ours = True
 
-    def __init__(self, backend: str, layer: RandomLayer, folder: Path | None) -> None:
+    def __init__(self, backend: str, layer: RandomLayer, folder: Path | None, tokens: Sequence[int]) -> None:
         self.runner = runner_for(backend)
         reason = self.runner.refusal(layer.problem, layer.device)
         if reason:
@@ -163,7 +163,7 @@ class Marlin:
     note = "padded as vLLM pads it"
     ours = False
 
-    def __init__(self, layer: RandomLayer, folder: Path | None) -> None:
+    def __init__(self, layer: RandomLayer, folder: Path | None, tokens: Sequence[int]) -> None:
         self.operators = marlin_operators(folder)
         layout, self.type = self.LAYOUTS[layer.problem.scheme.weight.name]
         self.problem, self.weights = layer.laid_out(layout)
@@ -213,7 +213,7 @@ class TritonKernels:
     note = "its routing starts from logits"
     ours = False
 
-    def __init__(self, layer: RandomLayer, folder: Path | None) -> None:
+    def __init__(self, layer: RandomLayer, folder: Path | None, tokens: Sequence[int]) -> None:
         if layer.problem.scheme.weight.name != "mxfp4":
             raise Absent("it has MXFP4 weights alone")
         if importlib.util.find_spec("triton_kernels") is None:
@@ -284,7 +284,7 @@ class Humming:
     SIZES: Mapping[str, int] = {"mxfp4": 128, "int4": 1}
     """What sizes are padded to."""
 
-    def __init__(self, layer: RandomLayer, folder: Path | None) -> None:
+    def __init__(self, layer: RandomLayer, folder: Path | None, tokens: Sequence[int]) -> None:
         self.operators = marlin_operators(folder)
         if importlib.util.find_spec("humming") is None:
             _on_path(_package("humming", folder, "humming"))
@@ -293,11 +293,15 @@ class Humming:
         unit = self.SIZES[layer.problem.scheme.weight.name]
         dims = layer.problem.dims
         self.k, self.n = (unit * triton.cdiv(size, unit) for size in (dims.hidden, dims.intermediate))
-        self.layers = (self._layer(2 * self.n, self.k), self._layer(self.k, self.n))
+        slots = [layer.problem.top_k * n for n in tokens]
+        self.layers = (self._layer(2 * self.n, self.k, slots), self._layer(self.k, self.n, slots))
         self.compute = json.dumps({"gemm_type": "indexed"})
 
-    def _layer(self, n: int, k: int) -> tuple[Any, list[Any], str]:
-        """A layer of theirs, its tuning table, and that table as text."""
+    def _layer(self, n: int, k: int, slots: list[int]) -> tuple[Any, list[Any], str]:
+        """A layer of theirs, the rows of its tuning table that are for `slots`, and those as text.
+
+        They compile all rows that they are given, at once.
+        """
         weight = self.problem.scheme.weight
         config = (
             {"quant_method": "mxfp4"}
@@ -312,7 +316,8 @@ class Humming:
             _randomize(name, parameter.data)
         layer.transform()
         method = self.module.HummingLayerMethod
-        tuning = method.get_default_tuning_configs(layer, gemm_type="indexed")
+        rows = method.get_default_tuning_configs(layer, gemm_type="indexed")
+        tuning = [row for row in rows if any(row[0] < count <= row[1] for count in slots)]
         return layer, tuning, json.dumps(tuning)
 
     def _block(self, at: int, slots: int) -> int:
@@ -357,7 +362,7 @@ def _randomize(name: str, t: Tensor) -> None:
         t.uniform_(0, 0.01)
 
 
-COLUMNS: Mapping[str, Callable[[RandomLayer, Path | None], Column]] = {
+COLUMNS: Mapping[str, Callable[[RandomLayer, Path | None, Sequence[int]], Column]] = {
     "moectl": partial(Moectl, "triton"),
     "moectl-marlin": partial(Moectl, "triton_marlin"),
     "marlin": Marlin,

@@ -106,7 +106,7 @@ def work(order: dict[str, Any]) -> int:
         start = time.monotonic()
         try:
             layer = RandomLayer(problem, device)
-            column = COLUMNS[unit.column](layer, folder)
+            column = COLUMNS[unit.column](layer, folder, sorted({tokens for _, tokens in unit.cells}))
         except Absent as absent:
             _say("none", {"why": f"absent: {absent}"})
             continue

@@ -78,13 +78,13 @@ def test_results_are_of_ordinary_size(model: str) -> None:
 
 def test_what_is_not_here_is_absent_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(peers.Absent, match="no _moe_C"):
-        peers.Marlin(small("kimi-k2"), tmp_path)
+        peers.Marlin(small("kimi-k2"), tmp_path, [1])
     with pytest.raises(peers.Absent, match="needs a CUDA GPU"):
-        peers.COLUMNS["moectl-marlin"](small("kimi-k2"), tmp_path)
+        peers.COLUMNS["moectl-marlin"](small("kimi-k2"), tmp_path, [1])
     with pytest.raises(peers.Absent, match="MXFP4"):
-        peers.TritonKernels(small("kimi-k2"), tmp_path)
+        peers.TritonKernels(small("kimi-k2"), tmp_path, [1])
     with pytest.raises(peers.Absent, match="no triton_kernels"):
-        peers.TritonKernels(small("gpt-oss-20b"), tmp_path)
+        peers.TritonKernels(small("gpt-oss-20b"), tmp_path, [1])
 
 
 WORKER = """
