@@ -48,3 +48,17 @@ def test_small_layers_and_their_configurations(script: ModuleType, format: str) 
 def test_reports_are_told_from_headings(script: ModuleType, line: str, report: str | None) -> None:
     found = script.REPORTED.match(line)
     assert (found["what"] if found else None) == report
+
+
+def test_races_between_ordered_accesses_are_told_by_their_source(script: ModuleType) -> None:
+    file = script.ROOT / "moectl" / "kernels" / "triton" / "hopper" / "mid_kernels.py"
+    lines = file.read_text().splitlines()
+    kernel = next(i for i, text in enumerate(lines, 1) if text.startswith("def _grouped_gemm_kernel"))
+    other = next(i for i, text in enumerate(lines, 1) if ".store(" in text)
+    race = "Error: Race reported between Read access at _k+0x2c0 in mid_kernels.py:{} and Write access at "
+    race += "_k+0x80 in mid_kernels.py:{} [8 hazards]"
+    assert "compiler" in script.ordered(race.format(kernel, other))
+    assert "compiler" in script.ordered(race.format(other, kernel))
+    assert not script.ordered(race.format(other, other))
+    assert not script.ordered(race.format(kernel, other).replace("mid_kernels", "other_kernels"))
+    assert not script.ordered(f"Invalid __shared__ read of size 4 bytes in mid_kernels.py:{kernel}")
