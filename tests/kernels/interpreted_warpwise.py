@@ -16,6 +16,7 @@ from .grid import CHOICES, FEWER_CASES, FORMATS, Case
 LAUNCHES = {
     "8 warps": Launch("warpwise", WarpwiseTile(8, 1, 2, 8, 2, 4)),
     "4 tiles": Launch("warpwise", WarpwiseTile(8, 1, 2, 4, 4, 4)),
+    "one launch": Launch("warpwise", WarpwiseTile(8, 1, 2, 4, 4, 4, 1)),
     "each alone": Launch("warpwise", WarpwiseTile(8, 0, 1, 4, 2, 4)),
     "one tile, 16 tokens": Launch("warpwise", WarpwiseTile(16, 1, 1, 4, 1, 2)),
 }

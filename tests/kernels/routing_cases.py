@@ -50,6 +50,14 @@ def sorts(
     assert torch.equal(slots.cpu()[: len(order)], order)
 
 
+def in_order(x: Tensor, columns: int) -> Tensor:
+    """`x` with zeros up to `columns`; of 64 columns, place 16 c + 8 k + 2 j + b has 16 j + 2 c + 8 k + b."""
+    wide = torch.zeros(len(x), columns, dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    jkcb = wide.view(len(x), columns // 64, 4, 2, 4, 2)
+    return jkcb.permute(0, 1, 4, 3, 2, 5).reshape(len(x), columns)
+
+
 def plans(
     way: str,
     name: str,
@@ -62,7 +70,11 @@ def plans(
     """Records of at most `tokens` assignments of one expert hold every valid slot once, in order."""
     monkeypatch.setattr(planning, "PLANNED_AT_ONCE", WAYS[way])
     ids = ids_of(name, assignments, experts, device)
-    records = planning.plan(ids, experts, tokens).tolist()
+    x = torch.randn(3, 96, device=device).half()
+    made, ordered = planning.plan_and_order(ids, experts, tokens, x, 128)
+    assert torch.equal(made[:, 0], planning.plan(ids, experts, tokens)[:, 0])
+    assert torch.equal(ordered.cpu(), in_order(x.cpu(), 128))
+    records = made.tolist()
     used = [r for r in records if r[0] >= 0]
     assert all(r[0] == -1 for r in records[len(used) :])
     assert all(1 <= r[1] <= tokens for r in used)

@@ -26,6 +26,17 @@ def test_sorts(name: str, assignments: int, experts: int, monkeypatch: pytest.Mo
         routing_cases.sorts(way, name, assignments, experts, "cuda", monkeypatch)
 
 
+@pytest.mark.parametrize("name", routing_cases.ROUTINGS)
+@pytest.mark.parametrize("way", routing_cases.WAYS)
+@pytest.mark.parametrize(
+    ("assignments", "experts", "tokens"), [(16, 128, 8), (512, 384, 8), (300, 5, 16), (2048, 128, 4)]
+)
+def test_plans(
+    assignments: int, experts: int, tokens: int, way: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routing_cases.plans(way, name, assignments, experts, tokens, "cuda", monkeypatch)
+
+
 def test_sorts_the_same_way_every_time() -> None:
     ids = routing_cases.ids_of("skipped", 65536, 384, "cuda")
     slots, offsets = sort_by_expert(ids, 384)

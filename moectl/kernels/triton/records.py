@@ -59,7 +59,7 @@ def _plan_arguments(ids: Tensor, experts: int, tokens: int) -> tuple[dict[str, A
         "T": t,
         "RECORDS": records,
         "E": experts,
-        "EPAD": triton.next_power_of_2(experts),
+        "EPAD": max(16, triton.next_power_of_2(experts)),
         "TPAD": max(64, triton.next_power_of_2(t)),
         "PER": EACH,
         "BLOCK": tokens,
@@ -69,5 +69,5 @@ def _plan_arguments(ids: Tensor, experts: int, tokens: int) -> tuple[dict[str, A
 
 def _cut(ids: Tensor, out: Tensor, experts: int, tokens: int) -> None:
     slots, offsets = sort_by_expert(ids, experts)
-    sizes = {"E": experts, "EPAD": triton.next_power_of_2(experts), "BLOCK": tokens}
+    sizes = {"E": experts, "EPAD": max(16, triton.next_power_of_2(experts)), "BLOCK": tokens}
     kernels._cut_kernel[(experts,)](slots, offsets, out, len(out), num_warps=1, **sizes, **overlapping())

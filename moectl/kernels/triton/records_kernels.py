@@ -10,7 +10,7 @@ def _plan(
     IDS, PLAN, T, RECORDS,
     E: tl.constexpr, EPAD: tl.constexpr, TPAD: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PLAN ``[RECORDS, 8 + BLOCK]``: (expert, tokens, 6 unused, slots) of up to BLOCK assignments each.
+    """PLAN ``[RECORDS, 8 + BLOCK]``: (expert, tokens, 0, 5 unused, slots) of up to BLOCK assignments each.
 
     Records go expert by expert, slots rise; unused records have expert -1. Each program reads all ids
     and places PER assignments; an order that follows from comparisons needs no atomics.
@@ -18,25 +18,24 @@ def _plan(
     WORDS: tl.constexpr = 8 + BLOCK
     t = tl.arange(0, TPAD)
     ids = tl.load(IDS + t, mask=t < T, other=-1)
-    ids = tl.where((ids >= 0) & (ids < E), ids, EPAD)
-    counts = tl.histogram(ids, 2 * EPAD)
-    e = tl.arange(0, 2 * EPAD)
-    blocks = tl.where(e < E, (counts + BLOCK - 1) // BLOCK, 0)
+    counts = tl.histogram(ids, EPAD, mask=(ids >= 0) & (ids < E))
+    blocks = (counts + BLOCK - 1) // BLOCK
     before = tl.cumsum(blocks, 0) - blocks
     mine = tl.program_id(0) * PER + tl.arange(0, PER)
     own = tl.load(IDS + mine, mask=mine < T, other=-1)
     valid = (own >= 0) & (own < E)
     rank = tl.sum(((ids[None, :] == own[:, None]) & (t[None, :] < mine[:, None])).to(tl.int32), 1)
-    chosen = e[None, :] == own[:, None]
-    base = tl.sum(tl.where(chosen, before[None, :], 0), 1)
-    count = tl.sum(tl.where(chosen, counts[None, :], 0), 1)
+    known = tl.where(valid, own, 0)
+    base = tl.gather(before, known, 0)
+    count = tl.gather(counts, known, 0)
     record = PLAN + (base + rank // BLOCK) * WORDS
     tl.store(record + 8 + rank % BLOCK, mine, mask=valid)
     head = valid & (rank % BLOCK == 0)
     tl.store(record, own, mask=head)
     tl.store(record + 1, tl.minimum(count - rank, BLOCK), mask=head)
     used = tl.sum(blocks, 0)
-    spare = used + tl.program_id(0) * PER + tl.arange(0, PER)
+    tl.store(PLAN + mine * WORDS + 2, 0, mask=mine < RECORDS)
+    spare = used + mine
     tl.store(PLAN + spare * WORDS, -1, mask=spare < RECORDS)
 
 
@@ -117,6 +116,7 @@ def _cut_kernel(
         to = PLAN + record.to(tl.int64) * WORDS
         tl.store(to, expert)
         tl.store(to + 1, count)
+        tl.store(to + 2, 0)
         tl.store(to + 8 + n, tl.load(SLOTS + at + n, mask=n < count, other=0), mask=n < count)
         record += 1
         at += BLOCK

@@ -36,6 +36,7 @@ class WarpwiseTile:
         planned: 1 to gather the assignments of an expert first; 0 when each runs alone.
         rows1, rows2: 64-row tiles of a program of the first and the second GEMM, powers of two.
         warps1, warps2: its warps, a multiple of its tiles; those of one tile share the reduction.
+        fused: 1 for both GEMMs in one launch, which takes a plan, and equally many warps in both.
     """
 
     tokens: int
@@ -44,6 +45,7 @@ class WarpwiseTile:
     warps1: int
     rows2: int
     warps2: int
+    fused: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,10 @@ class _Arguments:
         }
 
 
+OF_ONE_GEMM = ("W", "S", "Z", "B", "N", "K", "LX", "NX", "row_tiles", "V", "KW", "EVEN")
+"""Arguments that a kernel of both GEMMs has twice, for the second with ``_2`` behind the name."""
+
+
 def _run(layer: Layer, call: Call, tile: WarpwiseTile) -> None:
     problem, w13, w2 = layer.problem, layer.w13, layer.w2
     arguments = _Arguments(problem, tile)
@@ -109,15 +115,21 @@ def _run(layer: Layer, call: Call, tile: WarpwiseTile) -> None:
     records, x = call.ids, call.x
     if tile.planned:
         records, x = plan_and_order(call.ids, problem.local_experts, tile.tokens, call.x, w13.k)
-    routing = {"PLAN": records, "WEIGHTS": call.weights, "PLANNED": bool(tile.planned)}
     h = call.x.new_empty(call.assignments, w2.k)
     parts = call.x.new_empty(call.assignments, problem.dims.hidden)
-    kernels._warpwise_gemm1_kernel[(first["row_tiles"] * len(records),)](
-        X=x, KX=x.shape[1], H=h, HX=w2.k, **routing, **first
-    )
-    kernels._warpwise_gemm2_kernel[(second["row_tiles"] * len(records),)](
-        H=h, KX=w2.k, Y=parts, **routing, **second
-    )
+    programs, programs2 = (it["row_tiles"] * len(records) for it in (first, second))
+    common: dict[str, Any] = {"PLAN": records, "WEIGHTS": call.weights}
+    tokens = {"X": x, "KX": x.shape[1], "H": h, "HX": w2.k}
+    if tile.fused:
+        first["ON_INPUT"] = first.pop("WEIGHTED")
+        others = {f"{name}_2": second[name] for name in OF_ONE_GEMM}
+        kernels._warpwise_layer_kernel[(programs + programs2,)](
+            Y=parts, records=len(records), **tokens, **common, **first, **others
+        )
+    else:
+        common["PLANNED"] = bool(tile.planned)
+        kernels._warpwise_gemm1_kernel[(programs,)](**tokens, **common, **first)
+        kernels._warpwise_gemm2_kernel[(programs2,)](H=h, KX=w2.k, Y=parts, **common, **second)
     combine(parts, call.ids, call.y, problem.local_experts)
 
 
@@ -129,20 +141,23 @@ def _fits(problem: MoEProblem, tile: WarpwiseTile) -> str:
     sides = (tile.rows1, tile.warps1), (tile.rows2, tile.warps2)
     if any(warps % rows or triton.next_power_of_2(warps) != warps for rows, warps in sides):
         return f"{tile} does not divide its warps by its rows"
+    if tile.fused and (not tile.planned or tile.warps1 != tile.warps2):
+        return f"{tile} has no plan, or another number of warps in each GEMM, in one launch"
     return ""
 
 
-WORTH_A_TRY: tuple[tuple[int, int, int, int, int], ...] = (
-    (0, 1, 4, 2, 4),
-    (0, 1, 4, 1, 4),
-    (0, 2, 4, 4, 4),
-    (1, 1, 4, 1, 4),
-    (1, 1, 2, 2, 2),
-    (1, 2, 2, 2, 2),
-    (1, 2, 4, 4, 4),
-    (1, 4, 4, 4, 4),
+WORTH_A_TRY: tuple[tuple[int, int, int, int, int, int], ...] = (
+    (0, 1, 4, 2, 4, 0),
+    (0, 1, 4, 1, 4, 0),
+    (1, 1, 4, 1, 4, 1),
+    (1, 1, 2, 1, 2, 1),
+    (1, 2, 2, 2, 2, 0),
+    (1, 2, 2, 2, 2, 1),
+    (1, 2, 4, 4, 4, 0),
+    (1, 2, 4, 4, 4, 1),
+    (1, 4, 4, 4, 4, 1),
 )
-"""(planned, rows1, warps1, rows2, warps2), of 8 tokens: the fastest of a layer on an H200, or near it."""
+"""(planned, rows1, warps1, rows2, warps2, fused), 8 tokens: what was fastest on an H200, or near it."""
 
 
 def _candidates(problem: MoEProblem) -> list[WarpwiseTile]:

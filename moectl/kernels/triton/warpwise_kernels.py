@@ -168,12 +168,11 @@ def _biased(v, rows, B, expert, N, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _record(PLAN, row_tiles, E: tl.constexpr, BM: tl.constexpr, PLANNED: tl.constexpr):
-    """This program's (expert, row tile, slots [BM], live [BM]); no expert is none of 0 .. E - 1.
+def _record(PLAN, p, BM: tl.constexpr, PLANNED: tl.constexpr):
+    """(expert, slots [BM], live [BM]) of record `p`; no expert is none of 0 .. E - 1.
 
     With PLANNED from records as `records_kernels` makes them, else PLAN is ids, and each is a record.
     """
-    p = tl.program_id(0) // row_tiles
     n = tl.arange(0, BM)
     if PLANNED:
         record = PLAN + p * (8 + BM)
@@ -184,7 +183,7 @@ def _record(PLAN, row_tiles, E: tl.constexpr, BM: tl.constexpr, PLANNED: tl.cons
         expert = tl.load(PLAN + p)
         live = n < 1
         slots = n * 0 + p
-    return expert, tl.program_id(0) % row_tiles, slots, live
+    return expert, slots, live
 
 
 @triton.jit
@@ -202,6 +201,59 @@ def _keep(ptr, v, columns, live, NX, INTERP: tl.constexpr):
 
 
 @triton.jit
+def _first(
+    X, W, S, Z, B, H, WEIGHTS, expert, pid_n, slots, live, N, K, KX, LX, NX, HX, alpha, limit,
+    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    BASE: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, V: tl.constexpr,
+    KW: tl.constexpr, EVEN: tl.constexpr, ORDERED: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """H ``[T, HX]``, activations by slot, of V tiles of 64 rows."""
+    low, high = _streamed(
+        X, W, S, Z, slots // TOP_K, live, expert, pid_n * V, N, K, KX, LX,
+        BASE, ZEROS, GROUP, BM, V, KW, EVEN, False, ORDERED, INTERP,
+    )  # fmt: skip
+    if WEIGHTED:
+        weights = tl.load(WEIGHTS + slots, mask=live, other=0.0)[None, None, None, :]
+        low = low * weights
+        high = high * weights
+    rows = _tile_rows(pid_n * V, 1, V)
+    low = _biased(low, rows, B, expert, N, BIAS)
+    high = _biased(high, rows + 8, B, expert, N, BIAS)
+    h_ptr = H + slots.to(tl.int64) * HX
+    if GATED:
+        tile = pid_n * V + tl.arange(0, V)[:, None, None]
+        columns = tile * 32 + tl.arange(0, 4)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        _keep(h_ptr, _gated(low, high, alpha, limit, ACT), columns, live, NX, INTERP)
+    else:
+        _keep(h_ptr, _ungated(low, ACT), rows, live, NX, INTERP)
+        _keep(h_ptr, _ungated(high, ACT), rows + 8, live, NX, INTERP)
+
+
+@triton.jit
+def _second(
+    H, W, S, Z, B, Y, WEIGHTS, expert, pid_n, slots, live, N, K, KX, LX, NX,
+    BIAS: tl.constexpr, WEIGHTED: tl.constexpr, BASE: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr, WAIT: tl.constexpr,
+    INTERP: tl.constexpr,
+):  # fmt: skip
+    """Y ``[T, NX]`` by slot: weight * (second GEMM of H), of V tiles of 64 rows."""
+    low, high = _streamed(
+        H, W, S, Z, slots, live, expert, pid_n * V, N, K, KX, LX,
+        BASE, ZEROS, GROUP, BM, V, KW, EVEN, WAIT, True, INTERP,
+    )  # fmt: skip
+    rows = _tile_rows(pid_n * V, 1, V)
+    low = _biased(low, rows, B, expert, N, BIAS)
+    high = _biased(high, rows + 8, B, expert, N, BIAS)
+    if WEIGHTED:
+        weights = tl.load(WEIGHTS + slots, mask=live, other=0.0)[None, None, None, :]
+        low = low * weights
+        high = high * weights
+    y_ptr = Y + slots.to(tl.int64) * NX
+    _put(y_ptr, low, rows, live, NX, INTERP)
+    _put(y_ptr, high, rows + 8, live, NX, INTERP)
+
+
+@triton.jit
 def _warpwise_gemm1_kernel(
     X, W, S, Z, B, H, PLAN, WEIGHTS, N, K, KX, LX, NX, HX, row_tiles, alpha, limit,
     E: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
@@ -209,31 +261,18 @@ def _warpwise_gemm1_kernel(
     V: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr, PLANNED: tl.constexpr, PDL: tl.constexpr,
     INTERP: tl.constexpr,
 ):  # fmt: skip
-    """H ``[T, NX]``, activations by slot; a program has V tiles of 64 rows."""
+    """`_first`; grid (records * row_tiles)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert, pid_n, slots, live = _record(PLAN, row_tiles, E, BM, PLANNED)
+    program = tl.program_id(0)
+    expert, slots, live = _record(PLAN, program // row_tiles, BM, PLANNED)
     if (expert >= 0) & (expert < E):
-        low, high = _streamed(
-            X, W, S, Z, slots // TOP_K, live, expert, pid_n * V, N, K, KX, LX,
-            BASE, ZEROS, GROUP, BM, V, KW, EVEN, False, PLANNED, INTERP,
+        _first(
+            X, W, S, Z, B, H, WEIGHTS, expert, program % row_tiles, slots, live, N, K, KX, LX, NX, HX,
+            alpha, limit, TOP_K, ACT, GATED, BIAS, WEIGHTED, BASE, ZEROS, GROUP, BM, V, KW, EVEN,
+            PLANNED, INTERP,
         )  # fmt: skip
-        if WEIGHTED:
-            weights = tl.load(WEIGHTS + slots, mask=live, other=0.0)[None, None, None, :]
-            low = low * weights
-            high = high * weights
-        rows = _tile_rows(pid_n * V, 1, V)
-        low = _biased(low, rows, B, expert, N, BIAS)
-        high = _biased(high, rows + 8, B, expert, N, BIAS)
-        h_ptr = H + slots.to(tl.int64) * HX
-        if GATED:
-            tile = pid_n * V + tl.arange(0, V)[:, None, None]
-            columns = tile * 32 + tl.arange(0, 4)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-            _keep(h_ptr, _gated(low, high, alpha, limit, ACT), columns, live, NX, INTERP)
-        else:
-            _keep(h_ptr, _ungated(low, ACT), rows, live, NX, INTERP)
-            _keep(h_ptr, _ungated(high, ACT), rows + 8, live, NX, INTERP)
 
 
 @triton.jit
@@ -241,30 +280,63 @@ def _warpwise_gemm2_kernel(
     H, W, S, Z, B, Y, PLAN, WEIGHTS, N, K, KX, LX, NX, row_tiles,
     E: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, BASE: tl.constexpr, ZEROS: tl.constexpr,
     GROUP: tl.constexpr, BM: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr,
-    PLANNED: tl.constexpr, PDL: tl.constexpr,
-    INTERP: tl.constexpr,
+    PLANNED: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Y ``[T, NX]`` by slot: weight * (second GEMM of H); a program has V tiles of 64 rows.
+    """`_second`; grid (records * row_tiles).
 
     The routing is there before the first GEMM ends: only H is waited for.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    expert, pid_n, slots, live = _record(PLAN, row_tiles, E, BM, PLANNED)
+    program = tl.program_id(0)
+    expert, slots, live = _record(PLAN, program // row_tiles, BM, PLANNED)
     if (expert >= 0) & (expert < E):
-        low, high = _streamed(
-            H, W, S, Z, slots, live, expert, pid_n * V, N, K, KX, LX,
-            BASE, ZEROS, GROUP, BM, V, KW, EVEN, PDL, True, INTERP,
+        _second(
+            H, W, S, Z, B, Y, WEIGHTS, expert, program % row_tiles, slots, live, N, K, KX, LX, NX,
+            BIAS, WEIGHTED, BASE, ZEROS, GROUP, BM, V, KW, EVEN, PDL, INTERP,
         )  # fmt: skip
-        rows = _tile_rows(pid_n * V, 1, V)
-        low = _biased(low, rows, B, expert, N, BIAS)
-        high = _biased(high, rows + 8, B, expert, N, BIAS)
-        if WEIGHTED:
-            weights = tl.load(WEIGHTS + slots, mask=live, other=0.0)[None, None, None, :]
-            low = low * weights
-            high = high * weights
-        y_ptr = Y + slots.to(tl.int64) * NX
-        _put(y_ptr, low, rows, live, NX, INTERP)
-        _put(y_ptr, high, rows + 8, live, NX, INTERP)
     elif PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _warpwise_layer_kernel(
+    X, W, S, Z, B, H, W_2, S_2, Z_2, B_2, Y, PLAN, WEIGHTS, records, N, K, KX, LX, NX, HX, row_tiles,
+    N_2, K_2, LX_2, NX_2, row_tiles_2, alpha, limit,
+    E: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    ON_INPUT: tl.constexpr, BASE: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
+    V: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr, V_2: tl.constexpr, KW_2: tl.constexpr,
+    EVEN_2: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """`_first`, then `_second`, in one launch; grid (records * (row_tiles + row_tiles_2)).
+
+    A record's third word counts the programs that are done with its H. A program of the second GEMM waits
+    for programs before it in the grid alone, which a GPU starts first.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    first = records * row_tiles
+    if program < first:
+        p = program // row_tiles
+        expert, slots, live = _record(PLAN, p, BM, True)
+        if (expert >= 0) & (expert < E):
+            _first(
+                X, W, S, Z, B, H, WEIGHTS, expert, program % row_tiles, slots, live, N, K, KX, LX, NX, HX,
+                alpha, limit, TOP_K, ACT, GATED, BIAS, ON_INPUT, BASE, ZEROS, GROUP, BM, V, KW, EVEN, True,
+                INTERP,
+            )  # fmt: skip
+            tl.debug_barrier()
+            tl.atomic_add(PLAN + p * (8 + BM) + 2, 1, sem="release")
+    else:
+        p = (program - first) // row_tiles_2
+        expert, slots, live = _record(PLAN, p, BM, True)
+        if (expert >= 0) & (expert < E):
+            while tl.atomic_add(PLAN + p * (8 + BM) + 2, 0, sem="acquire") < row_tiles:
+                pass
+            _second(
+                H, W_2, S_2, Z_2, B_2, Y, WEIGHTS, expert, (program - first) % row_tiles_2, slots, live,
+                N_2, K_2, HX, LX_2, NX_2, BIAS, not ON_INPUT, BASE, ZEROS, GROUP, BM, V_2, KW_2, EVEN_2,
+                False, INTERP,
+            )  # fmt: skip

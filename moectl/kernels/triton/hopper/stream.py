@@ -7,7 +7,7 @@ records of at most 8 or 16.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..layer import Call, Layer, Matrix, Regime, activation_numbers
 from ..records import plan
 from ..routing import combine
 from . import stream_kernels as kernels
+from . import stream_layer_kernels as layer_kernels
 from .epilogue import GATED, UNGATED
 
 FORMATS = ("mxfp4", "int4", "int8")
@@ -74,6 +75,7 @@ class StreamTile:
         planned: 1 to gather assignments of one expert first; 0 when each runs alone, with `tokens` 1.
         columns, rows, blocks, depth, tiles: `Shape` of the first GEMM; with a 2, of the second.
         split: programs that share the second GEMM's reduction.
+        fused: 1 for both GEMMs in one launch, which takes a plan, equally many warps in both, and no split.
     """
 
     tokens: int
@@ -89,6 +91,7 @@ class StreamTile:
     depth2: int
     tiles2: int
     split: int = 1
+    fused: int = 0
 
     @property
     def first(self) -> Shape:
@@ -151,6 +154,38 @@ def _gemm(layer: Layer, m: Matrix, shape: Shape, tile: StreamTile) -> dict[str, 
     }
 
 
+OF_ONE_GEMM = ("W", "SC", "ZP", "B", "N", "K", "KX2", "NX", "RUNS", "KIND", "S", "RW", "R", "D", "TILES")
+"""Arguments that a kernel of both GEMMs has twice, for the second with ``_2`` behind the name."""
+
+
+def _run_fused(layer: Layer, call: Call, tile: StreamTile, records: Tensor, h: Tensor, parts: Tensor) -> None:
+    problem, first, second = layer.problem, tile.first, tile.second
+    arguments, others = _gemm(layer, layer.w13, first, tile), _gemm(layer, layer.w2, second, tile)
+    del arguments["PLANNED"]
+    programs = len(records) * (arguments["RUNS"] + others["RUNS"])
+    layer_kernels._stream_layer_kernel[(programs,)](
+        X=_words(call.x),
+        H=h,
+        H_2=_words(h),
+        Y=parts,
+        IDS=call.ids,
+        PLAN=records,
+        WEIGHTS=call.weights,
+        T=call.assignments,
+        RECORDS=len(records),
+        **activation_numbers(problem.activation),
+        TOP_K=problem.top_k,
+        ACT=problem.activation.name,
+        GATED=problem.activation.gated,
+        ON_INPUT=problem.routing.weight_on_input,
+        STEPS=first.steps(layer.w13.k, 1),
+        STEPS_2=second.steps(layer.w2.k, 1),
+        **arguments,
+        **{f"{name}_2": others[name] for name in OF_ONE_GEMM},
+    )
+    combine(parts, call.ids, call.y, problem.local_experts)
+
+
 def run(layer: Layer, call: Call, tile: StreamTile) -> None:
     """Fills ``call.y``; see `Regime.run`."""
     problem, t = layer.problem, call.assignments
@@ -160,6 +195,9 @@ def run(layer: Layer, call: Call, tile: StreamTile) -> None:
     h = call.x.new_empty(t, dims.intermediate)
     parts = call.x.new_empty(tile.split, t, dims.hidden, dtype=torch.float32)
     first, second = tile.first, tile.second
+    if tile.fused:
+        _run_fused(layer, call, tile, records, h, parts)
+        return
     kernels._stream_gemm1_kernel[(len(records) * first.runs(layer.w13.n),)](
         X=_words(call.x),
         H=h,
@@ -214,37 +252,35 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
         steps = shape.steps(run_of_columns * math.ceil(columns / run_of_columns), split)
         if shared_memory(shape, steps, tile.tokens) > SHARED_MEMORY:
             return f"{tile.tokens} tokens of {columns} columns do not fit into shared memory"
+    if tile.fused and (not tile.planned or tile.split > 1 or tile.first.warps != tile.second.warps):
+        return f"{tile} has no plan, a split, or another number of warps in each GEMM, in one launch"
     if tile.tokens not in TOKENS or (tile.tokens > 1 and not tile.planned):
         return f"it takes {TOKENS} tokens at a time, 1 without a plan, not {tile.tokens}"
     return ""
 
 
-TWO_ROWS, FOUR_ROWS = Shape(2, 2, 1, 4, 1), Shape(1, 4, 1, 4, 1)
-DEEP, DEEP_RUN = Shape(1, 4, 1, 8, 1), Shape(1, 4, 1, 8, 2)
-TALL, TALL_RUN = Shape(1, 4, 2, 4, 1), Shape(1, 4, 2, 4, 2)
+TWO_ROWS, FOUR_ROWS, HALVES = Shape(2, 2, 1, 4, 1), Shape(1, 4, 1, 4, 1), Shape(2, 4, 1, 4, 1)
+DEEP, DEEP_RUN, TALL = Shape(1, 4, 1, 8, 1), Shape(1, 4, 1, 8, 2), Shape(1, 4, 2, 4, 1)
 
-WORTH_A_TRY: tuple[tuple[int, int, Shape, Shape], ...] = (
-    (1, 0, TWO_ROWS, Shape(4, 4, 1, 4, 1)),
-    (1, 0, Shape(2, 4, 1, 4, 1), Shape(2, 4, 1, 4, 1)),
-    (1, 0, Shape(2, 4, 1, 8, 1), Shape(2, 4, 1, 8, 1)),
-    (1, 0, Shape(2, 4, 1, 4, 1), FOUR_ROWS),
-    (1, 0, FOUR_ROWS, TALL),
-    (1, 0, TALL, TALL),
-    (4, 1, DEEP, DEEP),
-    (4, 1, TALL, TALL),
-    (4, 1, TALL, FOUR_ROWS),
-    (8, 1, DEEP_RUN, TALL),
-    (8, 1, TALL, TALL),
-    (8, 1, TALL_RUN, TALL),
+WORTH_A_TRY: tuple[tuple[int, int, Shape, Shape, int], ...] = (
+    (1, 0, TWO_ROWS, Shape(4, 4, 1, 4, 1), 0),
+    (1, 0, HALVES, HALVES, 0),
+    (1, 0, Shape(2, 4, 1, 8, 1), Shape(2, 4, 1, 8, 1), 0),
+    (1, 0, HALVES, FOUR_ROWS, 0),
+    (1, 0, FOUR_ROWS, TALL, 0),
+    (4, 1, DEEP, DEEP, 0),
+    (4, 1, TALL, TALL, 0),
+    (8, 1, DEEP_RUN, TALL, 0),
+    (8, 1, TALL, TALL, 0),
 )
-"""(tokens, planned, first, second): launches that were the fastest of a layer on an H200, or near it."""
+"""(tokens, planned, first, second, fused): launches that were the fastest of a layer on an H200."""
 
 
 def candidates(problem: MoEProblem) -> tuple[StreamTile, ...]:
     """Tiles among which measurements decide."""
     return tuple(
-        StreamTile(tokens, planned, *astuple(first), *astuple(second))
-        for tokens, planned, first, second in WORTH_A_TRY
+        replace(StreamTile(tokens, planned, *astuple(first), *astuple(second)), fused=fused)
+        for tokens, planned, first, second, fused in WORTH_A_TRY
     )
 
 

@@ -72,6 +72,16 @@ def _let_next_start():
 
 
 @gluon.jit
+def _wait_for(counter, many):
+    """Waits until the int32 at `counter` is `many` or more; what was stored before it grew is seen after."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .s32 v; AGAIN: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; "
+        "@p bra AGAIN; mov.s32 $0, v; }",
+        "=r,l,r", [counter, many], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _store_first(
     acc, NTH: gl.constexpr, B, H, PLAN, WEIGHTS, N, NX, alpha, limit, p, expert, count, tile,
     ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr,
@@ -171,13 +181,16 @@ def _tokens(
 @gluon.jit
 def _stream(
     X, W, SC, ZP, B, OUT, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, alpha, limit, p, expert, count, pid_n, pid_k,
-    FIRST: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
-    WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, S: gl.constexpr,
-    RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
-    TILES: gl.constexpr,
-    SPLIT: gl.constexpr, PLANNED: gl.constexpr, PDL: gl.constexpr,
+    before, FIRST: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr,
+    BIAS: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
+    TILES: gl.constexpr, SPLIT: gl.constexpr, PLANNED: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
-    """One record's tokens times TILES row tiles (of 16 * RW * R rows), one after the other without a gap."""
+    """One record's tokens times TILES row tiles (of 16 * RW * R rows), one after the other without a gap.
+
+    WAIT is what tokens are waited for: "launch", the one before, or "record", whose third word is then
+    `before`, or "" for nothing.
+    """
     NT: gl.constexpr = (TOKENS + 7) // 8
     TR: gl.constexpr = _smaller(TOKENS, 8)
     L: gl.constexpr = _words_layout(S, RW, R)
@@ -222,8 +235,10 @@ def _stream(
         w = w + (w1,)
         s = s + (s1,)
         z = z + (z1,)
-    if PDL:
+    if WAIT == "launch":
         _wait()
+    elif WAIT == "record":
+        _wait_for((PLAN + p.to(gl.int64) * (TOKENS + 8) + 2).to(gl.int64), before)
     UNITS: gl.constexpr = D * NT * S
     EIGHTS: gl.constexpr = (STEPS + 7) // 8
     filled = gl.allocate_shared_memory(
@@ -308,8 +323,8 @@ def _stream_gemm1_kernel(
     if (expert >= 0) & (expert < E):
         _stream(
             X, W, SC, ZP, B, H, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, alpha, limit, p, expert, count,
-            gl.program_id(0) % RUNS, 0, True, TOP_K, ACT, GATED, BIAS, WEIGHTED, KIND, GROUP,
-            TOKENS, S, RW, R, D, STEPS, TILES, 1, PLANNED, False,
+            gl.program_id(0) % RUNS, 0, 0, True, TOP_K, ACT, GATED, BIAS, WEIGHTED, KIND, GROUP,
+            TOKENS, S, RW, R, D, STEPS, TILES, 1, PLANNED, "",
         )  # fmt: skip
 
 
@@ -329,8 +344,8 @@ def _stream_gemm2_kernel(
     if (expert >= 0) & (expert < E):
         _stream(
             H, W, SC, ZP, B, Y, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, 0.0, 0.0, p, expert, count,
-            gl.program_id(0) % RUNS, gl.program_id(1), False, 1, "", False, BIAS, WEIGHTED, KIND, GROUP,
-            TOKENS, S, RW, R, D, STEPS, TILES, SPLIT, PLANNED, PDL,
+            gl.program_id(0) % RUNS, gl.program_id(1), 0, False, 1, "", False, BIAS, WEIGHTED, KIND, GROUP,
+            TOKENS, S, RW, R, D, STEPS, TILES, SPLIT, PLANNED, "launch" if PDL else "",
         )  # fmt: skip
     elif PDL:
         _wait()
