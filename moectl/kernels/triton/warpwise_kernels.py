@@ -171,16 +171,17 @@ def _biased(v, rows, B, expert, N, BIAS: tl.constexpr):
 def _record(PLAN, p, BM: tl.constexpr, PLANNED: tl.constexpr):
     """(expert, slots [BM], live [BM]) of record `p`; no expert is none of 0 .. E - 1.
 
-    With PLANNED from records as `records_kernels` makes them, else PLAN is ids, and each is a record.
+    With PLANNED from records as `records_kernels` makes them, else PLAN is ids, and each is a record. From L2:
+    the second GEMM reads before it waits, when the L1 cache may still hold an earlier call's.
     """
     n = tl.arange(0, BM)
     if PLANNED:
         record = PLAN + p * (8 + BM)
-        expert = tl.load(record)
-        live = n < tl.load(record + 1)
-        slots = tl.load(record + 8 + n, mask=live, other=0)
+        expert = tl.load(record, cache_modifier=".cg")
+        live = n < tl.load(record + 1, cache_modifier=".cg")
+        slots = tl.load(record + 8 + n, mask=live, other=0, cache_modifier=".cg")
     else:
-        expert = tl.load(PLAN + p)
+        expert = tl.load(PLAN + p, cache_modifier=".cg")
         live = n < 1
         slots = n * 0 + p
     return expert, slots, live
