@@ -16,8 +16,8 @@ from .routing import sort_by_expert
 PLANNED_AT_ONCE = 2048
 """Up to so many assignments one launch makes the records; beyond, they are sorted first."""
 
-EACH = 32
-"""Assignments that one program places."""
+EACH, PAIRS = 32, 16384
+"""Assignments that one program places at most, and pairs of them with all others that it compares."""
 
 COLUMNS = 1024
 """Of a token that one program puts in order."""
@@ -54,17 +54,19 @@ def _plan_arguments(ids: Tensor, experts: int, tokens: int) -> tuple[dict[str, A
     """Arguments of a plan besides the ids, and its programs."""
     t = ids.numel()
     records = token_tiles(t, experts, tokens)
+    padded = max(64, triton.next_power_of_2(t))
+    each = min(EACH, max(1, PAIRS // padded))
     arguments = {
         "PLAN": ids.new_empty(records, 8 + tokens),
         "T": t,
         "RECORDS": records,
         "E": experts,
         "EPAD": max(16, triton.next_power_of_2(experts)),
-        "TPAD": max(64, triton.next_power_of_2(t)),
-        "PER": EACH,
+        "TPAD": padded,
+        "PER": each,
         "BLOCK": tokens,
     }
-    return arguments, math.ceil(max(t, records) / EACH)
+    return arguments, math.ceil(max(t, records) / each)
 
 
 def _cut(ids: Tensor, out: Tensor, experts: int, tokens: int) -> None:

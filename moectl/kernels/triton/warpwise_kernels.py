@@ -171,8 +171,8 @@ def _biased(v, rows, B, expert, N, BIAS: tl.constexpr):
 def _record(PLAN, p, BM: tl.constexpr, PLANNED: tl.constexpr):
     """(expert, slots [BM], live [BM]) of record `p`; no expert is none of 0 .. E - 1.
 
-    With PLANNED from records as `records_kernels` makes them, else PLAN is ids, and each is a record. From L2:
-    the second GEMM reads before it waits, when the L1 cache may still hold an earlier call's.
+    With PLANNED from records as `records_kernels` makes them, else PLAN is ids, and each is a record. From
+    L2: the second GEMM reads before it waits, when the L1 cache may still hold an earlier call's.
     """
     n = tl.arange(0, BM)
     if PLANNED:
