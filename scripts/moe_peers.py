@@ -317,12 +317,12 @@ class Humming:
         layer.transform()
         method = self.module.HummingLayerMethod
         rows = method.get_default_tuning_configs(layer, gemm_type="indexed")
-        tuning = [row for row in rows if any(row[0] < count <= row[1] for count in slots)]
+        tuning = [row for row in rows if any(is_for(row, count) for count in slots)]
         return layer, tuning, json.dumps(tuning)
 
     def _block(self, at: int, slots: int) -> int:
-        fitting = (c["block_shape"][0] for low, high, c in self.layers[at][1] if low < slots <= high)
-        return int(next(fitting, 64))
+        row = next(row for row in self.layers[at][1] if is_for(row, slots))
+        return int(row[2]["block_shape"][0])
 
     def prepare(self, x: Tensor) -> None:
         slots = len(x) * self.problem.top_k
@@ -349,6 +349,12 @@ class Humming:
         self._gemm(1, self.hidden, self.second, aligned[1], 1)
         self.operators.moe_sum(self.second.view(len(self.x), p.top_k, -1), self.y, None, None)
         return self.y[:, : p.dims.hidden]
+
+
+def is_for(row: Sequence[Any], slots: int) -> bool:
+    """Whether a row of Humming's tuning table is for a call of so many slots; one has no upper end."""
+    low, high, _ = row
+    return bool(low < slots and (high <= 0 or slots <= high))
 
 
 def _randomize(name: str, t: Tensor) -> None:

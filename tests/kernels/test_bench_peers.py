@@ -190,3 +190,11 @@ def test_expected_results_are_those_of_the_first_routing() -> None:
     assert torch.equal(layer.reference(x, sets[0], rows, activation), expected)
     other = workers._expected(layer, "uniform", 9, replace(activation, limit=0.1))[1]
     assert not torch.equal(other, expected)
+
+
+def test_rows_of_hummings_table_are_for_all_that_is_above_when_they_have_no_end() -> None:
+    table = [(0, 64, {}), (64, 512, {}), (512, 0, {})]
+    chosen = [
+        [at for at, row in enumerate(table) if peers.is_for(row, slots)] for slots in (1, 64, 65, 512, 9999)
+    ]
+    assert chosen == [[0], [0], [1], [1], [2]]
