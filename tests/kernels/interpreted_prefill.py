@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moectl.kernels.triton.hopper.prefill import WIDTHS, PrefillTile, cut
+from moectl.kernels.triton.hopper.prefill import SHAPES, PrefillTile, cut
 
 POISON = -7
 
 
-@pytest.mark.parametrize("units", WIDTHS)
+@pytest.mark.parametrize("units", SHAPES)
 @pytest.mark.parametrize(
     "counts",
     [

@@ -34,7 +34,8 @@ def overlaps() -> bool:
     return bool(target.backend == "cuda" and target.arch >= 90)
 
 
-def _launch_options() -> dict[str, Any]:
+def launch_options() -> dict[str, Any]:
+    """Arguments of a launch of a kernel with a `PDL` parameter."""
     return {"PDL": True, "launch_pdl": True} if overlaps() else {"PDL": False}
 
 
@@ -57,7 +58,7 @@ def _sort_few(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> None
     block = max(16, triton.next_power_of_2(t))
     warps = min(4, max(1, block // 64))
     kernels._sort_few_kernel[(experts,)](
-        ids, slots, offsets, t, E=experts, BT=block, num_warps=warps, **_launch_options()
+        ids, slots, offsets, t, E=experts, BT=block, num_warps=warps, **launch_options()
     )
 
 
@@ -65,7 +66,7 @@ def _sort_many(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> Non
     t = ids.numel()
     blocks = triton.cdiv(t, BLOCK)
     counts, totals = ids.new_empty(blocks, experts), ids.new_empty(experts)
-    options = {"E": experts, **_launch_options()}
+    options = {"E": experts, **launch_options()}
     bins = max(16, triton.next_power_of_2(experts))
     kernels._count_kernel[(blocks,)](ids, counts, t, BINS=bins, BT=BLOCK, num_warps=1, **options)
     rows = min(BLOCKS_AT_ONCE, triton.next_power_of_2(blocks))
@@ -117,5 +118,5 @@ def combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, launch: Sum | N
         BH=launch.columns,
         INTERP=INTERPRETED,
         num_warps=launch.warps,
-        **_launch_options(),
+        **launch_options(),
     )

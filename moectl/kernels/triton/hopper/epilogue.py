@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """Device code between the two GEMMs, for all Gluon kernels: the activation of accumulators.
 
-NaN stays NaN everywhere: limits are comparisons, which a NaN fails, and no minimum or maximum.
+NaN stays NaN everywhere.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -39,9 +40,9 @@ def activate(gate, up, alpha, limit, ACT: gl.constexpr):
         result = up * gate * _logistic(slope)
     else:
         gl.static_assert(ACT == "silu" or ACT == "swigluoai", "unknown activation of gated experts")
-        gate = gl.where(gate > limit, limit, gate)
-        up = gl.where(up > limit, limit, up)
-        up = gl.where(up < -limit, -limit, up)
+        gate = gl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = gl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = gl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
         if ACT == "swigluoai":
             up = up + 1.0
         result = up * gate * _logistic(alpha * gate)

@@ -7,7 +7,8 @@ the end of `fragment` is asserted to move none. Scale words belong to rows; four
 
 ``FORMAT`` is "mxfp4", "int4" or "int8"; ``GROUP`` is 32 or anything else for scales of 64 columns and
 more; ``ZEROS`` says that integer codes have zero points; ``DTYPE`` is the operand's. MXFP4 exists in
-bf16 alone, and unless ``EXACT`` comes out times 2^-`FOLDED_SHIFT`.
+bf16 alone. Unless ``EXACT``, MXFP4 comes out times 2^-`FOLDED_SHIFT` and int4 times 2^-`FOLDED_INT4`, which
+exists for bf16 scales and operands without zero points.
 """
 
 from triton.experimental import gluon
@@ -24,6 +25,19 @@ the bf16 whose exponent field is s + 64 gives ``e2m1 * 2^(s - 127 - 62)``. It is
 FOLDED_SCALES = range(64, 191)
 
 FOLD_FACTOR = gl.constexpr(2.0**FOLDED_SHIFT)
+
+FOLDED_INT4 = 33
+"""A folded int4 fragment is the weight times 2^-33, made by one fused multiply-add of two codes.
+
+A code u where a bf16 has its last exponent bit and the three bits below it is ``u * 2^-129``. With the scale
+s as ``s * 2^96`` and ``-8 * s * 2^-33`` the sum is ``(u - 8) * s * 2^-33``, rounded once, as it is without
+folding. For s from 2^-93 to 2^32; what is below loses bits, what is above becomes infinite.
+"""
+
+
+def fold_factor(weight_format: str) -> float:
+    """What sums of folded fragments are to be multiplied with."""
+    return 2.0 ** {"mxfp4": FOLDED_SHIFT, "int4": FOLDED_INT4}[weight_format]
 
 
 @gluon.constexpr_function
@@ -133,6 +147,35 @@ def _int4_asm(HALF, ZEROS, SPLIT):
 
 
 @gluon.constexpr_function
+def _folded_int4_asm():
+    """Four registers of two bf16 from a word; $5 and $9 are the scales, $13 and $17 what is added."""
+    lines = ["{ .reg .b32 t;"]
+    for r, shift in enumerate(
+        ("shl.b32 t, $4, 4;", "mov.b32 t, $4;", "shr.b32 t, $4, 4;", "shr.b32 t, $4, 8;")
+    ):
+        lines.append(f"{shift} and.b32 ${r}, t, 0x00F000F0;")
+        lines.append(f"fma.rn.bf16x2 ${r}, ${r}, ${5 + 4 * (r % 2)}, ${13 + 4 * (r % 2)};")
+    return "\n".join(lines) + "}"
+
+
+@gluon.jit
+def _folded_scales(words):
+    """Scales of a folded int4 fragment and what it adds, two a word."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 up, down;
+        mov.b32 up, 0x6F806F80;
+        mov.b32 down, 0xB080B080;
+        mul.rn.bf16x2 $0, $2, up;
+        mul.rn.bf16x2 $1, $2, down; }""",
+        "=&r,=&r,r",
+        [words],
+        (gl.int32, gl.int32),
+        True,
+        1,
+    )
+
+
+@gluon.constexpr_function
 def _int8_asm(HALF, ZEROS):
     """Bytes 0 and 2 are one register, 1 and 3 the other; bytes are two's complement, exact in both types."""
     lines = ["{ .reg .b32 t, u, off;", "mov.b32 off, 0xE480E480;"]
@@ -159,6 +202,8 @@ def _asm(FORMAT, HALF, ZEROS, EXACT, SPLIT):
     """Assembly from a word to values, of `FORMAT`."""
     if FORMAT == "mxfp4":
         return _mxfp4_asm(EXACT)
+    if FORMAT == "int4" and not EXACT:
+        return _folded_int4_asm()
     return _int8_asm(HALF, ZEROS) if FORMAT == "int8" else _int4_asm(HALF, ZEROS, SPLIT)
 
 
@@ -374,8 +419,13 @@ def fragment(
 
     Without ZEROS `zeros` may be anything. SPLIT: scales are fp16, the operand is bf16; int4 alone.
     """
+    FOLDED: gl.constexpr = FORMAT == "int4" and not EXACT
+    ADDENDS: gl.constexpr = ZEROS or FOLDED
     if FORMAT == "mxfp4":
         a0, a1, b0, b1 = _mxfp4_multipliers(scales.reshape([4, 8]), EXACT)
+    elif FOLDED:
+        scales, addends = _folded_scales(scales)
+        a0, a1, b0, b1 = _row_halves(scales, GROUP)
     else:
         a0, a1, b0, b1 = _row_halves(scales, GROUP)
     if SPLIT:
@@ -390,19 +440,21 @@ def fragment(
         la0, la1, lb0, lb1 = a0, a1, b0, b1
     if ZEROS:
         za0, za1, zb0, zb1 = _zero_addends(zeros, FORMAT, GROUP, _half(DTYPE))
+    elif FOLDED:
+        za0, za1, zb0, zb1 = _row_halves(addends, GROUP)
     else:
         za0, za1, zb0, zb1 = a0, a1, b0, b1
     if FORMAT == "int8":
         w = codes.reshape([4, 2, 8, 4, 2, 2, 2, 2])  # warp kg g c jl k8 h b
         w0, w1 = gl.split(w.permute((0, 2, 3, 4, 5, 6, 7, 1)))
-        v0, _ = _decoded(w0, a0, b0, za0, zb0, la0, lb0, FORMAT, EXACT, ZEROS, SPLIT, DTYPE)
-        v1, _ = _decoded(w1, a1, b1, za1, zb1, la1, lb1, FORMAT, EXACT, ZEROS, SPLIT, DTYPE)
+        v0, _ = _decoded(w0, a0, b0, za0, zb0, la0, lb0, FORMAT, EXACT, ADDENDS, SPLIT, DTYPE)
+        v1, _ = _decoded(w1, a1, b1, za1, zb1, la1, lb1, FORMAT, EXACT, ADDENDS, SPLIT, DTYPE)
         v = gl.join(v0, v1).permute((0, 5, 1, 7, 3, 4, 2, 6))  # warp h g | kg jl k8 c b
     else:
         w = codes.reshape([4, 8, 4, 2, 2, 2, 2])  # warp g c kg jl h b
         w0, w1 = gl.split(w.permute((0, 1, 2, 4, 5, 6, 3)))
-        r00, r01 = _decoded(w0, a0, b0, za0, zb0, la0, lb0, FORMAT, EXACT, ZEROS, SPLIT, DTYPE)
-        r10, r11 = _decoded(w1, a1, b1, za1, zb1, la1, lb1, FORMAT, EXACT, ZEROS, SPLIT, DTYPE)
+        r00, r01 = _decoded(w0, a0, b0, za0, zb0, la0, lb0, FORMAT, EXACT, ADDENDS, SPLIT, DTYPE)
+        r10, r11 = _decoded(w1, a1, b1, za1, zb1, la1, lb1, FORMAT, EXACT, ADDENDS, SPLIT, DTYPE)
         v = gl.join(gl.join(r00, r01), gl.join(r10, r11))  # warp g c jl h b k8 kg
         v = v.permute((0, 4, 1, 7, 3, 6, 2, 5))  # warp h g | kg jl k8 c b
     return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)

@@ -7,42 +7,63 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 from torch import Tensor
 
 from ....problem import MoEProblem
+from ....schemes import FULL
 from ..launch import token_tiles
 from ..layer import Call, Layer, Matrix, Regime, activation_numbers, multiprocessors, scale_name
-from ..routing import combine, sort_by_expert
+from ..routing import combine, launch_options, sort_by_expert
 from . import prefill_kernels as kernels
 from .epilogue import GATED, UNGATED
-from .fragments import FOLDED_SCALES, scale_words
-
-ROWS = 256
-"""Weight rows of a tile: two warpgroups, two blocks of 64 each."""
+from .fragments import FOLDED_SCALES, fold_factor, scale_words
+from .mid import FORMATS
+from .prefill_tiles import _schedule_kernel
 
 UNIT = 16
 """Tokens by which the widths of token tiles differ."""
 
-WIDTHS: dict[int, tuple[int, ...]] = {8: (2, 4, 6, 8), 9: (2, 4, 6, 8, 9)}
-"""Most units of a tile -> the widths that its kernel has; a tile takes the next one that holds it.
 
-Each is one power of two or the sum of two.
-"""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a program is laid out.
 
-REGISTERS: dict[int, tuple[int, int]] = {8: (216, 72), 9: (216, 72)}
-"""Most units -> registers of a thread that computes and of one that loads, of 504 for two and one."""
+    Attributes:
+        workers: warpgroups that compute.
+        blocks: of 64 weight rows, that each of them owns.
+        widths: of token tiles that the kernel has, in units; a tile takes the next one that holds it.
+            Each is one power of two or the sum of two.
+        registers: of a thread that computes and of one that loads.
+    """
+
+    workers: int
+    blocks: int
+    widths: tuple[int, ...]
+    registers: tuple[int, int]
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a tile."""
+        return 64 * self.workers * self.blocks
+
+
+SHAPES: dict[int, Shape] = {
+    8: Shape(2, 2, (2, 4, 6, 8), (216, 72)),
+    9: Shape(2, 2, (2, 4, 6, 8, 9), (216, 72)),
+    12: Shape(3, 1, (2, 4, 6, 8, 10, 12), (144, 80)),
+}
+"""Most units of a tile -> the shape of its program."""
 
 SHARED_MEMORY = 227 * 1024
-STORED = 2 * 64 * 64 * 2
-"""Bytes in which the two warpgroups turn their results around before they store them."""
+STORED = 64 * 64 * 2
+"""Bytes in which a warpgroup turns its results around before it stores them."""
+
+NOTE = 2 * 256 * 4
+"""Bytes of slots, of router weights or of bias of the tile that is computed and of the next one."""
 
 MOST_STAGES, FEWEST_STAGES = 7, 3
-
-MOST_UNITS_INT8 = 8
-"""Units of a tile of int8 weights, whose codes take more registers: with 9 some are spilled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +71,9 @@ class PrefillTile:
     """One launch configuration.
 
     Attributes:
-        units: most tokens of a tile, in units of 16; a key of `WIDTHS`.
+        units: most tokens of a tile, in units of 16; a key of `SHAPES`.
         leap: token tiles that run through all weight rows together, and so share them in the L2 cache.
-        trail: steps by which the second warpgroup follows the first.
+        trail: steps by which each warpgroup follows the one before it.
     """
 
     units: int = 9
@@ -60,45 +81,105 @@ class PrefillTile:
     trail: int = 3
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What a GEMM kernel is compiled for: one of a layer's two products, and a tile.
+
+    Attributes:
+        stage: 1 or 2, the first or the second GEMM.
+        group: 32, or 64 for scales of 64 columns and more.
+        span: 64-column tiles that a scale word covers.
+        exact: weights come out as they are, see `fragments`.
+        split: fp16 scales, bf16 tokens.
+        weighted: whether the router's weights are applied here.
+        even: whether the tokens have as many columns as the weights.
+        activation: its name; empty for the second GEMM.
+        units: of the widest tile.
+        widths: that there are branches for, ascending, in units.
+        workers: warpgroups that compute.
+        blocks: of 64 weight rows of each of them.
+        registers: of a computing and of a loading thread.
+    """
+
+    stage: int
+    format: str
+    group: int
+    span: int
+    zeros: bool
+    exact: bool
+    split: bool
+    bias: bool
+    weighted: bool
+    even: bool
+    top_k: int
+    activation: str
+    gated: bool
+    units: int
+    widths: tuple[int, ...]
+    workers: int
+    blocks: int
+    stages: int
+    registers: tuple[int, int]
+
+    @property
+    def fold(self) -> float:
+        """What sums are to be multiplied with, 1 where weights come out as they are."""
+        return 1.0 if self.exact else fold_factor(self.format)
+
+    @property
+    def rest(self) -> int:
+        """Tokens of a stage beyond 128, a power of two or 0."""
+        return _rest(self.units)
+
+
 def stages(problem: MoEProblem, tile: PrefillTile) -> int:
     """Stages of the ring that fit into shared memory."""
     weight = problem.scheme.weight
     words = scale_words.fn(weight.name, weight.group) * (2 if weight.zero_point else 1)
-    tokens = 128 if tile.units <= 8 else 160
-    each = tokens * 128 + 4 * (512 * weight.bits + 4 * words) + 24
-    return int(min(MOST_STAGES, (SHARED_MEMORY - STORED - 512) // each))
+    shape = SHAPES[tile.units]
+    tokens = 128 + _rest(tile.units)
+    each = tokens * 128 + 4 * 512 * weight.bits + 4 * 4 * words + 8 * (1 + shape.workers)
+    others = shape.workers * STORED + NOTE * (3 if problem.bias else 2) + 512
+    return int(min(MOST_STAGES, (SHARED_MEMORY - others) // each))
 
 
-def _gemm(layer: Layer, m: Matrix, columns: int, outputs: int, tile: PrefillTile) -> dict[str, Any]:
-    problem = layer.problem
-    weight, ring = problem.scheme.weight, stages(problem, tile)
-    computing, loading = REGISTERS[tile.units]
-    spans = m.scales.shape[2]
-    return {
-        "W": m.codes,
-        "S": m.scales,
-        "Z": m.scales if m.zeros is None else m.zeros,
-        "B": m.scales if m.bias is None else m.bias,
-        "N": m.n,
-        "K": m.k,
-        "KX": columns,
-        "NX": outputs,
-        "spans": spans,
-        "WIDTHS": sum(1 << units for units in WIDTHS[tile.units]),
-        "FORMAT": weight.name,
-        "GROUP": 32 if weight.group == 32 else 64,
-        "SPAN": m.k // 64 // spans,
-        "ZEROS": m.zeros is not None,
-        "EXACT": weight.name == "mxfp4" and not m.exponents_within(FOLDED_SCALES),
-        "BIAS": m.bias is not None,
-        "EVEN_K": m.k == columns,
-        "STAGES": ring,
-        "LEAP": tile.leap,
-        "TRAIL": min(tile.trail, ring - 1, m.k // 64),
-        "CONSUMER_REGISTERS": computing,
-        "PRODUCER_REGISTERS": loading,
-        "num_warps": 4,
-    }
+def _rest(units: int) -> int:
+    return triton.next_power_of_2(UNIT * (units - 8)) if units > 8 else 0
+
+
+def _exact(problem: MoEProblem, m: Matrix) -> bool:
+    """Whether the weights of `m` cannot come out times a power of two."""
+    name = problem.scheme.weight.name
+    if name == "mxfp4":
+        return not m.exponents_within(FOLDED_SCALES)
+    return name != "int4" or m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}
+
+
+def _variant(layer: Layer, stage: int, tile: PrefillTile) -> Variant:
+    p = layer.problem
+    weight, act, shape = p.scheme.weight, p.activation, SHAPES[tile.units]
+    m, columns = (layer.w13, p.dims.hidden) if stage == 1 else (layer.w2, p.dims.intermediate)
+    return Variant(
+        stage=stage,
+        format=weight.name,
+        group=32 if weight.group == 32 else 64,
+        span=m.k // 64 // m.scales.shape[2],
+        zeros=m.zeros is not None,
+        exact=_exact(p, m),
+        split=(scale_name(p), p.dtype) == ("fp16", "bf16"),
+        bias=m.bias is not None,
+        weighted=p.routing.weight_on_input == (stage == 1),
+        even=m.k == columns,
+        top_k=p.top_k,
+        activation=act.name if stage == 1 else "",
+        gated=act.gated and stage == 1,
+        units=tile.units,
+        widths=shape.widths,
+        workers=shape.workers,
+        blocks=shape.blocks,
+        stages=stages(p, tile),
+        registers=shape.registers,
+    )
 
 
 @dataclass(frozen=True)
@@ -123,7 +204,7 @@ def cut(offsets: Tensor, assignments: int, experts: int, tile: PrefillTile) -> t
     bound = token_tiles(assignments, experts, UNIT * tile.units)
     tiles, count = offsets.new_empty(bound, 4), offsets.new_empty(3)
     padded = triton.next_power_of_2(experts)
-    kernels._schedule_kernel[(1,)](offsets, tiles, count, E=experts, EPAD=padded, MOST=tile.units)
+    _schedule_kernel[(1,)](offsets, tiles, count, E=experts, EPAD=padded, MOST=tile.units, **launch_options())
     return tiles, count, bound
 
 
@@ -133,49 +214,41 @@ def schedule(call: Call, experts: int, tile: PrefillTile) -> Schedule:
     return Schedule(slots, *cut(offsets, call.assignments, experts, tile))
 
 
-def _launch(number: int, x: Tensor, y: Tensor, call: Call, plan: Schedule, arguments: dict[str, Any]) -> None:
-    row_tiles = triton.cdiv(arguments["N"], ROWS)
-    grid = min(multiprocessors(x.device), plan.bound * row_tiles)
+def gemm(
+    layer: Layer, stage: int, call: Call, plan: Schedule, x: Tensor, y: Tensor, tile: PrefillTile
+) -> None:
+    """Fills `y`: activations of the first GEMM by sorted position, or of the second the parts by slot.
+
+    Args:
+        x: the tokens, or the first GEMM's result.
+    """
+    p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
+    how = _variant(layer, stage, tile)
+    grid = min(multiprocessors(x.device), plan.bound * triton.cdiv(m.n, SHAPES[tile.units].rows))
     kernels._prefill_kernel[(grid,)](
         X=x,
+        W=m.codes,
+        S=m.scales,
+        Z=m.scales if m.zeros is None else m.zeros,
+        B=m.scales if m.bias is None else m.bias,
         Y=y,
         WEIGHTS=call.weights,
         SORTED=plan.slots,
         TILES=plan.tiles,
         COUNT=plan.count,
-        COUNTER=plan.count[number:],
-        STAGE=number,
-        **arguments,
+        COUNTER=plan.count[stage:],
+        N=m.n,
+        K=m.k,
+        KX=x.shape[1],
+        NX=y.shape[1],
+        spans=m.scales.shape[2],
+        leap=tile.leap,
+        trail=min(tile.trail, (how.stages - 1) // (how.workers - 1), m.k // 64),
+        **activation_numbers(p.activation),
+        HOW=how,
+        num_warps=4,
+        launch_pdl=True,
     )
-
-
-def gemm1(layer: Layer, call: Call, plan: Schedule, h: Tensor, tile: PrefillTile) -> None:
-    """Fills `h` ``[assignments, intermediate]``, in the order of the sorted slots."""
-    p, act = layer.problem, layer.problem.activation
-    arguments = _gemm(layer, layer.w13, p.dims.hidden, p.dims.intermediate, tile)
-    arguments |= {
-        **activation_numbers(act),
-        "GATHER": p.top_k,
-        "ACT": act.name,
-        "GATED": act.gated,
-        "WEIGHTED": p.routing.weight_on_input,
-    }
-    _launch(1, call.x, h, call, plan, arguments)
-
-
-def gemm2(layer: Layer, call: Call, plan: Schedule, h: Tensor, y: Tensor, tile: PrefillTile) -> None:
-    """Fills `y` ``[assignments, hidden]``, by slot."""
-    p = layer.problem
-    arguments = _gemm(layer, layer.w2, p.dims.intermediate, p.dims.hidden, tile)
-    arguments |= {
-        "alpha": 1.0,
-        "limit": math.inf,
-        "GATHER": 0,
-        "ACT": "none",
-        "GATED": False,
-        "WEIGHTED": not p.routing.weight_on_input,
-    }
-    _launch(2, h, y, call, plan, arguments)
 
 
 def run(layer: Layer, call: Call, tile: PrefillTile) -> None:
@@ -184,25 +257,19 @@ def run(layer: Layer, call: Call, tile: PrefillTile) -> None:
     plan = schedule(call, p.local_experts, tile)
     h = call.x.new_empty(t, p.dims.intermediate)
     y = call.x.new_empty(t, p.dims.hidden)
-    gemm1(layer, call, plan, h, tile)
-    gemm2(layer, call, plan, h, y, tile)
+    gemm(layer, 1, call, plan, call.x, h, tile)
+    gemm(layer, 2, call, plan, h, y, tile)
     combine(y, call.ids, call.y, p.local_experts)
 
 
 def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
     weight, act = problem.scheme.weight, problem.activation
-    if tile.units not in WIDTHS or tile.leap < 1 or tile.trail < 0:
-        return f"{tile} is none of its tiles: units is one of {', '.join(map(str, WIDTHS))}"
-    if weight.name not in ("mxfp4", "int4", "int8"):
-        return f"it reads mxfp4, int4 and int8 weights, the layer has {weight}"
-    if weight.name == "int8" and tile.units > MOST_UNITS_INT8:
-        return f"{tile} is too large for int8 weights: units is {MOST_UNITS_INT8} at most"
-    if weight.name == "mxfp4" and problem.dtype != "bf16":
-        return f"it multiplies mxfp4 weights in bf16, the model's dtype is {problem.dtype}"
-    if weight.name != "mxfp4" and scale_name(problem) != problem.dtype:
-        return (
-            f"its weights are multiplied in their scales' {weight.scale_dtype}, the model is {problem.dtype}"
-        )
+    if tile.units not in SHAPES or tile.leap < 1 or tile.trail < 0:
+        return f"{tile} is none of its tiles: units is one of {', '.join(map(str, SHAPES))}"
+    if (weight.name, problem.dtype) not in FORMATS.get(scale_name(problem), ()):
+        return f"it has no {problem.dtype} products of {weight} weights with {scale_name(problem)} scales"
+    if weight.group not in (32, FULL) and weight.group % 64:
+        return f"it reads scale groups of 32, of multiples of 64 and of rows, not of {weight.group}"
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it has the activations {', '.join(GATED + UNGATED)}, the layer has {act.name}"
     if stages(problem, tile) < FEWEST_STAGES:
@@ -210,8 +277,12 @@ def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
     return ""
 
 
+PROMISING = (PrefillTile(8), PrefillTile(9), PrefillTile(12, trail=0))
+"""Tiles that are worth a measurement, as found on an H200."""
+
+
 def _candidates(problem: MoEProblem) -> list[PrefillTile]:
-    return [PrefillTile(units) for units in WIDTHS if not _fits(problem, PrefillTile(units))]
+    return [tile for tile in PROMISING if not _fits(problem, tile)]
 
 
 PREFILL_REGIME = Regime(

@@ -1,0 +1,136 @@
+# mypy: ignore-errors
+"""Device code of the prefill kernels: the warpgroup that loads.
+
+It takes tiles from a counter, hands them to the computing warpgroups and fills the ring of stages for them.
+What the kernel before wrote is read past the L1 cache, which this kernel may share with it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .fragments import scale_words, tile_bytes
+from .names import async_load
+from .prefill_tiles import _once, _placed, _rows_layout, _set_field
+
+
+@gluon.jit
+def _token_rows(SORTED, first, end, KX, TOKENS: gl.constexpr, HOW: gl.constexpr):
+    """Where TOKENS rows from position `first` on begin, in units of 8 values, and the columns of a step.
+
+    Rows past the end are the last one once more: a tile's columns do not meet, and these are not stored.
+    """
+    L: gl.constexpr = _rows_layout(64)
+    rows = gl.minimum(first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L)), gl.maximum(end - 1, 0))
+    if HOW.stage == 1:
+        rows = gl.load(SORTED + rows, cache_modifier=".cg") // HOW.top_k
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    rows = rows.to(gl.uint32) * (KX // 8).to(gl.uint32)
+    return gl.expand_dims(rows, 1), gl.expand_dims(columns, 0)
+
+
+@gluon.jit
+def _copy_tokens(x, X, rows, step, KX, HOW: gl.constexpr):
+    """64 columns of step `step` of rows that `_token_rows` gave; columns past the matrix become zero."""
+    at, columns = rows
+    p = X + (at + (step * 8).to(gl.uint32)).to(gl.int64) * 8 + columns
+    if HOW.even:
+        async_load(x, p)
+    else:
+        live, _ = gl.broadcast(
+            step * 64 + columns < KX, gl.full([at.shape[0], 64], 0, gl.int1, _rows_layout(64))
+        )
+        async_load(x, p, mask=live)
+
+
+@gluon.jit
+def _note(notes, job, SORTED, WEIGHTS, B, N, expert, nt, first, end, HOW: gl.constexpr):
+    """What a tile's end needs from global memory, for `job`: slots and weights by token, bias by row."""
+    slots, weights, bias = notes
+    place = gl.arange(0, 256, layout=_once())
+    if HOW.stage == 2 or HOW.weighted:
+        live = first + place < end
+        slot = gl.load(SORTED + first + place, mask=live, other=0, cache_modifier=".cg")
+        slots.index(job % 2).store(slot)
+        if HOW.weighted:
+            weights.index(job % 2).store(gl.load(WEIGHTS + slot, mask=live, other=0.0))
+    if HOW.bias:
+        rows = nt * (64 * HOW.workers * HOW.blocks) + place
+        b = gl.load(B + expert.to(gl.int64) * N + rows, mask=rows < N, other=0.0)
+        bias.index(job % 2).store(b.to(gl.float32))
+
+
+@gluon.jit
+def _loader(load, size, HOW: gl.constexpr):
+    """Loads tile after tile; the last one handed over has 0 units."""
+    ring, notes, jobs, given, taken, X, W, S, Z, B, WEIGHTS, SORTED, TILES, COUNT, COUNTER = load
+    N, K, KX, spans, leap = size
+    tokens, weights, full, empty = ring
+    x, more = tokens
+    codes, scales, zeros = weights
+    BYTES: gl.constexpr = tile_bytes(HOW.format)
+    WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
+    STAGES: gl.constexpr = HOW.stages
+    BLOCKS: gl.constexpr = HOW.workers * HOW.blocks
+    WORKERS: gl.constexpr = HOW.workers
+    WL: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
+    SL: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
+    steps = K // 64
+    blocks = N // 64
+    stage = gl.to_tensor(0)
+    free = gl.to_tensor(1)
+    job = 0
+    tile = gl.program_id(0)
+    count = gl.load(COUNT, cache_modifier=".cg")
+    total = count * ((blocks + BLOCKS - 1) // BLOCKS)
+    units = 1
+    while units > 0:
+        mt, nt = _placed(tile, count, blocks // BLOCKS, leap)
+        real = tile < total
+        expert = gl.load(TILES + mt * 4, mask=real, other=0, cache_modifier=".cg")
+        first = gl.load(TILES + mt * 4 + 1, mask=real, other=0, cache_modifier=".cg")
+        end = gl.load(TILES + mt * 4 + 2, mask=real, other=0, cache_modifier=".cg")
+        units = gl.load(TILES + mt * 4 + 3, mask=real, other=0, cache_modifier=".cg")
+        mbarrier.wait(taken.index(job % 2), ((job // 2) & 1) ^ 1)
+        _set_field(jobs, job, 0, units)
+        _set_field(jobs, job, 1, first)
+        _set_field(jobs, job, 2, end)
+        _set_field(jobs, job, 3, nt)
+        _note(notes, job, SORTED, WEIGHTS, B, N, expert, nt, first, end, HOW)
+        mbarrier.arrive(given.index(job % 2), count=1)
+        job += 1
+        tile = gl.num_programs(0) + gl.atomic_add(COUNTER, 1, sem="relaxed")
+        rows0 = _token_rows(SORTED, first, end, KX, 64, HOW)
+        rows1 = _token_rows(SORTED, first + 64, end, KX, 64, HOW)
+        if HOW.rest:
+            rows2 = _token_rows(SORTED, first + 128, end, KX, HOW.rest, HOW)
+        w_expert = expert.to(gl.int64) * blocks * steps * BYTES
+        s_expert = expert.to(gl.int64) * blocks * spans * WORDS
+        mine = gl.arange(0, 4, layout=gl.SliceLayout(1, WL))
+        inner = gl.arange(0, BYTES, layout=gl.SliceLayout(0, WL))
+        w_at = gl.expand_dims(gl.minimum(nt * BLOCKS + mine, blocks - 1) * (steps * BYTES), 1)
+        w_at = w_at + gl.expand_dims(inner, 0)
+        w_live, _ = gl.broadcast(gl.expand_dims(mine < BLOCKS, 1), gl.full([4, BYTES], 0, gl.int1, WL))
+        # A block past the matrix is the last one once more; its copy is not read, or not stored.
+        own = gl.minimum(nt * BLOCKS + gl.arange(0, 4, layout=gl.SliceLayout(1, SL)), blocks - 1)
+        word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, SL))
+        s_at = gl.expand_dims(own * (spans * WORDS), 1) + gl.expand_dims(word, 0)
+        for kt in range(gl.where(real, steps, 0)):
+            for me in gl.static_range(WORKERS):
+                mbarrier.wait(empty.index(WORKERS * stage + me), free)
+            _copy_tokens(x.index(stage).slice(0, 64), X, rows0, kt, KX, HOW)
+            if units > 4:
+                _copy_tokens(x.index(stage).slice(64, 64), X, rows1, kt, KX, HOW)
+            if HOW.rest:  # noqa: SIM102 - one is decided when compiling, one when running
+                if units > 8:
+                    _copy_tokens(more.index(stage), X, rows2, kt, KX, HOW)
+            async_load(codes.index(stage), W + (w_expert + kt * BYTES) + w_at, mask=w_live)
+            s_step = s_expert + kt // HOW.span * WORDS
+            async_load(scales.index(stage), S + s_step + s_at)
+            if HOW.zeros:
+                async_load(zeros.index(stage), Z + s_step + s_at)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            last = stage == STAGES - 1
+            stage = gl.where(last, 0, stage + 1)
+            free = gl.where(last, free ^ 1, free)

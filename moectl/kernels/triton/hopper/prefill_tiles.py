@@ -1,0 +1,110 @@
+# mypy: ignore-errors
+"""Device code of the prefill kernels: how tokens are cut into tiles, and how a tile lies in registers.
+
+A token tile is some units of 16 tokens wide. A width that is no power of two is computed as two
+accumulators, wide and narrow, that share the expanded weights.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@triton.jit
+def _schedule_kernel(
+    OFFSETS, TILES, COUNT, E: tl.constexpr, EPAD: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Token tiles (expert, first, end, units) ``[COUNT[0], 4]``, expert by expert; one program.
+
+    An expert's tokens are cut into the fewest tiles of at most `MOST` units of 16 tokens, and its
+    units are shared out so that its tiles differ by one at most. COUNT[1:3] become 0.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    i = tl.arange(0, EPAD)
+    low = tl.load(OFFSETS + i, mask=i < E, other=0)
+    high = tl.load(OFFSETS + i + 1, mask=i < E, other=0)
+    units = (high - low + 15) // 16
+    tiles = (units + MOST - 1) // MOST
+    before = tl.cumsum(tiles, 0) - tiles
+    tl.store(COUNT, tl.sum(tiles, 0))
+    tl.store(COUNT + 1, 0)
+    tl.store(COUNT + 2, 0)
+    least = units // tl.maximum(tiles, 1)
+    wider = units - least * tiles
+    for j in range(tl.max(tiles, 0)):
+        at = TILES + (before + j) * 4
+        start = low + 16 * (j * least + tl.minimum(j, wider))
+        width = least + (j < wider).to(tl.int32)
+        mine = j < tiles
+        tl.store(at, i, mask=mine)
+        tl.store(at + 1, start, mask=mine)
+        tl.store(at + 2, tl.minimum(start + 16 * width, high), mask=mine)
+        tl.store(at + 3, width, mask=mine)
+
+
+@gluon.jit
+def _placed(tile, count, whole, leap):
+    """(token tile, row tile) number `tile`: `leap` token tiles run through the `whole` row tiles together.
+
+    A row tile that lies partly past the matrix comes last: it is shorter, and evens out the end.
+    """
+    group = tile // gl.maximum(leap * whole, 1)
+    within = tile - group * (leap * whole)
+    tokens = gl.maximum(gl.minimum(count - group * leap, leap), 1)
+    rest = tile - count * whole
+    mt = gl.where(rest < 0, group * leap + within % tokens, rest)
+    return mt, gl.where(rest < 0, within // tokens, whole)
+
+
+@gluon.constexpr_function
+def _mma(tokens):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
+
+
+@gluon.constexpr_function
+def _operand(tokens):
+    return gl.DotOperandLayout(0, _mma(tokens), 2)
+
+
+@gluon.constexpr_function
+def _units(i, HOW):
+    """The kernel's width number i, 0 before the first."""
+    return HOW.widths[i] if i >= 0 else 0
+
+
+@gluon.constexpr_function
+def _wide(units):
+    """Tokens of the first part of a width: the largest power of two that fits."""
+    return 16 << (units.bit_length() - 1)
+
+
+@gluon.constexpr_function
+def _narrow(units):
+    """Tokens of the second part of a width, or 0."""
+    return 16 * units - _wide(units)
+
+
+@gluon.constexpr_function
+def _once():
+    """One value a thread."""
+    return gl.BlockedLayout([1], [32], [4], [0])
+
+
+@gluon.constexpr_function
+def _rows_layout(COLUMNS):
+    """16 bytes a lane of ``[rows, COLUMNS]`` values of 16 bits, 32 or 64 columns: whole rows a warp."""
+    return gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _field(jobs, job, i: gl.constexpr):
+    """Field i of the entry of `job`, a scalar."""
+    return gl.max(jobs.index((job % 2) * 4 + i).load(_once()), 0)
+
+
+@gluon.jit
+def _set_field(jobs, job, i: gl.constexpr, value):
+    jobs.index((job % 2) * 4 + i).store(gl.full([1], 0, gl.int32, _once()) + value)
