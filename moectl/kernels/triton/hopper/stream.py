@@ -259,19 +259,19 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
     return ""
 
 
-TWO_ROWS, FOUR_ROWS, HALVES = Shape(2, 2, 1, 4, 1), Shape(1, 4, 1, 4, 1), Shape(2, 4, 1, 4, 1)
-DEEP, DEEP_RUN, TALL = Shape(1, 4, 1, 8, 1), Shape(1, 4, 1, 8, 2), Shape(1, 4, 2, 4, 1)
+FOUR_ROWS, TALL = Shape(1, 4, 1, 4, 1), Shape(1, 4, 2, 4, 1)
+DEEP, DEEP_RUN, DEEP_HALVES = Shape(1, 4, 1, 8, 1), Shape(1, 4, 1, 8, 2), Shape(2, 4, 1, 8, 1)
 
 WORTH_A_TRY: tuple[tuple[int, int, Shape, Shape, int], ...] = (
-    (1, 0, TWO_ROWS, Shape(4, 4, 1, 4, 1), 0),
-    (1, 0, HALVES, HALVES, 0),
-    (1, 0, Shape(2, 4, 1, 8, 1), Shape(2, 4, 1, 8, 1), 0),
-    (1, 0, HALVES, FOUR_ROWS, 0),
+    (1, 0, Shape(2, 2, 1, 4, 1), Shape(4, 4, 1, 4, 1), 0),
+    (1, 0, DEEP_HALVES, DEEP_HALVES, 0),
+    (1, 0, Shape(2, 4, 1, 4, 1), FOUR_ROWS, 0),
     (1, 0, FOUR_ROWS, TALL, 0),
-    (4, 1, DEEP, DEEP, 0),
-    (4, 1, TALL, TALL, 0),
-    (8, 1, DEEP_RUN, TALL, 0),
-    (8, 1, TALL, TALL, 0),
+    (4, 1, DEEP, DEEP, 1),
+    (4, 1, DEEP_RUN, DEEP_RUN, 1),
+    (4, 1, TALL, TALL, 1),
+    (8, 1, DEEP_RUN, TALL, 1),
+    (8, 1, TALL, TALL, 1),
 )
 """(tokens, planned, first, second, fused): launches that were the fastest of a layer on an H200."""
 
