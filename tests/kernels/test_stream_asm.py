@@ -79,10 +79,15 @@ def add_bf16x2(a: Register, b: Register) -> Register:
     return paired(torch.from_numpy(halves(a, "bf16") + halves(b, "bf16")).bfloat16())
 
 
+def fma_bf16x2(a: Register, b: Register, c: Register) -> Register:
+    return paired(torch.from_numpy(halves(a, "bf16") * halves(b, "bf16") + halves(c, "bf16")).bfloat16())
+
+
 OPERATIONS: dict[str, Callable[..., Register]] = {
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, n: a << n,
     "shr.u32": lambda a, n: a >> n,
+    "shr.b32": lambda a, n: a >> n,
     "shf.r.wrap.b32": lambda a, b, n: (a >> n) | (b << (32 - n)),
     "lop3.b32": lop3,
     "prmt.b32": prmt,
@@ -90,6 +95,8 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "mov.b32": lambda a: a,
     "mov.f32": lambda a: a,
     "add.rn.bf16x2": add_bf16x2,
+    "mul.rn.bf16x2": lambda a, b: fma_bf16x2(a, b, np.zeros_like(a)),
+    "fma.rn.bf16x2": fma_bf16x2,
     "sub.rn.f32": lambda a, b: f32(as_f32(a) - as_f32(b)),
     "mul.rn.f32": lambda a, b: f32(as_f32(a) * as_f32(b)),
     "fma.rn.f32": lambda a, b, c: f32(as_f32(a) * as_f32(b) + as_f32(c)),

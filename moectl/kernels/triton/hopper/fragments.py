@@ -158,21 +158,19 @@ def _folded_int4_asm():
     return "\n".join(lines) + "}"
 
 
+FOLDED_SCALES_ASM = gl.constexpr(
+    """{ .reg .b32 up, down;
+    mov.b32 up, 0x6F806F80;
+    mov.b32 down, 0xB080B080;
+    mul.rn.bf16x2 $0, $2, up;
+    mul.rn.bf16x2 $1, $2, down; }"""
+)
+
+
 @gluon.jit
 def _folded_scales(words):
     """Scales of a folded int4 fragment and what it adds, two a word."""
-    return gl.inline_asm_elementwise(
-        """{ .reg .b32 up, down;
-        mov.b32 up, 0x6F806F80;
-        mov.b32 down, 0xB080B080;
-        mul.rn.bf16x2 $0, $2, up;
-        mul.rn.bf16x2 $1, $2, down; }""",
-        "=&r,=&r,r",
-        [words],
-        (gl.int32, gl.int32),
-        True,
-        1,
-    )
+    return gl.inline_asm_elementwise(FOLDED_SCALES_ASM, "=&r,=&r,r", [words], (gl.int32, gl.int32), True, 1)
 
 
 @gluon.constexpr_function

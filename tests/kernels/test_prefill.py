@@ -1,0 +1,66 @@
+"""The prefill kernels: shapes of programs, which tiles fit which layers, int4 times a power of two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moectl.inspection import MODELS, layer_without_weights
+from moectl.kernels.triton.hopper.fragments import FOLDED_SCALES_ASM, _folded_int4_asm, fold_factor
+from moectl.kernels.triton.hopper.prefill import PREFILL_REGIME, SHAPES, PrefillTile
+from moectl.problem import Activation
+
+from .test_stream_asm import execute, halves, paired
+
+GPT_OSS = "openai/gpt-oss-120b"
+
+
+@pytest.mark.parametrize("units", SHAPES)
+def test_a_shape_has_a_branch_for_its_widest_tile_and_registers_for_all_threads(units: int) -> None:
+    shape = SHAPES[units]
+    assert max(shape.widths) == units and list(shape.widths) == sorted(shape.widths)
+    assert all(width.bit_count() <= 2 for width in shape.widths)
+    computing, loading = shape.registers
+    assert 128 * (shape.workers * computing + loading) <= 65536
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_has_tiles_of_both_shapes(model: str) -> None:
+    problem = layer_without_weights(model).problem
+    tiles = PREFILL_REGIME.candidates(problem)
+    assert {SHAPES[tile.units].workers for tile in tiles} == {2, 3}
+
+
+def test_what_does_not_fit_is_refused_with_the_reason() -> None:
+    problem = layer_without_weights(GPT_OSS).problem
+    assert not PREFILL_REGIME.fits(problem, PrefillTile())
+    for changed, tile, reason in (
+        (problem, PrefillTile(10), "none of its tiles"),
+        (replace(problem, dtype="fp16"), PrefillTile(), "no fp16 products"),
+        (replace(problem, activation=Activation("situ")), PrefillTile(), "activation"),
+    ):
+        assert reason in PREFILL_REGIME.fits(changed, tile)
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.0078125, 0.3, 1e-20, 2.0**31])
+def test_folded_int4_is_the_rounded_weight_times_a_power_of_two(scale: float) -> None:
+    rng = np.random.default_rng(0)
+    word = rng.integers(0, 2**32, 32, dtype=np.uint32)
+    scales = torch.full((32, 2), scale, dtype=torch.float64).bfloat16()
+    registers = {"$2": paired(scales)}
+    execute(FOLDED_SCALES_ASM.value, registers)
+    made = {
+        "$4": word,
+        "$5": registers["$0"],
+        "$9": registers["$0"],
+        "$13": registers["$1"],
+        "$17": registers["$1"],
+    }
+    execute(_folded_int4_asm.fn(), made)
+    for r in range(4):
+        codes = np.stack([word >> (16 * b + 4 * r) & 15 for b in range(2)], 1).astype(np.float64)
+        rounded = torch.from_numpy((codes - 8) * scales.double().numpy()).bfloat16().double().numpy()
+        np.testing.assert_array_equal(halves(made[f"${r}"], "bf16") * fold_factor("int4"), rounded)
