@@ -62,3 +62,16 @@ def test_races_between_ordered_accesses_are_told_by_their_source(script: ModuleT
     assert not script.ordered(race.format(other, other))
     assert not script.ordered(race.format(kernel, other).replace("mid_kernels", "other_kernels"))
     assert not script.ordered(f"Invalid __shared__ read of size 4 bytes in mid_kernels.py:{kernel}")
+
+
+def test_what_a_loader_hands_over_is_told_by_its_source(script: ModuleType) -> None:
+    folder = script.ROOT / "moectl" / "kernels" / "triton" / "hopper"
+    places = [
+        (file.name, number, text)
+        for file in folder.glob("prefill_*.py")
+        for number, text in enumerate(file.read_text().splitlines(), 1)
+    ]
+    race = "Error: Race reported between Write access at _k+0x2c0 in {}:{} and Read access at _k+0x8 in other.py:1"
+    known = [text for name, number, text in places if "mbarrier" in script.ordered(race.format(name, number))]
+    assert len(known) >= 4 and all("job % 2" in text for text in known)
+    assert any(".load(" in text for text in known) and any(".store(" in text for text in known)
