@@ -71,7 +71,7 @@ def test_what_a_loader_hands_over_is_told_by_its_source(script: ModuleType) -> N
         for file in folder.glob("prefill_*.py")
         for number, text in enumerate(file.read_text().splitlines(), 1)
     ]
-    race = "Error: Race reported between Write access at _k+0x2c0 in {}:{} and Read access at _k+0x8 in other.py:1"
+    race = "Error: Race reported between Write access at _k+0x2c0 in {}:{} and Read access at _k in x.py:1"
     known = [text for name, number, text in places if "mbarrier" in script.ordered(race.format(name, number))]
     assert len(known) >= 4 and all("job % 2" in text for text in known)
     assert any(".load(" in text for text in known) and any(".store(" in text for text in known)
