@@ -52,9 +52,12 @@ class Shape:
 SHAPES: dict[int, Shape] = {
     8: Shape(2, 2, (2, 4, 6, 8), (216, 72)),
     9: Shape(2, 2, (2, 4, 6, 8, 9), (216, 72)),
-    12: Shape(3, 1, (2, 4, 6, 8, 10, 12), (144, 80)),
+    12: Shape(3, 1, (2, 4, 6, 8, 10, 12), (152, 56)),
 }
 """Most units of a tile -> the shape of its program."""
+
+REGISTERS: dict[tuple[str, int], tuple[int, int]] = {("mxfp4", 12): (144, 80)}
+"""Formats and units to which the registers of the shape would spill -> theirs."""
 
 SHARED_MEMORY = 227 * 1024
 STORED = 64 * 64 * 2
@@ -178,7 +181,7 @@ def _variant(layer: Layer, stage: int, tile: PrefillTile) -> Variant:
         workers=shape.workers,
         blocks=shape.blocks,
         stages=stages(p, tile),
-        registers=shape.registers,
+        registers=REGISTERS.get((weight.name, tile.units), shape.registers),
     )
 
 
