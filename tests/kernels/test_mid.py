@@ -9,17 +9,18 @@ import pytest
 from moectl.inspection import MODELS, layer_without_weights
 from moectl.kernels.triton.hopper.mid import (
     MID_REGIME,
-    MOST_TOKENS,
     REGISTERS,
     WIDTHS,
     MidTile,
     launch_registers,
+    registers,
     shared_bytes,
 )
 from moectl.kernels.triton.inspection.shipped import inspect
 from moectl.kernels.triton.inspection.standin import STAND_INS
 from moectl.kernels.triton.launch import Launch
 from moectl.problem import Activation
+from moectl.schemes import Scheme, int_format
 
 H200 = STAND_INS[90]
 GPT_OSS = "openai/gpt-oss-120b"
@@ -33,13 +34,16 @@ def test_every_model_has_tiles_for_all_widths(model: str) -> None:
     assert all(not MID_REGIME.fits(problem, tile) for tile in tiles)
 
 
-@pytest.mark.parametrize(("workers", "programs"), REGISTERS)
-def test_threads_of_a_multiprocessor_share_its_registers(workers: int, programs: int) -> None:
-    working, loading = REGISTERS[workers, programs]
-    assert programs * 128 * (workers * working + loading) <= 65536
-    tile = MidTile(16, workers, 4, programs=programs)
-    assert programs * 128 * (workers + 1) * launch_registers(tile) <= 65536
-    assert MOST_TOKENS[workers, programs] in WIDTHS
+@pytest.mark.parametrize("place", REGISTERS)
+def test_threads_of_a_multiprocessor_share_its_registers(place: tuple[int, int, int, int]) -> None:
+    workers, programs, tall, boxed = place
+    for tokens, (working, loading) in REGISTERS[place].items():
+        tile = MidTile(tokens, workers, 4, programs=programs, tall=tall, boxed=boxed)
+        assert tokens in WIDTHS and registers(tile) == (working, loading)
+        at_first = launch_registers(tile)
+        assert programs * 128 * (workers + 1) * at_first <= 65536
+        # What the other warpgroups leave is the first worker's.
+        assert (workers + 1) * at_first - (workers - 1) * working - loading >= 0.7 * working
 
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
@@ -51,6 +55,11 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (problem, replace(tile, tokens=128), "registers"),
         (problem, replace(tile, stages=1), "no stage to fill"),
         (problem, replace(tile, stages=40), "shared memory"),
+        (
+            replace(problem, scheme=Scheme(int_format(4, 64))),
+            replace(tile, stages=3, tall=2, boxed=1),
+            "groups",
+        ),
         (replace(problem, dtype="fp16"), tile, "no fp16 products"),
         (replace(problem, activation=Activation("situ")), tile, "activation"),
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..layer import Call, Layer, Matrix, Regime, activation_numbers, multiproces
 from ..routing import combine, sort_by_expert
 from . import epilogue
 from . import mid_kernels as kernels
+from . import mid_ring as ring
 from .fragments import FOLDED_SCALES
 
 WIDTHS: dict[int, tuple[int, ...]] = {
@@ -28,16 +29,17 @@ WIDTHS: dict[int, tuple[int, ...]] = {
 }
 """Most tokens of a tile -> the numbers of token columns that its kernel has a branch for."""
 
-REGISTERS: dict[tuple[int, int], tuple[int, int]] = {
-    (2, 1): (216, 80),
-    (3, 1): (144, 80),
-    (4, 1): (112, 64),
-    (2, 2): (96, 48),
+REGISTERS: dict[tuple[int, int, int, int], dict[int, tuple[int, int]]] = {
+    (2, 1, 1, 0): {128: (216, 80)},
+    (3, 1, 1, 0): {128: (144, 80)},
+    (4, 1, 1, 0): {64: (112, 64)},
+    (2, 2, 1, 0): {32: (96, 48)},
+    (3, 1, 1, 1): {128: (144, 80)},
+    (4, 1, 1, 1): {32: (104, 64)},
+    (4, 1, 2, 1): {16: (104, 64)},
 }
-"""Workers, and programs of a multiprocessor -> registers of a worker's and of a loader's thread."""
-
-MOST_TOKENS: dict[tuple[int, int], int] = {(2, 1): 128, (3, 1): 128, (4, 1): 64, (2, 2): 32}
-"""Workers and programs -> most tokens whose sums fit a worker's registers beside the weights."""
+"""Workers, programs of a multiprocessor, row blocks of a worker and whether scales come in boxes -> up to so
+many tokens a tile, whose sums fit beside the weights: registers of a worker's and of a loader's thread."""
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on SM90."""
@@ -50,6 +52,7 @@ FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
 """Scales -> weights and the activations that they are multiplied with: none rounds a weight twice."""
 
 _CODES = gl.NVMMASharedLayout(128, 8, 2)
+_WORDS = gl.NVMMASharedLayout(0, 32, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,13 @@ class MidTile:
 
     Attributes:
         tokens: most tokens of a tile, a key of `WIDTHS`.
-        workers: warpgroups with 64 weight rows each; with `programs` a key of `REGISTERS`.
+        workers: warpgroups; with `programs` and `tall` a key of `REGISTERS`.
         stages: of the ring.
         depth: 64-column pieces of a stage.
         loaders: warps that copy token rows.
         programs: of one multiprocessor at a time.
+        tall: blocks of 64 weight rows that a worker has.
+        boxed: whether scale words are copied in boxes, by TMA, instead of word by word.
     """
 
     tokens: int
@@ -71,6 +76,8 @@ class MidTile:
     depth: int = 2
     loaders: int = 2
     programs: int = 1
+    tall: int = 1
+    boxed: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,15 +110,32 @@ class Variant:
     gated: bool
     widths: tuple[int, ...]
     workers: int
+    tall: int
     stages: int
     depth: int
     loaders: int
+    boxed: bool
     registers: tuple[int, int]
+
+    @property
+    def blocks(self) -> int:
+        """Row blocks of a tile."""
+        return self.workers * self.tall
 
     @property
     def folded(self) -> bool:
         """Whether sums come out times a power of two that MXFP4 scales do not undo."""
         return self.format == "mxfp4" and not self.exact
+
+
+def _place(tile: MidTile) -> tuple[int, int, int, int]:
+    return tile.workers, tile.programs, tile.tall, tile.boxed
+
+
+def registers(tile: MidTile) -> tuple[int, int]:
+    """Of a worker's and of a loader's thread; none where sums of so many tokens do not fit."""
+    most = REGISTERS[_place(tile)]
+    return next((have for tokens, have in most.items() if tile.tokens <= tokens), (0, 0))
 
 
 def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Variant:
@@ -134,10 +158,12 @@ def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Varia
         gated=act.gated,
         widths=WIDTHS[tile.tokens],
         workers=tile.workers,
+        tall=tile.tall,
         stages=tile.stages,
         depth=tile.depth,
         loaders=tile.loaders,
-        registers=REGISTERS[tile.workers, tile.programs],
+        boxed=bool(tile.boxed),
+        registers=registers(tile),
     )
 
 
@@ -183,12 +209,12 @@ def gemm(layer: Layer, stage: int, call: Call, plan: Schedule, x: Tensor, y: Ten
     """
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
     how = _variant(layer, stage, call.assignments, tile)
-    row_tiles = triton.cdiv(m.n, 64 * tile.workers)
+    row_tiles = triton.cdiv(m.n, 64 * how.blocks)
     grid = min(tile.programs * multiprocessors(x.device), plan.bound * row_tiles)
     kernels._grouped_gemm_kernel[(grid,)](
         X=x,
         CODES=_descriptor(m, tile.depth),
-        S=m.scales,
+        S=_words_descriptor(m.scales, how) if how.boxed else m.scales,
         Z=m.scales if m.zeros is None else m.zeros,
         B=m.scales if m.bias is None else m.bias,
         Y=y,
@@ -221,6 +247,12 @@ def _descriptor(m: Matrix, depth: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(m.codes.view(-1, 128), [depth * lines, 128], _CODES)
 
 
+def _words_descriptor(words: Tensor, how: Variant) -> TensorDescriptor:
+    """Scale or zero words in a row; a copy moves those of one row block of a stage."""
+    each = ring._stage_words.fn(how)
+    return TensorDescriptor.from_tensor(words.view(-1), [each], _WORDS)
+
+
 def _run(layer: Layer, call: Call, tile: MidTile) -> None:
     p, t = layer.problem, call.assignments
     plan = schedule(call, p.local_experts, tile.tokens)
@@ -235,20 +267,23 @@ def shared_bytes(problem: MoEProblem, tile: MidTile) -> int:
     """Shared memory of a program: its ring, slots and weights of each worker's tile, a store's detour."""
     weight = problem.scheme.weight
     words = 2 if weight.name != "mxfp4" and weight.group == 32 else 1
-    words *= 128 * triton.next_power_of_2(tile.workers) * (2 if weight.zero_point else 1)
-    stage = tile.depth * (128 * tile.tokens + 512 * weight.bits * tile.workers + words) + 16
+    blocks = tile.workers * tile.tall
+    words *= (
+        128 * (blocks if tile.boxed else triton.next_power_of_2(blocks)) * (2 if weight.zero_point else 1)
+    )
+    stage = tile.depth * (128 * tile.tokens + 512 * weight.bits * blocks + words) + 16
     notes = 8 * triton.next_power_of_2(tile.tokens) + 64 * 32 * 2 + 512
     return int(tile.stages * stage + tile.workers * notes + 1024)
 
 
 def _fits(problem: MoEProblem, tile: MidTile) -> str:
     weight, act = problem.scheme.weight, problem.activation
-    place = (tile.workers, tile.programs)
+    place = _place(tile)
     if tile.tokens not in WIDTHS or place not in REGISTERS or tile.loaders not in (1, 2):
         return f"{tile} is none of its tiles"
     if tile.stages < 2:
         return f"{tile} has no stage to fill while another is read"
-    if tile.tokens > MOST_TOKENS[place]:
+    if not registers(tile)[0]:
         return f"{tile} does not fit the registers of its workers"
     shared = tile.programs * shared_bytes(problem, tile)
     if tile.depth not in (1, 2, 4) or shared > SHARED_MEMORY:
@@ -257,22 +292,28 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
         return f"it has no {problem.dtype} products of {weight} weights with {scale_name(problem)} scales"
     if weight.group not in (32, FULL) and weight.group % 64:
         return f"it reads scale groups of 32, of multiples of 64 and of rows, not of {weight.group}"
+    if tile.boxed and (weight.zero_point or weight.group not in (32, 128)):
+        return f"{tile} takes scales of groups of 32 and 128 without zero points, not {weight}"
+    if tile.boxed and max(weight.group, 64 * tile.depth) % min(weight.group, 64 * tile.depth):
+        return f"{64 * tile.depth} columns of a stage and scale groups of {weight.group} do not end together"
     if act.name not in (epilogue.GATED if act.gated else epilogue.UNGATED):
         return f"it does not know the activation {act}"
     return ""
 
 
-PROMISING: tuple[tuple[int, int, int, int], ...] = (
-    (16, 4, 1, 4),
-    (16, 4, 1, 2),
-    (32, 4, 1, 2),
-    (32, 2, 2, 2),
-    (64, 4, 1, 2),
-    (64, 3, 1, 2),
-    (96, 3, 1, 2),
-    (128, 3, 1, 2),
+PROMISING: tuple[tuple[int, int, int, int, int, int], ...] = (
+    (16, 4, 1, 1, 0, 4),
+    (16, 4, 1, 2, 1, 2),
+    (32, 4, 1, 1, 0, 2),
+    (32, 4, 1, 1, 1, 2),
+    (32, 2, 2, 1, 0, 2),
+    (64, 4, 1, 1, 0, 2),
+    (64, 3, 1, 1, 0, 2),
+    (96, 3, 1, 1, 0, 2),
+    (96, 3, 1, 1, 1, 2),
+    (128, 3, 1, 1, 0, 2),
 )
-"""(tokens, workers, programs, depth) that are worth a measurement, as found on an H200."""
+"""(tokens, workers, programs, row blocks, boxed, depth) that are worth a measurement, as found on an H200."""
 
 STAGES = (8, 6, 5, 4, 3, 2)
 
@@ -280,8 +321,9 @@ STAGES = (8, 6, 5, 4, 3, 2)
 def _candidates(problem: MoEProblem) -> Sequence[MidTile]:
     """Each with the deepest ring that fits: it hides the most latency."""
     found = []
-    for tokens, workers, programs, depth in PROMISING:
-        rings = (MidTile(tokens, workers, stages, depth, programs=programs) for stages in STAGES)
+    for tokens, workers, programs, tall, boxed, depth in PROMISING:
+        tile = MidTile(tokens, workers, 0, depth, programs=programs, tall=tall, boxed=boxed)
+        rings = (replace(tile, stages=stages) for stages in STAGES)
         found += [tile for tile in rings if not _fits(problem, tile)][:1]
     return found
 

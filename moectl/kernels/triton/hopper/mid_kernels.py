@@ -19,29 +19,48 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .epilogue import activate, activate_one
-from .fragments import FOLD_FACTOR, code_layout, code_lines, fragment, scale_layout, scale_words
-from .mid_ring import _first, _next, _rest, _stage_words, _token_loader, _weight_loader, _width
+from .fragments import code_layout, code_lines, fragment, scale_layout, scale_words
+from .mid_results import _biases, _note, _store_all, _sums
+from .mid_ring import (
+    _cached,
+    _first,
+    _here,
+    _next,
+    _program,
+    _rest,
+    _run,
+    _stage_words,
+    _token_loader,
+    _weight_loader,
+    _width,
+    _words_layout,
+)
 
 
 @triton.jit
 def _token_tiles_kernel(
     OFFSETS, TILES, COUNT, E: tl.constexpr, EPAD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """TILES ``[bound, 4]``: (expert, first position, tokens, 0) of each tile of up to TOKENS; their COUNT."""
+    """TILES ``[bound, 4]``: (expert, first position, tokens, 0) of each tile; their COUNT.
+
+    An expert's tokens are cut into equal parts of up to TOKENS.
+    """
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     i = tl.arange(0, EPAD)
     low = tl.load(OFFSETS + i, mask=i < E, other=0)
     high = tl.load(OFFSETS + i + 1, mask=i < E, other=0)
     tiles = (high - low + TOKENS - 1) // TOKENS
+    part = (high - low + tiles - 1) // tl.maximum(tiles, 1)
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), 1)
     mine = i[None, :] == expert[:, None]
-    first = tl.sum(tl.where(mine, (low - (ends - tiles) * TOKENS)[None, :], 0), 1) + t * TOKENS
-    tokens = tl.minimum(tl.sum(tl.where(mine, high[None, :], 0), 1) - first, TOKENS)
+    part = tl.sum(tl.where(mine, part[None, :], 0), 1)
+    first = tl.sum(tl.where(mine, low[None, :], 0), 1)
+    first += (t - tl.sum(tl.where(mine, (ends - tiles)[None, :], 0), 1)) * part
+    tokens = tl.minimum(tl.sum(tl.where(mine, high[None, :], 0), 1) - first, part)
     live = t < total
     tl.store(TILES + t * 4, expert, mask=live)
     tl.store(TILES + t * 4 + 1, first, mask=live)
@@ -51,35 +70,39 @@ def _token_tiles_kernel(
 
 
 @gluon.constexpr_function
-def _sums(WIDTH):
-    """Registers of [64, WIDTH] fp32 sums of one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-
-
-@gluon.constexpr_function
 def _operand(WIDTH):
     return gl.DotOperandLayout(0, _sums(WIDTH), 2)
 
 
 @gluon.jit
-def _weights(
-    codes, words, stage, D: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr, HOW: gl.constexpr
-):
-    """Row block BLOCK's weights in the D-th 64 columns of a stage, [64, 64], as an A operand."""
+def _stored(codes, words, stage, D: gl.constexpr, BLOCK: gl.constexpr, HOW: gl.constexpr):
+    """Codes, scale and zero words of row block BLOCK in the D-th 64 columns of a stage."""
     WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
     LINES: gl.constexpr = code_lines(HOW.format)
     LAYOUT: gl.constexpr = scale_layout(HOW.format, HOW.group)
-    AT: gl.constexpr = (BLOCK * HOW.depth + D) * WORDS
-    ZEROS: gl.constexpr = _stage_words(HOW)
-    raw = codes.index(stage * HOW.workers + BLOCK).slice(D * LINES, LINES).load(code_layout(HOW.format))
-    s = words.index(stage).slice(AT, WORDS).load(LAYOUT)
-    z = words.index(stage).slice(ZEROS + AT, WORDS).load(LAYOUT) if HOW.zeros else s
+    place = stage * HOW.blocks + BLOCK
+    raw = codes.index(place).slice(D * LINES, LINES).load(code_layout(HOW.format))
+    if HOW.boxed:
+        AT: gl.constexpr = _run(D, HOW) * WORDS
+        of = words.index(place)
+    else:
+        AT: gl.constexpr = (BLOCK * HOW.depth + D) * WORDS
+        of = words.index(stage)
+    s = of.slice(AT, WORDS).load(LAYOUT)
+    z = of.slice(_stage_words(HOW) + AT, WORDS).load(LAYOUT) if HOW.zeros else s
+    return raw, s, z
+
+
+@gluon.jit
+def _weights(stored, DTYPE: gl.constexpr, HOW: gl.constexpr):
+    """What `_stored` found as an A operand, [64, 64]."""
+    raw, s, z = stored
     FORMAT: gl.constexpr = HOW.format
     GROUP: gl.constexpr = HOW.group
-    WITH_ZEROS: gl.constexpr = HOW.zeros
+    ZEROS: gl.constexpr = HOW.zeros
     EXACT: gl.constexpr = HOW.exact
     SPLIT: gl.constexpr = HOW.split
-    return fragment(raw, s, z, FORMAT, GROUP, WITH_ZEROS, EXACT, DTYPE, _operand(16), SPLIT)
+    return fragment(raw, s, z, FORMAT, GROUP, ZEROS, EXACT, DTYPE, _operand(16), SPLIT)
 
 
 @gluon.jit
@@ -90,31 +113,32 @@ def _multiply(a, tokens, acc, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_all(ring, piece, a, acc, acc2, WIDTH: gl.constexpr, HOW: gl.constexpr):
+def _multiply_all(ring, piece, a, acc, WIDTH: gl.constexpr, HOW: gl.constexpr):
     """`_multiply` of a piece's token columns, in two parts unless they are a power of two."""
     FIRST: gl.constexpr = _first(WIDTH)
     REST: gl.constexpr = _rest(WIDTH)
     x, more, _codes, _words, _full, _empty = ring
-    sums = _multiply(a, x.index(piece).slice(0, FIRST), acc, FIRST)
+    sums = _multiply(a, x.index(piece).slice(0, FIRST), acc[0], FIRST)
     if REST:
         if x.shape[1] == FIRST:
             tokens = more.index(piece).slice(0, REST)
         else:
             tokens = x.index(piece).slice(FIRST, REST)
-        sums2 = _multiply(a, tokens, acc2, REST)
+        sums2 = _multiply(a, tokens, acc[1], REST)
     else:
-        sums2 = acc2
+        sums2 = acc[1]
     return sums, sums2
 
 
 @gluon.jit
-def _finish(sums, sums2, a, after, WIDTH: gl.constexpr):
+def _finish(sums, a, after, WIDTH: gl.constexpr):
     """The sums, when the products that read `a` are done and `after` has been made."""
+    sums1, sums2 = sums
     if _rest(WIDTH):
-        sums, sums2, a, after = hopper.warpgroup_mma_wait(0, deps=(sums, sums2, a, after))
+        sums1, sums2, a, after = hopper.warpgroup_mma_wait(0, deps=(sums1, sums2, a, after))
     else:
-        sums, a, after = hopper.warpgroup_mma_wait(0, deps=(sums, a, after))
-    return sums, sums2, after
+        sums1, a, after = hopper.warpgroup_mma_wait(0, deps=(sums1, a, after))
+    return (sums1, sums2), after
 
 
 @gluon.jit
@@ -127,38 +151,58 @@ def _step(
     The matrix instructions in flight read `a`; the weights after it are made before the wait for them, in
     other registers.
     """
-    DEPTH: gl.constexpr = HOW.depth
+    TALL: gl.constexpr = HOW.tall
+    PIECES: gl.constexpr = HOW.depth * TALL
     _x, _more, codes, words, full, empty = ring
     following, turn = _next(stage, phase, HOW)
-    for d in gl.static_range(DEPTH):
-        sums, sums2 = _multiply_all(ring, stage * HOW.depth + d, a, acc, acc2, WIDTH, HOW)
-        if d + 1 < HOW.depth:
-            after = _weights(codes, words, stage, d + 1, BLOCK, DTYPE, HOW)
-            acc, acc2, a = _finish(sums, sums2, a, after, WIDTH)
-        elif LAST:
-            acc, acc2, a = _finish(sums, sums2, a, a, WIDTH)
+    if not LAST and HOW.boxed:
+        # Before all else: a wait later on would end a stretch of code in which ptxas, left to itself,
+        # puts the making of weights between the products.
+        mbarrier.wait(full.index(following), turn)
+    for j in gl.static_range(PIECES):
+        piece = stage * HOW.depth + j // TALL
+        if j % TALL == 0:
+            sums = _multiply_all(ring, piece, a, acc, WIDTH, HOW)
         else:
-            mbarrier.wait(full.index(following), turn)
-            after = _weights(codes, words, following, 0, BLOCK, DTYPE, HOW)
-            acc, acc2, a = _finish(sums, sums2, a, after, WIDTH)
+            sums = _multiply_all(ring, piece, a, acc2, WIDTH, HOW)
+        if j + 1 < PIECES:
+            stored = _stored(codes, words, stage, (j + 1) // TALL, BLOCK * TALL + (j + 1) % TALL, HOW)
+            after = _weights(stored, DTYPE, HOW)
+        elif LAST:
+            after = a
+        else:
+            if not HOW.boxed:
+                mbarrier.wait(full.index(following), turn)
+            after = _weights(_stored(codes, words, following, 0, BLOCK * TALL, HOW), DTYPE, HOW)
+        if j % TALL == 0:
+            acc, a = _finish(sums, a, after, WIDTH)
+        else:
+            acc2, a = _finish(sums, a, after, WIDTH)
     mbarrier.arrive(empty.index(stage), count=1)
     return a, acc, acc2, following, turn
+
+
+@gluon.jit
+def _zeros(WIDTH: gl.constexpr):
+    """Sums to begin with, of the first columns and of the rest."""
+    FIRST: gl.constexpr = _first(WIDTH)
+    REST: gl.constexpr = _rest(WIDTH) if _rest(WIDTH) else 8
+    first = gl.full([64, FIRST], 0.0, gl.float32, _sums(FIRST))
+    return first, gl.full([64, REST], 0.0, gl.float32, _sums(REST))
 
 
 @gluon.jit
 def _product(
     ring, stage, phase, K, WIDTH: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """Sums of a tile over all its columns, [64, first] and [64, rest], and the ring position behind it."""
-    UNROLL: gl.constexpr = 2 if HOW.depth == 1 else 1  # two operands then take turns without moves
-    FIRST: gl.constexpr = _first(WIDTH)
-    REST: gl.constexpr = _rest(WIDTH) if _rest(WIDTH) else 8
+    """Sums of a tile's one or two row blocks over all columns, and the ring position behind it."""
+    UNROLL: gl.constexpr = 2 if HOW.depth * HOW.tall == 1 else 1  # two operands take turns without moves
     _x, _more, codes, words, full, _empty = ring
     steps = (K // 64 + HOW.depth - 1) // HOW.depth
-    acc = gl.full([64, FIRST], 0.0, gl.float32, _sums(FIRST))
-    acc2 = gl.full([64, REST], 0.0, gl.float32, _sums(REST))
+    acc = _zeros(WIDTH)
+    acc2 = _zeros(WIDTH)
     mbarrier.wait(full.index(stage), phase)
-    a = _weights(codes, words, stage, 0, BLOCK, DTYPE, HOW)
+    a = _weights(_stored(codes, words, stage, 0, BLOCK * HOW.tall, HOW), DTYPE, HOW)
     for _ in range((steps - 1) // UNROLL):
         for _turn in gl.static_range(UNROLL):
             a, acc, acc2, stage, phase = _step(
@@ -168,102 +212,6 @@ def _product(
         a, acc, acc2, stage, phase = _step(ring, stage, phase, a, acc, acc2, False, WIDTH, BLOCK, DTYPE, HOW)
     a, acc, acc2, stage, phase = _step(ring, stage, phase, a, acc, acc2, True, WIDTH, BLOCK, DTYPE, HOW)
     return acc, acc2, stage, phase
-
-
-@gluon.jit
-def _activated(acc, alpha, limit, WIDTH: gl.constexpr, HOW: gl.constexpr):
-    """Activations of [64, WIDTH] sums: [32, WIDTH] of 8 gates, 8 ups in each 16 rows; ungated, all 64."""
-    ACT: gl.constexpr = HOW.activation
-    if HOW.gated:
-        gate, up = gl.split(acc.reshape([4, 2, 8, WIDTH]).permute((0, 2, 3, 1)))
-        h = activate(gate, up, alpha, limit, ACT).reshape([32, WIDTH])
-    else:
-        h = activate_one(acc, ACT)
-    return h
-
-
-@gluon.constexpr_function
-def _rows_of(HEIGHT):
-    """Registers of [HEIGHT, columns] results on their way out: 8 neighbouring rows, 16 bytes, a thread."""
-    return gl.BlockedLayout([8, 1], [HEIGHT // 8, 256 // HEIGHT], [1, 4], [0, 1])
-
-
-@gluon.jit
-def _store(
-    acc, notes, Y, bias, block, first, tokens, NX, alpha, limit,
-    AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """Writes sums [64, WIDTH], from column AT of the tile on: activated by position, or weighted by slot."""
-    slots, weights = notes
-    L: gl.constexpr = acc.type.layout
-    if HOW.folded:
-        acc = acc * FOLD_FACTOR
-    if HOW.weighted:
-        weight = gl.expand_dims(weights.slice(AT, WIDTH).load(gl.SliceLayout(0, L)), 0)
-        if HOW.stage == 1:
-            acc = acc * weight
-    if HOW.bias:
-        acc = acc + gl.expand_dims(gl.convert_layout(bias, gl.SliceLayout(1, L)), 1)
-    if HOW.stage == 1:
-        result = _activated(acc, alpha, limit, WIDTH, HOW)
-    elif HOW.weighted:
-        result = acc * weight
-    else:
-        result = acc
-    HEIGHT: gl.constexpr = result.shape[0]
-    R: gl.constexpr = _rows_of(HEIGHT)
-    result = gl.convert_layout(result.to(Y.dtype.element_ty), R)
-    columns = block * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, R))
-    place = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, R))
-    if HOW.stage == 1:
-        base = Y + (first + AT).to(gl.int64) * NX
-        row = place * NX
-    else:
-        base = Y
-        slot = slots.slice(AT, WIDTH).load(gl.SliceLayout(0, R))
-        row = (slot.to(gl.int64) if HOW.wide else slot) * NX
-    target = base + (gl.expand_dims(row, 0) + gl.expand_dims(columns, 1))
-    live = gl.expand_dims(AT + place < tokens, 0) & gl.expand_dims(columns < NX, 1)
-    gl.store(target, result, mask=live)
-
-
-@gluon.jit
-def _store_sums(
-    acc, notes, Y, bias, block, first, tokens, NX, alpha, limit,
-    AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """`_store` by up to 32 columns: all at once would not fit registers."""
-    HALF: gl.constexpr = WIDTH // 2
-    QUARTER: gl.constexpr = WIDTH // 4
-    if WIDTH <= 32:
-        _store(acc, notes, Y, bias, block, first, tokens, NX, alpha, limit, AT, WIDTH, HOW)
-    else:
-        for h in gl.static_range(2):
-            half = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))[h]
-            if WIDTH <= 64:
-                _store(
-                    half, notes, Y, bias, block, first, tokens, NX, alpha, limit, AT + h * HALF, HALF, HOW
-                )  # fmt: skip
-            else:
-                for q in gl.static_range(2):
-                    quarter = gl.split(half.reshape([64, 2, QUARTER]).permute((0, 2, 1)))[q]
-                    _store(
-                        quarter, notes, Y, bias, block, first, tokens, NX, alpha, limit,
-                        AT + h * HALF + q * QUARTER, QUARTER, HOW,
-                    )  # fmt: skip
-
-
-@gluon.jit
-def _note(notes, SORTED, WEIGHTS, first, tokens, HOW: gl.constexpr):
-    """Slots and router weights of a tile, into shared memory: loaded now, they do not delay its end."""
-    slots, weights = notes
-    if HOW.stage == 2 or HOW.weighted:
-        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        place = gl.arange(0, slots.shape[0], layout=L)
-        slot = gl.load(SORTED + first + place, mask=place < tokens, other=0, cache_modifier=".cg")
-        slots.store(slot)
-        if HOW.weighted:
-            weights.store(gl.load(WEIGHTS + slot, mask=place < tokens, other=0.0, cache_modifier=".cg"))
 
 
 @gluon.jit
@@ -278,44 +226,40 @@ def _worker(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     tiles = count * row_tiles
-    first_tile = gl.program_id(0)
-    expert, first, tokens = _tile(TILES, first_tile, tiles, row_tiles)
-    for tile in range(first_tile, tiles, gl.num_programs(0)):
-        block = (tile % row_tiles) * HOW.workers + BLOCK
-        coming = _tile(TILES, tile + gl.num_programs(0), tiles, row_tiles)
+    N = _here(N, HOW)
+    K = _here(K, HOW)
+    NX = _here(NX, HOW)
+    first_tile, programs = _program(HOW)
+    expert, first, tokens = _tile(TILES, first_tile, tiles, row_tiles, HOW)
+    for tile in range(first_tile, tiles, programs):
+        block = (tile % row_tiles) * HOW.blocks + BLOCK * HOW.tall
+        coming = _tile(TILES, tile + programs, tiles, row_tiles, HOW)
         _note(own, SORTED, WEIGHTS, first, tokens, HOW)
-        rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _sums(16)))
-        if HOW.bias:
-            bias = gl.load(B + expert.to(gl.int64) * N + rows, mask=rows < N, other=0.0).to(gl.float32)
-        else:
-            bias = rows
+        bias = _biases(B, expert, block, N, HOW)
+        bias2 = _biases(B, expert, block + 1, N, HOW) if HOW.tall == 2 else bias
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 acc, acc2, stage, phase = _product(ring, stage, phase, K, _width(i, HOW), BLOCK, DTYPE, HOW)
                 if block < N // 64:
-                    _store_sums(
-                        acc, own, Y, bias, block, first, tokens, NX, alpha, limit,
-                        0, _first(_width(i, HOW)), HOW,
+                    _store_all(
+                        acc, own, Y, bias, block, first, tokens, NX, alpha, limit, _width(i, HOW), HOW
                     )  # fmt: skip
-                    if _rest(_width(i, HOW)):
-                        _store_sums(
-                            acc2, own, Y, bias, block, first, tokens, NX, alpha, limit,
-                            _first(_width(i, HOW)), _rest(_width(i, HOW)), HOW,
-                        )  # fmt: skip
+                if HOW.tall == 2 and block + 1 < N // 64:
+                    _store_all(
+                        acc2, own, Y, bias2, block + 1, first, tokens, NX, alpha, limit, _width(i, HOW), HOW
+                    )  # fmt: skip
         expert, first, tokens = coming
 
 
 @gluon.jit
-def _tile(TILES, tile, tiles, row_tiles):
-    """(expert, first position, tokens) of a tile, zeros where there is none.
-
-    From L2: the second GEMM reads before it waits, when the L1 cache may still hold an earlier call's.
-    """
+def _tile(TILES, tile, tiles, row_tiles, HOW: gl.constexpr):
+    """(expert, first position, tokens) of a tile, zeros where there is none."""
+    CACHE: gl.constexpr = _cached(HOW)
     at = TILES + (tile // row_tiles) * 4
     there = tile < tiles
-    expert = gl.load(at, mask=there, other=0, cache_modifier=".cg")
-    first = gl.load(at + 1, mask=there, other=0, cache_modifier=".cg")
-    return expert, first, gl.load(at + 2, mask=there, other=0, cache_modifier=".cg")
+    expert = gl.load(at, mask=there, other=0, cache_modifier=CACHE)
+    first = gl.load(at + 1, mask=there, other=0, cache_modifier=CACHE)
+    return expert, first, gl.load(at + 2, mask=there, other=0, cache_modifier=CACHE)
 
 
 @gluon.jit(do_not_specialize=["row_tiles"])
@@ -335,7 +279,8 @@ def _grouped_gemm_kernel(
     ALL: gl.constexpr = 2 * ROWS if REST else ROWS
     LINES: gl.constexpr = code_lines(HOW.format)
     WORDS: gl.constexpr = _stage_words(HOW) * (2 if HOW.zeros else 1)
-    count = gl.load(COUNT, cache_modifier=".cg")
+    PLACES: gl.constexpr = HOW.stages * (HOW.blocks if HOW.boxed else 1)
+    count = gl.load(COUNT, cache_modifier=_cached(HOW))
     x = gl.allocate_shared_memory(DTYPE, [HOW.stages * HOW.depth, ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
     more = gl.allocate_shared_memory(
         DTYPE, [HOW.stages * HOW.depth, REST if REST else 8, 64], gl.NVMMASharedLayout(128, 16, 2)
@@ -343,13 +288,13 @@ def _grouped_gemm_kernel(
     slots = gl.allocate_shared_memory(gl.int32, [HOW.workers, ALL], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights = gl.allocate_shared_memory(gl.float32, [HOW.workers, ALL], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     codes = gl.allocate_shared_memory(
-        gl.uint8, [HOW.stages * HOW.workers, HOW.depth * LINES, 128], gl.NVMMASharedLayout(128, 8, 2)
+        gl.uint8, [HOW.stages * HOW.blocks, HOW.depth * LINES, 128], gl.NVMMASharedLayout(128, 8, 2)
     )
-    words = gl.allocate_shared_memory(gl.int32, [HOW.stages, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words = gl.allocate_shared_memory(gl.int32, [PLACES, WORDS], _words_layout(HOW))
     full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=32 * HOW.loaders + 32 + 1)
+        mbarrier.init(full.index(i), count=1 + 32 * HOW.loaders + (0 if HOW.boxed else 32))
         mbarrier.init(empty.index(i), count=HOW.workers)
     hopper.fence_async_shared()
     ring = (x, more, codes, words, full, empty)

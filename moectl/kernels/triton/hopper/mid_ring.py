@@ -34,15 +34,60 @@ def _rest(WIDTH):
 
 
 @gluon.constexpr_function
-def _stage_words(HOW):
-    """Scale words of one stage, or zero words: room for a power of two of workers."""
-    return (1 << (HOW.workers - 1).bit_length()) * HOW.depth * scale_words(HOW.format, HOW.group)
-
-
-@gluon.constexpr_function
 def _span(HOW):
     """Columns of one run of scale words; 0: all."""
     return 64 if HOW.group == 32 else HOW.group
+
+
+@gluon.constexpr_function
+def _runs(HOW):
+    """Runs of scale words that a stage needs of each row block, and has one behind the other."""
+    return max(1, HOW.depth * 64 // HOW.group) if HOW.group > 64 else (HOW.depth if HOW.group else 1)
+
+
+@gluon.constexpr_function
+def _run(D, HOW):
+    """Which of a stage's runs of scale words belongs to its D-th 64 columns."""
+    return D * 64 // _span(HOW) if HOW.group else 0
+
+
+@gluon.constexpr_function
+def _stage_words(HOW):
+    """Scale words, or zero words, in a stage: of a row block if boxed, else of a power of two of them."""
+    if HOW.boxed:
+        return _runs(HOW) * scale_words(HOW.format, HOW.group)
+    return (1 << (HOW.blocks - 1).bit_length()) * HOW.depth * scale_words(HOW.format, HOW.group)
+
+
+@gluon.constexpr_function
+def _words_layout(HOW):
+    return gl.NVMMASharedLayout(0, 32, 1) if HOW.boxed else gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@gluon.constexpr_function
+def _cached(HOW):
+    """Cache modifier of the plan: the second GEMM reads early, when L1 may still hold an earlier call's."""
+    return ".cg" if HOW.stage == 2 else ""
+
+
+@gluon.jit
+def _here(value, HOW: gl.constexpr):
+    """`value`; boxed, computed where it is used: what partitions share takes registers in all of them."""
+    if HOW.boxed:
+        value = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, False, 1)
+    return value
+
+
+@gluon.jit
+def _program(HOW: gl.constexpr):
+    """The program's number and how many there are."""
+    if HOW.boxed:
+        number = gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], gl.int32, False, 1)
+        count = gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x;", "=r", [], gl.int32, False, 1)
+    else:
+        number = gl.program_id(0)
+        count = gl.num_programs(0)
+    return number, count
 
 
 @gluon.jit
@@ -55,43 +100,56 @@ def _next(stage, phase, HOW: gl.constexpr):
 @gluon.jit
 def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.constexpr):
     """Fills the ring's codes, scale and zero words, tile by tile, as far ahead as it goes."""
-    WORKERS: gl.constexpr = HOW.workers
+    BLOCKS: gl.constexpr = HOW.blocks
+    CACHE: gl.constexpr = _cached(HOW)
     _x, _more, codes, words, full, empty = ring
     WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
     LINES: gl.constexpr = code_lines(HOW.format)
     ALL: gl.constexpr = _stage_words(HOW)
-    L: gl.constexpr = gl.BlockedLayout([ALL // 32], [32], [1], [0])
+    BYTES: gl.constexpr = HOW.depth * LINES * 128 + (ALL * 4 if HOW.boxed else 0)
     SPAN: gl.constexpr = _span(HOW)
+    K = _here(K, HOW)
+    N = _here(N, HOW)
+    if not HOW.boxed:
+        L: gl.constexpr = gl.BlockedLayout([ALL // 32], [32], [1], [0])
+        word = gl.arange(0, ALL, layout=L)
     columns = K // 64
     blocks = N // 64
     runs = K // SPAN if SPAN else 1
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
-        block = (tile % row_tiles) * HOW.workers
-        expert = gl.load(TILES + (tile // row_tiles) * 4, cache_modifier=".cg")
-        word = gl.arange(0, ALL, layout=L)
-        own = expert * blocks + gl.minimum(block + word // (HOW.depth * WORDS), blocks - 1)
-        base = own * (runs * WORDS)  # one word for 64 weights or more: fits 32 bits
+    program, programs = _program(HOW)
+    for tile in range(program, count * row_tiles, programs):
+        expert = gl.load(TILES + (tile // row_tiles) * 4, cache_modifier=CACHE)
+        block = (tile % row_tiles) * HOW.blocks
         line = (expert * blocks + block) * columns * LINES
+        if HOW.boxed:
+            own = expert * blocks + block
+        else:
+            own = expert * blocks + gl.minimum(block + word // (HOW.depth * WORDS), blocks - 1)
+        base = own * (runs * WORDS)  # one word for 64 weights or more: fits 32 bits
         for k in range(0, columns, HOW.depth):
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), HOW.workers * HOW.depth * LINES * 128)
-            for b in gl.static_range(WORKERS):
-                into = codes.index(stage * HOW.workers + b)
+            mbarrier.expect(full.index(stage), HOW.blocks * BYTES)
+            for b in gl.static_range(BLOCKS):
+                into = codes.index(stage * HOW.blocks + b)
                 tma_load(CODES, [line + (b * columns + k) * LINES, 0], full.index(stage), into)
-            if SPAN == 64:  # the words of consecutive columns are neighbours
-                at = k * WORDS + word % (HOW.depth * WORDS)
-            elif SPAN:
-                at = (k + word // WORDS % HOW.depth) * 64 // SPAN * WORDS + word % WORDS
-            else:
-                at = word % WORDS
-            live = at < runs * WORDS
-            async_load(words.index(stage).slice(0, ALL), S + (base + at), mask=live)
-            if HOW.zeros:
-                into = words.index(stage).slice(ALL, ALL)
-                async_load(into, Z + (base + at), mask=live)
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                if HOW.boxed:
+                    run = base + (b * runs + (k * 64 // SPAN if SPAN else 0)) * WORDS
+                    tma_load(S, [run], full.index(stage), words.index(stage * HOW.blocks + b))
+            if not HOW.boxed:
+                if SPAN == 64:  # the words of consecutive columns are neighbours
+                    at = k * WORDS + word % (HOW.depth * WORDS)
+                elif SPAN:
+                    at = (k + word // WORDS % HOW.depth) * 64 // SPAN * WORDS + word % WORDS
+                else:
+                    at = word % WORDS
+                live = at < runs * WORDS
+                async_load(words.index(stage).slice(0, ALL), S + (base + at), mask=live)
+                if HOW.zeros:
+                    into = words.index(stage).slice(ALL, ALL)
+                    async_load(into, Z + (base + at), mask=live)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             stage, phase = _next(stage, phase, HOW)
 
 
@@ -106,6 +164,7 @@ def _sources(X, SORTED, first, tokens, KX, WIDTH: gl.constexpr, HOW: gl.constexp
         row = gl.load(SORTED + first + row) // HOW.top_k
         base = X
     else:
+        row = _here(row, HOW)  # as pointers, which they become if known, rows would take twice the registers
         base = X + first.to(gl.int64) * KX
     return base, gl.expand_dims(row * KX, 1) + column, gl.expand_dims(place < tokens, 1), column
 
@@ -152,14 +211,17 @@ def _token_tile(
 def _token_loader(ring, X, SORTED, TILES, count, K, KX, row_tiles, HOW: gl.constexpr):
     """Fills the ring's token rows, as `_weight_loader` its weights."""
     WIDTHS: gl.constexpr = len(HOW.widths)
+    CACHE: gl.constexpr = _cached(HOW)
+    K = _here(K, HOW)
     if HOW.stage == 2:
         tl.extra.cuda.gdc_wait()  # for the first GEMM; weights are on their way already
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
+    program, programs = _program(HOW)
+    for tile in range(program, count * row_tiles, programs):
         m = tile // row_tiles
-        first = gl.load(TILES + m * 4 + 1)
-        tokens = gl.load(TILES + m * 4 + 2)
+        first = gl.load(TILES + m * 4 + 1, cache_modifier=CACHE)
+        tokens = gl.load(TILES + m * 4 + 2, cache_modifier=CACHE)
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 stage, phase = _token_tile(
