@@ -18,7 +18,7 @@ from ..routing import combine, sort_by_expert
 from . import epilogue
 from . import mid_kernels as kernels
 from . import mid_ring as ring
-from .fragments import FOLDED_SCALES
+from .fragments import FOLDED_SCALES, fold_factor
 
 WIDTHS: dict[int, tuple[int, ...]] = {
     16: (16,),
@@ -87,7 +87,7 @@ class Variant:
     Attributes:
         stage: 1 or 2, the first or the second GEMM.
         group: columns of one scale; 0: all.
-        exact: MXFP4 scales need two products instead of one, see `fragments`.
+        exact: weights come out as they are, see `fragments`.
         split: fp16 scales, bf16 tokens.
         weighted: whether the router's weights are applied here.
         even: no stage of the ring reaches beyond the tokens' columns.
@@ -123,9 +123,9 @@ class Variant:
         return self.workers * self.tall
 
     @property
-    def folded(self) -> bool:
-        """Whether sums come out times a power of two that MXFP4 scales do not undo."""
-        return self.format == "mxfp4" and not self.exact
+    def factor(self) -> float:
+        """What sums are to be multiplied with."""
+        return 1.0 if self.exact else fold_factor(self.format)
 
 
 def _place(tile: MidTile) -> tuple[int, int, int, int]:
@@ -138,6 +138,14 @@ def registers(tile: MidTile) -> tuple[int, int]:
     return next((have for tokens, have in most.items() if tile.tokens <= tokens), (0, 0))
 
 
+def exact_weights(problem: MoEProblem, m: Matrix) -> bool:
+    """Whether the weights of `m` cannot come out times a power of two."""
+    name = problem.scheme.weight.name
+    if name == "mxfp4":
+        return not m.exponents_within(FOLDED_SCALES)
+    return name != "int4" or m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}
+
+
 def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Variant:
     p = layer.problem
     weight, act = p.scheme.weight, p.activation
@@ -147,7 +155,7 @@ def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Varia
         format=weight.name,
         group=0 if weight.group == FULL else weight.group,
         zeros=m.zeros is not None,
-        exact=not m.exponents_within(FOLDED_SCALES),
+        exact=exact_weights(p, m),
         split=(scale_name(p), p.dtype) == ("fp16", "bf16"),
         bias=m.bias is not None,
         weighted=p.routing.weight_on_input == (stage == 1),

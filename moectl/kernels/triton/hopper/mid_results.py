@@ -5,7 +5,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .epilogue import activate, activate_one
-from .fragments import FOLD_FACTOR
 from .mid_ring import _cached, _first, _rest
 
 
@@ -41,8 +40,8 @@ def _store(
     """Writes sums [64, WIDTH], from column AT of the tile on: activated by position, or weighted by slot."""
     slots, weights = notes
     L: gl.constexpr = acc.type.layout
-    if HOW.folded:
-        acc = acc * FOLD_FACTOR
+    if not HOW.exact:
+        acc = acc * HOW.factor
     if HOW.weighted:
         weight = gl.expand_dims(weights.slice(AT, WIDTH).load(gl.SliceLayout(0, L)), 0)
         if HOW.stage == 1:

@@ -14,12 +14,12 @@ from torch import Tensor
 from ....problem import MoEProblem
 from ....schemes import FULL
 from ..launch import token_tiles
-from ..layer import Call, Layer, Matrix, Regime, activation_numbers, multiprocessors, scale_name
+from ..layer import Call, Layer, Regime, activation_numbers, multiprocessors, scale_name
 from ..routing import combine, launch_options, sort_by_expert
 from . import prefill_kernels as kernels
 from .epilogue import GATED, UNGATED
-from .fragments import FOLDED_SCALES, fold_factor, scale_words
-from .mid import FORMATS
+from .fragments import fold_factor, scale_words
+from .mid import FORMATS, exact_weights
 from .prefill_tiles import _schedule_kernel
 
 UNIT = 16
@@ -150,14 +150,6 @@ def _rest(units: int) -> int:
     return triton.next_power_of_2(UNIT * (units - 8)) if units > 8 else 0
 
 
-def _exact(problem: MoEProblem, m: Matrix) -> bool:
-    """Whether the weights of `m` cannot come out times a power of two."""
-    name = problem.scheme.weight.name
-    if name == "mxfp4":
-        return not m.exponents_within(FOLDED_SCALES)
-    return name != "int4" or m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}
-
-
 def _variant(layer: Layer, stage: int, tile: PrefillTile) -> Variant:
     p = layer.problem
     weight, act, shape = p.scheme.weight, p.activation, SHAPES[tile.units]
@@ -168,7 +160,7 @@ def _variant(layer: Layer, stage: int, tile: PrefillTile) -> Variant:
         group=32 if weight.group == 32 else 64,
         span=m.k // 64 // m.scales.shape[2],
         zeros=m.zeros is not None,
-        exact=_exact(p, m),
+        exact=exact_weights(p, m),
         split=(scale_name(p), p.dtype) == ("fp16", "bf16"),
         bias=m.bias is not None,
         weighted=p.routing.weight_on_input == (stage == 1),
