@@ -12,6 +12,7 @@ from moectl.kernels.triton.hopper.mid import (
     REGISTERS,
     WIDTHS,
     MidTile,
+    exact_weights,
     launch_registers,
     registers,
     shared_bytes,
@@ -19,11 +20,13 @@ from moectl.kernels.triton.hopper.mid import (
 from moectl.kernels.triton.inspection.shipped import inspect
 from moectl.kernels.triton.inspection.standin import STAND_INS
 from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton.layer import layer_of
 from moectl.problem import Activation
 from moectl.schemes import Scheme, int_format
 
 H200 = STAND_INS[90]
 GPT_OSS = "openai/gpt-oss-120b"
+KIMI = "moonshotai/Kimi-K2-Thinking"
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -64,6 +67,13 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (replace(problem, activation=Activation("situ")), tile, "activation"),
     ):
         assert reason in MID_REGIME.fits(changed, other)
+
+
+def test_int4_is_folded_with_bf16_scales_and_without_zero_points() -> None:
+    layer = layer_of(layer_without_weights(KIMI))
+    assert not exact_weights(layer.problem, layer.w13)
+    assert exact_weights(replace(layer.problem, dtype="fp16"), layer.w13)
+    assert exact_weights(layer.problem, replace(layer.w13, zeros=layer.w13.scales))
 
 
 def test_shared_memory_is_what_was_counted() -> None:

@@ -24,8 +24,6 @@ the bf16 whose exponent field is s + 64 gives ``e2m1 * 2^(s - 127 - 62)``. It is
 
 FOLDED_SCALES = range(64, 191)
 
-FOLD_FACTOR = gl.constexpr(2.0**FOLDED_SHIFT)
-
 FOLDED_INT4 = 33
 """A folded int4 fragment is the weight times 2^-33, made by one fused multiply-add of two codes.
 
