@@ -317,11 +317,11 @@ class Humming:
         layer.transform()
         method = self.module.HummingLayerMethod
         rows = method.get_default_tuning_configs(layer, gemm_type="indexed")
-        tuning = [row for row in rows if any(is_for(row, count) for count in slots)]
+        tuning = rows_for(rows, slots)
         return layer, tuning, json.dumps(tuning)
 
     def _block(self, at: int, slots: int) -> int:
-        row = next(row for row in self.layers[at][1] if is_for(row, slots))
+        (row,) = (row for row in self.layers[at][1] if row[0] < slots <= row[1])
         return int(row[2]["block_shape"][0])
 
     def prepare(self, x: Tensor) -> None:
@@ -351,10 +351,9 @@ class Humming:
         return self.y[:, : p.dims.hidden]
 
 
-def is_for(row: Sequence[Any], slots: int) -> bool:
-    """Whether a row of Humming's tuning table is for a call of so many slots; one has no upper end."""
-    low, high, _ = row
-    return bool(low < slots and (high <= 0 or slots <= high))
+def rows_for(rows: Sequence[Any], slots: Sequence[int]) -> list[Any]:
+    """Rows of Humming's tuning table for calls of so many slots, and for 1, which every call asks for."""
+    return [row for row in rows if any(row[0] < count <= row[1] for count in (1, *slots))]
 
 
 def _randomize(name: str, t: Tensor) -> None:

@@ -192,9 +192,8 @@ def test_expected_results_are_those_of_the_first_routing() -> None:
     assert not torch.equal(other, expected)
 
 
-def test_rows_of_hummings_table_are_for_all_that_is_above_when_they_have_no_end() -> None:
-    table = [(0, 64, {}), (64, 512, {}), (512, 0, {})]
-    chosen = [
-        [at for at, row in enumerate(table) if peers.is_for(row, slots)] for slots in (1, 64, 65, 512, 9999)
-    ]
-    assert chosen == [[0], [0], [1], [1], [2]]
+def test_hummings_rows_are_those_of_the_calls_and_the_one_that_every_call_asks_for() -> None:
+    table = [(0, 4, "a"), (4, 64, "b"), (64, 512, "c"), (512, 1 << 30, "d")]
+    assert [row[2] for row in peers.rows_for(table, [8])] == ["a", "b"]
+    assert [row[2] for row in peers.rows_for(table, [512, 9999])] == ["a", "c", "d"]
+    assert [row[2] for row in peers.rows_for(table, [1])] == ["a"]
