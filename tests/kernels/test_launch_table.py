@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
+from moectl.inspection import MODELS, layer_without_weights
 from moectl.kernels.triton import table
 from moectl.kernels.triton.runner import REGIMES
 from moectl.kernels.triton.table import Entry, Gpu, Measured, Spread, nearest
@@ -61,8 +62,14 @@ def test_a_spread_counts_every_assignment(experts: int, top_k: int, tokens: int)
     assert min(top_k, experts) * 0.999 <= spread.hit <= experts * 1.001 and spread.each > 0.999
 
 
-def test_shipped_rows_are_launches() -> None:
-    """Every row names kernels that exist, and a tile of theirs."""
+def test_shipped_rows_are_launches_of_their_own_layers() -> None:
+    """Each gives every field of a tile of kernels that exist, and those take the layer that was measured."""
+    problems = [layer_without_weights(model).problem for model in MODELS]
     for entry in table.entries():
+        own = [problem for problem in problems if entry.distance(problem) == 0]
+        assert own, f"no model has the layer of {entry}"
         for row in entry.rows:
-            REGIMES[row.regime].tile(**row.tile)
+            regime = REGIMES[row.regime]
+            assert set(row.tile) == {field.name for field in fields(regime.tile)}, row
+            for problem in own:
+                assert not regime.fits(problem, regime.tile(**row.tile)), row
