@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         assert reason in PREFILL_REGIME.fits(changed, tile)
 
 
-@pytest.mark.parametrize("scale", [1.0, -0.0078125, 0.3, 1e-20, 2.0**31])
+@pytest.mark.parametrize("scale", [1.0, -0.0078125, 0.3, 2.0**-93, 1e-20, 1.99 * 2.0**31, 0.0, -0.0])
 def test_folded_int4_is_the_rounded_weight_times_a_power_of_two(scale: float) -> None:
     rng = np.random.default_rng(0)
     word = rng.integers(0, 2**32, 32, dtype=np.uint32)

@@ -1,14 +1,18 @@
-"""What is derived from a layer's weights once: the range of its E8M0 scales."""
+"""What is derived from a layer's weights once: the range of its scales."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.runners import Runner, runner_for
-from moectl.kernels.triton.layer import layer_of
+from moectl.kernels.triton.hopper.mid import exact_weights
+from moectl.kernels.triton.layer import exponents_of, layer_of
 from moectl.kernels.triton.runner import aligned
+from moectl.schemes import Scheme, int_format
 
 from .layers import GPT_OSS, KIMI, canonical_roles
 from .layers import layer_of as expert_layer
@@ -23,9 +27,41 @@ def test_the_range_of_e8m0_scales_leaves_padding_out() -> None:
     assert made.w13.exponents_within(range(64, 191)) and not made.w13.exponents_within(range(71, 191))
 
 
-def test_scales_that_are_no_bytes_have_no_range() -> None:
-    made = layer_of(expert_layer(KIMI, canonical_roles(KIMI)).prepared("triton", "cpu"))
+@pytest.mark.parametrize("experts", [4, 37])
+def test_the_range_of_bf16_scales_is_of_their_exponents_without_signs_and_zeros(experts: int) -> None:
+    scales = torch.full((experts, 64, 2), 0.75, dtype=torch.bfloat16)
+    scales[0] = 0.0
+    scales[1, 0, 0], scales[1, 0, 1] = -0.0, -(2.0**-60)
+    scales[-1, 5, 1] = -1.5 * 2.0**20
+    assert exponents_of(scales.view(torch.int32), "bf16") == (127 - 60, 127 + 20)
+    scales[2, 0, 0] = 2.0**-130
+    assert exponents_of(scales.view(torch.int32), "bf16") == (0, 127 + 20)
+
+
+def test_scales_that_no_kernel_folds_have_no_range() -> None:
+    assert exponents_of(torch.ones(1, 1, 1, 32, dtype=torch.int32), "fp16") is None
+    problem = replace(KIMI, scheme=Scheme(int_format(4, 32, "F16")))
+    made = layer_of(expert_layer(problem, canonical_roles(problem)).prepared("triton", "cpu"))
     assert made.w13.exponents is None and not made.w13.exponents_within(range(256))
+
+
+SCALES = [
+    (2.0**-93, False),
+    (2.0**-94, True),
+    (1.5 * 2.0**31, False),
+    (2.0**32, True),
+    (1e-39, True),
+    (0.0, False),
+    (-0.5, False),
+]
+
+
+@pytest.mark.parametrize(("scale", "exact"), SCALES)
+def test_int4_is_folded_only_where_every_scale_of_the_layer_allows_it(scale: float, exact: bool) -> None:
+    roles = canonical_roles(KIMI)
+    roles["w2_scale"][0, 3, 0] = scale
+    made = layer_of(expert_layer(KIMI, roles).prepared("triton", "cpu"))
+    assert exact_weights(KIMI, made.w2) is exact and not exact_weights(KIMI, made.w13)
 
 
 def test_a_layer_is_looked_at_once() -> None:

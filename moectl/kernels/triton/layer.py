@@ -26,7 +26,8 @@ class Matrix:
         zeros: zero points, of the shape of `scales`, or None.
         bias: ``[experts, n]`` in the order of the stored rows, or None.
         n, k: stored (padded) rows and columns.
-        exponents: smallest and largest E8M0 scale byte but 0; None when they are not known or no E8M0.
+        exponents: smallest and largest biased exponent of the scales but 0, 127 for scales from 1 to 2; None
+            where they are not known (`exponents_of`).
     """
 
     codes: Tensor
@@ -38,23 +39,34 @@ class Matrix:
     exponents: tuple[int, int] | None = None
 
     def exponents_within(self, allowed: range) -> bool:
-        """Whether all scales are known to be E8M0 bytes of `allowed`."""
+        """Whether the exponents of all scales are known to be of `allowed`."""
         return self.exponents is not None and all(it in allowed for it in self.exponents)
 
 
-def _exponents(scales: Tensor) -> tuple[int, int] | None:
-    """Smallest and largest byte of `scales`: waits for the GPU, or gives None where nobody may wait.
+LOOKED_AT = 32
+"""Experts whose scales are looked at together, which takes several times their memory."""
 
-    Bytes of 0 are left out: blocks of zeros and padding have them, and 2^-127 is nothing beside the
-    rest. Scales without memory, for compiling alone, count as ones.
+
+def exponents_of(scales: Tensor, kind: str) -> tuple[int, int] | None:
+    """Smallest and largest biased exponent of `scales`, of E8M0 bytes or of bf16 numbers.
+
+    Waits for the GPU; None where nobody may wait, and for scales of another `kind` (see `scale_name`).
+    Zeros are left out: blocks of zeros and padding have them, and an E8M0 byte of 0, 2^-127, is nothing
+    beside the rest. Scales without memory, for compiling alone, count as ones.
     """
+    if kind not in ("e8m0", "bf16"):
+        return None
     if scales.is_meta:
         return 127, 127
     if scales.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    stored = scales.contiguous().view(torch.uint8)
-    low, high = torch.where(stored == 0, 255, stored).min(), stored.max()
-    return int(low), int(high)
+    ends = []
+    for some in torch.split(scales.contiguous(), LOOKED_AT):
+        stored = some.view(torch.uint8) if kind == "e8m0" else some.view(torch.int16) & 0x7FFF
+        exponents = stored if kind == "e8m0" else stored >> 7
+        ends.append((torch.where(stored == 0, 255, exponents).min(), exponents.max()))
+    low, high = (torch.stack(end) for end in zip(*ends, strict=True))
+    return int(low.min()), int(high.max())
 
 
 def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
@@ -71,7 +83,8 @@ def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
     n, k = 64 * codes.shape[1], 64 * codes.shape[2]
     if bias is not None and bias.shape[1] != n:
         raise UsageError(f"{role}_bias must have {n} rows as {role} has, got {bias.shape[1]}")
-    exponents = _exponents(scales) if weight.name == "mxfp4" else None
+    known = weight.name in ("mxfp4", "int4") and zeros is None
+    exponents = exponents_of(scales, scale_name(prepared.problem)) if known else None
     return Matrix(codes, scales, zeros, bias, n, k, exponents)
 
 

@@ -18,18 +18,22 @@ FOLDED_SHIFT = 62
 """A folded MXFP4 fragment is the weight times 2^-62; the epilogue multiplies the sums by 2^62, exactly.
 
 Spread codes are bf16 values times 2^-126 and an E8M0 byte s means 2^(s - 127), so that one product with
-the bf16 whose exponent field is s + 64 gives ``e2m1 * 2^(s - 127 - 62)``. It is exact for s from
-`FOLDED_SCALES`, weights from 2^-62 to 2^64; any other byte needs ``EXACT``, two products instead of one.
+the bf16 whose exponent field is s + 64 gives ``e2m1 * 2^(s - 127 - 62)``.
 """
-
-FOLDED_SCALES = range(64, 191)
 
 FOLDED_INT4 = 33
 """A folded int4 fragment is the weight times 2^-33, made by one fused multiply-add of two codes.
 
 A code u where a bf16 has its last exponent bit and the three bits below it is ``u * 2^-129``. With the scale
 s as ``s * 2^96`` and ``-8 * s * 2^-33`` the sum is ``(u - 8) * s * 2^-33``, rounded once, as it is without
-folding. For s from 2^-93 to 2^32; what is below loses bits, what is above becomes infinite.
+folding.
+"""
+
+FOLDED_SCALES = {"mxfp4": range(64, 191), "int4": range(34, 159)}
+"""Biased exponents of scales with which folding loses no bit and nothing overflows; others need ``EXACT``.
+
+MXFP4: scales from 2^-63 to 2^63, which make weights from 2^-64 on. int4: from 2^-93, below which a folded
+weight has fewer bits, up to 2^32, which would become infinite. Scales of 0, and E8M0 bytes of 0, make 0.
 """
 
 

@@ -141,9 +141,9 @@ def registers(tile: MidTile) -> tuple[int, int]:
 def exact_weights(problem: MoEProblem, m: Matrix) -> bool:
     """Whether the weights of `m` cannot come out times a power of two."""
     name = problem.scheme.weight.name
-    if name == "mxfp4":
-        return not m.exponents_within(FOLDED_SCALES)
-    return name != "int4" or m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}
+    if name == "int4" and (m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}):
+        return True
+    return name not in FOLDED_SCALES or not m.exponents_within(FOLDED_SCALES[name])
 
 
 def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Variant:
