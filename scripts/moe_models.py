@@ -69,6 +69,13 @@ def whole_numbers(text: str) -> list[int]:
     return [int(n) for n in found]
 
 
+def whole_number(text: str) -> int:
+    """An option's number, from 1."""
+    if not (text.isdecimal() and int(text)):
+        raise ArgumentTypeError(f"it takes a whole number from 1, got {text!r}")
+    return int(text)
+
+
 def distributions(text: str) -> list[str]:
     """An option's routings, with commas between."""
     found = text.split(",")

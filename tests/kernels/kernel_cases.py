@@ -16,6 +16,7 @@ from moectl.kernels.inputs import Inputs
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.runners import runner_for
+from moectl.kernels.triton.items import BASES
 from moectl.kernels.triton.launch import Launch, Tile
 from moectl.kernels.triton.runner import run_with
 from moectl.problem import Activation, Dims, MoEProblem
@@ -107,16 +108,32 @@ def probe(weight: WeightFormat, floats: tuple[str, str]) -> MoEProblem:
 
 
 SUMS_WITH_SURPLUS = frozenset({"warpwise", "stream"})
-"""Families that add up ``base + code`` and take ``(base + zero) * sum(tokens)`` off: fp32 rounds more.
+"""Families that add up ``(base + code) * token`` and take ``(base + zero) * sum(tokens)`` off the sum."""
 
-`stream` does so with integers alone, and not with 8 bits and bf16, whose base is nothing."""
+INT8_OF_BF16 = -128
+"""Base of 8-bit codes among bf16 tokens: they are two's complement, and no surplus without zero points."""
 
 
-def _nearly(y: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether `y` is `expected` but for its last bit, and the rounding of sums a base (and zero) as large."""
-    base, step = (136, 2.0**-7) if y.dtype == torch.bfloat16 else (1032, 2.0**-10)
+def surplus(family: str, problem: MoEProblem) -> int:
+    """How many times too large the sums of a family can be before it takes the surplus off; 0 for not."""
+    weight = problem.scheme.weight
+    if family not in SUMS_WITH_SURPLUS or weight == MXFP4:
+        return 0
+    base = INT8_OF_BF16 if (weight.bits, problem.dtype) == (8, "bf16") else BASES[problem.dtype]
+    zero = 2**weight.bits - 1 if weight.zero_point else 2 ** (weight.bits - 1)
+    return abs(base + zero)
+
+
+def nearly(y: torch.Tensor, expected: torch.Tensor, surplus: int) -> bool:
+    """Whether `y` is `expected` but for its last bit and what fp32 rounds in sums with a surplus.
+
+    Row t of `expected` is what the second product takes and, its matrix being the identity, gives: all of
+    its numbers stand in each of its sums, `surplus` times too large, and fp32 rounds those to 2^-23 of
+    them in every step. In the difference that is left of a small number it is more than its last bit.
+    """
+    step = 2.0**-7 if y.dtype == torch.bfloat16 else 2.0**-10
     expected = expected.double()
-    sums = 2.0**-22 * base * expected.abs().sum(1, keepdim=True)
+    sums = 2.0**-22 * surplus * expected.abs().sum(1, keepdim=True)
     return bool(((y.double() - expected).abs() <= step * expected.abs() + sums).all())
 
 
@@ -146,8 +163,9 @@ def decodes_exactly(weight: WeightFormat, floats: tuple[str, str], launch: Launc
                 (t * sign).relu().square().to(y.dtype) for t in (decoded.to(y.dtype).float(), decoded.float())
             ]
             exact = any(torch.equal(y, square) for square in squares)
-            surplus = launch.regime in SUMS_WITH_SURPLUS and weight != MXFP4
-            assert exact or (surplus and _nearly(y, squares[1]))
+            # One-hot tokens leave no surplus to round in the first product, but the second takes squares.
+            times = surplus(launch.regime, base)
+            assert exact or (times and nearly(y, squares[1], times))
 
 
 def _identity(problem: MoEProblem, roles: Mapping[str, torch.Tensor], role: str) -> dict[str, torch.Tensor]:

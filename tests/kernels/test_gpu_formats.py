@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.tolerance import check, tolerance_for
+from moectl.kernels.triton.hopper.stream import FOUR_ROWS, TALL, StreamTile
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.runner import REGIMES, run_with
 from moectl.padding import pad
@@ -30,39 +34,64 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     cases.poison_new_memory(monkeypatch)
 
 
-def launch_in(family: str, problem: MoEProblem, turn: int) -> Launch | str:
-    """The `turn`-th launch of a family that takes `problem` here, or why there is none."""
-    regime, problem = REGIMES[family], pad("moectl-mtile64", problem)
-    if not regime.runs_on(torch.device("cuda")):
-        return "its code does not exist for this GPU"
-    tiles = [launch.tile for launch in cases.LAUNCHES.values() if launch.regime == family]
-    tiles = tiles or list(regime.candidates(problem))
-    fitting = [tile for tile in tiles if not regime.fits(problem, tile)]
-    if fitting:
-        return Launch(family, fitting[turn % len(fitting)])
-    return regime.fits(problem, tiles[0]) if tiles else "it has no tile for such a layer"
+OTHER_TILES: dict[str, tuple[Any, ...]] = {
+    "decode": tuple(it.tile for it in cases.LAUNCHES.values() if it.regime == "decode"),
+    "grouped": tuple(it.tile for it in cases.LAUNCHES.values() if it.regime == "grouped"),
+    "stream": (
+        StreamTile(8, 1, *astuple(TALL), *astuple(TALL)),
+        StreamTile(1, 0, *astuple(FOUR_ROWS), *astuple(FOUR_ROWS), split=2),
+    ),
+}
+"""Tiles that are legal, beside a family's candidates: plans and splits that no candidate has."""
+
+
+def tiles_in(family: str, problem: MoEProblem) -> list[Any]:
+    """The tiles of a family that take `problem`, as it is stored."""
+    regime, stored = REGIMES[family], pad("moectl-mtile64", problem)
+    tiles = (*regime.candidates(stored), *OTHER_TILES.get(family, ()))
+    return [tile for tile in dict.fromkeys(tiles) if not regime.fits(stored, tile)]
+
+
+def kind(tile: Any) -> Any:
+    """`tile` but for the length of its ring, which follows from a layer's format."""
+    return replace(tile, stages=0) if hasattr(tile, "stages") else tile
+
+
+@cache
+def launches_in(grid: tuple[Case, ...], family: str) -> dict[Case, Launch]:
+    """For each case of a grid that a family takes, the launch of it whose kind was taken least until then."""
+    taken: Counter[Any] = Counter()
+    launches = {}
+    for case in grid:
+        tiles = tiles_in(family, case.problem)
+        if tiles:
+            tile = min(tiles, key=lambda tile: taken[kind(tile)])
+            taken[kind(tile)] += 1
+            launches[case] = Launch(family, tile)
+    return launches
+
+
+def here(family: str) -> bool:
+    """Whether a family's code exists for this GPU."""
+    return REGIMES[family].runs_on(torch.device("cuda"))
 
 
 def taking(problem: MoEProblem, turn: int) -> Iterator[Launch]:
-    """A launch of every family that runs here and takes `problem`."""
-    for family in REGIMES:
-        launch = launch_in(family, problem, turn)
-        if isinstance(launch, Launch):
-            yield launch
-
-
-def test_every_family_takes_some_case() -> None:
-    here = {name for name, regime in REGIMES.items() if regime.runs_on(torch.device("cuda"))}
-    assert here == {launch.regime for case in FEWER_CASES for launch in taking(case.problem, case.launch)}
+    """The `turn`-th launch of every family that runs here and takes `problem`."""
+    for family in filter(here, REGIMES):
+        if tiles := tiles_in(family, problem):
+            yield Launch(family, tiles[turn % len(tiles)])
 
 
 @pytest.mark.parametrize("family", REGIMES)
 @pytest.mark.parametrize("case", FEWER_CASES, ids=str)
 def test_agrees_with_the_reference(case: Case, family: str) -> None:
-    launch = launch_in(family, case.problem, case.launch)
-    if isinstance(launch, str):
-        pytest.skip(f"{family}: {launch}")
-    cases.agrees_in(case, launch, "cuda")
+    if not here(family):
+        pytest.skip(f"{family}: its code does not exist for this GPU")
+    launches = launches_in(FEWER_CASES, family)
+    if case not in launches:
+        pytest.skip(f"{family}: none of its tiles takes such a layer")
+    cases.agrees_in(case, launches[case], "cuda")
 
 
 @pytest.mark.parametrize("turn", range(len(FORMATS) * 2))
@@ -76,8 +105,10 @@ def test_decodes_exactly(turn: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_pair_of_choices(case: Case) -> None:
-    for launch in taking(case.problem, case.launch):
-        cases.agrees_in(case, launch, "cuda")
+    for family in filter(here, REGIMES):
+        launches = launches_in(CASES, family)
+        if case in launches:
+            cases.agrees_in(case, launches[case], "cuda")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from moectl.kernels.inputs import Inputs
 from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.triton.inspection.shipped import of_each_kind
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.runner import REGIMES, run_with
 from moectl.problem import Dims, MoEProblem
@@ -47,20 +49,27 @@ def layer(name: str) -> PreparedMoE:
     return layer_of(LAYERS[name], roles).prepared("triton", "cuda")
 
 
+def tiles_of(name: str, family: str) -> list[Any]:
+    """The first and last tile of a family that fit a layer, and its share of those of each kind."""
+    problem, regime = LAYERS[name], REGIMES[family]
+    tiles = [tile for tile in regime.candidates(problem) if not regime.fits(problem, tile)]
+    share = of_each_kind(tiles)[list(LAYERS).index(name) :: len(LAYERS)]
+    return list(dict.fromkeys((*tiles[:1], *tiles[-1:], *share)))
+
+
 def cases(name: str, family: str) -> Iterator[Case]:
-    """The first and last tile of a family that fit a layer, at every number of tokens near what it is for."""
+    """`tiles_of` a layer, at every number of tokens near what the family is for."""
     problem, regime = LAYERS[name], REGIMES[family]
     if not regime.runs_on(torch.device("cuda")):
         pytest.skip(f"the {family} kernels are for other GPUs")
-    tiles: list[Any] = [tile for tile in regime.candidates(problem) if not regime.fits(problem, tile)]
+    tiles = tiles_of(name, family)
     if not tiles:
         pytest.skip(f"the {family} kernels do not fit the {name} layer")
     fewest, most = regime.each
-    for tile in dict.fromkeys((tiles[0], tiles[-1])):
-        for tokens in TOKENS:
-            each = tokens * problem.top_k / problem.experts
-            if fewest / 8 <= each <= most * 2:
-                yield Case(layer(name), Launch(family, tile), inputs_of(problem, tokens, device="cuda"))
+    near = [n for n in TOKENS if fewest / 8 <= n * problem.top_k / problem.experts <= most * 2]
+    assert near, f"no number of tokens is near what the {family} kernels are for"
+    for tile, tokens in product(tiles, near):
+        yield Case(layer(name), Launch(family, tile), inputs_of(problem, tokens, device="cuda"))
 
 
 def poison_cached_memory(word: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -47,6 +49,20 @@ def candidates(layer: PreparedMoE, gpu: StandIn) -> tuple[Examined, ...]:
             tiles = [tile for tile in regime.candidates(problem) if not regime.fits(problem, tile)]
             found += [Examined(Launch(name, tile), tokens) for tile in tiles]
     return tuple(found)
+
+
+def of_each_kind(tiles: Iterable[Any]) -> list[Any]:
+    """Few of a family's tiles in which each of its fields has every value that it has in any.
+
+    Greedy: the tile with the most values that were not there yet, the first one of several.
+    """
+    left = {tile: set(asdict(tile).items()) for tile in tiles}
+    found, missing = [], set().union(*left.values())
+    while missing:
+        best = max(left, key=lambda tile: len(left[tile] & missing))
+        found.append(best)
+        missing -= left[best]
+    return found
 
 
 def inspect(layer: PreparedMoE, tokens: int, launch: Launch, gpu: StandIn) -> tuple[KernelReport, ...]:
