@@ -397,6 +397,8 @@ def _tell_warm(unit: Unit, process: Any, log: Any, start: float) -> None:
     text = log.read()
     log.close()
     said = [json.loads(line[len(MARK) :]) for line in text.splitlines() if line.startswith(MARK)]
+    if why := next((entry["why"] for entry in said if entry["kind"] == "fatal"), ""):
+        give_up(why, 3)
     notes = {entry.get("why") or entry.get("note") for entry in said} - {None, ""}
     taken = f"{time.monotonic() - start:.0f} s, status {process.returncode}"
     print(f"{_name(unit)}: {taken} {'; '.join(sorted(notes))}", flush=True)

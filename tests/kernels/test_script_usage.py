@@ -55,6 +55,15 @@ def test_wrong_usage(script: str, options: tuple[str, ...], said: str, ended: En
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["bench_peers", "profile_kernels", "sanitize_kernels", "tune_kernels"])
-def test_without_a_gpu(script: str, ended: Ended) -> None:
-    assert ended(script) == (3, f"{script}: it needs a CUDA GPU, and torch sees none")
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("bench_peers", ()),
+        ("bench_peers", ("--warm", "1", "--models", "qwen3-30b", "--tokens", "1")),
+        ("profile_kernels", ()),
+        ("sanitize_kernels", ()),
+        ("tune_kernels", ()),
+    ],
+)
+def test_without_a_gpu(script: str, options: tuple[str, ...], ended: Ended) -> None:
+    assert ended(script, *options) == (3, f"{script}: it needs a CUDA GPU, and torch sees none")
