@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of the grouped GEMMs for about 5 to 130 tokens an expert, warp specialized.
+"""Device code of the grouped GEMMs for about 3 to 130 tokens an expert, warp specialized.
 
 A program stays on its multiprocessor and works off tiles: ``64 * workers`` weight rows times the tokens
 of one expert. Two partitions fill a ring in shared memory, one with weights (codes by TMA, scale and zero

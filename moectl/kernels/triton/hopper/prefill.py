@@ -1,4 +1,4 @@
-"""Prefill kernels for SM90, from about 64 tokens an expert on: host code of `prefill_kernels`.
+"""Prefill kernels for SM90, from about 48 tokens an expert on: host code of `prefill_kernels`.
 
 Sort by expert, cut into token tiles, first GEMM with activation, second GEMM, sum.
 """
