@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from moectl.inspection import MODELS, layer_without_weights
 from moectl.kernels.triton.launch import is_legal, launch_for, token_tiles
 from moectl.kernels.triton.layer import activation_numbers
+from moectl.kernels.triton.runner import REGIMES
 from moectl.problem import SWIGLU_OAI, Activation
+from moectl.schemes import Scheme, int_format
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -31,6 +34,35 @@ def test_token_tiles_bound_every_routing(assignments: int) -> None:
             for counts in ((a, b, rest, 0), (a, b, rest // 2, rest - rest // 2)):
                 worst = max(worst, sum(-(-count // tokens) for count in counts))
     assert worst <= token_tiles(assignments, experts, tokens) <= worst + 1
+
+
+IMPOSSIBLE = [
+    ("stream", {"depth": 0}, "powers of two"),
+    ("stream", {"blocks2": 0}, "powers of two"),
+    ("stream", {"tiles": 0}, "no tile of rows"),
+    ("stream", {"split": 0}, "no part of the reduction"),
+    ("warpwise", {"rows1": 0}, "divide its warps"),
+    ("warpwise", {"warps1": 32, "rows1": 2}, "divide its warps"),
+    ("warpwise", {"tokens": 24}, "no power of two"),
+    ("mid", {"depth": 3}, "depth is 1, 2 or 4"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "reason"), IMPOSSIBLE)
+def test_impossible_tiles_are_refused_with_a_reason(
+    family: str, changes: dict[str, int], reason: str
+) -> None:
+    problem, regime = layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, REGIMES[family]
+    tile = regime.candidates(problem)[0]
+    assert not regime.fits(problem, tile)
+    assert reason in regime.fits(problem, replace(tile, **changes))
+
+
+@pytest.mark.parametrize("family", ["stream", "warpwise", "mid", "prefill"])
+def test_groups_that_no_tile_of_64_columns_has_are_refused(family: str) -> None:
+    problem, regime = layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, REGIMES[family]
+    odd = replace(problem, scheme=Scheme(int_format(4, 96)))
+    assert "groups of 32" in regime.fits(odd, regime.candidates(problem)[0])
 
 
 def test_numbers_of_an_activation_that_has_none() -> None:

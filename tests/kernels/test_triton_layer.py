@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moectl.errors import UsageError
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.runners import Runner, runner_for
 from moectl.kernels.triton.hopper.mid import exact_weights
@@ -62,6 +63,16 @@ def test_int4_is_folded_only_where_every_scale_of_the_layer_allows_it(scale: flo
     roles["w2_scale"][0, 3, 0] = scale
     made = layer_of(expert_layer(KIMI, roles).prepared("triton", "cpu"))
     assert exact_weights(KIMI, made.w2) is exact and not exact_weights(KIMI, made.w13)
+
+
+@pytest.mark.parametrize("role", ["w13_bias", "w2_bias"])
+def test_a_bias_that_the_problem_does_not_have_is_refused_and_so_is_one_that_is_missing(role: str) -> None:
+    prepared = expert_layer(GPT_OSS, canonical_roles(GPT_OSS)).prepared("triton", "cpu")
+    others = {name: t for name, t in prepared.weights.items() if name != role}
+    with pytest.raises(UsageError, match=f"no {role}, a layer with bias=True has one"):
+        layer_of(replace(prepared, weights=others, derived={}))
+    with pytest.raises(UsageError, match="a w13_bias, a layer with bias=False has none"):
+        layer_of(replace(prepared, problem=replace(prepared.problem, bias=False), derived={}))
 
 
 def test_a_layer_is_looked_at_once() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...problem import Activation, MoEProblem
+from ...schemes import FULL
 from ..prepared import PreparedMoE
 
 
@@ -81,6 +82,11 @@ def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
         got = None if zeros is None else list(zeros.shape)
         raise UsageError(f"{role}_zero must be {list(scales.shape)} as {role}_scale is, got {got}")
     n, k = 64 * codes.shape[1], 64 * codes.shape[2]
+    if prepared.problem.bias != (bias is not None):
+        there, wanted = ("a", "none") if bias is not None else ("no", "one")
+        raise UsageError(
+            f"there is {there} {role}_bias, a layer with bias={prepared.problem.bias} has {wanted}"
+        )
     if bias is not None and bias.shape[1] != n:
         raise UsageError(f"{role}_bias must have {n} rows as {role} has, got {bias.shape[1]}")
     known = weight.name in ("mxfp4", "int4") and zeros is None
@@ -97,6 +103,14 @@ def scale_name(problem: MoEProblem) -> str:
     if weight.name == "mxfp4":
         return "e8m0"
     return _FLOATS.get(weight.scale_dtype, "") if weight.scale_dtype else problem.dtype
+
+
+def group_refusal(problem: MoEProblem) -> str:
+    """Why kernels that go by 64 columns cannot read the layer's scale groups; empty when they can."""
+    weight = problem.scheme.weight
+    if weight.group in (32, FULL) or (weight.group > 0 and weight.group % 64 == 0):
+        return ""
+    return f"it reads scale groups of 32, of multiples of 64 and of whole rows, the layer has {weight}"
 
 
 def activation_numbers(act: Activation) -> dict[str, float]:

@@ -66,7 +66,7 @@ def _order(X, OUT, block, K, KX, BK: tl.constexpr):
     tl.store(OUT + token * K + place, x, mask=place < K)
 
 
-@triton.jit(do_not_specialize=["T", "RECORDS"])
+@triton.jit(do_not_specialize=["T", "RECORDS", "PLANS"])
 def _plan_and_order_kernel(
     IDS, PLAN, X, OUT, T, RECORDS, PLANS, K, KX,
     E: tl.constexpr, EPAD: tl.constexpr, TPAD: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
@@ -92,7 +92,7 @@ def _order_kernel(X, OUT, K, KX, BK: tl.constexpr, PDL: tl.constexpr):
     _order(X, OUT, tl.program_id(0), K, KX, BK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["RECORDS"])
 def _cut_kernel(
     SLOTS, OFFSETS, PLAN, RECORDS,
     E: tl.constexpr, EPAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

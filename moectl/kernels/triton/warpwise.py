@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from ...problem import MoEProblem
 from . import warpwise_kernels as kernels
 from .items import BASES, overlapping
-from .layer import Call, Layer, Matrix, Regime, activation_numbers, scale_name
+from .layer import Call, Layer, Matrix, Regime, activation_numbers, group_refusal, scale_name
 from .records import plan_and_order
 from .routing import INTERPRETED, combine
 
 REGISTERS = 96
 """Of a lane where they suffice: 20 warps an SM. Left alone, ptxas takes 80 and spills."""
+
+WARPS = (1, 2, 4, 8, 16)
 
 SCALES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,7 +33,7 @@ class WarpwiseTile:
     """One launch configuration.
 
     Attributes:
-        tokens: of a program, a multiple of 8.
+        tokens: of a program, a power of two from 8 on.
         planned: 1 to gather the assignments of an expert first; 0 when each runs alone.
         rows1, rows2: 64-row tiles of a program of the first and the second GEMM, powers of two.
         warps1, warps2: its warps, a multiple of its tiles; those of one tile share the reduction.
@@ -136,11 +137,13 @@ def _run(layer: Layer, call: Call, tile: WarpwiseTile) -> None:
 def _fits(problem: MoEProblem, tile: WarpwiseTile) -> str:
     if problem.scheme.weight.name != "int4":
         return f"they take int4, the layer has {problem.scheme.weight}"
-    if tile.tokens % 8 or not tile.tokens:
-        return f"{tile} is no whole number of 8 tokens"
+    if group_refusal(problem):
+        return group_refusal(problem)
+    if tile.tokens < 8 or tile.tokens & (tile.tokens - 1):
+        return f"{tile} takes {tile.tokens} tokens, no power of two from 8 on"
     sides = (tile.rows1, tile.warps1), (tile.rows2, tile.warps2)
-    if any(warps % rows or triton.next_power_of_2(warps) != warps for rows, warps in sides):
-        return f"{tile} does not divide its warps by its rows"
+    if any(warps not in WARPS or not 0 < rows <= warps or warps % rows for rows, warps in sides):
+        return f"{tile} does not divide its warps, of which there are 1, 2, 4, 8 or 16, by its rows"
     if tile.fused and (not tile.planned or tile.warps1 != tile.warps2):
         return f"{tile} has no plan, or another number of warps in each GEMM, in one launch"
     return ""

@@ -300,7 +300,7 @@ def _warpwise_gemm2_kernel(
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["records"])
 def _warpwise_layer_kernel(
     X, W, S, Z, B, H, W_2, S_2, Z_2, B_2, Y, PLAN, WEIGHTS, records, N, K, KX, LX, NX, HX, row_tiles,
     N_2, K_2, LX_2, NX_2, row_tiles_2, alpha, limit,

@@ -13,7 +13,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....problem import MoEProblem
 from ....schemes import FULL
 from ..launch import token_tiles
-from ..layer import Call, Layer, Matrix, Regime, activation_numbers, multiprocessors, scale_name
+from ..layer import (
+    Call,
+    Layer,
+    Matrix,
+    Regime,
+    activation_numbers,
+    group_refusal,
+    multiprocessors,
+    scale_name,
+)
 from ..routing import combine, sort_by_expert
 from . import epilogue
 from . import mid_kernels as kernels
@@ -293,13 +302,15 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
         return f"{tile} has no stage to fill while another is read"
     if not registers(tile)[0]:
         return f"{tile} does not fit the registers of its workers"
+    if tile.depth not in (1, 2, 4):
+        return f"{tile} is none of its tiles: depth is 1, 2 or 4"
     shared = tile.programs * shared_bytes(problem, tile)
-    if tile.depth not in (1, 2, 4) or shared > SHARED_MEMORY:
+    if shared > SHARED_MEMORY:
         return f"{tile} needs {shared} bytes of shared memory, there are {SHARED_MEMORY}"
     if (weight.name, problem.dtype) not in FORMATS.get(scale_name(problem), ()):
         return f"it has no {problem.dtype} products of {weight} weights with {scale_name(problem)} scales"
-    if weight.group not in (32, FULL) and weight.group % 64:
-        return f"it reads scale groups of 32, of multiples of 64 and of rows, not of {weight.group}"
+    if group_refusal(problem):
+        return group_refusal(problem)
     if tile.boxed and (weight.zero_point or weight.group not in (32, 128)):
         return f"{tile} takes scales of groups of 32 and 128 without zero points, not {weight}"
     if tile.boxed and max(weight.group, 64 * tile.depth) % min(weight.group, 64 * tile.depth):

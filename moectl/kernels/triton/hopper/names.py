@@ -16,9 +16,6 @@ async_load = _first_of(async_copy, "async_load", "async_copy_global_to_shared")
 tma_load = _first_of(tma, "async_load", "async_copy_global_to_shared")
 """A box of a tensor descriptor into shared memory; an mbarrier counts its bytes."""
 
-tma_store = _first_of(tma, "async_store", "async_copy_shared_to_global")
-"""Shared memory into a box of a tensor descriptor."""
-
 reinterpret = _first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 """``reinterpret(shared, dtype, shape, layout)``: the same shared memory as another array."""
 

@@ -12,9 +12,8 @@ import triton
 from torch import Tensor
 
 from ....problem import MoEProblem
-from ....schemes import FULL
 from ..launch import token_tiles
-from ..layer import Call, Layer, Regime, activation_numbers, multiprocessors, scale_name
+from ..layer import Call, Layer, Regime, activation_numbers, group_refusal, multiprocessors, scale_name
 from ..routing import combine, launch_options, sort_by_expert
 from . import prefill_kernels as kernels
 from .epilogue import GATED, UNGATED
@@ -263,8 +262,8 @@ def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
         return f"{tile} is none of its tiles: units is one of {', '.join(map(str, SHAPES))}"
     if (weight.name, problem.dtype) not in FORMATS.get(scale_name(problem), ()):
         return f"it has no {problem.dtype} products of {weight} weights with {scale_name(problem)} scales"
-    if weight.group not in (32, FULL) and weight.group % 64:
-        return f"it reads scale groups of 32, of multiples of 64 and of rows, not of {weight.group}"
+    if group_refusal(problem):
+        return group_refusal(problem)
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it has the activations {', '.join(GATED + UNGATED)}, the layer has {act.name}"
     if stages(problem, tile) < FEWEST_STAGES:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ....problem import MoEProblem
-from ....schemes import FULL
-from ..layer import Call, Layer, Matrix, Regime, activation_numbers
+from ..layer import Call, Layer, Matrix, Regime, activation_numbers, group_refusal
 from ..records import plan
 from ..routing import combine
 from . import stream_kernels as kernels
@@ -235,8 +234,8 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
     weight, act, dims = problem.scheme.weight, problem.activation, problem.dims
     if weight.name not in FORMATS or problem.dtype not in DTYPES:
         return f"it has no {weight.name} weights with {problem.dtype} tokens"
-    if weight.group not in (32, FULL) and weight.group % 64:
-        return f"it reads scale groups of 32, of multiples of 64 and of whole rows, not of {weight.group}"
+    if group_refusal(problem):
+        return group_refusal(problem)
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it has no activation {act}"
     run_of_columns = max(64, weight.group)
@@ -245,8 +244,10 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
         (tile.second, dims.padded_intermediate, tile.split),
     ):
         powers = (shape.columns, shape.rows, shape.blocks, shape.depth)
-        if any(n & (n - 1) for n in powers) or shape.warps < 4 or shape.warps > 16:
+        if any(n < 1 or n & (n - 1) for n in powers) or shape.warps < 4 or shape.warps > 16:
             return f"{shape} is not made of powers of two, with 4 to 16 warps"
+        if shape.tiles < 1 or split < 1:
+            return f"{tile} has no tile of rows, or no part of the reduction"
         if shape.tiles > 1 and shape.rows * shape.blocks % 4:
             return f"{shape} has several tiles of rows that are no multiple of 64"
         steps = shape.steps(run_of_columns * math.ceil(columns / run_of_columns), split)
