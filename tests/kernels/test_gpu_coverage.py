@@ -6,12 +6,15 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 
 from moectl.kernels.triton.inspection.shipped import of_each_kind
 from moectl.kernels.triton.runner import REGIMES
+from moectl.schemes import MXFP4, int_format
 
-from .grid import FEWER_CASES
-from .test_gpu_formats import kind, launches_in, tiles_in
+from .grid import FEWER_CASES, FORMATS
+from .kernel_cases import nearly, probe, surplus
+from .test_gpu_formats import PROBES, kind, launches_in, tiles_in
 from .test_gpu_stability import LAYERS, tiles_of
 
 
@@ -40,3 +43,30 @@ def test_few_tiles_have_every_value_of_every_field(name: str, family: str) -> No
     few = of_each_kind(tiles)
     assert len(few) <= len(tiles) and values(few) == values(tiles)
     assert of_each_kind([]) == []
+
+
+@pytest.mark.parametrize("family", REGIMES)
+def test_probes_have_every_family(family: str) -> None:
+    assert sum(launch.regime == family for _, _, launch in PROBES) >= 4
+    assert {weight for weight, _, _ in PROBES} == set(FORMATS)
+
+
+@pytest.mark.parametrize("family", ["stream", "warpwise"])
+def test_a_probe_with_a_surplus_sees_a_wrong_code_and_a_wrong_scale(family: str) -> None:
+    times = surplus(family, probe(FORMATS[1], ("bf16", "BF16")))
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(-8, 8, (64, 64), generator=generator).double() / 64
+    squares, wrong = weights.relu().square(), weights.clone()
+    assert times == 136 and nearly(squares.bfloat16(), squares, times)
+    wrong[5, 7] += 1 / 64 if weights[5, 7] >= 0 else 1
+    assert not nearly(wrong.relu().square().bfloat16(), squares, times)
+    assert not nearly((squares * 1.02).bfloat16(), squares, times)
+
+
+def test_which_sums_have_a_surplus() -> None:
+    def of(family: str, bits: int, dtype: str, zero_point: bool = False) -> int:
+        return surplus(family, probe(int_format(bits, 64, zero_point=zero_point), (dtype, "BF16")))
+
+    assert surplus("stream", probe(MXFP4, ("bf16", "BF16"))) == of("mid", 4, "bf16") == 0
+    assert of("stream", 8, "bf16") == 0 and of("stream", 8, "fp16") == 1152
+    assert of("warpwise", 4, "bf16", zero_point=True) == 143

@@ -29,7 +29,8 @@ def test_sorts(name: str, assignments: int, experts: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", routing_cases.ROUTINGS)
 @pytest.mark.parametrize("way", routing_cases.WAYS)
 @pytest.mark.parametrize(
-    ("assignments", "experts", "tokens"), [(16, 128, 8), (512, 384, 8), (300, 5, 16), (2048, 128, 4)]
+    ("assignments", "experts", "tokens"),
+    [(16, 128, 8), (512, 384, 8), (300, 5, 16), (2048, 128, 4), (264, 1024, 8)],
 )
 def test_plans(
     assignments: int, experts: int, tokens: int, way: str, name: str, monkeypatch: pytest.MonkeyPatch
