@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moectl.inspection import MODELS, layer_without_weights
-from moectl.kernels.triton.hopper.fragments import FOLDED_SCALES_ASM, _folded_int4_asm, fold_factor
+from moectl.kernels.triton.hopper.fragment_asm import FOLDED_SCALES_ASM, _folded_int4_asm, fold_factor
 from moectl.kernels.triton.hopper.prefill import PREFILL_REGIME, REGISTERS, SHAPES, PrefillTile
 from moectl.problem import Activation
 

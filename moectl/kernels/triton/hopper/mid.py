@@ -27,7 +27,7 @@ from ..routing import combine, sort_by_expert
 from . import epilogue
 from . import mid_kernels as kernels
 from . import mid_ring as ring
-from .fragments import FOLDED_SCALES, fold_factor
+from .fragment_asm import FOLDED_SCALES, fold_factor
 
 WIDTHS: dict[int, tuple[int, ...]] = {
     16: (16,),

@@ -17,7 +17,8 @@ from ..layer import Call, Layer, Regime, activation_numbers, group_refusal, mult
 from ..routing import combine, launch_options, sort_by_expert
 from . import prefill_kernels as kernels
 from .epilogue import GATED, UNGATED
-from .fragments import fold_factor, scale_words
+from .fragment_asm import fold_factor
+from .fragments import scale_words
 from .mid import FORMATS, exact_weights
 from .prefill_tiles import _schedule_kernel
 

@@ -22,26 +22,20 @@ from triton.experimental.gluon import language as gl
 
 from .epilogue import activate, activate_one
 from .names import reinterpret, thread_barrier
-from .stream_operands import (
+from .stream_layouts import (
     _factor,
-    _fill,
     _input_scaled,
-    _keep_order,
     _only,
     _output_factor,
-    _record,
     _run_words,
     _scale_stride,
-    _slots,
     _smaller,
-    _sum_tokens,
     _sums_layout,
     _sums_shape,
-    _tile,
-    _tile_loads,
     _tile_words,
     _words_layout,
 )
+from .stream_operands import _fill, _keep_order, _record, _slots, _sum_tokens, _tile, _tile_loads
 
 
 @gluon.jit

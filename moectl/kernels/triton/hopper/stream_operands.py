@@ -9,125 +9,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .names import async_copy, async_load, reinterpret
-from .stream_asm import SOURCE, SumsAsm, TileAsm
-
-FILL_AT_ONCE = gl.constexpr(8)
-"""16-byte loads of tokens that a thread has on their way in registers."""
-
-
-@gluon.constexpr_function
-def _tile_asm(KIND, GROUP, NT):
-    """(assembly, constraints, source) of a tile; the source makes compiled code depend on it."""
-    weight, tokens, scale, zeros, whole = KIND
-    return tuple(TileAsm(weight, tokens, scale, GROUP == 32, zeros, whole, NT)) + (SOURCE,)
-
-
-@gluon.constexpr_function
-def _sums_asm(KIND, GROUP):
-    """(assembly, constraints, source) of the sums of tokens over one tile."""
-    weight, tokens, scale, zeros, whole = KIND
-    return tuple(SumsAsm(TileAsm(weight, tokens, scale, GROUP == 32, zeros, whole, 1))) + (SOURCE,)
-
-
-@gluon.constexpr_function
-def _factor(KIND):
-    """What the sums of tokens are multiplied by, a pair of 16-bit floats in an int; 0 for none."""
-    weight, tokens, scale, zeros, whole = KIND
-    factor = TileAsm(weight, tokens, scale, False, zeros, whole, 1).factor
-    return factor - (1 << 32 if factor >> 31 else 0)
-
-
-@gluon.constexpr_function
-def _is_wide(KIND):
-    """Whether codes have 8 bits."""
-    return KIND[0] == "int8"
-
-
-@gluon.constexpr_function
-def _tile_words(KIND):
-    """Words of codes in a tile."""
-    return 1024 if KIND[0] == "int8" else 512
-
-
-@gluon.constexpr_function
-def _run_words(KIND, GROUP):
-    """Scale words of 64 rows over a tile or a wider group."""
-    return 64 if GROUP == 32 and KIND[0] != "mxfp4" else 32
-
-
-@gluon.constexpr_function
-def _input_scaled(KIND):
-    """Whether tokens are kept times 2^64."""
-    return KIND[0] == "mxfp4" and KIND[1] == "bf16"
-
-
-@gluon.constexpr_function
-def _output_factor(KIND):
-    """What sums must be multiplied by, as codes (and tokens) came times a power of two."""
-    if KIND[0] != "mxfp4":
-        return 1.0
-    return 2.0**14 if KIND[1] == "fp16" else 1.0 if KIND[4] else 2.0**62
-
-
-@gluon.constexpr_function
-def _only(layout, dim, rank):
-    """Layout of one dimension of a tensor of `rank` dimensions in `layout`."""
-    for i in reversed(range(rank)):
-        if i != dim:
-            layout = gl.SliceLayout(i, layout)
-    return layout
-
-
-@gluon.constexpr_function
-def _words_layout(S, RW, R):
-    """[S, RW, 32, R, 4]: a lane's four words."""
-    return gl.BlockedLayout([1, 1, 1, R, 4], [1, 1, 32, 1, 1], [S, RW, 1, 1, 1], [4, 3, 2, 1, 0])
-
-
-@gluon.constexpr_function
-def _pairs_layout(S, RW, R):
-    """[S, RW, 32, R, 2]: a lane's two scale words."""
-    return gl.BlockedLayout([1, 1, 1, R, 2], [1, 1, 32, 1, 1], [S, RW, 1, 1, 1], [4, 3, 2, 1, 0])
-
-
-@gluon.constexpr_function
-def _tokens_layout(S, RW, TR):
-    """[S, RW, 8 / TR, TR, 32]: words of TR tokens x 64 columns as B operands, each token 8 / TR times."""
-    return gl.BlockedLayout([1, 1, 1, 1, 1], [1, 1, 8 // TR, TR, 4], [S, RW, 1, 1, 1], [4, 3, 2, 1, 0])
-
-
-@gluon.constexpr_function
-def _fill_layout(D, S, RW, TT):
-    """[steps, D, blocks * S, TT, 8, 4]: 16 bytes of a token per lane."""
-    tokens = min(TT, 4)
-    wd = min(D, RW)
-    return gl.BlockedLayout(
-        [1, 1, 1, 1, 1, 4],
-        [1, 1, 4 // tokens, tokens, 8, 1],
-        [1, wd, S * RW // wd, 1, 1, 1],
-        [5, 4, 3, 2, 1, 0],
-    )
-
-
-@gluon.constexpr_function
-def _fill_batch(D, S, RW, STEPS, NF, TT):
-    """(steps of one copy, copies in registers at once): steps are a power of two that divides STEPS."""
-    each = max(1, D * NF * S * TT * 8 // (32 * S * RW))
-    batch = 1
-    while STEPS % (2 * batch) == 0 and 2 * batch * each <= FILL_AT_ONCE.value:
-        batch *= 2
-    return batch, max(1, FILL_AT_ONCE.value // (batch * each))
-
-
-@gluon.constexpr_function
-def _smaller(a, b):
-    return min(a, b)
-
-
-@gluon.constexpr_function
-def _sums_layout(W, R):
-    """[RW, 8 g, 4 c, R, 2 h, 2 b]: a warp's sums once its column parts are added."""
-    return gl.BlockedLayout([1, 1, 1, R, 2, 2], [1, 8, 4, 1, 1, 1], [W, 1, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0])
+from .stream_layouts import (
+    _factor,
+    _fill_batch,
+    _fill_layout,
+    _is_wide,
+    _only,
+    _pairs_layout,
+    _quads_layout,
+    _run_words,
+    _scale_stride,
+    _smaller,
+    _sums_asm,
+    _sums_shape,
+    _tile_asm,
+    _tile_words,
+    _tokens_layout,
+    _words_layout,
+)
 
 
 @gluon.jit
@@ -153,18 +52,6 @@ def _b_operand(xs, N: gl.constexpr, TR: gl.constexpr, S: gl.constexpr, RW: gl.co
     lo, _ = gl.broadcast(gl.expand_dims(lo, 3), like)
     hi, _ = gl.broadcast(gl.expand_dims(hi, 3), like)
     return lo, hi
-
-
-@gluon.constexpr_function
-def _sums_shape(GROUP):
-    """Registers of sums of tokens that a tile takes: a quad for each scale of 64 columns."""
-    return 8 if GROUP == 32 else 4
-
-
-@gluon.constexpr_function
-def _quads_layout(S, RW, Q):
-    """[S, RW, 8 g, 4 c, Q]: sums of tokens, equal for all g."""
-    return gl.BlockedLayout([1, 1, 1, 1, Q], [1, 1, 8, 4, 1], [S, RW, 1, 1, 1], [4, 3, 2, 1, 0])
 
 
 @gluon.jit
@@ -311,12 +198,6 @@ def _scale_words(sp, k, valid, KIND: gl.constexpr, GROUP: gl.constexpr,
         lo = _spread(gl.load(sp, mask=valid, other=0), S, RW, R)
         hi = lo
     return (lo, hi)
-
-
-@gluon.constexpr_function
-def _scale_stride(KIND, GROUP):
-    """Scale words from one tile column to the next; 0 where that is no constant."""
-    return _run_words(KIND, GROUP) if GROUP in (32, 64) else 0
 
 
 @gluon.jit

@@ -1,0 +1,195 @@
+# mypy: ignore-errors
+"""PTX that turns codes and scales of ``moectl-mtile64`` into registers of an A operand, for `fragments`.
+
+Unless ``EXACT``, MXFP4 comes out times 2^-`FOLDED_SHIFT` and int4 times 2^-`FOLDED_INT4`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+FOLDED_SHIFT = 62
+"""A folded MXFP4 fragment is the weight times 2^-62; the epilogue multiplies the sums by 2^62, exactly.
+
+Spread codes are bf16 values times 2^-126 and an E8M0 byte s means 2^(s - 127), so that one product with
+the bf16 whose exponent field is s + 64 gives ``e2m1 * 2^(s - 127 - 62)``.
+"""
+
+
+FOLDED_INT4 = 33
+"""A folded int4 fragment is the weight times 2^-33, made by one fused multiply-add of two codes.
+
+A code u where a bf16 has its last exponent bit and the three bits below it is ``u * 2^-129``. With the scale
+s as ``s * 2^96`` and ``-8 * s * 2^-33`` the sum is ``(u - 8) * s * 2^-33``, rounded once, as it is without
+folding.
+"""
+
+
+FOLDED_SCALES = {"mxfp4": range(64, 191), "int4": range(34, 159)}
+"""Biased exponents of scales with which folding loses no bit and nothing overflows; others need ``EXACT``.
+
+MXFP4: scales from 2^-63 to 2^63, which make weights from 2^-64 on. int4: from 2^-93, below which a folded
+weight has fewer bits, up to 2^32, which would become infinite. Scales of 0, and E8M0 bytes of 0, make 0.
+"""
+
+
+def fold_factor(weight_format: str) -> float:
+    """What sums of folded fragments are to be multiplied with."""
+    return 2.0 ** {"mxfp4": FOLDED_SHIFT, "int4": FOLDED_INT4}[weight_format]
+
+
+@gluon.constexpr_function
+def _mxfp4_asm(EXACT):
+    """Four registers of two bf16 from a word, nine operations, then one or two products each."""
+    first = "" if not EXACT else "".join(f"mul.rn.bf16x2 ${r}, ${r}, up;\n" for r in range(4))
+    return (
+        """{
+        .reg .b32 t, u, up;
+        mov.b32 up, 0x7E807E80;
+        and.b32 $0, $4, 0x81C081C0;
+        shf.r.wrap.b32 t, $4, $4, 4;
+        and.b32 $1, t, 0x81C081C0;
+        shl.b32 t, $4, 6;
+        and.b32 $2, t, 0x81C081C0;
+        shf.r.wrap.b32 t, $4, $4, 6;
+        and.b32 u, t, 0x81808180;
+        shl.b32 t, $4, 2;
+        lop3.b32 $3, t, 0x00400040, u, 0xEA;
+        """
+        + first
+        + """
+        mul.rn.bf16x2 $0, $0, $5;
+        mul.rn.bf16x2 $1, $1, $9;
+        mul.rn.bf16x2 $2, $2, $5;
+        mul.rn.bf16x2 $3, $3, $9;
+        }"""
+    )
+
+
+@gluon.constexpr_function
+def _int4_asm(HALF, ZEROS, SPLIT):
+    """Codes become ``bias + u`` by their place in a mantissa; minus ``bias + zero``, then times the scale.
+
+    SPLIT: times both parts of the scale. Number times low part has at most 8 bits and is exact, so that
+    the sum is rounded once.
+    """
+    kind, bias, one, off = (
+        ("f16x2", "0x64006400", "0x3C003C00", "0xE408E408")
+        if HALF
+        else ("bf16x2", "0x43004300", "0x3F803F80", "0xC308C308")
+    )
+    lines = ["{ .reg .b32 t, one, off;", f"mov.b32 one, {one};", f"mov.b32 off, {off};"]
+    for r in range(4):
+        if r:
+            lines.append(f"shr.b32 t, $4, {4 * r};")
+        lines.append(f"lop3.b32 ${r}, {'t' if r else '$4'}, 0x000F000F, {bias}, 0xEA;")
+    for r in range(4):
+        zero = f"${13 + 4 * (r % 2)}" if ZEROS else "off"
+        lines.append(f"fma.rn.{kind} ${r}, ${r}, one, {zero};")
+    for r in range(4):
+        if SPLIT:
+            low = 13 + 8 * ZEROS + 4 * (r % 2)
+            lines.append(f"mul.rn.{kind} t, ${r}, ${low}; fma.rn.{kind} ${r}, ${r}, ${5 + 4 * (r % 2)}, t;")
+        else:
+            lines.append(f"mul.rn.{kind} ${r}, ${r}, ${5 + 4 * (r % 2)};")
+    return "\n".join(lines) + "}"
+
+
+@gluon.constexpr_function
+def _folded_int4_asm():
+    """Four registers of two bf16 from a word; $5 and $9 are the scales, $13 and $17 what is added."""
+    lines = ["{ .reg .b32 t;"]
+    for r, shift in enumerate(
+        ("shl.b32 t, $4, 4;", "mov.b32 t, $4;", "shr.b32 t, $4, 4;", "shr.b32 t, $4, 8;")
+    ):
+        lines.append(f"{shift} and.b32 ${r}, t, 0x00F000F0;")
+        lines.append(f"fma.rn.bf16x2 ${r}, ${r}, ${5 + 4 * (r % 2)}, ${13 + 4 * (r % 2)};")
+    return "\n".join(lines) + "}"
+
+
+FOLDED_SCALES_ASM = gl.constexpr(
+    """{ .reg .b32 up, down;
+    mov.b32 up, 0x6F806F80;
+    mov.b32 down, 0xB080B080;
+    mul.rn.bf16x2 $0, $2, up;
+    mul.rn.bf16x2 $1, $2, down; }"""
+)
+
+
+@gluon.constexpr_function
+def _int8_asm(HALF, ZEROS):
+    """Bytes 0 and 2 are one register, 1 and 3 the other; bytes are two's complement, exact in both types."""
+    lines = ["{ .reg .b32 t, u, off;", "mov.b32 off, 0xE480E480;"]
+    for h in range(2):
+        source = "t" if h else "$2"
+        if h:
+            lines.append("shr.b32 t, $2, 8;")
+        if HALF:
+            lines.append(f"lop3.b32 ${h}, {source}, 0x00FF00FF, 0x64806480, 0x6A;")
+            lines.append(f"add.rn.f16x2 ${h}, ${h}, off;")
+        else:
+            lines.append(f"lop3.b32 u, {source}, 0x00800080, 0xC300C300, 0xEA;")
+            lines.append(f"lop3.b32 ${h}, {source}, 0x007F007F, 0x43004300, 0xEA;")
+            lines.append(f"add.rn.bf16x2 ${h}, ${h}, u;")
+    kind = "f16x2" if HALF else "bf16x2"
+    if ZEROS:
+        lines += [f"add.rn.{kind} ${h}, ${h}, ${11 + 4 * h};" for h in range(2)]
+    lines += [f"mul.rn.{kind} ${h}, ${h}, ${3 + 4 * h};" for h in range(2)]
+    return "\n".join(lines) + "}"
+
+
+@gluon.constexpr_function
+def _asm(FORMAT, HALF, ZEROS, EXACT, SPLIT):
+    """Assembly from a word to values, of `FORMAT`."""
+    if FORMAT == "mxfp4":
+        return _mxfp4_asm(EXACT)
+    if FORMAT == "int4" and not EXACT:
+        return _folded_int4_asm()
+    return _int8_asm(HALF, ZEROS) if FORMAT == "int8" else _int4_asm(HALF, ZEROS, SPLIT)
+
+
+@gluon.constexpr_function
+def _zero_asm(FORMAT, HALF):
+    """What is added to a code for its zero: -(bias + zero) for int4, 128 - zero for int8."""
+    if FORMAT == "int4":
+        return f"or.b32 $0, $1, {'0xE400E400' if HALF else '0xC300C300'};"
+    if HALF:
+        return "{ .reg .b32 t, u; mov.b32 u, 0x64806480; or.b32 t, $1, 0x64006400; sub.rn.f16x2 $0, u, t; }"
+    return """{ .reg .b32 t, u;
+        lop3.b32 t, $1, 0x007F007F, 0xC300C300, 0xEA;
+        and.b32 u, $1, 0x00800080;
+        xor.b32 u, u, 0x43804380;
+        add.rn.bf16x2 $0, t, u; }"""
+
+
+@gluon.constexpr_function
+def _registers(results, operands):
+    """Constraints of so many results and operands."""
+    return ",".join(["=&r"] * results + ["r"] * operands)
+
+
+@gluon.constexpr_function
+def _mxfp4_multipliers_asm(EXACT):
+    """Four pairs of equal bf16 from a word of four bytes, two bytes at a time."""
+    if EXACT:
+        make = "shl.b32 {0}, {0}, 7; max.u16x2 {0}, {0}, least;\n"
+    else:
+        make = "mad.lo.u32 {0}, {0}, 128, 0x20002000;\n"
+    return (
+        """{
+        .reg .b32 even, odd, least;
+        .reg .b16 l, h;
+        mov.b32 least, 0x00400040;
+        prmt.b32 even, $4, 0, 0x4240;
+        prmt.b32 odd, $4, 0, 0x4341;
+        """
+        + make.format("even")
+        + make.format("odd")
+        + """
+        mov.b32 {l, h}, even;
+        mov.b32 $0, {l, l};
+        mov.b32 $2, {h, h};
+        mov.b32 {l, h}, odd;
+        mov.b32 $1, {l, l};
+        mov.b32 $3, {h, h};
+        }"""
+    )
