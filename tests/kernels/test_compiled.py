@@ -14,8 +14,10 @@ import torch
 from moectl.experts import unfilled
 from moectl.inspection import MODELS, Inspected, layer_without_weights
 from moectl.kernels.runners import runner_for
+from moectl.kernels.triton.hopper.mid import exact_weights
 from moectl.kernels.triton.inspection.shipped import candidates, inspect, inspect_run, shipped
 from moectl.kernels.triton.inspection.standin import STAND_INS
+from moectl.kernels.triton.layer import layer_of
 from moectl.kernels.triton.runner import REGIMES
 from moectl.problem import Activation, Dims
 from moectl.schemes import FULL, Scheme, int_format
@@ -135,6 +137,19 @@ def test_every_format_and_activation_on_sm90(variant: str, family: str) -> None:
     it = launches[-1]
     kernels = inspect(layer, it.tokens[0], it.launch, gpu)
     check(Inspected(variant, 90, it.launch, it.tokens[0], kernels))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mid", "prefill"])
+def test_int4_with_scales_that_do_not_fold_on_sm90(family: str) -> None:
+    layer, gpu = layer_without_weights("moonshotai/Kimi-K2-Thinking"), STAND_INS[90]
+    made = layer_of(layer)
+    unknown = replace(made, w13=replace(made.w13, exponents=None), w2=replace(made.w2, exponents=None))
+    assert exact_weights(made.problem, unknown.w13) and not exact_weights(made.problem, made.w13)
+    layer = replace(layer, derived={"triton": unknown})
+    it = [it for it in candidates(layer, gpu) if it.launch.regime == family][-1]
+    kernels = inspect(layer, it.tokens[0], it.launch, gpu)
+    check(Inspected("int4, not folded", 90, it.launch, it.tokens[0], kernels))
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """Device code of the grouped GEMMs for about 3 to 130 tokens an expert, warp specialized.
 
-A program stays on its multiprocessor and works off tiles: ``64 * workers`` weight rows times the tokens
+A program stays on its multiprocessor and works off tiles: 64 or 128 weight rows a worker times the tokens
 of one expert. Two partitions fill a ring in shared memory, one with weights (codes by TMA, scale and zero
-words by cp.async), one with token rows (gathered by cp.async); the workers, warpgroups with 64 weight rows
-each, empty it. A worker turns the next codes into registers while the tensor cores work on the last ones.
+words by cp.async or in boxes by TMA), one with token rows (gathered by cp.async); the workers, warpgroups,
+empty it. A worker turns the next codes into registers while the tensor cores work on the last ones.
 
 A tile has as many token columns as its tokens need, one of ``HOW.widths``: a branch of the kernel each.
 

@@ -2,8 +2,9 @@
 """Device code that fills the ring of the GEMMs in `mid_kernels`, tile by tile, as far ahead as it can.
 
 A stage holds ``HOW.depth`` pieces of 64 columns: codes (by TMA), scale and zero words of each worker's row
-block (by cp.async), and the rows of the tile's tokens (by cp.async, gathered). Its barrier `full` counts
-the codes' bytes and the loaders' threads, its barrier `empty` the workers that are done with it.
+blocks (by cp.async; boxed, by TMA), and the rows of the tile's tokens (by cp.async, gathered). Its barrier
+`full` counts the bytes that TMA brings and the loaders' threads, its barrier `empty` the workers that are
+done with it.
 """
 
 import triton.language as tl
