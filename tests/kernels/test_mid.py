@@ -12,11 +12,11 @@ from moectl.kernels.triton.hopper.mid import (
     REGISTERS,
     WIDTHS,
     MidTile,
-    exact_weights,
     launch_registers,
     registers,
     shared_bytes,
 )
+from moectl.kernels.triton.hopper.products import exact_weights
 from moectl.kernels.triton.inspection.shipped import inspect
 from moectl.kernels.triton.inspection.standin import STAND_INS
 from moectl.kernels.triton.launch import Launch

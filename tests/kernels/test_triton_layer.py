@@ -10,7 +10,7 @@ import torch
 from moectl.errors import UsageError
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.runners import Runner, runner_for
-from moectl.kernels.triton.hopper.mid import exact_weights
+from moectl.kernels.triton.hopper.products import exact_weights
 from moectl.kernels.triton.layer import exponents_of, layer_of
 from moectl.kernels.triton.runner import aligned
 from moectl.schemes import Scheme, int_format

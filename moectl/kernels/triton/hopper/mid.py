@@ -27,7 +27,7 @@ from ..routing import combine, sort_by_expert
 from . import epilogue
 from . import mid_kernels as kernels
 from . import mid_ring as ring
-from .fragment_asm import FOLDED_SCALES, fold_factor
+from .products import FORMATS, SHARED_MEMORY, Product, operand, product_of
 
 WIDTHS: dict[int, tuple[int, ...]] = {
     16: (16,),
@@ -40,7 +40,7 @@ WIDTHS: dict[int, tuple[int, ...]] = {
 
 REGISTERS: dict[tuple[int, int, int, int], dict[int, tuple[int, int]]] = {
     (2, 1, 1, 0): {128: (216, 80)},
-    (3, 1, 1, 0): {128: (144, 80)},
+    (3, 1, 1, 0): {64: (152, 56), 128: (144, 80)},
     (4, 1, 1, 0): {64: (112, 64)},
     (2, 2, 1, 0): {32: (96, 48)},
     (3, 1, 1, 1): {128: (144, 80)},
@@ -49,16 +49,6 @@ REGISTERS: dict[tuple[int, int, int, int], dict[int, tuple[int, int]]] = {
 }
 """Workers, programs of a multiprocessor, row blocks of a worker and whether scales come in boxes -> up to so
 many tokens a tile, whose sums fit beside the weights: registers of a worker's and of a loader's thread."""
-
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a program may have on SM90."""
-
-FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
-    "e8m0": (("mxfp4", "bf16"),),
-    "bf16": (("int4", "bf16"), ("int8", "bf16")),
-    "fp16": (("int4", "fp16"), ("int8", "fp16"), ("int4", "bf16")),
-}
-"""Scales -> weights and the activations that they are multiplied with: none rounds a weight twice."""
 
 _CODES = gl.NVMMASharedLayout(128, 8, 2)
 _WORDS = gl.NVMMASharedLayout(0, 32, 1)
@@ -90,31 +80,19 @@ class MidTile:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What a GEMM kernel is compiled for: one of a layer's two products, and a tile.
+class Variant(Product):
+    """What a GEMM kernel is compiled for: a product, and a tile.
 
     Attributes:
-        stage: 1 or 2, the first or the second GEMM.
         group: columns of one scale; 0: all.
-        exact: weights come out as they are, see `fragments`.
-        split: fp16 scales, bf16 tokens.
-        weighted: whether the router's weights are applied here.
         even: no stage of the ring reaches beyond the tokens' columns.
         wide: slots times columns exceed 32 bits.
         registers: of a worker's and a loader's thread.
     """
 
-    stage: int
-    format: str
     group: int
-    zeros: bool
-    exact: bool
-    split: bool
-    bias: bool
-    weighted: bool
     even: bool
     wide: bool
-    top_k: int
     activation: str
     gated: bool
     widths: tuple[int, ...]
@@ -131,11 +109,6 @@ class Variant:
         """Row blocks of a tile."""
         return self.workers * self.tall
 
-    @property
-    def factor(self) -> float:
-        """What sums are to be multiplied with."""
-        return 1.0 if self.exact else fold_factor(self.format)
-
 
 def _place(tile: MidTile) -> tuple[int, int, int, int]:
     return tile.workers, tile.programs, tile.tall, tile.boxed
@@ -147,30 +120,15 @@ def registers(tile: MidTile) -> tuple[int, int]:
     return next((have for tokens, have in most.items() if tile.tokens <= tokens), (0, 0))
 
 
-def exact_weights(problem: MoEProblem, m: Matrix) -> bool:
-    """Whether the weights of `m` cannot come out times a power of two."""
-    name = problem.scheme.weight.name
-    if name == "int4" and (m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}):
-        return True
-    return name not in FOLDED_SCALES or not m.exponents_within(FOLDED_SCALES[name])
-
-
 def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Variant:
     p = layer.problem
     weight, act = p.scheme.weight, p.activation
-    m, columns = (layer.w13, p.dims.hidden) if stage == 1 else (layer.w2, p.dims.intermediate)
+    m, columns = operand(layer, stage)
     return Variant(
-        stage=stage,
-        format=weight.name,
+        **product_of(layer, stage),
         group=0 if weight.group == FULL else weight.group,
-        zeros=m.zeros is not None,
-        exact=exact_weights(p, m),
-        split=(scale_name(p), p.dtype) == ("fp16", "bf16"),
-        bias=m.bias is not None,
-        weighted=p.routing.weight_on_input == (stage == 1),
         wide=assignments * p.dims.hidden >= 2**31,
         even=m.k == columns and m.k % (64 * tile.depth) == 0,
-        top_k=p.top_k,
         activation=act.name,
         gated=act.gated,
         widths=WIDTHS[tile.tokens],

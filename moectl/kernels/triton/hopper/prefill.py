@@ -17,10 +17,9 @@ from ..layer import Call, Layer, Regime, activation_numbers, group_refusal, mult
 from ..routing import combine, launch_options, sort_by_expert
 from . import prefill_kernels as kernels
 from .epilogue import GATED, UNGATED
-from .fragment_asm import fold_factor
 from .fragments import scale_words
-from .mid import FORMATS, exact_weights
 from .prefill_tiles import _schedule_kernel
+from .products import FORMATS, SHARED_MEMORY, Product, operand, product_of
 
 UNIT = 16
 """Tokens by which the widths of token tiles differ."""
@@ -59,7 +58,6 @@ SHAPES: dict[int, Shape] = {
 REGISTERS: dict[tuple[str, int], tuple[int, int]] = {("mxfp4", 12): (144, 80)}
 """Formats and units to which the registers of the shape would spill -> theirs."""
 
-SHARED_MEMORY = 227 * 1024
 STORED = 64 * 64 * 2
 """Bytes in which a warpgroup turns its results around before it stores them."""
 
@@ -85,16 +83,12 @@ class PrefillTile:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What a GEMM kernel is compiled for: one of a layer's two products, and a tile.
+class Variant(Product):
+    """What a GEMM kernel is compiled for: a product, and a tile.
 
     Attributes:
-        stage: 1 or 2, the first or the second GEMM.
         group: 32, or 64 for scales of 64 columns and more.
         span: 64-column tiles that a scale word covers.
-        exact: weights come out as they are, see `fragments`.
-        split: fp16 scales, bf16 tokens.
-        weighted: whether the router's weights are applied here.
         even: whether the tokens have as many columns as the weights.
         activation: its name; empty for the second GEMM.
         units: of the widest tile.
@@ -104,17 +98,9 @@ class Variant:
         registers: of a computing and of a loading thread.
     """
 
-    stage: int
-    format: str
     group: int
     span: int
-    zeros: bool
-    exact: bool
-    split: bool
-    bias: bool
-    weighted: bool
     even: bool
-    top_k: int
     activation: str
     gated: bool
     units: int
@@ -123,11 +109,6 @@ class Variant:
     blocks: int
     stages: int
     registers: tuple[int, int]
-
-    @property
-    def fold(self) -> float:
-        """What sums are to be multiplied with, 1 where weights come out as they are."""
-        return 1.0 if self.exact else fold_factor(self.format)
 
     @property
     def rest(self) -> int:
@@ -153,19 +134,12 @@ def _rest(units: int) -> int:
 def _variant(layer: Layer, stage: int, tile: PrefillTile) -> Variant:
     p = layer.problem
     weight, act, shape = p.scheme.weight, p.activation, SHAPES[tile.units]
-    m, columns = (layer.w13, p.dims.hidden) if stage == 1 else (layer.w2, p.dims.intermediate)
+    m, columns = operand(layer, stage)
     return Variant(
-        stage=stage,
-        format=weight.name,
+        **product_of(layer, stage),
         group=32 if weight.group == 32 else 64,
         span=m.k // 64 // m.scales.shape[2],
-        zeros=m.zeros is not None,
-        exact=exact_weights(p, m),
-        split=(scale_name(p), p.dtype) == ("fp16", "bf16"),
-        bias=m.bias is not None,
-        weighted=p.routing.weight_on_input == (stage == 1),
         even=m.k == columns,
-        top_k=p.top_k,
         activation=act.name if stage == 1 else "",
         gated=act.gated and stage == 1,
         units=tile.units,

@@ -49,7 +49,7 @@ def _store(
     L: gl.constexpr = _rows_layout(COLUMNS)
     M: gl.constexpr = _mma(TOKENS)
     if not HOW.exact:
-        acc = acc * HOW.fold
+        acc = acc * HOW.factor
     if HOW.weighted:
         weight = gl.expand_dims(weights.slice(AT, TOKENS).load(gl.SliceLayout(0, M)), 0)
         if HOW.stage == 1:

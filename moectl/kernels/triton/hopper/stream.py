@@ -20,11 +20,10 @@ from ..routing import combine
 from . import stream_kernels as kernels
 from . import stream_layer_kernels as layer_kernels
 from .epilogue import GATED, UNGATED
+from .products import SHARED_MEMORY
 
 FORMATS = ("mxfp4", "int4", "int8")
 DTYPES = ("bf16", "fp16")
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a program can have on SM90."""
 
 TOKENS = (1, 2, 4, 8, 16)
 
