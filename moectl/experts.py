@@ -74,10 +74,11 @@ class ExpertLayer:
             Unavailable: the device has too little memory.
         """
         device = torch.device(device)
-        wanted = runner_for(backend).layout or self.layout
+        own = runner_for(backend).layout_of(self.problem)
+        wanted = own or self.layout
         try:
             recipe = self.recipe
-            if wanted != CANONICAL and runner_for(backend).layout is not None:
+            if wanted != CANONICAL and own is not None:
                 share = self.share or Share(self.problem)
                 recipe = layout_recipe(wanted, share, self.recipe.shapes)
             # A folder of an older version has the same name and other steps: those are the way back.
@@ -147,7 +148,7 @@ def unfilled(problem: MoEProblem, backend: str, device: torch.device | str = "me
     Raises NoBackend when the layout cannot hold the problem, UsageError when no runner is called `backend`
     or the one that is has no layout of its own.
     """
-    name = runner_for(backend).layout
+    name = runner_for(backend).layout_of(problem)
     if name is None:
         raise UsageError(f"the {backend} backend has no layout of its own")
     stored = layout_recipe(name, Share(problem), canonical_shapes(problem, problem.local_experts)).stored

@@ -291,6 +291,6 @@ def _reader_of(layer: ExpertLayer, device: torch.device) -> str:
             runner = runner_for(name)
         except NoBackend:
             continue
-        if runner.layout == layer.layout and not runner.refusal(layer.problem, device):
+        if runner.layout_of(layer.problem) == layer.layout and not runner.refusal(layer.problem, device):
             return name
     return ANY_LAYOUT

@@ -11,33 +11,53 @@ from torch import Tensor
 
 from ..errors import NoBackend, UsageError
 from ..problem import MoEProblem
+from ..schemes import A16, ActFormat
 from .prepared import PreparedMoE
 
-Run = Callable[[PreparedMoE, Tensor, Tensor, Tensor], Tensor]
+Run = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
     """What runs a prepared layer. A stateless constant: everything it needs is in the `PreparedMoE`.
 
+    It computes in one or several of three forms; those that it lacks are None. Each is called with
+    arguments already checked, and with `Quantized` tokens where `wants` is another format than `A16`.
+
     Attributes:
         name: the backend's name.
-        layout: name of the weight layout it reads; None reads every layout through its way back.
-        compute: ``compute(prepared, x, ids, weights) -> y``, called with arguments already checked.
+        layout: name of the weight layout it reads, or what tells it from a problem; None reads every
+            layout through its way back.
+        compute: modular, ``compute(prepared, x, ids, weights) -> y``: tokens in their own order.
         refusal: why it cannot run a problem on a device, in a sentence; empty when it can.
         accumulation: the row of the tolerance table that its results are held to.
         capturable: True when a call can be captured in a CUDA graph: it never waits for the GPU.
         ready: makes what it derives from a layer's weights once, before the first call; may wait for
             the GPU.
+        monolithic: ``monolithic(prepared, x, logits, correction_bias) -> y``: it routes by itself.
+        batched: ``batched(prepared, x, counts) -> y``: x and y ``[local_experts, most, hidden]``, of which
+            the first ``counts[e]`` rows of expert e are tokens; the router's weights are left to whoever
+            puts the tokens back in their order.
+        wants: the activation format in which it takes tokens.
+        weighs: True when `compute` multiplies by the router's weights and sums over a token's experts;
+            else its y is ``[tokens, top_k, hidden]`` and both are left to the finalize step.
     """
 
     name: str
-    layout: str | None
-    compute: Run
+    layout: str | Callable[[MoEProblem], str] | None
+    compute: Run | None
     refusal: Callable[[MoEProblem, torch.device], str]
     accumulation: str = "fp32"
     capturable: bool = True
     ready: Callable[[PreparedMoE], object] = lambda prepared: None
+    monolithic: Run | None = None
+    batched: Run | None = None
+    wants: ActFormat = A16
+    weighs: bool = True
+
+    def layout_of(self, problem: MoEProblem) -> str | None:
+        """The layout in which it reads `problem`'s weights; None when any will do."""
+        return self.layout(problem) if callable(self.layout) else self.layout
 
     def run(self, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """``[tokens, hidden]`` layer output in x's dtype.
@@ -54,16 +74,26 @@ class Runner:
             UsageError: arguments that do not fit the problem or each other.
             NoBackend: the layer is in another layout, or this runner refuses the problem.
         """
-        if self.layout is not None and prepared.layout != self.layout:
+        self.accept(prepared)
+        if self.compute is None:
             raise NoBackend(
-                f"the {self.name} backend reads layout {self.layout}, got weights in {prepared.layout}",
+                f"the {self.name} backend takes router logits, got expert ids and weights",
+                hint="call it with logits, or choose a modular backend",
+            )
+        check_arguments(prepared, x, ids, weights)
+        return self.compute(prepared, x, ids, weights)
+
+    def accept(self, prepared: PreparedMoE) -> None:
+        """Raises NoBackend when the layer is in another layout, or this runner refuses the problem."""
+        wanted = self.layout_of(prepared.problem)
+        if wanted is not None and prepared.layout != wanted:
+            raise NoBackend(
+                f"the {self.name} backend reads layout {wanted}, got weights in {prepared.layout}",
                 hint="prepare the layer for this backend",
             )
         reason = self.refusal(prepared.problem, prepared.device)
         if reason:
             raise NoBackend(f"the {self.name} backend cannot run this layer: {reason}")
-        check_arguments(prepared, x, ids, weights)
-        return self.compute(prepared, x, ids, weights)
 
 
 def check_arguments(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> None:
