@@ -49,6 +49,31 @@ class NoBackend(MoectlError):
     exit_code = ExitCode.FOUND
 
 
+class BackendFailed(MoectlError):
+    """A backend broke while it prepared or ran a layer: an error, never a reason to take another in silence.
+
+    Args:
+        backend: its name.
+        why: what its library or kernel said, in a few words.
+        layer: the layer's number, where the one who raises knows it; whoever does adds it with `on`.
+    """
+
+    exit_code = ExitCode.FOUND
+
+    def __init__(self, backend: str, why: str, *, layer: int | None = None, hint: str = "") -> None:
+        where = "" if layer is None else f" on layer {layer}"
+        super().__init__(f"the {backend} backend failed{where}: {why}", hint=hint)
+        self.backend = backend
+        self.why = why
+        self.layer = layer
+
+    def on(self, layer: int) -> BackendFailed:
+        """The same failure with the layer's number, where it has none yet."""
+        if self.layer is not None:
+            return self
+        return BackendFailed(self.backend, self.why, layer=layer, hint=self.hint)
+
+
 class CheckFailed(MoectlError):
     """A result, a hash or a round trip is not what it must be."""
 
