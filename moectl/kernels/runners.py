@@ -41,6 +41,8 @@ class Runner:
         wants: the activation format in which it takes tokens.
         weighs: True when `compute` multiplies by the router's weights and sums over a token's experts;
             else its y is ``[tokens, top_k, hidden]`` and both are left to the finalize step.
+        tactic: ``tactic(prepared, tokens)``: what it launches for so many tokens, in few words; empty
+            where it has no choice, or its library does not tell.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Runner:
     batched: Run | None = None
     wants: ActFormat = A16
     weighs: bool = True
+    tactic: Callable[[PreparedMoE, int], str] = lambda prepared, tokens: ""
 
     def layout_of(self, problem: MoEProblem) -> str | None:
         """The layout in which it reads `problem`'s weights; None when any will do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ...problem import MoEProblem
@@ -35,6 +35,16 @@ class Launch:
 
     regime: str
     tile: Any
+
+    def __str__(self) -> str:
+        """Family and tile in short: ``decode tokens=16 rows=64 depth=128 stages=5 warps=4``."""
+        return f"{self.regime} {tile_words(self.tile)}"
+
+
+def tile_words(tile: Any) -> str:
+    """The numbers of a tile that are not its type's defaults, each behind its name."""
+    found = ((it.name, getattr(tile, it.name), it.default) for it in fields(tile))
+    return " ".join(f"{name}={value}" for name, value, default in found if value != default)
 
 
 DECODE_ASSIGNMENTS = 256

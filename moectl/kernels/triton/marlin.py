@@ -24,6 +24,7 @@ from ..prepared import PreparedMoE
 from ..runners import Runner
 from . import marlin_kernels as kernels
 from .items import BASES, items_of, overlapping
+from .launch import tile_words
 from .layer import activation_numbers, scale_name
 from .routing import INTERPRETED, combine
 from .runner import GATED, MINIMUM_CAPABILITY, UNGATED
@@ -227,4 +228,8 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
     return ""
 
 
-RUNNER = Runner("triton_marlin", LAYOUT, _compute, _refusal)
+def _tactic(prepared: PreparedMoE, tokens: int) -> str:
+    return tile_words(tile_for(prepared.problem, tokens)) if tokens else ""
+
+
+RUNNER = Runner("triton_marlin", LAYOUT, _compute, _refusal, tactic=_tactic)

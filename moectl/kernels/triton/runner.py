@@ -110,4 +110,8 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
     return ""
 
 
-RUNNER = Runner("triton", LAYOUT, _compute, _refusal, ready=layer_of)
+def _tactic(prepared: PreparedMoE, tokens: int) -> str:
+    return str(launch_on(prepared, tokens))
+
+
+RUNNER = Runner("triton", LAYOUT, _compute, _refusal, ready=layer_of, tactic=_tactic)
