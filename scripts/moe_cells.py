@@ -1,140 +1,14 @@
-"""What `bench_peers` times: layers of published models with random weights, and routings of tokens.
-
-Weights are drawn on the device, expert by expert and from seeds, so that a layer can be made in several
-layouts one after the other, with the same numbers in each, and decoded again for a few experts.
-"""
+"""The floor of a layer at several routings, which `bench_peers` holds its times against."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from functools import cached_property
-
-import torch
-from torch import Tensor
-
-from moectl.convert.canonical import canonical_shapes
-from moectl.convert.recipe import Output, Recipe
-from moectl.convert.safetensors_file import TORCH_DTYPES
-from moectl.convert.shards import Share
-from moectl.experts import CANONICAL, ExpertLayer, Ids, layout_recipe
 from moectl.floors import Floor, Rates, floor_of
-from moectl.kernels.inputs import DTYPES, LOG_ODDS
-from moectl.kernels.reference import moe_reference
 from moectl.kernels.roofline import work_of
-from moectl.padding import pad
-from moectl.problem import Activation, MoEProblem
-
-E2M1_RMS, INT4_RMS = 2.9, 4.6
-"""Root mean square of the numbers that random codes stand for; INT4 codes without their offset of 8."""
-
-
-@dataclass(frozen=True)
-class Routed:
-    """One routing: int32 `ids` and fp32 `weights` ``[tokens, top_k]``, and the bf16 `logits` behind both."""
-
-    ids: Tensor
-    weights: Tensor
-    logits: Tensor
-
-
-def _odds(problem: MoEProblem, distribution: str) -> Tensor:
-    """Log-odds ``[experts]``; ``experts:N`` has N experts alone, or as many as a token needs."""
-    name, _, argument = distribution.partition(":")
-    if name == "experts":
-        odds = torch.full((problem.experts,), -math.inf)
-        odds[: max(int(argument), problem.top_k)] = 0.0
-        return odds
-    return LOG_ODDS[name](problem.experts, *([float(argument)] if argument else []))
-
-
-def routings(
-    problem: MoEProblem, tokens: int, distribution: str, count: int, device: torch.device
-) -> list[Routed]:
-    """`count` routings of `tokens` tokens, the same for the same arguments on one device.
-
-    The logits are those of the chosen experts, so rounded that bf16 holds them and that their softmax
-    gives the weights; all others are far below. Kernels that choose for themselves choose the same.
-    """
-    generator = torch.Generator(device).manual_seed(tokens)
-    shape, k = (tokens, problem.experts), problem.top_k
-    made = []
-    for _ in range(count):
-        order = torch.randperm(problem.experts, generator=generator, device=device)
-        odds = _odds(problem, distribution).to(device)[order]
-        noise = torch.rand(shape, generator=generator, device=device).clamp(1e-9, 1 - 1e-7)
-        ids = (odds - torch.log(-torch.log(noise))).topk(k, dim=-1).indices
-        chosen = torch.randn(tokens, k, generator=generator, device=device).bfloat16()
-        logits = torch.full(shape, -1e4, dtype=torch.bfloat16, device=device).scatter_(1, ids, chosen)
-        made.append(Routed(ids.int(), torch.softmax(chosen.float(), -1), logits))
-    return made
+from moectl.problem import MoEProblem
+from moectl.random_layer import Routed
 
 
 def mean_floor(problem: MoEProblem, sets: list[Routed], rates: Rates) -> Floor:
     """The mean over `sets` of the least time of a call."""
     floors = [floor_of(work_of(problem, routed.ids), rates) for routed in sets]
     return Floor(sum(f.seconds for f in floors) / len(floors), floors[0].bound)
-
-
-@dataclass(frozen=True)
-class RandomLayer:
-    """A layer of `problem` with random weights on `device`, in whatever layout is asked for."""
-
-    problem: MoEProblem
-    device: torch.device
-
-    @cached_property
-    def experts(self) -> ExpertLayer:
-        """The layer as moectl reads one."""
-        shapes = canonical_shapes(self.problem, self.problem.local_experts)
-        recipe = Recipe(shapes, {role: Output(role) for role in shapes})
-        return ExpertLayer(self.problem, 0, CANONICAL, recipe, self.canonical, self._stored, router=None)
-
-    def canonical(self, ids: Ids) -> dict[str, Tensor]:
-        """Canonical roles of some experts."""
-        shapes = canonical_shapes(self.problem, 1)
-        drawn: dict[str, Tensor] = {}
-        for at, (role, (shape, dtype)) in enumerate(shapes.items()):
-            out = torch.empty(len(ids), *shape[1:], dtype=TORCH_DTYPES[dtype], device=self.device)
-            for i, expert in enumerate(map(int, ids)):
-                generator = torch.Generator(self.device).manual_seed(at + len(shapes) * expert)
-                self._draw(role, out[i], generator)
-            drawn[role] = out
-        return drawn
-
-    def _stored(self, device: torch.device) -> dict[str, Tensor]:
-        return {role: t.to(device) for role, t in self.canonical(range(self.problem.local_experts)).items()}
-
-    def _draw(self, role: str, out: Tensor, generator: torch.Generator) -> None:
-        """Fills one expert's `role` so that each product has a variance of about one."""
-        matrix, _, kind = role.partition("_")
-        k = self.problem.dims.hidden if matrix == "w13" else self.problem.dims.intermediate
-        if kind == "bias":
-            out.normal_(0.0, 0.3, generator=generator)
-        elif kind == "":
-            out.random_(0, 256, generator=generator)
-        elif out.dtype == torch.uint8:
-            middle = 127 - round(math.log2(E2M1_RMS * math.sqrt(k)))
-            out.random_(middle - 1, middle + 2, generator=generator)
-        else:
-            step = 1 / (INT4_RMS * math.sqrt(k))
-            out.uniform_(0.5 * step, 1.5 * step, generator=generator)
-
-    def laid_out(self, layout: str) -> tuple[MoEProblem, dict[str, Tensor]]:
-        """The problem padded as `layout` pads it, and all experts' tensors in it."""
-        shapes = self.experts.recipe.shapes
-        recipe = layout_recipe(layout, Share(self.problem), shapes)
-        return pad(layout, self.problem), self.experts.laid_out(recipe, self.device)
-
-    def reference(self, x: Tensor, routed: Routed, rows: list[int], activation: Activation) -> Tensor:
-        """fp32 result of the tokens `rows` with another activation if need be."""
-        problem = replace(self.problem, activation=activation)
-        some = torch.tensor(rows, device=self.device)
-        return moe_reference(x[some], routed.ids[some], routed.weights[some], self.experts.reference, problem)
-
-
-def tokens_of(problem: MoEProblem, tokens: int, device: torch.device) -> Tensor:
-    """``[tokens, hidden]`` random input in the model's dtype."""
-    generator = torch.Generator(device).manual_seed(tokens)
-    x = torch.randn(tokens, problem.dims.hidden, generator=generator, device=device)
-    return x.to(DTYPES[problem.dtype])

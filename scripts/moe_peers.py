@@ -21,11 +21,11 @@ from typing import Any, Protocol
 import torch
 import triton
 import triton.language as tl
-from moe_cells import RandomLayer, Routed
 from torch import Tensor
 
 from moectl.kernels.runners import runner_for
 from moectl.problem import Activation
+from moectl.random_layer import RandomLayer, Routed
 
 MARLIN_LIBRARY = "_moe_C_stable_libtorch.abi3.so"
 E2M1_TYPE, U4B8_TYPE = 562949953487106, 1125899907892224

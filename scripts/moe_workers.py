@@ -88,11 +88,11 @@ def work(order: dict[str, Any]) -> int:
     if not torch.cuda.is_available():
         _say("fatal", {"why": "it needs a CUDA GPU, and torch sees none"})
         return 1
-    from moe_cells import RandomLayer
-    from moe_models import FORMATS, MODELS
     from moe_peers import COLUMNS, Absent
 
     from moectl.floors import Rates
+    from moectl.models import FORMATS, MODELS
+    from moectl.random_layer import RandomLayer
 
     device = torch.device("cuda")
     rates = _rates(order["rates"], device) if not order["warm"] else Rates(1.0, 1.0, "")
@@ -169,7 +169,7 @@ def _measured(row: Row, layer: Any, column: Any, rates: Any, warm: bool) -> dict
 @lru_cache(maxsize=KEPT)
 def _inputs(problem: Any, device: Any, routing: str, tokens: int, count: int) -> tuple[Any, list[Any]]:
     """Tokens and `count` routings of a cell."""
-    from moe_cells import routings, tokens_of
+    from moectl.random_layer import routings, tokens_of
 
     return tokens_of(problem, tokens, device), routings(problem, tokens, routing, count, device)
 

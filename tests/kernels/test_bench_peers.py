@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moectl import models
+from moectl import random_layer as cells
 from moectl.convert.layout import layout_named
 from moectl.kernels.reference import route
 from moectl.problem import Dims, Routing
@@ -20,8 +22,6 @@ from .scripts import loaded
 
 script = loaded("bench_peers")
 
-import moe_cells as cells  # noqa: E402
-import moe_models as models  # noqa: E402
 import moe_peers as peers  # noqa: E402
 import moe_tables as tables  # noqa: E402
 import moe_workers as workers  # noqa: E402

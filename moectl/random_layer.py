@@ -1,0 +1,182 @@
+"""Layers with random weights, random tokens and routings, drawn where they are used and from seeds.
+
+Weights are drawn expert by expert, so that a layer can be made in several layouts one after the other,
+with the same numbers in each, and decoded again for a few experts. Nothing is ever on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .convert.canonical import canonical_shapes
+from .convert.recipe import Output, Recipe
+from .convert.safetensors_file import TORCH_DTYPES
+from .convert.shards import Share
+from .experts import CANONICAL, ExpertLayer, Ids, layout_recipe
+from .kernels.inputs import DTYPES, LOG_ODDS
+from .kernels.reference import moe_reference
+from .padding import pad
+from .problem import Activation, MoEProblem
+
+CODES_RMS: Mapping[str, float] = {"mxfp4": 2.9, "nvfp4": 2.9, "int4": 4.6, "int8": 74.0}
+"""Root mean square of the numbers that random codes stand for, integers without their offset.
+
+Numbers of every other format are drawn with one of 1.
+"""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """One routing: int32 `ids` and fp32 `weights` ``[tokens, top_k]``, and the bf16 `logits` behind both."""
+
+    ids: Tensor
+    weights: Tensor
+    logits: Tensor
+
+
+def _odds(problem: MoEProblem, distribution: str) -> Tensor:
+    """Log-odds ``[experts]``; ``experts:N`` has N experts alone, or as many as a token needs."""
+    name, _, argument = distribution.partition(":")
+    if name == "experts":
+        odds = torch.full((problem.experts,), -math.inf)
+        odds[: max(int(argument), problem.top_k)] = 0.0
+        return odds
+    return LOG_ODDS[name](problem.experts, *([float(argument)] if argument else []))
+
+
+def routings(
+    problem: MoEProblem, tokens: int, distribution: str, count: int, device: torch.device
+) -> list[Routed]:
+    """`count` routings of `tokens` tokens, the same for the same arguments on one device.
+
+    The logits are those of the chosen experts, so rounded that bf16 holds them and that their softmax
+    gives the weights; all others are far below. Kernels that choose for themselves choose the same.
+    """
+    generator = torch.Generator(device).manual_seed(tokens)
+    shape, k = (tokens, problem.experts), problem.top_k
+    made = []
+    for _ in range(count):
+        order = torch.randperm(problem.experts, generator=generator, device=device)
+        odds = _odds(problem, distribution).to(device)[order]
+        noise = torch.rand(shape, generator=generator, device=device).clamp(1e-9, 1 - 1e-7)
+        ids = (odds - torch.log(-torch.log(noise))).topk(k, dim=-1).indices
+        chosen = torch.randn(tokens, k, generator=generator, device=device).bfloat16()
+        logits = torch.full(shape, -1e4, dtype=torch.bfloat16, device=device).scatter_(1, ids, chosen)
+        made.append(Routed(ids.int(), torch.softmax(chosen.float(), -1), logits))
+    return made
+
+
+def tokens_of(problem: MoEProblem, tokens: int, device: torch.device) -> Tensor:
+    """``[tokens, hidden]`` random input in the model's dtype."""
+    generator = torch.Generator(device).manual_seed(tokens)
+    x = torch.randn(tokens, problem.dims.hidden, generator=generator, device=device)
+    return x.to(DTYPES[problem.dtype])
+
+
+@dataclass(frozen=True)
+class RandomLayer:
+    """A layer of `problem` with random weights on `device`, in whatever layout is asked for."""
+
+    problem: MoEProblem
+    device: torch.device
+
+    @cached_property
+    def experts(self) -> ExpertLayer:
+        """The layer as moectl reads one."""
+        shapes = canonical_shapes(self.problem, self.problem.local_experts)
+        recipe = Recipe(shapes, {role: Output(role) for role in shapes})
+        return ExpertLayer(self.problem, 0, CANONICAL, recipe, self.canonical, self._stored, router=None)
+
+    def canonical(self, ids: Ids) -> dict[str, Tensor]:
+        """Canonical roles of some experts."""
+        shapes = canonical_shapes(self.problem, 1)
+        drawn: dict[str, Tensor] = {}
+        for at, (role, (shape, dtype)) in enumerate(shapes.items()):
+            out = torch.empty(len(ids), *shape[1:], dtype=TORCH_DTYPES[dtype], device=self.device)
+            for i, expert in enumerate(map(int, ids)):
+                generator = torch.Generator(self.device).manual_seed(at + len(shapes) * expert)
+                self._draw(role, out[i], generator)
+            drawn[role] = out
+        return drawn
+
+    def _stored(self, device: torch.device) -> dict[str, Tensor]:
+        return {role: t.to(device) for role, t in self.canonical(range(self.problem.local_experts)).items()}
+
+    def _draw(self, role: str, out: Tensor, generator: torch.Generator) -> None:
+        """Fills one expert's `role` so that each product has a variance of about one."""
+        matrix, _, kind = role.partition("_")
+        k = self.problem.dims.hidden if matrix == "w13" else self.problem.dims.intermediate
+        DRAWN[kind](out, generator, self.problem, k)
+
+    def laid_out(self, layout: str) -> tuple[MoEProblem, dict[str, Tensor]]:
+        """The problem padded as `layout` pads it, and all experts' tensors in it."""
+        shapes = self.experts.recipe.shapes
+        recipe = layout_recipe(layout, Share(self.problem), shapes)
+        return pad(layout, self.problem), self.experts.laid_out(recipe, self.device)
+
+    def reference(self, x: Tensor, routed: Routed, rows: list[int], activation: Activation) -> Tensor:
+        """fp32 result of the tokens `rows` with another activation if need be."""
+        problem = replace(self.problem, activation=activation)
+        some = torch.tensor(rows, device=self.device)
+        return moe_reference(x[some], routed.ids[some], routed.weights[some], self.experts.reference, problem)
+
+
+def _codes(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    """Random codes of packed formats; 16-bit weights are numbers, and FP8 ones the bytes of numbers."""
+    name = problem.scheme.weight.name
+    if name in CODES_RMS:
+        out.random_(0, 256, generator=generator)
+        return
+    numbers = torch.empty(out.shape, device=out.device).normal_(generator=generator)
+    if out.dtype != torch.uint8:
+        out.copy_(numbers / math.sqrt(k))
+    else:
+        out.copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def _scales(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    """What codes are multiplied with; of NVFP4 the bytes of numbers around one."""
+    size = CODES_RMS.get(problem.scheme.weight.name, 1.0) * math.sqrt(k)
+    if problem.scheme.weight.name == "nvfp4":
+        near = torch.empty(out.shape, device=out.device).uniform_(0.5, 1.5, generator=generator)
+        out.copy_(near.to(torch.float8_e4m3fn).view(torch.uint8))
+    elif out.dtype == torch.uint8:
+        middle = 127 - round(math.log2(size))
+        out.random_(middle - 1, middle + 2, generator=generator)
+    else:
+        out.uniform_(0.5 / size, 1.5 / size, generator=generator)
+
+
+def _zeros(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    middle = 1 << (problem.scheme.weight.bits - 1)
+    out.random_(middle - 1, middle + 2, generator=generator)
+
+
+def _globals(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    out.fill_(1 / (CODES_RMS[problem.scheme.weight.name] * math.sqrt(k)))
+
+
+def _inputs(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    """Tokens of a variance of one reach six at most, which a scale of 1/64 keeps within every FP8."""
+    out.fill_(1 / 64)
+
+
+def _biases(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    out.normal_(0.0, 0.3, generator=generator)
+
+
+DRAWN: Mapping[str, Callable[[Tensor, torch.Generator, MoEProblem, int], None]] = {
+    "": _codes,
+    "scale": _scales,
+    "zero": _zeros,
+    "global": _globals,
+    "input": _inputs,
+    "bias": _biases,
+}
+"""How a canonical role is drawn, by what stands behind its matrix's name."""

@@ -1,0 +1,59 @@
+"""Layers with random weights: every format's products are of ordinary size, and names are checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moectl.errors import UsageError
+from moectl.models import MODELS, default_format, model_problem
+from moectl.problem import Dims
+from moectl.random_layer import RandomLayer, routings, tokens_of
+from moectl.schemes import (
+    BF16,
+    FP8_BLOCK,
+    FP8_TENSOR,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    Scheme,
+    WeightFormat,
+    int_format,
+)
+
+CPU = torch.device("cpu")
+WEIGHTS = (
+    BF16,
+    FP8_BLOCK,
+    FP8_TENSOR,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    int_format(4, 32, zero_point=True),
+    int_format(8, 64),
+)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+def test_products_are_of_ordinary_size_in_every_format(weight: WeightFormat) -> None:
+    sizes = {"dims": Dims(256, 128), "experts": 6, "local_experts": 6, "top_k": 2}
+    problem = replace(MODELS["qwen3-30b"], scheme=Scheme(weight), **sizes)
+    layer = RandomLayer(problem, CPU)
+    (routed,) = routings(problem, 8, "uniform", 1, CPU)
+    y = layer.reference(tokens_of(problem, 8, CPU), routed, list(range(8)), problem.activation)
+    assert 0.05 < float(y.std()) < 5
+    prepared = layer.experts.prepared("torch", CPU)
+    assert torch.equal(prepared.expert(3).w13, layer.experts.reference(3).w13)
+
+
+def test_a_model_takes_another_format_and_fewer_experts() -> None:
+    assert model_problem("kimi-k2") == MODELS["kimi-k2"]
+    made = model_problem("kimi-k2", "mxfp4", 12)
+    assert (made.scheme.weight, made.experts, made.local_experts) == (MXFP4, 12, 12)
+    assert [default_format(model) for model in ("gpt-oss-20b", "qwen3-30b")] == ["mxfp4", "int4-g128"]
+    with pytest.raises(UsageError, match="no model is called 'gpt-5'; there are gpt-oss-120b"):
+        model_problem("gpt-5")
+    with pytest.raises(UsageError, match="no format is called 'int3'"):
+        model_problem("kimi-k2", "int3")
