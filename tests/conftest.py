@@ -37,6 +37,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True)
+def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, not made yet: what a user has measured decides no test."""
+    folder = tmp_path / "moectl-cache"
+    monkeypatch.setenv("MOECTL_CACHE", str(folder))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gpt-oss checkpoint in two files: layers 0 and 1, 8 experts, top-4, hidden 256, intermediate 192."""

@@ -6,12 +6,15 @@ import functools
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
+from ..cache.folder import CacheWarning
 from ..errors import ExitCode, MoectlError, Unavailable, UsageError
 from .output import Output, drop_stdout
 
@@ -127,7 +130,8 @@ def framed(name: str) -> Callable[[Command], Command]:
         def run(*args: Any, json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
             out = Output(name, as_json=json, quiet=quiet)
             try:
-                code = command(*args, **kwargs, out=out)
+                with _noted(out):
+                    code = command(*args, **kwargs, out=out)
             except BrokenPipeError:
                 # The reader went away, as in `moectl ... | head`.
                 drop_stdout()
@@ -150,6 +154,25 @@ def framed(name: str) -> Callable[[Command], Command]:
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+@contextmanager
+def _noted(out: Output) -> Iterator[None]:
+    """Says warnings about the cache as notes, each once; other warnings stay what they are."""
+    said: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CacheWarning)
+        shown = warnings.showwarning
+
+        def show(message: Any, category: type[Warning], *where: Any) -> None:
+            if not issubclass(category, CacheWarning):
+                shown(message, category, *where)
+            elif str(message) not in said:
+                said.add(str(message))
+                out.note(str(message))
+
+        warnings.showwarning = show
+        yield
 
 
 def _of_command(parameter: inspect.Parameter, command: str) -> inspect.Parameter:

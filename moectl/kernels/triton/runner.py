@@ -7,11 +7,14 @@ captured in a CUDA graph and gives the same bits every time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
+from ...environment import Device
 from ...errors import UsageError
 from ...problem import MoEProblem
 from ...schemes import FULL
@@ -21,10 +24,10 @@ from .hopper.mid import MID_REGIME
 from .hopper.prefill import PREFILL_REGIME
 from .hopper.stream import STREAM_REGIME
 from .launch import Launch, launch_for
-from .layer import Call, Regime, layer_of, scale_name
+from .layer import Call, Regime, layer_of, multiprocessors, scale_name
 from .portable import DECODE_REGIME, GROUPED_REGIME
 from .routing import INTERPRETED
-from .table import Gpu, nearest
+from .table import Gpu, nearest, tuned
 from .warpwise import WARPWISE_REGIME
 
 LAYOUT = "moectl-mtile64"
@@ -46,13 +49,20 @@ REGIMES: dict[str, Regime] = {
 
 def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, launch: Launch) -> Tensor:
     """`Runner.run` with a launch of one's own, for tuning and tests; UsageError when it is not legal."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return run_into(y, prepared, x, ids, weights, launch)
+
+
+def run_into(
+    y: Tensor, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, launch: Launch
+) -> Tensor:
+    """`run_with` into an output that is there, contiguous and like `x`; the output."""
     problem, regime = prepared.problem, REGIMES.get(launch.regime)
     if regime is None:
         raise UsageError(f"no kernels are called {launch.regime!r}; choose from {', '.join(REGIMES)}")
     reason = regime.fits(problem, launch.tile)
     if reason:
         raise UsageError(f"the {launch.regime} kernels cannot run {problem.scheme}: {reason}")
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not len(x):
         return y
     call = Call(aligned(x), ids.contiguous().view(-1), weights.contiguous().view(-1), y)
@@ -76,15 +86,46 @@ def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:
 
 
 def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
-    """The nearest measured launch whose kernels exist on `device`; else what is safe everywhere."""
+    """The launch that was tuned here for the layer, where there is one; else what ships."""
+    if device.type == "cuda" and tokens:
+        for row in tuned(problem, tokens, gpu_of(device)):
+            launch = launch_of(row.regime, row.tile)
+            if launch is not None and is_runnable(launch, problem, device):
+                return launch
+    return choose_shipped(problem, tokens, device)
+
+
+def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
+    """The nearest launch that ships and whose kernels exist on `device`; else what is safe everywhere."""
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         for row in nearest(problem, tokens, Gpu(torch.cuda.get_device_capability(device), sms)):
-            regime = REGIMES[row.regime]
-            tile = regime.tile(**row.tile)
-            if regime.runs_on(device) and not regime.fits(problem, tile):
-                return Launch(row.regime, tile)
+            launch = Launch(row.regime, REGIMES[row.regime].tile(**row.tile))
+            if is_runnable(launch, problem, device):
+                return launch
     return launch_for(problem, tokens)
+
+
+def launch_of(regime: str, tile: Mapping[str, int]) -> Launch | None:
+    """The launch of a row; None where this version has no such kernels, or tiles of other fields."""
+    family = REGIMES.get(regime)
+    if family is None or set(tile) != {field.name for field in fields(family.tile)}:
+        return None
+    return Launch(regime, family.tile(**tile))
+
+
+def is_runnable(launch: Launch, problem: MoEProblem, device: torch.device) -> bool:
+    """Whether its kernels exist for `device` and take `problem` with its tile."""
+    regime = REGIMES[launch.regime]
+    return regime.runs_on(device) and not regime.fits(problem, launch.tile)
+
+
+def gpu_of(device: torch.device) -> Device:
+    """The GPU as a key of what was measured on it."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return Device(
+        "cuda", f"sm{major}{minor}", torch.cuda.get_device_name(device), sms=multiprocessors(device)
+    )
 
 
 def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

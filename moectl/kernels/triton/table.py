@@ -3,18 +3,23 @@
 A file of measurements that ships with the package. An entry is one layer on one GPU; its rows say which
 kernels, with which tile, were fastest at a number of tokens. What was not measured takes the nearest
 that was: by the weights' format, by sizes, by how many experts are hit and how many tokens each gets.
+Before all of them comes what `moectl tune` measured of this very layer on this very machine.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from ...cache.folder import CacheWarning
+from ...cache.launches import KIND, rows_of
+from ...environment import Device
 from ...problem import MoEProblem
 
 FILE = "launches.json"
@@ -101,6 +106,27 @@ def _entry(item: Mapping[str, Any]) -> Entry:
     gpu = Gpu((major, minor), item["sms"])
     sizes = (item["hidden"], item["intermediate"], experts, top_k)
     return Entry(gpu, item["weight"], *sizes, rows)
+
+
+NEAR = 0.5
+"""Doublings of the number of tokens for which a row of the user's holds."""
+
+
+def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[Measured]:
+    """What `moectl tune` found fastest for this layer near `tokens` tokens on `device`, the nearest first.
+
+    A file of the cache that cannot be used is ignored with a `CacheWarning`, once.
+    """
+    if not KIND.path(device).exists():
+        return
+    rows, note = rows_of(problem, device)
+    if note:
+        warnings.warn(note, CacheWarning, stacklevel=2)
+    far = {row.tokens: abs(math.log2(row.tokens / tokens)) for row in rows}
+    for row in sorted(rows, key=lambda row: far[row.tokens]):
+        if far[row.tokens] <= NEAR:
+            spread = Spread.of(problem.local_experts, problem.top_k, row.tokens)
+            yield Measured(spread, row.regime, row.tile, row.us)
 
 
 def nearest(problem: MoEProblem, tokens: int, gpu: Gpu) -> Iterator[Measured]:

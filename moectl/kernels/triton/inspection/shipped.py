@@ -12,7 +12,7 @@ import torch
 from ...prepared import PreparedMoE
 from ...runners import Run
 from ..launch import Launch
-from ..runner import REGIMES, choose, run_with
+from ..runner import REGIMES, choose_shipped, run_with
 from ..table import Spread
 from .report import KernelReport, report_of
 from .standin import StandIn, standing_in
@@ -34,7 +34,7 @@ def shipped(layer: PreparedMoE, gpu: StandIn) -> tuple[Examined, ...]:
     taken: dict[Launch, list[int]] = {}
     with standing_in(gpu):
         for tokens in TOKENS:
-            taken.setdefault(choose(layer.problem, tokens, torch.device("cuda")), []).append(tokens)
+            taken.setdefault(choose_shipped(layer.problem, tokens, torch.device("cuda")), []).append(tokens)
     return tuple(Examined(launch, tuple(tokens)) for launch, tokens in taken.items())
 
 

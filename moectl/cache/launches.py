@@ -1,0 +1,248 @@
+"""Launches that were tuned on this machine: one file a device, an entry for each layer and software.
+
+An entry has the fastest launch by number of tokens (`Row`), and of numbers of tokens that are not done
+what was tried so far (`Attempt`), so that tuning goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..environment import Device
+from ..errors import Unavailable
+from ..problem import MoEProblem
+from .folder import Document, Kind, change, device_key, read
+from .keys import built, layer_key
+
+KIND = Kind("launches", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The fastest launch of a layer for a number of tokens.
+
+    Attributes:
+        regime, tile: the family of kernels, and its tile's fields.
+        us: microseconds of a call; `before_us` of the launch that was taken until then.
+        error: relative difference from the portable kernels' result.
+        tried, rejected: launches measured, and those that failed or were wrong.
+        when: the time at which it was measured, as ISO 8601.
+    """
+
+    tokens: int
+    regime: str
+    tile: Mapping[str, int]
+    us: float
+    before_us: float
+    error: float
+    tried: int
+    rejected: int
+    when: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One launch that was tried: `us` and `error`, or why it is out; neither while it runs.
+
+    `begun` counts how often it was started: what twice did not come back is not tried a third time.
+    """
+
+    regime: str
+    tile: Mapping[str, int]
+    us: float | None = None
+    error: float | None = None
+    why: str = ""
+    begun: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One layer under one set of software, as `built` and `layer_key` give them."""
+
+    software: Mapping[str, str]
+    layer: Mapping[str, Any]
+    rows: tuple[Row, ...] = ()
+    unfinished: Mapping[int, tuple[Attempt, ...]] = field(default_factory=dict)
+
+    @property
+    def stale(self) -> str:
+        """What has changed since it was measured; empty when it holds."""
+        now = built()
+        changed = [name for name in now if self.software.get(name) != now[name]]
+        return ", ".join(f"{name} {self.software.get(name, '?')}, now {now[name]}" for name in changed)
+
+    def to_json(self) -> Document:
+        """Plain data."""
+        return {
+            "built": dict(self.software),
+            "layer": dict(self.layer),
+            "rows": [asdict(row) for row in self.rows],
+            "unfinished": {
+                str(tokens): [asdict(attempt) for attempt in attempts]
+                for tokens, attempts in self.unfinished.items()
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one file holds: `note` says why it is ignored, and then there are no entries."""
+
+    path: Path
+    device: Mapping[str, Any] = field(default_factory=dict)
+    entries: tuple[Entry, ...] = ()
+    note: str = ""
+
+
+def load(path: Path, device: Device | None = None) -> Found:
+    """The entries of the file at `path`; of `device` where that is known."""
+    document, note = read(path, KIND, None if device is None else device_key(device))
+    if document is None:
+        return Found(path, note=note)
+    try:
+        return Found(path, document["device"], tuple(map(_entry, document["entries"])))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Found(path, note=f"{path} is ignored: an entry is damaged ({error})")
+
+
+def rows_of(problem: MoEProblem, device: Device) -> tuple[tuple[Row, ...], str]:
+    """The tuned rows of a layer on a device that hold for this software, and why a file is ignored."""
+    found = load(KIND.path(device), device)
+    key = layer_key(problem)
+    rows = [row for entry in found.entries if entry.layer == key and not entry.stale for row in entry.rows]
+    return tuple(rows), found.note
+
+
+def _entry(item: Mapping[str, Any]) -> Entry:
+    software, layer = dict(item["built"]), dict(item["layer"])
+    if not all(isinstance(value, str) for value in software.values()):
+        raise ValueError("a version is no text")
+    unfinished = {int(tokens): tuple(map(_attempt, tried)) for tokens, tried in item["unfinished"].items()}
+    return Entry(software, layer, tuple(map(_row, item["rows"])), unfinished)
+
+
+def _row(item: Mapping[str, Any]) -> Row:
+    row = Row(**item)
+    _check_launch(row.regime, row.tile)
+    numbers = (row.us, row.before_us, row.error, row.tokens, row.tried, row.rejected)
+    if not all(_is_number(value) for value in numbers) or row.tokens < 1 or row.us <= 0:
+        raise ValueError(f"a row of {row.tokens!r} tokens has a number that is none")
+    return row
+
+
+def _attempt(item: Mapping[str, Any]) -> Attempt:
+    attempt = Attempt(**item)
+    _check_launch(attempt.regime, attempt.tile)
+    if not all(value is None or _is_number(value) for value in (attempt.us, attempt.error)):
+        raise ValueError("an attempt has a time that is no number")
+    return attempt
+
+
+def _check_launch(regime: object, tile: object) -> None:
+    if not isinstance(regime, str) or not isinstance(tile, dict):
+        raise ValueError(f"{regime!r} with {tile!r} is no launch")
+    if not all(type(value) is int for value in tile.values()):
+        raise ValueError(f"the tile {tile!r} has a field that is no number")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The entry of one layer on one device under today's software, on disk."""
+
+    path: Path
+    device: Device
+    layer: Mapping[str, Any]
+
+    @staticmethod
+    def of(problem: MoEProblem, device: Device) -> Store:
+        """The place of a layer; Unavailable when the file there is not moectl's."""
+        path = KIND.path(device)
+        found = load(path, device)
+        if found.note:
+            raise Unavailable(f"the cache cannot be used: {found.note}", hint=f"remove {path}")
+        return Store(path, device, layer_key(problem))
+
+    def entry(self) -> Entry:
+        """What is known so far."""
+        entries = load(self.path, self.device).entries
+        return next((e for e in entries if self._is_own(e)), Entry(built(), dict(self.layer)))
+
+    def row(self, tokens: int) -> Row | None:
+        """The finished row of a number of tokens."""
+        return next((row for row in self.entry().rows if row.tokens == tokens), None)
+
+    def attempts(self, tokens: int) -> tuple[Attempt, ...]:
+        """What was tried of a number of tokens that is not done."""
+        return self.entry().unfinished.get(tokens, ())
+
+    def note(self, tokens: int, attempt: Attempt) -> None:
+        """Keeps an attempt instead of an earlier one of the same launch."""
+
+        def with_it(entry: Entry) -> Entry:
+            kept = [a for a in entry.unfinished.get(tokens, ()) if not _same(a, attempt)]
+            return replace(entry, unfinished={**entry.unfinished, tokens: (*kept, attempt)})
+
+        self._edit(with_it)
+
+    def finish(self, row: Row) -> None:
+        """Keeps the row of a number of tokens, and drops what was tried on the way to it."""
+
+        def with_it(entry: Entry) -> Entry:
+            rows = {old.tokens: old for old in (*entry.rows, row)}
+            left = {tokens: tried for tokens, tried in entry.unfinished.items() if tokens != row.tokens}
+            return replace(entry, rows=tuple(rows[tokens] for tokens in sorted(rows)), unfinished=left)
+
+        self._edit(with_it)
+
+    def forget(self, tokens: int) -> None:
+        """Drops what is known of a number of tokens."""
+
+        def without(entry: Entry) -> Entry:
+            left = {known: tried for known, tried in entry.unfinished.items() if known != tokens}
+            return replace(entry, rows=tuple(r for r in entry.rows if r.tokens != tokens), unfinished=left)
+
+        self._edit(without)
+
+    def _is_own(self, entry: Entry) -> bool:
+        return entry.layer == self.layer and not entry.stale
+
+    def _edit(self, made: Callable[[Entry], Entry]) -> None:
+        def edit(entries: list[Any]) -> None:
+            known = [_entry(item) for item in entries]
+            own = next((i for i, entry in enumerate(known) if self._is_own(entry)), len(known))
+            before = known[own] if own < len(known) else Entry(built(), dict(self.layer))
+            entries[own:] = [made(before).to_json(), *entries[own + 1 :]]
+
+        change(self.path, KIND, device_key(self.device), edit)
+
+
+def _same(one: Attempt, other: Attempt) -> bool:
+    return one.regime == other.regime and dict(one.tile) == dict(other.tile)
+
+
+def clear(path: Path, drop: Callable[[Entry], bool]) -> int:
+    """Drops the entries of the file at `path` for which `drop` holds; how many there were.
+
+    A file that is ignored is removed whole, and counts as none.
+    """
+    found = load(path)
+    if found.note:
+        path.unlink(missing_ok=True)
+        return 0
+    gone = [entry for entry in found.entries if drop(entry)]
+    if len(gone) == len(found.entries):
+        path.unlink(missing_ok=True)
+    elif gone:
+
+        def edit(entries: list[Any]) -> None:
+            entries[:] = [item for item in entries if not drop(_entry(item))]
+
+        change(path, KIND, found.device, edit)
+    return len(gone)

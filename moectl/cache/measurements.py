@@ -1,0 +1,98 @@
+"""Times of backends on this machine, as `moectl bench --save` keeps them: one file a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ..environment import Device
+from ..errors import UsageError
+from ..measured import Measured, Timed
+from ..problem import MoEProblem
+from .folder import Kind, change, device_key, read
+from .keys import built, layer_key
+
+KIND = Kind("measured", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the cache has of one layer on one device, and what a person should know of it."""
+
+    path: Path
+    measured: Measured = field(default_factory=Measured)
+    notes: tuple[str, ...] = ()
+
+
+def now() -> str:
+    """The time in UTC to the second, as ISO 8601."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def save(
+    device: Device,
+    problem: MoEProblem,
+    rows: Sequence[Timed],
+    *,
+    versions: Mapping[str, str],
+    source: str,
+) -> Path:
+    """Keeps `rows` of a layer, in place of older ones of the same cells; the file they are in.
+
+    Args:
+        problem: one rank's share, as it was measured.
+        versions: of the packages that the backends come from; kept for a person to read.
+        source: what measured them, such as ``moectl bench``.
+
+    Raises UsageError for a time that is none, Unavailable when the cache cannot be written.
+    """
+    for row in rows:
+        if not (math.isfinite(row.us) and row.us > 0 and math.isfinite(row.error)):
+            raise UsageError(f"a time of {row.us} us with an error of {row.error} is no measurement")
+    path, software, layer = KIND.path(device), built(), layer_key(problem)
+    stamped = [replace(row, source=source, when=now()) for row in rows]
+
+    def edit(entries: list[Any]) -> None:
+        own = [item for item in entries if item["built"] == software and item["layer"] == layer]
+        old = [Timed(**row) for item in own for row in item["rows"]]
+        merged = {(row.backend, row.cell): row for row in (*old, *stamped)}
+        entries[:] = [item for item in entries if item not in own]
+        entries.append(
+            {
+                "built": software,
+                "layer": layer,
+                "versions": dict(versions),
+                "rows": [asdict(row) for row in merged.values()],
+            }
+        )
+
+    change(path, KIND, device_key(device), edit)
+    return path
+
+
+def known(device: Device, problem: MoEProblem) -> Known:
+    """What was measured of a layer on a device with this software; nothing that is in doubt."""
+    path = KIND.path(device)
+    document, note = read(path, KIND, device_key(device))
+    if document is None:
+        return Known(path, notes=(note,) if note else ())
+    key, notes, rows = layer_key(problem), [], list[Timed]()
+    try:
+        for item in document["entries"]:
+            if item["layer"] != key:
+                continue
+            made = [Timed(**row) for row in item["rows"]]
+            if not all(row.us > 0 and row.tokens > 0 for row in made):
+                raise ValueError("a time is not positive")
+            changed = {name: value for name, value in built().items() if item["built"].get(name) != value}
+            if changed:
+                notes.append(f"times of other software are not used ({', '.join(changed)} changed): {path}")
+            else:
+                rows += made
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Known(path, notes=(f"{path} is ignored: an entry is damaged ({error})",))
+    return Known(path, Measured(tuple(rows)), tuple(dict.fromkeys(notes)))

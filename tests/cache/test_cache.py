@@ -1,0 +1,262 @@
+"""What is kept of measurements: keys, whole files, and files that are not moectl's."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moectl.cache import folder, keys, launches, measurements
+from moectl.cache.keys import built, kernel_hash, layer_key
+from moectl.cache.launches import Attempt, Row, Store, rows_of
+from moectl.environment import find_device
+from moectl.errors import Unavailable, UsageError
+from moectl.measured import Measured, Timed
+from moectl.models import MODELS
+from moectl.problem import Dims
+from moectl.schemes import Scheme, int_format
+
+H200 = find_device("h200")
+QWEN = MODELS["qwen3-30b"]
+ROW = Row(16, "grouped", {"tokens": 16}, 30.0, 40.0, 1e-3, 7, 2, "2026-11-21T00:00:00Z")
+TIMED = Timed("triton", "decode", 16, "uniform", 30.0, 1.0, True, 2e-3)
+
+
+def test_the_folder_is_the_platforms_unless_it_is_named(tmp_path: Path) -> None:
+    assert folder.cache_folder({"MOECTL_CACHE": str(tmp_path), "HOME": "/nowhere"}) == tmp_path
+    assert folder.cache_folder({"HOME": "/h", "XDG_CACHE_HOME": "/x"}) in (
+        Path("/x/moectl"),
+        Path("/h/Library/Caches/moectl"),
+    )
+    assert "moectl" in str(folder.cache_folder({"HOME": "/h"}))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(QWEN, dims=Dims(2048, 384)),
+        replace(QWEN, top_k=4),
+        replace(QWEN, local_experts=64),
+        replace(QWEN, dtype="fp16"),
+        replace(QWEN, bias=True),
+        replace(QWEN, scheme=Scheme(int_format(4, 32))),
+        replace(QWEN, scheme=Scheme(int_format(4, 128, "F16"))),
+        replace(QWEN, scheme=Scheme(int_format(4, 128, zero_point=True))),
+        replace(QWEN, activation=MODELS["gpt-oss-20b"].activation),
+    ],
+)
+def test_what_decides_a_layers_time_is_in_its_key(other: object) -> None:
+    assert layer_key(other) != layer_key(QWEN)  # type: ignore[arg-type]
+
+
+def test_what_does_not_decide_is_not() -> None:
+    assert layer_key(replace(QWEN, storage="gptq", shared_experts=1, model_type="qwen3_moe")) == layer_key(
+        QWEN
+    )
+
+
+def test_the_hash_changes_with_any_kernel_and_with_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "inspection").mkdir()
+    for name in ("a.py", "table.py", "inspection/b.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    first = kernel_hash(tmp_path)
+    (tmp_path / "table.py").write_text("x = 2\n")
+    (tmp_path / "inspection/b.py").write_text("x = 2\n")
+    assert kernel_hash(tmp_path) == first
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert kernel_hash(tmp_path) != first
+    assert set(built()) == {"moectl", "torch", "triton", "kernels"} and all(built().values())
+
+
+def test_a_row_is_found_for_its_own_key_alone(user_cache: Path) -> None:
+    Store.of(QWEN, H200).finish(ROW)
+    assert rows_of(QWEN, H200) == ((ROW,), "")
+    assert rows_of(replace(QWEN, top_k=4), H200) == ((), "")
+    assert rows_of(QWEN, find_device("h100")) == ((), "")
+    assert [path.name for path in launches.KIND.files()] == ["NVIDIA-H200-sm90-132.json"]
+
+
+def test_rows_of_other_kernels_or_versions_do_not_count(
+    user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.of(QWEN, H200)
+    store.finish(ROW)
+    for name in built():
+        other = {**built(), name: "other"}
+        with monkeypatch.context() as changed:
+            changed.setattr(launches, "built", lambda other=other: other)
+            assert rows_of(QWEN, H200) == ((), "")
+            (entry,) = launches.load(store.path).entries
+            assert entry.stale == f"{name} {built()[name]}, now other"
+    # What holds again is used again: nothing was lost.
+    assert rows_of(QWEN, H200)[0] == (ROW,)
+
+
+def test_attempts_are_kept_until_the_row_is_there(user_cache: Path) -> None:
+    store = Store.of(QWEN, H200)
+    store.note(16, Attempt("mid", {"tokens": 16}))
+    store.note(16, Attempt("mid", {"tokens": 32}, us=3.0, error=0.0))
+    store.note(16, Attempt("mid", {"tokens": 16}, why="wrong", begun=1))
+    assert {attempt.why or attempt.us for attempt in Store.of(QWEN, H200).attempts(16)} == {3.0, "wrong"}
+    store.finish(ROW)
+    assert store.attempts(16) == () and store.row(16) == ROW
+    store.finish(replace(ROW, tokens=8))
+    store.finish(replace(ROW, us=20.0))
+    assert [(row.tokens, row.us) for row in store.entry().rows] == [(8, 30.0), (16, 20.0)]
+    store.forget(16)
+    assert [row.tokens for row in store.entry().rows] == [8]
+
+
+def test_many_writers_lose_nothing(user_cache: Path) -> None:
+    def write(tokens: int) -> None:
+        Store.of(QWEN, H200).finish(replace(ROW, tokens=tokens))
+
+    threads = [threading.Thread(target=write, args=(tokens,)) for tokens in range(1, 13)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [row.tokens for row in rows_of(QWEN, H200)[0]] == list(range(1, 13))
+    assert not list(user_cache.rglob("*.part"))
+
+
+FOREIGN = {
+    "no JSON": ("{", "cannot be read"),
+    "a list": ("[]", "is no moectl-launches file"),
+    "another program's": ('{"format": "other", "version": 1}', "is no moectl-launches file"),
+    "a newer version": ('{"format": "moectl-launches", "version": 9}', "has version 9, this moectl reads"),
+    "another device's": (
+        '{"format": "moectl-launches", "version": 1, "device": {"name": "x"}, "entries": []}',
+        "is of another device",
+    ),
+    "without entries": (None, "has no list of entries"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_foreign_files_are_ignored_by_readers_and_refused_by_writers(user_cache: Path, case: str) -> None:
+    path = launches.KIND.path(H200)
+    path.parent.mkdir(parents=True)
+    text, said = FOREIGN[case]
+    path.write_text(text or json.dumps(launches.KIND.head(folder.device_key(H200))))
+    before = path.read_text()
+    rows, note = rows_of(QWEN, H200)
+    assert rows == () and said in note and str(path) in note
+    with pytest.raises(Unavailable, match="the cache cannot be used") as refused:
+        Store.of(QWEN, H200)
+    assert f"remove {path}" in refused.value.hint
+    with pytest.raises(Unavailable, match="the cache cannot be written"):
+        folder.change(path, launches.KIND, folder.device_key(H200), lambda entries: None)
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"us": "fast"},
+        {"us": -1.0},
+        {"tokens": 0},
+        {"tile": {"tokens": "16; rm"}},
+        {"tile": [1]},
+        {"regime": 7},
+        {"more": 1},
+    ],
+)
+def test_damaged_entries_are_ignored_with_a_note(user_cache: Path, change: dict[str, object]) -> None:
+    store = Store.of(QWEN, H200)
+    store.finish(ROW)
+    document = json.loads(store.path.read_text())
+    document["entries"][0]["rows"][0] |= change
+    store.path.write_text(json.dumps(document))
+    rows, note = rows_of(QWEN, H200)
+    assert rows == () and "an entry is damaged" in note
+
+
+def test_a_folder_that_cannot_be_written_is_said(user_cache: Path) -> None:
+    user_cache.mkdir(parents=True, exist_ok=True)
+    (user_cache / "launches").write_text("in the way")
+    with pytest.raises(Unavailable, match="cannot write"):
+        Store.of(QWEN, H200).finish(ROW)
+
+
+def test_entries_are_dropped_one_by_one_or_with_their_file(user_cache: Path) -> None:
+    other = replace(QWEN, top_k=4)
+    path = Store.of(QWEN, H200).path
+    for problem in (QWEN, other):
+        Store.of(problem, H200).finish(ROW)
+    assert launches.clear(path, lambda entry: entry.layer == layer_key(other)) == 1
+    assert rows_of(QWEN, H200)[0] == (ROW,) and rows_of(other, H200)[0] == ()
+    assert launches.clear(path, lambda entry: True) == 1 and not path.exists()
+    path.write_text("{")
+    assert launches.clear(path, lambda entry: True) == 0 and not path.exists()
+
+
+def test_measurements_are_kept_by_cell(user_cache: Path) -> None:
+    def keep(*rows: Timed) -> None:
+        measurements.save(H200, QWEN, rows, versions={"torch": "2"}, source="moectl bench")
+
+    keep(TIMED, replace(TIMED, tokens=1))
+    keep(replace(TIMED, us=25.0), replace(TIMED, backend="torch", us=90.0))
+    rows = measurements.known(H200, QWEN).measured.rows
+    assert sorted((r.backend, r.tokens, r.us) for r in rows) == [
+        ("torch", 16, 90.0),
+        ("triton", 1, 30.0),
+        ("triton", 16, 25.0),
+    ]
+    assert {row.source for row in rows} == {"moectl bench"} and all(row.when for row in rows)
+    assert measurements.known(H200, replace(QWEN, top_k=4)).measured == Measured()
+
+
+def test_measurements_of_other_software_are_not_used_and_said(
+    user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measurements.save(H200, QWEN, [TIMED], versions={}, source="moectl bench")
+    monkeypatch.setattr(measurements, "built", lambda: {**keys.built(), "triton": "9"})
+    found = measurements.known(H200, QWEN)
+    assert found.measured == Measured() and "triton changed" in found.notes[0]
+
+
+@pytest.mark.parametrize("us", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_no_time_is_not_kept(user_cache: Path, us: float) -> None:
+    with pytest.raises(UsageError, match="is no measurement"):
+        measurements.save(H200, QWEN, [replace(TIMED, us=us)], versions={}, source="x")
+    assert not user_cache.exists()
+
+
+@pytest.mark.parametrize("text", ["{", '{"format": "x"}'])
+def test_a_foreign_file_of_measurements_is_a_note(user_cache: Path, text: str) -> None:
+    path = measurements.KIND.path(H200)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    found = measurements.known(H200, QWEN)
+    assert found.measured == Measured() and "is ignored" in found.notes[0]
+
+
+def test_backends_are_ranked_where_all_were_measured() -> None:
+    rows = [
+        replace(TIMED, tokens=1, us=10.0),
+        replace(TIMED, tokens=64, us=40.0, when="b", source="s"),
+        replace(TIMED, tokens=1024, us=100.0),
+        replace(TIMED, backend="marlin", tokens=1, us=8.0),
+        replace(TIMED, backend="marlin", tokens=64, us=100.0, when="a", source="s"),
+    ]
+    ranking = Measured(tuple(rows)).ranking(["marlin", "triton", "torch"])
+    assert ranking is not None and ranking.best == "triton" and ranking.tokens == (1, 64)
+    assert dict(ranking.factors)["marlin"] == pytest.approx((8 / 10 * 100 / 40) ** 0.5)
+    assert str(ranking) == (
+        "it is the fastest as measured on this device at M=1, 64: marlin 1.41x its time (s, a)"
+    )
+
+
+def test_times_that_cannot_be_compared_rank_nothing() -> None:
+    warm = replace(TIMED, backend="torch", cold=False)
+    skewed = replace(TIMED, backend="torch", routing="zipf:1.2")
+    assert Measured((TIMED,)).ranking(["triton", "torch"]) is None
+    assert Measured((TIMED, warm)).ranking(["triton", "torch"]) is None
+    assert Measured((TIMED, skewed)).ranking(["triton", "torch"]) is None
+    both = Measured((TIMED, replace(TIMED, backend="torch")))
+    assert both.ranking(["torch", "triton"]).best == "torch"  # type: ignore[union-attr]
+    assert both.ranking(["triton"]) is None
