@@ -171,7 +171,7 @@ def _noted(out: Output) -> Iterator[None]:
                 said.add(str(message))
                 out.note(str(message))
 
-        warnings.showwarning = show
+        warnings.showwarning = show  # type: ignore[assignment]
         yield
 
 
