@@ -33,8 +33,8 @@ from .kernels.runners import ANY_LAYOUT, RUNNERS, runner_for
 SCALES_AT_ONCE = 16 << 20
 """Stored bytes of scales that are looked at together."""
 
-SCORED = frozenset(("weight", "bias", "correction_bias"))
-"""Tensors of a router that is one linear layer, and a bias for the choice."""
+ROUTED = frozenset(("weight", "bias", "correction_bias", "expert_scale", "hash"))
+"""Tensors of a router that is one linear layer, with what `kernels.routing.route` takes beside its logits."""
 
 
 def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> ExpertLayer:
@@ -117,19 +117,25 @@ def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Router | None:
-    """The router of tensors named ``weight``, ``bias`` and ``correction_bias`` in `names`.
+    """The router of tensors named ``weight`` and as in `ROUTED` in `names`.
 
-    None when `tensors` has no weight of that name, or the router does more than score: looks experts up
-    by token id, scales its input or its weights, or is quantized.
+    None when `tensors` has no weight of that name, or the router's logits are more than one linear layer:
+    it normalizes and scales its input (Gemma 4), or is quantized.
     """
-    if not names.keys() <= SCORED:
+    if not names.keys() <= ROUTED:
         return None
     with FolderReader(folder) as reader:
         found = {key: _read_tensor(reader, tensors[name]) for key, name in names.items() if name in tensors}
     if "weight" not in found:
         return None
     correction = found.get("correction_bias")
-    return Router(found["weight"], found.get("bias"), None if correction is None else correction.flatten())
+    return Router(
+        found["weight"],
+        found.get("bias"),
+        None if correction is None else correction.flatten(),
+        found.get("expert_scale"),
+        found.get("hash"),
+    )
 
 
 def _read_tensor(reader: FolderReader, info: TensorInfo) -> Tensor:

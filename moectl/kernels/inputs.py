@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,9 +56,10 @@ def make_inputs(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, problem.dims.hidden, generator=generator)
     logits = _logits(problem, tokens, distribution, generator)
-    # A correction bias of zero: the distribution asked for is the distribution of the choice.
+    # Without a table, and a correction bias of zero: the distribution asked for is that of the choice.
     bias = torch.zeros(problem.experts) if problem.routing.correction_bias else None
-    ids, weights = route(logits, problem, bias)
+    chosen = replace(problem, routing=replace(problem.routing, hashed=False, expert_scale=False))
+    ids, weights = route(logits, chosen, bias)
     dtype = DTYPES[problem.dtype]
     return Inputs(x.to(dtype).to(device), ids.to(device), weights.to(device), logits.to(device))
 

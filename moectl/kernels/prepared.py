@@ -58,11 +58,15 @@ class Router:
         weight: ``[experts, hidden]``.
         bias: ``[experts]`` of the linear layer, or None.
         correction_bias: ``[experts]`` added to the scores for the choice only, or None.
+        expert_scale: ``[experts]`` factors on the final weights, or None.
+        table: ``[vocabulary, top_k]`` integer expert ids by token id, which are not chosen then; or None.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     correction_bias: Tensor | None = None
+    expert_scale: Tensor | None = None
+    table: Tensor | None = None
 
     def logits(self, x: Tensor) -> Tensor:
         """``[tokens, experts]`` fp32 logits of `x` ``[tokens, hidden]``, computed in fp32."""
@@ -79,7 +83,7 @@ class Router:
         return Router(*(None if t is None else t.to(device) for t in self._tensors()))  # type: ignore[arg-type]
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.weight, self.bias, self.correction_bias)
+        return (self.weight, self.bias, self.correction_bias, self.expert_scale, self.table)
 
 
 @dataclass(frozen=True)

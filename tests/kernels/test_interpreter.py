@@ -16,6 +16,7 @@ CASES = [
     "interpreted_cases.py",
     "interpreted_marlin.py",
     "interpreted_prefill.py",
+    "interpreted_router.py",
     "interpreted_routing.py",
     "interpreted_warpwise.py",
 ]

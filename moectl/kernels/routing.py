@@ -1,0 +1,83 @@
+"""From router logits to expert ids and weights: the fused kernel on a GPU, the reference elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from ..problem import MoEProblem
+from . import reference
+from .prepared import Router
+
+CAPABILITY = (8, 0)
+"""The lowest compute capability that the kernel runs on."""
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of logits that it takes."""
+
+
+def route(
+    logits: Tensor,
+    problem: MoEProblem,
+    correction_bias: Tensor | None = None,
+    *,
+    expert_scale: Tensor | None = None,
+    table: Tensor | None = None,
+    token_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Expert ids ``[tokens, top_k]`` int32 and their weights ``[tokens, top_k]`` fp32.
+
+    What `reference.route` defines, with its arguments and errors: ids agree with it exactly, weights to
+    1e-6 of them. On a GPU it is one launch of a fused kernel that never waits for the GPU and can be
+    captured in a CUDA graph; logits of fp64, a GPU below compute capability 8.0 and a machine without
+    triton take the reference.
+    """
+    if not _has_kernel(logits):
+        return reference.route(
+            logits,
+            problem,
+            correction_bias,
+            expert_scale=expert_scale,
+            table=table,
+            token_ids=token_ids,
+        )
+    from .triton import router
+
+    reference.check_routing(logits, problem, correction_bias, expert_scale, table, token_ids)
+    return router.route(logits, problem, correction_bias, expert_scale, table, token_ids)
+
+
+def route_by(
+    router: Router, x: Tensor, problem: MoEProblem, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, weights and logits of tokens `x` ``[tokens, hidden]`` by a layer's router; see `route`.
+
+    `token_ids` ``[tokens]`` are needed by a router that looks experts up.
+    """
+    logits = router.logits(x)
+    ids, weights = route(
+        logits,
+        problem,
+        router.correction_bias,
+        expert_scale=router.expert_scale,
+        table=router.table,
+        token_ids=None if router.table is None else token_ids,
+    )
+    return ids, weights, logits
+
+
+def _has_kernel(logits: Tensor) -> bool:
+    return (
+        logits.is_cuda
+        and logits.dtype in KERNEL_DTYPES
+        and torch.cuda.get_device_capability(logits.device) >= CAPABILITY
+        and _has_triton()
+    )
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,176 @@
+# mypy: ignore-errors
+"""Device code of the router: scores, choice, weights and factors of a token in one program.
+
+The definition is `kernels.reference.route`; ids agree with it exactly. A *place* is a position among the
+experts as they lie in registers: groups padded to powers of two, so that a place rises with its expert.
+Choices are compared as integers that rise with the float (`_rank`); below all of them come `_NAN` and
+`_TAKEN`.
+"""
+
+import triton
+import triton.language as tl
+
+from .routing_kernels import _await_inputs
+
+_LOWEST: tl.constexpr = tl.constexpr(-(2**31) + 0x7FFFFF)  # the rank of -inf
+_NAN: tl.constexpr = tl.constexpr(-(2**31) + 1)
+_TAKEN: tl.constexpr = tl.constexpr(-(2**31))
+_LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _rank(x):
+    """int32 that rises with the fp32 x, the same for both zeros; `_NAN` for NaN."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x != x, _NAN, bits)
+
+
+@triton.jit
+def _value(rank):
+    """The fp32 of which `rank` is the rank; -inf for NaN and below."""
+    rank = tl.maximum(rank, _LOWEST)
+    return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest_first(rank, place, PLACES: tl.constexpr):
+    """The largest rank and the first of its places."""
+    best = tl.max(rank, 0)
+    return best, tl.min(tl.where(rank == best, place, PLACES), 0)
+
+
+@triton.jit
+def _finite(x):
+    """x with the largest numbers for infinities, as the logits count; NaN stays."""
+    x = tl.where(x > _LARGEST, _LARGEST, x)
+    return tl.where(x < -_LARGEST, -_LARGEST, x)
+
+
+@triton.jit
+def _score(x, top, total, SCORING: tl.constexpr):
+    """Scores of the logits x; of softmax, shares of `total`, the sum of ``exp(x - top)``."""
+    if SCORING == "softmax":
+        y = tl.exp(x - top) / total
+    elif SCORING == "sigmoid":
+        y = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        tl.static_assert(SCORING == "sqrtsoftplus")
+        t = tl.exp(-tl.abs(x))
+        u = 1.0 + t
+        # log(1 + t) for small t: what u rounds off, the quotient puts right.
+        log = tl.where(u == 1.0, t, tl.log(u) * t / tl.where(u == 1.0, 1.0, u - 1.0))
+        y = tl.sqrt(tl.where(x > 0, x, 0.0) + log)
+        y = tl.where(x != x, x, y)
+    return y
+
+
+@triton.jit
+def _kept(rank, KEPT: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
+    """`rank` ``[GROUPS, SIZE]`` with `_LOWEST` for numbers outside the KEPT best groups, by their best one
+    or with PAIRS by the sum of their two best."""
+    SIZE: tl.constexpr = rank.shape[1]
+    group, member = tl.arange(0, GROUPS), tl.arange(0, SIZE)[None, :]
+    best = tl.max(rank, 1)
+    sums = _value(best)
+    if PAIRS:
+        first = tl.min(tl.where(rank == best[:, None], member, SIZE), 1)
+        sums += _value(tl.max(tl.where(member == first[:, None], _TAKEN, rank), 1))
+    there = best > _TAKEN
+    left = tl.where(there, _rank(sums), _TAKEN)
+    keep = tl.zeros((GROUPS,), dtype=tl.int32)
+    for _ in range(KEPT):
+        chosen = group == _largest_first(left, group, GROUPS)[1]
+        keep = tl.where(chosen, 1, keep)
+        left = tl.where(chosen, _TAKEN, left)
+    return tl.where(keep[:, None] > 0, rank, tl.minimum(rank, _LOWEST))
+
+
+@triton.jit
+def _share(x, left, largest):
+    """The weight that sparsemixer gives the expert whose logit is the `largest` of those `left` (fp64)."""
+    far = (largest - x) / tl.maximum(tl.abs(x), largest) > 0.02
+    return 1.0 / tl.sum(tl.where(left & (far == 0), tl.exp(x - largest), 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["stride", "vocabulary"])
+def _route_kernel(
+    LOGITS, BIAS, FACTORS, TABLE, TOKENS, IDS, WEIGHTS, stride, vocabulary, scale, smallest_sum,
+    E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GPAD: tl.constexpr, SPAD: tl.constexpr,
+    K: tl.constexpr, KPAD: tl.constexpr, SCORING: tl.constexpr, AFTER: tl.constexpr,
+    RENORMALIZE: tl.constexpr, BIASED: tl.constexpr, FACTOR: tl.constexpr, HASHED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """IDS and WEIGHTS ``[tokens, K]`` of LOGITS ``[tokens, E]``; one program per token.
+
+    Groups of E // GROUPS experts are padded to SPAD places, and GROUPS to GPAD. Arguments of what the
+    routing has not are not read.
+    """
+    PLACES: tl.constexpr = GPAD * SPAD
+    SIZE: tl.constexpr = E // GROUPS
+    SPARSE: tl.constexpr = SCORING == "sparsemixer"
+    _await_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    row = LOGITS + token * stride
+    place = tl.arange(0, PLACES)
+    expert = place // SPAD * SIZE + place % SPAD
+    there = (place % SPAD < SIZE) & (expert < E)
+    x = _finite(tl.load(row + expert, mask=there, other=float("nan")).to(tl.float32))
+    number = x == x
+    top = tl.max(tl.where(number, x, -_LARGEST), 0)
+    total = tl.full((), 1.0, dtype=tl.float64)
+    exact = x.to(tl.float64)
+    if SCORING == "softmax" and not AFTER:
+        parts = tl.exp(exact - top.to(tl.float64)) if BIASED else tl.exp(x - top)
+        total = tl.sum(tl.where(number, parts, 0.0), 0).to(tl.float64)
+
+    slot = tl.arange(0, KPAD)
+    live = slot < K
+    if HASHED:
+        id = tl.load(TOKENS + token).to(tl.int64)
+        known = (id >= 0) & (id < vocabulary)
+        looked = tl.load(TABLE + id * K + slot, mask=live & known, other=-1)
+        ids = tl.where((looked >= 0) & (looked < E), looked, -1).to(tl.int32)
+        weights = tl.zeros((KPAD,), dtype=tl.float64)
+    else:
+        choice = x
+        if BIASED:
+            bias = tl.load(BIAS + expert, mask=there, other=0.0).to(tl.float32)
+            if AFTER:
+                choice = x + bias
+            else:
+                choice = _score(exact, top.to(tl.float64), total, SCORING).to(tl.float32) + bias
+        rank = tl.where(there, _rank(choice), _TAKEN)
+        if KEPT < GROUPS:
+            rank = tl.reshape(
+                _kept(tl.reshape(rank, (GPAD, SPAD)), KEPT, BIASED and SIZE > 1, GPAD), (PLACES,)
+            )
+        ids = tl.full((KPAD,), -1, dtype=tl.int32)
+        weights = tl.zeros((KPAD,), dtype=tl.float64)
+        for i in range(K):
+            best, first = _largest_first(rank, place, PLACES)
+            ids = tl.where(slot == i, first // SPAD * SIZE + first % SPAD, ids)
+            if SPARSE:
+                share = _share(exact, rank > _NAN, _value(best).to(tl.float64))
+                weights = tl.where(slot == i, share, weights)
+            rank = tl.where(place == first, _TAKEN, rank)
+
+    chosen = live & (ids >= 0)
+    y = _finite(tl.load(row + ids, mask=chosen, other=float("nan")).to(tl.float32)).to(tl.float64)
+    real = y == y
+    if SPARSE:
+        weights = tl.where(real, weights, y)
+    elif AFTER and SCORING == "softmax":
+        most = tl.max(tl.where(real, y, -_LARGEST), 0)
+        parts = tl.exp(y - most)
+        weights = parts / tl.sum(tl.where(real, parts, 0.0), 0)
+    else:
+        weights = _score(y, top.to(tl.float64), total, SCORING)
+    if RENORMALIZE:
+        weights = weights / tl.maximum(tl.sum(tl.where(real, weights, 0.0), 0), smallest_sum)
+    weights = weights * scale
+    if FACTOR:
+        weights = weights * tl.load(FACTORS + ids, mask=chosen, other=0.0).to(tl.float64)
+    weights = tl.where(chosen, weights, 0.0)
+    tl.store(IDS + token * K + slot, ids, mask=live)
+    tl.store(WEIGHTS + token * K + slot, weights.to(tl.float32), mask=live)

@@ -1,0 +1,47 @@
+"""The router's cases under Triton's interpreter; run by `test_interpreter` in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moectl.kernels.triton.routing import INTERPRETED
+
+from . import router_cases as cases
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinities in numpy
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def filled(*args: object, **kwargs: object) -> torch.Tensor:
+        return empty(*args, **kwargs).fill_(-77)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+def test_runs_in_the_interpreter() -> None:
+    assert INTERPRETED
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("name", cases.METHODS)
+def test_agrees(name: str, kind: str) -> None:
+    turn = list(cases.METHODS).index(name) + cases.KINDS.index(kind)
+    cases.agrees(name, kind, 4, DTYPES[turn % 3], "cpu")
+
+
+def test_no_tokens() -> None:
+    cases.agrees("grouped", "random", 0, torch.float32, "cpu")
+
+
+def test_leaves_out_what_is_out_of_range() -> None:
+    cases.leaves_out_what_is_out_of_range("cpu")
+
+
+def test_takes_rows_with_gaps() -> None:
+    cases.takes_rows_with_gaps("cpu")

@@ -1,0 +1,29 @@
+"""The router's kernel compiled for GPUs that are not here: every method, without spilled registers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moectl.kernels.triton import router
+from moectl.kernels.triton.inspection.report import report_of
+from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
+
+from .router_cases import METHODS, case_of
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_compiles(arch: int, dtype: torch.dtype) -> None:
+    """Each method for one dtype of logits on each GPU, dtypes taking turns."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    names = [name for i, name in enumerate(METHODS) if dtypes[(i + arch // 10) % 3] == dtype]
+    with standing_in(STAND_INS[arch]) as launched:
+        for name in names:
+            problem = METHODS[name]
+            c = case_of(problem, "random", 3, dtype).to("meta")
+            ids, weights = router.route(c.logits, problem, c.bias, c.factors, c.table, c.token_ids)
+            assert ids.shape == weights.shape == (3, problem.top_k)
+        reports = [report_of(it) for it in launched]
+    assert len(reports) == len(names)
+    assert not any(it.faults for it in reports), reports
