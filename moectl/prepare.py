@@ -128,13 +128,18 @@ def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[
         found = {key: _read_tensor(reader, tensors[name]) for key, name in names.items() if name in tensors}
     if "weight" not in found:
         return None
-    correction = found.get("correction_bias")
+    correction, table = found.get("correction_bias"), found.get("hash")
+    if table is not None and not 0 <= int(table.min()) <= int(table.max()) < len(found["weight"]):
+        raise CheckpointError(
+            f"tensor {names['hash']} must hold ids of {len(found['weight'])} experts, "
+            f"got {int(table.min())} to {int(table.max())}"
+        )
     return Router(
         found["weight"],
         found.get("bias"),
         None if correction is None else correction.flatten(),
         found.get("expert_scale"),
-        found.get("hash"),
+        table,
     )
 
 

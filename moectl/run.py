@@ -17,7 +17,8 @@ from .errors import CheckpointError, NoBackend, Unavailable, UsageError
 from .experts import ExpertLayer
 from .kernels.inputs import DTYPES, Inputs, make_inputs
 from .kernels.prepared import PreparedMoE
-from .kernels.reference import moe_reference, route
+from .kernels.reference import moe_reference
+from .kernels.routing import route_by
 from .kernels.runners import runner_for
 from .kernels.timing import time_calls
 from .kernels.tolerance import CheckResult, check, tolerance_for
@@ -198,8 +199,12 @@ def _inputs(layer: ExpertLayer, tokens: int, seed: int, source: Path | None) -> 
     # Experts of a hidden size of their own get what a projection makes of the router's input.
     if layer.router is None or layer.problem.model_hidden != layer.problem.dims.hidden:
         return made, "random"
-    logits = layer.router.logits(made.x)
-    ids, weights = route(logits, layer.problem, layer.router.correction_bias)
+    token_ids = None
+    if layer.router.table is not None:
+        # Tokens of no text have no ids: random ones.
+        generator = torch.Generator().manual_seed(seed)
+        token_ids = torch.randint(len(layer.router.table), (len(made.x),), generator=generator)
+    ids, weights, logits = route_by(layer.router, made.x, layer.problem, token_ids)
     return Inputs(made.x, ids, weights, logits), "router"
 
 

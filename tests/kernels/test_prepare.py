@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,16 @@ from moectl.convert.stream import convert
 from moectl.errors import CheckpointError, Unavailable, UsageError
 from moectl.experts import CANONICAL
 from moectl.kernels.reference import route
+from moectl.kernels.routing import route_by
 from moectl.kernels.runners import runner_for
 from moectl.prepare import (
     checkpoint_layer,
     converted_layer,
     load_prepared,
     prepare,
+    read_router,
 )
+from moectl.run import run_layer, this_machine
 from moectl.schemes import MXFP4, int_format
 from moectl.synth import synthesize
 
@@ -84,6 +88,30 @@ def test_the_router_comes_with_the_layer(request: pytest.FixtureRequest, name: s
     x = inputs_of(layer.problem, 5).x
     ids, weights = route(router.logits(x), layer.problem, router.correction_bias)
     assert ids.shape == weights.shape == (5, layer.problem.top_k)
+
+
+def test_a_router_that_looks_experts_up(tmp_path: Path) -> None:
+    folder = synthesize("deepseek-ai/DeepSeek-V4-Flash", tmp_path / "v4", layers=4, experts=8, hidden=256,
+                        intermediate=128)  # fmt: skip
+    checkpoint = open_checkpoint(folder)
+    layer = checkpoint_layer(checkpoint, 1)
+    assert layer.problem.routing.hashed and layer.router is not None and layer.router.table is not None
+    tokens = torch.tensor([3, 0, 200])
+    x = inputs_of(layer.problem, 3).x
+    ids, _, _ = route_by(layer.router, x, layer.problem, tokens)
+    assert torch.equal(ids.long(), layer.router.table[tokens])
+    with pytest.raises(UsageError, match="needs token ids"):
+        route_by(layer.router, x, layer.problem)
+    assert run_layer(layer, "torch", this_machine("cpu"), tokens=3, repeats=1).routed_by == "router"
+    chosen = checkpoint_layer(checkpoint, 3)
+    assert chosen.router is not None and chosen.router.table is None
+    assert route_by(chosen.router, x, chosen.problem)[0].shape == (3, 6)
+    damaged = dict(checkpoint.tensors)
+    names = {"weight": "layers.1.ffn.gate.weight", "hash": "layers.1.ffn.gate.tid2eid"}
+    table = damaged[names["hash"]]
+    damaged[names["hash"]] = replace(table, start=table.start - 1, end=table.end - 1)
+    with pytest.raises(CheckpointError, match="must hold ids of 8 experts"):
+        read_router(folder, damaged, names)
 
 
 @pytest.fixture(scope="module")
