@@ -16,7 +16,7 @@ from .convert.safetensors_file import TORCH_DTYPES
 from .convert.shards import Share
 from .convert.values import Facts, Shapes
 from .errors import Unavailable, UsageError
-from .kernels.prepared import DenseExpert, DenseExperts, PreparedMoE, Router
+from .kernels.prepared import DenseExpert, DenseExperts, PreparedMoE, Router, local_ids
 from .kernels.runners import runner_for
 from .problem import MoEProblem
 
@@ -58,6 +58,15 @@ class ExpertLayer:
         """What is computed on a rank that has a share of the layer, in a sentence; empty for all of it."""
         return self.share.partial if self.share else ""
 
+    @property
+    def first_expert(self) -> int:
+        """The expert of the layer that is expert 0 here, on a rank that has some of them."""
+        return self.share.experts[0] if self.share else 0
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        """Ids of the layer's experts counted from the first here, -1 for others."""
+        return local_ids(ids, self.first_expert, self.problem.local_experts)
+
     def reference(self, expert: int) -> DenseExpert:
         """Expert `expert` decoded from what is stored, without any backend's layout in between."""
         return decode(self.canonical([expert]), self.problem)[0]
@@ -92,8 +101,8 @@ class ExpertLayer:
             raise Unavailable(
                 f"layer {self.layer} does not fit the memory of {device}", hint="free memory, or use the CPU"
             ) from error
-        dense, first = self._dense(weights, recipe), self.share.experts[0] if self.share else 0
-        prepared = PreparedMoE(self.problem, backend, wanted, weights, dense, relaid, first)
+        dense = self._dense(weights, recipe)
+        prepared = PreparedMoE(self.problem, backend, wanted, weights, dense, relaid, self.first_expert)
         runner = runner_for(backend)
         if not runner.refusal(self.problem, device):
             runner.ready(prepared)

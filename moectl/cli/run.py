@@ -1,10 +1,11 @@
-"""`moectl run`: one fused-MoE layer on real weights, checked against the reference."""
+"""`moectl run`: layers on real weights, checked against the reference and compared with each other."""
 
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import ExitCode
+from ..errors import ExitCode, UsageError
+from . import running
 from .options import (
     MAX_TOKENS,
     Activation,
@@ -19,28 +20,48 @@ from .options import (
     option,
     pick,
 )
-from .output import Output, duration, size
-from .source import DEVICES, backend_names, find_source
+from .output import Output
+from .source import DEVICES, backend_names, find_source, pick_layers
 
 if TYPE_CHECKING:
-    from ..run import RunResult
+    from ..checkpoint import Checkpoint
+    from ..run import LayerRun, Machine, RunPlan
 
 EXAMPLES = (
     "moectl run ./gpt-oss-20b --layer 3 --tokens 64",
-    "moectl run ./marlin --backend torch",
+    "moectl run ./gpt-oss-20b --backend all --stress",
+    "moectl run ./gpt-oss-20b --layers all --backend triton,torch",
     "moectl run ./kimi --input x.safetensors --output y.safetensors",
 )
+DTYPES = ("bf16", "fp16")
 
 
 @framed("run")
 def run(
     checkpoint: WeightsArg,
     layer: Layer = None,
+    layers: Annotated[
+        str | None, option("--layers", own=True, help="Several of them: all, or 0,3,5-9.")
+    ] = None,
     tokens: Annotated[int, option("--tokens", own=True, help="Random tokens.", min=0, max=MAX_TOKENS)] = 8,
     seed: Seed = 0,
     backend: Annotated[
         str | None,
-        option("--backend", own=True, help="triton, triton_marlin or torch; default: the best one here."),
+        option(
+            "--backend",
+            own=True,
+            help="A name, several with commas, or all that can run here; default: the best one.",
+        ),
+    ] = None,
+    allow_fallback: Annotated[
+        bool, option("--allow-fallback", own=True, help="If it fails, the next one that can serve runs.")
+    ] = False,
+    stress: Annotated[
+        bool, option("--stress", help="Also what is easy to get wrong: odd sizes, empty experts, ties, ...")
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        option("--dtype", own=True, help="Of the activations: bf16 or fp16; default: the model's."),
     ] = None,
     device: Device = None,
     input: Annotated[
@@ -48,7 +69,7 @@ def run(
     ] = None,
     output: Annotated[
         Path | None,
-        option("--output", own=True, help="Write y, x, ids, weights to this safetensors file."),
+        option("--output", own=True, help="Write y (y.NAME of several), x, ids, weights to this file."),
     ] = None,
     activation: Activation = None,
     routing: Routing = None,
@@ -56,77 +77,106 @@ def run(
     *,
     out: Output,
 ) -> ExitCode:
-    """Run one layer on real weights and check it.
+    """Run layers on real weights and check them.
 
-    The result is compared with a plain fp32 reference; exit code 1 when it is too far away. CKPT may be
-    a converted folder: the layer then runs from its prepared weights. Of one rank's folder, the partial
-    sum that this rank computes is what runs and is checked.
+    Results are compared with a plain fp32 reference, and several backends with each other; exit code 1
+    when one is too far away, fails, or fails a --stress case. It is the routed experts that run. CKPT may be
+    a converted folder: layers then run from their prepared weights. Of one rank's folder, the partial sum
+    that this rank computes is what runs and is checked.
     """
     names = backend_names(backend)
+    every = backend is not None and not names
+    if allow_fallback and (every or len(names) > 1):
+        raise UsageError(
+            "--allow-fallback is for one backend, got several",
+            hint="leave it out: each one's failure is shown",
+        )
+    if layers is not None and layer is not None:
+        raise UsageError("--layer and --layers ask for different things", hint="leave one of them out")
     device = pick(device, DEVICES, "device") if device else None
+    dtype = pick(dtype, DTYPES, "dtype") if dtype else ""
     source = find_source(checkpoint, layer, offline=offline, activation=activation, routing=routing)
     if output is not None:
         check_writable(output)
 
-    from ..run import choose_backends, open_layer, run_layer, this_machine
+    from ..run import RunPlan, left_out, this_machine
 
     machine = this_machine(device)
-    opened = open_layer(source, layer)
-    name = choose_backends(opened.problem, machine, names, opened.layout)[0]
-    out.note(f"layer {opened.layer} on {name}, {machine.device.name}")
-    partial = opened.partial
-    result = run_layer(opened, name, machine, tokens=tokens, seed=seed, source=input)
+    plan = RunPlan(
+        tuple(names), every, allow_fallback, dtype, tokens=tokens, seed=seed, source=input, stress=stress
+    )
+    several = layers is not None
+    found: list[running.Data] = []
+    written: dict[str, Any] = {}
+    for done in _runs(source, layer, layers, machine, plan, out):
+        unused = left_out(done.layer.problem, machine) if every and done.layer else None
+        found.append(running.layer_data(done, unused))
+        if output is not None:
+            written |= tensors(done, prefix=f"layers.{done.number}." if several else "")
     if output is not None:
-        _write(output, result)
-    checked = result.check
-    document = {
-        "checkpoint": checkpoint,
-        "layer": opened.layer,
-        "problem": asdict(opened.problem),
-        "device": machine.device.name,
-        "backend": name,
-        "layout": result.prepared.layout,
-        "relaid": result.prepared.relaid,
-        "partial": partial,
-        "tokens": result.tokens,
-        "routed_by": result.routed_by,
-        "check": asdict(checked),
-        "prepare_seconds": result.prepare_seconds,
-        "first_seconds": result.first_seconds,
-        "median_us": result.median_us,
-        "weight_bytes": result.weight_bytes,
-        "peak_bytes": result.peak_bytes,
-    }
-
-    def draw(console: Any) -> None:
-        moved = f" (laid out anew: {result.prepared.relaid})" if result.prepared.relaid else ""
-        limit = checked.tolerance
-        rows = {
-            "layer": f"{opened.layer} of {checkpoint}, {opened.problem.scheme}",
-            "backend": f"{name}, weights in layout {result.prepared.layout}{moved}",
-            "tokens": f"{result.tokens}, routed by {result.routed_by}, top-{opened.problem.top_k}",
-            "error": f"max {checked.max:.3g} (at most {limit.max:g}), RMS {checked.rms:.3g} ({limit.rms:g})",
-            "worst": f"token {checked.worst_token}, RMS {checked.worst_rms:.3g}" if result.tokens else "",
-            "prepare": duration(result.prepare_seconds),
-            "first": f"{duration(result.first_seconds)} (compilation included)",
-            "warm": f"{duration(result.median_us * 1e-6)} (median)" if result.tokens else "",
-            "memory": f"{size(result.weight_bytes)} of weights, peak {size(result.peak_bytes)}",
-            "check": "passed" if checked.ok else "FAILED",
-            "partial": partial,
-        }
-        for label, value in rows.items():
-            if value:
-                console.print(f"{label:<9} {value}", markup=False)
-
-    out.result(document, draw, f"{'ok' if checked.ok else 'failed'} {checked.rms:.3g}")
-    return ExitCode.DONE if checked.ok else ExitCode.FOUND
+        _write(output, written)
+    head, shape = {"checkpoint": checkpoint, "device": machine.device.name}, {"several": several}
+    shape["compares"] = plan.compares
+    out.result(
+        running.document(head, found, **shape),
+        lambda console: running.draw(head, found, console, **shape),
+        running.brief(found, **shape),
+    )
+    return running.exit_code(found)
 
 
-def _write(path: Path, result: "RunResult") -> None:
+def _runs(
+    source: "Checkpoint | Path",
+    layer: int | None,
+    layers: str | None,
+    machine: "Machine",
+    plan: "RunPlan",
+    out: Output,
+) -> "Iterator[LayerRun]":
+    """Each layer's run; of one layer alone its errors are raised."""
+    from ..run import every_layer, layer_numbers, open_layer, open_source, run_one
+
+    with out.progress("running", unit="layers") as progress:
+        if layers is None:
+            opened = open_layer(source, layer)
+            out.note(f"layer {opened.layer}, {machine.device.name}")
+            done = run_one(opened, machine, plan, lambda text: progress(0, 1, text))
+            _tell_tried(done, out)
+            yield done
+            return
+        opened_source = open_source(source)
+        numbers = pick_layers(layers, layer_numbers(opened_source))
+        finished = 0
+
+        def told(text: str) -> None:
+            progress(finished, len(numbers), f"layer {numbers[finished]}: {text}")
+
+        for done in every_layer(opened_source, numbers, machine, plan, told):
+            finished += 1
+            _tell_tried(done, out)
+            yield done
+
+
+def _tell_tried(done: "LayerRun", out: Output) -> None:
+    for failed in done.compared.tried if done.compared else ():
+        out.note(f"layer {done.number}: {failed.backend} was tried: {failed.error}")
+
+
+def tensors(done: "LayerRun", prefix: str = "") -> dict[str, Any]:
+    """What --output writes of a layer: the inputs, and y, or y.NAME of each of several backends."""
+    if done.workload is None or done.compared is None:
+        return {}
+    inputs = done.workload.inputs
+    found = {"x": inputs.x, "ids": inputs.ids, "weights": inputs.weights}
+    results = [it.result for it in done.compared.outcomes if it.result is not None]
+    several = len(done.compared.outcomes) > 1
+    found |= {f"y.{it.backend}" if several else "y": it.y for it in results}
+    return {prefix + name: tensor for name, tensor in found.items()}
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
     from safetensors.torch import save
 
     from ..convert.disk import write_file
 
-    inputs = result.inputs
-    tensors = {"y": result.y, "x": inputs.x, "ids": inputs.ids, "weights": inputs.weights}
-    write_file(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+    write_file(path, save({name: tensor.contiguous() for name, tensor in found.items()}))

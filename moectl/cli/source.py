@@ -1,9 +1,11 @@
 """What a CKPT argument of `run` and `bench` names, found before anything heavy is imported."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, UsageError
+from ..ranges import ranges
 from .options import pick
 
 if TYPE_CHECKING:
@@ -54,3 +56,29 @@ def backend_names(text: str | None) -> list[str]:
         return []
     known = policy_named(POLICY).request_names()
     return [pick(name.strip(), known, "backend") for name in text.split(",") if name.strip()]
+
+
+def pick_layers(text: str, there: Sequence[int]) -> list[int]:
+    """The layers of ``all`` or of a list such as ``0,3,5-9``, rising, each once.
+
+    Raises UsageError for anything else, and for layers that are not `there`.
+    """
+    if text.strip().lower() == "all":
+        return list(there)
+    picked: set[int] = set()
+    for item in text.split(","):
+        first, dash, last = item.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise UsageError(
+                f"layers must look like all or 0,3,5-9, got {item.strip()!r} in {text!r}",
+                hint=f"there are {ranges(there)}",
+            )
+        span = range(int(first), int(last or first) + 1)
+        absent = span if span[-1] > max(there, default=-1) else [n for n in span if n not in set(there)]
+        if absent:
+            raise UsageError(
+                f"not all of {item.strip()} are MoE layers; there are {ranges(there)}",
+                hint="choose among them with --layers",
+            )
+        picked.update(span)
+    return sorted(picked)

@@ -56,12 +56,27 @@ def make_inputs(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, problem.dims.hidden, generator=generator)
     logits = _logits(problem, tokens, distribution, generator)
-    # Without a table, and a correction bias of zero: the distribution asked for is that of the choice.
-    bias = torch.zeros(problem.experts) if problem.routing.correction_bias else None
+    # A correction bias of zero: the distribution asked for is that of the choice.
+    made = inputs_from(problem, x.to(DTYPES[problem.dtype]), logits, no_bias(problem))
+    return Inputs(*(t.to(device) for t in (made.x, made.ids, made.weights, made.logits)))
+
+
+def inputs_from(
+    problem: MoEProblem, x: Tensor, logits: Tensor, correction_bias: Tensor | None = None
+) -> Inputs:
+    """`x` with the ids and weights to which the reference routes `logits`.
+
+    Without a table of ids and factors by expert, which are a router's own: what is chosen follows from the
+    logits alone.
+    """
     chosen = replace(problem, routing=replace(problem.routing, hashed=False, expert_scale=False))
-    ids, weights = route(logits, chosen, bias)
-    dtype = DTYPES[problem.dtype]
-    return Inputs(x.to(dtype).to(device), ids.to(device), weights.to(device), logits.to(device))
+    ids, weights = route(logits, chosen, correction_bias)
+    return Inputs(x, ids, weights, logits)
+
+
+def no_bias(problem: MoEProblem) -> Tensor | None:
+    """A correction bias of zeros where the routing needs one."""
+    return torch.zeros(problem.experts) if problem.routing.correction_bias else None
 
 
 def _logits(problem: MoEProblem, tokens: int, distribution: str, generator: torch.Generator) -> Tensor:

@@ -122,9 +122,14 @@ class PreparedMoE:
 
     def local_ids(self, ids: Tensor) -> Tensor:
         """Ids of the layer's experts as runners take them: counted from the first here, -1 for others."""
-        local = ids - self.first_expert
-        return torch.where((local >= 0) & (local < self.problem.local_experts), local, -1)
+        return local_ids(ids, self.first_expert, self.problem.local_experts)
 
     def expert(self, expert: int) -> DenseExpert:
         """Expert `expert`, decoded: the form that `moe_reference` asks for."""
         return self.dense([expert])[0]
+
+
+def local_ids(ids: Tensor, first: int, experts: int) -> Tensor:
+    """`ids` counted from expert `first`, and -1 for those that are none of the `experts` from there."""
+    local = ids - first
+    return torch.where((local >= 0) & (local < experts), local, -1)

@@ -43,6 +43,8 @@ class Runner:
             else its y is ``[tokens, top_k, hidden]`` and both are left to the finalize step.
         tactic: ``tactic(prepared, tokens)``: what it launches for so many tokens, in few words; empty
             where it has no choice, or its library does not tell.
+        masks_padding: True when it reads no lane of the weights past the logical sizes as a number, so that
+            they may hold anything; else they are zeros, as layouts leave them.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Runner:
     wants: ActFormat = A16
     weighs: bool = True
     tactic: Callable[[PreparedMoE, int], str] = lambda prepared, tokens: ""
+    masks_padding: bool = False
 
     def layout_of(self, problem: MoEProblem) -> str | None:
         """The layout in which it reads `problem`'s weights; None when any will do."""
@@ -67,7 +70,7 @@ class Runner:
 
         Args:
             prepared: the layer, in this runner's layout.
-            x: ``[tokens, hidden]``, the model's 16-bit dtype, contiguous rows.
+            x: ``[tokens, hidden]``, the model's 16-bit dtype; each row is contiguous, and rows may lie apart.
             ids: ``[tokens, top_k]`` int32, no expert twice in a row; negative ids are skipped
                 assignments. Ids are checked against the number of experts on the CPU; on a GPU ids
                 out of range are skipped.

@@ -155,4 +155,4 @@ def _tactic(prepared: PreparedMoE, tokens: int) -> str:
     return str(launch_on(prepared, tokens))
 
 
-RUNNER = Runner("triton", LAYOUT, _compute, _refusal, ready=layer_of, tactic=_tactic)
+RUNNER = Runner("triton", LAYOUT, _compute, _refusal, ready=layer_of, tactic=_tactic, masks_padding=True)

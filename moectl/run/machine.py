@@ -1,0 +1,89 @@
+"""The machine that layers run on, and which backends can serve a layer there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..environment import Device, Packages, detect_cpu, detect_device, packages_from
+from ..errors import NoBackend, Unavailable, UsageError
+from ..oracle.decision import Decision
+from ..oracle.registry import policy_named
+from ..oracle.select import select
+from ..problem import MoEProblem
+
+POLICY = "moectl"
+"""The policy whose backends this tool runs itself."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a layer runs: torch's device, and the same machine as the oracle sees it."""
+
+    torch: torch.device
+    device: Device
+    packages: Packages
+
+
+def this_machine(device: str | None = None) -> Machine:
+    """This machine, on `device` (``cpu`` or ``cuda``); a GPU where torch has one by default.
+
+    Raises Unavailable when torch sees no such device.
+    """
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    packages = packages_from(None)
+    if name == "cpu":
+        return Machine(torch.device("cpu"), detect_cpu(), packages)
+    if not torch.cuda.is_available():
+        raise Unavailable("torch sees no CUDA device here", hint="run on the CPU with --device cpu")
+    return Machine(torch.device("cuda"), detect_device(), packages)
+
+
+def choose_backends(
+    problem: MoEProblem, machine: Machine, names: Sequence[str] = (), stored: str = ""
+) -> list[str]:
+    """Runners that can serve `problem` on `machine`, best first; only `names` where some are given.
+
+    One that reads the layout `stored` comes before the others: it needs nothing laid out anew.
+
+    Raises:
+        Unavailable: a backend asked for needs another device.
+        NoBackend: a backend asked for, or every one, refuses the problem; the reasons are in the text.
+    """
+    if names:
+        return list(dict.fromkeys(_asked(problem, machine, name) for name in names))
+    decision = _decide(problem, machine, None)
+    usable = [c for c in decision.candidates if c.usable]
+    if not usable:
+        raise NoBackend(decision.error)
+    ranked = sorted(usable, key=lambda c: not stored or c.layout != stored)
+    return list(dict.fromkeys(c.backend.runner for c in ranked))
+
+
+def left_out(problem: MoEProblem, machine: Machine) -> Mapping[str, str]:
+    """Backends that cannot serve `problem` on `machine`, each with its first reason."""
+    decision = _decide(problem, machine, None)
+    usable = {c.backend.name for c in decision.candidates if c.usable}
+    return {
+        c.backend.name: f"{c.failed[0].question}: {c.failed[0].wanted}, it offers {c.failed[0].offered}"
+        for c in reversed(decision.candidates)
+        if c.failed and c.backend.name not in usable
+    }
+
+
+def _decide(problem: MoEProblem, machine: Machine, name: str | None) -> Decision:
+    return select(problem, machine.device, machine.packages, policy_named(POLICY), name)
+
+
+def _asked(problem: MoEProblem, machine: Machine, name: str) -> str:
+    decision = _decide(problem, machine, name)
+    if not decision.candidates:
+        known = [c.backend.name for c in _decide(problem, machine, None).candidates]
+        raise UsageError(f"no backend that runs here is called {name!r}; there are {', '.join(known)}")
+    if decision.chosen is not None:
+        return decision.chosen.backend.runner
+    wrong_device = any(v.group == "arch" for c in decision.candidates for v in c.failed)
+    kind = Unavailable if wrong_device else NoBackend
+    raise kind(decision.error, hint=f"moectl explain CKPT --policy {POLICY} lists every reason")

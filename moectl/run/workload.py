@@ -1,0 +1,127 @@
+"""What a layer is given to compute: tokens from a file or at random, and how they were routed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, UsageError
+from ..experts import ExpertLayer
+from ..kernels.inputs import DTYPES, Inputs, make_inputs, no_bias
+from ..kernels.prepared import PreparedMoE
+from ..kernels.reference import moe_reference
+from ..kernels.routing import route_by
+from ..problem import MoEProblem
+from .variants import experts_on
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call's inputs on the CPU, with the layer's own expert ids.
+
+    Attributes:
+        routed_by: ``router`` (the checkpoint's), ``input`` (ids given) or ``random``.
+        correction_bias: ``[experts]`` that a kernel which routes needs beside the logits, or None.
+    """
+
+    inputs: Inputs
+    routed_by: str
+    correction_bias: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return len(self.inputs.x)
+
+    def at(self, prepared: PreparedMoE) -> tuple[Inputs, Tensor | None]:
+        """Inputs as `prepared` takes them, ids of experts elsewhere being -1, and the bias, where it is."""
+        made = replace(self.inputs, ids=prepared.local_ids(self.inputs.ids))
+        bias = self.correction_bias
+        place = prepared.device
+        moved = Inputs(*(t.to(place) for t in (made.x, made.ids, made.weights, made.logits)))
+        return moved, None if bias is None else bias.to(place)
+
+
+def workload_of(layer: ExpertLayer, tokens: int = 8, seed: int = 0, source: Path | None = None) -> Workload:
+    """The inputs of a run of `layer`.
+
+    Args:
+        tokens, seed: of random tokens, N(0, 1); `source` is a safetensors file with ``x``
+            [tokens, hidden] instead, and optionally ``ids`` and ``weights`` [tokens, top_k].
+
+    Raises:
+        CheckpointError: `source` cannot be read.
+        UsageError: its tensors do not fit the layer.
+    """
+    made = make_inputs(layer.problem, tokens if source is None else 0, seed)
+    if source is not None:
+        x, ids, weights = _read_input(source, layer.problem)
+        if ids is not None and weights is not None:
+            logits = torch.zeros(len(x), layer.problem.experts)
+            return Workload(Inputs(x, ids, weights, logits), "input")
+        made = replace(make_inputs(layer.problem, len(x), seed), x=x)
+    # Experts of a hidden size of their own get what a projection makes of the router's input.
+    if layer.router is None or layer.problem.model_hidden != layer.problem.dims.hidden:
+        return Workload(made, "random", no_bias(layer.problem))
+    token_ids = None
+    if layer.router.table is not None:
+        # Tokens of no text have no ids: random ones.
+        generator = torch.Generator().manual_seed(seed)
+        token_ids = torch.randint(len(layer.router.table), (len(made.x),), generator=generator)
+    ids, weights, logits = route_by(layer.router, made.x, layer.problem, token_ids)
+    return Workload(Inputs(made.x, ids, weights, logits), "router", layer.router.correction_bias)
+
+
+def expected_of(layer: ExpertLayer, inputs: Inputs, device: torch.device) -> Tensor:
+    """``[tokens, hidden]`` fp32 reference on the CPU of `inputs`, whose ids are the layer's, or -1.
+
+    Experts are decoded from what is stored, without any backend's layout in between, on `device`.
+    """
+    x, weights = inputs.x.to(device), inputs.weights.to(device)
+    ids = layer.local_ids(inputs.ids).to(device)
+    return moe_reference(x, ids, weights, experts_on(layer, device), layer.problem).cpu()
+
+
+def _read_input(source: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(source)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read --input {source}: {error}") from error
+    if "x" not in found:
+        raise UsageError(f"--input {source} must hold a tensor x, got {', '.join(sorted(found)) or 'none'}")
+    x = found["x"]
+    if x.ndim != 2 or x.shape[1] != problem.dims.hidden or not x.is_floating_point():
+        raise UsageError(
+            f"x in {source} must be floats [tokens, {problem.dims.hidden}], got {x.dtype} {list(x.shape)}"
+        )
+    ids, weights = found.get("ids"), found.get("weights")
+    if (ids is None) != (weights is None):
+        raise UsageError(f"{source} must hold ids and weights together, or neither")
+    for name, given in (("ids", ids), ("weights", weights)):
+        if given is not None and tuple(given.shape) != (len(x), problem.top_k):
+            wanted = [len(x), problem.top_k]
+            raise UsageError(f"{name} in {source} must be {wanted}, got {list(given.shape)}")
+    if ids is not None:
+        _check_ids(source, ids, problem)
+    return (
+        x.to(DTYPES[problem.dtype]),
+        None if ids is None else ids.to(torch.int32),
+        None if weights is None else weights.float(),
+    )
+
+
+def _check_ids(source: Path, ids: Tensor, problem: MoEProblem) -> None:
+    """UsageError unless `ids` are experts of the layer or negative, and none stands twice in a row."""
+    if ids.is_floating_point() or (len(ids) and int(ids.max()) >= problem.experts):
+        raise UsageError(f"ids in {source} must be integers below {problem.experts}, the layer's experts")
+    ordered = ids.sort(1).values
+    again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(again.any()):
+        token = int(again.any(1).nonzero()[0])
+        raise UsageError(f"ids in {source} name an expert twice for token {token}")
