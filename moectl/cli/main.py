@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import ExitCode
-from . import bench, convert, doctor, env, explain, known, synth, unconvert, verify
+from . import bench, convert, doctor, env, explain, known, synth, tune, unconvert, verify
 from . import run as run_command
 from .output import drop_stdout
 
@@ -27,6 +27,7 @@ COMMANDS = (
     (unconvert.unconvert, "unconvert"),
     (run_command.run, "run"),
     (bench.bench, "bench"),
+    (tune.tune, "tune"),
     (synth.synth, "synth"),
     (known.known, "list"),
     (doctor.doctor, "doctor"),

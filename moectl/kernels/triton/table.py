@@ -134,8 +134,24 @@ def nearest(problem: MoEProblem, tokens: int, gpu: Gpu) -> Iterator[Measured]:
 
     A GPU of the same compute capability counts as the same, however many multiprocessors it has.
     """
-    here = [entry for entry in entries() if entry.gpu.capability == gpu.capability and entry.rows]
-    here.sort(key=lambda e: e.distance(problem) + abs(math.log2(e.gpu.sms / gpu.sms)))
     spread = Spread.of(problem.local_experts, problem.top_k, tokens)
-    for entry in here:
+    for _, entry in _by_distance(problem, gpu):
         yield from sorted(entry.rows, key=lambda row: row.spread.distance(spread))
+
+
+def unlikeness(problem: MoEProblem, tokens: int, gpu: Gpu) -> float:
+    """How far the launch that `nearest` gives first was measured from these `tokens`, in doublings.
+
+    0 for a cell that ships measured, infinite for another GPU.
+    """
+    spread = Spread.of(problem.local_experts, problem.top_k, tokens)
+    for distance, entry in _by_distance(problem, gpu):
+        return distance + min(row.spread.distance(spread) for row in entry.rows)
+    return math.inf
+
+
+def _by_distance(problem: MoEProblem, gpu: Gpu) -> list[tuple[float, Entry]]:
+    """The entries for GPUs of one compute capability, the likest first."""
+    here = [entry for entry in entries() if entry.gpu.capability == gpu.capability and entry.rows]
+    far = [(entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms)), entry) for entry in here]
+    return sorted(far, key=lambda item: item[0])

@@ -1,0 +1,157 @@
+"""`moectl tune`: what it asks, keeps, shows and drops."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from invoking import moectl
+
+from moectl.cache import launches
+from moectl.cache.keys import built
+from moectl.cache.launches import Attempt, Row, Store
+from moectl.cli.tune import parse_budget
+from moectl.environment import find_device
+from moectl.errors import UsageError
+from moectl.kernels.triton.launch import Launch, Tile
+from moectl.models import MODELS
+from moectl.tuning import here
+
+H200 = find_device("h200")
+TILE = Tile(16, 128, 64, stages=4, warps=4)
+ROW = Row(16, "grouped", asdict(TILE), 30.0, 40.0, 1e-3, 7, 2, "2026-11-21T00:00:00Z")
+
+
+class Bench:
+    """A device on which more rows are slower, and none above 128 are right."""
+
+    def __init__(self, device, families):
+        self.families = families
+
+    def candidates(self, cell):
+        return [Launch("grouped", replace(TILE, rows=rows)) for rows in (64, 128, 192, 256)]
+
+    def current(self, cell):
+        return Launch("grouped", TILE)
+
+    def error(self, cell, launch):
+        if launch.tile.rows > 128:
+            raise RuntimeError("out of resources\nmore")
+        return 1e-3
+
+    def time(self, cell, launch, repeats):
+        return cell.tokens + launch.tile.rows / 64
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(here, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(here, "GpuBench", Bench)
+
+
+def test_what_is_found_is_shown_kept_and_not_measured_again(gpu, monkeypatch):
+    done = moectl("tune", "--model", "qwen3-30b", "-m", "1,16", "--json")
+    rows = {row["tokens"]: row for row in done.document["rows"]}
+    assert {(r["state"], r["tile"]["rows"], r["tried"], r["rejected"]) for r in rows.values()} == {
+        ("new", 64, 4, 2)
+    }
+    assert (rows[16]["us"], rows[16]["before_us"]) == (17.0, 18.0)
+    assert done.document["done"] and done.document["device"]["name"] == "NVIDIA H200"
+    assert "out of resources" in done.stderr and "rows=192" in done.stderr
+    monkeypatch.setattr(Bench, "time", None)
+    again = moectl("tune", "--model", "qwen3-30b", "-m", "1,16")
+    assert "(kept)" in again.words and "6%" in again.words
+    assert moectl("tune", "--model", "qwen3-30b", "-m", "1,16", "-q").stdout.splitlines() == [
+        "qwen3-30b\t1\t2.0",
+        "qwen3-30b\t16\t17.0",
+    ]
+
+
+def test_again_measures_anew(gpu, monkeypatch):
+    moectl("tune", "--model", "qwen3-30b", "-m", "1")
+    monkeypatch.setattr(Bench, "time", lambda self, cell, launch, repeats: 5.0)
+    assert moectl("tune", "--model", "qwen3-30b", "-m", "1", "-q").stdout.endswith("\t2.0\n")
+    assert moectl("tune", "--model", "qwen3-30b", "-m", "1", "-q", "--again").stdout.endswith("\t5.0\n")
+
+
+def test_a_budget_that_is_spent_leaves_cells_and_says_so(gpu):
+    done = moectl("tune", "--model", "qwen3-30b,kimi-k2", "-m", "1,64", "--budget", "0s")
+    assert "the budget of 0 us is spent, 4 cells left; the same command goes on" in done.stderr
+    assert done.words.count("not done") == 4
+
+
+def test_a_checkpoint_by_its_config_alone(gpu):
+    done = moectl("tune", "Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--offline", "--tp", "2", "-m", "8", "--json")
+    assert [row["layer"] for row in done.document["rows"]] == ["Qwen3-30B-A3B-GPTQ-Int4"]
+    (found,) = launches.load(launches.KIND.path(H200)).entries
+    assert found.layer["intermediate"] == 384
+
+
+def test_layers_that_the_kernels_do_not_run_are_refused(gpu):
+    done = moectl("tune", "Qwen/Qwen3-30B-A3B", "--offline", "-m", "8", code=1)
+    assert "moectl's kernels cannot run these layers: it reads mxfp4, int4, int8" in done.stderr
+
+
+def test_the_list_tells_used_from_stale(monkeypatch):
+    assert moectl("tune", "--list").words == "nothing is kept"
+    store = Store.of(MODELS["qwen3-30b"], H200)
+    store.finish(ROW)
+    store.note(64, Attempt("grouped", asdict(TILE), us=3.0, error=0.0))
+    shown = moectl("tune", "--list").words
+    assert "grouped tokens=16 rows=128" in shown and "1 launch tried, not done" in shown and "yes" in shown
+    assert moectl("tune", "--list", "--stale").words == "nothing is kept"
+    monkeypatch.setattr(launches, "built", lambda: {**built(), "kernels": "changed"})
+    (entry,) = moectl("tune", "--list", "--stale", "--json").document["entries"]
+    assert entry["stale"] == f"kernels {built()['kernels']}, now changed"
+    assert moectl("tune", "--list", "-q").stdout.endswith("\t1\tstale\n")
+
+
+def test_what_is_listed_can_be_dropped(monkeypatch):
+    for name in ("qwen3-30b", "kimi-k2"):
+        Store.of(MODELS[name], H200).finish(ROW)
+    assert "1 layer dropped" in moectl("tune", "--clear", "--model", "kimi-k2").words
+    assert len(moectl("tune", "--list", "--json").document["entries"]) == 1
+    assert moectl("tune", "--clear", "--stale", "--json").document["dropped"] == 0
+    assert moectl("tune", "--clear", "--json").document["dropped"] == 1
+    assert not launches.KIND.files()
+
+
+def test_a_file_that_is_not_moectls_is_listed_refused_and_dropped(gpu):
+    path = launches.KIND.path(H200)
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    assert "is ignored: it is no moectl-launches file" in moectl("tune", "--list").words
+    refused = moectl("tune", "--model", "qwen3-30b", "-m", "1", code=3).stderr
+    assert "the cache cannot be used" in refused and f"remove {path}" in refused
+    moectl("tune", "--clear")
+    assert not path.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu():
+    assert "tuning needs a CUDA GPU" in moectl("tune", "--model", "qwen3-30b", code=3).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "tune takes either CKPT or --model"),
+        (("x", "--model", "qwen3-30b"), "tune takes either CKPT or --model"),
+        (("--model", "qwen4"), "model 'qwen4' is not known"),
+        (("--model", "qwen3-30b", "--budget", "soon"), "--budget takes a time as 90s, 10m or 1h30m"),
+        (("--model", "qwen3-30b", "-m", "0"), "token counts must be"),
+        (("--model", "qwen3-30b", "--families", "huge"), "family 'huge' is not known"),
+        (("--model", "qwen3-30b", "--tp", "5"), "cannot be sliced"),
+        (("--model", "qwen3-30b", "--stale"), "--stale goes with --list or --clear"),
+    ],
+)
+def test_wrong_usage(arguments, said):
+    assert said in moectl("tune", *arguments, code=2).stderr
+
+
+def test_budgets_are_times():
+    assert [parse_budget(text) for text in ("90s", "10m", "1h30m", "25", "0.5m")] == [90, 600, 5400, 25, 30]
+    for text in ("", "m", "10x", "-5s", "5m5"):
+        with pytest.raises(UsageError):
+            parse_budget(text)
