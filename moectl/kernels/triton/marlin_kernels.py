@@ -49,11 +49,13 @@ def _finished(v, rows, S, B, weights, expert, N, GROUP: tl.constexpr, BIAS: tl.c
 
 @triton.jit
 def _pairs(v, ROWS: tl.constexpr):
-    """Gate and up [4, 8, BM] of [2, 4, 8, BM]: the two tiles, or the even and the odd rows of both."""
+    """Gate and up of [2, 4, 8, BM]: [4, 8, BM] of the two tiles, or [8, 4, BM], the even and odd rows of both."""
     BM: tl.constexpr = v.shape[3]
     if ROWS == "interleaved":
-        return tl.split(tl.permute(tl.reshape(v, (8, 4, 2, BM)), (0, 1, 3, 2)))
-    return tl.split(tl.permute(v, (1, 2, 3, 0)))
+        first, second = tl.split(tl.permute(tl.reshape(v, (8, 4, 2, BM)), (0, 1, 3, 2)))
+    else:  # Triton would compile a return after the branch as well, and asks both for the same shape.
+        first, second = tl.split(tl.permute(v, (1, 2, 3, 0)))
+    return first, second
 
 
 @triton.jit
