@@ -122,6 +122,7 @@ VARIANTS = {
     "int8 per channel": replace(QWEN, scheme=Scheme(int_format(8, FULL))),
     "int4 fp16": replace(QWEN, scheme=Scheme(int_format(4, 128, "F16")), dtype="fp16"),
     "mxfp4 fp16": replace(GPT_OSS, dtype="fp16"),
+    "mxfp4 without a bias": replace(GPT_OSS, bias=False),
     "mxfp4 not gated": replace(NOT_GATED, scheme=GPT_OSS.scheme),
     "int4 clamped": replace(QWEN, activation=Activation("silu", limit=10.0)),
     "int4 gelu": replace(QWEN, activation=Activation("gelu_tanh")),

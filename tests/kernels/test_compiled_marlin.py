@@ -10,11 +10,14 @@ import torch
 from moectl.convert.layout import layout_named
 from moectl.convert.safetensors_file import TORCH_DTYPES
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.triton.inspection.report import report_of
+from moectl.kernels.triton.inspection.report import KernelReport, report_of
 from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
-from moectl.kernels.triton.marlin import LAYOUT, run_with, tile_for
+from moectl.kernels.triton.marlin import LAYOUT, MarlinTile, run_with, tile_for
 from moectl.problem import Dims, MoEProblem
 from moectl.schemes import Scheme, int_format
+
+from .layers import DTYPES
+from .marlin_cases import FORMATS, TILES
 
 KIMI_K2 = MoEProblem(Dims(7168, 2048), 384, 8, Scheme(int_format(4, 32)))
 QWEN3 = MoEProblem(Dims(2048, 768), 128, 8, Scheme(int_format(4, 128)))
@@ -25,6 +28,10 @@ LAYERS = {"kimi-k2": (KIMI_K2, 280), "qwen3": (QWEN3, 230), "awq": (AWQ, 330)}
 move between threads, or wait in shared memory, on their way into the products."""
 
 CASES = [("kimi-k2", arch) for arch in STAND_INS] + [("qwen3", 90), ("awq", 90)]
+
+
+TURNS = [(name, list(TILES)[turn % len(TILES)]) for turn, name in enumerate(FORMATS)]
+"""Every format that is run on a GPU, tiles in turn."""
 
 
 def without_weights(problem: MoEProblem) -> PreparedMoE:
@@ -41,16 +48,29 @@ def without_weights(problem: MoEProblem) -> PreparedMoE:
     return PreparedMoE(problem, "triton_marlin", LAYOUT, weights, dense)  # type: ignore[arg-type]
 
 
+def compiled(problem: MoEProblem, tokens: int, tile: MarlinTile, arch: int) -> list[KernelReport]:
+    """The two products of a call."""
+    dtype = DTYPES[problem.dtype]
+    x = torch.empty(tokens, problem.dims.hidden, dtype=dtype, device="meta")
+    ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
+    with standing_in(STAND_INS[arch]) as launched:
+        run_with(without_weights(problem), x, ids, ids.float(), tile)
+        reports = [report_of(it) for it in launched if "gemm" in it.name]
+    assert len(reports) == 2
+    return reports
+
+
+@pytest.mark.parametrize(("name", "tile"), TURNS)
+def test_every_format_compiles_without_faults(name: str, tile: str) -> None:
+    for report in compiled(FORMATS[name], 5, TILES[tile], 90):
+        print(report)
+        assert not report.faults and report.mma and not report.wgmma
+
+
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_weights_meet_no_shared_memory(name: str, arch: int) -> None:
     (problem, most), tokens = LAYERS[name], 4
-    x = torch.empty(tokens, problem.dims.hidden, dtype=torch.bfloat16, device="meta")
-    ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
-    with standing_in(STAND_INS[arch]) as launched:
-        run_with(without_weights(problem), x, ids, ids.float(), tile_for(problem, tokens))
-        reports = [report_of(it) for it in launched if "gemm" in it.name]
-    assert len(reports) == 2
-    for report in reports:
+    for report in compiled(problem, tokens, tile_for(problem, tokens), arch):
         print(report)
         assert not report.faults and report.mma and not report.wgmma
         (loop,) = report.loops

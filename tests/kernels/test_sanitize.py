@@ -73,5 +73,8 @@ def test_what_a_loader_hands_over_is_told_by_its_source(script: ModuleType) -> N
     ]
     race = "Error: Race reported between Write access at _k+0x2c0 in {}:{} and Read access at _k in x.py:1"
     known = [text for name, number, text in places if "mbarrier" in script.ordered(race.format(name, number))]
+    ring = [text for text in known if "stage * 4 + own" in text]
+    assert len(ring) == 3 and all(".load(" in text for text in ring)
+    known = [text for text in known if text not in ring]
     assert len(known) >= 4 and all("job % 2" in text for text in known)
     assert any(".load(" in text for text in known) and any(".store(" in text for text in known)

@@ -49,7 +49,7 @@ def _finished(v, rows, S, B, weights, expert, N, GROUP: tl.constexpr, BIAS: tl.c
 
 @triton.jit
 def _pairs(v, ROWS: tl.constexpr):
-    """Gate and up of [2, 4, 8, BM]: [4, 8, BM] of the two tiles, or [8, 4, BM], the even and odd rows of both."""
+    """Gate and up of [2, 4, 8, BM]: the two tiles [4, 8, BM], or the even and odd rows of both [8, 4, BM]."""
     BM: tl.constexpr = v.shape[3]
     if ROWS == "interleaved":
         first, second = tl.split(tl.permute(tl.reshape(v, (8, 4, 2, BM)), (0, 1, 3, 2)))

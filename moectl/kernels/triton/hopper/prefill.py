@@ -55,8 +55,10 @@ SHAPES: dict[int, Shape] = {
 }
 """Most units of a tile -> the shape of its program."""
 
-REGISTERS: dict[tuple[str, int], tuple[int, int]] = {("mxfp4", 12): (144, 80)}
-"""Formats and units to which the registers of the shape would spill -> theirs."""
+REGISTERS: dict[tuple[str, bool, int], tuple[int, int]] = {("mxfp4", True, 12): (144, 80)}
+"""Formats, with a bias or without, and units to which the registers of the shape would spill -> theirs.
+
+Which of them spill is seen in machine code alone: without a bias it is these that would."""
 
 STORED = 64 * 64 * 2
 """Bytes in which a warpgroup turns its results around before it stores them."""
@@ -147,7 +149,7 @@ def _variant(layer: Layer, stage: int, tile: PrefillTile) -> Variant:
         workers=shape.workers,
         blocks=shape.blocks,
         stages=stages(p, tile),
-        registers=REGISTERS.get((weight.name, tile.units), shape.registers),
+        registers=REGISTERS.get((weight.name, p.bias, tile.units), shape.registers),
     )
 
 

@@ -17,6 +17,7 @@ import triton
 from triton.compiler import make_backend
 
 from ....errors import Unavailable
+from .handovers import early_handovers
 from .hazards import WGMMA, a_registers, hazards
 from .sass import Code, Loop, parse
 from .standin import STAND_INS, Launched
@@ -91,6 +92,7 @@ class KernelReport:
         loops: innermost loops with matrix products, in the order of the code.
         warnings: ptxas' codes C7510 to C7515: it serialized wgmmas. Asked only where there are any.
         hazards: instructions that touch what a wgmma in flight still needs, with that wgmma.
+        handovers: shared memory that is handed on too early, see `handovers`.
     """
 
     name: str
@@ -105,6 +107,7 @@ class KernelReport:
     loops: tuple[LoopReport, ...]
     warnings: tuple[str, ...]
     hazards: tuple[str, ...]
+    handovers: tuple[str, ...]
 
     @property
     def spills(self) -> int:
@@ -134,6 +137,8 @@ class KernelReport:
             faults.append(f"{self.wgmma - self.wgmma_a} of {self.wgmma} wgmmas without A in registers")
         if self.hazards:
             faults.append(f"{len(self.hazards)} hazards, the first: {self.hazards[0]}")
+        if self.handovers:
+            faults.append(f"{len(self.handovers)} early handovers, the first: {self.handovers[0]}")
         return tuple(faults)
 
 
@@ -179,6 +184,7 @@ def _report(key: _Key) -> KernelReport:
         loops=tuple(made for loop in code.loops if (made := _loop(loop)).products),
         warnings=_serialized(kernel) if wgmmas else (),
         hazards=tuple(map(str, hazards(code))),
+        handovers=tuple(map(str, early_handovers(code))),
     )
 
 

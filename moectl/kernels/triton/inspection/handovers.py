@@ -1,0 +1,65 @@
+"""Shared memory that a thread hands on before the others of its partition have done with it.
+
+Partitions of a kernel hand shared memory on by an mbarrier: all threads read or write, a barrier
+(``BAR.SYNC``) waits for all of them, and one arrives (``SYNCS.ARRIVE``). An arrival that a shared access
+reaches on some path without a barrier between tells the other side too early, for no thread but the one
+that arrives is known to have made its access. compute-sanitizer's racecheck sees such a race only in the
+accesses of a run, and takes some ordered ones for one; this follows all paths of the machine code.
+
+Predicates count as true and every jump as possible, as in `hazards`. Accesses that the asynchronous copies
+of a thread make (``LDGSTS``) are not looked at: each thread's own arrival follows those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .sass import Code, Instruction
+
+ACCESSES = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
+BARRIER, ARRIVAL = "BAR.SYNC", "SYNCS.ARRIVE"
+NEVER = "!PT"
+"""Guard of instructions that are there for their place in the pipeline alone."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """An arrival, and a shared access that reaches it without a barrier between."""
+
+    arrival: str
+    access: str
+
+    def __str__(self) -> str:
+        return f"{self.arrival} may come before other threads' {self.access}"
+
+
+def is_access(instruction: Instruction) -> bool:
+    """Whether it reads or writes shared memory."""
+    return instruction.family in ACCESSES and instruction.guard != NEVER
+
+
+def early_handovers(code: Code) -> tuple[Handover, ...]:
+    """Every pair of an arrival and a shared access that no barrier of threads stands between."""
+    places = code.instructions
+    if not any(i.op.startswith(ARRIVAL) for i in places):
+        return ()
+    before: dict[int, frozenset[int]] = {0: frozenset()}
+    todo = [0]
+    while todo:
+        place = todo.pop()
+        instruction, after = places[place], before[place]
+        if instruction.op.startswith(BARRIER) and not instruction.guard:
+            after = frozenset()
+        elif is_access(instruction):
+            after |= {place}
+        for following in code.following[place]:
+            known = before.get(following)
+            if known is None or not after <= known:
+                before[following] = after | (known or frozenset())
+                todo.append(following)
+    return tuple(
+        Handover(str(places[place]), str(places[access]))
+        for place, reached in sorted(before.items())
+        if places[place].op.startswith(ARRIVAL)
+        for access in sorted(reached)
+    )
