@@ -23,7 +23,7 @@ def test_a_shape_has_a_branch_for_its_widest_tile_and_registers_for_all_threads(
     shape = SHAPES[units]
     assert max(shape.widths) == units and list(shape.widths) == sorted(shape.widths)
     assert all(width.bit_count() <= 2 for width in shape.widths)
-    others = [registers for (_, most), registers in REGISTERS.items() if most == units]
+    others = [registers for (*_, most), registers in REGISTERS.items() if most == units]
     for computing, loading in (shape.registers, *others):
         assert 128 * (shape.workers * computing + loading) <= 65536
 
