@@ -58,7 +58,7 @@ def tune(
     ep: Annotated[bool, option("--ep", own=True, help="Spread whole experts over them.")] = False,
     repeats: Annotated[int, option("--repeats", help="Measurements of each finalist.", min=1)] = 11,
     again: Annotated[bool, option("--again", help="Measure anew what is there.")] = False,
-    list_: Annotated[bool, option("--list", own=True, help="Show what is kept.")] = False,
+    list: Annotated[bool, option("--list", own=True, help="Show what is kept.")] = False,
     clear: Annotated[bool, option("--clear", help="Drop what --list shows.")] = False,
     stale: Annotated[bool, option("--stale", help="With both: only what other software measured.")] = False,
     activation: Activation = None,
@@ -74,10 +74,10 @@ def tune(
     from ..problem import Parallel
 
     counts, seconds = parse_counts(tokens), parse_budget(budget)
-    if stale and not (list_ or clear):
+    if stale and not (list or clear):
         raise UsageError("--stale goes with --list or --clear", hint="moectl tune --list --stale")
     parallel = Parallel(tp, ep=ep)
-    if list_ or clear:
+    if list or clear:
         asked = checkpoint is not None or model is not None
         layers = _layers(checkpoint, model, parallel, activation, offline) if asked else None
         found = listed(layers, stale)

@@ -116,7 +116,7 @@ def test_environment_variable_is_used():
 
 
 @pytest.mark.parametrize(
-    "command", ["", *(["explain", "convert", "verify", "unconvert", "run", "bench", "synth", "list"])]
+    "command", ["", *(["explain", "convert", "verify", "unconvert", "run", "bench", "tune", "synth", "list"])]
 )
 def test_help_fits_one_screen_with_examples(command):
     done = subprocess.run(
