@@ -47,10 +47,14 @@ def _groups(ids: Tensor, weights: Tensor, experts: int) -> list[_Group]:
     return groups
 
 
+def _at_once(problem: MoEProblem) -> int:
+    """Experts that are decoded together."""
+    return max(1, DECODE_BYTES // (3 * problem.dims.hidden * problem.dims.intermediate * 4))
+
+
 def _batches(groups: list[_Group], problem: MoEProblem) -> Iterator[list[_Group]]:
     """`groups` in runs whose decoded experts stay under `DECODE_BYTES`."""
-    size = 3 * problem.dims.hidden * problem.dims.intermediate * 4
-    step = max(1, DECODE_BYTES // size)
+    step = _at_once(problem)
     for i in range(0, len(groups), step):
         yield groups[i : i + step]
 
@@ -61,15 +65,20 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.float()
 
 
+def dense_output(inputs: Tensor, expert: DenseExpert, problem: MoEProblem) -> Tensor:
+    """``[n, hidden]`` fp32: the output of one expert for all `inputs` ``[n, hidden]``."""
+    dtype = COMPUTE_DTYPE[inputs.device.type]
+    h13 = _linear(inputs.to(dtype), expert.w13, expert.w13_bias)
+    hidden = activate(h13, problem.activation, problem.rows)
+    return _linear(hidden.to(dtype), expert.w2, expert.w2_bias)
+
+
 def _expert(group: _Group, expert: DenseExpert, x: Tensor, problem: MoEProblem) -> Tensor:
     """``[n, hidden]`` fp32: the weighted output of one expert for its tokens."""
-    dtype = COMPUTE_DTYPE[x.device.type]
-    inputs = x[group.tokens].to(dtype)
+    inputs = x[group.tokens]
     if problem.routing.weight_on_input:
-        inputs = (inputs.float() * group.weights).to(dtype)
-    hidden = activate(_linear(inputs, expert.w13, expert.w13_bias), problem.activation, problem.rows)
-    out = _linear(hidden.to(dtype), expert.w2, expert.w2_bias)
-    return out if problem.routing.weight_on_input else out * group.weights
+        return dense_output(inputs.float() * group.weights, expert, problem)
+    return dense_output(inputs, expert, problem) * group.weights
 
 
 def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -83,10 +92,24 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
     return y.to(x.dtype)
 
 
+def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
+    problem, y = prepared.problem, torch.empty_like(x)
+    numbers = counts.tolist()
+    hit = [expert for expert, count in enumerate(numbers) if count]
+    step = _at_once(problem)
+    for first in range(0, len(hit), step):
+        some = hit[first : first + step]
+        dense = prepared.dense(some)
+        for i, expert in enumerate(some):
+            tokens = x[expert, : numbers[expert]]
+            y[expert, : len(tokens)] = dense_output(tokens, dense[i], problem).to(y.dtype)
+    return y
+
+
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
     if device.type not in COMPUTE_DTYPE:
         return f"it runs on {', '.join(COMPUTE_DTYPE)}, the weights are on {device.type}"
     return unknown(problem.activation)
 
 
-RUNNER = Runner("torch", None, _compute, _refusal, capturable=False)
+RUNNER = Runner("torch", None, _compute, _refusal, capturable=False, batched=_batched)

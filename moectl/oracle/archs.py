@@ -52,7 +52,8 @@ def gfx(*names: str) -> Arch:
     return Arch("rocm", names=frozenset(names))
 
 
-CUDA, ROCM, XPU = Arch("cuda"), Arch("rocm"), Arch("xpu")
+CUDA, ROCM, XPU, CPU = Arch("cuda"), Arch("rocm"), Arch("xpu"), Arch("cpu")
+TPU, OUT_OF_TREE = Arch("tpu"), Arch("out-of-tree")
 SM90, SM10X, SM12X = sm(90, 90), sm(100, 109), sm(120, 129)
 X86_AMX = Arch("cpu", names=frozenset({"x86"}), features=frozenset({"amx"}))
 Archs = tuple[Arch, ...]

@@ -107,7 +107,17 @@ def test_two_policies_unless_one_is_picked():
 
 
 def test_another_policy_that_cannot_says_why():
-    assert "moectl none: " in explain(KIMI, "--gpu", "h200", "--dp", "8", "--ep").words
+    assert "moectl none: there is no kernel for TPUs here" in explain("qwen3-30b-a3b", "--gpu", "tpu").words
+
+
+def test_platforms_without_a_kernel_are_told_at_once():
+    for gpu, says in (("tpu", "for TPUs here"), ("out-of-tree", "through a plug-in")):
+        found = explain(GPT, "--gpu", gpu, "--policy", "moectl", "--json").document["groups"][0]["decision"]
+        assert found["chosen"] is None and found["candidates"] == [] and says in found["error"]
+
+
+def test_this_tool_serves_ranks_that_gather_tokens():
+    assert "moectl triton (grouped_gemm" in explain(KIMI, "--gpu", "h200", "--dp", "8", "--ep").words
 
 
 def test_memory_while_loading_counts_the_copies_of_the_largest_layer():

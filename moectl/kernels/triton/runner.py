@@ -19,7 +19,7 @@ from ...errors import UsageError
 from ...problem import MoEProblem
 from ...schemes import FULL
 from ..prepared import PreparedMoE
-from ..runners import Runner
+from ..runners import Form, Runner
 from .hopper.mid import MID_REGIME
 from .hopper.prefill import PREFILL_REGIME
 from .hopper.stream import STREAM_REGIME
@@ -29,6 +29,7 @@ from .portable import DECODE_REGIME, GROUPED_REGIME
 from .routing import INTERPRETED
 from .table import Gpu, nearest, tuned
 from .warpwise import WARPWISE_REGIME
+from .workspace import workspace
 
 LAYOUT = "moectl-mtile64"
 FORMATS = ("mxfp4", "int4", "int8")
@@ -155,4 +156,17 @@ def _tactic(prepared: PreparedMoE, tokens: int) -> str:
     return str(launch_on(prepared, tokens))
 
 
-RUNNER = Runner("triton", LAYOUT, _compute, _refusal, ready=layer_of, tactic=_tactic, masks_padding=True)
+def _workspace(prepared: PreparedMoE, tokens: int, form: Form) -> int:
+    return workspace(prepared, tokens, form, launch_on(prepared, tokens))
+
+
+RUNNER = Runner(
+    "triton",
+    LAYOUT,
+    _compute,
+    _refusal,
+    ready=layer_of,
+    tactic=_tactic,
+    masks_padding=True,
+    workspace=_workspace,
+)

@@ -5,8 +5,8 @@ from itertools import product
 
 from ...padding import padding, size_rule
 from ...schemes import FULL, MXFP4, int_format
-from ..archs import sm
-from ..backend import Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, only
+from ..archs import CPU, CUDA, ROCM, sm
+from ..backend import NAIVE, Ask, Backend, Capability, Form, Offer, Rule, Variant, only
 from ..keys import exact_key
 
 _INTEGERS = (
@@ -15,7 +15,6 @@ _INTEGERS = (
 )
 _OFFERS = (Offer(frozenset(map(exact_key, (MXFP4, *_INTEGERS)))),)
 _GATED, _UNGATED = only("silu", "swigluoai", "gelu_tanh"), only("relu2")
-_ONE_RANK = Spread(exchange=only("none"))
 
 
 def _with_its_gate(ask: Ask) -> bool:
@@ -41,7 +40,7 @@ TRITON = Backend(
             Capability(
                 arch=(sm(80),),
                 offers=_OFFERS,
-                spread=_ONE_RANK,
+                spread=NAIVE,
                 act_order=False,
                 scales=only("E8M0", "BF16", "F16"),
                 rules=(_GATE,),
@@ -73,7 +72,7 @@ TRITON_MARLIN = Backend(
             Capability(
                 arch=(sm(80),),
                 offers=(Offer(frozenset(map(exact_key, _MARLIN_WEIGHTS))),),
-                spread=_ONE_RANK,
+                spread=NAIVE,
                 act_order=False,
                 dtypes=only("bf16", "fp16"),
                 scales=only("BF16", "F16"),
@@ -99,7 +98,7 @@ TRITON_MARLIN = Backend(
 TORCH = Backend(
     name="torch",
     engine_name="torch",
-    variants=(Variant("torch", Capability(spread=_ONE_RANK, act_order=False)),),
+    variants=(Variant("torch", Capability(arch=(CUDA, ROCM, CPU), spread=NAIVE, act_order=False)),),
     runner="torch",
     note="Plain torch: the reference for correctness, and the only choice without a supported GPU. "
     "Weights are decoded, activations stay in the model's dtype whatever the checkpoint declares.",

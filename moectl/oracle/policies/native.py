@@ -2,10 +2,11 @@
 
 from ...environment import Device
 from ...problem import MoEProblem, Parallel
+from ..archs import OUT_OF_TREE, TPU
 from ..backend import ANY
 from ..backends.native import TORCH, TRITON, TRITON_MARLIN
 from ..policy import Policy
-from ..route import DECLARED_ACT, Order, Route
+from ..route import DECLARED_ACT, Order, Route, StandIn
 
 
 def _dtype(problem: MoEProblem, device: Device) -> str:
@@ -31,10 +32,20 @@ MOECTL = Policy(
             act=DECLARED_ACT,
             rounds=True,
             orders=(Order((TRITON, TRITON_MARLIN, TORCH)),),
+            covers=ANY,
+            stand_ins=(
+                StandIn("none", (TPU,), "there is no kernel for TPUs here", at_once=True),
+                StandIn(
+                    "none",
+                    (OUT_OF_TREE,),
+                    "there is no kernel here for platforms that an engine knows through a plug-in",
+                    at_once=True,
+                ),
+            ),
             names={"triton": (TRITON,), "triton_marlin": (TRITON_MARLIN,), "torch": (TORCH,)},
         ),
     ),
-    platforms=frozenset({"cuda", "rocm", "xpu", "cpu"}),
+    platforms=frozenset({"cuda", "rocm", "xpu", "cpu", "tpu", "out-of-tree"}),
     accepted_names=ANY,
     exchanges=frozenset({Parallel().all2all}),
     dtype=_dtype,

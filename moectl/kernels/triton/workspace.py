@@ -1,0 +1,39 @@
+"""Most bytes that a call of the triton backend takes beside its arguments and its result."""
+
+from __future__ import annotations
+
+from ..prepared import PreparedMoE
+from ..runners import Form
+from .launch import Launch, token_tiles
+from .layer import layer_of
+from .routing import BLOCK
+
+SMALLEST = 8 << 10
+"""Bytes that small tensors and the allocator's rounding of them may take."""
+
+PARTS_IN_FP32 = frozenset({"decode", "stream"})
+"""Families whose second GEMM leaves a part of each split, in fp32; others one, in the model's dtype."""
+
+ORDERING = frozenset({"warpwise"})
+"""Families that may copy the tokens into an order of their own."""
+
+RECORD = 8
+"""32-bit words of a record of tokens of one expert, beside the tokens themselves."""
+
+
+def workspace(prepared: PreparedMoE, tokens: int, form: Form, launch: Launch) -> int:
+    """Bytes of a call of `tokens` under `launch`: products of both GEMMs, and lists of assignments.
+
+    Tokens that are not contiguous are copied besides, which is not counted.
+    """
+    problem, layer = prepared.problem, layer_of(prepared)
+    experts = problem.local_experts
+    assignments = tokens * (experts if form is Form.BATCHED else problem.top_k)
+    split = getattr(launch.tile, "split", 1)
+    part = 4 * split if launch.regime in PARTS_IN_FP32 else 2
+    products = assignments * (2 * layer.w2.k + part * problem.dims.hidden)
+    ordered = 2 * tokens * layer.w13.k if launch.regime in ORDERING else 0
+    block = getattr(launch.tile, "tokens", 16)
+    records = 4 * (RECORD + block) * token_tiles(assignments, experts, block)
+    sorting = 4 * assignments + 4 * experts * (assignments // BLOCK + 4)
+    return products + ordered + records + sorting + SMALLEST

@@ -1,0 +1,76 @@
+"""Two and four ranks on a CPU (gloo) against one rank; batches by expert; exchanges by themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from moectl.kernels.dispatch.batching import batches_of
+from moectl.kernels.dispatch.exchange import Alone
+
+from .rank_cases import CASES, run_rank
+
+SIZES = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
+    """By number of ranks, what every rank says about each case."""
+    results = {}
+    for size in SIZES:
+        folder = tmp_path_factory.mktemp(f"ranks{size}")
+        mp.spawn(run_rank, (size, str(folder)), nprocs=size)
+        results[size] = [_said(folder, rank) for rank in range(size)]
+    return results
+
+
+def _said(folder: Path, rank: int) -> dict[str, str]:
+    said: dict[str, str] = json.loads((folder / f"rank{rank}.json").read_text())
+    return said
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_compute_what_one_rank_does(
+    found: dict[int, list[dict[str, str]]], size: int, case: str
+) -> None:
+    said = [ranks[case] for ranks in found[size]]
+    assert said == [""] * size
+
+
+@pytest.mark.parametrize("experts", [1, 3, 7])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_batches_hold_every_assignment_once_in_order(tokens: int, experts: int) -> None:
+    generator = torch.Generator().manual_seed(tokens + experts)
+    chosen = torch.rand(tokens, 8, generator=generator).argsort(1)[:, :3] - 1
+    ids = torch.where(chosen < experts, chosen, -1).to(torch.int32)
+    x = torch.arange(1.0, tokens + 1)[:, None].expand(tokens, 5).contiguous()
+    batches = batches_of(ids, experts, tokens)
+    spread = batches.spread(x)
+    assert spread.shape == (experts, tokens, 5)
+    for expert in range(experts):
+        wanted = [t for t in range(tokens) if expert in ids[t].tolist()]
+        assert batches.counts[expert] == len(wanted)
+        assert spread[expert, : len(wanted), 0].tolist() == [t + 1 for t in wanted]
+    for choice in range(3):
+        back = batches.choice_of(spread, choice)
+        known = ids[:, choice] >= 0
+        assert torch.equal(back[known], x[known])
+
+
+def test_factors_multiply_tokens_on_the_way_to_each_expert() -> None:
+    ids = torch.tensor([[0, 1], [1, -1]], dtype=torch.int32)
+    x = torch.tensor([[2.0], [10.0]], dtype=torch.bfloat16)
+    batches = batches_of(ids, 2, 2)
+    spread = batches.spread(x, torch.tensor([[3.0, 0.5], [2.0, 7.0]]))
+    assert spread[0, 0].item() == 6 and spread[1].flatten().tolist() == [1, 20]
+
+
+def test_one_rank_alone_moves_nothing() -> None:
+    exchange, x = Alone(), torch.ones(3, 2)
+    assert exchange.sent(3, x.device) == 3
+    assert exchange.gather(x, 3, 0) is x and exchange.back(x, 3) is x
