@@ -130,7 +130,7 @@ def _no_runner(
     if chosen.backend.runner:
         return None
     return NoBackend(
-        f"policy {decision.policy} chose {chosen.backend.name}, which this tool has no kernel for",
+        f"policy {decision.policy} chose {chosen.variant.experts} experts, which this tool has no kernel for",
         hint="select with the moectl policy, which names what runs here",
     )
 

@@ -1,0 +1,116 @@
+"""Quantized tokens against the codec of the same weight format, bit for bit, and tiles of scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moectl.convert.codecs import codec_for
+from moectl.convert.layouts.trtllm import TILES_128X4
+from moectl.errors import NoBackend, UsageError
+from moectl.kernels.quantize import dequantize, from_tiles, in_tiles, quantize
+from moectl.schemes import (
+    FP8_CHANNEL,
+    FULL,
+    MXFP4_ACT,
+    MXFP8,
+    MXFP8_ACT,
+    NVFP4,
+    NVFP4_ACT,
+    ActFormat,
+    WeightFormat,
+)
+
+BY_TOKEN, BY_BLOCK = ActFormat("fp8", 8, (1, FULL)), ActFormat("fp8", 8, (1, 128))
+STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
+PAIRS = {
+    "fp8 by token": (BY_TOKEN, FP8_CHANNEL, "floor"),
+    "fp8 by block": (BY_BLOCK, WeightFormat("fp8", 8, (1, 128), "F32"), "floor"),
+    "mxfp8": (MXFP8_ACT, MXFP8, "up"),
+    "nvfp4": (NVFP4_ACT, NVFP4, "floor"),
+}
+"""Activation format, the weight format of the same blocks, and the codec's rule for E8M0 scales."""
+
+
+def tokens(count: int = 37, hidden: int = 384) -> torch.Tensor:
+    """Rows of sizes far apart, with a row and a block of zeros, and codes in the middle of two values."""
+    generator = torch.Generator().manual_seed(count + hidden)
+    sizes = torch.exp2(torch.randint(-12, 12, (count, 1), generator=generator).float())
+    x = torch.randn(count, hidden, generator=generator) * sizes
+    x[1], x[2, :128] = 0, 0
+    x[3] = (torch.arange(hidden) % 97).float() / 8
+    x[4], x[4, ::32] = 0.25, 6.0
+    return x.bfloat16()
+
+
+def global_scale(name: str, x: torch.Tensor) -> torch.Tensor | None:
+    return x.float().abs().max()[None] / (448 * 6) if name == "nvfp4" else None
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_decodes_as_the_codec_does(name: str) -> None:
+    form, weight, rule = PAIRS[name]
+    x = tokens()
+    scale = global_scale(name, x)
+    found = quantize(x, form, scale)
+    assert len(found) == len(x) and found.format == form
+    codes, scales = found.values.view(torch.uint8)[None], found.scales[None]
+    judge = codec_for(weight, rule).decode(
+        codes, scales, None, None if scale is None else scale.view(1, 1, 1)
+    )
+    assert torch.equal(dequantize(found, scale), judge[0])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_chooses_the_codes_and_scales_of_the_codec(name: str) -> None:
+    form, weight, rule = PAIRS[name]
+    x = tokens()
+    judge = codec_for(weight, rule).encode(x.float()[None])
+    found = quantize(x, form, None if judge.global_scale is None else judge.global_scale.view(1))
+    assert judge.scale is not None
+    assert torch.equal(found.values.view(torch.uint8), judge.codes[0])
+    # The codec's smallest E8M0 byte, for blocks of zeros, is a number that float32 only has as a subnormal.
+    hit = judge.scale[0] != 0 if name == "mxfp8" else torch.ones_like(judge.scale[0], dtype=torch.bool)
+    assert torch.equal(found.scales[hit], judge.scale[0][hit]) and hit.float().mean() > 0.9
+
+
+def test_static_scales_are_one_number() -> None:
+    x, scale = tokens(), torch.tensor([0.5])
+    found = quantize(x, STATIC, scale)
+    assert found.scales.shape == (len(x), 1) and (found.scales == 0.5).all()
+    expected = (x.float() / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.5
+    assert torch.equal(dequantize(found, scale), expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (128, 4), (130, 9), (512, 16)])
+def test_scales_in_tiles_are_the_layout_of_tensor_cores(rows: int, columns: int) -> None:
+    scales = torch.randint(1, 255, (rows, columns), dtype=torch.uint8)
+    tiles = in_tiles(scales)
+    assert tiles.shape[0] % 128 == 0 and tiles.shape[1] % 4 == 0
+    assert torch.equal(from_tiles(tiles, rows, columns), scales)
+    full = torch.zeros(tiles.shape, dtype=torch.uint8)
+    full[:rows, :columns] = scales
+    assert torch.equal(TILES_128X4.apply(full[None]).flatten(), tiles.flatten())
+    stacked = torch.stack((scales, scales.flip(0)))
+    assert torch.equal(in_tiles(stacked)[1], in_tiles(stacked[1]))
+    assert torch.equal(from_tiles(in_tiles(stacked), rows, columns), stacked)
+
+
+@pytest.mark.parametrize(
+    ("form", "hidden", "scale", "error", "says"),
+    [
+        (MXFP4_ACT, 128, None, NoBackend, "there are quantizers to fp8, mxfp8, nvfp4"),
+        (BY_BLOCK, 192, None, NoBackend, "192 columns are no whole number of blocks of 128"),
+        (ActFormat("fp8", 8, (FULL, FULL)), 128, None, NoBackend, "static ones of everything"),
+        (ActFormat("fp8", 8, (1, FULL), dynamic=False), 128, None, NoBackend, "static ones of everything"),
+        (ActFormat("fp8", 8, (128, 128)), 128, None, NoBackend, "of one token or of its blocks"),
+        (ActFormat("nvfp4", 4, (1, FULL)), 128, None, NoBackend, "4-bit codes have scales by block"),
+        (STATIC, 128, None, UsageError, "need the layer's scale of inputs, got none"),
+        (BY_BLOCK, 128, torch.ones(1), UsageError, "have no scale of the whole layer, got one"),
+    ],
+)
+def test_refusals(
+    form: ActFormat, hidden: int, scale: torch.Tensor | None, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        quantize(torch.ones(2, hidden, dtype=torch.bfloat16), form, scale)
