@@ -11,17 +11,14 @@ from torch import Tensor
 from .convert.canonical import CONCATENATED, canonical_shapes
 from .convert.codecs import decode_role
 from .convert.layout import layout_named
-from .convert.recipe import Recipe
+from .convert.recipe import Output, Recipe
 from .convert.safetensors_file import TORCH_DTYPES
 from .convert.shards import Share
 from .convert.values import Facts, Shapes
 from .errors import Unavailable, UsageError
-from .kernels.prepared import DenseExpert, DenseExperts, PreparedMoE, Router, local_ids
+from .kernels.prepared import CANONICAL, DenseExpert, DenseExperts, PreparedMoE, Router, local_ids
 from .kernels.runners import runner_for
 from .problem import MoEProblem
-
-CANONICAL = "canonical"
-"""Name of the storage that no chain has touched: what a checkpoint's own tensors are read into."""
 
 BATCH_BYTES = 256 << 20
 """Canonical bytes that are moved through a chain at a time."""
@@ -87,7 +84,7 @@ class ExpertLayer:
         wanted = own or self.layout
         try:
             recipe = self.recipe
-            if wanted != CANONICAL and own is not None:
+            if own is not None:
                 share = self.share or Share(self.problem)
                 recipe = layout_recipe(wanted, share, self.recipe.shapes)
             # A folder of an older version has the same name and other steps: those are the way back.
@@ -186,6 +183,11 @@ def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
 
 
 def layout_recipe(layout: str, share: Share, shapes: Shapes) -> Recipe:
-    """The `Recipe` of `layout` for a share with the canonical roles of `shapes`; NoBackend if it has none."""
+    """The `Recipe` of `layout` for a share with the canonical roles of `shapes`; NoBackend if it has none.
+
+    `CANONICAL` is a layout too: every role as it is.
+    """
+    if layout == CANONICAL:
+        return Recipe(shapes, {role: Output(role) for role in shapes})
     found = layout_named(layout)
     return found.recipe(share.padded(found.pad), shapes)

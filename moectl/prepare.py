@@ -26,8 +26,8 @@ from .convert.recipe import Output, Recipe
 from .convert.safetensors_file import TORCH_DTYPES, nbytes
 from .convert.sources import LayerMap, map_layer, read_batch, source_for
 from .errors import CheckpointError, NoBackend, Unavailable, UsageError
-from .experts import CANONICAL, ExpertLayer, Ids
-from .kernels.prepared import PreparedMoE, Router
+from .experts import ExpertLayer, Ids
+from .kernels.prepared import CANONICAL, PreparedMoE, Router
 from .kernels.runners import ANY_LAYOUT, RUNNERS, runner_for
 
 SCALES_AT_ONCE = 16 << 20

@@ -18,8 +18,9 @@ from .convert.canonical import canonical_shapes
 from .convert.recipe import Output, Recipe
 from .convert.safetensors_file import TORCH_DTYPES
 from .convert.shards import Share
-from .experts import CANONICAL, ExpertLayer, Ids, layout_recipe
+from .experts import ExpertLayer, Ids, layout_recipe
 from .kernels.inputs import DTYPES, LOG_ODDS
+from .kernels.prepared import CANONICAL
 from .kernels.reference import moe_reference
 from .padding import pad
 from .problem import Activation, MoEProblem

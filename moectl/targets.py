@@ -99,7 +99,11 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "triton-hopper": LayoutFacts(
         "triton-hopper",
         ("sm90",),
-        (_vllm("triton", "triton_unfused"), Reader("triton_kernels", ("matmul_ogs",))),
+        (
+            _vllm("triton", "triton_unfused"),
+            Reader("triton_kernels", ("matmul_ogs",)),
+            Reader("moectl", ("triton_kernels",)),
+        ),
     ),
     "triton-blackwell": LayoutFacts(
         "triton-blackwell",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -20,10 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from own_environment import give_up
+
+from moectl.environment.peers import VARIABLE
 
 MARK = "@row "
 COLD_SETS, LARGE_SETS, LARGE = 16, 4, 64
@@ -54,7 +56,7 @@ class Row:
 
     Attributes:
         experts: how many are touched, the mean of the routings.
-        checked: ``ok``, ``WRONG``, ``not checked``, or empty where there is no time.
+        checked: ``ok``, ``WRONG``, or empty where there is no time.
         error: relative L2 error of the checked tokens.
         note: why there is no time, or what has to be known about it.
     """
@@ -88,7 +90,7 @@ def work(order: dict[str, Any]) -> int:
     if not torch.cuda.is_available():
         _say("fatal", {"why": "it needs a CUDA GPU, and torch sees none"})
         return 1
-    from moe_peers import COLUMNS, Absent
+    from moe_peers import Absent, Column
 
     from moectl.floors import Rates
     from moectl.models import FORMATS, MODELS
@@ -97,7 +99,8 @@ def work(order: dict[str, Any]) -> int:
     device = torch.device("cuda")
     rates = _rates(order["rates"], device) if not order["warm"] else Rates(1.0, 1.0, "")
     _say("about", _about(device, rates))
-    folder = Path(order["peers"]) if order["peers"] else None
+    if order["peers"]:
+        os.environ[VARIABLE] = order["peers"]
     for given in order["units"]:
         unit = Unit(**{**given, "cells": tuple((routing, tokens) for routing, tokens in given["cells"])})
         _say("unit", {})
@@ -106,7 +109,7 @@ def work(order: dict[str, Any]) -> int:
         start = time.monotonic()
         try:
             layer = RandomLayer(problem, device)
-            column = COLUMNS[unit.column](layer, folder, sorted({tokens for _, tokens in unit.cells}))
+            column = Column(unit.column, layer)
         except Absent as absent:
             _say("none", {"why": f"absent: {absent}"})
             continue
@@ -143,14 +146,13 @@ def _measured(row: Row, layer: Any, column: Any, rates: Any, warm: bool) -> dict
     problem, device = layer.problem, layer.device
     count = 1 if warm else COLD_SETS if row.tokens <= LARGE else LARGE_SETS
     x, sets = _inputs(problem, device, row.routing, row.tokens, count)
-    column.prepare(x)
     with torch.inference_mode():
-        y = column(sets[0])
+        y = column(x, sets[0])
         torch.cuda.synchronize()
         if warm:
             return asdict(row)
         checked, error = _checked(y, row, layer, column)
-        timing = time_calls([lambda s=s: column(s) for s in sets], device, repeats=REPLAYS)
+        timing = time_calls([lambda s=s: column(x, s) for s in sets], device, repeats=REPLAYS)
     floor = mean_floor(problem, sets, rates)
     touched = sum(torch.unique(s.ids).numel() for s in sets) / len(sets)
     found = {
@@ -182,11 +184,9 @@ def _expected(layer: Any, routing: str, tokens: int, activation: Any) -> tuple[l
     return rows, layer.reference(x, routed, rows, activation)
 
 
-def _checked(y: Any, row: Row, layer: Any, column: Any) -> tuple[str, float | None]:
+def _checked(y: Any, row: Row, layer: Any, column: Any) -> tuple[str, float]:
     from moectl.kernels.tolerance import Tolerance, check, tolerance_for
 
-    if column.numerics is None:
-        return "not checked", None
     rows, expected = _expected(layer, row.routing, row.tokens, column.numerics)
     # Another library rounds where it likes: it is only to compute the same layer.
     tolerance = tolerance_for(layer.problem) if column.ours else Tolerance(1.0, PEER_ERROR, "the same layer")

@@ -10,6 +10,7 @@ from ..environment.gpus import VISIBILITY, Gpu, visible_gpus
 from ..environment.installed import Installed, find_all, package_folder
 from ..environment.nvidia import driver_cuda
 from ..environment.packages import installed_packages
+from ..environment.peers import find_peers, peers_folder
 from ..environment.probes import TOOLS
 from ..environment.variables import judge_variables
 from ..environment.vllm_0_33_0 import VARIABLES, other_names
@@ -40,7 +41,7 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
     gpus = detect_gpus()
     shown, refused = _shown(gpus, env)
     packages = installed_packages({key: value for key, value in env.items() if key.startswith("VLLM_")})
-    found = find_all()
+    found = (*find_all(), *find_peers(peers_folder(env)))
     device = next((gpu.device for gpu in shown if not gpu.remark), None) or detect_cpu()
     installed = installed_software()
     report = Report(

@@ -57,6 +57,9 @@ RUNNERS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "triton": ("torch", "triton"),
     "triton_marlin": ("torch", "triton"),
+    "humming": ("torch", "triton"),
+    "marlin": ("torch", "triton"),
+    "triton_kernels": ("torch", "triton"),
 }
 """Libraries that a runner of this tool needs, by its name."""
 

@@ -91,11 +91,12 @@ def _packages(report: Report, packages: Packages) -> Iterator[Remark]:
                 another_of_the_name(found),
                 f"pip uninstall {found.name}; the real one: {probe.get}",
             )
-        if found.lacks:
+        lacks = [symbol for symbol in found.lacks if symbol not in probe.own]
+        if lacks:
             yield Remark(
                 PROBLEM,
                 found.name,
-                f"{found.name} {found.version} lacks {', '.join(found.lacks)}",
+                f"{found.name} {found.version} lacks {', '.join(lacks)}",
                 f"update it: {probe.get}",
             )
 

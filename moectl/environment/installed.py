@@ -58,11 +58,20 @@ def find_package(name: str) -> Installed:
             continue
         if probe.marks and not any((folder / mark).exists() for mark in probe.marks):
             # The engine takes the first one that can be imported, so a copy behind it is out of reach.
-            version = _metadata_version(module.partition(".")[0]) or _source_version(folder)
+            version = _metadata_version(module.partition(".")[0]) or source_version(folder)
             return Installed(name, wrong=str(folder), wrong_version=version)
-        lacks = tuple(symbol for symbol in probe.symbols if not _defines(folder, symbol))
-        return Installed(name, module, _version(probe, module, folder), str(folder), lacks)
+        return Installed(name, module, _version(probe, module, folder), str(folder), lacking(probe, folder))
     return Installed(name)
+
+
+def lacking(probe: Probe, folder: Path) -> tuple[str, ...]:
+    """What a package in `folder` should hold and does not, of the symbols and files that `probe` lists."""
+    return tuple(item for item in (*probe.symbols, *probe.own) if not _holds(folder, item))
+
+
+def _holds(folder: Path, item: str) -> bool:
+    """True when the package has the file of that pattern, or names that symbol."""
+    return any(folder.glob(item)) if item.endswith(".so") else _defines(folder, item)
 
 
 def another_of_the_name(found: Installed) -> str:
@@ -113,14 +122,14 @@ def _places(package: str) -> list[str]:
 def distribution_version(distribution: str, module: str = "") -> str:
     """Version of a distribution by its metadata, else of `module` by its source; empty when neither says."""
     folder = package_folder(module) if module else None
-    return _metadata_version(distribution) or (_source_version(folder) if folder else "")
+    return _metadata_version(distribution) or (source_version(folder) if folder else "")
 
 
 def _version(probe: Probe, module: str, folder: Path) -> str:
     if "." in module:
         # A copy inside an engine has no metadata of its own: the distribution's speaks of another copy.
-        return _source_version(folder)
-    return (_metadata_version(probe.distribution) if probe.distribution else "") or _source_version(folder)
+        return source_version(folder)
+    return (_metadata_version(probe.distribution) if probe.distribution else "") or source_version(folder)
 
 
 def _metadata_version(distribution: str) -> str:
@@ -130,7 +139,7 @@ def _metadata_version(distribution: str) -> str:
         return ""
 
 
-def _source_version(folder: Path) -> str:
+def source_version(folder: Path) -> str:
     """The version that a package's own files state; empty when they do not."""
     for name in ("version.py", "_version.py", "__init__.py"):
         if found := _VERSION.search(_text(folder / name)):

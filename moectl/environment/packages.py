@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import UsageError
 from .devices import DATA
 from .installed import another_of_the_name, find_all
+from .peers import find_peers, peers_folder
 from .probes import PROBES, TOOLS
 
 PROFILES_FILE = DATA / "vllm-0.33.0-grid.json"
@@ -85,8 +86,11 @@ def packages_from(spec: str | None, env: Mapping[str, str] | None = None) -> Pac
 
 
 def installed_packages(env: Mapping[str, str]) -> Packages:
-    """What is installed here and counts, found without importing it, with the switches `env`."""
-    found = find_all()
+    """What is installed here or in the folder of unpacked libraries, found without importing it, and `env`.
+
+    Those of the folder have names of their own, as no engine sees them.
+    """
+    found = (*find_all(), *find_peers(peers_folder()))
     there = [one for one in found if one.present]
     return Packages(
         {one.name: one.version for one in there},

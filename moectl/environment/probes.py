@@ -14,6 +14,8 @@ class Probe:
         distribution: name of its metadata.
         marks: files of which the real package has at least one; empty: any package of the name.
         symbols: dotted names that are looked for.
+        own: what this tool's own runners look for and engines do without: symbols, and patterns of
+            library files (``*.so``).
         serves: what it is for, in a few words.
         get: how to install it.
         other: who publishes another package of the same name, where there is one.
@@ -23,10 +25,14 @@ class Probe:
     distribution: str = ""
     marks: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
     serves: str = ""
     get: str = ""
     other: str = ""
 
+
+MARLIN_LIBRARY = "_moe_C*.so"
+"""vLLM's library of MoE kernels, whose name tells how it was built."""
 
 PROBES: dict[str, Probe] = {
     "flashinfer": Probe(
@@ -61,6 +67,7 @@ PROBES: dict[str, Probe] = {
     "triton_kernels": Probe(
         ("triton_kernels", "vllm.third_party.triton_kernels"),
         marks=("matmul_ogs.py", "matmul.py"),
+        own=("matmul_ogs.matmul_ogs", "routing.compute_expt_data"),
         serves="OpenAI's Triton kernels for MXFP4",
         get="comes with vLLM; its source is python/triton_kernels of github.com/triton-lang/triton",
         other="Kernelize AI's package of that name on PyPI",
@@ -77,6 +84,7 @@ PROBES: dict[str, Probe] = {
         "humming-kernels",
         marks=("layer.py", "kernel", "ops"),
         symbols=("schema.HummingWeightSchema", "tune.get_heuristics_config"),
+        own=("forward.humming_forward", "transform.transform_humming_tensors"),
         serves="weight-only and 8-bit GEMMs",
         get="pip install humming-kernels",
         other="a package of that name that is not humming-kernels",
@@ -104,6 +112,13 @@ PROBES: dict[str, Probe] = {
         symbols=("fuse_moe", "fuse_moe_blockwise"),
         serves="FP8 kernels for Hopper",
         get="build github.com/Tencent/hpc-ops",
+    ),
+    "vllm": Probe(
+        ("vllm",),
+        "vllm",
+        own=(MARLIN_LIBRARY,),
+        serves="Marlin's MoE kernels, called without the engine",
+        get="pip install vllm==0.33.0",
     ),
     "zentorch": Probe(("zentorch",), "zentorch", serves="AMD CPU kernels", get="pip install zentorch"),
 }

@@ -12,6 +12,9 @@ from torch import Tensor
 from ..errors import UsageError
 from ..problem import MoEProblem
 
+CANONICAL = "canonical"
+"""Name of the storage that no chain has touched: what a checkpoint's own tensors are read into."""
+
 
 @dataclass(frozen=True)
 class DenseExpert:

@@ -199,6 +199,24 @@ def _triton_marlin() -> Runner:
     return RUNNER
 
 
+def _marlin() -> Runner:
+    with _needing_triton("marlin"):
+        from .peers.marlin import RUNNER
+    return RUNNER
+
+
+def _humming() -> Runner:
+    with _needing_triton("humming"):
+        from .peers.humming import RUNNER
+    return RUNNER
+
+
+def _triton_kernels() -> Runner:
+    with _needing_triton("triton_kernels"):
+        from .peers.triton_kernels import RUNNER
+    return RUNNER
+
+
 @contextmanager
 def _needing_triton(name: str) -> Iterator[None]:
     try:
@@ -213,6 +231,9 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "torch": _torch,
     "triton": _triton,
     "triton_marlin": _triton_marlin,
+    "humming": _humming,
+    "marlin": _marlin,
+    "triton_kernels": _triton_kernels,
 }
 """Backend name -> its runner, imported when asked for."""
 

@@ -15,8 +15,8 @@ from ..convert.safetensors_file import TORCH_DTYPES
 from ..convert.shards import Share, shard_of
 from ..convert.values import Shapes
 from ..errors import UsageError
-from ..experts import CANONICAL, ExpertLayer, Ids, decode
-from ..kernels.prepared import DenseExpert, PreparedMoE
+from ..experts import ExpertLayer, Ids, decode
+from ..kernels.prepared import CANONICAL, DenseExpert, PreparedMoE
 from ..kernels.runners import runner_for
 from ..padding import pad
 from ..problem import Dims, MoEProblem

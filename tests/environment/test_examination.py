@@ -91,14 +91,43 @@ def test_without_a_gpu_decisions_are_for_the_cpu(bench) -> None:
     assert own(report) == {"torch": ""}
 
 
+PEERS = {
+    "humming": "humming.forward.humming_forward or MOECTL_PEERS/humming",
+    "marlin": "vllm._moe_C*.so or MOECTL_PEERS/vllm",
+    "triton_kernels": "triton_kernels.routing.compute_expt_data or MOECTL_PEERS/triton_kernels",
+}
+
+
 def test_own_backends_need_what_they_run_on(bench) -> None:
     bench.gpus(H200)
-    lacking = {"torch": "torch", "triton": "torch triton", "triton_marlin": "torch triton"}
-    assert own(examine(bench.env())) == lacking
+
+    def lacking(libraries: str) -> dict[str, str]:
+        own_ones = {"torch": libraries.partition(" ")[0].replace("triton", ""), "triton": libraries}
+        peers = {name: f"{needs} {libraries}".strip() for name, needs in PEERS.items()}
+        return own_ones | {"triton_marlin": libraries} | peers
+
+    assert own(examine(bench.env())) == lacking("torch triton")
     bench.package("torch", "torch", "2.13.0")
-    assert own(examine(bench.env())) == {"torch": "", "triton": "triton", "triton_marlin": "triton"}
+    assert own(examine(bench.env())) == lacking("triton")
     bench.package("triton", "triton", "3.6.0")
-    assert own(examine(bench.env())) == {"torch": "", "triton": "", "triton_marlin": ""}
+    assert own(examine(bench.env())) == lacking("")
+
+
+def test_libraries_of_others_are_found_installed_and_in_a_folder(bench, monkeypatch) -> None:
+    bench.gpus(H200)
+    bench.package("torch", "torch", "2.13.0")
+    bench.package("triton", "triton", "3.6.0")
+    bench.file("vllm/_moe_C_stable_libtorch.abi3.so", "")
+    bench.file("peers/humming/layer.py", "")
+    bench.file("peers/humming/_version.py", "__version__ = '0.1.19'\n")
+    bench.file("peers/triton_kernels/matmul_ogs.py", "")
+    folder = str(bench.folder / "peers")
+    monkeypatch.setenv("MOECTL_PEERS", folder)
+    report = examine(bench.env(MOECTL_PEERS=folder))
+    assert {name for name in PEERS if not own(report)[name]} == set(PEERS)
+    humming = report.installed("MOECTL_PEERS/humming")
+    assert (humming.version, humming.path) == ("0.1.19", f"{folder}/humming")
+    assert not report.installed("humming").present
 
 
 def test_hidden_and_unlike_gpus_are_told(bench) -> None:

@@ -180,7 +180,8 @@ def test_packages_are_found_without_being_imported(site: Path) -> None:
     make(site, "vllm/__init__.py", "raise RuntimeError('imported')\n")
     make(site, "vllm/third_party/triton_kernels/matmul_ogs.py")
     found = packages_from(None)
-    assert found.versions == {"flashinfer": "0.7.2", "triton_kernels": ""}
+    assert found.versions == {"flashinfer": "0.7.2", "triton_kernels": "", "vllm": ""}
+    assert found.has("vllm") and not found.has("vllm", "_moe_C*.so")
     assert found.has("flashinfer", "fused_moe.cutlass_fused_moe")
     assert found.has("flashinfer", "fp4_quantize")
     assert not found.has("flashinfer", "fused_moe.trtllm_bf16_moe")

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from moectl.convert.recipe import Output, Recipe
-from moectl.experts import CANONICAL, ExpertLayer
+from moectl.experts import ExpertLayer
 from moectl.kernels.inputs import Inputs, make_inputs
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.prepared import CANONICAL, PreparedMoE
 from moectl.kernels.reference import moe_reference
+from moectl.kernels.runners import runner_for
 from moectl.kernels.tolerance import CheckResult, check, tolerance_for
 from moectl.padding import pad
 from moectl.problem import SILU, SWIGLU_OAI, Dims, MoEProblem, Routing
@@ -137,7 +138,8 @@ def judged(layer: ExpertLayer, prepared: PreparedMoE, y: Tensor, inputs: Inputs)
     place = layer.canonical([0])["w13"].device
     x, ids, weights = (t.to(place) for t in (inputs.x, inputs.ids, inputs.weights))
     expected = moe_reference(x, ids, weights, layer.reference, layer.problem, dtype=torch.float64)
-    return check(y, expected, tolerance_for(prepared.problem))
+    accumulation = runner_for(prepared.backend).accumulation
+    return check(y, expected, tolerance_for(prepared.problem, accumulation))
 
 
 def inputs_of(

@@ -16,6 +16,7 @@ from moectl import models
 from moectl import random_layer as cells
 from moectl.convert.layout import layout_named
 from moectl.kernels.reference import route
+from moectl.kernels.runners import RUNNERS
 from moectl.problem import Dims, Routing
 
 from .scripts import loaded
@@ -76,15 +77,15 @@ def test_results_are_of_ordinary_size(model: str) -> None:
     assert y.shape == (2, 256) and 0.05 < float(y.std()) < 5
 
 
-def test_what_is_not_here_is_absent_with_a_reason(tmp_path: Path) -> None:
-    with pytest.raises(peers.Absent, match="no _moe_C"):
-        peers.Marlin(small("kimi-k2"), tmp_path, [1])
+@pytest.mark.parametrize("column", script.COLUMN_NAMES)
+def test_what_is_not_here_is_absent_with_a_reason(column: str) -> None:
     with pytest.raises(peers.Absent, match="needs a CUDA GPU"):
-        peers.COLUMNS["moectl-marlin"](small("kimi-k2"), tmp_path, [1])
-    with pytest.raises(peers.Absent, match="MXFP4"):
-        peers.TritonKernels(small("kimi-k2"), tmp_path, [1])
-    with pytest.raises(peers.Absent, match="no triton_kernels"):
-        peers.TritonKernels(small("gpt-oss-20b"), tmp_path, [1])
+        peers.Column(column, small("gpt-oss-20b"))
+
+
+def test_every_column_is_a_backend() -> None:
+    assert {*script.COLUMN_NAMES, script.MARLIN_IN_PLACE} == set(peers.WAYS)
+    assert {way.backend for way in peers.WAYS.values()} <= set(RUNNERS)
 
 
 WORKER = """
@@ -190,10 +191,3 @@ def test_expected_results_are_those_of_the_first_routing() -> None:
     assert torch.equal(layer.reference(x, sets[0], rows, activation), expected)
     other = workers._expected(layer, "uniform", 9, replace(activation, limit=0.1))[1]
     assert not torch.equal(other, expected)
-
-
-def test_hummings_rows_are_those_of_the_calls_and_the_one_that_every_call_asks_for() -> None:
-    table = [(0, 4, "a"), (4, 64, "b"), (64, 512, "c"), (512, 1 << 30, "d")]
-    assert [row[2] for row in peers.rows_for(table, [8])] == ["a", "b"]
-    assert [row[2] for row in peers.rows_for(table, [512, 9999])] == ["a", "c", "d"]
-    assert [row[2] for row in peers.rows_for(table, [1])] == ["a"]

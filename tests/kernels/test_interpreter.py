@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 CASES = [
     "interpreted_cases.py",
     "interpreted_marlin.py",
+    "interpreted_peers.py",
     "interpreted_prefill.py",
     "interpreted_router.py",
     "interpreted_routing.py",

@@ -18,7 +18,7 @@ from moectl.convert.manifest import load_manifest
 from moectl.convert.plan import plan_conversion
 from moectl.convert.stream import convert
 from moectl.errors import CheckpointError, Unavailable, UsageError
-from moectl.experts import CANONICAL
+from moectl.kernels.prepared import CANONICAL
 from moectl.kernels.reference import route
 from moectl.kernels.routing import route_by
 from moectl.kernels.runners import runner_for

@@ -22,7 +22,7 @@ def _with_its_gate(ask: Ask) -> bool:
     return known.allows(ask.problem.activation.name)
 
 
-_GATE = Rule(
+GATE = Rule(
     question="activation and gate",
     group="scheme",
     vllm_code="other",
@@ -43,7 +43,7 @@ TRITON = Backend(
                 spread=NAIVE,
                 act_order=False,
                 scales=only("E8M0", "BF16", "F16"),
-                rules=(_GATE,),
+                rules=(GATE,),
             ),
         ),
     ),
@@ -77,7 +77,7 @@ TRITON_MARLIN = Backend(
                 dtypes=only("bf16", "fp16"),
                 scales=only("BF16", "F16"),
                 rules=(
-                    _GATE,
+                    GATE,
                     Rule(
                         question="hidden size",
                         group="shape",

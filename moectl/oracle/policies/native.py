@@ -3,10 +3,20 @@
 from ...environment import Device
 from ...problem import MoEProblem, Parallel
 from ..archs import OUT_OF_TREE, TPU
-from ..backend import ANY
+from ..backend import ANY, Backend
 from ..backends.native import TORCH, TRITON, TRITON_MARLIN
+from ..backends.peer_humming import PEER_HUMMING
+from ..backends.peer_marlin import PEER_MARLIN
+from ..backends.peer_triton_kernels import PEER_TRITON_KERNELS
 from ..policy import Policy
 from ..route import DECLARED_ACT, Order, Route, StandIn
+
+BACKENDS: tuple[Backend, ...] = (
+    *(TRITON, TRITON_MARLIN),
+    *(PEER_HUMMING, PEER_MARLIN, PEER_TRITON_KERNELS),
+    TORCH,
+)
+"""In the automatic order: one's own kernels, those of others, then what runs everywhere."""
 
 
 def _dtype(problem: MoEProblem, device: Device) -> str:
@@ -31,7 +41,7 @@ MOECTL = Policy(
             weights=frozenset({"bf16", "fp8", "mxfp8", "nvfp4", "mxfp4", "int8", "int4"}),
             act=DECLARED_ACT,
             rounds=True,
-            orders=(Order((TRITON, TRITON_MARLIN, TORCH)),),
+            orders=(Order(BACKENDS),),
             covers=ANY,
             stand_ins=(
                 StandIn("none", (TPU,), "there is no kernel for TPUs here", at_once=True),
@@ -42,7 +52,7 @@ MOECTL = Policy(
                     at_once=True,
                 ),
             ),
-            names={"triton": (TRITON,), "triton_marlin": (TRITON_MARLIN,), "torch": (TORCH,)},
+            names={backend.name: (backend,) for backend in BACKENDS},
         ),
     ),
     platforms=frozenset({"cuda", "rocm", "xpu", "cpu", "tpu", "out-of-tree"}),

@@ -1,0 +1,125 @@
+"""Backends made of other libraries on a GPU: every format that each takes, odd routings, graphs, streams.
+
+A library that is not here skips its tests with the reason; ``MOECTL_PEERS`` may name a folder with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moectl.kernels.modular import FusedMoEKernel
+from moectl.kernels.reference import route
+from moectl.kernels.runners import Form, Runner, runner_for
+from moectl.problem import Routing
+
+from . import peer_cases as cases
+from .kernel_cases import poison_new_memory
+from .layers import inputs_of, judged, random_layer
+
+pytestmark = pytest.mark.gpu
+
+TAKEN = {
+    "humming": [name for name in cases.FORMATS if "on the input" not in name],
+    "marlin": [name for name in cases.FORMATS if name != "int8, zero points"],
+    "triton_kernels": [name for name in cases.FORMATS if name.startswith("mxfp4")],
+}
+"""By backend, the layers of `peer_cases` that it does not refuse."""
+
+PAIRS = [(backend, name) for backend, names in TAKEN.items() for name in names]
+BACKENDS = pytest.mark.parametrize("backend", TAKEN)
+TOKENS = (1, 63, 300)
+
+
+def runner_of(backend: str) -> Runner:
+    """The runner, or a skip with the reason for which its library is not here."""
+    runner = runner_for(backend)
+    reason = runner.refusal(cases.FORMATS[TAKEN[backend][0]], torch.device("cuda"))
+    if reason:
+        pytest.skip(reason)
+    return runner
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_memory(monkeypatch)
+
+
+@pytest.mark.parametrize(("backend", "name"), PAIRS)
+def test_agrees_with_the_reference(backend: str, name: str) -> None:
+    runner, problem = runner_of(backend), cases.FORMATS[name]
+    layer = random_layer(problem)
+    prepared = layer.prepared(backend, "cuda")
+    for tokens in TOKENS:
+        error = cases.run_agrees(runner, layer, prepared, tokens, "uniform")
+        print(f"{backend} {name} {tokens} tokens: {error:.1e} {runner.tactic(prepared, tokens)}")
+
+
+@pytest.mark.parametrize("kind", ["skipped", "one", "none"])
+@BACKENDS
+def test_odd_routings(backend: str, kind: str) -> None:
+    runner = runner_of(backend)
+    for top_k in (1, 4):
+        problem = replace(cases.FORMATS[TAKEN[backend][0]], top_k=top_k)
+        for tokens in (1, 17, 200):
+            cases.agrees(runner, problem, tokens, kind, "cuda")
+
+
+@BACKENDS
+def test_no_tokens_and_other_dtypes(backend: str) -> None:
+    from moectl.errors import UsageError
+
+    runner, problem = runner_of(backend), cases.FORMATS[TAKEN[backend][0]]
+    prepared = random_layer(problem).prepared(backend, "cuda")
+    inputs = inputs_of(problem, 3, device="cuda")
+    y = runner.run(prepared, inputs.x[:0], inputs.ids[:0], inputs.weights[:0])
+    assert y.shape == (0, problem.dims.hidden)
+    with pytest.raises(UsageError, match="the model's dtype"):
+        runner.run(prepared, inputs.x.half(), inputs.ids, inputs.weights)
+
+
+@BACKENDS
+def test_graphs_and_two_streams(backend: str) -> None:
+    """A replay with another routing is that routing's result; two streams do not disturb each other."""
+    runner, problem = runner_of(backend), cases.FORMATS[TAKEN[backend][0]]
+    layer = random_layer(problem)
+    prepared = layer.prepared(backend, "cuda")
+    inputs = inputs_of(problem, 37, device="cuda")
+    other = cases.with_ids(inputs_of(problem, 37, distribution="zipf:1.2", device="cuda"), "skipped", 0)
+    wanted = runner.run(prepared, other.x, other.ids, other.weights)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
+    for mine, theirs in ((inputs.x, other.x), (inputs.ids, other.ids), (inputs.weights, other.weights)):
+        mine.copy_(theirs)
+    graph.replay()
+    assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for place in (stream, torch.cuda.current_stream()):
+            with torch.cuda.stream(place):
+                results.append(runner.run(prepared, other.x, other.ids, other.weights))
+    torch.cuda.synchronize()
+    assert all(torch.equal(found.view(torch.int16), wanted.view(torch.int16)) for found in results)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_triton_kernels_route_by_themselves(renormalize: bool) -> None:
+    runner = runner_of("triton_kernels")
+    problem = replace(cases.MX, routing=Routing(renormalize=renormalize))
+    layer = random_layer(problem)
+    prepared = layer.prepared(runner.name, "cuda")
+    inputs = inputs_of(problem, 33, device="cuda")
+    logits = inputs.logits.bfloat16()
+    y = FusedMoEKernel(prepared, runner, Form.MONOLITHIC).apply_monolithic(inputs.x, logits)
+    ids, weights = route(logits.float(), problem)
+    result = judged(layer, prepared, y, replace(inputs, ids=ids, weights=weights))
+    assert result.ok, result

@@ -1,0 +1,299 @@
+"""Backends made of other libraries, without those libraries: arguments, refusals, where they are found."""
+
+from __future__ import annotations
+
+import lzma
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moectl.environment import packages_from
+from moectl.environment.peers import find_peers, library_file, peers_folder
+from moectl.errors import BackendFailed, NoBackend, Unavailable, UsageError
+from moectl.kernels.peers import humming, libraries, marlin, triton_kernels
+from moectl.kernels.peers.around import Blocks
+from moectl.kernels.prepared import CANONICAL
+from moectl.problem import Activation, Dims, MoEProblem, Routing
+from moectl.schemes import FP8_BLOCK, FULL, MXFP4, NVFP4, Scheme, int_format
+
+from . import peer_cases as cases
+from .layers import canonical_roles, random_layer
+
+CPU = torch.device("cpu")
+INT4, MX = cases.FORMATS["int4"], cases.MX
+
+
+def of(weight: object, **changes: object) -> MoEProblem:
+    return replace(INT4, scheme=Scheme(weight), **changes)  # type: ignore[arg-type]
+
+
+REFUSALS = [
+    (marlin, of(NVFP4), "it takes int4, int4 with zero points, int8, mxfp4, with scales by row"),
+    (marlin, of(FP8_BLOCK), "the layer has fp8"),
+    (marlin, of(int_format(8, 32, zero_point=True)), "the layer has int8 group 32 with zero points"),
+    (marlin, of(int_format(4, 96)), "groups of whole rows, 32, 64, 128"),
+    (marlin, replace(MX, dtype="fp16"), "with mxfp4 weights it takes bf16, this is fp16"),
+    (marlin, replace(INT4, act_order="group"), "permuted group by group"),
+    (marlin, replace(INT4, bias=True, routing=Routing(weight_on_input=True)), "multiply the first bias too"),
+    (marlin, of(int_format(4, 32, "F16")), "scales in the model's dtype, BF16, the layer has F16"),
+    (marlin, replace(INT4, activation=Activation("situ")), "for gated experts it has silu"),
+    (humming, of(NVFP4), "it is given int4, int8, mxfp4 weights with scales by row"),
+    (humming, replace(MX, dtype="fp16"), "with mxfp4 weights it is given bf16, this is fp16"),
+    (humming, replace(INT4, act_order="group"), "permuted group by group"),
+    (humming, replace(INT4, routing=Routing(weight_on_input=True)), "the layer does on its input"),
+    (humming, replace(INT4, dims=Dims(256, 80)), "the layer's intermediate size is 80"),
+    (humming, of(int_format(4, 32, "F16")), "scales in the model's dtype"),
+    (
+        humming,
+        replace(INT4, activation=Activation("relu", gated=False)),
+        "experts without a gate it has relu2",
+    ),
+    (triton_kernels, INT4, "it takes mxfp4 weights here"),
+    (triton_kernels, replace(MX, activation=Activation("relu2", gated=False)), "for gated experts"),
+    (triton_kernels, replace(MX, dtype="fp16"), "it takes bf16 models"),
+    (triton_kernels, replace(MX, routing=Routing(weight_on_input=True)), "on its input"),
+    (triton_kernels, replace(MX, activation=Activation("situ")), "it has silu"),
+]
+
+
+@pytest.mark.parametrize(("peer", "problem", "says"), REFUSALS)
+def test_what_it_cannot_do_is_refused_in_a_sentence(peer: object, problem: MoEProblem, says: str) -> None:
+    assert says in peer.problem_refusal(problem)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("peer", [humming, marlin, triton_kernels])
+def test_a_cpu_is_refused_before_a_library_is_looked_for(peer: object) -> None:
+    assert peer.refusal(MX, CPU) == "it needs a CUDA GPU, the weights are on cpu"  # type: ignore[attr-defined]
+    assert not peer.problem_refusal(MX)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("routing", "says"),
+    [
+        (Routing("sigmoid"), "the layer has Routing"),
+        (Routing(groups=4, topk_groups=2), "the layer has Routing"),
+        (Routing(scale=2.0), "the layer has Routing"),
+        (Routing(expert_scale=True), "the layer has Routing"),
+    ],
+)
+def test_logits_that_triton_kernels_cannot_route(routing: Routing, says: str) -> None:
+    assert says in triton_kernels.routing_refusal(replace(MX, routing=routing))
+    assert not triton_kernels.routing_refusal(replace(MX, routing=Routing(renormalize=False)))
+    assert "the layer has Routing" in triton_kernels.routing_refusal(MX, torch.zeros(6))
+    assert "power of two" in triton_kernels.routing_refusal(replace(MX, routing=Routing(), top_k=3))
+    assert "has some of them" in triton_kernels.routing_refusal(
+        replace(MX, routing=Routing(), local_experts=MX.experts // 2)
+    )
+
+
+@pytest.mark.parametrize("assignments", [1, 20, 40, 80, 200, 4000])
+def test_blocks_of_marlin_are_those_that_an_expert_fills(assignments: int) -> None:
+    size = marlin.block_size(assignments, 8)
+    smaller = [it for it in marlin.BLOCKS if it < size]
+    assert all(assignments / 8 >= 0.9 * it for it in smaller)
+    assert size == marlin.BLOCKS[-1] or assignments / 8 < 0.9 * size
+
+
+SCHEMA = """moe_wna16_marlin_gemm(Tensor! a, Tensor? c_or_none, Tensor! b_q_weight, Tensor? b_bias_or_none,
+Tensor! b_scales, Tensor? a_scales, Tensor? global_scale, Tensor? b_zeros_or_none, Tensor! workspace,
+Tensor sorted_token_ids, Tensor! expert_ids, Tensor! num_tokens_past_padded, Tensor! topk_weights,
+int moe_block_size, int top_k, bool mul_topk_weights, int b_type_id, int size_m, int size_n, int size_k,
+bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float, int thread_k, int thread_n, int blocks_per_sm
+) -> Tensor"""
+"""What vLLM 0.33.0's library registers."""
+
+
+@pytest.fixture
+def fake_operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]]]:
+    """An operator of that schema that keeps what it is called with, in place of vLLM's library."""
+    calls: list[dict[str, object]] = []
+
+    def keep(*arguments: object) -> torch.Tensor:
+        calls.append(dict(zip(marlin.ARGUMENTS, arguments, strict=True)))
+        return torch.empty(0)
+
+    library = torch.library.Library("_moe_C", "FRAGMENT")
+    library.define(SCHEMA.replace("\n", " "))
+    library.impl("moe_wna16_marlin_gemm", keep, "CPU")
+    marlin.operator.cache_clear()
+    yield calls
+    library._destroy()
+    marlin.operator.cache_clear()
+
+
+def test_marlins_arguments_are_those_of_the_operator(fake_operator: list[dict[str, object]]) -> None:
+    problem = cases.integers(4, 32, bias=True, dims=Dims(256, 96))
+    prepared = random_layer(problem).prepared("marlin", "cpu")
+    w13, w2 = marlin.ready(prepared)
+    assert (w13.n, w13.k, w2.n, w2.k) == (2 * 128, 256, 256, 128)
+    words = torch.zeros(8, dtype=torch.int32)
+    blocks = Blocks(words, words, words[:1], 8, words.clone())
+    x, y = torch.zeros(5, 256).bfloat16(), torch.zeros(15, 256).bfloat16()
+    found = marlin.gemm_arguments(w13, x, y, blocks, torch.ones(15), 3, weigh=False)
+    marlin.operator()(**found)
+    (call,) = fake_operator
+    assert call.keys() == found.keys()
+    names = ("size_m", "size_n", "size_k", "top_k", "moe_block_size", "b_type_id")
+    assert [call[name] for name in names] == [5, 256, 256, 3, 8, marlin.KINDS["int4", False].type]
+    assert call["c_or_none"] is y or torch.equal(call["c_or_none"], y)  # type: ignore[arg-type]
+    assert call["b_zeros_or_none"] is None and call["mul_topk_weights"] is False
+    assert call["b_bias_or_none"].shape == (problem.experts, 256)  # type: ignore[attr-defined]
+
+
+def test_marlins_mxfp4_scales_are_handed_over_as_e8m0() -> None:
+    prepared = random_layer(MX).prepared("marlin", "cpu")
+    w13, _ = marlin.ready(prepared)
+    assert w13.scales.dtype == torch.float8_e8m0fnu and w13.k % 256 == 0 and w13.n % 256 == 0
+    assert marlin.ready(prepared)[0] is w13
+
+
+def test_an_operator_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = torch.library.Library("_moe_C", "FRAGMENT")
+    library.define("moe_wna16_marlin_gemm(Tensor a, Tensor? g_idx) -> Tensor")
+    marlin.operator.cache_clear()
+    try:
+        with pytest.raises(Unavailable, match=r"other arguments than that of vLLM 0\.33\.0: .*g_idx"):
+            marlin.operator()
+    finally:
+        library._destroy()
+        marlin.operator.cache_clear()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_hummings_zero_points_are_packed_along_rows(bits: int) -> None:
+    zeros = torch.randint(0, 1 << bits, (3, 64, 5), dtype=torch.uint8)
+    words = humming.packed_zeros(zeros, bits)
+    assert words.shape == (3, 64 * bits // 32, 5) and words.dtype == torch.int32
+    each = 32 // bits
+    back = torch.stack([(words >> (bits * i)) & ((1 << bits) - 1) for i in range(each)], 2)
+    assert torch.equal(back.flatten(1, 2).to(torch.uint8), zeros)
+
+
+def test_hummings_tensors_are_the_canonical_ones_by_its_names() -> None:
+    problem = cases.integers(4, 64, zero=True, bias=True)
+    roles = canonical_roles(problem)
+    made = humming.source_tensors(problem, roles, "w13")
+    assert made["weight"].dtype == torch.int32 and made["weight"].shape == (7, 256, 256 // 8)
+    assert torch.equal(made["weight"].view(torch.uint8), roles["w13"])
+    assert made["zero_point"].shape == (7, 256 // 8, 4) and made["bias"] is roles["w13_bias"]
+    assert humming.source_tensors(MX, canonical_roles(MX), "w2")["weight_scale"].dtype == torch.float8_e8m0fnu
+    assert humming.schema_arguments(problem) == {
+        "b_dtype": "uint4",
+        "bs_dtype": "bfloat16",
+        "weight_scale_group_size": 64,
+        "has_zero_point": True,
+    }
+    assert humming.schema_arguments(cases.integers(8, FULL))["weight_scale_group_size"] == 0
+
+
+def test_hummings_rows_are_those_of_the_call_and_the_one_that_every_call_asks_for() -> None:
+    table = [(0, 4, "a"), (4, 64, "b"), (64, 512, "c"), (512, 1 << 30, "d")]
+    assert [row[2] for row in humming.rows_for(table, [8])] == ["a", "b"]
+    assert [row[2] for row in humming.rows_for(table, [512, 9999])] == ["a", "c", "d"]
+    assert [row[2] for row in humming.rows_for(table, [1])] == ["a"]
+
+
+def test_humming_is_given_canonical_weights_whatever_they_are_stored_as() -> None:
+    layer = random_layer(INT4)
+    assert layer.prepared("humming", "cpu").layout == CANONICAL
+    stored = layer.prepared("marlin", "cpu")
+    again = replace(
+        layer,
+        layout=stored.layout,
+        recipe=marlin_recipe(layer),
+        stored=lambda device: stored.weights,
+    )
+    back = again.prepared("humming", "cpu")
+    assert back.relaid == "marlin-int4 -> canonical"
+    assert all(torch.equal(back.weights[role], t) for role, t in layer.canonical(range(7)).items())
+
+
+def marlin_recipe(layer: object) -> object:
+    from moectl.convert.shards import Share
+    from moectl.experts import layout_recipe
+
+    return layout_recipe("marlin-int4", Share(layer.problem), layer.recipe.shapes)  # type: ignore[attr-defined]
+
+
+def test_nothing_of_a_folder_but_what_is_asked_for_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("humming", "other_package"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"__version__ = '9.{len(name)}'\nfrom . import inner\n")
+        (tmp_path / name / "inner.py").write_text("here = __file__\n")
+    (tmp_path / "humming" / "layer.py").write_text("")
+    monkeypatch.setenv("MOECTL_PEERS", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "humming", raising=False)
+    path = list(sys.path)
+    try:
+        found = libraries.package("humming")
+        assert found.inner.here == str(tmp_path / "humming" / "inner.py")
+        assert libraries.package("humming") is found and sys.path == path
+        with pytest.raises(Unavailable, match=r"humming.forward cannot be imported: ModuleNotFoundError"):
+            libraries.module("humming.forward")
+        with pytest.raises(ImportError):
+            __import__("other_package")
+        (installed,) = find_peers(peers_folder())
+        assert (installed.name, installed.version) == ("MOECTL_PEERS/humming", "9.7")
+        assert "forward.humming_forward" in installed.lacks
+        assert packages_from(None).has("MOECTL_PEERS/humming")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "humming"]:
+            del sys.modules[name]
+
+
+def test_a_broken_package_is_unavailable_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "humming").mkdir()
+    (tmp_path / "humming" / "__init__.py").write_text("raise OSError('no such driver')\n")
+    (tmp_path / "humming" / "layer.py").write_text("")
+    monkeypatch.setenv("MOECTL_PEERS", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "humming", raising=False)
+    with pytest.raises(Unavailable, match="cannot be imported: OSError: no such driver"):
+        libraries.package("humming")
+    assert "humming" not in sys.modules
+    assert "no such driver" in libraries.why_not(lambda: libraries.package("humming"))
+
+
+def test_folders_and_libraries_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOECTL_PEERS", str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="MOECTL_PEERS must name a folder with unpacked libraries"):
+        peers_folder()
+    monkeypatch.setenv("MOECTL_PEERS", str(tmp_path))
+    assert find_peers(peers_folder()) == ()
+    with pytest.raises(Unavailable, match="no humming in a folder that MOECTL_PEERS names"):
+        libraries.package("humming")
+    with pytest.raises(Unavailable, match="has a _moe_C library"):
+        libraries.marlin_operator()
+    packed = tmp_path / "moe_C.so.xz"
+    packed.write_bytes(lzma.compress(b"not a library"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    assert library_file(peers_folder()) == packed
+    with pytest.raises(Unavailable, match=r"moe_C.so.xz does not load into torch"):
+        libraries.marlin_operator()
+    (made,) = (tmp_path / "temporary").iterdir()
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.chmod(0o777)
+    with pytest.raises(Unavailable, match="that you alone can write to"):
+        libraries.marlin_operator()
+
+
+def test_a_library_that_breaks_is_an_error_of_its_backend() -> None:
+    says = "the marlin backend failed: RuntimeError: CUDA error"
+    with pytest.raises(BackendFailed, match=says) as caught, libraries.failing_as("marlin"):
+        raise RuntimeError("CUDA error\nat line 5")
+    assert caught.value.on(3).what.startswith("the marlin backend failed on layer 3")
+    with pytest.raises(NoBackend), libraries.failing_as("marlin"):
+        raise NoBackend("as it was")
+
+
+def test_mxfp4_sizes_of_openais_layout_are_the_padding_tables() -> None:
+    prepared = random_layer(replace(MX, scheme=Scheme(MXFP4))).prepared("triton_kernels", "cpu")
+    assert prepared.layout == triton_kernels.LAYOUT
