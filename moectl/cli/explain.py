@@ -22,6 +22,7 @@ from .explaining.given import (
     Given,
     Gpu,
     Markdown,
+    MeasuredOption,
     PackagesOption,
     PolicyOption,
     Replay,
@@ -48,7 +49,7 @@ EXAMPLES = (
 
 INPUTS = (
     *("gpu", "tp", "dp", "ep", "all2all", "eplb", "packages", "env", "backend", "allow_fallback"),
-    *("policy", "assume", "activation", "routing"),
+    *("policy", "assume", "activation", "routing", "measured"),
 )
 """Options that say what is decided; a document of --json holds them."""
 
@@ -72,6 +73,7 @@ def explain(
     activation: Activation = None,
     routing: Routing = None,
     why: WhyOption = None,
+    measured: MeasuredOption = None,
     replay: Replay = None,
     diff: Diff = None,
     strict: Strict = False,
@@ -88,7 +90,7 @@ def explain(
     """
     from .explaining.shown import Shown
 
-    shown = Shown(out, md, verbose, strict)
+    shown = Shown(out, md, verbose, strict, bool(measured))
     if replay is not None:
         if checkpoint is not None:
             raise UsageError("--replay takes its inputs from the document", hint="leave CKPT out")
@@ -98,7 +100,8 @@ def explain(
         return replayed(replay, diff, why, shown)
     if checkpoint is None:
         raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --gpu h200")
-    given = Given(gpu, tp, dp, ep, all2all, eplb, packages, env, backend, allow_fallback, policy, assume)
+    told = (gpu, tp, dp, ep, all2all, eplb, packages, env, backend, allow_fallback, policy, assume)
+    given = Given(*told, measured)
     stated = {"--activation": activation, "--routing": routing}
     return answered(checkpoint, given, stated, diff, why, offline, shown)
 

@@ -134,12 +134,15 @@ def _runs(
     out: Output,
 ) -> "Iterator[LayerRun]":
     """Each layer's run; of one layer alone its errors are raised."""
-    from ..run import every_layer, layer_numbers, open_layer, open_source, run_one
+    from ..run import every_layer, layer_numbers, measured_choice, open_layer, open_source, run_one
 
     with out.progress("running", unit="layers") as progress:
         if layers is None:
             opened = open_layer(source, layer)
             out.note(f"layer {opened.layer}, {machine.device.name}")
+            asked = plan.backends or plan.compares
+            if not asked and (why := measured_choice(opened.problem, machine, opened.layout)):
+                out.note(why)
             done = run_one(opened, machine, plan, lambda text: progress(0, 1, text))
             _tell_tried(done, out)
             yield done

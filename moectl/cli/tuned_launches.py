@@ -131,7 +131,7 @@ def draw_list(found: Listed, dropped: int | None, console: Any) -> None:
             launch = f"{row.regime} {tile_words(row.tile)}"
             made.add_row(device["name"], words, str(row.tokens), f"{row.us:.1f}", launch, state)
         for tokens, attempts in entry.unfinished.items():
-            launch = f"{count(len(attempts), 'launch')} tried, not done"
+            launch = f"{count(len(attempts), 'tile')} tried, not done"
             made.add_row(device["name"], words, str(tokens), "-", launch, state)
     if found.entries:
         console.print(made)

@@ -15,6 +15,7 @@ from ..oracle.policy import Policy
 from ..oracle.registry import policy_named
 from ..problem import MoEProblem, Parallel
 from .deployment import Floors, Memory, floors_of, memory_of
+from .evidence import Evidence, Known, nothing
 from .facts import facts, source_of
 from .fallback import Fallback, fallback_of
 from .situation import Situation, assume
@@ -42,7 +43,7 @@ class GroupExplanation:
     """Layers with one decision; `problem` is one rank's share.
 
     `sources`, `notes` and `details` are those of the checkpoint's layer group, `others` what further
-    policies say.
+    policies say, `evidence` what was measured of the layer on the device.
     """
 
     layers: tuple[int, ...]
@@ -54,6 +55,7 @@ class GroupExplanation:
     notes: tuple[str, ...] = ()
     others: tuple[OtherAnswer, ...] = ()
     details: Mapping[str, str] = field(default_factory=dict)
+    evidence: Evidence = field(default_factory=Evidence)
 
     @property
     def facts(self) -> Mapping[str, str]:
@@ -81,6 +83,7 @@ class GroupExplanation:
             "fallback": self.fallback.kind if self.fallback else None,
             "decision": self.decision.to_json(),
             "others": [other.to_json() for other in self.others],
+            "measured": self.evidence.to_json(),
         }
 
 
@@ -146,6 +149,7 @@ def explained(
     notes: tuple[str, ...] = (),
     others: Sequence[Policy] = (),
     details: Mapping[str, str] = MappingProxyType({}),
+    evidence: Evidence | None = None,
 ) -> GroupExplanation:
     """The decision for `situation` with its memory and floors, and what `others` say of it unasked."""
     decision = situation.decide()
@@ -159,6 +163,7 @@ def explained(
         notes,
         tuple(_other(situation, policy) for policy in others),
         details,
+        evidence or Evidence(situation.measured),
     )
 
 
@@ -172,7 +177,10 @@ def _other(situation: Situation, policy: Policy) -> OtherAnswer:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of every layer group: a policy and what the engine is told, on one kind of rank."""
+    """What is asked of every layer group: a policy and what the engine is told, on one kind of rank.
+
+    `known` gives what was measured of a rank's share on a device, for policies that choose by it.
+    """
 
     policy: Policy
     parallel: Parallel = field(default_factory=Parallel)
@@ -180,6 +188,7 @@ class Question:
     allow_fallback: bool = False
     assumptions: Mapping[str, str] = field(default_factory=dict)
     others: tuple[Policy, ...] = ()
+    known: Known = nothing
 
     def situation(self, problem: MoEProblem, device: Device, packages: Packages) -> Situation:
         """One rank's share of a layer group's `problem`, assumptions made, with all that decides.
@@ -187,7 +196,8 @@ class Question:
         Raises UsageError when the experts cannot be sliced or spread as `parallel` asks.
         """
         share = assume(problem, self.assumptions).on(self.parallel)
-        return Situation(share, device, packages, self.policy, self.backend, self.allow_fallback)
+        measured = self.known(device, share).measured
+        return Situation(share, device, packages, self.policy, self.backend, self.allow_fallback, measured)
 
 
 def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question: Question) -> Explanation:
@@ -200,8 +210,9 @@ def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question
     for group in checkpoint.groups:
         situation = question.situation(group.problem, device, packages)
         sources = {**group.sources, **dict.fromkeys(question.assumptions, "assumed")}
+        evidence = question.known(device, situation.problem)
         groups.append(
-            explained(group.layers, situation, sources, group.notes, question.others, group.details)
+            explained(group.layers, situation, sources, group.notes, question.others, group.details, evidence)
         )
     return Explanation(
         checkpoint.origin, device, packages, question.parallel, question.policy.name, tuple(groups)

@@ -42,6 +42,8 @@ def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
     for candidate in decision.candidates:
         if candidate.rank >= chosen.rank:
             break
+        if candidate.usable and decision.ranking is not None:
+            continue  # it can serve, and was measured to be slower
         if candidate.backend.name != chosen.backend.name and _fits(candidate):
             return Fallback("passed", candidate, candidate.failed)
     return None

@@ -115,6 +115,7 @@ def _situation(decision: Mapping[str, Any]) -> Situation:
         policy_named(inputs.policy),
         inputs.requested,
         inputs.allow_fallback,
+        inputs.measured,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..environment import Device, Packages
 from ..errors import UsageError
+from ..measured import Measured
 from ..oracle.decision import Decision
 from ..oracle.keys import act_key
 from ..oracle.policy import Policy
@@ -25,11 +26,18 @@ class Situation:
     policy: Policy
     requested: str | None = None
     allow_fallback: bool = False
+    measured: Measured = field(default_factory=Measured)
 
     def decide(self) -> Decision:
         """The decision; OutOfScope when the policy has no row for it."""
         return select(
-            self.problem, self.device, self.packages, self.policy, self.requested, self.allow_fallback
+            self.problem,
+            self.device,
+            self.packages,
+            self.policy,
+            self.requested,
+            self.allow_fallback,
+            self.measured,
         )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
 from ..environment import Device, Packages
 from ..errors import NoBackend, UsageError
+from ..measured import Measured, Ranking, Timed
 from ..problem import Activation, Dims, MoEProblem, Parallel, Routing
 from ..schemes import ActFormat, Scheme, WeightFormat
 from .backend import GROUPS, Backend, Variant
@@ -120,6 +121,8 @@ class Decision:
         stand_in: the engine's name of what it goes on with where nothing is chosen and nothing fails.
         notes: what a user should know about how the choice came about.
         cut: those of the notes that say what the method does to slices that cut across blocks of weights.
+        measured: the times that were given to choose by, an input too.
+        ranking: the times that chose; None where the order did.
     """
 
     problem: MoEProblem
@@ -141,6 +144,14 @@ class Decision:
     stand_in: str = ""
     notes: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
+    measured: Measured = field(default_factory=Measured)
+    ranking: Ranking | None = None
+
+    @property
+    def best_first(self) -> tuple[Candidate, ...]:
+        """Every candidate that can serve: the chosen one, then the others in their order."""
+        usable = tuple(c for c in self.candidates if c.usable)
+        return tuple(sorted(usable, key=lambda c: c is not self.chosen))
 
     @property
     def usable(self) -> bool:
@@ -170,6 +181,7 @@ class Decision:
                 "policy": self.policy,
                 "requested": self.requested,
                 "allow_fallback": self.allow_fallback,
+                "measured": self.measured.to_json(),
             },
             "route": self.route,
             "method": self.method,
@@ -183,6 +195,7 @@ class Decision:
             "order": list(self.order),
             "stand_in": self.stand_in or None,
             "notes": list(self.notes),
+            "ranking": plain(asdict(self.ranking)) if self.ranking else None,
         }
 
 
@@ -207,6 +220,7 @@ class Inputs:
     policy: str
     requested: str | None
     allow_fallback: bool
+    measured: Measured = field(default_factory=Measured)
 
 
 _NESTED: dict[str, Any] = {
@@ -245,7 +259,7 @@ def _record(kind: Any, data: object, where: str) -> Any:
         raise UsageError(f"{where} has unknown fields {', '.join(unknown)}")
     values: dict[str, Any] = {}
     for name, value in data.items():
-        if name in _NESTED:
+        if name in _NESTED and known[name] != "str":
             value = _record(_NESTED[name], value, f"{where}.{name}")
         elif not _is_a(value, known[name]):
             raise UsageError(f"{where}.{name} must be {known[name]}, got {value!r}")
@@ -265,6 +279,16 @@ def _name(value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise UsageError(f"inputs.requested must be a name or null, got {value!r}")
+
+
+def _measured(rows: object) -> Measured:
+    """Recorded times; none in documents of before there were any."""
+    if not isinstance(rows, list):
+        raise UsageError(f"inputs.measured must be a list, got {type(rows).__name__}")
+    times = tuple(_record(Timed, row, f"inputs.measured[{place}]") for place, row in enumerate(rows))
+    if not all(time.us > 0 for time in times):
+        raise UsageError("inputs.measured holds a time that is not positive")
+    return Measured(times)
 
 
 def replay_inputs(document: Mapping[str, Any]) -> Inputs:
@@ -292,4 +316,5 @@ def replay_inputs(document: Mapping[str, Any]) -> Inputs:
         policy=str(inputs.get("policy")),
         requested=_name(inputs.get("requested")),
         allow_fallback=bool(inputs.get("allow_fallback")),
+        measured=_measured(inputs.get("measured", [])),
     )

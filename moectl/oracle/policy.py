@@ -52,6 +52,7 @@ class Policy:
         balancing: by method, the backends (by the engine's names) with which it moves experts between
             ranks; the engine refuses the deployment with others. Empty: nothing is said.
         invariance: the switch that asks for results which do not depend on the rest of the batch.
+        measures: times that were measured decide among backends that can serve; else the order alone.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Policy:
     invariance: str = ""
     refusals: tuple[Condition, ...] = ()
     balancing: Mapping[str, Choice] = field(default_factory=dict, hash=False)
+    measures: bool = False
 
     def slices_tokens(self, problem: MoEProblem) -> bool:
         """True when tokens of tensor-parallel ranks are sliced over them before they are exchanged."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..environment import Device, Packages
 from ..environment.variables import judge_variable
 from ..errors import NoBackend
+from ..measured import Measured, Ranking
 from ..problem import MoEProblem
 from ..schemes import A16
 from .backend import NONE, Ask, is_on
@@ -16,6 +17,9 @@ from .decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Fa
 from .keys import act_key
 from .policy import Policy
 from .route import OWN_ACT, Route
+
+NOTHING = Measured()
+"""No measurement at all: the policy's order decides."""
 
 
 class OutOfScope(NoBackend):
@@ -29,12 +33,14 @@ def select(
     policy: Policy,
     only: str | None = None,
     allow_fallback: bool = False,
+    measured: Measured = NOTHING,
 ) -> Decision:
     """The decision of `policy` for one layer on one rank; equal arguments give equal decisions.
 
     Every candidate is asked every question. `only` is a request by name: it picks candidates and
     leaves the judging alone. A request that cannot be served leaves `chosen` empty with the reasons in
-    `error`, unless `allow_fallback` lets the automatic order take over.
+    `error`, unless `allow_fallback` lets the automatic order take over. Where the policy `measures`, the
+    fastest by `measured` is chosen of those that can serve; `Decision.ranking` tells.
 
     Raises OutOfScope when the policy has no row for the format or the platform.
     """
@@ -46,6 +52,7 @@ def select(
     if name and allow_fallback and (found.chosen is None or gates):
         found = _fallen_back(found, _choose(problem, device, packages, policy, taken, None), name, gates)
         gates = tuple(gate for gate in gates if gate.kind != NAME)
+    found, ranking = _by_time(found, policy, measured)
     chosen, failure = found.chosen, found.failure
     notes = (*found.cut, *found.notes, *_variables(packages, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
@@ -76,7 +83,20 @@ def select(
         error_kind=failure.kind if failure else "",
         notes=notes,
         cut=found.cut,
+        measured=measured,
+        ranking=ranking,
     )
+
+
+def _by_time(found: _Outcome, policy: Policy, measured: Measured) -> tuple[_Outcome, Ranking | None]:
+    """The outcome with the fastest candidate that can serve, and the times that say so, if any do."""
+    if not policy.measures or found.chosen is None:
+        return found, None
+    usable = [candidate for candidate in found.candidates if candidate.usable]
+    ranking = measured.ranking(list(dict.fromkeys(c.backend.name for c in usable)))
+    if ranking is None:
+        return found, None
+    return replace(found, chosen=next(c for c in usable if c.backend.name == ranking.best)), ranking
 
 
 def _route(

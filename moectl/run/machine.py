@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..cache import measurements
+from ..cache.folder import CacheWarning
 from ..environment import Device, Packages, detect_cpu, detect_device, packages_from
 from ..errors import NoBackend, Unavailable, UsageError
 from ..oracle.decision import Decision
@@ -46,7 +49,8 @@ def choose_backends(
 ) -> list[str]:
     """Runners that can serve `problem` on `machine`, best first; only `names` where some are given.
 
-    One that reads the layout `stored` comes before the others: it needs nothing laid out anew.
+    One that reads the layout `stored` comes before the others: it needs nothing laid out anew. Then comes
+    the fastest of those that `moectl bench --save` has measured here on such a layer (`measured_choice`).
 
     Raises:
         Unavailable: a backend asked for needs another device.
@@ -55,11 +59,19 @@ def choose_backends(
     if names:
         return list(dict.fromkeys(_asked(problem, machine, name) for name in names))
     decision = _decide(problem, machine, None)
-    usable = [c for c in decision.candidates if c.usable]
-    if not usable:
+    if not decision.best_first:
         raise NoBackend(decision.error)
-    ranked = sorted(usable, key=lambda c: not stored or c.layout != stored)
+    ranked = sorted(decision.best_first, key=lambda c: not stored or c.layout != stored)
     return list(dict.fromkeys(c.backend.runner for c in ranked))
+
+
+def measured_choice(problem: MoEProblem, machine: Machine, stored: str = "") -> str:
+    """Why times that were measured here choose the first backend, in a sentence; empty where none do."""
+    decision = _decide(problem, machine, None)
+    first = choose_backends(problem, machine, (), stored)[:1]
+    if decision.ranking is None or decision.chosen is None or first != [decision.chosen.backend.runner]:
+        return ""
+    return f"{decision.ranking.best}: {decision.ranking}"
 
 
 def left_out(problem: MoEProblem, machine: Machine) -> Mapping[str, str]:
@@ -74,7 +86,11 @@ def left_out(problem: MoEProblem, machine: Machine) -> Mapping[str, str]:
 
 
 def _decide(problem: MoEProblem, machine: Machine, name: str | None) -> Decision:
-    return select(problem, machine.device, machine.packages, policy_named(POLICY), name)
+    known = measurements.known(machine.device, problem)
+    for note in known.notes:
+        warnings.warn(note, CacheWarning, stacklevel=3)
+    device, packages, policy = machine.device, machine.packages, policy_named(POLICY)
+    return select(problem, device, packages, policy, name, measured=known.measured)
 
 
 def _asked(problem: MoEProblem, machine: Machine, name: str) -> str:

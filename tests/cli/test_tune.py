@@ -99,7 +99,7 @@ def test_the_list_tells_used_from_stale(monkeypatch):
     store.finish(ROW)
     store.note(64, Attempt("grouped", asdict(TILE), us=3.0, error=0.0))
     shown = moectl("tune", "--list").words
-    assert "grouped tokens=16 rows=128" in shown and "1 launch tried, not done" in shown and "yes" in shown
+    assert "grouped tokens=16 rows=128" in shown and "1 tile tried, not done" in shown and "yes" in shown
     assert moectl("tune", "--list", "--stale").words == "nothing is kept"
     monkeypatch.setattr(launches, "built", lambda: {**built(), "kernels": "changed"})
     (entry,) = moectl("tune", "--list", "--stale", "--json").document["entries"]

@@ -72,7 +72,7 @@ Gpu = Annotated[
     str | None,
     option(
         "--gpu",
-        help="h200, b200, ..., sm90, gfx942, cpu; a list; all. Default: this one.",
+        help="h200, b200, sm90, gfx942, cpu; a list; all. Default: this one.",
         autocompletion=completed(gpu_names),
     ),
 ]
@@ -120,7 +120,7 @@ PolicyOption = Annotated[
 ]
 Assumed = Annotated[
     list[str] | None,
-    option("--assume", help="hidden=, intermediate=, act=, dtype=, ... instead of the checkpoint's."),
+    option("--assume", help="hidden=, act=, dtype=, ... instead of the checkpoint's."),
 ]
 WhyOption = Annotated[
     str | None,
@@ -137,6 +137,15 @@ Replay = Annotated[
 Diff = Annotated[Path | None, option("--diff", own=True, help="What changed since this --json document.")]
 Strict = Annotated[bool, option("--strict", own=True, help="Exit code 1 on a fallback: see docs/explain.md.")]
 Markdown = Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")]
+MeasuredOption = Annotated[
+    bool | None,
+    option(
+        "--measured/--no-measured",
+        own=True,
+        help="Show what was measured here; or ignore it.",
+        show_default=False,
+    ),
+]
 Verbose = Annotated[bool, option("--verbose", "-v", help="Every fact with its source, and every candidate.")]
 
 MOST_CELLS = 2000
@@ -159,6 +168,7 @@ class Given:
     allow_fallback: bool
     policy: str | None
     assumed: list[str] | None
+    measured: bool | None = None
 
     @property
     def switches(self) -> dict[str, str]:
@@ -197,12 +207,14 @@ class Given:
 
     def question(self, policy: "Policy", parallel: "Parallel", others: "tuple[Policy, ...]") -> "Question":
         """What is asked of every layer group."""
+        from ...explain.evidence import cached, nothing
         from ...explain.explanation import Question
 
         name = self.backend and pick(self.backend, policy.request_names(), "backend")
         assumptions = pairs(self.assumed or [], "--assume", "act=mxfp8")
         asked = None if name in (None, "", "auto") else name
-        return Question(policy, parallel, asked, self.allow_fallback, assumptions, others)
+        known = nothing if self.measured is False else cached
+        return Question(policy, parallel, asked, self.allow_fallback, assumptions, others, known)
 
     def remarks(self, policy: "Policy", parallels: "tuple[Parallel, ...]") -> list[str]:
         """What a user should know of options that change nothing."""

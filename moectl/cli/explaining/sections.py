@@ -31,9 +31,10 @@ UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How much is shown: every candidate and every source with `verbose`."""
+    """How much is shown: every candidate and source with `verbose`, every time with `measured`."""
 
     verbose: bool = False
+    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,8 @@ def because(decision: Decision) -> str:
         return f"the method takes it on this device without asking the others.{note}"
     if serves_request(decision, policy_named(decision.policy)):
         return f"it was asked for by name and serves this.{note}"
+    if decision.ranking is not None:
+        return f"{decision.ranking}.{note}"
     if not before:
         return f"it is first in the order, and nothing speaks against it.{note}"
     against: dict[str, list[str]] = {}
@@ -237,11 +240,44 @@ def other_words(other: OtherAnswer) -> str:
     chosen = other.decision.chosen
     if chosen is not None and other.decision.usable:
         layout = f", layout {chosen.layout}" if chosen.layout else ""
-        return f"{chosen.backend.name} ({chosen.variant.experts}{layout})"
+        why = f": {other.decision.ranking}" if other.decision.ranking else ""
+        return f"{chosen.backend.name} ({chosen.variant.experts}{layout}){why}"
     closest = min(other.decision.candidates, key=lambda c: len(c.failed), default=None)
     if closest is None or not closest.failed:
         return f"none: {other.decision.error}"
     return f"none: {closest.backend.name} {'; '.join(map(sentence, closest.failed))}"
+
+
+TIMES = ("backend", "M", "routing", "us", "+-", "caches", "error", "tactic", "measured by", "when")
+
+
+def _measured(group: GroupExplanation, view: View) -> Iterator[Block]:
+    """Times and launches of this device, where they are asked for."""
+    if not view.measured:
+        return
+    evidence = group.evidence
+    yield Heading("measured on this device", 3)
+    if evidence.measured.rows:
+        rows = sorted(evidence.measured.rows, key=lambda row: (row.cell, row.us))
+        yield Grid(
+            TIMES,
+            tuple(
+                (
+                    *(row.backend, str(row.tokens), row.routing, f"{row.us:.1f}", f"{row.spread_us:.1f}"),
+                    *("cold" if row.cold else "warm", f"{row.error:.1e}", row.tactic, row.source, row.when),
+                )
+                for row in rows
+            ),
+        )
+    else:
+        yield Line("no times of backends: moectl bench --save keeps some")
+    tuned = ", ".join(f"M={row.tokens} {row.regime} {row.us:.1f} us" for row in evidence.tuned)
+    when = max((row.when for row in evidence.tuned), default="")
+    yield Line(
+        f"launches of the triton backend: {tuned} (moectl tune, {when})"
+        if tuned
+        else "no launches of the triton backend: moectl tune finds them"
+    )
 
 
 def _facts(group: GroupExplanation, view: View) -> Iterator[Block]:
@@ -264,6 +300,7 @@ BEFORE: tuple[Section, ...] = (Section("head", _head),)
 GROUP_SECTIONS: tuple[GroupSection, ...] = (
     GroupSection("choice", _choice),
     GroupSection("others", _others),
+    GroupSection("measured", _measured),
     GroupSection("notes", _notes),
     GroupSection("facts", _facts, detail=True),
     GroupSection("candidates", _candidates),

@@ -25,8 +25,11 @@ from .sections import View, document, sections
 class Shown:
     """Results in the form asked for, with their exit codes."""
 
-    def __init__(self, out: Output, markdown: bool, verbose: bool, strict: bool) -> None:
-        self.out, self.markdown, self.verbose, self.strict = out, markdown, verbose, strict
+    def __init__(
+        self, out: Output, markdown: bool, verbose: bool, strict: bool, measured: bool = False
+    ) -> None:
+        self.out, self.markdown, self.strict = out, markdown, strict
+        self.view = View(verbose, measured)
 
     def show(self, document: dict[str, Any], blocks: Iterable[drawing.Block], brief: list[str]) -> None:
         """JSON, one line each, markdown, or text."""
@@ -43,7 +46,9 @@ class Shown:
 
     def explanation(self, found: Explanation) -> ExitCode:
         """The whole explanation."""
-        self.show(document(found), sections(found, View(self.verbose)), brief(found))
+        for note in dict.fromkeys(note for group in found.groups for note in group.evidence.notes):
+            self.out.note(note)
+        self.show(document(found), sections(found, self.view), brief(found))
         return self.code(found)
 
     def matrix(self, found: Matrix) -> ExitCode:

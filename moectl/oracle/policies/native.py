@@ -61,4 +61,5 @@ MOECTL = Policy(
     dtype=_dtype,
     activation=_activation,
     routing=_routing,
+    measures=True,
 )

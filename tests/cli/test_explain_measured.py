@@ -1,0 +1,72 @@
+"""`moectl explain` with what this user measured on the device."""
+
+from dataclasses import asdict
+
+from invoking import moectl
+
+from moectl.cache import measurements
+from moectl.cache.launches import KIND, Row, Store
+from moectl.checkpoint import open_checkpoint
+from moectl.environment import find_device
+from moectl.kernels.triton.launch import Tile
+from moectl.measured import Timed
+
+MODEL = "Qwen/Qwen3-30B-A3B-GPTQ-Int4"
+ASKED = ("explain", MODEL, "--offline", "--gpu", "h200", "--packages", "none")
+H200 = find_device("h200")
+
+
+def keep():
+    problem = open_checkpoint(MODEL, offline=True).groups[0].problem
+    rows = [
+        Timed("triton", "stream 8x64", 1, "uniform", 12.5, 0.1, True, 2e-3),
+        Timed("triton_marlin", "", 1, "uniform", 10.0, 0.1, True, 2e-3),
+    ]
+    measurements.save(H200, problem, rows, versions={}, source="moectl bench")
+    tile = asdict(Tile(16, 128, 64, stages=4, warps=4))
+    Store.of(problem, H200).finish(Row(16, "grouped", tile, 30.0, 40.0, 1e-3, 7, 2, "2026-11-21T00:00:00Z"))
+
+
+def test_the_own_policy_chooses_by_times_and_says_so():
+    assert "it is first in the order" in moectl(*ASKED, "--policy", "moectl").words
+    keep()
+    words = moectl(*ASKED, "--policy", "moectl").words
+    assert "backend triton_marlin" in words
+    assert (
+        "it is the fastest as measured on this device at M=1: triton 1.25x its time (moectl bench," in words
+    )
+    assert "measured on this device at" in moectl(*ASKED).words, "it is said beside vLLM's choice, too"
+    assert "backend triton " in moectl(*ASKED, "--policy", "moectl", "--no-measured").words
+    assert "backend triton " in moectl(*ASKED, "--policy", "moectl", "--tp", "2").words
+
+
+def test_times_and_launches_are_shown_when_asked_for():
+    without = moectl(*ASKED, "--measured").words
+    assert "no times of backends: moectl bench --save keeps some" in without
+    assert "no launches of the triton backend: moectl tune finds them" in without
+    keep()
+    words = moectl(*ASKED, "--measured", "--md").words
+    assert "| triton_marlin | 1 | uniform | 10.0 | 0.1 | cold | 2.0e-03 |" in words
+    assert "M=16 grouped 30.0 us (moectl tune, 2026-11-21T00:00:00Z)" in words
+    assert "stream 8x64" not in moectl(*ASKED).words
+    (group,) = moectl(*ASKED, "--json").document["groups"]
+    assert len(group["measured"]["rows"]) == 2 and group["measured"]["tuned"][0]["tokens"] == 16
+
+
+def test_a_recorded_choice_is_made_again_without_the_cache(tmp_path, user_cache):
+    keep()
+    document = tmp_path / "a.json"
+    document.write_text(moectl(*ASKED, "--policy", "moectl", "--json").stdout)
+    for file in user_cache.rglob("*.json"):
+        file.unlink()
+    assert moectl("explain", "--replay", document, "-q").stdout.split()[-1] == "triton_marlin"
+    assert "vllm" not in moectl("explain", "--replay", document, "--measured", code=2).stdout
+
+
+def test_a_damaged_cache_is_a_note():
+    for kind in (KIND, measurements.KIND):
+        path = kind.path(H200)
+        path.parent.mkdir(parents=True)
+        path.write_text("{")
+    done = moectl(*ASKED, "--policy", "moectl")
+    assert done.stderr.count("is ignored: it cannot be read") == 2 and "backend triton " in done.words

@@ -1,0 +1,110 @@
+"""Times that were measured on a device choose among backends that can serve, and are said to."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moectl.cache import measurements
+from moectl.environment import find_device, packages_from
+from moectl.errors import UsageError
+from moectl.explain.evidence import cached
+from moectl.explain.fallback import fallback_of
+from moectl.measured import Measured, Timed
+from moectl.models import MODELS
+from moectl.oracle.decision import replay_inputs
+from moectl.oracle.registry import policy_named
+from moectl.oracle.select import select
+from moectl.run.machine import Machine, choose_backends, measured_choice
+
+KIMI = MODELS["kimi-k2"]
+H200 = find_device("h200")
+OWN = policy_named("moectl")
+BARE = packages_from("none")
+
+
+def timed(backend, tokens, us):
+    return Timed(backend, "", tokens, "uniform", us, 1.0, True, 2e-3, "moectl bench", "2026-11-21T21:00:00Z")
+
+
+FASTER_MARLIN = Measured(
+    (timed("triton", 1, 60.0), timed("triton_marlin", 1, 50.0), timed("torch", 1, 900.0))
+)
+
+
+def decided(measured=Measured(), policy=OWN, **more):
+    return select(KIMI, H200, BARE, policy, measured=measured, **more)
+
+
+def test_the_fastest_is_chosen_and_the_order_stays():
+    plain, found = decided(), decided(FASTER_MARLIN)
+    assert plain.chosen.backend.name == "triton" and plain.ranking is None
+    assert found.chosen.backend.name == "triton_marlin"
+    assert [c.rank for c in found.candidates] == [c.rank for c in plain.candidates]
+    assert found.ranking.factors == (
+        ("triton_marlin", 1.0),
+        ("triton", pytest.approx(1.2)),
+        ("torch", pytest.approx(18.0)),
+    )
+    assert [c.backend.name for c in found.best_first][:2] == ["triton_marlin", "triton"]
+    assert fallback_of(found, OWN) is None
+
+
+def test_what_cannot_serve_is_not_chosen_however_fast():
+    small = replace(KIMI, scheme=MODELS["gpt-oss-20b"].scheme)
+    found = select(small, H200, BARE, OWN, measured=FASTER_MARLIN)
+    assert found.chosen.backend.name == "triton" and found.ranking.best == "triton"
+
+
+def test_a_request_and_another_engines_policy_are_not_overruled():
+    assert decided(FASTER_MARLIN, only="triton").chosen.backend.name == "triton"
+    vllm, stored = policy_named("vllm-0.33.0"), replace(KIMI, storage="compressed-tensors")
+    with_times = select(stored, H200, packages_from("full"), vllm, measured=FASTER_MARLIN)
+    assert with_times.chosen == select(stored, H200, packages_from("full"), vllm).chosen
+    assert with_times.ranking is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["triton", "triton_marlin"]), st.integers(1, 64), st.floats(1, 1e4)))
+)
+def test_the_choice_follows_from_the_times_alone(rows):
+    times = Measured(tuple(timed(*row) for row in rows))
+    assert decided(times) == decided(times)
+    assert decided(times).chosen.backend.name in ("triton", "triton_marlin")
+
+
+def test_a_recorded_decision_holds_its_times():
+    document = json.loads(json.dumps(decided(FASTER_MARLIN).to_json()))
+    assert document["ranking"]["tokens"] == [1] and replay_inputs(document).measured == FASTER_MARLIN
+    del document["inputs"]["measured"]
+    assert replay_inputs(document).measured == Measured()
+    for bad in ({"rows": 1}, [{"backend": "triton"}], [{**FASTER_MARLIN.to_json()[0], "us": "1"}], [1]):
+        document["inputs"]["measured"] = bad
+        with pytest.raises(UsageError, match=r"inputs\.measured"):
+            replay_inputs(document)
+
+
+def keep(*rows):
+    measurements.save(H200, KIMI, rows, versions={}, source="moectl bench")
+
+
+def test_run_takes_what_was_measured_here_and_says_why():
+    machine = Machine(torch.device("cpu"), H200, BARE)
+    assert choose_backends(KIMI, machine)[0] == "triton" and measured_choice(KIMI, machine) == ""
+    keep(*FASTER_MARLIN.rows)
+    assert choose_backends(KIMI, machine)[:2] == ["triton_marlin", "triton"]
+    assert measured_choice(KIMI, machine).startswith("triton_marlin: it is the fastest as measured")
+    # Weights that lie in a backend's layout go first: nothing is laid out anew.
+    assert choose_backends(KIMI, machine, (), "moectl-mtile64")[0] == "triton"
+    assert measured_choice(KIMI, machine, "moectl-mtile64") == ""
+    assert choose_backends(KIMI, machine, ["torch"]) == ["torch"]
+
+
+def test_evidence_is_of_the_layer_on_the_device():
+    keep(*FASTER_MARLIN.rows)
+    assert len(cached(H200, KIMI).measured.rows) == 3
+    assert not cached(find_device("h100"), KIMI).measured.rows
+    assert not cached(H200, replace(KIMI, top_k=4)).measured.rows
