@@ -69,6 +69,7 @@ class FusedMoEKernel:
             self.runner,
             self.form,
             self.exchange,
+            self.runner.wants_of(self.prepared.problem),
             self.expert_map,
             self.runner.input_scale(self.prepared),
         )
@@ -200,13 +201,14 @@ def _shared_refusal(kernel: FusedMoEKernel) -> Reason | None:
 
 
 def _wants_refusal(kernel: FusedMoEKernel) -> Reason | None:
-    runner, problem = kernel.runner, kernel.prepared.problem
-    if runner.wants == A16:
+    problem = kernel.prepared.problem
+    wants = kernel.runner.wants_of(problem)
+    if wants == A16:
         return None
-    wanted = f"wants tokens in {runner.wants}"
-    if reason := quantizing_refusal(runner.wants, problem.dims.hidden):
+    wanted = f"wants tokens in {wants}"
+    if reason := quantizing_refusal(wants, problem.dims.hidden):
         return f"{wanted}: {reason}", "choose another backend"
-    if not runner.wants.dynamic and runner.input_scale(kernel.prepared) is None:
+    if not wants.dynamic and kernel.runner.input_scale(kernel.prepared) is None:
         return f"{wanted}, and the layer has no scale of its inputs", "use a checkpoint that has them"
     if problem.routing.weight_on_input and problem.top_k > 1:
         says = f"{wanted}, which cannot be multiplied by the weights of {problem.top_k} experts"

@@ -59,8 +59,9 @@ class Runner:
         batched: ``batched(prepared, x, counts) -> y``: x and y ``[local_experts, most, hidden]``, of which
             the first ``counts[e]`` rows of expert e are tokens and all others hold anything; the router's
             weights are left to whoever puts the tokens back in their order, on either side.
-        wants: the activation format in which it takes tokens; of another than A16 its y is in the model's
-            dtype, and tokens come already multiplied where the router's weight is on the input.
+        wants: the activation format in which it takes tokens, or what tells it from a problem; of another
+            than A16 its y is in the model's dtype, and tokens come already multiplied where the router's
+            weight is on the input.
         weighs: True when `compute` multiplies by the router's weights and sums over a token's experts;
             else its y is ``[tokens, top_k, hidden]`` and both are left to the finalize step.
         tactic: ``tactic(prepared, tokens)``: what it launches for so many tokens, in few words; empty
@@ -83,7 +84,7 @@ class Runner:
     ready: Callable[[PreparedMoE], object] = lambda prepared: None
     monolithic: Run | None = None
     batched: Run | None = None
-    wants: ActFormat = A16
+    wants: ActFormat | Callable[[MoEProblem], ActFormat] = A16
     weighs: bool = True
     tactic: Callable[[PreparedMoE, int], str] = lambda prepared, tokens: ""
     masks_padding: bool = False
@@ -104,6 +105,10 @@ class Runner:
     def layout_of(self, problem: MoEProblem) -> str | None:
         """The layout in which it reads `problem`'s weights; None when any will do."""
         return self.layout(problem) if callable(self.layout) else self.layout
+
+    def wants_of(self, problem: MoEProblem) -> ActFormat:
+        """The activation format in which it takes `problem`'s tokens."""
+        return self.wants(problem) if callable(self.wants) else self.wants
 
     def run(self, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """``[tokens, hidden]`` layer output in x's dtype: `FusedMoEKernel.apply` of a layer on one rank.

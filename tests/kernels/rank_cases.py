@@ -139,7 +139,7 @@ class QuantizedSpread:
         y = kernel.run(inputs)
         if not len(inputs.x):
             return wrong(layer, y, inputs)
-        seen = dequantize(quantize(inputs.x, self.runner.wants)).to(inputs.x.dtype)
+        seen = dequantize(quantize(inputs.x, self.runner.wants_of(QWEN))).to(inputs.x.dtype)
         exact = wrong(layer, y, replace(inputs, x=seen))
         near = wrong(layer, y, inputs, self.bound)
         return f"{exact and f'rounded tokens: {exact}'} {near and f'tokens: {near}'}".strip()

@@ -86,7 +86,7 @@ def test_weights_on_either_side_and_skipped_assignments(
 
 
 @pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED])
-@pytest.mark.parametrize("runner", [FP8, MXFP8, NVFP4], ids=lambda runner: runner.wants.name)
+@pytest.mark.parametrize("runner", [FP8, MXFP8, NVFP4], ids=lambda runner: runner.wants_of(QWEN).name)
 def test_experts_get_the_tokens_that_they_want(runner: Runner, form: Form) -> None:
     layer = random_layer(QWEN)
     prepared = layer.prepared("torch", "cpu")
@@ -94,9 +94,10 @@ def test_experts_get_the_tokens_that_they_want(runner: Runner, form: Form) -> No
     if runner is NVFP4:
         prepared = replace(prepared, weights={**prepared.weights, "w13_input": scale})
     inputs = inputs_of(QWEN, 9)
-    y = FusedMoEKernel(prepared, runner, form).run(inputs)
+    told = replace(runner, wants=lambda problem: runner.wants_of(problem))
+    y = FusedMoEKernel(prepared, told if form is Form.BATCHED else runner, form).run(inputs)
     given = scale if runner is NVFP4 else None
-    rounded = dequantize(quantize(inputs.x, runner.wants, given), given).bfloat16()
+    rounded = dequantize(quantize(inputs.x, runner.wants_of(QWEN), given), given).bfloat16()
     assert judged(layer, prepared, y, replace(inputs, x=rounded)).ok
     assert not judged(layer, prepared, y, inputs).ok, "tokens were not rounded at all"
 
@@ -108,7 +109,7 @@ def test_router_weights_multiply_tokens_before_they_are_quantized() -> None:
     inputs = inputs_of(problem, 9)
     y = FusedMoEKernel(prepared, FP8).run(inputs)
     weighed = (inputs.x * inputs.weights).bfloat16()
-    rounded = dequantize(quantize(weighed, FP8.wants)).bfloat16()
+    rounded = dequantize(quantize(weighed, FP8.wants_of(problem))).bfloat16()
     seen = replace(inputs, x=rounded, weights=torch.ones_like(inputs.weights))
     assert judged(layer, prepared, y, seen).ok
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...schemes import A16
+from ...schemes import A16, ActFormat
 from ..prepared import PreparedMoE
 from ..quantize import in_tiles, quantize
 from ..quantized import Quantized
@@ -51,6 +51,7 @@ class PrepareFinalize:
         runner: what it prepares for.
         form: the runner's form in use.
         exchange: what ranks do with each other.
+        wants: the format in which the runner takes this layer's tokens.
         expert_map: ``[experts]`` int32 from the layer's ids to those here, `NO_EXPERT` for experts of
             other ranks; None where ids are of the experts here already.
         input_scale: the layer's one scale of tokens, where the format has one.
@@ -60,6 +61,7 @@ class PrepareFinalize:
     runner: Runner
     form: Form
     exchange: Exchange
+    wants: ActFormat = A16
     expert_map: Tensor | None = None
     input_scale: Tensor | None = None
 
@@ -73,7 +75,7 @@ class PrepareFinalize:
         rows, sent = len(x), self.exchange.sent(len(x), x.device)
         if not sent:
             return None
-        if self.on_input and self.runner.wants != A16:
+        if self.on_input and self.wants != A16:
             # One expert to a token, as is checked: nothing but the product is ever needed.
             x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
         tokens = self._gathered(x, sent)
@@ -103,9 +105,9 @@ class PrepareFinalize:
         return self.exchange.back(y.to(dtype), call.rows)
 
     def _gathered(self, x: Tensor, sent: int) -> Tensor | Quantized:
-        if self.runner.wants == A16:
+        if self.wants == A16:
             return self.exchange.gather(x, sent, 0)
-        own = quantize(x, self.runner.wants, self.input_scale)
+        own = quantize(x, self.wants, self.input_scale)
         values = self.exchange.gather(own.values, sent, 0)
         return Quantized(values, self.exchange.gather(own.scales, sent, 0), own.format)
 
@@ -139,7 +141,7 @@ class PrepareFinalize:
         wide = problem.dims.hidden * 4
         beside = problem.experts * 4 if self.form is Form.MONOLITHIC else problem.top_k * 8
         need = SMALLEST
-        if self.runner.wants != A16:
+        if self.wants != A16:
             need += 5 * tokens * wide + 2 * all_rows * wide // 4
         if self.exchange.ranks > 1:
             need += (tokens + 2 * all_rows) * (wide // 2 + beside) + all_rows * wide
