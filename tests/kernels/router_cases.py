@@ -125,7 +125,7 @@ def same(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
 
 
 def agrees(
-    name: str, kind: str, tokens: int, dtype: torch.dtype, device: str, warps: int | None = None
+    name: str, kind: str, tokens: int, dtype: torch.dtype, device: str, warps: int = router.WARPS
 ) -> None:
     """The kernel's ids are the reference's, weights too to 1e-6."""
     problem = METHODS[name]

@@ -1,4 +1,4 @@
-"""The router's kernel compiled for GPUs that are not here: every method, without spilled registers."""
+"""Kernels around the experts compiled for GPUs that are not here, without spilled registers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from moectl.kernels.triton import router
 from moectl.kernels.triton.inspection.report import report_of
 from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
+from moectl.kernels.triton.routing import order_of_counts
 
 from .router_cases import METHODS, case_of
 
@@ -27,3 +28,13 @@ def test_compiles(arch: int, dtype: torch.dtype) -> None:
         reports = [report_of(it) for it in launched]
     assert len(reports) == len(names)
     assert not any(it.faults for it in reports), reports
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_the_rows_of_a_batch_compile(arch: int) -> None:
+    with standing_in(STAND_INS[arch]) as launched:
+        for experts, dtype in ((1, torch.int64), (384, torch.int32)):
+            ids, weights, _ = order_of_counts(torch.empty(experts, dtype=dtype, device="meta"), 70)
+            assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+        reports = [report_of(it) for it in launched]
+    assert len(reports) == 2 and not any(it.faults for it in reports), reports

@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 
 
 CASES = [
+    "interpreted_batch.py",
     "interpreted_cases.py",
     "interpreted_marlin.py",
     "interpreted_peers.py",

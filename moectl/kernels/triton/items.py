@@ -9,24 +9,25 @@ from torch import Tensor
 
 from . import marlin_kernels as kernels
 from .launch import token_tiles
+from .layer import Order
 from .routing import overlaps, sort_by_expert
 
 BASES = {"bf16": 128, "fp16": 1024}
 """Where the floats of a dtype count in ones: codes are or-ed into them."""
 
 
-def items_of(ids: Tensor, experts: int, block: int) -> tuple[dict[str, Any], int]:
+def items_of(ids: Tensor, experts: int, block: int, order: Order | None = None) -> tuple[dict[str, Any], int]:
     """Routing arguments of kernels that work through items, and the bound of their number.
 
     An item is up to `block` tokens of one expert. Two or four small launches sort the assignments by
-    expert and list the items; the bound depends on sizes alone.
+    expert, unless their `order` is known, and list the items; the bound depends on sizes alone.
     """
-    order, offsets = sort_by_expert(ids, experts)
+    slots, offsets = order or sort_by_expert(ids, experts)
     bound = token_tiles(ids.numel(), experts, block)
     items = ids.new_empty(3, bound)
     pad = triton.next_power_of_2(experts)
     kernels._items_kernel[(1,)](offsets, items, bound, E=experts, EPAD=pad, BM=block, **overlapping())
-    return {"SORTED": order, "ITEMS": items, "bound": bound}, bound
+    return {"SORTED": slots, "ITEMS": items, "bound": bound}, bound
 
 
 def overlapping() -> dict[str, Any]:

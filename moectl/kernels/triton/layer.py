@@ -152,18 +152,34 @@ def layer_of(prepared: PreparedMoE) -> Layer:
     return made
 
 
+Order = tuple[Tensor, Tensor]
+"""Slots by expert and where each expert's begin, as `routing.sort_by_expert` gives them."""
+
+
 @dataclass(frozen=True)
 class Call:
-    """One call's tensors: `x` ``[tokens, hidden]``, flat `ids` and `weights`, and the output `y`."""
+    """One call's tensors: `x` ``[tokens, hidden]``, flat `ids` and `weights`, and the output `y`.
+
+    In a batch every row is a token of one expert or of none: a problem with a top-k of 1. Then `order`
+    is known, rows of y are what the second GEMM gives, and those of no expert may stay unwritten.
+
+    Attributes:
+        order: the assignments' order; None where they have to be sorted.
+    """
 
     x: Tensor
     ids: Tensor
     weights: Tensor
     y: Tensor
+    order: Order | None = None
 
     @property
     def assignments(self) -> int:
         return self.ids.numel()
+
+    def parts(self) -> Tensor:
+        """Where the second GEMM puts each assignment's result, ``[T, hidden]``: y itself in a batch."""
+        return self.x.new_empty(self.assignments, self.y.shape[1]) if self.order is None else self.y
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from ...schemes import FULL
 from ..prepared import PreparedMoE
 from ..runners import Runner
 from . import marlin_kernels as kernels
+from .batch import compute_batch, one_each
 from .items import BASES, items_of, overlapping
 from .launch import tile_words
-from .layer import activation_numbers, scale_name
-from .routing import INTERPRETED, combine
+from .layer import Call, activation_numbers, scale_name
+from .routing import INTERPRETED, finish
 from .runner import GATED, MINIMUM_CAPABILITY, UNGATED
 
 LAYOUT = "marlin-int4"
@@ -183,30 +184,43 @@ class _Arguments:
 
 def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, tile: MarlinTile) -> Tensor:
     """`Runner.run` with a tile of one's own, for tuning and tests."""
-    problem = prepared.problem
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not len(x):
         return y
-    w13, w2 = _matrices(prepared)
-    x, ids, weights = x.contiguous(), ids.contiguous().view(-1), weights.contiguous().view(-1)
-    arguments = _Arguments(problem, tile)
+    call = Call(x.contiguous(), ids.contiguous().view(-1), weights.contiguous().view(-1), y)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        routing, bound = items_of(ids, problem.local_experts, tile.tokens)
-        first, second = arguments.gemm1(w13), arguments.gemm2(w2)
-        h = x.new_empty(ids.numel(), problem.dims.intermediate)
-        parts = x.new_empty(ids.numel(), problem.dims.hidden)
-        kernels._marlin_gemm1_kernel[(first["row_tiles"] * bound,)](
-            X=x, H=h, WEIGHTS=weights, **routing, **first
-        )
-        kernels._marlin_gemm2_kernel[(second["row_tiles"] * bound,)](
-            H=h, Y=parts, WEIGHTS=weights, **routing, **second
-        )
-        combine(parts, ids, y, problem.local_experts)
+        _run(prepared.problem, _matrices(prepared), call, tile)
     return y
+
+
+def _run(problem: MoEProblem, matrices: tuple[Matrix, Matrix], call: Call, tile: MarlinTile) -> None:
+    """Fills ``call.y``."""
+    arguments, experts = _Arguments(problem, tile), problem.local_experts
+    routing, bound = items_of(call.ids, experts, tile.tokens, call.order)
+    first, second = arguments.gemm1(matrices[0]), arguments.gemm2(matrices[1])
+    h, parts = call.x.new_empty(call.assignments, problem.dims.intermediate), call.parts()
+    kernels._marlin_gemm1_kernel[(first["row_tiles"] * bound,)](
+        X=call.x, H=h, WEIGHTS=call.weights, **routing, **first
+    )
+    kernels._marlin_gemm2_kernel[(second["row_tiles"] * bound,)](
+        H=h, Y=parts, WEIGHTS=call.weights, **routing, **second
+    )
+    finish(call, parts, experts)
 
 
 def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return run_with(prepared, x, ids, weights, tile_for(prepared.problem, len(x)))
+
+
+def run_batch_with(prepared: PreparedMoE, x: Tensor, counts: Tensor, tile: MarlinTile) -> Tensor:
+    """`Runner.batched` with a tile of one's own."""
+    problem, matrices = one_each(prepared.problem), _matrices(prepared)
+    return compute_batch(x.contiguous(), counts, lambda call: _run(problem, matrices, call, tile))
+
+
+def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
+    rows = x.shape[0] * x.shape[1]  # as many tokens as there may be
+    return run_batch_with(prepared, x, counts, tile_for(one_each(prepared.problem), rows))
 
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
@@ -232,4 +246,4 @@ def _tactic(prepared: PreparedMoE, tokens: int) -> str:
     return tile_words(tile_for(prepared.problem, tokens)) if tokens else ""
 
 
-RUNNER = Runner("triton_marlin", LAYOUT, _compute, _refusal, tactic=_tactic)
+RUNNER = Runner("triton_marlin", LAYOUT, _compute, _refusal, batched=_batched, tactic=_tactic)

@@ -17,7 +17,7 @@ from ...problem import MoEProblem
 from . import fused_moe_kernels as kernels
 from .launch import DECODE, Tile, grouped_for, is_legal, token_tiles
 from .layer import Call, Layer, Matrix, Regime, activation_numbers, scale_name
-from .routing import INTERPRETED, combine, sort_by_expert
+from .routing import INTERPRETED, combine, finish, order_of
 
 
 def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
@@ -120,9 +120,9 @@ def _grouped(layer: Layer, call: Call, tile: Tile) -> None:
     problem, t = layer.problem, call.assignments
     arguments = _Arguments(layer, tile)
     experts = problem.local_experts
-    sorted_slots, offsets = sort_by_expert(call.ids, experts)
+    sorted_slots, offsets = order_of(call, experts)
     h = call.x.new_empty(t, problem.dims.intermediate)
-    y = call.x.new_empty(t, problem.dims.hidden)
+    y = call.parts()
     tiles = token_tiles(t, experts, tile.tokens)
     routing = {
         "SORTED": sorted_slots,
@@ -134,7 +134,7 @@ def _grouped(layer: Layer, call: Call, tile: Tile) -> None:
     n1, n2 = arguments.row_tiles(layer.w13), arguments.row_tiles(layer.w2)
     kernels._grouped_gemm1_kernel[(tiles * n1,)](X=call.x, H=h, row_tiles=n1, **routing, **arguments.gemm1)
     kernels._grouped_gemm2_kernel[(tiles * n2,)](H=h, Y=y, row_tiles=n2, **routing, **arguments.gemm2)
-    combine(y, call.ids, call.y, experts)
+    finish(call, y, experts)
 
 
 def _fits(problem: MoEProblem, tile: Tile) -> str:

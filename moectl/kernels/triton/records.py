@@ -11,6 +11,7 @@ from torch import Tensor
 from . import records_kernels as kernels
 from .items import overlapping
 from .launch import token_tiles
+from .layer import Order
 from .routing import sort_by_expert
 
 PLANNED_AT_ONCE = 2048
@@ -23,29 +24,34 @@ COLUMNS = 1024
 """Of a token that one program puts in order."""
 
 
-def plan(ids: Tensor, experts: int, tokens: int) -> Tensor:
-    """Records ``[records, 8 + tokens]`` int32 of the assignments `ids` (see `records_kernels._plan`)."""
+def plan(ids: Tensor, experts: int, tokens: int, order: Order | None = None) -> Tensor:
+    """Records ``[records, 8 + tokens]`` int32 of the assignments `ids` (see `records_kernels._plan`).
+
+    Where their `order` is known they are cut from that.
+    """
     arguments, programs = _plan_arguments(ids, experts, tokens)
-    if ids.numel() > PLANNED_AT_ONCE:
-        _cut(ids, arguments["PLAN"], experts, tokens)
+    if order is not None or ids.numel() > PLANNED_AT_ONCE:
+        _cut(order or sort_by_expert(ids, experts), arguments["PLAN"], experts, tokens)
     else:
         kernels._plan_kernel[(programs,)](ids, num_warps=4, **arguments, **overlapping())
     out: Tensor = arguments["PLAN"]
     return out
 
 
-def plan_and_order(ids: Tensor, experts: int, tokens: int, x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def plan_and_order(
+    ids: Tensor, experts: int, tokens: int, x: Tensor, columns: int, order: Order | None = None
+) -> tuple[Tensor, Tensor]:
     """`plan`, and `x` in `columns` columns in the order of `records_kernels._order`."""
     arguments, programs = _plan_arguments(ids, experts, tokens)
     out = x.new_empty(len(x), columns)
-    order = {"X": x, "OUT": out, "K": columns, "KX": x.shape[1], "BK": COLUMNS}
+    columns_of = {"X": x, "OUT": out, "K": columns, "KX": x.shape[1], "BK": COLUMNS}
     blocks = len(x) * math.ceil(columns / COLUMNS)
-    if ids.numel() > PLANNED_AT_ONCE:
-        _cut(ids, arguments["PLAN"], experts, tokens)
-        kernels._order_kernel[(blocks,)](num_warps=4, **order, **overlapping())
+    if order is not None or ids.numel() > PLANNED_AT_ONCE:
+        _cut(order or sort_by_expert(ids, experts), arguments["PLAN"], experts, tokens)
+        kernels._order_kernel[(blocks,)](num_warps=4, **columns_of, **overlapping())
     else:
         kernels._plan_and_order_kernel[(programs + blocks,)](
-            ids, PLANS=programs, num_warps=4, **arguments, **order, **overlapping()
+            ids, PLANS=programs, num_warps=4, **arguments, **columns_of, **overlapping()
         )
     return arguments["PLAN"], out
 
@@ -69,7 +75,7 @@ def _plan_arguments(ids: Tensor, experts: int, tokens: int) -> tuple[dict[str, A
     return arguments, math.ceil(max(t, records) / each)
 
 
-def _cut(ids: Tensor, out: Tensor, experts: int, tokens: int) -> None:
-    slots, offsets = sort_by_expert(ids, experts)
+def _cut(order: Order, out: Tensor, experts: int, tokens: int) -> None:
+    slots, offsets = order
     sizes = {"E": experts, "EPAD": max(16, triton.next_power_of_2(experts)), "BLOCK": tokens}
     kernels._cut_kernel[(experts,)](slots, offsets, out, len(out), num_warps=1, **sizes, **overlapping())

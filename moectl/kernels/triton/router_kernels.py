@@ -89,7 +89,9 @@ def _kept(rank, KEPT: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit
 def _share(x, left, largest):
     """The weight that sparsemixer gives the expert whose logit is the `largest` of those `left` (fp64)."""
-    far = (largest - x) / tl.maximum(tl.abs(x), largest) > 0.02
+    # A literal would be fp32, and logits of 16 bits come to this very quotient.
+    jitter = tl.full((), 0.02, dtype=tl.float64)
+    far = (largest - x) / tl.maximum(tl.abs(x), largest) > jitter
     return 1.0 / tl.sum(tl.where(left & (far == 0), tl.exp(x - largest), 0.0), 0)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from . import routing_kernels as kernels
+from .layer import Call, Order
 
 INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction)
 """True under ``TRITON_INTERPRET=1``: kernels run on the CPU, slowly, for tests."""
@@ -21,6 +23,9 @@ FEW = 2048
 
 BLOCK = 128
 """Assignments of a block; all pairs of them are compared to rank them."""
+
+ROWS = 256
+"""Of a batch that one program lists."""
 
 EXPERTS_AT_ONCE, BLOCKS_AT_ONCE = 8, 256
 """Counts that one program sums: columns, and rows at a time."""
@@ -39,7 +44,7 @@ def launch_options() -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if overlaps() else {"PDL": False}
 
 
-def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(ids: Tensor, experts: int) -> Order:
     """Slots ``[T]`` by expert, in order within each, and where each expert's begin, ``[experts + 1]``.
 
     Args:
@@ -51,6 +56,36 @@ def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     slots, offsets = ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
     (_sort_few if ids.numel() <= FEW else _sort_many)(ids, slots, offsets, experts)
     return slots, offsets
+
+
+def order_of(call: Call, experts: int) -> Order:
+    """A call's slots by expert and their offsets: what is known, or sorted now."""
+    return call.order or sort_by_expert(call.ids, experts)
+
+
+def order_of_counts(counts: Tensor, most: int) -> tuple[Tensor, Tensor, Order]:
+    """Ids and weights ``[experts * most]`` of a batch, and its `Call.order`, in one launch.
+
+    Row ``e * most + i`` of a batch is a token of expert e for i below ``counts[e]``, which are integers
+    ``[experts]`` (beyond `most` they count as `most`, below 0 as 0); other rows have id -1. Weights are 1.
+    """
+    experts = len(counts)
+    ids = counts.new_empty(experts * most, dtype=torch.int32)
+    weights = counts.new_empty(experts * most, dtype=torch.float32)
+    slots, offsets = torch.empty_like(ids), ids.new_empty(experts + 1)
+    kernels._batch_kernel[(experts, triton.cdiv(most, ROWS))](
+        counts.contiguous(),
+        ids,
+        weights,
+        slots,
+        offsets,
+        most,
+        E=experts,
+        EPAD=max(16, triton.next_power_of_2(experts)),
+        ROWS=ROWS,
+        **launch_options(),
+    )
+    return ids, weights, (slots, offsets)
 
 
 def _sort_few(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> None:
@@ -91,6 +126,12 @@ SUMS: tuple[tuple[float, Sum], ...] = (
     (float("inf"), Sum(1, 2048, 8)),
 )
 """(most tokens, launch), first match. Measured on an H200."""
+
+
+def finish(call: Call, parts: Tensor, experts: int) -> None:
+    """`combine`, where `parts` are not the output already."""
+    if parts is not call.y:
+        combine(parts, call.ids, call.y, experts)
 
 
 def combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, launch: Sum | None = None) -> None:

@@ -35,6 +35,30 @@ def _sort_few_kernel(IDS, SORTED, OFFSETS, T, E: tl.constexpr, BT: tl.constexpr,
         tl.store(OFFSETS + E, base + tl.sum(match, 0))
 
 
+@triton.jit(do_not_specialize=["most"])
+def _batch_kernel(
+    COUNTS, IDS, WEIGHTS, SORTED, OFFSETS, most,
+    E: tl.constexpr, EPAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """IDS, WEIGHTS, SORTED and OFFSETS of a batch of `most` rows an expert; programs (experts, ROWS)."""
+    _await_inputs(PDL)
+    e, first = tl.program_id(0), tl.program_id(1) * ROWS
+    every = tl.arange(0, EPAD)
+    counts = tl.load(COUNTS + every, mask=every < E, other=0).to(tl.int32)
+    counts = tl.minimum(tl.maximum(counts, 0), most)
+    before = tl.sum(tl.where(every < e, counts, 0), 0)
+    count = tl.sum(tl.where(every == e, counts, 0), 0)
+    i = first + tl.arange(0, ROWS)
+    row = e * most + i
+    tl.store(IDS + row, tl.where(i < count, e, -1), mask=i < most)
+    tl.store(WEIGHTS + row, tl.full((ROWS,), 1.0, dtype=tl.float32), mask=i < most)
+    tl.store(SORTED + before + i, row, mask=i < count)
+    if first == 0:
+        tl.store(OFFSETS + e, before)
+        if e == E - 1:
+            tl.store(OFFSETS + E, before + count)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _count_kernel(IDS, COUNTS, T, E: tl.constexpr, BINS: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr):
     """COUNTS ``[blocks, E]``: how many of a block's ids are each expert."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ...problem import MoEProblem
 from ...schemes import FULL
 from ..prepared import PreparedMoE
 from ..runners import Form, Runner
+from .batch import compute_batch, layer_one_each, one_each
 from .hopper.mid import MID_REGIME
 from .hopper.prefill import PREFILL_REGIME
 from .hopper.stream import STREAM_REGIME
@@ -58,18 +59,31 @@ def run_into(
     y: Tensor, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, launch: Launch
 ) -> Tensor:
     """`run_with` into an output that is there, contiguous and like `x`; the output."""
-    problem, regime = prepared.problem, REGIMES.get(launch.regime)
-    if regime is None:
-        raise UsageError(f"no kernels are called {launch.regime!r}; choose from {', '.join(REGIMES)}")
-    reason = regime.fits(problem, launch.tile)
-    if reason:
-        raise UsageError(f"the {launch.regime} kernels cannot run {problem.scheme}: {reason}")
+    regime = _legal(prepared.problem, launch)
     if not len(x):
         return y
     call = Call(aligned(x), ids.contiguous().view(-1), weights.contiguous().view(-1), y)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         regime.run(layer_of(prepared), call, launch.tile)
     return y
+
+
+def run_batch_with(prepared: PreparedMoE, x: Tensor, counts: Tensor, launch: Launch) -> Tensor:
+    """`Runner.batched` with a launch of one's own; UsageError when it is not legal."""
+    regime = _legal(one_each(prepared.problem), launch)
+    layer = replace(layer_of(prepared), problem=one_each(prepared.problem))
+    return compute_batch(aligned(x), counts, lambda call: regime.run(layer, call, launch.tile))
+
+
+def _legal(problem: MoEProblem, launch: Launch) -> Regime:
+    """The family of a launch; UsageError when there is none, or it does not take the problem."""
+    regime = REGIMES.get(launch.regime)
+    if regime is None:
+        raise UsageError(f"no kernels are called {launch.regime!r}; choose from {', '.join(REGIMES)}")
+    reason = regime.fits(problem, launch.tile)
+    if reason:
+        raise UsageError(f"the {launch.regime} kernels cannot run {problem.scheme}: {reason}")
+    return regime
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -133,6 +147,12 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
     return run_with(prepared, x, ids, weights, launch_on(prepared, len(x)))
 
 
+def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
+    # How many rows are tokens is known on the GPU alone: the launch is the one for a full batch.
+    rows = x.shape[0] * x.shape[1]
+    return run_batch_with(prepared, x, counts, launch_on(layer_one_each(prepared), rows))
+
+
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
     weight = problem.scheme.weight
     if device.type == "cpu" and not INTERPRETED:
@@ -157,6 +177,9 @@ def _tactic(prepared: PreparedMoE, tokens: int) -> str:
 
 
 def _workspace(prepared: PreparedMoE, tokens: int, form: Form) -> int:
+    if form is Form.BATCHED:
+        rows = tokens * prepared.problem.local_experts
+        return workspace(prepared, tokens, form, launch_on(layer_one_each(prepared), rows))
     return workspace(prepared, tokens, form, launch_on(prepared, tokens))
 
 
@@ -166,6 +189,7 @@ RUNNER = Runner(
     _compute,
     _refusal,
     ready=layer_of,
+    batched=_batched,
     tactic=_tactic,
     masks_padding=True,
     workspace=_workspace,

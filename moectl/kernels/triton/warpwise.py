@@ -18,7 +18,7 @@ from . import warpwise_kernels as kernels
 from .items import BASES, overlapping
 from .layer import Call, Layer, Matrix, Regime, activation_numbers, group_refusal, scale_name
 from .records import plan_and_order
-from .routing import INTERPRETED, combine
+from .routing import INTERPRETED, finish
 
 REGISTERS = 96
 """Of a lane where they suffice: 20 warps an SM. Left alone, ptxas takes 80 and spills."""
@@ -115,9 +115,9 @@ def _run(layer: Layer, call: Call, tile: WarpwiseTile) -> None:
     first, second = arguments.gemm1(w13), arguments.gemm2(w2)
     records, x = call.ids, call.x
     if tile.planned:
-        records, x = plan_and_order(call.ids, problem.local_experts, tile.tokens, call.x, w13.k)
+        records, x = plan_and_order(call.ids, problem.local_experts, tile.tokens, call.x, w13.k, call.order)
     h = call.x.new_empty(call.assignments, w2.k)
-    parts = call.x.new_empty(call.assignments, problem.dims.hidden)
+    parts = call.parts()
     programs, programs2 = (it["row_tiles"] * len(records) for it in (first, second))
     common: dict[str, Any] = {"PLAN": records, "WEIGHTS": call.weights}
     tokens = {"X": x, "KX": x.shape[1], "H": h, "HX": w2.k}
@@ -131,7 +131,7 @@ def _run(layer: Layer, call: Call, tile: WarpwiseTile) -> None:
         common["PLANNED"] = bool(tile.planned)
         kernels._warpwise_gemm1_kernel[(programs,)](**tokens, **common, **first)
         kernels._warpwise_gemm2_kernel[(programs2,)](H=h, KX=w2.k, Y=parts, **common, **second)
-    combine(parts, call.ids, call.y, problem.local_experts)
+    finish(call, parts, problem.local_experts)
 
 
 def _fits(problem: MoEProblem, tile: WarpwiseTile) -> str:

@@ -28,12 +28,15 @@ def workspace(prepared: PreparedMoE, tokens: int, form: Form, launch: Launch) ->
     """
     problem, layer = prepared.problem, layer_of(prepared)
     experts = problem.local_experts
-    assignments = tokens * (experts if form is Form.BATCHED else problem.top_k)
+    batched = form is Form.BATCHED
+    rows = tokens * experts if batched else tokens
+    assignments = rows * (1 if batched else problem.top_k)
     split = getattr(launch.tile, "split", 1)
-    part = 4 * split if launch.regime in PARTS_IN_FP32 else 2
+    # Of a batch there is one part a row, and where it is in the model's dtype it is the result.
+    part = 4 * split if launch.regime in PARTS_IN_FP32 else 0 if batched else 2
     products = assignments * (2 * layer.w2.k + part * problem.dims.hidden)
-    ordered = 2 * tokens * layer.w13.k if launch.regime in ORDERING else 0
+    ordered = 2 * rows * layer.w13.k if launch.regime in ORDERING else 0
     block = getattr(launch.tile, "tokens", 16)
     records = 4 * (RECORD + block) * token_tiles(assignments, experts, block)
-    sorting = 4 * assignments + 4 * experts * (assignments // BLOCK + 4)
+    sorting = (12 if batched else 4) * assignments + 4 * experts * (assignments // BLOCK + 4)
     return products + ordered + records + sorting + SMALLEST

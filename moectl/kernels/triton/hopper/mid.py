@@ -23,7 +23,7 @@ from ..layer import (
     multiprocessors,
     scale_name,
 )
-from ..routing import combine, sort_by_expert
+from ..routing import finish, order_of
 from . import epilogue
 from . import mid_kernels as kernels
 from . import mid_ring as ring
@@ -160,7 +160,7 @@ class Schedule:
 
 def schedule(call: Call, experts: int, tokens: int) -> Schedule:
     """Sorts a call's assignments by expert and cuts them into tiles of up to `tokens`."""
-    slots, offsets = sort_by_expert(call.ids, experts)
+    slots, offsets = order_of(call, experts)
     bound = token_tiles(call.assignments, experts, tokens)
     tiles, count = call.ids.new_empty(bound, 4), call.ids.new_empty(1)
     kernels._token_tiles_kernel[(triton.cdiv(bound, 16),)](
@@ -232,10 +232,10 @@ def _run(layer: Layer, call: Call, tile: MidTile) -> None:
     p, t = layer.problem, call.assignments
     plan = schedule(call, p.local_experts, tile.tokens)
     h = call.x.new_empty(t, p.dims.intermediate)
-    parts = call.x.new_empty(t, p.dims.hidden)
+    parts = call.parts()
     gemm(layer, 1, call, plan, call.x, h, tile)
     gemm(layer, 2, call, plan, h, parts, tile)
-    combine(parts, call.ids, call.y, p.local_experts)
+    finish(call, parts, p.local_experts)
 
 
 def shared_bytes(problem: MoEProblem, tile: MidTile) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ....problem import MoEProblem
 from ..launch import token_tiles
 from ..layer import Call, Layer, Regime, activation_numbers, group_refusal, multiprocessors, scale_name
-from ..routing import combine, launch_options, sort_by_expert
+from ..routing import finish, launch_options, order_of
 from . import prefill_kernels as kernels
 from .epilogue import GATED, UNGATED
 from .fragments import scale_words
@@ -181,7 +181,7 @@ def cut(offsets: Tensor, assignments: int, experts: int, tile: PrefillTile) -> t
 
 def schedule(call: Call, experts: int, tile: PrefillTile) -> Schedule:
     """Sorts a call's assignments and cuts them into tiles."""
-    slots, offsets = sort_by_expert(call.ids, experts)
+    slots, offsets = order_of(call, experts)
     return Schedule(slots, *cut(offsets, call.assignments, experts, tile))
 
 
@@ -227,10 +227,10 @@ def run(layer: Layer, call: Call, tile: PrefillTile) -> None:
     p, t = layer.problem, call.assignments
     plan = schedule(call, p.local_experts, tile)
     h = call.x.new_empty(t, p.dims.intermediate)
-    y = call.x.new_empty(t, p.dims.hidden)
+    y = call.parts()
     gemm(layer, 1, call, plan, call.x, h, tile)
     gemm(layer, 2, call, plan, h, y, tile)
-    combine(y, call.ids, call.y, p.local_experts)
+    finish(call, y, p.local_experts)
 
 
 def _fits(problem: MoEProblem, tile: PrefillTile) -> str:

@@ -188,7 +188,7 @@ def run(layer: Layer, call: Call, tile: StreamTile) -> None:
     """Fills ``call.y``; see `Regime.run`."""
     problem, t = layer.problem, call.assignments
     dims, act = problem.dims, problem.activation
-    records = plan(call.ids, problem.local_experts, tile.tokens) if tile.planned else call.ids
+    records = plan(call.ids, problem.local_experts, tile.tokens, call.order) if tile.planned else call.ids
     common = {"IDS": call.ids, "PLAN": records, "WEIGHTS": call.weights, "T": t}
     h = call.x.new_empty(t, dims.intermediate)
     parts = call.x.new_empty(tile.split, t, dims.hidden, dtype=torch.float32)

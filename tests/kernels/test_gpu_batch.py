@@ -1,0 +1,90 @@
+"""The batched form on a GPU: every family of kernels, the runner's own choice, and inside a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moectl.kernels.runners import runner_for
+from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton.marlin import TILES
+from moectl.kernels.triton.runner import REGIMES, is_runnable
+
+from . import batch_cases as cases
+from . import kernel_cases
+from .layers import GPT_OSS, KIMI, QWEN, layer_among_others
+
+pytestmark = pytest.mark.gpu
+
+LAUNCHES = [
+    ("mxfp4", kernel_cases.LAUNCHES["decode 16x64x128 split 4"]),
+    ("int4", kernel_cases.LAUNCHES["grouped 64x128x64 tails"]),
+    *(("mxfp4", Launch("stream", REGIMES["stream"].candidates(GPT_OSS)[i])) for i in (0, 4, 8)),
+    *(("int4", Launch("stream", REGIMES["stream"].candidates(KIMI)[i])) for i in (2, 7)),
+    *(("int4", Launch("warpwise", REGIMES["warpwise"].candidates(KIMI)[i])) for i in (0, 2, 3)),
+    *(("mxfp4", Launch("mid", REGIMES["mid"].candidates(GPT_OSS)[i])) for i in (0, 3)),
+    ("int4", Launch("mid", REGIMES["mid"].candidates(KIMI)[-1])),
+    *(("mxfp4", Launch("prefill", tile)) for tile in REGIMES["prefill"].candidates(GPT_OSS)[-1:]),
+    *(("int4", Launch("prefill", tile)) for tile in REGIMES["prefill"].candidates(KIMI)[:1]),
+]
+"""Of every family one launch for each way in which it plans."""
+
+PROBLEMS = {"mxfp4": GPT_OSS, "int4": KIMI}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_cases.poison_new_memory(monkeypatch)
+
+
+def test_every_family_is_here() -> None:
+    assert {launch.regime for _, launch in LAUNCHES} == set(REGIMES)
+
+
+@pytest.mark.parametrize(("weight", "launch"), LAUNCHES, ids=str)
+def test_agrees(weight: str, launch: Launch) -> None:
+    problem = PROBLEMS[weight]
+    if not is_runnable(launch, problem, torch.device("cuda")):
+        pytest.skip(f"the {launch.regime} kernels do not run on this GPU")
+    for name in cases.COUNTS:
+        # Decode is for up to 256 assignments.
+        for most in (1, 21) if launch.regime == "decode" else (1, 37, 150):
+            cases.agrees(problem, launch, name, most, "cuda")
+
+
+@pytest.mark.parametrize("name", cases.COUNTS)
+def test_marlin_agrees(name: str) -> None:
+    for _, _, tile in TILES:
+        cases.agrees(QWEN, tile, name, 37, "cuda")
+
+
+@pytest.mark.parametrize("most", [0, 1, 16, 200])
+@pytest.mark.parametrize("weight", PROBLEMS)
+def test_the_runner_chooses_by_the_size_of_the_batch(weight: str, most: int) -> None:
+    cases.agrees(PROBLEMS[weight], None, "uneven", most, "cuda")
+
+
+@pytest.mark.parametrize(("experts", "most"), [(1, 1), (7, 300), (384, 64), (1024, 5)])
+def test_lists_rows(experts: int, most: int) -> None:
+    for name in cases.COUNTS:
+        cases.lists_rows(name, experts, most, "cuda")
+
+
+def test_a_captured_call_follows_the_counts() -> None:
+    layer, prepared = layer_among_others(KIMI, "cuda")
+    batched, experts, most = runner_for("triton").batched, KIMI.experts, 16
+    assert batched is not None
+    full = torch.full((experts,), most, dtype=torch.int32)
+    x, counts = cases.batch_of(KIMI, full, most, "cuda"), full.cuda()
+    batched(prepared, x, counts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = batched(prepared, x, counts)
+    for name in cases.COUNTS:
+        now = cases.counts_of(name, experts, most)
+        counts.copy_(now)
+        x.copy_(cases.batch_of(KIMI, now, most, "cuda"))
+        graph.replay()
+        torch.cuda.synchronize()
+        cases.held(layer, prepared, x, now, y)
