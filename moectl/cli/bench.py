@@ -1,303 +1,310 @@
-"""`moectl bench`: every usable backend on the layer's real shapes, correctness first."""
+"""`moectl bench`: backends on layers' real shapes, correctness first."""
 
-import csv
-import io
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .. import __version__
+import typer
+
+from ..bench import Settings, parse_counts
 from ..errors import ExitCode, UsageError
-from .options import (
-    MAX_TOKENS,
-    Activation,
-    Device,
-    Layer,
-    Offline,
-    Seed,
-    WeightsArg,
-    check_writable,
-    framed,
-    option,
-    pick,
-)
+from .options import Activation, Device, Offline, Seed, check_writable, framed, option, pick
 from .output import Output, table
 from .source import DEVICES, backend_names, find_source
 
 if TYPE_CHECKING:
-    from ..bench import Row
+    from ..bench.measure import Bench
+    from ..bench.rows import Row
+    from ..checkpoint import Checkpoint
 
 EXAMPLES = (
     "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
-    "moectl bench ./prepared --backend triton,torch -o result.csv",
-    "moectl bench ./kimi -m 64 --format jsonl",
+    "moectl bench ./prepared --backend triton,torch --routing uniform,zipf:1.2 -o rows.jsonl",
+    "moectl bench --model gpt-oss-20b,kimi-k2 -m 1-8192*4 -o rows.jsonl --resume --plot out.svg",
+    "moectl bench --rows rows.jsonl --format md",
+)
+MORE = (
+    "Every result is held to the reference first; a wrong one has no time.",
+    "Calls run in CUDA graphs on several routings and copies of small layers, so that weights come from",
+    "memory; backends take turns; ± is half the distance between the quartiles of the rounds.",
 )
 FORMATS = ("md", "csv", "json", "jsonl")
 
 
 @framed("bench")
 def bench(
-    checkpoint: WeightsArg,
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CKPT]", help="The folder of a checkpoint, or a converted one.", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        option("--model", own=True, help="Instead of CKPT: named layers with random weights, with commas."),
+    ] = None,
+    rows: Annotated[
+        Path | None, option("--rows", own=True, help="Instead of CKPT: show rows of an earlier bench.")
+    ] = None,
     tokens: Annotated[
         str, option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024.")
     ] = "1,8,64",
     backend: Annotated[
-        str,
-        option(
-            "--backend",
-            own=True,
-            help="Of triton, triton_marlin and torch, with commas; all: every usable one.",
-        ),
+        str, option("--backend", own=True, help="Names with commas; all: every usable one.")
     ] = "all",
-    layer: Layer = None,
+    layer: Annotated[
+        int | None, option("--layer", help="Layer number; default: the first of each group.", min=0)
+    ] = None,
+    tp: Annotated[int, option("--tp", "--tp-size", help="Slices of each expert.", min=1)] = 1,
+    ep: Annotated[int, option("--ep", "--ep-size", help="Ranks that share the experts.", min=1)] = 1,
     device: Device = None,
     routing: Annotated[
-        str, option("--routing", own=True, help="uniform, balanced, zipf:A or hot:N:F.")
+        str,
+        option(
+            "--routing",
+            own=True,
+            help="uniform, balanced, zipf:A, hot:N:F, trace:FILE or router; several with commas.",
+        ),
     ] = "uniform",
-    warm: Annotated[bool, option("--warm", help="Do not flush caches.")] = False,
-    repeats: Annotated[int, option("--repeats", help="Measurements per row.", min=1)] = 11,
+    input: Annotated[
+        Path | None, option("--input", help="safetensors file with x, for --routing router.")
+    ] = None,
+    warm: Annotated[bool, option("--warm", help="Leave weights in the cache.")] = False,
+    repeats: Annotated[int, option("--repeats", help="Rounds per row.", min=1)] = 11,
     seed: Seed = 0,
     format: Annotated[
-        str | None, option("--format", help="md, csv, json or jsonl; default: a table.", show_default=False)
+        str | None, option("--format", help="md, csv, json or jsonl on stdout.", show_default=False)
     ] = None,
     output: Annotated[
-        Path | None,
-        option("--output", "-o", own=True, help="Write this file; its suffix picks the format."),
+        list[Path] | None,
+        option("--output", "-o", own=True, help="A file by suffix, also several; .jsonl row by row."),
     ] = None,
+    resume: Annotated[bool, option("--resume", help="Go on with the rows of -o FILE.jsonl.")] = False,
+    plot: Annotated[Path | None, option("--plot", help="Draw latency and roofline: .svg or .png.")] = None,
+    save: Annotated[
+        bool, option("--save", help="Keep times for choices by measurement (`moectl explain --measured`).")
+    ] = False,
+    compile_only: Annotated[
+        bool, option("--compile-only", help="Compile what would be timed, and stop.")
+    ] = False,
+    jobs: Annotated[int, option("--jobs", help="Processes of --compile-only.", min=1, max=64)] = 1,
     activation: Activation = None,
     offline: Offline = False,
     *,
     out: Output,
 ) -> ExitCode:
-    """Time every usable backend on one layer's real shapes.
+    """Time backends on layers' real shapes.
 
     Against the floor that the device's bandwidth and matrix rate set. Each is compared with the
-    reference first; a result that is wrong gets no time, and exit code 1.
+    reference first; a result that is wrong gets no time. Exit code 1 when any row has none.
     """
-    from ..kernels.distributions import check_distribution
+    shown = Shown(stdout_format(format, output, out.as_json), tuple(output or ()), plot)
+    if rows is not None:
+        return _from_rows(rows, (checkpoint, model), shown, out)
+    settings = Settings(
+        checkpoint=checkpoint or "",
+        models=_models(model),
+        tokens=parse_counts(tokens),
+        routings=_names(routing),
+        backends=tuple(backend_names(backend)),
+        layer=layer,
+        tp=tp,
+        ep=ep,
+        input=str(input or ""),
+        device=pick(device, DEVICES, "device") if device else "",
+        rounds=repeats,
+        warm=warm,
+        seed=seed,
+    )
+    source = find_source(checkpoint, layer, offline=offline, activation=activation) if checkpoint else None
+    shown.check()
+    if compile_only:
+        return _compile(settings, source, jobs, out)
+    if resume and shown.journal is None:
+        raise UsageError("--resume goes on with rows in a file", hint="give -o FILE.jsonl")
+    about, measured = _measure(settings, source, shown, resume, save, out)
+    shown.show(about, measured, out)
+    return ExitCode.DONE if all(row.timed for row in measured) else ExitCode.FOUND
 
-    counts = parse_counts(tokens)
-    check_distribution(routing)
-    wanted = pick_format(format, output, out.as_json)
-    asked = backend_names(backend)
-    device = pick(device, DEVICES, "device") if device else None
-    source = find_source(checkpoint, layer, offline=offline, activation=activation)
-    if output is not None:
-        check_writable(output)
 
-    from ..bench import BenchOptions
-    from ..bench import bench as library
-    from ..kernels.timing import measured_rates
-    from ..run import choose_backends, open_layer, this_machine
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
 
-    machine = this_machine(device)
-    opened = open_layer(source, layer)
-    if opened.partial:
-        out.note(opened.partial)
-    names = choose_backends(opened.problem, machine, asked, opened.layout)
-    prepared = {name: opened.prepared(name, machine.torch) for name in names}
-    rates = measured_rates(machine.torch)
-    options = BenchOptions(seed, routing, repeats, not warm, rates)
+
+def _models(text: str | None) -> tuple[str, ...]:
+    from ..models import MODELS
+
+    return tuple(dict.fromkeys(pick(name, MODELS, "model") for name in _names(text)))
+
+
+def _from_rows(path: Path, others: tuple[str | None, ...], shown: "Shown", out: Output) -> ExitCode:
+    from ..bench.rows import read_rows
+
+    if any(others):
+        raise UsageError("--rows shows rows that are there, and CKPT and --model measure new ones")
+    if shown.journal is not None:
+        raise UsageError(f"{shown.journal} would be a copy of rows", hint="give -o FILE.md, .csv or .json")
+    shown.check()
+    found = read_rows(path)
+    shown.show(found.about, found.rows, out)
+    return ExitCode.DONE
+
+
+def _compile(settings: Settings, source: "Checkpoint | Path | None", jobs: int, out: Output) -> ExitCode:
+    from ..bench.compiling import compile_parts
+
+    lines = []
+    with out.progress("compiling", unit="cells") as progress:
+        for line in compile_parts(settings, source, jobs):
+            lines.append(line)
+            progress(len(lines), 0, line)
+    document = {"settings": settings.to_json(), "lines": lines}
+    out.result(document, lambda console: console.print("\n".join(lines), markup=False), f"{len(lines)}")
+    return ExitCode.DONE
+
+
+def _measure(
+    settings: Settings,
+    source: "Checkpoint | Path | None",
+    shown: "Shown",
+    resume: bool,
+    save: bool,
+    out: Output,
+) -> "tuple[Mapping[str, Any], Sequence[Row]]":
+    """What rows were taken on, as plain data, and all rows; they go into the journal as they come."""
+    from ..bench.about import about, rates_of
+    from ..bench.keeping import keep
+    from ..bench.opening import open_bench
+    from ..bench.rows import Journal, Run, earlier, read_rows
+
+    journal = shown.journal
+    going_on = resume and journal is not None and journal.exists() and journal.stat().st_size > 0
+    before = read_rows(journal) if going_on and journal else None
+    rates = rates_of(before.about) if before else None
+    opened = open_bench(settings, source, rates=rates, say=out.note)
+    run = Run(settings.to_json(), about(opened.machine, settings, opened.rates))
     rows: list[Row] = []
-    with out.progress("measuring", unit="rows") as progress:
-        for row in library(prepared, counts, opened.reference, options):
+    with ExitStack() as stack:
+        kept: Journal | None = None
+        if before is not None and journal is not None:
+            rows += earlier(journal, settings, run.machine).rows
+            out.note(f"{len(rows)} rows of {journal} are there already")
+            kept = stack.enter_context(Journal.resume(journal))
+        elif journal is not None:
+            kept = stack.enter_context(Journal.begin(journal, run))
+        for row in _with_progress(opened, frozenset(row.key for row in rows), len(rows), out):
             rows.append(row)
-            progress(len(rows), len(counts) * len(names), f"{row.backend} M={row.tokens}")
-    head = {
-        "checkpoint": checkpoint,
-        "layer": opened.layer,
-        "problem": asdict(opened.problem),
-        "partial": opened.partial,
-        "device": machine.device.name,
-        "versions": versions(),
-        "routing": routing,
-        "caches": "warm" if warm else "cold",
-        "rates": asdict(rates),
-    }
-    if output is not None and wanted is not None:
-        from ..convert.disk import write_file
-
-        write_file(output, render(wanted, head, rows, out).encode())
-        out.note(f"wrote {output}")
-    elif wanted not in (None, "json"):
-        out.text(render(wanted, head, rows, out))
-    if output is None and wanted == "json":
-        out.as_json = True
-    if out.as_json or wanted is None:
-        lines = [brief(row) for row in rows]
-        out.result(document(head, rows), lambda console: draw(head, rows, console), lines)
-    return ExitCode.DONE if all(row.check.ok for row in rows) else ExitCode.FOUND
+            if kept is not None:
+                kept.add(row)
+    for file in keep(opened, rows) if save else ():
+        out.note(f"kept in {file}")
+    return (before.about if before else run.to_json()), rows
 
 
-def parse_counts(text: str) -> list[int]:
-    """Token counts of ``1,8,64-1024*4`` in order, each once; UsageError for anything else."""
-    counts: list[int] = []
-    for item in text.split(","):
-        try:
-            first, dash, rest = item.strip().partition("-")
-            if not dash:
-                counts.append(int(first))
-                continue
-            last, star, factor = rest.partition("*")
-            value, end, times = int(first), int(last), int(factor) if star else 2
-            if times < 2 or value < 1:
-                raise ValueError(item)
-            while value <= end:
-                counts.append(value)
-                value *= times
-        except ValueError as error:
-            raise UsageError(
-                f"token counts must look like 1,8,64-1024*4, got {item.strip()!r} in {text!r}",
-                hint="A-B*F counts from A to B by factors of F (2 by default)",
-            ) from error
-    if not counts or min(counts) < 1 or max(counts) > MAX_TOKENS:
-        raise UsageError(f"token counts must be from 1 to {MAX_TOKENS}, got {text!r}")
-    return list(dict.fromkeys(counts))
+def _with_progress(opened: "Bench", done: frozenset[Any], there: int, out: Output) -> "Iterator[Row]":
+    with out.progress("measuring", unit="rows") as progress:
+        progress(there, opened.total, "")
+        for number, row in enumerate(opened.measured(done), there + 1):
+            progress(number, opened.total, f"{row.model} {row.backend} M={row.tokens}")
+            yield row
 
 
-def pick_format(format: str | None, output: Path | None, as_json: bool) -> str | None:
-    """The format of the file or of stdout: by name, by a file's suffix, or ``--json`` for stdout.
+def stdout_format(format: str | None, output: Sequence[Path] | None, as_json: bool) -> str | None:
+    """The format of stdout: by name or ``--json``; ``table``, or None where files take everything.
 
-    None is a table on stdout. Raises UsageError for an unknown or a contradicted format.
+    Raises UsageError for an unknown or a contradicted format.
     """
     if format is not None:
         format = pick(format, FORMATS, "format")
-    if output is None:
-        if as_json and format not in (None, "json"):
-            raise UsageError(
-                f"--json and --format {format} ask for two formats", hint="leave one of them out"
-            )
-        return "json" if as_json else format
-    suffix = output.suffix.lstrip(".").lower()
-    if suffix in FORMATS and format not in (None, suffix):
-        raise UsageError(
-            f"--format {format} and {output.name} ask for two formats", hint="leave --format out"
-        )
-    if format is None and suffix not in FORMATS:
-        raise UsageError(
-            f"the suffix of {output} names no format, expected one of {', '.join(FORMATS)}",
-            hint="give --format too",
-        )
-    return format or suffix
+    if as_json and format not in (None, "json"):
+        raise UsageError(f"--json and --format {format} ask for two formats", hint="leave one of them out")
+    if as_json:
+        return "json"
+    return format or (None if output else "table")
 
 
-def versions() -> dict[str, str]:
-    """Versions of what times depend on."""
-    import platform
+@dataclass(frozen=True)
+class Shown:
+    """Where rows go: the format of stdout, files by their suffixes, and a plot."""
 
-    import torch
+    stdout: str | None
+    files: tuple[Path, ...]
+    plot: Path | None
 
-    from ..environment import packages_from
+    @property
+    def journal(self) -> Path | None:
+        """The file that rows are written to as they come."""
+        return next((path for path in self.files if path.suffix.lower() == ".jsonl"), None)
 
-    found = {"moectl": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    triton = packages_from(None).versions.get("triton")
-    return found | ({"triton": triton} if triton else {})
+    def check(self) -> None:
+        """Refuses what cannot be written, before the work."""
+        for path in self.files:
+            if path.suffix.lstrip(".").lower() not in FORMATS:
+                raise UsageError(
+                    f"the suffix of {path} names no format, expected one of {', '.join(FORMATS)}",
+                    hint="give -o rows.jsonl",
+                )
+            check_writable(path)
+        if sum(path.suffix.lower() == ".jsonl" for path in self.files) > 1:
+            raise UsageError("rows go into one .jsonl file as they come, and several are asked for")
+        if self.plot is not None:
+            from ..bench.plot import check_plot
 
+            check_writable(self.plot)
+            check_plot(self.plot)
 
-COLUMNS = (
-    "backend",
-    "M",
-    "experts",
-    "check",
-    "us",
-    "+-",
-    "GB/s",
-    "TFLOP/s",
-    "floor us",
-    "bound",
-    "of floor",
-)
+    def show(self, about: Mapping[str, Any], rows: "Sequence[Row]", out: Output) -> None:
+        """Writes files other than the journal, the plot, and stdout."""
+        from ..bench.render import brief, document
+        from ..convert.disk import write_file
 
+        for path in self.files:
+            if path != self.journal:
+                text = render(path.suffix.lstrip(".").lower(), about, rows, out)
+                write_file(path, text.encode())
+            out.note(f"wrote {path}")
+        if self.plot is not None:
+            from ..bench.plot import draw
 
-def cells(row: "Row") -> list[str]:
-    """One row in words, in the order of `COLUMNS`."""
-    verdict = f"ok {row.check.rms:.1e}" if row.check.ok else f"FAILED {row.check.rms:.1e}"
-    timed: Sequence[str] = ("-",) * 4
-    percent = "-"
-    if row.timing is not None:
-        timing = row.timing
-        timed = (
-            f"{timing.median_us:.1f}",
-            f"{timing.spread_us:.1f}",
-            f"{row.gb_per_s:.1f}",
-            f"{row.tflop_per_s:.3g}",
-        )
-        percent = f"{row.floor_percent:.0f}%"
-    floor = (f"{row.floor.seconds * 1e6:.1f}", row.floor.bound)
-    return [row.backend, str(row.tokens), str(row.work.experts), verdict, *timed, *floor, percent]
-
-
-def brief(row: "Row") -> str:
-    """Backend, tokens and microseconds."""
-    return f"{row.backend}\t{row.tokens}\t{row.timing.median_us if row.timing else 'failed'}"
-
-
-def draw(head: dict[str, Any], rows: "Sequence[Row]", console: Any) -> None:
-    """The table with what its numbers rest on."""
-    rates = head["rates"]
-    console.print(f"layer {head['layer']} of {head['checkpoint']} on {head['device']}", markup=False)
-    console.print(
-        f"floor: {rates['bandwidth'] / 1e9:.4g} GB/s and {rates['flops'] / 1e12:.3g} TFLOP/s "
-        f"({rates['source']}); {head['caches']} caches, {head['routing']} routing",
-        markup=False,
-    )
-    made = table(*COLUMNS, right=COLUMNS[4:9] + COLUMNS[10:])
-    for row in rows:
-        made.add_row(*cells(row))
-    console.print(made)
+            draw(self.plot, about, rows)
+            out.note(f"wrote {self.plot}")
+        if self.stdout in ("md", "csv", "jsonl"):
+            out.text(render(self.stdout, about, rows, out))
+        elif self.stdout is not None:
+            out.as_json = self.stdout == "json"
+            lines = [brief(row) for row in rows]
+            out.result(document(about, rows), lambda console: draw_table(about, rows, console), lines)
 
 
-def record(row: "Row") -> dict[str, Any]:
-    """One row as plain data."""
-    found = asdict(row)
-    found["check"]["tolerance"].pop("reason")
-    return found
-
-
-def flat(row: "Row") -> dict[str, Any]:
-    """One row as a flat mapping, for CSV."""
-    timing = row.timing
-    return {
-        "backend": row.backend,
-        "layout": row.layout,
-        "tokens": row.tokens,
-        "experts": row.work.experts,
-        "ok": row.check.ok,
-        "error_max": row.check.max,
-        "error_rms": row.check.rms,
-        "median_us": timing.median_us if timing else "",
-        "spread_us": timing.spread_us if timing else "",
-        "gb_per_s": row.gb_per_s if timing else "",
-        "tflop_per_s": row.tflop_per_s if timing else "",
-        "floor_us": row.floor.seconds * 1e6,
-        "bound": row.floor.bound,
-        "floor_percent": row.floor_percent if timing else "",
-    }
-
-
-def document(head: dict[str, Any], rows: "Sequence[Row]") -> dict[str, Any]:
-    """The whole result as plain data."""
-    return {**head, "rows": [record(row) for row in rows]}
-
-
-def render(format: str, head: dict[str, Any], rows: "Sequence[Row]", out: Output) -> str:
+def render(format: str, about: Mapping[str, Any], rows: "Sequence[Row]", out: Output) -> str:
     """The whole result in one of `FORMATS`."""
+    from ..bench.render import as_csv, document, markdown
+
     if format == "json":
-        return out.json(document(head, rows)) + "\n"
+        return out.json(document(about, rows)) + "\n"
     if format == "jsonl":
-        return "".join(out.json({**head, **record(row)}, indent=None) + "\n" for row in rows)
-    constant = {"checkpoint": head["checkpoint"], "layer": head["layer"], "device": head["device"]}
-    constant |= {"routing": head["routing"], "caches": head["caches"], **head["versions"]}
-    if format == "csv":
-        text = io.StringIO()
-        records = [{**constant, **flat(row)} for row in rows]
-        writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-        return text.getvalue()
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *(cells(row) for row in rows)]
-    facts = ", ".join(f"{key} {value}" for key, value in constant.items())
-    return "\n".join([*("| " + " | ".join(line) + " |" for line in lines), "", facts]) + "\n"
+        lines = [{"kind": "run", **about}, *({"kind": "row", **row.to_json()} for row in rows)]
+        return "".join(out.json(line, indent=None) + "\n" for line in lines)
+    return markdown(about, rows) if format == "md" else as_csv(about, rows)
+
+
+def draw_table(about: Mapping[str, Any], rows: "Sequence[Row]", console: Any) -> None:
+    """Tables of times and costs, what they rest on, and latency as characters."""
+    from ..bench.plot import text_plots
+    from ..bench.render import COLUMNS, COSTS, cost_rows, footer, shown
+
+    for columns, some in ((COLUMNS, rows), (COSTS, cost_rows(rows))):
+        if not some:
+            continue
+        used = shown(columns, some)
+        made = table(*(c.title for c in used), right=[c.title for c in used if c.number])
+        for row in some:
+            made.add_row(*(column.text(row) for column in used))
+        console.print(made)
+    for line in footer(about, rows):
+        console.print(line, markup=False)
+    plots = text_plots(rows)
+    if plots:
+        console.print("\n" + plots, markup=False)

@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import ExitCode
-from . import bench, convert, doctor, env, explain, known, synth, tune, unconvert, verify
+from . import bench, compare, convert, doctor, env, explain, known, synth, tune, unconvert, verify
 from . import run as run_command
 from .output import drop_stdout
 
@@ -28,6 +28,7 @@ COMMANDS = (
     (run_command.run, "run"),
     (bench.bench, "bench"),
     (tune.tune, "tune"),
+    (compare.compare, "compare"),
     (synth.synth, "synth"),
     (known.known, "list"),
     (doctor.doctor, "doctor"),

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..bench import parse_counts
 from ..errors import ExitCode, UsageError
-from .bench import parse_counts
 from .options import Activation, Offline, framed, option, pick
 from .output import Output, count, duration
 from .tuned_launches import draw_list, draw_search, listed, search_document, tile_words
@@ -127,7 +127,7 @@ def _families(text: str | None) -> list[str]:
 
 def _search(
     layers: "Sequence[Layer]",
-    counts: list[int],
+    counts: Sequence[int],
     seconds: float,
     families: list[str],
     repeats: int,

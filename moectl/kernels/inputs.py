@@ -55,7 +55,7 @@ def make_inputs(
         raise UsageError(f"the number of tokens must not be negative, got {tokens}")
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, problem.dims.hidden, generator=generator)
-    logits = _logits(problem, tokens, distribution, generator)
+    logits = random_logits(problem, tokens, distribution, generator)
     # A correction bias of zero: the distribution asked for is that of the choice.
     made = inputs_from(problem, x.to(DTYPES[problem.dtype]), logits, no_bias(problem))
     return Inputs(*(t.to(device) for t in (made.x, made.ids, made.weights, made.logits)))
@@ -79,7 +79,7 @@ def no_bias(problem: MoEProblem) -> Tensor | None:
     return torch.zeros(problem.experts) if problem.routing.correction_bias else None
 
 
-def _logits(problem: MoEProblem, tokens: int, distribution: str, generator: torch.Generator) -> Tensor:
+def random_logits(problem: MoEProblem, tokens: int, distribution: str, generator: torch.Generator) -> Tensor:
     """``[tokens, experts]``: log-odds with Gumbel noise: their top-k is a draw without replacement."""
     name, arguments = parse_distribution(distribution)
     shape = (tokens, problem.experts)

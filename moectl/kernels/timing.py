@@ -69,7 +69,7 @@ def _summary(seconds: Sequence[float], cold: bool, method: str) -> Timing:
 
 
 def _time_cpu(calls: Sequence[Call], repeats: int, cold: bool) -> Timing:
-    flush = _flusher(torch.device("cpu")) if cold else None
+    flush = flusher(torch.device("cpu")) if cold else None
     calls[0]()
     seconds = []
     for i in range(repeats):
@@ -82,7 +82,7 @@ def _time_cpu(calls: Sequence[Call], repeats: int, cold: bool) -> Timing:
 
 
 def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool, capturable: bool) -> Timing:
-    flush = _flusher(torch.device("cuda")) if cold else None
+    flush = flusher(torch.device("cuda")) if cold else None
     run = _captured(calls).replay if capturable else partial(_in_turn, calls)
     run()
     method = "cuda graph" if capturable else "cuda calls"
@@ -90,7 +90,7 @@ def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool, capturable: bool
     for _ in range(repeats):
         if flush is not None:
             flush()
-        start, stop = _event(), _event()
+        start, stop = event(), event()
         start.record()
         run()
         stop.record()
@@ -104,7 +104,7 @@ def _in_turn(calls: Sequence[Call]) -> None:
         call()
 
 
-def _event() -> torch.cuda.Event:
+def event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
@@ -124,7 +124,7 @@ def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _flusher(device: torch.device) -> Call:
+def flusher(device: torch.device) -> Call:
     """A call that replaces what the last-level cache of `device` holds."""
     size = last_level_cache(device)
     buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)

@@ -177,27 +177,6 @@ def test_a_layer_without_experts_names_those_with(tiny_kimi):
     assert "1 to 2" in done.stderr
 
 
-def test_bench_formats(tiny_gpt_oss, tmp_path):
-    options = ["-m", "1,3", "--repeats", 3, "--device", "cpu"]
-    document = moectl("bench", tiny_gpt_oss, *options, "--json").document
-    assert [(row["backend"], row["tokens"]) for row in document["rows"]] == [("torch", 1), ("torch", 3)]
-    assert document["schema_version"] == 1 and document["caches"] == "cold"
-    for row in document["rows"]:
-        assert row["check"]["ok"] and row["timing"]["median_us"] > 0 and row["floor_percent"] > 0
-    lines = moectl("bench", tiny_gpt_oss, *options, "--format", "jsonl").stdout.splitlines()
-    assert [json.loads(line)["tokens"] for line in lines] == [1, 3]
-    file = tmp_path / "rows.csv"
-    assert moectl("bench", tiny_gpt_oss, *options, "-o", file).stdout == ""
-    rows = list(csv.DictReader(file.open()))
-    assert [row["tokens"] for row in rows] == ["1", "3"] and float(rows[0]["floor_us"]) > 0
-    both = tmp_path / "rows.md"
-    assert moectl("bench", tiny_gpt_oss, *options, "-o", both, "--json").document["rows"]
-    assert both.read_text().startswith("| backend | M |")
-    text = moectl("bench", tiny_gpt_oss, *options, "--format", "MD").stdout
-    assert text.startswith("| backend | M |")
-    assert "torch" in moectl("bench", tiny_gpt_oss, *options).stdout
-
-
 @pytest.mark.parametrize("command", ["bench", "run"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, tiny_gpt_oss, tmp_path):
     out = tmp_path / "no" / "y.csv"
@@ -225,29 +204,6 @@ def test_a_flipped_byte_is_found_by_run(tiny_gpt_oss, tmp_path):
 def test_unconverting_experts_alone_says_so(tiny_gpt_oss, tmp_path):
     moectl("convert", tiny_gpt_oss, tmp_path / "out", "--to", "marlin", "--experts-only")
     assert "no complete checkpoint" in moectl("unconvert", tmp_path / "out", tmp_path / "back").stderr
-
-
-def test_bench_refuses_a_suffix_that_names_no_format(tiny_gpt_oss, tmp_path):
-    done = moectl("bench", tiny_gpt_oss, "-m", "1", "-o", tmp_path / "rows.xlsx", code=2)
-    assert "csv" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [("1", [1]), ("1,8,64-1024*4", [1, 8, 64, 256, 1024]), ("3-20", [3, 6, 12]), ("8,1,8", [8, 1])],
-)
-def test_token_counts(text, counts):
-    from moectl.cli.bench import parse_counts
-
-    assert parse_counts(text) == counts
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,,2", "8-4x", "4-8*1", "-3", "99999999999", "1.5", "0-8"])
-def test_bad_token_counts(text):
-    from moectl.cli.bench import parse_counts
-
-    with pytest.raises(UsageError):
-        parse_counts(text)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Inputs, floors, times and the bench."""
+"""Inputs, floors and times."""
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,18 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moectl.bench import BenchOptions, bench
 from moectl.errors import UsageError
 from moectl.floors import Rates, floor_of
 from moectl.kernels.distributions import check_distribution
 from moectl.kernels.inputs import make_inputs
-from moectl.kernels.prepared import DenseExpert, DenseExperts
 from moectl.kernels.reference import route
 from moectl.kernels.roofline import work_of
 from moectl.kernels.timing import measured_rates, time_calls
 from moectl.problem import Dims
 
-from .layers import GPT_OSS, KIMI, random_layer
+from .layers import GPT_OSS, KIMI
 
 CPU = torch.device("cpu")
 MANY = replace(KIMI, experts=64, local_experts=64, top_k=4)
@@ -126,46 +123,3 @@ def test_times_are_taken_in_turn_and_summed_up() -> None:
 def test_measured_rates_are_those_of_a_computer() -> None:
     rates = measured_rates(CPU)
     assert 1e8 < rates.bandwidth < 1e14 and 1e8 < rates.flops < 1e16
-
-
-def test_bench_times_what_is_right_and_nothing_else() -> None:
-    layer = random_layer(GPT_OSS)
-    right = layer.prepared("torch", "cpu")
-
-    def wrong(ids: object) -> DenseExperts:
-        dense = right.dense(ids)  # type: ignore[arg-type]
-        return replace(dense, w2=dense.w2 * 1.05)
-
-    options = BenchOptions(repeats=3, rates=Rates(1e10, 1e11, "test"), cold=False)
-    rows = list(bench({"torch": right}, [1, 40], layer.reference, options))
-    assert [row.tokens for row in rows] == [1, 40] and [row.checked_tokens for row in rows] == [1, 32]
-    for row in rows:
-        assert row.check.ok and row.timing is not None and row.timing.samples == 3
-        seconds = row.timing.median_us * 1e-6
-        assert math.isclose(row.floor_percent, 100 * row.floor.seconds / seconds)
-        assert math.isclose(row.gb_per_s, row.work.bytes / seconds / 1e9)
-    failed = list(bench({"torch": replace(right, dense=wrong)}, [4], layer.reference, options))
-    assert not failed[0].check.ok and failed[0].timing is None and failed[0].floor_percent == 0.0
-
-
-def test_bench_fails_a_value_that_is_not_finite_in_any_row() -> None:
-    layer = random_layer(GPT_OSS)
-    right = layer.prepared("torch", "cpu")
-    asked = make_inputs(GPT_OSS, 100, 0).ids
-
-    def spoiled(ids: object) -> DenseExperts:
-        dense = right.dense(ids)  # type: ignore[arg-type]
-        return replace(dense, w2=dense.w2 * float("inf"))
-
-    assert len(asked) > 32
-    options = BenchOptions(repeats=1, rates=Rates(1e10, 1e11, "test"), cold=False)
-    row = next(iter(bench({"torch": replace(right, dense=spoiled)}, [100], layer.reference, options)))
-    assert not row.check.ok and math.isnan(row.check.max) and row.timing is None
-
-
-def test_bench_refuses_nothing_to_measure() -> None:
-    def unused(expert: int) -> DenseExpert:
-        raise AssertionError(expert)
-
-    with pytest.raises(UsageError, match="positive numbers of tokens"):
-        list(bench({}, [1], unused))

@@ -1,0 +1,7 @@
+"""Times of layers on several backends against the memory and compute floor, correctness first."""
+
+from __future__ import annotations
+
+from .settings import Settings, parse_counts
+
+__all__ = ["Settings", "parse_counts"]

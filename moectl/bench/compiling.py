@@ -1,0 +1,78 @@
+"""Kernels of a bench compiled beforehand, by several processes at once."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ..checkpoint import Checkpoint
+from ..errors import MoectlError
+from .settings import Settings
+
+WORK = "from moectl.bench.compiling import work; work()"
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process compiles: its part of a bench's layers, backends and numbers of tokens."""
+
+    settings: Settings
+    source: Checkpoint | Path | None
+    part: int
+    parts: int
+
+
+def compile_parts(settings: Settings, source: Checkpoint | Path | None, processes: int) -> Iterator[str]:
+    """Runs every cell of a bench once, spread over `processes`; says what each has done, as it ends.
+
+    What is compiled lies in the caches of the libraries, such as TRITON_CACHE_DIR. A process that fails
+    says why, and what it did not come to is compiled later, when it is measured.
+    """
+    jobs = [Job(settings, source, part, processes) for part in range(processes)]
+    running = [(job, *_start(job)) for job in jobs]
+    try:
+        while running:
+            time.sleep(POLL_SECONDS)
+            for item in [item for item in running if item[1].poll() is not None]:
+                running.remove(item)
+                job, process, log = item
+                log.seek(0)
+                yield from log.read().splitlines()
+                log.close()
+                if process.returncode:
+                    yield f"part {job.part} of {job.parts} ended with status {process.returncode}"
+    finally:
+        for _, process, log in running:
+            process.kill()
+            process.wait()
+            log.close()
+
+
+def _start(job: Job) -> tuple[subprocess.Popen[bytes], IO[str]]:
+    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed above
+    process = subprocess.Popen([sys.executable, "-c", WORK], stdin=subprocess.PIPE, stdout=log, stderr=log)
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps(job))
+    process.stdin.close()
+    return process, log
+
+
+def work() -> None:
+    """In a process of `compile_parts`: does the `Job` that its parent has written to stdin."""
+    job: Job = pickle.load(sys.stdin.buffer)
+    from .opening import open_bench
+
+    try:
+        for line in open_bench(job.settings, job.source, measure_rates=False).compiled(job.part, job.parts):
+            print(line, flush=True)
+    except MoectlError as error:
+        print(error, flush=True)
+        sys.exit(int(error.exit_code))

@@ -1,0 +1,40 @@
+"""Rows of a bench kept for choices by measurement on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..cache import measurements
+from ..measured import Timed
+from .about import versions_of
+from .measure import Bench
+from .rows import Row
+
+
+def keep(bench: Bench, rows: Sequence[Row]) -> tuple[Path, ...]:
+    """Puts the timed rows into the user's cache, a layer at a time; the files they are in.
+
+    Raises Unavailable when the cache cannot be written.
+    """
+    files = []
+    for target in bench.targets:
+        of = (target.model, target.layers, target.parallel)
+        found = [_timed(row) for row in rows if row.timed and (row.model, row.layers, row.parallel) == of]
+        if found:
+            machine = bench.machine
+            versions = versions_of(machine)
+            files.append(
+                measurements.save(
+                    machine.device, target.problem, found, versions=versions, source="moectl bench"
+                )
+            )
+    return tuple(dict.fromkeys(files))
+
+
+def _timed(row: Row) -> Timed:
+    assert row.median_us is not None and row.spread_us is not None and row.error_rms is not None
+    cold = row.caches.startswith("cold")
+    return Timed(
+        row.backend, row.tactic, row.tokens, row.routing, row.median_us, row.spread_us, cold, row.error_rms
+    )

@@ -1,0 +1,374 @@
+"""The bench itself: every backend of every cell prepared, checked, and timed in turns with the others."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..environment.clocks import Clocks, ClockWatch
+from ..errors import MoectlError, NoBackend, Unavailable
+from ..floors import Rates, floor_of
+from ..kernels.inputs import Inputs
+from ..kernels.modular import FusedMoEKernel
+from ..kernels.tolerance import CheckResult, Tolerance, tolerance_for
+from ..kernels.turns import Turn, alive, make_turn, quartiles, take_turns
+from ..run import Machine, choose_backends
+from .cells import CHECKED_TOKENS, Case, Cell, judge, make_case, plan_cells
+from .preparing import Memory, Ready, call_bytes, first_lines, make_ready
+from .routing import Sets, routing_of
+from .rows import Key, Row
+from .settings import ROUTER, TRACE, Settings
+from .targets import Target
+
+COPIES_SHARE = 0.5
+"""Part of the free memory that the copies of a layer for all backends may take."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which backends a layer is timed on, best first, and why those asked for are not that cannot serve."""
+
+    names: tuple[str, ...]
+    refused: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A bench that is ready to be measured: layers, backends and routings are known to be there.
+
+    `say` is told what is worth knowing on the way.
+    """
+
+    settings: Settings
+    machine: Machine
+    targets: Sequence[Target]
+    rates: Rates
+    say: Callable[[str], None] = field(default=lambda text: None)
+    _choices: dict[int, Choice] = field(default_factory=dict, compare=False)
+    _routings: dict[int, dict[str, Sets]] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be measured at all: see `measured`."""
+        errors: dict[str, MoectlError] = {}
+        for at, target in enumerate(self.targets):
+            self._choices[at] = self._choose(target, errors)
+            self._routings[at] = {name: self._routing(name, target) for name in self.settings.routings}
+        for name, error in errors.items():
+            if all(name in choice.refused for choice in self._choices.values()):
+                raise error
+
+    def _routing(self, name: str, target: Target) -> Sets:
+        sets = routing_of(name, target.experts, self.settings)
+        if name == ROUTER or name.startswith(TRACE):
+            sets(max(self.settings.tokens), 1)  # a file that is too short is refused before the work
+        return sets
+
+    def _choose(self, target: Target, errors: dict[str, MoectlError]) -> Choice:
+        stored, asked = target.experts.layout, self.settings.backends
+        if not asked:
+            return Choice(tuple(choose_backends(target.problem, self.machine, (), stored)), {})
+        names: list[str] = []
+        refused: dict[str, str] = {}
+        for name in asked:
+            try:
+                names += choose_backends(target.problem, self.machine, [name], stored)
+            except (NoBackend, Unavailable) as error:
+                errors.setdefault(name, error)
+                refused[name] = error.what
+        return Choice(tuple(dict.fromkeys(names)), refused)
+
+    @property
+    def total(self) -> int:
+        """How many rows there are to come, those of earlier runs included."""
+        cells = len(self.settings.tokens) * len(self.settings.routings)
+        return sum(cells * (len(c.names) + len(c.refused)) for c in self._choices.values())
+
+    def measured(self, done: AbstractSet[Key] = frozenset()) -> Iterator[Row]:
+        """One `Row` per cell and backend, those of a cell together, without those whose key is `done`.
+
+        A backend that fails becomes a row with the reason. Raises Unavailable when one has broken the
+        device for all that come after it; its row has been given by then.
+        """
+        with ClockWatch(gpu_name(self.machine.torch)) as clocks:
+            for at, target in enumerate(self.targets):
+                yield from _TargetRun(
+                    self, target, self._choices[at], self._routings[at], clocks, done
+                ).rows()
+                release(self.machine.torch)
+
+    def compiled(self, part: int = 0, parts: int = 1) -> Iterator[str]:
+        """Runs cells once each, without timing, so that their kernels are compiled; says which.
+
+        The `part`-th of `parts` shares: layers and backends are dealt out with a few token counts each.
+        """
+        number = 0
+        for at, target in enumerate(self.targets):
+            name, sets = next(iter(self._routings[at].items()))
+            for backend in self._choices[at].names:
+                for some in _chunks(self.settings.tokens, TOKENS_OF_A_PART):
+                    number += 1
+                    if number % parts == part:
+                        yield from self._compile(target, backend, name, sets, some)
+                        release(self.machine.torch)
+
+    def _compile(
+        self, target: Target, backend: str, routing: str, sets: Sets, counts: Sequence[int]
+    ) -> Iterator[str]:
+        device, what = self.machine.torch, f"{target.model} {target.layers} {backend}"
+        try:
+            ready = make_ready(target, backend, device, 1, costs=False)
+        except Exception as error:  # whatever a library raises is told
+            yield f"{what}: {first_lines(error)}"
+            return
+        for tokens in counts:
+            case = make_case(target, Cell(routing, tokens, 1), sets, self.settings, device, judged=False)
+            begin = time.monotonic()
+            try:
+                _call(ready.kernels[0], case.inputs[0], case.bias)()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            except Exception as error:
+                yield f"{what} M={tokens}: {first_lines(error)}"
+                continue
+            yield f"{what} M={tokens}: {time.monotonic() - begin:.1f} s"
+
+
+TOKENS_OF_A_PART = 4
+"""Numbers of tokens that one process compiles for at a time."""
+
+
+def _chunks(items: Sequence[int], size: int) -> list[Sequence[int]]:
+    every = -(-len(items) // size)
+    return [items[first::every] for first in range(every)]
+
+
+def gpu_name(device: torch.device) -> str:
+    """The name that the driver's tools have for a CUDA `device`; empty for others, and where none is told."""
+    if device.type != "cuda":
+        return ""
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return uuid if not uuid or uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def release(device: torch.device) -> None:
+    """Gives back what nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclass
+class _TargetRun:
+    """The rows of one layer."""
+
+    bench: Bench
+    target: Target
+    choice: Choice
+    routings: Mapping[str, Sets]
+    clocks: ClockWatch
+    done: AbstractSet[Key]
+
+    @property
+    def device(self) -> torch.device:
+        return self.bench.machine.torch
+
+    def rows(self) -> Iterator[Row]:
+        settings, refused = self.bench.settings, self.choice.refused
+        self.routings = {name: cache(sets) for name, sets in self.routings.items()}
+        memory = Memory(self.device, call_bytes(self.target, max(settings.tokens)))
+        room = COPIES_SHARE * memory.free() / max(1, len(self.choice.names))
+        cells = plan_cells(self.target, dict(self.routings), settings, self.device, room)
+        for cell in cells:
+            for name, reason in refused.items():
+                row = self._row(cell, name)
+                if row.key not in self.done:
+                    yield replace(row, reason=reason)
+        waiting = [name for name in self.choice.names if any(self._wanted(cell, name) for cell in cells)]
+        copies = max(cell.copies for cell in cells)
+        while waiting:
+            ready, failed, waiting = self._prepare(waiting, copies, memory)
+            for name, reason in failed.items():
+                yield from (
+                    replace(self._row(cell, name), reason=reason)
+                    for cell in cells
+                    if self._wanted(cell, name)
+                )
+            if waiting:
+                later = ", ".join(waiting)
+                self.bench.say(
+                    f"{self.target.model}: no memory for all at once, {later} come after the others"
+                )
+            for cell in cells:
+                yield from self._cell(cell, [one for one in ready if self._wanted(cell, one.name)])
+            del ready
+            release(self.device)
+
+    def _wanted(self, cell: Cell, name: str) -> bool:
+        return self._row(cell, name).key not in self.done
+
+    def _row(self, cell: Cell, backend: str) -> Row:
+        target = self.target
+        return Row(
+            model=target.model,
+            layers=target.layers,
+            layer=target.experts.layer,
+            scheme=str(target.problem.scheme),
+            backend=backend,
+            tokens=cell.tokens,
+            routing=cell.routing,
+            parallel=target.parallel,
+            caches=cell.caches(self.bench.settings, self.device),
+        )
+
+    def _prepare(
+        self, names: Sequence[str], copies: int, memory: Memory
+    ) -> tuple[list[Ready], dict[str, str], list[str]]:
+        """As many of `names` as fit together: those ready, those that failed and why, those left."""
+        ready: list[Ready] = []
+        failed: dict[str, str] = {}
+        for at, name in enumerate(names):
+            if ready and not memory.fits(self.target.nbytes, copies, len(ready)):
+                return ready, failed, list(names[at:])
+            try:
+                ready.append(make_ready(self.target, name, self.device, copies))
+            except Exception as error:  # whatever a library raises is told, and the others go on
+                release(self.device)
+                if ready and _is_memory(error):
+                    return ready, failed, list(names[at:])
+                failed[name] = f"not prepared: {first_lines(error)}"
+                if not alive(self.device):
+                    raise _broken(name) from error
+        return ready, failed, []
+
+    def _cell(self, cell: Cell, ready: Sequence[Ready]) -> Iterator[Row]:
+        if not ready:
+            return
+        settings = self.bench.settings
+        case = make_case(self.target, cell, self.routings[cell.routing], settings, self.device)
+        rows = {one.name: self._about(cell, one, case) for one in ready}
+        turns: dict[str, Turn] = {}
+        for one in ready:
+            row, turn = self._checked(rows[one.name], one, case)
+            rows[one.name] = row
+            if turn is not None:
+                turns[one.name] = turn
+            elif not alive(self.device):
+                yield row
+                raise _broken(one.name)
+        begin = time.monotonic()
+        with torch.inference_mode():
+            failed = take_turns(turns, self.device, settings.rounds, not settings.warm)
+        clocks = self.clocks.between(begin, time.monotonic())
+        if failed and not alive(self.device):
+            name, error = list(failed.items())[-1]
+            yield replace(rows[name], reason=first_lines(error))
+            raise _broken(name)
+        for one in ready:
+            row = rows[one.name]
+            if one.name in failed:
+                row = replace(row, reason=first_lines(failed[one.name]))
+            elif one.name in turns:
+                again = judge(turns[one.name].outputs[-1], case, tolerance_of(one))
+                row = self._timed(_judged(row, again), turns[one.name], clocks)
+            rows[one.name] = row
+        yield from rows.values()
+        del turns, case
+        release(self.device)
+
+    def _about(self, cell: Cell, one: Ready, case: Case) -> Row:
+        """What is known of a row before anything has run."""
+        floor = floor_of(case.work, self.bench.rates)
+        return replace(
+            self._row(cell, one.name),
+            layout=one.prepared.layout,
+            experts=case.work.experts,
+            bytes=case.work.bytes,
+            flops=case.work.flops,
+            floor_us=1e6 * floor.seconds,
+            bound=floor.bound,
+            costs=one.costs,
+        )
+
+    def _checked(self, row: Row, one: Ready, case: Case) -> tuple[Row, Turn | None]:
+        """The row with its verdict, and the calls to be timed where it is right."""
+        if one.kernels[0].monolithic and not case.agrees:
+            return replace(row, reason="it routes by itself, and cannot be made to route as asked"), None
+        try:
+            with torch.inference_mode():
+                row = replace(row, tactic=one.kernels[0].runner.tactic(one.prepared, row.tokens))
+                calls = [
+                    _call(one.kernels[i % len(one.kernels)], inputs, case.bias)
+                    for i, inputs in enumerate(case.inputs)
+                ]
+                turn = make_turn(calls, self.device, one.kernels[0].runner.capturable)
+                row = _judged(row, judge(turn.outputs[-1], case, tolerance_of(one)))
+        except Exception as error:  # whatever a library raises is told, and the others go on
+            return replace(row, reason=first_lines(error)), None
+        return row, turn if row.ok else None
+
+    def _timed(self, row: Row, turn: Turn, clocks: Clocks | None) -> Row:
+        if not row.ok:
+            return row
+        times = quartiles(turn.seconds)
+        seconds = times.median * 1e-6
+        assert row.bytes is not None and row.flops is not None and row.floor_us is not None
+        return replace(
+            row,
+            median_us=times.median,
+            q1_us=times.q1,
+            q3_us=times.q3,
+            fastest_us=times.fastest,
+            rounds=times.rounds,
+            calls=turn.calls,
+            method=turn.method,
+            gb_per_s=row.bytes / seconds / 1e9,
+            tflop_per_s=row.flops / seconds / 1e12,
+            floor_percent=100 * row.floor_us / times.median,
+            sm_mhz=clocks.sm if clocks else None,
+            memory_mhz=clocks.memory if clocks else None,
+            throttled=", ".join(clocks.reasons) if clocks else "",
+        )
+
+
+def tolerance_of(one: Ready) -> Tolerance:
+    """How far the results of a backend may be from the reference."""
+    return tolerance_for(one.prepared.problem, one.kernels[0].runner.accumulation)
+
+
+def _judged(row: Row, result: CheckResult) -> Row:
+    why = (
+        ""
+        if result.ok
+        else f"wrong result: token {result.worst_token} is off by {result.worst_rms:.2g} (RMS)"
+    )
+    return replace(
+        row,
+        ok=result.ok,
+        error_rms=result.rms,
+        error_max=result.max,
+        checked_tokens=min(row.tokens, CHECKED_TOKENS),
+        reason=why,
+    )
+
+
+def _call(kernel: FusedMoEKernel, inputs: Inputs, bias: Tensor | None) -> Callable[[], Tensor]:
+    return lambda: kernel.run(inputs, bias)
+
+
+def _is_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
+
+
+def _broken(backend: str) -> Unavailable:
+    """An error that stays with the GPU ends everything that this process does on it."""
+    return Unavailable(
+        f"the {backend} backend has broken the GPU for this process, and what was left is not measured",
+        hint="run the same command with --resume, after -o FILE.jsonl: it goes on behind this row",
+    )

@@ -1,0 +1,183 @@
+"""Rows as pictures: latency against tokens and the roofline, in a file or as text."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..convert.disk import write_file
+from ..errors import Unavailable, UsageError
+from .rows import Row
+
+SUFFIXES = (".svg", ".png")
+Figure = tuple[str, str, str, str, str]
+"""Model, layers, scheme, routing and parallel: what one pair of pictures is about."""
+
+WIDTH, HEIGHT = 64, 16
+"""Characters of a text plot's field."""
+
+FLOOR = "floor"
+
+
+def check_plot(path: Path) -> None:
+    """Refuses a plot before the work: UsageError for a suffix, Unavailable without matplotlib."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise UsageError(
+            f"the suffix of {path} names no kind of picture, expected {' or '.join(SUFFIXES)}",
+            hint="give --plot out.svg",
+        )
+    _pyplot()
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise Unavailable(
+            f"a plot needs the package matplotlib: {error}", hint="pip install 'moectl[plot]'"
+        ) from error
+    matplotlib.use("Agg")
+    # Equal rows give equal files.
+    matplotlib.rcParams["svg.hashsalt"] = "moectl"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def figures(rows: Sequence[Row]) -> dict[Figure, list[Row]]:
+    """Timed rows by what a picture is about."""
+    found: dict[Figure, list[Row]] = {}
+    for row in rows:
+        if row.timed:
+            key = (row.model, row.layers, row.scheme, row.routing, row.parallel)
+            found.setdefault(key, []).append(row)
+    return found
+
+
+def title(figure: Figure) -> str:
+    """What a picture is about, in words."""
+    model, layers, scheme, routing, parallel = figure
+    where = "" if layers == "-" else f" layers {layers}"
+    shared = "" if parallel == "1" else f", {parallel}"
+    return f"{model}{where}, {scheme}, {routing}{shared}"
+
+
+def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by backend, in rising numbers of tokens."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.tokens):
+        found.setdefault(row.backend, []).append(row)
+    return dict(sorted(found.items()))
+
+
+def draw(path: Path, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Writes a picture of two panels for each figure: latency against tokens, and the roofline.
+
+    Bars are the quartiles; the dashed lines are the floor and the roofs. Raises UsageError when no row
+    has a time, and what `check_plot` does.
+    """
+    pyplot = _pyplot()
+    found = figures(rows)
+    if not found:
+        raise UsageError("there is nothing to plot: no row has a time")
+    sheet, axes = pyplot.subplots(len(found), 2, figsize=(12, 4 * len(found)), squeeze=False)
+    names = sorted({row.backend for some in found.values() for row in some})
+    colors = {name: f"C{i % 10}" for i, name in enumerate(names)}
+    for (figure, some), (left, right) in zip(found.items(), axes, strict=True):
+        _latency(left, title(figure), some, colors)
+        _roofline(right, about, some, colors)
+    device = about.get("device", "")
+    sheet.suptitle(f"{device}, {about.get('caches', '')} caches".strip(", "), fontsize=9)
+    sheet.tight_layout()
+    picture, kind = io.BytesIO(), path.suffix.lower().lstrip(".")
+    sheet.savefig(picture, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=130)
+    pyplot.close(sheet)
+    write_file(path, picture.getvalue())
+
+
+def _latency(axes: Any, name: str, rows: Sequence[Row], colors: Mapping[str, str]) -> None:
+    for backend, some in lines(rows).items():
+        x, y = [row.tokens for row in some], [row.median_us for row in some]
+        low = [max(0.0, (row.median_us or 0) - (row.q1_us or 0)) for row in some]
+        high = [max(0.0, (row.q3_us or 0) - (row.median_us or 0)) for row in some]
+        axes.errorbar(x, y, [low, high], marker="o", ms=4, capsize=2, label=backend, color=colors[backend])
+    floors = {row.tokens: row.floor_us for row in rows}
+    counts = sorted(floors)
+    axes.plot(counts, [floors[n] for n in counts], "--", color="gray", label=FLOOR)
+    axes.set(xscale="log", yscale="log", xlabel="tokens (M)", ylabel="us of a layer", title=name)
+    axes.set_xticks(counts, [str(n) for n in counts], fontsize=8)
+    axes.minorticks_off()
+    axes.title.set_fontsize(9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _roofline(axes: Any, about: Mapping[str, Any], rows: Sequence[Row], colors: Mapping[str, str]) -> None:
+    points = [row for row in rows if row.bytes and row.flops]
+    for backend, some in lines(points).items():
+        x = [(row.flops or 0) / (row.bytes or 1) for row in some]
+        axes.plot(x, [row.tflop_per_s for row in some], "o-", ms=4, label=backend, color=colors[backend])
+    rates = about.get("rates")
+    if isinstance(rates, Mapping) and points:
+        intensity = [(row.flops or 0) / (row.bytes or 1) for row in points]
+        ridge = rates["flops"] / rates["bandwidth"]
+        ends = sorted({min(intensity) / 2, ridge, max(*intensity, ridge) * 2})
+        roof = [min(x * rates["bandwidth"], rates["flops"]) / 1e12 for x in ends]
+        axes.plot(ends, roof, "--", color="gray", label=f"{rates['source']} rates")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s")
+    axes.set_title("roofline", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def text_plots(rows: Sequence[Row]) -> str:
+    """Latency against tokens in characters, both axes logarithmic: a letter for each backend, dots the floor.
+
+    Of figures with fewer than two numbers of tokens there is none; empty when there is no other.
+    """
+    made = [
+        _text_plot(title(figure), some)
+        for figure, some in figures(rows).items()
+        if len({row.tokens for row in some}) > 1
+    ]
+    return "\n\n".join(made)
+
+
+def _text_plot(name: str, rows: Sequence[Row]) -> str:
+    letters = _letters(list(lines(rows)))
+    points = [(row.tokens, row.floor_us, ".") for row in rows if row.floor_us]
+    points += [(row.tokens, row.median_us, letters[row.backend]) for row in rows if row.median_us]
+    xs, ys = [math.log(x) for x, _, _ in points], [math.log(y) for _, y, _ in points if y]
+    field = [[" "] * WIDTH for _ in range(HEIGHT)]
+    for (_, us, letter), x in zip(points, xs, strict=True):
+        column = round((x - min(xs)) / (max(xs) - min(xs)) * (WIDTH - 1))
+        line = round((math.log(us or 1) - min(ys)) / max(max(ys) - min(ys), 1e-9) * (HEIGHT - 1))
+        there = field[HEIGHT - 1 - line]
+        there[column] = letter if there[column] in (" ", ".", letter) else "*"
+    most, least = (f"{math.exp(y):.4g} us" for y in (max(ys), min(ys)))
+    margin = max(len(most), len(least))
+    labels = [most, *[""] * (HEIGHT - 2), least]
+    drawn = [
+        f"{label:>{margin}} |{''.join(line).rstrip()}" for label, line in zip(labels, field, strict=True)
+    ]
+    counts = sorted({row.tokens for row in rows})
+    below = f"{'':>{margin}} +{'-' * WIDTH}"
+    ends = f"{'':>{margin}}  M={counts[0]}{f'M={counts[-1]}':>{WIDTH - len(str(counts[0])) - 2}}"
+    legend = ", ".join(
+        [*(f"{letter} {backend}" for backend, letter in letters.items()), ". floor", "* several"]
+    )
+    return "\n".join([name, *drawn, below, ends, f"{'':>{margin}}  {legend}"])
+
+
+def _letters(backends: Sequence[str]) -> dict[str, str]:
+    """A letter for each: the first of its own that is free, in small letters and then in capitals."""
+    found: dict[str, str] = {}
+    for name in backends:
+        own = [c for c in name if c.isalpha()]
+        spare = list("abcdefghijklmnopqrstuvwxyz")
+        choices = [*own, *(c.upper() for c in own), *spare]
+        found[name] = next((c for c in choices if c not in found.values()), "?")
+    return found

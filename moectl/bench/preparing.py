@@ -1,0 +1,172 @@
+"""A layer prepared for several backends at once, as often as cold weights need it, and what that costs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import Unavailable
+from ..experts import CANONICAL, ExpertLayer, Ids
+from ..kernels.modular import FusedMoEKernel, kernel_of
+from ..kernels.prepared import PreparedMoE
+from .rows import Costs
+from .targets import Target
+
+LOADED = 1 << 30
+"""Most bytes of prepared weights that are copied to see how fast all of them would come."""
+
+SPARE = 2.0
+"""Times its own bytes that preparing a layer may need for a moment."""
+
+CALL_BUFFERS = 4
+"""Times the bytes of all assignments' inner and outer values that a call may need, graphs included."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One backend's kernels of the same layer, each on weights of its own, and their cost."""
+
+    name: str
+    kernels: tuple[FusedMoEKernel, ...]
+    costs: Costs
+
+    @property
+    def prepared(self) -> PreparedMoE:
+        """The first of the copies."""
+        return self.kernels[0].prepared
+
+
+@dataclass
+class _Reading:
+    """Seconds that are spent on reading a layer, apart from what is done with it."""
+
+    device: torch.device
+    seconds: float = 0.0
+
+    def of(self, layer: ExpertLayer) -> ExpertLayer:
+        """`layer`, whose readings are counted."""
+
+        def canonical(ids: Ids) -> Mapping[str, Tensor]:
+            return self._counted(lambda: layer.canonical(ids))
+
+        def stored(device: torch.device) -> Mapping[str, Tensor]:
+            return self._counted(lambda: layer.stored(device))
+
+        return replace(layer, canonical=canonical, stored=stored)
+
+    def _counted(self, read: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        synchronize(self.device)
+        begin = time.perf_counter()
+        found = read()
+        synchronize(self.device)
+        self.seconds += time.perf_counter() - begin
+        return found
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for a GPU; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def make_ready(target: Target, backend: str, device: torch.device, copies: int, costs: bool = True) -> Ready:
+    """`target` prepared `copies` times for `backend`; what `ExpertLayer.prepared` raises.
+
+    With `costs`, they are measured: repacking is the fastest of the copies, peak memory the first's.
+    """
+    made, repacks, reads, peak = [], [], [], None
+    for i in range(copies):
+        reading = _Reading(device)
+        before = _begin_peak(device) if i == 0 else 0
+        synchronize(device)
+        begin = time.perf_counter()
+        made.append(reading.of(target.experts).prepared(backend, device))
+        synchronize(device)
+        repacks.append(time.perf_counter() - begin - reading.seconds)
+        reads.append(reading.seconds)
+        if i == 0 and device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device) - before
+    first = made[0]
+    kernels = tuple(kernel_of(prepared) for prepared in made)
+    if not costs:
+        return Ready(backend, kernels, Costs())
+    as_stored = first.layout == target.experts.layout != CANONICAL and not first.relaid
+    load = min(reads) if as_stored else _load_seconds(first, device)
+    return Ready(backend, kernels, Costs(min(reads), min(repacks), load, first.nbytes, peak))
+
+
+def _begin_peak(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _load_seconds(prepared: PreparedMoE, device: torch.device) -> float | None:
+    """Seconds to copy the weights from pageable host memory to `device`, as from a file that is cached.
+
+    Of larger layers a part is copied, and the time is taken in proportion. None without weights.
+    """
+    parts, left = [], LOADED
+    for tensor in prepared.weights.values():
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)[:left]
+        parts.append(flat.cpu().clone())
+        left -= len(flat)
+        if left <= 0:
+            break
+    nbytes = sum(map(len, parts))
+    if not nbytes:
+        return None
+    targets = [torch.empty(len(part), dtype=torch.uint8, device=device) for part in parts]
+    best = math.inf
+    for _ in range(2):
+        synchronize(device)
+        begin = time.perf_counter()
+        for part, place in zip(parts, targets, strict=True):
+            place.copy_(part)
+        synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return best * prepared.nbytes / nbytes
+
+
+@dataclass
+class Memory:
+    """How much of a device's memory is left for layers; a CPU's is taken to be enough.
+
+    Attributes:
+        call_bytes: what the largest call of one backend may need.
+    """
+
+    device: torch.device
+    call_bytes: int
+    _held: int = field(default=0)
+
+    def free(self) -> float:
+        """Bytes that can still be allocated."""
+        if self.device.type != "cuda":
+            return math.inf
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + cached
+
+    def fits(self, nbytes: int, copies: int, others: int) -> bool:
+        """Whether `copies` of a layer of `nbytes` can be prepared beside `others` backends' calls."""
+        return self.free() >= nbytes * (copies - 1 + SPARE) + (others + 1) * self.call_bytes
+
+
+def call_bytes(target: Target, tokens: int) -> int:
+    """Roughly the bytes that a call of `tokens` may need beside the weights."""
+    problem = target.problem
+    width = problem.dims.hidden + 3 * problem.dims.intermediate
+    return CALL_BUFFERS * 2 * tokens * problem.top_k * width
+
+
+def first_lines(error: BaseException) -> str:
+    """What an exception says, on one line: its kind and the first line of its text."""
+    text = str(error).strip().splitlines()
+    kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "
+    return f"{kind}{text[0] if text else ''}"[:300]

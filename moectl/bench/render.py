@@ -1,0 +1,199 @@
+"""Rows as tables for issues and terminals, as CSV and as JSON. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .rows import CONSTANT, Costs, Row
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its title, what stands in it, and whether it is a number.
+
+    `varies` is for columns that are shown only where rows differ in it.
+    """
+
+    title: str
+    text: Callable[[Row], str]
+    number: bool = True
+    varies: bool = False
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`value` with so many significant digits and without an exponent; ``-`` for None."""
+    if value is None:
+        return "-"
+    if value == 0 or abs(value) >= 10 ** (digits - 1):
+        return f"{value:.0f}"
+    return f"{value:#.{digits}g}".rstrip(".")
+
+
+def _error(row: Row) -> str:
+    if row.error_rms is None:
+        return "-"
+    return f"{row.error_rms:.1e}"
+
+
+def _plus_minus(row: Row) -> str:
+    return number(None if row.spread_us is None else row.spread_us / 2, 2)
+
+
+COLUMNS = (
+    Column("model", lambda row: row.model, False, True),
+    Column("layers", lambda row: row.layers, False, True),
+    Column("scheme", lambda row: row.scheme, False, True),
+    Column("parallel", lambda row: row.parallel, False, True),
+    Column("routing", lambda row: row.routing, False, True),
+    Column("backend", lambda row: row.backend, False),
+    Column("M", lambda row: str(row.tokens)),
+    Column("us", lambda row: number(row.median_us, 4)),
+    Column("±", _plus_minus),
+    Column("of floor", lambda row: "-" if row.floor_percent is None else f"{row.floor_percent:.0f}%"),
+    Column("floor us", lambda row: number(row.floor_us, 4)),
+    Column("bound", lambda row: row.bound or "-", False),
+    Column("GB/s", lambda row: number(row.gb_per_s, 4)),
+    Column("TFLOP/s", lambda row: number(row.tflop_per_s)),
+    Column("experts", lambda row: number(row.experts)),
+    Column("error", _error),
+    Column("tactic", lambda row: row.tactic or "-", False),
+    Column("throttled", lambda row: row.throttled or "-", False, True),
+    Column("no time because", lambda row: row.reason.replace("|", "/") or "-", False, True),
+)
+"""The columns of a table. The spread is half the distance between the quartiles."""
+
+COSTS = (
+    Column("model", lambda row: row.model, False, True),
+    Column("layers", lambda row: row.layers, False, True),
+    Column("parallel", lambda row: row.parallel, False, True),
+    Column("backend", lambda row: row.backend, False),
+    Column("layout", lambda row: row.layout or "-", False),
+    Column("read s", lambda row: number(row.costs.read_s)),
+    Column("repack s", lambda row: number(row.costs.repack_s)),
+    Column("load s", lambda row: number(row.costs.load_s)),
+    Column("weights GB", lambda row: number(_giga(row.costs.weight_bytes))),
+    Column("peak GB", lambda row: number(_giga(row.costs.peak_bytes))),
+)
+"""What a backend's weights cost, a line for each layer and backend (`rows.Costs`)."""
+
+
+def _giga(nbytes: int | None) -> float | None:
+    return None if nbytes is None else nbytes / 1e9
+
+
+def cost_rows(rows: Sequence[Row]) -> list[Row]:
+    """One row for each layer and backend whose costs are known."""
+    found = {(row.model, row.layers, row.parallel, row.backend): row for row in rows if row.costs != Costs()}
+    return list(found.values())
+
+
+def shown(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """Those of `columns` that a table of `rows` needs."""
+    return [
+        column
+        for column in columns
+        if not column.varies or len({column.text(row) for row in rows}) > 1 or _said(column, rows)
+    ]
+
+
+def _said(column: Column, rows: Sequence[Row]) -> bool:
+    """True for columns of faults that some row has."""
+    return column.title in ("throttled", "no time because") and any(column.text(row) != "-" for row in rows)
+
+
+def constants(rows: Sequence[Row]) -> str:
+    """What all rows have in common, in a sentence of the columns that are not shown."""
+    hidden = [column for column in COLUMNS if column not in shown(COLUMNS, rows)]
+    found = {column.title: column.text(rows[0]) for column in hidden} if rows else {}
+    return ", ".join(f"{title} {text}" for title, text in found.items() if text not in ("-", ""))
+
+
+def footer(about: Facts, rows: Sequence[Row]) -> list[str]:
+    """What the numbers rest on: device, versions, floor, clocks."""
+    versions = about.get("versions", {})
+    if isinstance(versions, Mapping):
+        versions = ", ".join(f"{name} {version}" for name, version in versions.items())
+    driver = f", driver {about['driver']}" if about.get("driver") else ""
+    lines = [f"{about.get('device', 'unknown device')}{driver}; {versions}"]
+    rates = about.get("rates")
+    if isinstance(rates, Mapping):
+        lines.append(
+            f"floor: {rates['bandwidth'] / 1e9:.4g} GB/s and {rates['flops'] / 1e12:.3g} TFLOP/s "
+            f"({rates['source']})"
+        )
+    clocks = [row.sm_mhz for row in rows if row.sm_mhz]
+    held = sum(bool(row.throttled) for row in rows)
+    if clocks:
+        lines.append(f"SM clock {min(clocks)} to {max(clocks)} MHz; held down in {held} of {len(rows)} rows")
+    elif about.get("clocks"):
+        lines.append(f"clocks {about['clocks'] if not clocks else ''}".strip())
+    caches = dict.fromkeys(row.caches for row in rows if row.caches)
+    if caches:
+        lines.append(f"caches {'; '.join(caches)}")
+    if rows:
+        lines.append(constants(rows))
+    return [line for line in lines if line]
+
+
+def markdown(about: Facts, rows: Sequence[Row]) -> str:
+    """Tables that paste into an issue: times, costs, and what they rest on."""
+    parts = [_markdown(COLUMNS, rows)]
+    costs = cost_rows(rows)
+    if costs:
+        parts.append(_markdown(COSTS, costs))
+    parts.append("\n".join(f"- {line}" for line in footer(about, rows)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    """One table, aligned so that it reads in a terminal too."""
+    used = shown(columns, rows)
+    lines = [[column.title for column in used], *([column.text(row) for column in used] for row in rows)]
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(used))]
+
+    def joined(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cells) + " |"
+
+    rule = [("-" * (w - 1) + ":") if c.number else "-" * w for c, w in zip(used, widths, strict=True)]
+    body = [
+        joined([t.rjust(w) if c.number else t.ljust(w) for t, c, w in zip(line, used, widths, strict=True)])
+        for line in lines
+    ]
+    return "\n".join([body[0], joined(rule), *body[1:]])
+
+
+def as_csv(about: Facts, rows: Sequence[Row]) -> str:
+    """A line for each row, with what all have in common in each."""
+    constant = {name: _flat(about.get(name, "")) for name in CONSTANT}
+    records = [{**constant, **row.to_json()} for row in rows]
+    text = io.StringIO()
+    names = list(records[0]) if records else [*CONSTANT, *Row("", "", 0, "", "", 0, "").to_json()]
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(
+            f"{name} {item:.6g}" if isinstance(item, float) else f"{name} {item}"
+            for name, item in value.items()
+        )
+    return str(value)
+
+
+def document(about: Facts, rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything as plain data."""
+    return {**about, "rows": [row.to_json() for row in rows]}
+
+
+def brief(row: Row) -> str:
+    """Backend, tokens and microseconds, with tabs between."""
+    return f"{row.backend}\t{row.tokens}\t{number(row.median_us, 4) if row.timed else 'failed'}"

@@ -1,0 +1,131 @@
+"""The layers that a bench is of: groups of a checkpoint, layers of a converted folder, named layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..checkpoint import Checkpoint
+from ..convert.manifest import load_manifest
+from ..convert.recipe import Output, Recipe
+from ..convert.shards import Shard, Share
+from ..errors import UsageError
+from ..experts import CANONICAL, ExpertLayer, Ids
+from ..models import model_problem
+from ..problem import MoEProblem
+from ..random_layer import RandomLayer
+from ..ranges import ranges
+from ..run import open_layer
+from .settings import Settings
+
+RANDOM = "-"
+"""What stands for the numbers of layers where weights are random."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One layer that is timed, and the layers of the model that are alike.
+
+    Attributes:
+        model, layers: as in `Row`.
+        parallel: as in `Row`.
+        experts: the layer, or what the first rank has of it.
+    """
+
+    model: str
+    layers: str
+    parallel: str
+    experts: ExpertLayer
+
+    @property
+    def problem(self) -> MoEProblem:
+        """What the layer computes."""
+        return self.experts.problem
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights and scales."""
+        return self.problem.expert_bytes() * self.problem.local_experts
+
+
+def targets_of(
+    settings: Settings, source: Checkpoint | Path | None, device: torch.device
+) -> tuple[Target, ...]:
+    """What `settings` ask for; `source` is what its checkpoint's name stands for, None for named layers.
+
+    Raises UsageError for unknown names, layers without experts, and shares that cannot be cut; and what
+    `open_layer` raises.
+    """
+    shard = Shard(tp_size=settings.tp, ep_size=settings.ep)
+    found = _named(settings, device) if source is None else _stored(settings, source)
+    return tuple(_first_rank(target, shard) for target in found)
+
+
+def _named(settings: Settings, device: torch.device) -> Iterator[Target]:
+    for name in settings.models:
+        yield Target(name, RANDOM, "1", RandomLayer(model_problem(name), device).experts)
+
+
+def _stored(settings: Settings, source: Checkpoint | Path) -> Iterator[Target]:
+    shard = Shard()
+    if isinstance(source, Path):
+        record = load_manifest(source).record
+        shard, groups = record.shard, [group.layers for group in record.groups]
+    else:
+        groups = [group.layers for group in source.groups]
+    model = (
+        Path(settings.checkpoint).resolve().name
+        if Path(settings.checkpoint).exists()
+        else settings.checkpoint
+    )
+    for layers in groups:
+        if settings.layer is None or settings.layer in layers:
+            number = min(layers) if settings.layer is None else settings.layer
+            yield Target(model, ranges(layers), words(shard), open_layer(source, number))
+
+
+def words(shard: Shard) -> str:
+    """How a layer is shared, in short: ``1``, ``tp2``, ``ep8``, ``tp2 ep4``."""
+    sizes = {"tp": shard.tp_size, "ep": shard.ep_size}
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1"
+
+
+def _first_rank(target: Target, shard: Shard) -> Target:
+    if shard.ranks == 1:
+        return target
+    if target.parallel != "1":
+        raise UsageError(
+            f"the folder holds what one rank has ({target.parallel}), which is not shared again",
+            hint="leave --tp and --ep out, or give the checkpoint that it was made of",
+        )
+    return replace(target, parallel=words(shard), experts=shared(target.experts, shard))
+
+
+def shared(layer: ExpertLayer, shard: Shard) -> ExpertLayer:
+    """What `shard` has of a whole `layer`; UsageError when it cannot be cut so."""
+    share = Share(layer.problem, shard)
+    first, last = share.experts
+    shapes = {
+        role: ((last - first, *shape[1:]), dtype)
+        for role, (shape, dtype) in share.shapes(layer.recipe.shapes).items()
+    }
+
+    def canonical(ids: Ids) -> dict[str, torch.Tensor]:
+        return dict(share.cut(layer.canonical([first + int(i) for i in ids])))
+
+    def stored(device: torch.device) -> dict[str, torch.Tensor]:
+        return {role: t.to(device) for role, t in canonical(range(last - first)).items()}
+
+    recipe = Recipe(shapes, {role: Output(role) for role in shapes})
+    return replace(
+        layer,
+        problem=share.problem,
+        layout=CANONICAL,
+        recipe=recipe,
+        canonical=canonical,
+        stored=stored,
+        share=share,
+    )

@@ -1,0 +1,75 @@
+"""`moectl compare`: two runs of `moectl bench` held against each other."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ExitCode
+from .options import framed, option
+from .output import Output, count, table
+
+if TYPE_CHECKING:
+    from ..bench.compare import Comparison
+
+EXAMPLES = (
+    "moectl compare before.jsonl after.jsonl",
+    "moectl compare main.csv branch.csv --threshold 0.05 --json",
+)
+MORE = (
+    "faster, slower: the quartiles of the two runs do not overlap, and the medians differ by more than",
+    "4 standard errors and the threshold. broken: timed in A, not in B. Anything else is level.",
+)
+
+
+@framed("compare")
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="Rows: .jsonl, .json or .csv.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Later rows.")],
+    threshold: Annotated[
+        float, option("--threshold", own=True, help="Relative change that matters.", min=0.0, max=10.0)
+    ] = 0.02,
+    *,
+    out: Output,
+) -> ExitCode:
+    """Compare two runs of a bench.
+
+    Cell by cell, with verdicts that noise does not make. Exit code 1 when a cell became slower, or has
+    no time any more.
+    """
+    from ..bench import compare as library
+    from ..bench.rows import read_rows
+
+    found = library.compare(read_rows(before), read_rows(after), threshold)
+    document = {"before": str(before), "after": str(after), **library.document(found, threshold)}
+    summary = ", ".join(f"{number} {word}" for word, number in found.counts.items()) or "no rows"
+    out.result(document, lambda console: _draw(found, summary, console), summary)
+    return ExitCode.FOUND if found.regressed else ExitCode.DONE
+
+
+def _draw(found: "Comparison", summary: str, console: Any) -> None:
+    from ..bench.render import COLUMNS, number
+
+    titles = ("model", "layers", "scheme", "parallel", "routing", "backend", "M")
+    columns = [column for column in COLUMNS if column.title in titles]
+    rows = [verdict.row for verdict in found.verdicts]
+    columns = [c for c in columns if not c.varies or len({c.text(row) for row in rows}) > 1]
+    numbers = ("A us", "B us", "B / A")
+    made = table(*(c.title for c in columns), *numbers, "verdict", "why", right=("M", *numbers))
+    for verdict in found.verdicts:
+        times = [number(row.median_us if row else None, 4) for row in (verdict.before, verdict.after)]
+        ratio = "-" if verdict.ratio is None else f"{verdict.ratio:.3f}"
+        cells = [column.text(verdict.row) for column in columns]
+        made.add_row(*cells, *times, ratio, verdict.word, verdict.row.reason or _tactics(verdict))
+    console.print(made)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(f"{count(len(found.verdicts), 'cell')}: {summary}", markup=False)
+
+
+def _tactics(verdict: Any) -> str:
+    """What is launched now, where it was something else before."""
+    before, after = verdict.before, verdict.after
+    if not before or not after or before.tactic == after.tactic:
+        return ""
+    return f"{before.tactic} -> {after.tactic}"

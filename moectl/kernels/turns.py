@@ -1,0 +1,184 @@
+"""Several ways to compute the same, timed in turns, so that whatever drifts meanwhile hits all alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .timing import event, flusher
+
+MakeOutput = Callable[[], Tensor]
+
+FEWEST_ROUNDS = 3
+"""Rounds that even the slowest gets: with fewer there is no spread."""
+
+MOST_SECONDS = 2.0
+"""Seconds that the rounds of one cell may take, for each of those that are timed."""
+
+
+@dataclass
+class Turn:
+    """Calls that are timed together, ready to be made again.
+
+    Attributes:
+        run: makes them; on a CPU one of them, the next each time.
+        calls: how many `run` makes.
+        method: how, in words.
+        outputs: what the calls gave, overwritten by `run` where it is a graph's replay.
+        estimate: seconds of `run`, roughly.
+        seconds: of each round so far, of one call.
+    """
+
+    run: Callable[[], object]
+    calls: int
+    method: str
+    outputs: Sequence[Tensor]
+    estimate: float
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Quartiles:
+    """Times of a call over rounds, in microseconds."""
+
+    median: float
+    q1: float
+    q3: float
+    fastest: float
+    rounds: int
+
+
+def quartiles(seconds: Sequence[float]) -> Quartiles:
+    """The quartiles of one or more times in seconds."""
+    us = sorted(1e6 * s for s in seconds)
+    low, _, high = statistics.quantiles(us, n=4, method="inclusive") if len(us) > 1 else (us[0],) * 3
+    return Quartiles(statistics.median(us), low, high, us[0], len(us))
+
+
+def make_turn(calls: Sequence[MakeOutput], device: torch.device, capturable: bool) -> Turn:
+    """`calls` ready to be timed: warmed up, and on CUDA captured in one graph where that is possible.
+
+    Calls that cannot be captured and take long are fewer: the last ones, so that together they stay
+    below `MOST_SECONDS`. On CUDA the outputs of a captured graph are those of its own buffers, filled
+    with NaN before it runs, so that what is compared is what the graph has written.
+    """
+    if device.type != "cuda":
+        first, seconds = _timed(calls[-1], device)
+        return Turn(_next_of(calls), 1, "clock", [first], seconds)
+    calls[-1]()  # compiles
+    output, seconds = _timed(calls[-1], device)
+    if not capturable:
+        kept = calls[-max(1, min(len(calls), int(MOST_SECONDS / FEWEST_ROUNDS / max(seconds, 1e-9)))) :]
+        return Turn(lambda: _all_of(kept), len(kept), "calls between events", [output], seconds * len(kept))
+    graph, outputs = _captured(calls)
+    for y in outputs:
+        y.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize(device)
+    word = "one call" if len(calls) == 1 else f"{len(calls)} calls"
+    return Turn(graph.replay, len(calls), f"CUDA graph of {word}", outputs, seconds * len(calls))
+
+
+def _timed(call: MakeOutput, device: torch.device) -> tuple[Tensor, float]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    y = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return y, time.perf_counter() - begin
+
+
+def _next_of(calls: Sequence[MakeOutput]) -> Callable[[], object]:
+    def endless() -> Iterator[MakeOutput]:
+        while True:
+            yield from calls
+
+    turn = endless()
+    return lambda: next(turn)()
+
+
+def _all_of(calls: Sequence[MakeOutput]) -> None:
+    for call in calls:
+        call()
+
+
+def _captured(calls: Sequence[MakeOutput]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A CUDA graph of all `calls`, and their outputs in its own memory."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [call() for call in calls]
+    return graph, outputs
+
+
+def take_turns(
+    turns: Mapping[str, Turn], device: torch.device, rounds: int, cold: bool
+) -> dict[str, Exception]:
+    """Times all `turns` round-robin into their `seconds`; what one raises ends its own turns alone.
+
+    A GPU that answers no more (`alive`) ends it. Each gets `rounds` rounds, or as many as `MOST_SECONDS`
+    allow, at least `FEWEST_ROUNDS` (or `rounds`), spread evenly over all. Every round begins with another
+    of them. With `cold`, caches are flushed before each turn.
+    """
+    flush = flusher(device) if cold else None
+    shares = {name: _rounds_of(turn, rounds) for name, turn in turns.items()}
+    failed: dict[str, Exception] = {}
+    names = list(turns)
+    for i in range(rounds if names else 0):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            due = (i + 1) * shares[name] // rounds > i * shares[name] // rounds
+            if name in failed or not due:
+                continue
+            try:
+                if flush is not None:
+                    flush()
+                turns[name].seconds.append(_turn(turns[name], device))
+            except Exception as error:  # whatever a library raises is told, and the others go on
+                failed[name] = error
+                if not alive(device):
+                    return failed
+    return failed
+
+
+def alive(device: torch.device) -> bool:
+    """False when a GPU answers this process no more, as after an illegal access."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()
+    except torch.OutOfMemoryError:
+        return True
+    except RuntimeError:
+        return False
+    return True
+
+
+def _rounds_of(turn: Turn, rounds: int) -> int:
+    affordable = int(MOST_SECONDS / max(turn.estimate, 1e-9))
+    return min(rounds, max(FEWEST_ROUNDS, affordable))
+
+
+def _turn(turn: Turn, device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        turn.run()
+        return (time.perf_counter() - begin) / turn.calls
+    start, stop = event(), event()
+    start.record()
+    turn.run()
+    stop.record()
+    stop.synchronize()  # an error of this turn is not to be met in the next one's
+    return float(start.elapsed_time(stop)) * 1e-3 / turn.calls

@@ -1,0 +1,47 @@
+"""Layers, backends and rows for the tests of the bench."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from bench_layers import RATES, settings_of
+from kernels.layers import GPT_OSS, random_layer
+
+from moectl.bench.measure import Bench
+from moectl.bench.targets import Target
+from moectl.experts import ExpertLayer
+from moectl.kernels import runners
+from moectl.kernels.runners import Runner, runner_for
+from moectl.run import this_machine
+
+
+@pytest.fixture
+def bench_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench]:
+    """What makes a bench of a random layer on backends that need not be in the policy."""
+
+    def made(
+        names: Sequence[str] = ("torch",),
+        layer: ExpertLayer | None = None,
+        says: Callable[[str], None] = lambda text: None,
+        **changes: Any,
+    ) -> Bench:
+        monkeypatch.setattr("moectl.bench.measure.choose_backends", lambda *_: list(names))
+        target = Target("tiny", "-", "1", layer or random_layer(GPT_OSS))
+        return Bench(settings_of(**changes), this_machine("cpu"), (target,), RATES, says)
+
+    return made
+
+
+@pytest.fixture
+def add_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runner]:
+    """What registers a variant of the torch backend under another name."""
+
+    def add(name: str, **changes: Any) -> Runner:
+        runner = replace(runner_for("torch"), name=name, **changes)
+        monkeypatch.setitem(runners.RUNNERS, name, lambda: runner)
+        return runner
+
+    return add

@@ -1,0 +1,184 @@
+"""`moectl bench` and `moectl compare` as commands."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "cli"))
+
+from invoking import moectl  # noqa: E402
+
+QUICK = ["-m", "1,3", "--repeats", 2, "--device", "cpu", "--warm"]
+
+
+@pytest.fixture(autouse=True)
+def known_rates(monkeypatch):
+    """Rates are measured in one test of their own; here they would only take time."""
+    from moectl.floors import Rates
+
+    monkeypatch.setattr("moectl.bench.opening.measured_rates", lambda device: Rates(1e10, 1e11, "test"))
+
+
+def test_formats_of_stdout(tiny_gpt_oss):
+    document = moectl("bench", tiny_gpt_oss, *QUICK, "--json").document
+    assert [(row["backend"], row["tokens"]) for row in document["rows"]] == [("torch", 1), ("torch", 3)]
+    assert document["schema_version"] == 1 and document["caches"] == "warm"
+    assert document["settings"]["rounds"] == 2 and document["versions"]["torch"]
+    assert all(row["ok"] and row["median_us"] > 0 and row["layers"] == "0-1" for row in document["rows"])
+    lines = moectl("bench", tiny_gpt_oss, *QUICK, "--format", "jsonl").stdout.splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["run", "row", "row"]
+    assert moectl("bench", tiny_gpt_oss, *QUICK, "--format", "MD").stdout.startswith("| backend |")
+    text = moectl("bench", tiny_gpt_oss, *QUICK).stdout
+    assert "t torch, . floor" in text and "repack s" in text and "not recorded: no NVIDIA GPU" in text
+    assert moectl("bench", tiny_gpt_oss, *QUICK, "-q").stdout.startswith("torch\t1\t")
+
+
+def test_files_are_written_resumed_shown_again_and_compared(tiny_gpt_oss, tmp_path):
+    rows, table, values, picture = (tmp_path / f"rows.{kind}" for kind in ("jsonl", "md", "csv", "svg"))
+    asked = ["bench", tiny_gpt_oss, *QUICK, "-o", rows]
+    assert moectl(*asked, "-o", table, "-o", values, "--plot", picture).stdout == ""
+    assert [row["tokens"] for row in csv.DictReader(values.open())] == ["1", "3"]
+    assert table.read_text().startswith("| backend |") and "<svg" in picture.read_text()
+    assert "--resume" in moectl(*asked, code=2).stderr
+    kept = rows.read_text()
+    rows.write_text("".join(kept.splitlines(keepends=True)[:2]))
+    done = moectl(*asked, "--resume")
+    assert "1 rows of" in done.stderr and rows.read_text().count("\n") == 3
+    first, second = (json.loads(line) for line in rows.read_text().splitlines()[1:])
+    assert (first["tokens"], second["tokens"]) == (1, 3)
+    assert first["median_us"] == json.loads(kept.splitlines()[1])["median_us"]
+    other = moectl("bench", tiny_gpt_oss, *QUICK, "--seed", 3, "-o", rows, "--resume", code=2)
+    assert "seed is 3, was 0" in other.stderr
+    shown = moectl("bench", "--rows", rows, "--format", "csv")
+    assert len(list(csv.DictReader(io.StringIO(shown.stdout)))) == 2
+    assert moectl("compare", rows, rows, "--json").document["counts"] == {"level": 2}
+    head, first, second = rows.read_text().splitlines(keepends=True)
+    early, late = tmp_path / "early.jsonl", tmp_path / "late.jsonl"
+    for path, us in ((early, 100.0), (late, 250.0)):
+        steady = json.loads(second) | {"median_us": us, "q1_us": us - 1, "q3_us": us + 1}
+        path.write_text(head + first + json.dumps(steady) + "\n")
+    done = moectl("compare", early, late, code=1)
+    assert "1 level, 1 slower" in done.stdout and "2.500" in done.stdout
+    assert "1 faster" in moectl("compare", late, early).stdout
+
+
+def test_a_killed_bench_keeps_its_rows(tiny_gpt_oss, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    counts = ",".join(map(str, range(1, 200)))
+    options = ["-m", counts, "--repeats", "2", "--device", "cpu", "--warm", "-o", str(rows)]
+    command = [sys.executable, "-m", "moectl", "bench", str(tiny_gpt_oss), *options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    try:
+        while not rows.exists() or rows.read_text().count("\n") < 4:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    from moectl.bench.rows import read_rows
+
+    found = read_rows(rows).rows
+    assert len(found) >= 3 and [row.tokens for row in found] == list(range(1, len(found) + 1))
+    assert all(row.timed for row in found)
+    # Fewer counts would be another run.
+    refused = moectl("bench", tiny_gpt_oss, *QUICK, "-o", rows, "--resume", code=2)
+    assert "tokens is (1, 3)" in refused.stderr
+
+
+def test_named_layers_need_no_checkpoint(monkeypatch):
+    from moectl import models
+    from moectl.problem import Dims
+
+    small = models.MODELS | {
+        name: models._plain(128, 128, 8, 2, "int4-g128") for name in ("kimi-k2", "qwen3-30b")
+    }
+    assert small["kimi-k2"].dims == Dims(128, 128)
+    monkeypatch.setattr(models, "MODELS", small)
+    document = moectl(
+        "bench", "--model", "kimi-k2,qwen3-30b", *QUICK, "--backend", "torch", "--json"
+    ).document
+    assert [(row["model"], row["tokens"], row["ok"]) for row in document["rows"]] == [
+        ("kimi-k2", 1, True),
+        ("kimi-k2", 3, True),
+        ("qwen3-30b", 1, True),
+        ("qwen3-30b", 3, True),
+    ]
+    assert "did you mean" in moectl("bench", "--model", "kimi", *QUICK, code=2).stderr
+
+
+def test_routings_are_crossed_and_ranks_are_shown(tiny_gpt_oss, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("[0, 1, 2, 3]\n[7, 6, 5, 4]\n[0, 2, 4, 6]\n")
+    routings = f"uniform,hot:2:0.9,trace:{trace},router"
+    options = ["--routing", routings, "--ep", 2, "--tp", 2]
+    document = moectl("bench", tiny_gpt_oss, *QUICK, *options, "--json").document
+    assert len(document["rows"]) == 8
+    assert {row["routing"] for row in document["rows"]} == set(routings.split(","))
+    assert {row["parallel"] for row in document["rows"]} == {"tp2 ep2"}
+    traced = [row for row in document["rows"] if row["routing"].startswith("trace")]
+    assert [row["experts"] for row in traced] == [4, 4]
+
+
+def test_converted_folders_tell_what_loading_costs(tiny_gpt_oss, tmp_path):
+    moectl("convert", tiny_gpt_oss, tmp_path / "out", "--to", "marlin", "--experts-only")
+    document = moectl("bench", tmp_path / "out", *QUICK, "--json").document
+    assert all(row["layout"] == "marlin-mxfp4" and row["load_s"] > 0 for row in document["rows"])
+    refused = moectl("bench", tmp_path / "out", *QUICK, "--routing", "router", code=2)
+    assert "has no router" in refused.stderr
+
+
+def test_a_wrong_result_is_exit_1(tiny_gpt_oss, monkeypatch):
+    from moectl.kernels import tolerance
+
+    strict = tolerance.Tolerance(1e-9, 1e-9, "no bf16 result is that close")
+    monkeypatch.setitem(tolerance.TOLERANCES, ("mxfp4", "fp32"), strict)
+    done = moectl("bench", tiny_gpt_oss, "-m", "1", "--device", "cpu", "--format", "csv", code=1)
+    row = next(csv.DictReader(io.StringIO(done.stdout)))
+    assert row["ok"] == "False" and row["median_us"] == "" and "wrong result" in row["reason"]
+
+
+def test_compiling_says_what_was_run(tiny_gpt_oss):
+    done = moectl("bench", tiny_gpt_oss, *QUICK, "--compile-only", "--jobs", 2, "--json")
+    said = "\n".join(done.document["lines"])
+    assert "torch M=1: " in said and "torch M=3: " in said and "status" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "one of the two"),
+        (("x", "--model", "kimi-k2"), "one of the two"),
+        (("--rows", "rows.jsonl", "--model", "kimi-k2"), "measure new ones"),
+        (("--model", "kimi-k2", "--resume"), "give -o FILE.jsonl"),
+        (("--model", "kimi-k2", "-o", "rows.xlsx"), "names no format"),
+        (("--model", "kimi-k2", "--plot", "rows.pdf"), "names no kind of picture"),
+        (("--model", "kimi-k2", "--json", "--format", "md"), "two formats"),
+        (("--model", "kimi-k2", "--routing", "often"), "not known"),
+        (("--model", "kimi-k2", "-m", "0"), "from 1 to"),
+        (("--model", "kimi-k2", "--tp", "91", "--device", "cpu"), "tensor-parallel"),
+        (("--model", "kimi-k2", "--routing", "router", "--device", "cpu"), "has no router"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_the_work(options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert words in moectl("bench", *options, code=2).stderr
+
+
+def test_commands_start_without_torch():
+    code = "import sys; import moectl.cli.bench, moectl.cli.compare; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,306 @@
+"""What is measured: right results alone, in turns, cold, and with what they cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from bench_layers import RATES, settings_of
+from kernels.layers import GPT_OSS, KIMI, canonical_roles, layer_of, random_layer
+
+from moectl.bench.cells import Cell, make_case, plan_cells
+from moectl.bench.measure import Bench
+from moectl.bench.routing import routing_of, warm_share
+from moectl.bench.targets import Target, shared, targets_of, words
+from moectl.convert.shards import Shard, shard_of
+from moectl.errors import NoBackend, Unavailable, UsageError
+from moectl.experts import ExpertLayer
+from moectl.kernels import turns
+from moectl.kernels.inputs import make_inputs
+from moectl.kernels.modular import kernel_of
+from moectl.kernels.reference import moe_reference, route
+from moectl.kernels.runners import runner_for
+from moectl.kernels.turns import Turn, quartiles, take_turns
+from moectl.problem import Routing
+from moectl.run import this_machine
+
+CPU = torch.device("cpu")
+
+
+def test_rows_have_times_that_follow_from_their_work(bench_of):
+    rows = list(bench_of().measured())
+    assert [(row.tokens, row.checked_tokens) for row in rows] == [(1, 1), (40, 32)]
+    for row in rows:
+        assert row.ok and not row.reason and row.rounds == 3 and row.calls == 1
+        assert row.fastest_us <= row.q1_us <= row.median_us <= row.q3_us
+        seconds = row.median_us * 1e-6
+        assert math.isclose(row.gb_per_s, row.bytes / seconds / 1e9)
+        assert math.isclose(row.tflop_per_s, row.flops / seconds / 1e12)
+        assert math.isclose(row.floor_percent, 100 * row.floor_us / row.median_us)
+        assert math.isclose(row.floor_us, 1e6 * max(row.bytes / 1e10, row.flops / 1e11))
+        assert row.costs.repack_s > 0 and row.costs.load_s > 0 and row.costs.peak_bytes is None
+        assert row.costs.weight_bytes == row.costs.weight_bytes > 0
+        assert row.sm_mhz is None and row.caches == "warm"
+
+
+def test_a_wrong_result_has_no_time_and_the_others_go_on(bench_of, add_runner):
+    torch_runner = runner_for("torch")
+    add_runner("wrong", compute=lambda *a: torch_runner.compute(*a) * 1.05)
+    add_runner("late", compute=_with_last_row(float("nan")))
+    add_runner("broken", compute=_raising)
+    rows = {(r.backend, r.tokens): r for r in bench_of(("wrong", "late", "broken", "torch")).measured()}
+    assert len(rows) == 8
+    wrong, late, broken = (rows[name, 40] for name in ("wrong", "late", "broken"))
+    assert wrong.ok is False and not wrong.timed and wrong.reason.startswith("wrong result")
+    assert 0.04 < wrong.error_rms < 0.06
+    assert late.ok is False and not late.timed and "token 39" in late.reason
+    assert broken.ok is None and broken.reason == "RuntimeError: the kernel is not there"
+    assert rows["torch", 40].timed and rows["torch", 1].timed
+
+
+def _with_last_row(value):
+    def compute(*arguments):
+        y = runner_for("torch").compute(*arguments)
+        y[-1, -1] = value
+        return y
+
+    return compute
+
+
+def _raising(*arguments):
+    raise RuntimeError("the kernel is not there\nmore about it")
+
+
+def test_a_backend_that_fails_while_it_is_timed_or_prepared_is_a_row(bench_of, add_runner):
+    calls = []
+
+    def tires(*arguments):
+        calls.append(1)
+        if len(calls) > 2:
+            raise ValueError("tired")
+        return runner_for("torch").compute(*arguments)
+
+    def unready(prepared):
+        raise OSError("no such library")
+
+    add_runner("tires", compute=tires)
+    add_runner("unready", ready=unready)
+    rows = {r.backend: r for r in bench_of(("tires", "unready", "torch"), tokens=(3,)).measured()}
+    assert rows["tires"].reason == "ValueError: tired" and not rows["tires"].timed
+    assert rows["unready"].reason == "not prepared: OSError: no such library"
+    assert rows["torch"].timed
+
+
+def test_a_result_that_goes_wrong_while_it_is_timed_has_no_time(bench_of, add_runner):
+    """A graph's buffers are what is timed: they are looked at again after the rounds."""
+    kept = []
+
+    def scribbles(*arguments):
+        y = runner_for("torch").compute(*arguments)
+        for earlier in kept:
+            earlier.zero_()
+        kept.append(y)
+        return y
+
+    add_runner("scribbles", compute=scribbles)
+    (row,) = bench_of(("scribbles",), tokens=(3,)).measured()
+    assert row.ok is False and not row.timed
+
+
+def test_the_tactic_is_the_one_that_the_runner_tells(bench_of, add_runner):
+    add_runner("telling", tactic=lambda prepared, tokens: f"tile {tokens} of {prepared.problem.experts}")
+    rows = list(bench_of(("telling", "torch")).measured())
+    assert [row.tactic for row in rows] == ["tile 1 of 6", "", "tile 40 of 6", ""]
+
+
+def test_monolithic_backends_route_by_themselves(bench_of, add_runner):
+    def monolithic(prepared, x, logits, bias):
+        ids, weights = route(logits, prepared.problem, bias)
+        return runner_for("torch").compute(prepared, x, ids, weights)
+
+    add_runner("alone", compute=None, monolithic=monolithic)
+    for problem in (GPT_OSS, KIMI):
+        rows = list(bench_of(("alone",), random_layer(problem)).measured())
+        assert all(row.timed for row in rows), rows
+
+
+def test_done_cells_are_left_out(bench_of):
+    first = list(bench_of().measured())
+    again = list(bench_of().measured(frozenset({first[0].key})))
+    assert [row.key for row in again] == [first[1].key]
+    assert bench_of().total == 2
+
+
+def test_backends_that_cannot_serve_are_rows_or_errors(monkeypatch):
+    def choose(problem, machine, names, stored):
+        if names == ["picky"] and problem == KIMI:
+            raise NoBackend("the picky backend wants biases", hint="none")
+        if names == ["absent"]:
+            raise Unavailable("there is no such GPU")
+        return ["torch"]
+
+    monkeypatch.setattr("moectl.bench.measure.choose_backends", choose)
+    targets = tuple(Target(name, "-", "1", random_layer(p)) for name, p in (("a", GPT_OSS), ("b", KIMI)))
+    machine = this_machine("cpu")
+
+    def bench(names):
+        return Bench(settings_of(backends=names, tokens=(2,)), machine, targets, RATES)
+
+    rows = list(bench(("torch", "picky")).measured())
+    assert [(row.model, row.backend, row.timed) for row in rows] == [
+        ("a", "torch", True),
+        ("b", "picky", False),
+        ("b", "torch", True),
+    ]
+    assert rows[1].reason == "the picky backend wants biases"
+    with pytest.raises(Unavailable, match="no such GPU"):
+        bench(("torch", "absent"))
+
+
+def test_layers_that_do_not_fit_together_come_one_after_the_other(bench_of, add_runner, monkeypatch):
+    add_runner("second")
+    said = []
+    monkeypatch.setattr("moectl.bench.preparing.Memory.fits", lambda *_: False)
+    rows = list(bench_of(("torch", "second"), says=said.append).measured())
+    assert [(r.backend, r.tokens) for r in rows] == [
+        ("torch", 1),
+        ("torch", 40),
+        ("second", 1),
+        ("second", 40),
+    ]
+    assert all(row.timed for row in rows)
+    assert said == ["tiny: no memory for all at once, second come after the others"]
+
+
+def test_turns_are_taken_round_robin_and_the_slow_get_fewer():
+    order = []
+    made = {
+        name: Turn(lambda name=name: order.append(name), 1, "clock", [], seconds)
+        for name, seconds in (("a", 1e-3), ("b", 1e-3), ("slow", turns.MOST_SECONDS / 4))
+    }
+    failed = take_turns(made, CPU, 8, cold=False)
+    assert not failed and [len(made[name].seconds) for name in made] == [8, 8, 4]
+    assert order.count("slow") == 4 and order[:2] == ["a", "b"]
+    # Every round begins with the next of them, and nobody waits for another to end.
+    rounds = [order.index("a"), order.index("b")]
+    assert rounds == [0, 1] and order[2:5] == ["b", "slow", "a"]
+
+
+def test_what_raises_ends_its_own_turns_alone():
+    def fail():
+        raise RuntimeError("no")
+
+    made = {"bad": Turn(fail, 1, "clock", [], 1e-3), "good": Turn(lambda: None, 1, "clock", [], 1e-3)}
+    failed = take_turns(made, CPU, 5, cold=False)
+    assert list(failed) == ["bad"] and len(made["good"].seconds) == 5 and not made["bad"].seconds
+
+
+def test_quartiles_are_those_of_the_rounds():
+    found = quartiles([5e-6, 1e-6, 2e-6, 3e-6, 4e-6])
+    assert (found.median, found.q1, found.q3, found.fastest, found.rounds) == pytest.approx((3, 2, 4, 1, 5))
+    assert quartiles([2e-6]).q1 == pytest.approx(2)
+
+
+def test_the_share_that_a_cache_still_holds():
+    sets = [[0, 1], [0, 2], [3, 4], [0, 5]]
+    assert warm_share(sets, 1, 10, 0) == 0.0
+    assert warm_share(sets, 1, 10, 1000) == 2 / 8  # expert 0, twice
+    assert warm_share(sets, 1, 10, 30) == 1 / 8  # the last call's 0 was pushed out by 2, 3, 4
+    assert warm_share(sets, 2, 10, 1000) == 1 / 8  # calls 1 and 3 share a copy, and expert 0
+    assert warm_share(sets, 4, 10, 1000) == 0.0
+
+
+def test_copies_of_small_layers_keep_calls_cold(monkeypatch):
+    target = Target("tiny", "-", "1", random_layer(GPT_OSS))
+    expert = GPT_OSS.expert_bytes()
+    settings = settings_of(warm=False, tokens=(1, 64, 65))
+    sets = {"uniform": routing_of("uniform", target.experts, settings)}
+    cuda = torch.device("cuda")
+
+    def planned(cache, room=math.inf):
+        monkeypatch.setattr("moectl.bench.cells.last_level_cache", lambda device: cache)
+        return plan_cells(target, sets, settings, cuda, min(room, 1 << 60))
+
+    # A cache that holds no expert: copies all the same, as real caches keep things by chance.
+    small = planned(expert // 2)
+    assert [(c.calls, c.copies, c.warm_share) for c in small] == [(16, 2, 0), (16, 2, 0), (4, 2, 0)]
+    assert "16 calls on 2 copies" in small[0].caches(settings, cuda)
+    large = planned(1000 * target.nbytes)
+    assert [(c.calls, c.copies, c.warm_share) for c in large] == [(16, 16, 0), (16, 16, 0), (4, 16, 0)]
+    # Without memory for copies, calls that the cache would serve are timed alone.
+    cramped = planned(1000 * target.nbytes, room=target.nbytes)
+    assert {(c.calls, c.copies) for c in cramped} == {(1, 1)}
+    assert cramped[0].caches(settings, cuda) == "cold: one call, flushed before it"
+    assert [c.calls for c in planned(expert // 2, room=target.nbytes)] == [16, 16, 4]
+    warm = plan_cells(target, sets, replace(settings, warm=True), cuda, math.inf)
+    assert {c.caches(replace(settings, warm=True), cuda) for c in warm} == {"warm"}
+
+
+def test_warm_calls_have_the_same_inputs_and_cold_ones_do_not():
+    target = Target("tiny", "-", "1", random_layer(GPT_OSS))
+    sets = routing_of("uniform", target.experts, settings_of())
+    warm = make_case(target, Cell("uniform", 5, 3), sets, settings_of(), CPU)
+    assert len(warm.inputs) == 3 and len({id(one) for one in warm.inputs}) == 1
+    cold = make_case(target, Cell("uniform", 5, 3), sets, settings_of(warm=False), CPU)
+    assert len({tuple(one.ids.flatten().tolist()) for one in cold.inputs}) == 3
+    assert 0 < cold.work.experts <= GPT_OSS.experts
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 2), (3, 1), (3, 4)])
+@pytest.mark.parametrize(
+    "problem", [GPT_OSS, replace(KIMI, dims=replace(KIMI.dims, intermediate=96, padded_intermediate=96))]
+)
+def test_ranks_add_up_to_the_layer(problem, tp, ep):
+    layer = random_layer(problem)
+    inputs = make_inputs(problem, 9)
+    whole = moe_reference(inputs.x, inputs.ids, inputs.weights, layer.reference, problem)
+    total = torch.zeros_like(whole)
+    for rank in range(tp * ep):
+        part = shared(layer, shard_of(rank, tp, ep))
+        prepared = part.prepared("torch", "cpu")
+        ids = prepared.local_ids(inputs.ids)
+        total += kernel_of(prepared).apply(inputs.x, ids, inputs.weights).float()
+    assert float((total - whole).norm() / whole.norm()) < 0.02
+
+
+def test_the_first_rank_is_what_a_shared_layer_is_timed_as(bench_of):
+    layer = random_layer(GPT_OSS)
+    part = shared(layer, Shard(tp_size=3, ep_size=2))
+    assert part.problem.local_experts == 3 and part.problem.dims.intermediate == 32
+    rows = list(bench_of(layer=part).measured())
+    assert all(row.timed for row in rows) and rows[0].experts <= 3
+    assert words(Shard(tp_size=3, ep_size=2)) == "tp3 ep2" and words(Shard()) == "1"
+
+
+def test_a_layer_that_cannot_be_cut_is_refused():
+    settings = settings_of(models=("gpt-oss-20b",), tp=91)
+    with pytest.raises(UsageError, match="tensor-parallel"):
+        targets_of(settings, None, CPU)
+    with pytest.raises(UsageError, match="no model is called"):
+        targets_of(settings_of(models=("gpt-5",)), None, CPU)
+
+
+def test_a_router_chooses_on_a_given_input(tmp_path, bench_of):
+    from safetensors.torch import save_file
+
+    from moectl.kernels.prepared import Router
+
+    problem = replace(GPT_OSS, routing=Routing())
+    layer = layer_of(problem, canonical_roles(problem))
+    weight = torch.zeros(problem.experts, problem.dims.hidden)
+    weight[:, : problem.experts] = torch.eye(problem.experts)
+    layer: ExpertLayer = replace(layer, router=Router(weight))
+    x = torch.zeros(6, problem.dims.hidden)
+    x[:, :2] = torch.tensor([5.0, 9.0])
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    settings = settings_of(routings=("router",), input=str(tmp_path / "x.safetensors"))
+    (routed,) = routing_of("router", layer, settings)(3, 1)
+    assert routed.ids[:, :2].tolist() == [[1, 0]] * 3 and torch.equal(routed.x, x[:3])
+    rows = list(bench_of(layer=layer, routings=("router",), input=settings.input, tokens=(3,)).measured())
+    assert rows[0].timed and rows[0].experts == 4
+    with pytest.raises(UsageError, match="has 6 tokens, and 40 are asked for"):
+        bench_of(layer=layer, routings=("router",), input=settings.input, tokens=(40,))
+    with pytest.raises(UsageError, match="has no router"):
+        bench_of(routings=("router",))

@@ -1,0 +1,324 @@
+"""Settings, files of rows, what survives a kill, tables and plots, and two runs compared."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import random
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+from bench_layers import row_of, settings_of
+
+from moectl.bench import plot
+from moectl.bench.compare import compare, judge
+from moectl.bench.render import as_csv, document, markdown, number
+from moectl.bench.rows import Costs, Journal, Row, Rows, Run, earlier, read_rows
+from moectl.bench.settings import Settings, parse_counts
+from moectl.errors import CheckpointError, Unavailable, UsageError
+
+MACHINE = {
+    "device": "a CPU",
+    "driver": "",
+    "versions": {"moectl": "0.1.0", "torch": "2.11"},
+    "rates": {"bandwidth": 4e12, "flops": 8e14, "source": "given"},
+    "caches": "cold",
+}
+FAILED = row_of(
+    backend="triton", tokens=64, ok=None, error_rms=None, error_max=None, reason="RuntimeError: a | b",
+    median_us=None, q1_us=None, q3_us=None, fastest_us=None, rounds=0, gb_per_s=None, tflop_per_s=None,
+    floor_percent=None,
+)  # fmt: skip
+COSTS = Costs(0.5, 0.25, 0.125, 10**9, 2 * 10**9)
+ROWS = (
+    row_of(
+        costs=Costs(0.5, 0.25, 0.125, 10**9, 2 * 10**9), tactic="tile 8", sm_mhz=1980, throttled="power cap"
+    ),
+    row_of(tokens=64, median_us=1234.5, q1_us=1200.0, q3_us=1300.0),
+    FAILED,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("1", (1,)), ("1,8,64-1024*4", (1, 8, 64, 256, 1024)), ("3-20", (3, 6, 12)), ("8,1,8", (8, 1))],
+)
+def test_token_counts(text, counts):
+    assert parse_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,,2", "8-4x", "4-8*1", "-3", "99999999999", "1.5", "0-8"])
+def test_bad_token_counts(text):
+    with pytest.raises(UsageError):
+        parse_counts(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"checkpoint": "x"}, "one of the two"),
+        ({"models": ()}, "one of the two"),
+        ({"tokens": ()}, "from 1 to"),
+        ({"tokens": (0,)}, "from 1 to"),
+        ({"routings": ()}, "needs a routing"),
+        ({"routings": ("often",)}, "not known"),
+        ({"routings": ("trace:nowhere.jsonl",)}, "not there"),
+        ({"rounds": 0}, "one round"),
+        ({"input": "x.safetensors"}, "no routing is `router`"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes, words):
+    with pytest.raises(UsageError, match=words):
+        settings_of(**changes)
+
+
+def test_rows_come_back_from_every_file(tmp_path):
+    about = Run(settings_of().to_json(), MACHINE).to_json()
+    (tmp_path / "a.csv").write_text(as_csv(about, ROWS))
+    (tmp_path / "a.json").write_text(json.dumps(document(about, ROWS)))
+    with Journal.begin(tmp_path / "a.jsonl", Run(settings_of().to_json(), MACHINE)) as journal:
+        for row in ROWS:
+            journal.add(row)
+    for name in ("a.csv", "a.json", "a.jsonl"):
+        found = read_rows(tmp_path / name)
+        assert found.rows == ROWS, name
+        assert found.about["device"] == "a CPU"
+    lines = list(csv.DictReader(io.StringIO(as_csv(about, ROWS))))
+    assert lines[0]["versions"] == "moectl 0.1.0, torch 2.11" and lines[0]["repack_s"] == "0.25"
+
+
+def test_numbers_that_are_not_finite_become_none():
+    assert row_of(error_rms=math.nan).to_json()["error_rms"] is None
+    json.dumps(row_of(error_max=math.inf).to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", "", "does not begin"),
+        ("a.jsonl", "{}\n", "no line of a bench"),
+        ("a.jsonl", "[1]\n", "not a JSON object"),
+        ("a.jsonl", '{"kind": "run"}\n{"kind": "row", "model": "x"}\n', "line 2 is no row.* lacks backend"),
+        ("a.jsonl", '{"kind": "run"}\nnonsense\n', "line 2 is not JSON"),
+        ("a.json", '{"rows": 3}', "has no rows"),
+        ("a.json", "{", "not JSON"),
+        ("a.csv", "model,layers\nx,0\n", "line 2 is no row"),
+        ("a.txt", "", "names no file of rows"),
+    ],
+)
+def test_files_that_are_none_of_a_bench_are_refused(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises((CheckpointError, UsageError), match=words):
+        read_rows(tmp_path / name)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_rows(tmp_path / "nothing.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens", "many"),
+        ("tokens", 1.5),
+        ("ok", 3),
+        ("median_us", "x"),
+        ("median_us", math.nan),
+        ("model", 5),
+        ("layer", None),
+    ],
+)
+def test_fields_of_other_types_are_refused(field, value):
+    data = ROWS[0].to_json() | {field: value}
+    with pytest.raises(CheckpointError, match=f"{field} must not be"):
+        Row.from_json(data, "here")
+
+
+def test_a_line_that_was_cut_off_is_written_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with Journal.begin(path, Run(settings_of().to_json(), MACHINE)) as journal:
+        journal.add(ROWS[0])
+        journal.add(ROWS[1])
+    path.write_bytes(path.read_bytes()[:-40])
+    assert earlier(path, settings_of(), MACHINE).rows == ROWS[:1]
+    with Journal.resume(path) as journal:
+        journal.add(ROWS[1])
+    assert read_rows(path).rows == ROWS[:2]
+    with pytest.raises(UsageError, match="something in it already"):
+        Journal.begin(path, Run(settings_of().to_json(), MACHINE))
+
+
+def test_another_run_is_not_gone_on_with(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with Journal.begin(path, Run(settings_of().to_json(), MACHINE)):
+        pass
+    assert earlier(path, settings_of(), MACHINE).rows == ()
+    with pytest.raises(UsageError, match=r"another run: tokens is \(2,\), was \[1, 40\]; seed is 5, was 0"):
+        earlier(path, settings_of(tokens=(2,), seed=5), MACHINE)
+    with pytest.raises(UsageError, match="device is 'a GPU', was 'a CPU'"):
+        earlier(path, settings_of(), MACHINE | {"device": "a GPU"})
+
+
+def test_other_content_of_a_trace_is_another_run(tmp_path):
+    trace, path = tmp_path / "t.jsonl", tmp_path / "rows.jsonl"
+    trace.write_text("[0, 1]\n")
+    settings = settings_of(routings=(f"trace:{trace}",))
+    with Journal.begin(path, Run(settings.to_json(), MACHINE)):
+        pass
+    earlier(path, settings, MACHINE)
+    trace.write_text("[1, 0]\n")
+    with pytest.raises(UsageError, match="files is"):
+        earlier(path, settings, MACHINE)
+
+
+def test_a_table_that_pastes_into_an_issue():
+    text = markdown(MACHINE, ROWS)
+    times, costs, foot = text.strip().split("\n\n")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in times.splitlines()]
+    assert len({len(line) for line in lines}) == 1 and len({len(line) for line in times.splitlines()}) == 1
+    head = lines[0]
+    assert "model" not in head and {"backend", "M", "us", "±", "error", "tactic"} <= set(head)
+    first, _, failed = (dict(zip(head, line, strict=True)) for line in lines[2:])
+    assert first["us"] == "100.0" and first["±"] == "2.5" and first["of floor"] == "50%"
+    assert failed["us"] == "-" and failed["no time because"] == "RuntimeError: a / b"
+    assert first["throttled"] == "power cap"
+    assert "repack s" in costs and "0.250" in costs and "2.00" in costs
+    assert "a CPU" in foot and "torch 2.11" in foot and "4000 GB/s" in foot
+    assert "SM clock 1980 to 1980 MHz; held down in 1 of 3 rows" in foot
+    assert "model tiny" in foot and "routing uniform" in foot
+    both = markdown(MACHINE, (*ROWS, row_of(model="other")))
+    assert "| model" in both
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (None, 3, "-"),
+        (0.0, 3, "0"),
+        (1234.56, 4, "1235"),
+        (12.345, 4, "12.35"),
+        (99.96, 3, "100"),
+        (0.00123, 3, "0.00123"),
+        (1.66e-05, 3, "1.66e-05"),
+    ],
+)
+def test_numbers_in_tables(value, digits, text):
+    assert number(value, digits) == text
+
+
+def runs(before, after):
+    return Rows(MACHINE, tuple(before)), Rows(MACHINE, tuple(after))
+
+
+def timed(median, half, **changes):
+    return row_of(median_us=median, q1_us=median - half, q3_us=median + half, **changes)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "word"),
+    [
+        (timed(100, 1), timed(110, 1), "slower"),
+        (timed(110, 1), timed(100, 1), "faster"),
+        (timed(100, 6), timed(110, 6), "level"),  # quartiles overlap
+        (timed(100, 0.1), timed(101, 0.1), "level"),  # too little to matter
+        (timed(100, 1), FAILED, "broken"),
+        (FAILED, timed(100, 1), "mended"),
+        (FAILED, FAILED, "neither"),
+        (timed(100, 1), None, "gone"),
+        (None, timed(100, 1), "new"),
+    ],
+)
+def test_verdicts(before, after, word):
+    verdict = judge(before, after)
+    assert verdict.word == word
+    assert (verdict.ratio is not None) == bool(before and after and before.timed and after.timed)
+
+
+def test_noise_makes_no_verdict_and_a_change_does():
+    """Rounds of the same distribution are level, though their medians differ; 10% more is slower."""
+    generator = random.Random(5)
+
+    def measured(tokens, factor):
+        us = sorted(generator.gauss(100, 3) * factor for _ in range(11))
+        return row_of(tokens=tokens, median_us=us[5], q1_us=us[2], q3_us=us[8])
+
+    before = [measured(i, 1.0) for i in range(1, 201)]
+    same = compare(*runs(before, [measured(i, 1.0) for i in range(1, 201)]))
+    assert same.counts["level"] == 200, same.counts
+    worse = compare(*runs(before, [measured(i, 1.10) for i in range(1, 201)]))
+    assert worse.counts["slower"] >= 150 and worse.counts["faster"] == 0 and worse.regressed
+    better = compare(*runs(before, [measured(i, 0.90) for i in range(1, 201)]))
+    assert better.counts["faster"] >= 150 and not better.regressed
+
+
+def test_runs_that_differ_are_said_to():
+    before, after = runs([timed(100, 1)], [timed(100, 1, caches="warm", throttled="power cap")])
+    notes = compare(before, replace(after, about=MACHINE | {"device": "a GPU"})).notes
+    assert notes == (
+        "device is 'a GPU', was 'a CPU'",
+        "caches were cold before, warm after",
+        "clocks were held down after in 1 of 1 cells (power cap)",
+    )
+
+
+PLOTTED = [
+    timed(100 * 2**i / (1 + k), 2, tokens=4**i, backend=name, floor_us=20.0 * 2**i, flops=10 ** (6 + i))
+    for i in range(5)
+    for k, name in enumerate(("triton", "torch"))
+]
+
+
+def test_plots_are_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+    rows = [*PLOTTED, row_of(model="other"), FAILED]
+    for path in (svg, png):
+        plot.check_plot(path)
+        plot.draw(path, MACHINE, rows)
+    root = ElementTree.fromstring(svg.read_text())
+    assert root.tag.endswith("svg")
+    text = svg.read_text()
+    # Words are outlines, and are named in comments.
+    for word in (
+        "triton",
+        "torch",
+        "floor",
+        "roofline",
+        "tokens \\(M\\)",
+        "tiny layers 0-3",
+        "other layers 0-3",
+    ):
+        assert re.search(f"<!-- [^>]*{word}", text), word
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and len(png.read_bytes()) > 10_000
+    plot.draw(tmp_path / "b.svg", MACHINE, rows)
+    assert (tmp_path / "b.svg").read_bytes() == svg.read_bytes()
+    with pytest.raises(UsageError, match="no row has a time"):
+        plot.draw(svg, MACHINE, [FAILED])
+
+
+def test_a_plot_without_matplotlib_or_of_another_kind_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(UsageError, match="names no kind of picture"):
+        plot.check_plot(tmp_path / "a.pdf")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(Unavailable, match=r"needs the package matplotlib.*pip install 'moectl\[plot\]'"):
+        plot.check_plot(tmp_path / "a.svg")
+
+
+def test_plots_in_characters():
+    text = plot.text_plots([*PLOTTED, row_of(model="other")])
+    assert text.startswith("tiny layers 0-3, mxfp4, uniform") and "other" not in text
+    assert "t torch, r triton, . floor, * several" in text
+    field = [line.partition("|")[2] for line in text.splitlines() if "|" in line]
+    assert len(field) == plot.HEIGHT and max(map(len, field)) == plot.WIDTH
+    letters = "".join(field)
+    assert letters.count("t") == letters.count("r") == 5
+    assert field[0].rstrip().endswith("r") and field[-1].startswith(".")
+    assert plot.text_plots([row_of()]) == ""
+
+
+def test_settings_are_plain_data():
+    assert json.loads(json.dumps(settings_of().to_json()))["tokens"] == [1, 40]
+    assert Settings(checkpoint="x").caches == "cold"

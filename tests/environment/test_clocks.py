@@ -1,0 +1,67 @@
+"""Clocks of a GPU, from a stand-in `nvidia-smi`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from moectl.environment.clocks import Clocks, ClockWatch, parse_clocks, worst
+
+HELD = ("power cap", "software thermal slowdown")
+
+
+@pytest.mark.parametrize(
+    ("line", "clocks"),
+    [
+        ("1980, 3201, 1980, 45, 300.50, 0x0000000000000000\n", Clocks(1980, 3201, 1980, 45, 300.5)),
+        ("1410, 3201, 1980, 80, 700.1, 0x0000000000000024", Clocks(1410, 3201, 1980, 80, 700.1, HELD)),
+        ("345, 3201, 1980, 30, [N/A], 0x0000000000000001", Clocks(345, 3201, 1980, 30, 0.0)),
+        ("1980, 3201, 1980, 45, 300, Active", Clocks(1980, 3201, 1980, 45, 300.0)),
+        ("[N/A], 3201, 1980, 45, 300, 0x0", None),
+        ("Unable to determine the device handle", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_lines(line: str, clocks: Clocks | None) -> None:
+    assert parse_clocks(line) == clocks
+
+
+def test_the_worst_of_several() -> None:
+    seen = [Clocks(1980, 3201, 1980, 40, 200, ("a",)), Clocks(1500, 2000, 1980, 70, 600, ("b", "a"))]
+    assert worst(seen) == Clocks(1500, 2000, 1980, 70, 600, ("a", "b"))
+    assert worst([]) is None
+
+
+def test_clocks_are_those_of_the_time_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        '#!/bin/sh\n[ "$2" = GPU-1 ] || exit 6\n'
+        'for mhz in 1980 1500 1900; do echo "$mhz, 3201, 1980, 45, 300, 0x4"; sleep 0.3; done\nsleep 60\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with ClockWatch("GPU-1") as watch:
+        end = time.monotonic() + 20
+        while len(watch._seen) < 3 and time.monotonic() < end:
+            time.sleep(0.02)
+        times = [at for at, _ in watch._seen]
+        assert len(times) == 3
+        everything = watch.between(times[0], times[2])
+        assert everything is not None and (everything.sm, everything.reasons) == (1500, ("power cap",))
+        first = watch.between(times[0] - 1, times[0])
+        assert first is not None and first.sm == 1980
+        later = watch.between(times[2] + 5, times[2] + 6)
+        assert later is not None and later.sm == 1900
+    with ClockWatch("GPU-2") as watch:
+        time.sleep(0.2)
+        assert watch.between(0, time.monotonic()) is None
+
+
+def test_without_a_gpu_or_a_driver_nothing_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for gpu in ("", "GPU-1"):
+        with ClockWatch(gpu) as watch:
+            assert watch.between(0, 1e9) is None
