@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import Unavailable
-from ..experts import CANONICAL, ExpertLayer, Ids
+from ..experts import ExpertLayer, Ids
 from ..kernels.modular import FusedMoEKernel, kernel_of
-from ..kernels.prepared import PreparedMoE
+from ..kernels.prepared import CANONICAL, PreparedMoE
 from .rows import Costs
 from .targets import Target
 

@@ -13,7 +13,8 @@ from ..convert.manifest import load_manifest
 from ..convert.recipe import Output, Recipe
 from ..convert.shards import Shard, Share
 from ..errors import UsageError
-from ..experts import CANONICAL, ExpertLayer, Ids
+from ..experts import ExpertLayer, Ids
+from ..kernels.prepared import CANONICAL
 from ..models import model_problem
 from ..problem import MoEProblem
 from ..random_layer import RandomLayer
