@@ -1,0 +1,43 @@
+"""Backends for tests of `moectl.run`: right ones and wrong ones, registered for the time of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moectl.environment import Packages, detect_cpu
+from moectl.kernels import runners
+from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.reference import route
+from moectl.kernels.runners import Runner, runner_for
+from moectl.run import Machine
+
+CPU = Machine(torch.device("cpu"), detect_cpu(), Packages())
+
+Compute = Callable[[PreparedMoE, Tensor, Tensor, Tensor], Tensor]
+
+
+def right(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """What plain torch computes."""
+    compute = runner_for("torch").compute
+    assert compute is not None
+    return compute(prepared, x, ids, weights)
+
+
+def routing(prepared: PreparedMoE, x: Tensor, logits: Tensor, correction_bias: Tensor | None) -> Tensor:
+    """The same from router logits."""
+    ids, weights = route(logits, prepared.problem, correction_bias)
+    return right(prepared, x.contiguous(), prepared.local_ids(ids), weights)
+
+
+def register(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **fields: Any) -> Runner:
+    """A backend called `name` that computes so, on any device and in any layout unless `fields` say else."""
+    base = replace(runner_for("torch"), name=name, compute=compute)
+    runner = replace(base, **fields)
+    patch.setitem(runners.RUNNERS, name, lambda: runner)
+    return runner

@@ -1,0 +1,293 @@
+"""Each stress case fails for a backend that is wrong where the case looks, and for no right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from backends import CPU, Compute, register, right, routing
+from kernels.layers import GPT_OSS, KIMI, random_layer
+from torch import Tensor
+
+from moectl.experts import ExpertLayer
+from moectl.kernels.prepared import PreparedMoE, local_ids
+from moectl.kernels.reference import route
+from moectl.problem import Dims, MoEProblem
+from moectl.run import plan_stress
+from moectl.run.failures import lost
+from moectl.run.layer import hold
+from moectl.run.stress import CaseResult, Planned, poisoned_memory, stress
+from moectl.run.stress_cases import CASES
+from moectl.run.variants import poisoned_padding
+
+SMALL = replace(KIMI, dims=Dims(64, 32), experts=5, local_experts=5, top_k=2)
+"""Without biases, so that a token of tiny or zero activations gives next to nothing."""
+
+
+@pytest.fixture(scope="module")
+def layer() -> ExpertLayer:
+    return random_layer(SMALL)
+
+
+@pytest.fixture(scope="module")
+def planned(layer: ExpertLayer) -> tuple[Planned, ...]:
+    return plan_stress(layer, CPU.torch)
+
+
+def results(layer: ExpertLayer, cases: tuple[Planned, ...], name: str) -> dict[str, CaseResult]:
+    held = hold(layer, name, CPU)
+    return {found.case: found for found in stress(held, cases, CPU.torch, lambda text: None)}
+
+
+def failing(found: dict[str, CaseResult]) -> set[str]:
+    return {name for name, result in found.items() if result.failed}
+
+
+def wrong_at(count: int) -> Compute:
+    """Loses the last token of a batch of `count`."""
+
+    def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        y = right(prepared, x, ids, weights)
+        if len(y) == count:
+            y[-1] = 0
+        return y
+
+    return compute
+
+
+def needs_every_expert(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    problem = prepared.problem
+    whole = len(x) > 64 and problem.local_experts == problem.experts
+    if whole and bool((ids >= 0).all()) and len(ids.unique()) == problem.top_k:
+        raise ZeroDivisionError("an expert has no tokens")
+    return right(prepared, x, ids, weights)
+
+
+def full_at_64(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Has room for 64 tokens of the last expert."""
+    last = ids == prepared.problem.local_experts - 1
+    return right(prepared, x, torch.where(last & (last.cumsum(0) > 64), -1, ids), weights)
+
+
+def takes_minus_one_as_zero(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return right(prepared, x, ids.clamp(min=0), weights)
+
+
+def writes_nothing_without_work(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return torch.empty_like(x) if bool((ids < 0).all()) else right(prepared, x, ids, weights)
+
+
+def counts_from_the_first_again(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    ids = local_ids(ids, prepared.first_expert, prepared.problem.local_experts)
+    return right(prepared, x, ids, weights)
+
+
+def takes_rows_to_lie_together(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return right(prepared, x.as_strided(x.shape, (x.shape[1], 1)), ids, weights)
+
+
+def saturates(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return right(prepared, x.clamp(-1000, 1000), ids, weights)
+
+
+def flushes(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return right(prepared, torch.where(x.abs() < 2.0**-14, 0, x), ids, weights)
+
+
+def scales_by_the_largest(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    largest = x.abs().amax(1, keepdim=True)
+    return right(prepared, x / largest * largest, ids, weights)
+
+
+class Unsteady:
+    """Flips a bit in every second result."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        y = right(prepared, x, ids, weights)
+        self.calls += 1
+        if self.calls % 2:
+            y.view(torch.int16)[:1] ^= 1
+        return y
+
+
+BROKEN: dict[str, Compute] = {
+    **{case.name: wrong_at(int(case.name.split()[0])) for case in CASES if case.name[0] in "123456789"},
+    "empty experts": needs_every_expert,
+    "one expert": full_at_64,
+    "skipped ids": takes_minus_one_as_zero,
+    "no ids": writes_nothing_without_work,
+    "rank's share": counts_from_the_first_again,
+    "padding": takes_rows_to_lie_together,
+    "large": saturates,
+    "tiny": flushes,
+    "zeros": scales_by_the_largest,
+    "repeated": Unsteady(),
+}
+"""A backend for each case but those that have a test of their own."""
+
+ALSO: dict[str, set[str]] = {
+    "65 tokens": {case.name for case in CASES} - {"0 tokens", "1 token", "2 tokens", "3 tokens", "17 tokens",
+                                                  "63 tokens", "257 tokens", "no ids", "zeros"},
+    "one expert": {"257 tokens", "empty experts"},
+    "skipped ids": {"no ids", "one expert", "rank's share"},
+    "tiny": {"empty experts"},
+}  # fmt: skip
+"""What else such a backend may fail, besides its case."""
+
+
+def test_a_right_backend_passes_every_case(layer: ExpertLayer, planned: tuple[Planned, ...]) -> None:
+    found = results(layer, planned, "torch")
+    assert list(found) == [case.name for case in CASES]
+    assert all(it.ok for it in found.values()), [it for it in found.values() if not it.ok]
+    assert found["257 tokens"].tokens == 257 and found["257 tokens"].check is not None
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_each_case_fails_a_backend_that_is_wrong_there(
+    case: str, layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch, "broken", BROKEN[case])
+    found = results(layer, planned, "broken")
+    assert found[case].failed, found[case]
+    assert found[case].note and found[case].backend == "broken"
+    assert failing(found) <= {case} | ALSO.get(case, set()), {n: found[n].note for n in failing(found)}
+
+
+def test_ties_fail_a_backend_that_prefers_the_higher_id(
+    layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def turned(prepared: PreparedMoE, x: Tensor, logits: Tensor, bias: Tensor | None) -> Tensor:
+        ids, weights = route(logits.flip(1), prepared.problem, None if bias is None else bias.flip(0))
+        ids = prepared.problem.experts - 1 - ids
+        return right(prepared, x.contiguous(), prepared.local_ids(ids), weights)
+
+    register(monkeypatch, "routes", None, monolithic=routing)
+    register(monkeypatch, "turned", None, monolithic=turned)
+    found = results(layer, planned, "routes")
+    by_ids = {case.name for case in CASES if case.by_ids}
+    assert {name for name, it in found.items() if it.ok is None} == by_ids == {
+        "one expert", "skipped ids", "no ids"
+    }  # fmt: skip
+    assert all("routes by itself" in found[name].note for name in by_ids) and not failing(found)
+    assert failing(results(layer, planned, "turned")) == {"ties"}
+
+
+def test_an_empty_batch_fails_what_returns_a_row(layer: ExpertLayer, planned: tuple[Planned, ...]) -> None:
+    held = hold(layer, "torch", CPU)
+
+    class OneRowAtLeast:
+        runner, monolithic, prepared = held.kernel.runner, False, held.prepared
+
+        def run(self, inputs: object, bias: object) -> Tensor:
+            y = held.kernel.run(inputs, bias)  # type: ignore[arg-type]
+            return y if len(y) else y.new_zeros(1, y.shape[1])
+
+    odd = replace(held, kernel=OneRowAtLeast())  # type: ignore[arg-type]
+    found = {it.case: it for it in stress(odd, planned[:2], CPU.torch, lambda text: None)}
+    assert failing(found) == {"0 tokens"}
+    assert "expected torch.bfloat16 [0, 64] on cpu, got torch.bfloat16 [1, 64]" in found["0 tokens"].note
+
+
+def spoils(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    y = right(prepared, x, ids, weights)
+    x.zero_()
+    return y
+
+
+def widens(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return right(prepared, x, ids, weights).float()
+
+
+def breaks(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    raise RuntimeError("no kernel image is available\nmore of it")
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [
+        (spoils, "it wrote into x, which it was given"),
+        (widens, "got torch.float32 [3, 64]"),
+        (breaks, "RuntimeError: no kernel image is available"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    compute: Compute,
+    words: str,
+    layer: ExpertLayer,
+    planned: tuple[Planned, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register(monkeypatch, "broken", compute)
+    three = tuple(it for it in planned if it.case.name == "3 tokens")
+    found = results(layer, three, "broken")["3 tokens"]
+    assert found.failed and words in found.note and "more of it" not in found.note
+
+
+def test_after_a_lost_device_no_case_counts_as_passed(
+    layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch, "broken", wrong_at(2))
+    monkeypatch.setattr("moectl.run.stress.lost", lambda device: "the GPU is gone")
+    found = results(layer, planned[:6], "broken")
+    assert [it.ok for it in found.values()] == [True, True, False, False, False, False]
+    assert found["17 tokens"].note == "not run, the GPU is gone"
+    assert lost(CPU.torch) == ""
+
+
+def test_numbers_in_the_weights_padding_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that claims to mask its padding, and adds up all that is stored."""
+    layer = random_layer(GPT_OSS)
+    usual = layer.prepared("triton", "cpu")
+    poisoned = poisoned_padding(layer, "triton", CPU.torch)
+    assert poisoned is not None and poisoned.layout == usual.layout and poisoned.problem == usual.problem
+    for role, t in usual.weights.items():
+        assert t.shape == poisoned.weights[role].shape
+        assert torch.equal(t, poisoned.weights[role]) == (role == "w2_bias"), role
+
+    def sums_up(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        y = right(usual, x, ids, weights)
+        same = torch.equal(prepared.weights["w2"], usual.weights["w2"])
+        return y if same else y + 1
+
+    fields = {"layout": usual.layout, "refusal": lambda problem, device: "", "masks_padding": True}
+    register(monkeypatch, "sums", sums_up, **fields)
+    register(monkeypatch, "masks", lambda p, x, ids, w: right(usual, x, ids, w), **fields)
+    cases = tuple(it for it in plan_stress(layer, CPU.torch) if it.case.name == "padding")
+    assert failing(results(layer, cases, "sums")) == {"padding"}
+    assert not failing(results(layer, cases, "masks"))
+
+
+def test_what_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = random_layer(replace(SMALL, experts=1, local_experts=1, top_k=1))
+    asked = {it.case.name: it.beside for it in plan_stress(one, CPU.torch)}
+    assert asked["rank's share"] == "there are 1 experts"
+    found = results(one, tuple(plan_stress(one, CPU.torch)), "torch")
+    assert found["rank's share"].ok is None and not failing(found)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("base", [GPT_OSS, KIMI], ids=["gpt-oss", "kimi"])
+def test_both_families_pass_in_both_dtypes(base: MoEProblem, dtype: str) -> None:
+    layer = random_layer(replace(base, dtype=dtype))
+    cases = tuple(it for it in plan_stress(layer, CPU.torch, seed=3) if it.workload.tokens <= 65)
+    found = results(layer, cases, "torch")
+    assert not failing(found), [it for it in found.values() if it.failed]
+    assert all(it.ok for it in found.values())
+
+
+def test_memory_that_is_not_initialized_is_nan_in_poisoned_memory() -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    like = torch.zeros(7)
+    makers: list[Callable[[], Tensor]] = [
+        lambda: torch.empty(100),
+        lambda: torch.empty_like(like),
+        lambda: like.new_empty(5),
+    ]
+    with poisoned_memory(CPU.torch):
+        assert all(bool(make().isnan().all()) for make in makers)
+    assert torch.are_deterministic_algorithms_enabled() == before
