@@ -139,4 +139,6 @@ def every_layer(
             run = run_one(opened, machine, plan, progress)
         except MoectlError as error:
             run = LayerRun(number, error=error)
+        except OSError as error:
+            run = LayerRun(number, error=Unavailable(f"layer {number} cannot be read: {error}"))
         yield run

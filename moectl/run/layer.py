@@ -113,7 +113,7 @@ def measure(held: Held, workload: Workload, expected: Tensor, machine: Machine, 
                 machine.torch,
                 repeats=repeats,
                 cold=False,
-                capturable=kernel.runner.capturable,
+                capturable=kernel.capturable,
             ).median_us
     return RunResult(
         prepared.backend,

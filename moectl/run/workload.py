@@ -37,12 +37,15 @@ class Workload:
         return len(self.inputs.x)
 
     def at(self, prepared: PreparedMoE) -> tuple[Inputs, Tensor | None]:
-        """Inputs as `prepared` takes them, ids of experts elsewhere being -1, and the bias, where it is."""
-        made = replace(self.inputs, ids=prepared.local_ids(self.inputs.ids))
+        """Copies as `prepared` takes them, ids of experts elsewhere being -1, and of the bias, where it is.
+
+        What a backend writes into them by mistake, no other one sees.
+        """
+        made = self.inputs
+        tensors = (made.x, prepared.local_ids(made.ids), made.weights, made.logits)
+        moved = Inputs(*(t.to(prepared.device, copy=True) for t in tensors))
         bias = self.correction_bias
-        place = prepared.device
-        moved = Inputs(*(t.to(place) for t in (made.x, made.ids, made.weights, made.logits)))
-        return moved, None if bias is None else bias.to(place)
+        return moved, None if bias is None else bias.to(prepared.device, copy=True)
 
 
 def workload_of(layer: ExpertLayer, tokens: int = 8, seed: int = 0, source: Path | None = None) -> Workload:

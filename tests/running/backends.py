@@ -15,7 +15,9 @@ from moectl.kernels import runners
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import route
 from moectl.kernels.runners import Runner, runner_for
-from moectl.run import Machine
+from moectl.oracle import registry
+from moectl.oracle.backends.native import TORCH
+from moectl.run import POLICY, Machine
 
 CPU = Machine(torch.device("cpu"), detect_cpu(), Packages())
 
@@ -41,3 +43,18 @@ def register(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **fi
     runner = replace(base, **fields)
     patch.setitem(runners.RUNNERS, name, lambda: runner)
     return runner
+
+
+def offer(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **fields: Any) -> None:
+    """As `register`, and the tool's policy has it before all others, for every layer and device."""
+    register(patch, name, compute, **fields)
+    policy = registry.POLICIES[POLICY]
+    (route_,) = policy.routes
+    (order,) = route_.orders
+    backend = replace(TORCH, name=name, engine_name=name, runner=name)
+    wider = replace(
+        route_,
+        orders=(replace(order, backends=(backend, *order.backends)),),
+        names={name: (backend,), **route_.names},
+    )
+    patch.setitem(registry.POLICIES, POLICY, replace(policy, routes=(wider,)))

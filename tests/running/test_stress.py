@@ -131,6 +131,7 @@ BROKEN: dict[str, Compute] = {
 """A backend for each case but those that have a test of their own."""
 
 ALSO: dict[str, set[str]] = {
+    "repeated": {"zeros"},
     "65 tokens": {case.name for case in CASES} - {"0 tokens", "1 token", "2 tokens", "3 tokens", "17 tokens",
                                                   "63 tokens", "257 tokens", "no ids", "zeros"},
     "one expert": {"257 tokens", "empty experts"},
@@ -199,8 +200,8 @@ def spoils(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Te
     return y
 
 
-def widens(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return right(prepared, x, ids, weights).float()
+def loses_one(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return right(prepared, x, ids, weights)[1:]
 
 
 def breaks(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ def breaks(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Te
     ("compute", "words"),
     [
         (spoils, "it wrote into x, which it was given"),
-        (widens, "got torch.float32 [3, 64]"),
+        (loses_one, "expected torch.bfloat16 [3, 64] on cpu, got torch.bfloat16 [2, 64]"),
         (breaks, "RuntimeError: no kernel image is available"),
     ],
 )
@@ -291,3 +292,22 @@ def test_memory_that_is_not_initialized_is_nan_in_poisoned_memory() -> None:
     with poisoned_memory(CPU.torch):
         assert all(bool(make().isnan().all()) for make in makers)
     assert torch.are_deterministic_algorithms_enabled() == before
+
+
+@pytest.mark.gpu
+def test_memory_of_the_allocator_is_poisoned_on_a_gpu(
+    layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch, "broken", writes_nothing_without_work)
+    register(monkeypatch, "steady", right)
+    machine = replace(CPU, torch=torch.device("cuda"))
+    for name, wrong in (("steady", set()), ("broken", {"no ids"})):
+        held = hold(layer, name, machine)
+        found = {it.case: it for it in stress(held, planned, machine.torch, lambda text: None)}
+        assert failing(found) == wrong, {case: found[case].note for case in failing(found)}
+    assert "65 of 65 tokens are not finite" in found["no ids"].note
+    for size in (100, 5_000_000):
+        first = torch.empty(size, device="cuda")
+        del first
+        with poisoned_memory(machine.torch):
+            assert bool(torch.empty(size, device="cuda").isnan().all())
