@@ -79,9 +79,16 @@ def find_peers(folder: Path | None) -> tuple[Installed, ...]:
         place = find_peer(name, folder)
         if place is not None:
             lacks = lacking(PROBES[name], place) if place.is_dir() else ()
-            version = source_version(place) if place.is_dir() else ""
-            found.append(Installed(PREFIX + name, name, version, str(place), lacks))
+            found.append(Installed(PREFIX + name, name, _version(name, place), str(place), lacks))
     return tuple(found)
+
+
+def _version(name: str, place: Path) -> str:
+    """What the package says of itself, or the metadata beside it; empty where neither does."""
+    stem = PROBES[name].distribution.replace("-", "_")
+    beside = sorted(place.parent.glob(f"{stem}-*.dist-info")) if stem else []
+    said = source_version(place) if place.is_dir() else ""
+    return said or (beside[-1].name.removesuffix(".dist-info").rpartition("-")[2] if beside else "")
 
 
 def library_file(folder: Path | None) -> Path | None:

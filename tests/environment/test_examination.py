@@ -119,7 +119,7 @@ def test_libraries_of_others_are_found_installed_and_in_a_folder(bench, monkeypa
     bench.package("triton", "triton", "3.6.0")
     bench.file("vllm/_moe_C_stable_libtorch.abi3.so", "")
     bench.file("peers/humming/layer.py", "")
-    bench.file("peers/humming/_version.py", "__version__ = '0.1.19'\n")
+    bench.file("peers/humming_kernels-0.1.19.dist-info/METADATA", "")
     bench.file("peers/triton_kernels/matmul_ogs.py", "")
     folder = str(bench.folder / "peers")
     monkeypatch.setenv("MOECTL_PEERS", folder)

@@ -211,7 +211,7 @@ def ready(prepared: PreparedMoE) -> tuple[Matrix, Matrix]:
     """The layer's two matrices in Humming's layout; made once and kept with it, beside the canonical ones."""
     made: tuple[Matrix, Matrix] | None = prepared.derived.get(NAME)
     if made is None:
-        with failing_as(NAME), torch.cuda.device(prepared.device):
+        with failing_as(NAME, prepared.device):
             made = _matrix(prepared, "w13"), _matrix(prepared, "w2")
         prepared.derived[NAME] = made
     return made
@@ -255,7 +255,7 @@ def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
     ids, weights, experts = ids.contiguous().view(-1), weights.contiguous().view(-1), problem.local_experts
     slots, dims = ids.numel(), problem.dims
     (tuning1, size1), (tuning2, size2) = w13.choice(slots), w2.choice(slots)
-    with failing_as(NAME), torch.cuda.device(x.device):
+    with failing_as(NAME, x.device):
         blocks1 = blocks_of(ids, experts, size1, LOCKS)
         blocks2 = blocks1 if size2 == size1 else blocks_of(ids, experts, size2, LOCKS)
         halves = 2 if problem.activation.gated else 1

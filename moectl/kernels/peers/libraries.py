@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,10 +142,14 @@ def why_not(load: Any) -> str:
 
 
 @contextmanager
-def failing_as(backend: str) -> Iterator[None]:
-    """Whatever a library of others raises inside is an error of `backend` and its reason."""
+def failing_as(backend: str, device: torch.device | None = None) -> Iterator[None]:
+    """Whatever a library of others raises inside is an error of `backend` and its reason.
+
+    Kernels inside are launched on `device`, where that is a GPU.
+    """
     try:
-        yield
+        with torch.cuda.device(device) if device and device.type == "cuda" else nullcontext():
+            yield
     except MoectlError:
         raise
     except Exception as error:

@@ -158,7 +158,7 @@ def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
     check_dtype(problem, x)
     if not len(x):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    with failing_as(NAME):
+    with failing_as(NAME, x.device):
         flat = ids.contiguous().view(-1), weights.contiguous().view(-1)
         return _run(prepared, x, routing_of(*flat, problem.local_experts, problem.top_k))
 
@@ -172,7 +172,7 @@ def monolithic(prepared: PreparedMoE, x: Tensor, logits: Tensor, correction_bias
         raise NoBackend(f"the {NAME} backend cannot route: {reason}", hint="route first, and give expert ids")
     if not len(x):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    with failing_as(NAME):
+    with failing_as(NAME, x.device):
         softmax_first = not problem.routing.renormalize
         routed = library().routing.routing(logits.contiguous(), problem.top_k, sm_first=softmax_first)
         return _run(prepared, x, routed)
