@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .building import build_kernel as build_kernel
     from .kernels.prepared import PreparedMoE as PreparedMoE
     from .prepare import load_prepared as load_prepared
 
@@ -11,9 +12,9 @@ __version__ = "0.1.0"
 SCHEMA_VERSION = 1
 """Version of the JSON documents; it grows when a field changes its meaning or goes away."""
 
-__all__ = ["SCHEMA_VERSION", "PreparedMoE", "__version__", "load_prepared"]
+__all__ = ["SCHEMA_VERSION", "PreparedMoE", "__version__", "build_kernel", "load_prepared"]
 
-_HEAVY = {"PreparedMoE": "kernels.prepared", "load_prepared": "prepare"}
+_HEAVY = {"PreparedMoE": "kernels.prepared", "build_kernel": "building", "load_prepared": "prepare"}
 """Public names whose modules import torch, which `import moectl` does not."""
 
 

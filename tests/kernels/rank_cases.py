@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moectl.building import build_kernel
+from moectl.checkpoint import open_checkpoint
 from moectl.convert.shards import Shard, Share
 from moectl.environment import Device, Packages
 from moectl.environment.devices import find_device
@@ -31,6 +32,7 @@ from moectl.kernels.tolerance import Tolerance, check, tolerance_for
 from moectl.oracle.decision import Decision
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
+from moectl.prepare import checkpoint_layer, load_prepared
 from moectl.problem import Dims, MoEProblem, Parallel
 
 from .layers import GPT_OSS, KIMI, QWEN, canonical_roles, layer_of, skipping
@@ -54,6 +56,7 @@ class World:
 
     rank: int
     size: int
+    folder: Path
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -193,6 +196,16 @@ def replicated(world: World) -> str:
     return "; ".join(filter(None, found))
 
 
+def converted(world: World) -> str:
+    """Folders that `moectl convert` has written for all ranks, against the checkpoint."""
+    layer = checkpoint_layer(open_checkpoint(world.folder / "checkpoint"))
+    prepared = load_prepared(world.folder / "converted", backend="torch", rank=world.rank)
+    inputs = world.inputs(layer.problem, UNEVEN)
+    decision = decision_for(prepared.problem, Parallel(dp=world.size, ep=True))
+    kernel = build_kernel(decision, prepared, group=world.group)
+    return wrong(layer, kernel.apply(inputs.x, inputs.ids, inputs.weights), inputs)
+
+
 def refused(world: World) -> str:
     """Every rank is told before anything travels; the group goes on to work."""
     _, prepared = world.share(KIMI)
@@ -248,16 +261,20 @@ CASES: dict[str, Callable[[World], str]] = {
     "built for all ranks": built,
     "sliced experts": sliced,
     "the same tokens": replicated,
+    "converted folders": converted,
     "refusals": refused,
 }
 """What every rank runs, by name."""
 
 
 def run_rank(rank: int, size: int, folder: str) -> None:
-    """All cases on one rank; what is wrong goes into a file of its own."""
+    """All cases on one rank; what is wrong goes into a file of its own.
+
+    `folder` has a checkpoint, and its experts converted for `size` ranks.
+    """
     torch.set_num_threads(1)
     place = Path(folder)
     dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=size)
-    found = {name: case(World(rank, size)) for name, case in CASES.items()}
+    found = {name: case(World(rank, size, place)) for name, case in CASES.items()}
     (place / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()

@@ -9,6 +9,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from moectl.checkpoint import open_checkpoint
+from moectl.convert.layout import layout_for
+from moectl.convert.plan import plan_conversion
+from moectl.convert.rank_plans import convert_ranks, plan_ranks
+from moectl.convert.stream import convert
 from moectl.kernels.dispatch.batching import batches_of
 from moectl.kernels.dispatch.exchange import Alone
 
@@ -18,14 +23,24 @@ SIZES = (2, 4)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
+def found(tmp_path_factory: pytest.TempPathFactory, tiny_gpt_oss: Path) -> dict[int, list[dict[str, str]]]:
     """By number of ranks, what every rank says about each case."""
     results = {}
     for size in SIZES:
         folder = tmp_path_factory.mktemp(f"ranks{size}")
+        (folder / "checkpoint").symlink_to(tiny_gpt_oss)
+        convert_for(size, tiny_gpt_oss, folder / "converted")
         mp.spawn(run_rank, (size, str(folder)), nprocs=size)
         results[size] = [_said(folder, rank) for rank in range(size)]
     return results
+
+
+def convert_for(size: int, source: Path, out: Path) -> None:
+    """A checkpoint's experts spread over `size` ranks, each rank's in a folder of its own."""
+    checkpoint = open_checkpoint(source)
+    layout = layout_for("moectl", checkpoint.groups[0].problem.scheme.weight)
+    plans = plan_ranks(out, 1, size, None, lambda shard: plan_conversion(checkpoint, layout, shard=shard))
+    convert_ranks(plans, lambda item, progress: convert(item.plan, item.folder, progress=progress))
 
 
 def _said(folder: Path, rank: int) -> dict[str, str]:

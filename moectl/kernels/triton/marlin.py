@@ -21,14 +21,15 @@ from ...errors import UsageError
 from ...problem import MoEProblem
 from ...schemes import FULL
 from ..prepared import PreparedMoE
-from ..runners import Runner
+from ..runners import Form, Runner
 from . import marlin_kernels as kernels
 from .batch import compute_batch, one_each
 from .items import BASES, items_of, overlapping
-from .launch import tile_words
+from .launch import Launch, tile_words
 from .layer import Call, activation_numbers, scale_name
 from .routing import INTERPRETED, finish
 from .runner import GATED, MINIMUM_CAPABILITY, UNGATED
+from .workspace import products_and_lists
 
 LAYOUT = "marlin-int4"
 GROUPS = (32, 64, 128, FULL)
@@ -246,4 +247,21 @@ def _tactic(prepared: PreparedMoE, tokens: int) -> str:
     return tile_words(tile_for(prepared.problem, tokens)) if tokens else ""
 
 
-RUNNER = Runner("triton_marlin", LAYOUT, _compute, _refusal, batched=_batched, tactic=_tactic)
+def _workspace(prepared: PreparedMoE, tokens: int, form: Form) -> int:
+    problem = prepared.problem
+    batched = form is Form.BATCHED
+    tile = (
+        tile_for(one_each(problem), tokens * problem.local_experts) if batched else tile_for(problem, tokens)
+    )
+    return products_and_lists(problem, tokens, form, Launch("marlin", tile), problem.dims.intermediate)
+
+
+RUNNER = Runner(
+    "triton_marlin",
+    LAYOUT,
+    _compute,
+    _refusal,
+    batched=_batched,
+    tactic=_tactic,
+    workspace=_workspace,
+)

@@ -1,7 +1,8 @@
-"""Most bytes that a call of the triton backend takes beside its arguments and its result."""
+"""Most bytes that a call of moectl's own kernels takes beside its arguments and its result."""
 
 from __future__ import annotations
 
+from ...problem import MoEProblem
 from ..prepared import PreparedMoE
 from ..runners import Form
 from .launch import Launch, token_tiles
@@ -26,17 +27,23 @@ def workspace(prepared: PreparedMoE, tokens: int, form: Form, launch: Launch) ->
 
     Tokens that are not contiguous are copied besides, which is not counted.
     """
-    problem, layer = prepared.problem, layer_of(prepared)
-    experts = problem.local_experts
-    batched = form is Form.BATCHED
-    rows = tokens * experts if batched else tokens
-    assignments = rows * (1 if batched else problem.top_k)
+    layer = layer_of(prepared)
+    rows = tokens * prepared.problem.local_experts if form is Form.BATCHED else tokens
+    ordered = 2 * rows * layer.w13.k if launch.regime in ORDERING else 0
+    return ordered + products_and_lists(prepared.problem, tokens, form, launch, layer.w2.k)
+
+
+def products_and_lists(
+    problem: MoEProblem, tokens: int, form: Form, launch: Launch, intermediate: int
+) -> int:
+    """Bytes of what the GEMMs of `launch` leave, `intermediate` columns of the first, and of lists."""
+    experts, batched = problem.local_experts, form is Form.BATCHED
+    assignments = tokens * (experts if batched else problem.top_k)
     split = getattr(launch.tile, "split", 1)
     # Of a batch there is one part a row, and where it is in the model's dtype it is the result.
     part = 4 * split if launch.regime in PARTS_IN_FP32 else 0 if batched else 2
-    products = assignments * (2 * layer.w2.k + part * problem.dims.hidden)
-    ordered = 2 * rows * layer.w13.k if launch.regime in ORDERING else 0
+    products = assignments * (2 * intermediate + part * problem.dims.hidden)
     block = getattr(launch.tile, "tokens", 16)
     records = 4 * (RECORD + block) * token_tiles(assignments, experts, block)
     sorting = (12 if batched else 4) * assignments + 4 * experts * (assignments // BLOCK + 4)
-    return products + ordered + records + sorting + SMALLEST
+    return products + records + sorting + SMALLEST
