@@ -34,10 +34,10 @@ LAYERS: dict[str, MoEProblem] = {
 TOKENS = (1, 48, 300)
 
 
-@lru_cache(maxsize=2)
-def layer(name: str) -> PreparedMoE:
+@lru_cache(maxsize=3)
+def layer(name: str, backend: str = "triton") -> PreparedMoE:
     roles = {role: t.cuda() for role, t in canonical_roles(LAYERS[name]).items()}
-    return layer_of(LAYERS[name], roles).prepared("triton", "cuda")
+    return layer_of(LAYERS[name], roles).prepared(backend, "cuda")
 
 
 def part_of(name: str) -> PreparedMoE:
@@ -62,22 +62,6 @@ def wanting(form: ActFormat) -> Runner:
     return replace(TRITON, name=f"triton wanting {form.name}", compute=compute, wants=form)
 
 
-def of_batches(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
-    """Rows of a batch as tokens of one expert each; those beyond the counts are of none."""
-    assert TRITON.compute is not None
-    experts, most, hidden = x.shape
-    made = prepared.derived.setdefault("one expert to a row", {})
-    if "layer" not in made:
-        made["layer"] = replace(prepared, problem=replace(prepared.problem, top_k=1), derived={})
-    row = torch.arange(most, device=x.device)
-    expert = torch.arange(experts, device=x.device, dtype=torch.int32)
-    ids = torch.where(row < counts[:, None], expert[:, None], -1).to(torch.int32).view(-1, 1)
-    ones = torch.ones(len(ids), 1, device=x.device)
-    return TRITON.compute(made["layer"], x.view(-1, hidden), ids, ones).view(x.shape)
-
-
-BATCHED = replace(TRITON, batched=of_batches)
-
 KERNELS: dict[str, Callable[[str], FusedMoEKernel]] = {
     "standard": lambda name: FusedMoEKernel(layer(name), TRITON),
     "shared experts in fp32": lambda name: FusedMoEKernel(
@@ -86,7 +70,7 @@ KERNELS: dict[str, Callable[[str], FusedMoEKernel]] = {
     "half of the experts": lambda name: FusedMoEKernel(
         part_of(name), TRITON, expert_map=map_of(part_of(name))
     ),
-    "batched": lambda name: FusedMoEKernel(layer(name), BATCHED, Form.BATCHED),
+    "batched": lambda name: FusedMoEKernel(layer(name), TRITON, Form.BATCHED),
     "mxfp8 tokens": lambda name: FusedMoEKernel(layer(name), wanting(MXFP8_ACT)),
 }
 
@@ -177,15 +161,31 @@ def test_streams_and_threads_at_once(kind: str) -> None:
             assert all(torch.equal(words(y), words(expected[i % 2])) for y in found), (kind, i)
 
 
-EXTRA = {"standard": 0, "half of the experts": 0, "shared experts in fp32": 4, "mxfp8 tokens": 6}
+EXTRA = {
+    "standard": 0,
+    "half of the experts": 0,
+    "batched": 0,
+    "shared experts in fp32": 4,
+    "mxfp8 tokens": 6,
+}
 """Sizes of a result that shared experts, or a test's own decoding, may take beside what is said."""
 
 
 @pytest.mark.parametrize("kind", EXTRA)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_call_takes_no_more_memory_than_is_said(name: str, kind: str) -> None:
-    kernel = KERNELS[kind](name)
-    for count in (1, 8, 64, 1000):
+    holds(KERNELS[kind](name), kind)
+
+
+@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED])
+def test_marlin_s_layout_takes_no_more_memory_than_is_said(form: Form) -> None:
+    kernel = FusedMoEKernel(layer("kimi", "triton_marlin"), runner_for("triton_marlin"), form)
+    holds(kernel, "standard" if form is Form.STANDARD else "batched")
+
+
+def holds(kernel: FusedMoEKernel, kind: str) -> None:
+    """What calls take at most against what the kernel says; and that is not far more."""
+    for count in (1, 8, 64, 300 if kind == "batched" else 1000):
         _, call = called(kernel, count)
         size = call().nbytes
         torch.cuda.synchronize()
@@ -195,7 +195,7 @@ def test_a_call_takes_no_more_memory_than_is_said(name: str, kind: str) -> None:
         torch.cuda.synchronize()
         took = torch.cuda.max_memory_allocated() - before - size
         said = kernel.workspace(count)
-        print(name, kind, count, "took", took, "said", said)
+        print(kernel.runner.name, kind, count, "took", took, "said", said)
         assert said is not None
         assert took <= said + EXTRA[kind] * size, (count, took, said)
         if kind == "standard":
