@@ -34,6 +34,8 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         ("tune_kernels", ("--families", "mid,large"), "no family is called 'large'; there are decode"),
         ("tune_kernels", ("--shard", "3/3"), "it takes I/N, I from 0 to N - 1, got '3/3'"),
         ("bench_peers", ("--models", "gpt-5"), "no model is called 'gpt-5'"),
+        ("bench_router", ("--models", "gpt-5"), "no model is called 'gpt-5'; there are gpt-oss-20b"),
+        ("bench_router", ("--tokens", "0"), "argument --tokens: it takes whole numbers"),
         ("bench_peers", ("--columns", "moectl,cutlass"), "no column is called 'cutlass'"),
         ("bench_peers", ("--routing", "zipf"), "argument --routing: it takes uniform"),
         ("bench_peers", ("--tokens", "1,x"), "argument --tokens: it takes whole numbers"),
@@ -60,6 +62,7 @@ def test_wrong_usage(script: str, options: tuple[str, ...], said: str, ended: En
     [
         ("bench_peers", ()),
         ("bench_peers", ("--warm", "1", "--models", "qwen3-30b", "--tokens", "1")),
+        ("bench_router", ()),
         ("profile_kernels", ()),
         ("sanitize_kernels", ()),
         ("tune_kernels", ()),
