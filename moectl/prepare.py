@@ -33,8 +33,8 @@ from .kernels.runners import ANY_LAYOUT, RUNNERS, runner_for
 SCALES_AT_ONCE = 16 << 20
 """Stored bytes of scales that are looked at together."""
 
-ROUTED = frozenset(("weight", "bias", "correction_bias", "expert_scale", "hash"))
-"""Tensors of a router that is one linear layer, with what `kernels.routing.route` takes beside its logits."""
+ROUTED = frozenset(("weight", "bias", "correction_bias", "expert_scale", "hash", "input_scale"))
+"""Tensors of a router that can be computed: of its logits, and what `kernels.routing.route` takes beside."""
 
 
 def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> ExpertLayer:
@@ -119,8 +119,7 @@ def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
 def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Router | None:
     """The router of tensors named ``weight`` and as in `ROUTED` in `names`.
 
-    None when `tensors` has no weight of that name, or the router's logits are more than one linear layer:
-    it normalizes and scales its input (Gemma 4), or is quantized.
+    None when `tensors` has no weight of that name, or the router is quantized.
     """
     if not names.keys() <= ROUTED:
         return None
@@ -140,6 +139,7 @@ def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[
         None if correction is None else correction.flatten(),
         found.get("expert_scale"),
         table,
+        found.get("input_scale"),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -53,6 +53,10 @@ class DenseExperts:
         )
 
 
+NORM_EPSILON = 1e-6
+"""Added to the mean square of a token that a router normalizes (``rms_norm_eps`` of Gemma 4's configs)."""
+
+
 @dataclass(frozen=True)
 class Router:
     """The linear layer that scores experts.
@@ -63,6 +67,7 @@ class Router:
         correction_bias: ``[experts]`` added to the scores for the choice only, or None.
         expert_scale: ``[experts]`` factors on the final weights, or None.
         table: ``[vocabulary, top_k]`` integer expert ids by token id, which are not chosen then; or None.
+        input_scale: ``[hidden]`` factors on tokens that are normalized to a length of 1 first, or None.
     """
 
     weight: Tensor
@@ -70,6 +75,7 @@ class Router:
     correction_bias: Tensor | None = None
     expert_scale: Tensor | None = None
     table: Tensor | None = None
+    input_scale: Tensor | None = None
 
     def logits(self, x: Tensor) -> Tensor:
         """``[tokens, experts]`` fp32 logits of `x` ``[tokens, hidden]``, computed in fp32."""
@@ -78,7 +84,11 @@ class Router:
                 f"the router expects tokens of width {self.weight.shape[-1]}, got {x.shape[-1]}",
                 hint="give an input with the model's hidden size",
             )
-        logits = x.float() @ self.weight.float().T
+        x = x.float()
+        if self.input_scale is not None:
+            x = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON) * x.shape[-1] ** -0.5
+            x = x * self.input_scale.float()
+        logits = x @ self.weight.float().T
         return logits if self.bias is None else logits + self.bias.float()
 
     def to(self, device: torch.device | str) -> Router:
@@ -86,7 +96,7 @@ class Router:
         return Router(*(None if t is None else t.to(device) for t in self._tensors()))  # type: ignore[arg-type]
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.weight, self.bias, self.correction_bias, self.expert_scale, self.table)
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)

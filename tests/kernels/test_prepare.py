@@ -29,7 +29,7 @@ from moectl.prepare import (
     prepare,
     read_router,
 )
-from moectl.run import run_layer, this_machine
+from moectl.run.workload import workload_of
 from moectl.schemes import MXFP4, int_format
 from moectl.synth import synthesize
 
@@ -102,7 +102,7 @@ def test_a_router_that_looks_experts_up(tmp_path: Path) -> None:
     assert torch.equal(ids.long(), layer.router.table[tokens])
     with pytest.raises(UsageError, match="needs token ids"):
         route_by(layer.router, x, layer.problem)
-    assert run_layer(layer, "torch", this_machine("cpu"), tokens=3, repeats=1).routed_by == "router"
+    assert workload_of(layer, 3).routed_by == "router"
     chosen = checkpoint_layer(checkpoint, 3)
     assert chosen.router is not None and chosen.router.table is None
     assert route_by(chosen.router, x, chosen.problem)[0].shape == (3, 6)
@@ -112,6 +112,22 @@ def test_a_router_that_looks_experts_up(tmp_path: Path) -> None:
     damaged[names["hash"]] = replace(table, start=table.start - 1, end=table.end - 1)
     with pytest.raises(CheckpointError, match="must hold ids of 8 experts"):
         read_router(folder, damaged, names)
+
+
+def test_a_router_with_factors_on_both_sides(tmp_path: Path) -> None:
+    folder = synthesize(
+        "google/gemma-4-26B-A4B", tmp_path / "g", layers=1, experts=8, hidden=128, intermediate=64
+    )
+    layer = checkpoint_layer(open_checkpoint(folder))
+    router, x = layer.router, 7 * inputs_of(layer.problem, 5).x.float()
+    assert router is not None and router.expert_scale is not None and router.input_scale is not None
+    scaled = replace(router, input_scale=router.input_scale * 3)
+    unit = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    torch.testing.assert_close(scaled.logits(x), 3 * unit @ router.weight.float().T)
+    ids, weights, _ = route_by(router, x, layer.problem)
+    factors = router.expert_scale.float()[ids.long()]
+    torch.testing.assert_close((weights / factors).sum(1), torch.ones(5))
+    assert workload_of(layer, 3).routed_by == "router"
 
 
 @pytest.fixture(scope="module")
