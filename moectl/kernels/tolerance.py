@@ -49,6 +49,9 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("mxfp4", "steps"): _STEPS,
     ("int4", "steps"): _STEPS,
     ("int8", "steps"): _STEPS,
+    ("nvfp4", "steps"): _STEPS,
+    ("mxfp8", "steps"): _STEPS,
+    ("fp8", "steps"): _STEPS,
 }
 """(weight format, accumulation) -> tolerance; ``steps`` accumulates in fp32 too.
 

@@ -9,13 +9,24 @@ from dataclasses import replace
 
 import torch
 
+from moectl.experts import ExpertLayer
 from moectl.kernels.activation import activate as judge_activate
 from moectl.kernels.inputs import Inputs
 from moectl.kernels.peers.around import activate, blocks_of, most_slots, ragged_of, weighted_sum
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.runners import Runner
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.schemes import FULL, Scheme, int_format
+from moectl.random_layer import RandomLayer
+from moectl.schemes import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    FULL,
+    MXFP8,
+    NVFP4,
+    Scheme,
+    int_format,
+)
 
 from .layers import GPT_OSS, KIMI, inputs_of, judged, random_layer, skipping
 
@@ -45,6 +56,24 @@ FORMATS: dict[str, MoEProblem] = {
     "int4, weight on the input": integers(4, 32, routing=Routing(weight_on_input=True)),
 }
 """Layers that differ in all that the libraries tell apart."""
+
+FLOATS: dict[str, MoEProblem] = {
+    "nvfp4": replace(INT, scheme=Scheme(NVFP4)),
+    "nvfp4, fp16, bias": replace(INT, scheme=Scheme(NVFP4), dtype="fp16", bias=True, dims=Dims(128, 192)),
+    "mxfp8": replace(INT, scheme=Scheme(MXFP8)),
+    "fp8 blocks": replace(INT, scheme=Scheme(FP8_BLOCK), dims=Dims(384, 256)),
+    "fp8 channel": replace(INT, scheme=Scheme(FP8_CHANNEL)),
+    "fp8 tensor": replace(INT, scheme=Scheme(FP8_TENSOR), activation=SWIGLU_OAI, rows="interleaved"),
+}
+"""Layers that Marlin alone takes."""
+FORMATS |= FLOATS
+
+
+def layer_for(problem: MoEProblem) -> ExpertLayer:
+    """A random layer on the CPU; of integers and MXFP4 with scales that differ more."""
+    if problem in FLOATS.values():
+        return RandomLayer(problem, torch.device("cpu")).experts
+    return random_layer(problem)
 
 
 def ids_of(kind: str, slots: int, experts: int) -> torch.Tensor:
@@ -135,7 +164,7 @@ KINDS = ("uniform", "skipped", "one", "none")
 
 def agrees(runner: Runner, problem: MoEProblem, tokens: int, kind: str, device: str) -> float:
     """The result is within the tolerance, and the same again; its relative RMS error."""
-    layer = random_layer(problem)
+    layer = layer_for(problem)
     prepared = layer.prepared(runner.name, device)
     return run_agrees(runner, layer, prepared, tokens, kind)
 

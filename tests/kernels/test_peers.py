@@ -18,7 +18,7 @@ from moectl.kernels.peers import humming, libraries, marlin, triton_kernels
 from moectl.kernels.peers.around import Blocks
 from moectl.kernels.prepared import CANONICAL
 from moectl.problem import Activation, Dims, MoEProblem, Routing
-from moectl.schemes import FP8_BLOCK, FULL, MXFP4, NVFP4, Scheme, int_format
+from moectl.schemes import BF16, FP8_BLOCK, FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format
 
 from . import peer_cases as cases
 from .layers import canonical_roles, random_layer
@@ -32,10 +32,15 @@ def of(weight: object, **changes: object) -> MoEProblem:
 
 
 REFUSALS = [
-    (marlin, of(NVFP4), "it takes int4, int4 with zero points, int8, mxfp4, with scales by row"),
-    (marlin, of(FP8_BLOCK), "the layer has fp8"),
+    (
+        marlin,
+        of(BF16),
+        "it takes int4, int4 with zero points, int8, mxfp4, nvfp4, mxfp8, fp8; the layer has bf16",
+    ),
+    (marlin, of(replace(FP8_BLOCK, block=(64, 64))), "a whole matrix, whole rows, 128 rows by 128 columns"),
+    (marlin, of(MXFP8, dtype="fp16"), "with mxfp8 weights it takes bf16, this is fp16"),
     (marlin, of(int_format(8, 32, zero_point=True)), "the layer has int8 group 32 with zero points"),
-    (marlin, of(int_format(4, 96)), "groups of whole rows, 32, 64, 128"),
+    (marlin, of(int_format(4, 96)), "int4 scales of whole rows, 32 columns, 64 columns, 128 columns"),
     (marlin, replace(MX, dtype="fp16"), "with mxfp4 weights it takes bf16, this is fp16"),
     (marlin, replace(INT4, act_order="group"), "permuted group by group"),
     (marlin, replace(INT4, bias=True, routing=Routing(weight_on_input=True)), "multiply the first bias too"),

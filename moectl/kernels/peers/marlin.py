@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import Unavailable
 from ...problem import MoEProblem
-from ...schemes import FULL
+from ...schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, WeightFormat
 from ..prepared import PreparedMoE
 from ..runners import Runner
 from ..triton.layer import multiprocessors
@@ -57,31 +57,42 @@ class Kind:
     Attributes:
         layout: how they are stored.
         type: vLLM's number for what a code stands for.
-        groups: columns of a scale.
+        blocks: rows and columns of a scale.
         dtypes: of models.
         scales: dtype as which scales that are bytes are handed over, or None.
+        own_scales: the layout makes scales of whatever dtype the checkpoint's have.
     """
 
     layout: str
     type: int
-    groups: tuple[int, ...] = (FULL, 32, 64, 128)
+    blocks: tuple[tuple[int, int], ...] = ((1, FULL), (1, 32), (1, 64), (1, 128))
     dtypes: tuple[str, ...] = ("bf16", "fp16")
     scales: torch.dtype | None = None
+    own_scales: bool = False
 
+
+_E2M1, _E4M3 = 562949953487106, 2814749767172868
 
 KINDS: Mapping[tuple[str, bool], Kind] = {
     ("int4", False): Kind("marlin-int4", 1125899907892224),
     ("int4", True): Kind("marlin-int4", 1125899906843648),
     ("int8", False): Kind("marlin-int8", 1125899923621888),
-    ("mxfp4", False): Kind("marlin-mxfp4", 562949953487106, (32,), ("bf16",), torch.float8_e8m0fnu),
+    ("mxfp4", False): Kind("marlin-mxfp4", _E2M1, ((1, 32),), ("bf16",), torch.float8_e8m0fnu),
+    ("nvfp4", False): Kind("marlin-nvfp4", _E2M1, ((1, 16),), scales=torch.float8_e4m3fn, own_scales=True),
+    ("mxfp8", False): Kind("marlin-mxfp8", _E4M3, ((1, 32),), ("bf16",), torch.float8_e8m0fnu),
+    ("fp8", False): Kind(
+        "marlin-fp8",
+        _E4M3,
+        (FP8_TENSOR.block, FP8_CHANNEL.block, FP8_BLOCK.block),
+        own_scales=True,
+    ),
 }
-"""By name and zero points: uint4 less 8, uint4, uint8 less 128, E2M1; as kernels are in the library."""
+"""By name and zero points: uint4 less 8, uint4, uint8 less 128, E2M1, E4M3; as kernels are in the library."""
 
 
-def kind_of(problem: MoEProblem) -> Kind | None:
-    """The row of `KINDS` for a problem's weights; None when there is none."""
-    weight = problem.scheme.weight
-    return KINDS.get((weight.name, weight.zero_point)) if weight.block[0] == 1 else None
+def kind_of(weight: WeightFormat) -> Kind | None:
+    """The row of `KINDS` for such weights; None when there is none."""
+    return KINDS.get((weight.name, weight.zero_point))
 
 
 @cache
@@ -111,6 +122,7 @@ class Matrix:
 
     codes: Tensor
     scales: Tensor
+    factors: Tensor | None
     zeros: Tensor | None
     bias: Tensor | None
     type: int
@@ -120,12 +132,13 @@ class Matrix:
 
 def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
     """The matrix `role` of a layer in one of Marlin's layouts."""
-    kind, weights = kind_of(prepared.problem), prepared.weights
+    kind, weights = kind_of(prepared.problem.scheme.weight), prepared.weights
     assert kind is not None
     codes, scales = weights[role], weights[f"{role}_scale"]
     return Matrix(
         codes,
         scales if kind.scales is None else scales.view(kind.scales),
+        weights.get(f"{role}_global"),
         weights.get(f"{role}_zero"),
         weights.get(f"{role}_bias"),
         kind.type,
@@ -151,7 +164,7 @@ def gemm_arguments(
         "b_bias_or_none": matrix.bias,
         "b_scales": matrix.scales,
         "a_scales": None,
-        "global_scale": None,
+        "global_scale": matrix.factors,
         "b_zeros_or_none": matrix.zeros,
         "workspace": blocks.locks,
         "sorted_token_ids": blocks.slots,
@@ -211,20 +224,29 @@ def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
 
 def problem_refusal(problem: MoEProblem) -> str:
     """Why the operator cannot compute `problem` on any GPU, in a sentence; empty when it can."""
-    weight, kind = problem.scheme.weight, kind_of(problem)
+    weight = problem.scheme.weight
+    kind = kind_of(weight)
     if kind is None:
         had = ", ".join(f"{name}{' with zero points' if zero else ''}" for name, zero in KINDS)
-        return f"it takes {had}, with scales by row; the layer has {weight}"
-    if weight.group not in kind.groups:
-        spelled = ", ".join("whole rows" if group == FULL else str(group) for group in kind.groups)
-        return f"it takes {weight.name} scales of groups of {spelled}, the layer has {weight}"
+        return f"it takes {had}; the layer has {weight}"
+    if weight.block not in kind.blocks:
+        spelled = ", ".join(_spelled(block) for block in kind.blocks)
+        return f"it takes {weight.name} scales of {spelled}, the layer has {weight}"
     if problem.dtype not in kind.dtypes:
         return f"with {weight.name} weights it takes {' and '.join(kind.dtypes)}, this is {problem.dtype}"
     if problem.act_order == "group":
         return "its scales go by columns in their order, the layer's are permuted group by group"
     if problem.routing.weight_on_input and problem.bias:
         return "the router's weight on the input would multiply the first bias too"
-    return scale_refusal(problem) or activation_refusal(problem)
+    return ("" if kind.own_scales else scale_refusal(problem)) or activation_refusal(problem)
+
+
+def _spelled(block: tuple[int, int]) -> str:
+    rows, columns = block
+    if rows == FULL:
+        return "a whole matrix"
+    across = "whole rows" if columns == FULL else f"{columns} columns"
+    return across if rows == 1 else f"{rows} rows by {across}"
 
 
 def refusal(problem: MoEProblem, device: torch.device) -> str:
@@ -234,7 +256,7 @@ def refusal(problem: MoEProblem, device: torch.device) -> str:
 
 def layout(problem: MoEProblem) -> str:
     """The layout of a problem's weights; that of int4 for weights that are refused anyway."""
-    kind = kind_of(problem)
+    kind = kind_of(problem.scheme.weight)
     return kind.layout if kind else "marlin-int4"
 
 
