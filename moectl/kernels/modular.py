@@ -87,9 +87,9 @@ class FusedMoEKernel:
         return self.runner.capturable and self.exchange.capturable
 
     def workspace(self, tokens: int) -> int | None:
-        """Most bytes of a call of `tokens` on each rank, beside arguments and result; None if not known.
+        """Most bytes that a call of `tokens` on each rank asks for, beside arguments and result.
 
-        Shared experts are not counted.
+        None where the runner does not say. Shared experts, and what an allocator rounds up, do not count.
         """
         if self.runner.workspace is None:
             return None
@@ -192,12 +192,16 @@ def _form_refusal(kernel: FusedMoEKernel) -> Reason | None:
 
 
 def _shared_refusal(kernel: FusedMoEKernel) -> Reason | None:
-    if not kernel.monolithic or kernel.shared is None:
+    problem = kernel.prepared.problem
+    if kernel.shared is None:
         return None
-    says = (
-        "is monolithic here, and nothing can be added between its routing and its result: no shared experts"
-    )
-    return says, "choose a modular backend, or add the shared experts' output yourself"
+    apart = "choose a modular backend, or add the shared experts' output yourself"
+    if kernel.monolithic:
+        return "is monolithic here, and takes no shared experts between its routing and its result", apart
+    if problem.model_hidden != problem.dims.hidden:
+        sizes = f"{problem.dims.hidden} columns, shared experts have the model's {problem.model_hidden}"
+        return f"computes experts of {sizes}", "add the shared experts' output behind the projection"
+    return None
 
 
 def _wants_refusal(kernel: FusedMoEKernel) -> Reason | None:

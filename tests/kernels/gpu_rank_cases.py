@@ -25,10 +25,10 @@ from .layers import GPT_OSS, KIMI, canonical_roles, layer_of
 from .rank_cases import decision_for
 
 LAYERS: dict[str, MoEProblem] = {
-    "gpt-oss": replace(GPT_OSS, dims=Dims(2880, 1440), experts=9, local_experts=9),
-    "kimi": replace(KIMI, dims=Dims(2048, 1024), experts=17, local_experts=17),
+    "gpt-oss": replace(GPT_OSS, dims=Dims(2880, 1440), experts=8, local_experts=8),
+    "kimi": replace(KIMI, dims=Dims(2048, 1024), experts=16, local_experts=16),
 }
-UNEVEN = ((7, 300), (48, 0), (1, 1))
+UNEVEN = ((7, 300), (300, 0), (1, 1))
 """Tokens of each rank, in calls one after the other."""
 MOST = 300
 
@@ -80,6 +80,24 @@ def in_turn(here: GpuRank, most: int | None) -> str:
     return "; ".join(filter(None, found))
 
 
+def within_its_memory(here: GpuRank) -> str:
+    """What calls take at most, the exchange included, against what the kernel says."""
+    kernel, found = here.kernel(MOST), []
+    for seed, tokens in enumerate(UNEVEN):
+        inputs = here.inputs(tokens, seed)
+        size = kernel.run(inputs).nbytes
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        kernel.run(inputs)
+        torch.cuda.synchronize()
+        took = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - size
+        said = kernel.workspace(MOST)
+        assert said is not None
+        found.append("" if took <= said else f"{tokens}: took {took}, said {said}")
+    return "; ".join(filter(None, found))
+
+
 def captured(here: GpuRank) -> str:
     """One call in a CUDA graph, replayed with new tokens."""
     layer, kernel, found = here.whole(), here.kernel(MOST), []
@@ -90,7 +108,7 @@ def captured(here: GpuRank) -> str:
             kernel.run(inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             y = kernel.run(inputs)
         for again in range(2):
             other = here.inputs(tokens, 100 + 10 * seed + again)
@@ -108,6 +126,7 @@ def captured(here: GpuRank) -> str:
 CASES: dict[str, Callable[[GpuRank], str]] = {
     "sizes asked": lambda here: in_turn(here, None),
     "sizes bounded": lambda here: in_turn(here, MOST),
+    "memory": within_its_memory,
     "captured": captured,
 }
 

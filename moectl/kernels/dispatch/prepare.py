@@ -156,7 +156,7 @@ class PrepareFinalize:
 
 
 SMALLEST = 16 << 10
-"""Bytes that small tensors and the allocator's rounding of them may take."""
+"""Bytes that small tensors may take."""
 
 
 def _spread(tokens: Tensor | Quantized, batches: Batches, factors: Tensor | None) -> Tensor | Quantized:

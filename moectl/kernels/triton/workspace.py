@@ -10,7 +10,7 @@ from .layer import layer_of
 from .routing import BLOCK
 
 SMALLEST = 8 << 10
-"""Bytes that small tensors and the allocator's rounding of them may take."""
+"""Bytes that small tensors may take."""
 
 PARTS_IN_FP32 = frozenset({"decode", "stream"})
 """Families whose second GEMM leaves a part of each split, in fp32; others one, in the model's dtype."""
