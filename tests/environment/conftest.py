@@ -59,6 +59,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """An empty machine without GPU; this process lives on it."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("MOECTL_PEERS", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     for name in {name for names in VISIBILITY.values() for name in names}:
         monkeypatch.delenv(name, raising=False)

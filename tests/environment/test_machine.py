@@ -165,6 +165,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty site folder, the only place to import from beside the standard library."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("MOECTL_PEERS", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     for probe in environment.PROBES.values():
         for module in probe.modules:

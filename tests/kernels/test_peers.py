@@ -46,6 +46,7 @@ REFUSALS = [
     (marlin, replace(INT4, bias=True, routing=Routing(weight_on_input=True)), "multiply the first bias too"),
     (marlin, of(int_format(4, 32, "F16")), "scales in the model's dtype, BF16, the layer has F16"),
     (marlin, replace(INT4, activation=Activation("situ")), "for gated experts it has silu"),
+    (humming, of(int_format(4, 96)), "it is given scales of whole rows and of 32, 64 and 128 columns"),
     (humming, of(NVFP4), "it is given int4, int8, mxfp4 weights with scales by row"),
     (humming, replace(MX, dtype="fp16"), "with mxfp4 weights it is given bf16, this is fp16"),
     (humming, replace(INT4, act_order="group"), "permuted group by group"),
@@ -250,6 +251,59 @@ def test_nothing_of_a_folder_but_what_is_asked_for_is_imported(
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "humming"]:
             del sys.modules[name]
+
+
+@pytest.fixture
+def unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of unpacked libraries; what is imported from it is forgotten afterwards."""
+    monkeypatch.setenv("MOECTL_PEERS", str(tmp_path))
+    before = set(sys.modules)
+    for peer in (humming, triton_kernels):
+        peer.library.cache_clear()
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+    for peer in (humming, triton_kernels):
+        peer.library.cache_clear()
+
+
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+
+
+def test_versions_with_other_functions_are_refused_by_name(unpacked: Path) -> None:
+    write(unpacked, "triton_kernels/__init__.py", "triton_kernels/matmul.py")
+    with pytest.raises(Unavailable, match=r"has other functions than the one .*matmul_ogs"):
+        triton_kernels.library()
+    assert "has other functions" in libraries.why_not(triton_kernels.library)
+    names = ("forward", "schema", "transform", "tune", "layer", "__init__")
+    write(unpacked, *(f"humming/{name}.py" for name in names))
+    (unpacked / "humming/schema.py").write_text("class HummingWeightSchema: pass\n")
+    with pytest.raises(Unavailable, match=r"lacks humming\.forward\.humming_forward, ") as caught:
+        humming.library()
+    assert "humming-kernels==0.1.19" in str(caught.value)
+
+
+def test_another_package_of_the_name_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "triton_kernels/__init__.py", "triton_kernels/kernels.py")
+    monkeypatch.delenv("MOECTL_PEERS", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Unavailable, match="is not the package that kernels need, but Kernelize AI"):
+        libraries.package("triton_kernels")
+    assert "triton_kernels" not in sys.modules
+
+
+def test_a_package_of_another_place_is_not_mixed_in(unpacked: Path) -> None:
+    write(unpacked, "humming/__init__.py", "humming/layer.py")
+    libraries.package("humming")
+    other = unpacked / "other"
+    write(other, "humming/__init__.py", "humming/layer.py")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MOECTL_PEERS", str(other))
+        with pytest.raises(Unavailable, match="is in this process already, wanted is that of"):
+            libraries.package("humming")
 
 
 def test_a_broken_package_is_unavailable_and_leaves_nothing(

@@ -45,6 +45,9 @@ LOCKS = 2048
 GEMM_TYPE = "indexed"
 COMPUTE = json.dumps({"gemm_type": GEMM_TYPE})
 
+GROUPS = (FULL, 32, 64, 128)
+"""Columns of a scale that it is given."""
+
 AT_ONCE = 1 << 30
 """Bytes of codes that are transformed together; its steps take several times that."""
 
@@ -275,6 +278,8 @@ def problem_refusal(problem: MoEProblem) -> str:
     kind = KINDS.get(weight.name) if weight.block[0] == 1 else None
     if kind is None:
         return f"it is given {', '.join(KINDS)} weights with scales by row, the layer has {weight}"
+    if weight.group not in GROUPS:
+        return f"it is given scales of whole rows and of 32, 64 and 128 columns, the layer has {weight}"
     if problem.dtype not in kind.dtypes:
         return f"with {weight.name} weights it is given {' and '.join(kind.dtypes)}, this is {problem.dtype}"
     if problem.act_order == "group":
