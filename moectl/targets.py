@@ -62,11 +62,17 @@ def _marlin(act: str = "a16", instead_of: str = "", runner: str = "") -> LayoutF
 
 
 def _trtllm(function: str, *acts: str, backends: tuple[str, ...] = ("flashinfer_trtllm",)) -> LayoutFacts:
-    return LayoutFacts("trtllm", _TRTLLM_ARCHS, (_vllm(*backends), _flashinfer(function)), acts)
+    own = Reader("moectl", tuple(f"{name}{form}" for name in backends for form in ("", "_monolithic")))
+    return LayoutFacts("trtllm", _TRTLLM_ARCHS, (_vllm(*backends), _flashinfer(function), own), acts)
 
 
-def _cutlass(target: str, archs: tuple[str, ...], act: str, *backends: str) -> LayoutFacts:
-    return LayoutFacts(target, archs, (_vllm(*backends), _flashinfer("cutlass_fused_moe")), (act,))
+_OWN_CUTLASS = Reader("moectl", ("flashinfer_cutlass",))
+
+
+def _cutlass(
+    target: str, archs: tuple[str, ...], act: str, *backends: str, own: tuple[Reader, ...] = ()
+) -> LayoutFacts:
+    return LayoutFacts(target, archs, (_vllm(*backends), _flashinfer("cutlass_fused_moe"), *own), (act,))
 
 
 def _cpu(target: str = "cpu") -> LayoutFacts:
@@ -110,13 +116,15 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
         (*_SM10X, *_SM12X),
         (_vllm("triton", "triton_unfused"), Reader("triton_kernels", ("matmul_ogs",))),
     ),
-    "cutlass-sm90": _cutlass("cutlass-sm90", ("sm90",), "a16", "flashinfer_cutlass"),
-    "cutlass-fp8-block": _cutlass("cutlass-sm90", ("sm90",), "fp8", "flashinfer_cutlass"),
+    "cutlass-sm90": _cutlass("cutlass-sm90", ("sm90",), "a16", "flashinfer_cutlass", own=(_OWN_CUTLASS,)),
+    "cutlass-fp8-block": _cutlass(
+        "cutlass-sm90", ("sm90",), "fp8", "flashinfer_cutlass", own=(_OWN_CUTLASS,)
+    ),
     "cutlass-fp8-tensor": _cutlass("cutlass-sm90", _SM90_UP, "fp8", "flashinfer_cutlass"),
     "cutlass-bf16": LayoutFacts(
         "cutlass-sm90",
         _SM90_UP,
-        (_vllm("flashinfer_cutlass"), _flashinfer("cutlass_fused_moe")),
+        (_vllm("flashinfer_cutlass"), _flashinfer("cutlass_fused_moe"), _OWN_CUTLASS),
         verified=False,
     ),
     "cutlass-sm100": _cutlass("cutlass-sm100", (*_SM10X, *_SM12X), "mxfp8", "flashinfer_cutlass_afp8"),

@@ -123,6 +123,7 @@ def software_words(report: "Report") -> list[str]:
 
 
 def _backends(report: "Report", verbose: bool) -> "Iterator[Block]":
+    from ..oracle.backend import UNTRIED
     from .blocks import Entry, Heading, Line, Listing
 
     for policy in dict.fromkeys(status.policy for status in report.backends):
@@ -134,6 +135,7 @@ def _backends(report: "Report", verbose: bool) -> "Iterator[Block]":
                 Entry(
                     "yes" if status.runs else "no",
                     f"{status.name}: {', '.join(status.formats) or 'any format'}"
+                    f"{f' ({UNTRIED})' if status.untried else ''}"
                     if status.runs
                     else status.name,
                     against(status),

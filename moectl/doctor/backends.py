@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..environment import Device, Packages
@@ -21,6 +21,7 @@ class BackendStatus:
         experts: its experts classes that can run; empty when none can.
         formats: weight formats that those classes serve; empty where any is.
         against: what the class that comes nearest fails, when none can run.
+        untried: this tool would run it, and nobody has checked its results on such a device.
     """
 
     policy: str
@@ -28,6 +29,7 @@ class BackendStatus:
     experts: tuple[str, ...]
     formats: tuple[str, ...]
     against: tuple[Verdict, ...] = ()
+    untried: bool = False
 
     @property
     def runs(self) -> bool:
@@ -47,6 +49,7 @@ class BackendStatus:
             "runs": self.runs,
             "experts": list(self.experts),
             "formats": list(self.formats),
+            "verified": not self.untried,
             "reasons": [
                 {"question": v.question, "wanted": v.wanted, "offered": v.offered} for v in self.against
             ],
@@ -60,6 +63,12 @@ RUNNERS: Mapping[str, tuple[str, ...]] = {
     "humming": ("torch", "triton"),
     "marlin": ("torch", "triton"),
     "triton_kernels": ("torch", "triton"),
+    "flashinfer_cutlass": ("torch",),
+    **dict.fromkeys(
+        (f"flashinfer_trtllm{tokens}{form}" for tokens in ("", "_afp8") for form in ("", "_monolithic")),
+        ("torch",),
+    ),
+    "emulation": ("torch",),
 }
 """Libraries that a runner of this tool needs, by its name."""
 
@@ -73,7 +82,10 @@ def backend_statuses(
     """
     merged: dict[str, list[Variant]] = {}
     lacking: dict[str, tuple[Verdict, ...]] = {}
+    untried: set[str] = set()
     for backend in _listed(policy):
+        if backend.untried(device):
+            untried.add(backend.name)
         merged.setdefault(backend.name, []).extend(backend.variants)
         lacking[backend.name] = tuple(
             Verdict(f"package {name}", "package", name, "not installed", False)
@@ -81,7 +93,9 @@ def backend_statuses(
             if name not in libraries
         )
     found = [
-        _status(policy.name, name, variants, device, packages, lacking[name])
+        replace(
+            _status(policy.name, name, variants, device, packages, lacking[name]), untried=name in untried
+        )
         for name, variants in merged.items()
     ]
     return tuple(sorted(found, key=lambda status: (not status.runs, status.elsewhere, status.name)))

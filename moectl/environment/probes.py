@@ -48,11 +48,17 @@ PROBES: dict[str, Probe] = {
             "silu_and_mul_scaled_nvfp4_experts_quantize",
             "fused_moe.b12x_fused_moe",
             "fused_moe.cutlass_fused_moe",
-            "fused_moe.trtllm_bf16_moe",
-            "fused_moe.trtllm_fp4_block_scale_moe",
-            "fused_moe.trtllm_fp8_block_scale_moe",
-            "fused_moe.trtllm_fp8_per_tensor_scale_moe",
-            "fused_moe.trtllm_mxint4_block_scale_moe",
+            *(
+                f"fused_moe.trtllm_{kind}_{form}"
+                for kind in (
+                    "bf16",
+                    "fp4_block_scale",
+                    "fp8_block_scale",
+                    "fp8_per_tensor_scale",
+                    "mxint4_block_scale",
+                )
+                for form in ("moe", "routed_moe")
+            ),
             "tllm_enums.Situ",
         ),
         serves="TRT-LLM, CUTLASS and CuteDSL kernels",

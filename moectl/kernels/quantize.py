@@ -20,7 +20,17 @@ from .quantized import Quantized
 E4M3_LARGEST = 448.0
 E2M1_LARGEST = 6.0
 SMALLEST_E4M3 = 2.0**-9
+INT8_LARGEST = 127.0
 TINY = torch.finfo(torch.float32).tiny
+
+LARGEST: dict[str, float] = {
+    "fp8": E4M3_LARGEST,
+    "mxfp8": E4M3_LARGEST,
+    "nvfp4": E2M1_LARGEST,
+    "mxfp4": E2M1_LARGEST,
+    "int8": INT8_LARGEST,
+}
+"""Largest value of a code by the name of an activation format."""
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 """Scales of one tile, as tensor cores of SM100 and CUTLASS read them."""
@@ -33,7 +43,8 @@ def quantize(x: Tensor, form: ActFormat, global_scale: Tensor | None = None) -> 
     """`x` ``[tokens, hidden]`` as `form`, nearest with ties to even, saturating; scales ``[tokens, blocks]``.
 
     Args:
-        form: ``fp8`` by token, by blocks of a token, or with one static scale; ``mxfp8``; ``nvfp4``.
+        form: ``fp8`` by token, by blocks of a token, or with one static scale; ``int8`` likewise;
+            ``mxfp8``; ``mxfp4``; ``nvfp4``.
         global_scale: one number in a tensor on x's device, by which a decoded value is multiplied last:
             of NVFP4 (1 for None), and the scale itself of a static format, which must have one.
 
@@ -71,11 +82,22 @@ def refusal(form: ActFormat, hidden: int) -> str:
 
 def _fp8(blocks: Tensor, scale: Tensor | None) -> Coded:
     """E4M3 codes with an fp32 scale that maps a block's largest magnitude to E4M3's."""
-    if scale is None:
-        scales = _quotient(blocks.abs().amax(-1), E4M3_LARGEST).clamp(min=TINY)
-    else:
-        scales = scale.float().reshape(1, 1).expand(len(blocks), 1).contiguous()
+    scales = _float_scales(blocks, scale, E4M3_LARGEST)
     return _e4m3(blocks / scales.unsqueeze(-1)), scales
+
+
+def _int8(blocks: Tensor, scale: Tensor | None) -> Coded:
+    """Codes from -127 to 127 with an fp32 scale that maps a block's largest magnitude to 127."""
+    scales = _float_scales(blocks, scale, INT8_LARGEST)
+    codes = (blocks / scales.unsqueeze(-1)).round().clamp(-INT8_LARGEST, INT8_LARGEST)
+    return codes.to(torch.int8), scales
+
+
+def _float_scales(blocks: Tensor, scale: Tensor | None, largest: float) -> Tensor:
+    """``[tokens, blocks]`` fp32: the one `scale` for all, else of each block's own largest magnitude."""
+    if scale is None:
+        return _quotient(blocks.abs().amax(-1), largest).clamp(min=TINY)
+    return scale.float().reshape(1, 1).expand(len(blocks), 1).contiguous()
 
 
 def _mxfp8(blocks: Tensor, scale: Tensor | None) -> Coded:
@@ -97,10 +119,25 @@ def _nvfp4(blocks: Tensor, scale: Tensor | None) -> Coded:
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scales.view(torch.uint8)
 
 
+def _mxfp4(blocks: Tensor, scale: Tensor | None) -> Coded:
+    """E2M1 codes, two to a byte, with an E8M0 scale from the largest magnitude rounded to E2M1's mantissa.
+
+    So Quark and llm-compressor do it: what is nearest to 8 times a power of two gets the larger scale.
+    """
+    half = 1 << 21  # of the one mantissa bit that E2M1 has, in the bits of a float
+    bits = blocks.abs().amax(-1).clamp(max=2.0**127).view(torch.int32) + half
+    power = ((bits >> 23) - 2).clamp(1, 253)
+    inverse = ((254 - power) << 23).view(torch.float32)
+    codes = _e2m1(blocks * inverse.unsqueeze(-1))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), power.to(torch.uint8)
+
+
 QUANTIZERS: dict[str, Callable[[Tensor, Tensor | None], Coded]] = {
     "fp8": _fp8,
     "mxfp8": _mxfp8,
+    "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
+    "int8": _int8,
 }
 """Codes and scales of blocks ``[tokens, blocks, block]`` by the name of an activation format."""
 
@@ -159,13 +196,17 @@ def _from_e8m0(scales: Tensor) -> Tensor:
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8": lambda codes: codes.float(),
     "mxfp8": lambda codes: codes.float(),
+    "mxfp4": _from_e2m1,
     "nvfp4": _from_e2m1,
+    "int8": lambda codes: codes.float(),
 }
 """Float32 values of codes by the name of an activation format."""
 
 SCALES: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8": lambda scales: scales,
     "mxfp8": _from_e8m0,
+    "mxfp4": _from_e8m0,
+    "int8": lambda scales: scales,
     "nvfp4": lambda scales: scales.view(torch.float8_e4m3fn).float(),
 }
 """Float32 values of scales by the name of an activation format."""

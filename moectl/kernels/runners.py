@@ -222,6 +222,27 @@ def _triton_kernels() -> Runner:
     return RUNNER
 
 
+def _emulation() -> Runner:
+    from .emulation import RUNNER
+
+    return RUNNER
+
+
+def _flashinfer_cutlass() -> Runner:
+    from .peers.flashinfer_cutlass import RUNNER
+
+    return RUNNER
+
+
+def _flashinfer_trtllm(name: str) -> Callable[[], Runner]:
+    def load() -> Runner:
+        from .peers import flashinfer_trtllm
+
+        return flashinfer_trtllm.RUNNERS[name]
+
+    return load
+
+
 @contextmanager
 def _needing_triton(name: str) -> Iterator[None]:
     try:
@@ -239,6 +260,13 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "humming": _humming,
     "marlin": _marlin,
     "triton_kernels": _triton_kernels,
+    "flashinfer_cutlass": _flashinfer_cutlass,
+    **{
+        name: _flashinfer_trtllm(name)
+        for prefix in ("flashinfer_trtllm", "flashinfer_trtllm_afp8")
+        for name in (prefix, f"{prefix}_monolithic")
+    },
+    "emulation": _emulation,
 }
 """Backend name -> its runner, imported when asked for."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,21 @@ experts cancel need the rest of `max`.
 """
 
 
+_TWICE = "what enters each GEMM is rounded once, with normal tokens and weights:"
+
+TOKENS: dict[str, Tolerance] = {
+    "fp8": Tolerance(0.8, 0.1, f"{_TWICE} 3 bits of mantissa cost 5.0e-2 RMS at most, doubled"),
+    "mxfp8": Tolerance(0.8, 0.1, f"{_TWICE} 3 bits of mantissa cost 5.0e-2 RMS at most, doubled"),
+    "int8": Tolerance(0.25, 0.04, f"{_TWICE} 127 steps to a token's largest cost 2.0e-2 RMS, doubled"),
+    "nvfp4": Tolerance(1.6, 0.34, f"{_TWICE} 1 bit of mantissa in blocks of 16 costs 1.7e-1 RMS, doubled"),
+    "mxfp4": Tolerance(2.0, 0.43, f"{_TWICE} 1 bit of mantissa in blocks of 32 costs 2.1e-1 RMS, doubled"),
+}
+"""Format of quantized activations -> what their rounding may cost beside a row of `TOLERANCES`."""
+
+DECLARED = "declared"
+"""As `accumulation`: in fp32, of activations in the format that the checkpoint declares."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """A result against the reference.
@@ -81,7 +97,19 @@ class CheckResult:
 
 
 def tolerance_for(problem: MoEProblem, accumulation: str = "fp32") -> Tolerance:
-    """The row of `TOLERANCES` for the problem's weights; NoBackend when there is none."""
+    """What a result may differ by; NoBackend when no row says it.
+
+    `accumulation` is ``fp32``, or the format of activations that are quantized before they are multiplied
+    and summed in fp32: a row of `TOKENS`, or `DECLARED` for the checkpoint's.
+    """
+    act = problem.scheme.act.name if accumulation == DECLARED else accumulation
+    if act in TOKENS:
+        exact, tokens = tolerance_for(problem), TOKENS[act]
+        return Tolerance(
+            exact.max + tokens.max, math.hypot(exact.rms, tokens.rms), f"{tokens.reason}; {exact.reason}"
+        )
+    if accumulation == DECLARED:
+        return tolerance_for(problem)
     key = (problem.scheme.weight.name, accumulation)
     if key not in TOLERANCES:
         rows = ", ".join(f"{weight}/{acc}" for weight, acc in TOLERANCES)

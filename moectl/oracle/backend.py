@@ -350,6 +350,10 @@ class Form:
         )
 
 
+UNTRIED = "not verified on hardware"
+"""What is said of a backend that was never run on such a device."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend:
     """One fused-MoE backend: a constant, which equals nothing but itself.
@@ -362,6 +366,7 @@ class Backend:
         forms: weight layouts and what the engine rounds sizes up to; none that fits: any layout, no rounding.
         runner: name of the runner that executes it here, empty where there is none.
         note: why a policy ranks it where it does, in a sentence.
+        verified: devices of a kind on which its runner was run and its results were checked.
     """
 
     name: str
@@ -372,6 +377,11 @@ class Backend:
     forms: tuple[Form, ...] = ()
     runner: str = ""
     note: str = ""
+    verified: Archs = ()
+
+    def untried(self, device: Device) -> bool:
+        """True when this tool would run it on `device`, where nobody has checked what it computes."""
+        return bool(self.runner) and not any(arch.fits(device) for arch in self.verified)
 
     def align(self, ask: Ask) -> Align:
         """Multiples that sizes are rounded up to for `ask`."""

@@ -87,6 +87,7 @@ class Candidate:
             "monolithic": self.variant.monolithic,
             "layout": self.layout,
             "runner": self.backend.runner,
+            "verified_on": [str(arch) for arch in self.backend.verified],
             "rank": self.rank,
             "usable": self.usable,
             "assigned": self.assigned,

@@ -88,7 +88,7 @@ def test_without_a_gpu_decisions_are_for_the_cpu(bench) -> None:
     assert report.device.platform == "cpu"
     assert report.problems == ()
     assert levels(report, "GPUs") == [NOTE]
-    assert own(report) == {"torch": ""}
+    assert own(report) == {"torch": "", "emulation": ""}
 
 
 PEERS = {
@@ -96,15 +96,17 @@ PEERS = {
     "marlin": "vllm._moe_C*.so or MOECTL_PEERS/vllm",
     "triton_kernels": "triton_kernels.routing.compute_expt_data or MOECTL_PEERS/triton_kernels",
 }
+FLASHINFER = "flashinfer.fused_moe.cutlass_fused_moe flashinfer_cubin or nvcc and ninja"
 
 
 def test_own_backends_need_what_they_run_on(bench) -> None:
     bench.gpus(H200)
 
     def lacking(libraries: str) -> dict[str, str]:
-        own_ones = {"torch": libraries.partition(" ")[0].replace("triton", ""), "triton": libraries}
+        torch = libraries.partition(" ")[0].replace("triton", "")
+        own_ones = {"torch": torch, "emulation": torch, "triton": libraries, "triton_marlin": libraries}
         peers = {name: f"{needs} {libraries}".strip() for name, needs in PEERS.items()}
-        return own_ones | {"triton_marlin": libraries} | peers
+        return own_ones | peers | {"flashinfer_cutlass": f"{FLASHINFER} {torch}".strip()}
 
     assert own(examine(bench.env())) == lacking("torch triton")
     bench.package("torch", "torch", "2.13.0")

@@ -12,7 +12,6 @@ from moectl.kernels.quantize import dequantize, from_tiles, in_tiles, quantize
 from moectl.schemes import (
     FP8_CHANNEL,
     FULL,
-    MXFP4_ACT,
     MXFP8,
     MXFP8_ACT,
     NVFP4,
@@ -99,7 +98,7 @@ def test_scales_in_tiles_are_the_layout_of_tensor_cores(rows: int, columns: int)
 @pytest.mark.parametrize(
     ("form", "hidden", "scale", "error", "says"),
     [
-        (MXFP4_ACT, 128, None, NoBackend, "there are quantizers to fp8, mxfp8, nvfp4"),
+        (ActFormat("int4", 4, (1, 32)), 128, None, NoBackend, "there are quantizers to fp8, mxfp8, mxfp4"),
         (BY_BLOCK, 192, None, NoBackend, "192 columns are no whole number of blocks of 128"),
         (ActFormat("fp8", 8, (FULL, FULL)), 128, None, NoBackend, "static ones of everything"),
         (ActFormat("fp8", 8, (1, FULL), dynamic=False), 128, None, NoBackend, "static ones of everything"),

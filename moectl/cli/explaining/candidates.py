@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ...oracle.backend import UNTRIED
 from ...oracle.decision import Candidate, Decision
 from ..blocks import Entry, Line, Listing
 from .sentences import reasons
@@ -19,6 +20,7 @@ class Row:
     candidates: tuple[Candidate, ...]
     answer: str
     reasons: tuple[tuple[str, str], ...]
+    untried: bool = False
 
     @property
     def first(self) -> Candidate:
@@ -38,7 +40,10 @@ class Row:
     @property
     def head(self) -> str:
         """Backend and classes, with the answer where it is not a list of reasons."""
-        return f"{self.first.backend.name} ({self.experts}){f': {self.answer}' if self.answer else ''}"
+        untried = f", {UNTRIED}" if self.untried else ""
+        return (
+            f"{self.first.backend.name} ({self.experts}){untried}{f': {self.answer}' if self.answer else ''}"
+        )
 
 
 def answer_of(candidate: Candidate, decision: Decision) -> str:
@@ -52,14 +57,15 @@ def rows_of(decision: Decision) -> tuple[Row, ...]:
     """The candidates of `decision` in order, merged."""
     found: list[Row] = []
     for candidate in decision.candidates:
-        row = Row((candidate,), answer_of(candidate, decision), reasons(candidate))
+        untried = candidate.usable and candidate.backend.untried(decision.device)
+        row = Row((candidate,), answer_of(candidate, decision), reasons(candidate), untried)
         last = found[-1] if found else None
         if (
             last
             and last.first.backend.name == candidate.backend.name
             and (last.answer, last.reasons) == (row.answer, row.reasons)
         ):
-            found[-1] = Row((*last.candidates, candidate), last.answer, last.reasons)
+            found[-1] = replace(last, candidates=(*last.candidates, candidate))
         else:
             found.append(row)
     return tuple(found)
@@ -90,7 +96,7 @@ def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | Li
     later = [] if verbose else [row for row in rows if row.answer == LATER]
     yield listed(row for row in rows if row not in hidden and row not in later)
     if later:
-        named = ", ".join(f"{row.mark} {row.first.backend.name} ({row.experts})" for row in later)
+        named = ", ".join(f"{row.mark} {replace(row, answer='').head}" for row in later)
         yield Line(f"Would serve too, but come later: {named}.")
     if hidden:
         names = ", ".join(dict.fromkeys(row.first.backend.name for row in hidden))

@@ -13,7 +13,7 @@ from typing import Any
 from ...environment import Device
 from ...explain import Explanation, Floors, GroupExplanation, Memory, OtherAnswer, source_of
 from ...explain.fallback import serves_request
-from ...oracle.backend import GROUPS
+from ...oracle.backend import GROUPS, UNTRIED, Backend
 from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
 from ...problem import MoEProblem, Parallel
@@ -157,7 +157,7 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
         layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
     yield Facts(
         (
-            ("backend", chosen.backend.name),
+            ("backend", backend_words(chosen.backend, decision.device)),
             ("because", because(decision)),
             ("fallback", fallback_words(group)),
             ("experts", f"{chosen.variant.experts}, takes {kind}"),
@@ -173,6 +173,11 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
         ),
         strong=frozenset({"backend"}),
     )
+
+
+def backend_words(backend: Backend, device: Device) -> str:
+    """Its name, and that nobody has checked it on such a device where that is so."""
+    return f"{backend.name}, {UNTRIED}" if backend.untried(device) else backend.name
 
 
 def weights_words(memory: Memory, layers: int) -> str:

@@ -34,6 +34,19 @@ SENTENCES: Mapping[str, str] = {
     "adapters on experts": "serves no LoRA adapters on experts",
     "activation filter": "computes {offered} activations, this policy keeps {wanted}",
     "order": "{offered}",
+    **dict.fromkeys(
+        (
+            "activation in FlashInfer",
+            "bias in FlashInfer",
+            "sizes in FlashInfer",
+            "model dtype in FlashInfer",
+            "weight on the input in FlashInfer",
+            "experts in FlashInfer",
+            "routing in FlashInfer",
+            "routed weight on the input in FlashInfer",
+        ),
+        "{wanted}",
+    ),
 }
 """By question; `wanted` and `offered` are those of the verdict."""
 

@@ -5,7 +5,7 @@ from itertools import product
 
 from ...padding import padding, size_rule
 from ...schemes import FULL, MXFP4, int_format
-from ..archs import CPU, CUDA, ROCM, sm
+from ..archs import CPU, CUDA, ROCM, SM90, sm
 from ..backend import NAIVE, Ask, Backend, Capability, Form, Offer, Rule, Variant, only
 from ..keys import exact_key
 
@@ -49,6 +49,7 @@ TRITON = Backend(
     ),
     forms=(Form("moectl-mtile64", partial(padding, "moectl-mtile64")),),
     runner="triton",
+    verified=(SM90,),
 )
 _MARLIN = "marlin-int4"
 _MARLIN_WEIGHTS = (
@@ -92,6 +93,7 @@ TRITON_MARLIN = Backend(
     ),
     forms=(Form(_MARLIN, partial(padding, _MARLIN)),),
     runner="triton_marlin",
+    verified=(SM90,),
     note="Reads weights in Marlin's layout as they lie, for decode: a folder converted for Marlin runs "
     "without being laid out anew. With many tokens per expert the triton backend is faster.",
 )
@@ -100,6 +102,7 @@ TORCH = Backend(
     engine_name="torch",
     variants=(Variant("torch", Capability(arch=(CUDA, ROCM, CPU), spread=NAIVE, act_order=False)),),
     runner="torch",
+    verified=(SM90, CPU),
     note="Plain torch: the reference for correctness, and the only choice without a supported GPU. "
     "Weights are decoded, activations stay in the model's dtype whatever the checkpoint declares.",
 )

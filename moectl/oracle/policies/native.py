@@ -5,6 +5,14 @@ from ...problem import MoEProblem, Parallel
 from ..archs import OUT_OF_TREE, TPU
 from ..backend import ANY, Backend
 from ..backends.native import TORCH, TRITON, TRITON_MARLIN
+from ..backends.native_emulation import EMULATION
+from ..backends.peer_flashinfer_cutlass import PEER_FLASHINFER_CUTLASS
+from ..backends.peer_flashinfer_trtllm import (
+    PEER_TRTLLM,
+    PEER_TRTLLM_FP8,
+    PEER_TRTLLM_FP8_MONOLITHIC,
+    PEER_TRTLLM_MONOLITHIC,
+)
 from ..backends.peer_humming import PEER_HUMMING
 from ..backends.peer_marlin import PEER_MARLIN
 from ..backends.peer_triton_kernels import PEER_TRITON_KERNELS
@@ -14,9 +22,13 @@ from ..route import DECLARED_ACT, Order, Route, StandIn
 BACKENDS: tuple[Backend, ...] = (
     *(TRITON, TRITON_MARLIN),
     *(PEER_HUMMING, PEER_MARLIN, PEER_TRITON_KERNELS),
-    TORCH,
+    *(PEER_FLASHINFER_CUTLASS, PEER_TRTLLM, PEER_TRTLLM_MONOLITHIC),
+    *(TORCH, EMULATION),
 )
 """In the automatic order: one's own kernels, those of others, then what runs everywhere."""
+
+ON_REQUEST: tuple[Backend, ...] = (PEER_TRTLLM_FP8, PEER_TRTLLM_FP8_MONOLITHIC)
+"""Backends that compute otherwise than the checkpoint declares."""
 
 
 def _dtype(problem: MoEProblem, device: Device) -> str:
@@ -42,6 +54,7 @@ MOECTL = Policy(
             act=DECLARED_ACT,
             rounds=True,
             orders=(Order(BACKENDS),),
+            on_request=ON_REQUEST,
             covers=ANY,
             stand_ins=(
                 StandIn("none", (TPU,), "there is no kernel for TPUs here", at_once=True),
@@ -52,7 +65,7 @@ MOECTL = Policy(
                     at_once=True,
                 ),
             ),
-            names={backend.name: (backend,) for backend in BACKENDS},
+            names={backend.name: (backend,) for backend in (*BACKENDS, *ON_REQUEST)},
         ),
     ),
     platforms=frozenset({"cuda", "rocm", "xpu", "cpu", "tpu", "out-of-tree"}),

@@ -1,0 +1,356 @@
+"""What FlashInfer's fused MoE functions take, in its own terms, as data that needs neither it nor torch.
+
+Facts of FlashInfer 0.7.2: its Python signatures and documentation, and the checks of its launchers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from .padding import size_rule
+from .problem import Activation, MoEProblem, Routing
+from .schemes import (
+    A16,
+    BF16,
+    FP8_BLOCK,
+    FP8_TENSOR,
+    FULL,
+    MXFP4,
+    MXFP8,
+    MXFP8_ACT,
+    NVFP4,
+    NVFP4_ACT,
+    ActFormat,
+    WeightFormat,
+    int_format,
+)
+
+Number = Callable[[Activation], float | None]
+
+
+def _nothing(activation: Activation) -> float | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """An activation function: its member of ``ActivationType``, and the numbers that it is given.
+
+    ``Swiglu`` is ``g * sigmoid(alpha * g) * (u + beta)`` of a gate clamped from above and an up clamped on
+    both sides at `limit`; alpha is 1 and beta 0 where None. `needed`: numbers without which FlashInfer
+    would put in its own.
+    """
+
+    member: str
+    alpha: Number = _nothing
+    beta: Number = _nothing
+    limit: Number = _nothing
+    needed: tuple[str, ...] = ()
+
+    def numbers(self, activation: Activation) -> dict[str, float | None]:
+        """``alpha``, ``beta`` and ``limit`` for `activation`; None where there is none."""
+        return {name: getattr(self, name)(activation) for name in ("alpha", "beta", "limit")}
+
+
+GATED: Mapping[str, Function] = {
+    "silu": Function("Swiglu", limit=lambda act: act.limit),
+    "swigluoai": Function(
+        "Swiglu",
+        alpha=lambda act: 1.0 if act.alpha is None else act.alpha,
+        beta=lambda act: 1.0,
+        limit=lambda act: act.limit,
+    ),
+    "swiglustep": Function("SwigluStep", limit=lambda act: act.limit, needed=("limit",)),
+    "situ": Function(
+        "Situ", alpha=lambda act: act.beta, beta=lambda act: act.linear_beta, needed=("alpha", "beta")
+    ),
+    "gelu": Function("Geglu"),
+    "gelu_tanh": Function("GegluTanh"),
+}
+"""Functions of gated experts by the name in `Activation.name`."""
+
+UNGATED: Mapping[str, Function] = {
+    "relu2": Function("Relu2"),
+    "silu": Function("Silu"),
+    "gelu": Function("Gelu"),
+}
+"""Functions of experts without a gate."""
+
+
+def function_of(activation: Activation) -> Function | None:
+    """FlashInfer's function for `activation`; None where it has none."""
+    return (GATED if activation.gated else UNGATED).get(activation.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How a kernel routes by itself: the member of ``RoutingMethodType``.
+
+    Attributes:
+        normalizes: value of ``norm_topk_prob``.
+        groups: groups of experts are understood.
+        scales: so is a factor on the weights.
+        most: largest top-k; 0 is no bound of its own.
+    """
+
+    member: str
+    normalizes: bool = True
+    groups: bool = False
+    scales: bool = False
+    most: int = 0
+
+
+_DEEPSEEK = Method("DeepSeekV3", groups=True, scales=True, most=22)
+
+METHODS: Mapping[tuple[str, bool, bool, bool], Method] = {
+    ("softmax", False, False, False): Method("Default"),
+    ("softmax", False, True, False): Method("RenormalizeNaive"),
+    ("softmax", True, True, False): Method("Renormalize"),
+    ("softmax", True, False, False): Method("Renormalize"),
+    ("sigmoid", False, True, True): _DEEPSEEK,
+    ("sigmoid", False, False, True): Method("DeepSeekV3", False, groups=True, scales=True, most=22),
+    ("sigmoid", False, True, False): Method("SigmoidRenorm"),
+    ("sigmoid", False, False, False): Method("Sigmoid", normalizes=False),
+    ("sigmoid", True, False, False): Method("TopKSigmoid", normalizes=False),
+}
+"""Methods by (scoring, after the choice, renormalized, with a correction bias)."""
+
+LLAMA4 = Method("Llama4", normalizes=False, most=1)
+"""Top-1, then a sigmoid, whose value multiplies the expert's input."""
+
+MOST_EXPERTS = 2048
+"""Of a layer."""
+
+MOST_GROUPS_CHOSEN, MOST_IN_A_GROUP = 4, 32
+"""Limits of the routing by groups."""
+
+
+def method_of(routing: Routing) -> Method | None:
+    """The kernels' own routing method for `routing`; None where none computes it."""
+    if routing.hashed or routing.expert_scale:
+        return None
+    if routing.weight_on_input:
+        return LLAMA4 if (routing.scoring, routing.correction_bias) == ("sigmoid", False) else None
+    key = (routing.scoring, routing.after_topk, routing.renormalize, routing.correction_bias)
+    return METHODS.get(key)
+
+
+def unrouted(problem: MoEProblem) -> str:
+    """Why no kernel routes `problem` by itself, a clause; empty when one does."""
+    routing = problem.routing
+    method = method_of(routing)
+    if method is None:
+        return f"it has no routing method for {routing}"
+    grouped = bool(routing.groups and routing.groups > 1)
+    if grouped and not method.groups:
+        return f"its {method.member} routing knows no groups of experts"
+    if routing.scale != 1.0 and not method.scales:
+        return f"its {method.member} routing has no factor on the weights, the layer's is {routing.scale:g}"
+    if method.most and problem.top_k > method.most:
+        return f"its {method.member} routing chooses at most {method.most} experts, the layer {problem.top_k}"
+    if grouped:
+        assert routing.groups is not None
+        if (routing.topk_groups or 0) > MOST_GROUPS_CHOSEN or problem.experts % 4:
+            return f"it chooses at most {MOST_GROUPS_CHOSEN} groups, among a multiple of 4 experts"
+        if problem.experts // routing.groups > MOST_IN_A_GROUP:
+            return f"it takes at most {MOST_IN_A_GROUP} experts in a group"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One pair of number formats that a backend computes.
+
+    Attributes:
+        weight, act: the formats.
+        layout: of the weights.
+        gated, ungated: names of activation functions.
+        numbers: alpha, beta and limit of SwiGLU reach the kernel.
+        bias: expert biases do.
+        routed: the function of ``flashinfer.fused_moe`` that takes expert ids and weights.
+        logits: the one that takes router logits; empty where there is none.
+        weight_on_input: the kernel multiplies tokens by the router's weight on request.
+        dtypes: of the model.
+    """
+
+    weight: WeightFormat
+    act: ActFormat
+    layout: str
+    gated: frozenset[str]
+    routed: str
+    logits: str = ""
+    ungated: frozenset[str] = frozenset()
+    numbers: bool = True
+    bias: bool = False
+    weight_on_input: bool = False
+    dtypes: frozenset[str] = frozenset(("bf16",))
+
+    def serves(self, weight: WeightFormat, act: ActFormat) -> bool:
+        """True for its weights and for activations of its format."""
+        same = (act.block, act.dynamic) == (self.act.block, self.act.dynamic)
+        return self.weight == weight and self.act.name == act.name and (same or act.name not in _IN_BLOCKS)
+
+    @property
+    def names(self) -> str:
+        """Both formats in words."""
+        return f"{self.weight} x {self.act}"
+
+
+_IN_BLOCKS = frozenset(("fp8", "int8"))
+"""Activation formats that their name alone does not tell."""
+
+FP8_128 = ActFormat("fp8", 8, (1, 128))
+FP8_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
+
+_SILU = frozenset(("silu",))
+_SWIGLU = frozenset(("silu", "swigluoai"))
+_STEP = _SWIGLU | {"swiglustep"}
+_RELU2 = frozenset(("relu2",))
+
+_FP4, _FP8 = "trtllm_fp4_block_scale_", "trtllm_fp8_block_scale_"
+_TENSOR, _BF16, _INT4 = "trtllm_fp8_per_tensor_scale_", "trtllm_bf16_", "trtllm_mxint4_block_scale_"
+
+
+def _trtllm(
+    weight: WeightFormat, act: ActFormat, layout: str, function: str, gated: frozenset[str], **more: object
+) -> Kernel:
+    return Kernel(weight, act, layout, gated, f"{function}routed_moe", f"{function}moe", **more)  # type: ignore[arg-type]
+
+
+TRTLLM: tuple[Kernel, ...] = (
+    _trtllm(MXFP4, A16, "trtllm-mxfp4", _FP4, _SWIGLU | {"situ"}, bias=True),
+    _trtllm(MXFP4, MXFP8_ACT, "trtllm-mxfp4", _FP4, _SWIGLU | {"situ"}, bias=True),
+    _trtllm(NVFP4, NVFP4_ACT, "trtllm-nvfp4", _FP4, _STEP | {"situ"}, ungated=_RELU2),
+    _trtllm(int_format(4, 32), A16, "trtllm-mxint4", _INT4, _SWIGLU),
+    _trtllm(FP8_BLOCK, FP8_128, "trtllm-fp8-block", _FP8, _SWIGLU, ungated=_RELU2),
+    _trtllm(MXFP8, MXFP8_ACT, "trtllm-mxfp8", _FP8, _STEP, ungated=_RELU2),
+    _trtllm(
+        FP8_TENSOR,
+        FP8_STATIC,
+        "trtllm-fp8-tensor",
+        _TENSOR,
+        _SILU | {"swiglustep"},
+        ungated=_RELU2,
+        numbers=False,
+        weight_on_input=True,
+    ),
+    _trtllm(BF16, A16, "trtllm-bf16", _BF16, _STEP, ungated=_RELU2),
+)
+"""TRT-LLM's generated kernels, SM100 and newer of that family."""
+
+_CUTLASS_GATED = frozenset(GATED)
+_CUTLASS_UNGATED = frozenset(UNGATED)
+
+CUTLASS: tuple[Kernel, ...] = (
+    Kernel(
+        MXFP4,
+        A16,
+        "cutlass-sm90",
+        _CUTLASS_GATED,
+        "cutlass_fused_moe",
+        ungated=_CUTLASS_UNGATED,
+        bias=True,
+    ),
+    Kernel(
+        BF16,
+        A16,
+        "cutlass-bf16",
+        _CUTLASS_GATED,
+        "cutlass_fused_moe",
+        ungated=_CUTLASS_UNGATED,
+        bias=True,
+        dtypes=frozenset(("bf16", "fp16")),
+    ),
+    Kernel(
+        FP8_BLOCK,
+        FP8_128,
+        "cutlass-fp8-block",
+        _SILU,
+        "cutlass_fused_moe",
+        numbers=False,
+    ),
+)
+"""CUTLASS kernels of SM90. With FP8 blocks the kernel quantizes tokens itself."""
+
+
+def kernel_of(kernels: Iterable[Kernel], weight: WeightFormat, act: ActFormat) -> Kernel | None:
+    """The row of `kernels` for a pair of formats; None where there is none."""
+    return next((kernel for kernel in kernels if kernel.serves(weight, act)), None)
+
+
+def refusal(kernel: Kernel, problem: MoEProblem, *, logits: bool = False) -> str:
+    """Why `kernel` cannot compute `problem`, of whose formats it is, a clause; empty when it can.
+
+    `logits`: it is asked to route by itself.
+    """
+    why = next((why for question in QUESTIONS if (why := question(kernel, problem))), "")
+    return why or (unrouted(problem) or unweighted_input(kernel, problem) if logits else "")
+
+
+def unfit_activation(kernel: Kernel, problem: MoEProblem) -> str:
+    """Why the layer's activation function is not computed, a clause."""
+    activation = problem.activation
+    known = kernel.gated if activation.gated else kernel.ungated
+    function = function_of(activation)
+    if function is None or activation.name not in known:
+        kind = "gated experts" if activation.gated else "experts without a gate"
+        has = ", ".join(sorted(known)) or "nothing"
+        return f"for {kind} of {kernel.names} it has {has}, the layer has {activation}"
+    numbers = function.numbers(activation)
+    missing = [name for name in function.needed if not numbers[name]]
+    if missing:
+        return f"its {function.member} needs {' and '.join(missing)}, the layer has {activation}"
+    if not kernel.numbers and function.member == "Swiglu" and any(n is not None for n in numbers.values()):
+        return f"alpha, beta and limit do not reach its {kernel.names} kernels, the layer has {activation}"
+    return ""
+
+
+def unfit_bias(kernel: Kernel, problem: MoEProblem) -> str:
+    """Why the layer's expert biases are not added, a clause."""
+    return f"its {kernel.names} kernels add no biases" if problem.bias and not kernel.bias else ""
+
+
+def unfit_sizes(kernel: Kernel, problem: MoEProblem) -> str:
+    """Why the layout of the weights cannot hold the layer's sizes, a clause."""
+    dims = problem.dims
+    needs = size_rule(kernel.layout, problem.scheme.weight, problem.activation.gated, dims.hidden).needs
+    if dims.hidden % needs.hidden or dims.intermediate % needs.intermediate:
+        return (
+            f"{kernel.layout} takes multiples of {needs.hidden} and {needs.intermediate}, the layer has "
+            f"hidden {dims.hidden} and intermediate {dims.intermediate}"
+        )
+    return ""
+
+
+def unfit_dtype(kernel: Kernel, problem: MoEProblem) -> str:
+    """Why the model's dtype is not computed in, a clause."""
+    if problem.dtype in kernel.dtypes:
+        return ""
+    known = ", ".join(sorted(kernel.dtypes))
+    return f"it computes {kernel.names} for {known} models, the layer's is {problem.dtype}"
+
+
+def unfit_weighting(kernel: Kernel, problem: MoEProblem) -> str:
+    """Why tokens cannot be multiplied by the router's weight before the call, a clause."""
+    if problem.routing.weight_on_input and problem.top_k > 1:
+        return f"weights on the input are multiplied beforehand with top-1, the layer has top-{problem.top_k}"
+    return ""
+
+
+def unweighted_input(kernel: Kernel, problem: MoEProblem) -> str:
+    """Why a kernel that routes by itself cannot multiply tokens by its weights first, a clause."""
+    if not problem.routing.weight_on_input or kernel.weight_on_input:
+        return ""
+    return f"the router's weight on the input does not reach its {kernel.names} kernels"
+
+
+def unfit_count(kernel: Kernel, problem: MoEProblem) -> str:
+    """Why there are too many experts, a clause."""
+    if problem.experts <= MOST_EXPERTS:
+        return ""
+    return f"it takes at most {MOST_EXPERTS} experts, the layer has {problem.experts}"
+
+
+QUESTIONS = (unfit_activation, unfit_bias, unfit_sizes, unfit_dtype, unfit_weighting, unfit_count)
+"""What is asked of every layer whose number formats a kernel has."""

@@ -1,0 +1,118 @@
+"""What both FlashInfer runners share: its functions, numbers for each expert, tokens as wide as weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import BackendFailed, NoBackend
+from ...flashinfer_terms import Kernel, function_of
+from ...padding import pad
+from ...problem import Dims, MoEProblem
+from ..prepared import PreparedMoE
+
+Arguments = dict[str, Any]
+
+FUSED_MOE = "flashinfer.fused_moe"
+ENUMS = "flashinfer.tllm_enums"
+
+
+@cache
+def function(name: str) -> Callable[..., Any]:
+    """FlashInfer's fused MoE function called `name`; NoBackend when there is no such FlashInfer."""
+    found: Callable[..., Any] = _attribute(FUSED_MOE, name)
+    return found
+
+
+@cache
+def member(enum: str, name: str) -> Any:
+    """The member `name` of FlashInfer's `enum`; NoBackend when there is no such FlashInfer."""
+    kind = _attribute(ENUMS, enum)
+    try:
+        return kind[name]
+    except KeyError as error:
+        raise NoBackend(
+            f"the installed FlashInfer has no {enum}.{name}", hint="pip install -U flashinfer-python"
+        ) from error
+
+
+def _attribute(module: str, name: str) -> Any:
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise NoBackend(
+            f"there is no {module}.{name} here: {error}", hint="pip install flashinfer-python"
+        ) from error
+
+
+def call(backend: str, name: str, arguments: Mapping[str, Any], hidden: int) -> Tensor:
+    """``[tokens, hidden]`` output of FlashInfer's function `name`, without padded columns.
+
+    Raises BackendFailed when FlashInfer refuses the arguments or breaks.
+    """
+    run = function(name)
+    try:
+        made = run(**arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise BackendFailed(backend, f"{name}: {said[-1]}") from error
+    y: Tensor = made[0] if isinstance(made, list | tuple) else made
+    return y[:, :hidden]
+
+
+def sizes_of(prepared: PreparedMoE) -> Dims:
+    """The layer's sizes, with padded ones as its stored weights have them."""
+    return pad(prepared.layout, prepared.problem).dims
+
+
+def widened(t: Tensor, columns: int) -> Tensor:
+    """`t` ``[tokens, n]`` in contiguous rows of `columns`, zeros at the end."""
+    return torch.nn.functional.pad(t, (0, columns - t.shape[1])) if t.shape[1] < columns else t.contiguous()
+
+
+def weighted(problem: MoEProblem, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and router weights for kernels that multiply outputs only: top-1 weights go to the tokens."""
+    if not problem.routing.weight_on_input:
+        return x, weights
+    return (x.float() * weights).to(x.dtype), torch.ones_like(weights)
+
+
+def per_expert(problem: MoEProblem, value: float | None, device: torch.device) -> Tensor | None:
+    """``[local_experts]`` fp32 of `value`; None for None."""
+    return None if value is None else torch.full((problem.local_experts,), float(value), device=device)
+
+
+def activation_numbers(problem: MoEProblem, device: torch.device) -> dict[str, Tensor | None]:
+    """alpha, beta and limit of the layer's activation function as ``[local_experts]`` fp32 or None."""
+    found = function_of(problem.activation)
+    assert found is not None, "refused before"
+    numbers = found.numbers(problem.activation)
+    return {name: per_expert(problem, value, device) for name, value in numbers.items()}
+
+
+def activation_member(problem: MoEProblem) -> Any:
+    """FlashInfer's ``ActivationType`` of the layer."""
+    found = function_of(problem.activation)
+    assert found is not None, "refused before"
+    return member("ActivationType", found.member)
+
+
+def kept(prepared: PreparedMoE, backend: str, make: Callable[[PreparedMoE], Arguments]) -> Arguments:
+    """Arguments that follow from the layer alone; made once and kept with it."""
+    made: Arguments | None = prepared.derived.get(backend)
+    if made is None:
+        made = prepared.derived[backend] = make(prepared)
+    return made
+
+
+def no_kernel(kernels: tuple[Kernel, ...], problem: MoEProblem) -> str:
+    """The clause for a pair of number formats that no row of `kernels` has."""
+    pairs = "; ".join(dict.fromkeys(kernel.names for kernel in kernels))
+    return f"it has kernels for {pairs}, the layer is {problem.scheme}"

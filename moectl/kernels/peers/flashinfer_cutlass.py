@@ -1,0 +1,124 @@
+"""The flashinfer_cutlass backend: FlashInfer's CUTLASS fused MoE on SM90.
+
+MXFP4 weights with BF16 tokens, BF16, and FP8 in blocks of 128 (whose tokens the kernel quantizes itself).
+Weights as ``cutlass-sm90``, ``cutlass-bf16`` and ``cutlass-fp8-block`` lay them out: up before gate. The
+library compiles its kernels at the first call, for minutes, unless they are in its cache. Without
+``flashinfer.autotune`` around a first call it runs its first tactic, whatever the shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ...errors import NoBackend
+from ...flashinfer_terms import CUTLASS, Kernel, function_of, kernel_of, refusal
+from ...problem import MoEProblem
+from ..inputs import DTYPES
+from ..prepared import PreparedMoE
+from ..runners import Runner
+from ..tolerance import DECLARED
+from . import flashinfer
+from .flashinfer import Arguments
+
+NAME = "flashinfer_cutlass"
+CAPABILITY = (9, 0)
+
+
+def kernel_for(problem: MoEProblem) -> Kernel:
+    """The row of `CUTLASS` for a problem; NoBackend when there is none."""
+    found = kernel_of(CUTLASS, problem.scheme.weight, problem.scheme.act)
+    if found is None:
+        raise NoBackend(f"the {NAME} backend cannot run this layer: {flashinfer.no_kernel(CUTLASS, problem)}")
+    return found
+
+
+def _mxfp4(weights: Mapping[str, Tensor]) -> Arguments:
+    return {
+        "fc1_expert_weights": weights["w13"],
+        "fc2_expert_weights": weights["w2"],
+        "quant_scales": [weights["w13_scale"], weights["w2_scale"]],
+        "use_w4_group_scaling": True,
+    }
+
+
+def _bf16(weights: Mapping[str, Tensor]) -> Arguments:
+    return {"fc1_expert_weights": weights["w13"], "fc2_expert_weights": weights["w2"], "quant_scales": []}
+
+
+def _fp8_block(weights: Mapping[str, Tensor]) -> Arguments:
+    return {
+        "fc1_expert_weights": weights["w13"].view(torch.float8_e4m3fn),
+        "fc2_expert_weights": weights["w2"].view(torch.float8_e4m3fn),
+        "quant_scales": [weights["w13_scale"], weights["w2_scale"]],
+        "use_deepseek_fp8_block_scale": True,
+    }
+
+
+WEIGHTS: Mapping[str, Callable[[Mapping[str, Tensor]], Arguments]] = {
+    "cutlass-sm90": _mxfp4,
+    "cutlass-bf16": _bf16,
+    "cutlass-fp8-block": _fp8_block,
+}
+"""Weights and their scales as arguments, by the layout's name."""
+
+
+def layer_arguments(prepared: PreparedMoE) -> Arguments:
+    """Arguments of ``cutlass_fused_moe`` that every call of a layer shares."""
+    problem, weights = prepared.problem, prepared.weights
+    found = function_of(problem.activation)
+    numbers = flashinfer.activation_numbers(problem, prepared.device)
+    # SiTU has arguments of its own for what SwiGLU calls alpha and beta.
+    names = ("situ_beta", "situ_linear_beta") if found and found.member == "Situ" else _SWIGLU
+    given = dict(zip((*names, *_SWIGLU[len(names) :]), numbers.values(), strict=True))
+    return {
+        **WEIGHTS[prepared.layout](weights),
+        "fc1_expert_biases": weights.get("w13_bias"),
+        "fc2_expert_biases": weights.get("w2_bias"),
+        "output_dtype": DTYPES[problem.dtype],
+        "activation_type": flashinfer.activation_member(problem),
+        **given,
+    }
+
+
+_SWIGLU = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+
+
+def arguments(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Arguments:
+    """Arguments of ``cutlass_fused_moe`` for one call; shapes and dtypes as of `Runner.run`.
+
+    Ids of -1 are experts of other ranks to it, and add nothing.
+    """
+    x, weights = flashinfer.weighted(prepared.problem, x, weights)
+    return {
+        **flashinfer.kept(prepared, NAME, layer_arguments),
+        "input": flashinfer.widened(x, flashinfer.sizes_of(prepared).padded_hidden),
+        "token_selected_experts": ids.contiguous(),
+        "token_final_scales": weights.contiguous(),
+    }
+
+
+def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    hidden = prepared.problem.dims.hidden
+    return flashinfer.call(NAME, "cutlass_fused_moe", arguments(prepared, x, ids, weights), hidden)
+
+
+def _refusal(problem: MoEProblem, device: torch.device) -> str:
+    kernel = kernel_of(CUTLASS, problem.scheme.weight, problem.scheme.act)
+    if device.type != "cuda":
+        return f"it needs a CUDA GPU, the weights are on {device.type}"
+    if torch.cuda.get_device_capability(device) != CAPABILITY:
+        return "it needs compute capability 9.0"
+    return flashinfer.no_kernel(CUTLASS, problem) if kernel is None else refusal(kernel, problem)
+
+
+RUNNER = Runner(
+    NAME,
+    lambda problem: kernel_for(problem).layout,
+    _compute,
+    _refusal,
+    accumulation=DECLARED,
+    ready=lambda prepared: flashinfer.kept(prepared, NAME, layer_arguments),
+)

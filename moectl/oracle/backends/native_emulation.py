@@ -1,0 +1,14 @@
+"""Emulation in plain torch: any format, with activations rounded as the checkpoint declares them."""
+
+from ..archs import CPU, CUDA, ROCM
+from ..backend import NAIVE, Backend, Capability, Variant
+
+EMULATION = Backend(
+    name="emulation",
+    engine_name="emulation",
+    variants=(Variant("emulation", Capability(arch=(CUDA, ROCM, CPU), spread=NAIVE, act_order=False)),),
+    runner="emulation",
+    note="The slow twin of kernels that quantize activations: weights are decoded, activations rounded to "
+    "the format that the checkpoint declares.",
+    verified=(CPU,),
+)

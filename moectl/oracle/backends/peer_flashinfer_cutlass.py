@@ -1,0 +1,28 @@
+"""FlashInfer's CUTLASS fused MoE on SM90, as this tool calls it."""
+
+from ...flashinfer_terms import CUTLASS
+from ..archs import SM90
+from ..backend import NAIVE, Backend, Capability, Variant
+from .peer_flashinfer import declared, forms, needs, offers, rules
+
+PEER_FLASHINFER_CUTLASS = Backend(
+    name="flashinfer_cutlass",
+    engine_name="flashinfer_cutlass",
+    variants=(
+        Variant(
+            "cutlass_fused_moe",
+            Capability(
+                arch=(SM90,),
+                needs=needs(kernel.routed for kernel in CUTLASS),
+                offers=offers(CUTLASS),
+                spread=NAIVE,
+                act_order=False,
+                rules=rules(declared(CUTLASS)),
+            ),
+        ),
+    ),
+    forms=forms(CUTLASS),
+    runner="flashinfer_cutlass",
+    note="FlashInfer compiles these kernels when they are first called, for many minutes, unless they are "
+    "in its cache.",
+)
