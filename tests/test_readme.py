@@ -1,9 +1,11 @@
-"""The README's examples are run as they stand."""
+"""Examples of the README and of pages about commands are run as they stand."""
 
 import re
 import shlex
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cli"))
@@ -15,19 +17,21 @@ def console_lines(text):
         yield from (line[2:] for line in block.splitlines() if line.startswith("$ "))
 
 
-def test_every_command_works(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("document", "least"), [("README.md", 10), ("docs/run.md", 5)])
+def test_every_command_works(document, least, tmp_path, monkeypatch):
     from invoking import moectl
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MOECTL_OFFLINE", "1")
     monkeypatch.setenv("MOECTL_DEVICE", "cpu")
-    lines = list(console_lines((ROOT / "README.md").read_text()))
-    assert len(lines) >= 10
+    text = (ROOT / document).read_text()
+    lines = list(console_lines(text))
+    assert len(lines) >= least
     for line in lines:
         program, *arguments = shlex.split(line)
         assert program == "moectl"
         moectl(*arguments)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert blocks
     for block in blocks:
         exec(block, {})

@@ -20,6 +20,7 @@ CASES = [
     "interpreted_prefill.py",
     "interpreted_router.py",
     "interpreted_routing.py",
+    "interpreted_stress.py",
     "interpreted_warpwise.py",
 ]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -292,6 +294,14 @@ def test_memory_that_is_not_initialized_is_nan_in_poisoned_memory() -> None:
     with poisoned_memory(CPU.torch):
         assert all(bool(make().isnan().all()) for make in makers)
     assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def test_the_page_names_every_case() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "run.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)
+    listed = {name.strip() for cell in cells for name in cell.split(",")}
+    listed |= {f"{name} tokens" for name in listed if name.isdecimal()}
+    assert {case.name for case in CASES} <= listed
 
 
 @pytest.mark.gpu
