@@ -96,7 +96,7 @@ def compare_backends(
     for name in backends:
         progress(name)
         outcomes.append(_outcome(layer, name, machine, workload, expected, cases, repeats, progress))
-        _free(machine.torch)
+        _free(machine.torch, outcomes[-1].error)
         gone = lost(machine.torch) if outcomes[-1].error or cases else ""
         if gone:
             hint = "run them without it"
@@ -130,12 +130,14 @@ def first_that_runs(
     for name in backends:
         progress(name)
         outcome = _outcome(layer, name, machine, workload, expected, cases, repeats, progress)
-        _free(machine.torch)
         if outcome.error is None:
+            _free(machine.torch)
             return Compared((outcome,), tried=tuple(tried))
         tried.append(outcome)
         if lost(machine.torch):
             break
+        if name != backends[-1]:
+            _free(machine.torch, outcome.error)
     assert tried and tried[-1].error is not None
     raise _all_failed(tried)
 
@@ -170,8 +172,11 @@ def _outcome(
         return Outcome(name, result, error)
 
 
-def _free(device: torch.device) -> None:
-    """Give back what the last backend held."""
+def _free(device: torch.device, error: BaseException | None = None) -> None:
+    """Give back what the last backend held; where it failed, the frames of its `error` hold it, too."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
     gc.collect()
     if device.type == "cuda" and not lost(device):
         torch.cuda.empty_cache()

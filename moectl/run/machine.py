@@ -12,6 +12,7 @@ from ..cache import measurements
 from ..cache.folder import CacheWarning
 from ..environment import Device, Packages, detect_cpu, detect_device, packages_from
 from ..errors import NoBackend, Unavailable, UsageError
+from ..oracle.checks import Verdict
 from ..oracle.decision import Decision
 from ..oracle.registry import policy_named
 from ..oracle.select import select
@@ -19,6 +20,9 @@ from ..problem import MoEProblem
 
 POLICY = "moectl"
 """The policy whose backends this tool runs itself."""
+
+SHORT = 60
+"""Characters of what a backend offers up to which a reason names it; `moectl explain` prints all of it."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,15 @@ def left_out(problem: MoEProblem, machine: Machine) -> Mapping[str, str]:
     decision = _decide(problem, machine, None)
     usable = {c.backend.name for c in decision.candidates if c.usable}
     return {
-        c.backend.name: f"{c.failed[0].question}: {c.failed[0].wanted}, it offers {c.failed[0].offered}"
+        c.backend.name: _first_reason(c.failed[0])
         for c in reversed(decision.candidates)
         if c.failed and c.backend.name not in usable
     }
+
+
+def _first_reason(verdict: Verdict) -> str:
+    offers = f", it offers {verdict.offered}" if len(verdict.offered) <= SHORT else ""
+    return f"{verdict.question}: {verdict.wanted}{offers}"
 
 
 def _decide(problem: MoEProblem, machine: Machine, name: str | None) -> Decision:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -107,6 +108,28 @@ def test_nothing_runs_after_the_device_is_lost(layer: ExpertLayer, monkeypatch: 
     found = compare_backends(layer, ["torch", "breaks", "torch"], CPU, workload_of(layer, 2), repeats=1)
     assert [it.error is None for it in found.outcomes] == [True, False, False]
     assert "not run, the GPU is gone" in str(found.outcomes[2].error)
+
+
+def test_what_a_failed_backend_held_is_given_back(
+    layer: ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[PreparedMoE]] = []
+    left: list[bool] = []
+
+    def holds(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        held.append(weakref.ref(prepared))
+        raise RuntimeError("out of luck")
+
+    def looks(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        left.append(held[-1]() is not None)
+        return right(prepared, x, ids, weights)
+
+    register(monkeypatch, "holds", holds)
+    register(monkeypatch, "looks", looks)
+    for run in (compare_backends, first_that_runs):
+        left.clear()
+        run(layer, ["holds", "looks"], CPU, workload_of(layer, 2), repeats=1)
+        assert left and not any(left)
 
 
 def test_a_runner_that_knows_no_layer_gets_its_number() -> None:
