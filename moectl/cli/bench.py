@@ -10,6 +10,7 @@ import typer
 
 from ..bench import Settings, parse_counts
 from ..errors import ExitCode, UsageError
+from ..models import MODELS
 from .options import Activation, Device, Offline, Seed, check_writable, framed, option, pick
 from .output import Output, table
 from .source import DEVICES, backend_names, find_source
@@ -38,12 +39,12 @@ def bench(
     checkpoint: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CKPT]", help="The folder of a checkpoint, or a converted one.", show_default=False
+            metavar="CKPT", help="The folder of a checkpoint, or a converted one.", show_default=False
         ),
     ] = None,
     model: Annotated[
         str | None,
-        option("--model", own=True, help="Instead of CKPT: named layers with random weights, with commas."),
+        option("--model", own=True, help=f"Instead of CKPT, random weights: of {', '.join(MODELS)}."),
     ] = None,
     rows: Annotated[
         Path | None, option("--rows", own=True, help="Instead of CKPT: show rows of an earlier bench.")
@@ -134,8 +135,6 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 def _models(text: str | None) -> tuple[str, ...]:
-    from ..models import MODELS
-
     return tuple(dict.fromkeys(pick(name, MODELS, "model") for name in _names(text)))
 
 

@@ -106,6 +106,7 @@ def test_named_layers_need_no_checkpoint(monkeypatch):
     }
     assert small["kimi-k2"].dims == Dims(128, 128)
     monkeypatch.setattr(models, "MODELS", small)
+    monkeypatch.setattr("moectl.cli.bench.MODELS", small)
     document = moectl(
         "bench", "--model", "kimi-k2,qwen3-30b", *QUICK, "--backend", "torch", "--json"
     ).document
@@ -147,6 +148,27 @@ def test_a_wrong_result_is_exit_1(tiny_gpt_oss, monkeypatch):
     done = moectl("bench", tiny_gpt_oss, "-m", "1", "--device", "cpu", "--format", "csv", code=1)
     row = next(csv.DictReader(io.StringIO(done.stdout)))
     assert row["ok"] == "False" and row["median_us"] == "" and "wrong result" in row["reason"]
+
+
+def test_times_are_kept_for_choices_by_measurement(tiny_gpt_oss):
+    from moectl.bench.measure import Bench
+    from moectl.bench.opening import open_bench
+    from moectl.bench.settings import Settings
+    from moectl.bench.targets import Target
+    from moectl.cache.measurements import known
+    from moectl.cli.source import find_source
+
+    done = moectl("bench", tiny_gpt_oss, *QUICK, "--routing", "uniform,balanced", "--save", "--json")
+    assert "kept in" in done.stderr
+    source = find_source(str(tiny_gpt_oss), None, offline=True)
+    opened: Bench = open_bench(Settings(checkpoint=str(tiny_gpt_oss), device="cpu"), source)
+    target: Target = opened.targets[0]
+    found = known(opened.machine.device, target.problem)
+    kept = {(row.backend, row.tokens, row.routing, row.cold): row.us for row in found.measured.rows}
+    assert kept == {
+        ("torch", row["tokens"], row["routing"], False): row["median_us"] for row in done.document["rows"]
+    }
+    assert not found.notes and len(kept) == 4
 
 
 def test_compiling_says_what_was_run(tiny_gpt_oss):
