@@ -135,8 +135,11 @@ class Spread:
 
 ALONE = Spread(exchange=only("none"), eplb=False, dp=False)
 """No exchange of tokens, no data parallelism, no dynamic balancing: fused routers."""
-NAIVE = Spread(exchange=only("none", "allgather_reducescatter"))
-"""Ranks that gather all tokens and scatter the sums, around experts that skip those of other ranks."""
+NAIVE = Spread(exchange=only("none", "allgather_reducescatter"), eplb=False)
+"""Ranks that gather all tokens and scatter the sums, around experts that skip those of other ranks.
+
+No expert moves between calls: there is no balancing.
+"""
 NO_NVLINK_EXCHANGE = Spread(
     exchange=but("flashinfer_nvlink_two_sided", "flashinfer_all2allv", "flashinfer_nvlink_one_sided")
 )
