@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BackendFailed, MoectlError
+from ..errors import BackendFailed, MoectlError, NoBackend
 from ..experts import ExpertLayer
 from ..kernels.inputs import Inputs, no_bias
 from ..kernels.modular import FusedMoEKernel, kernel_of
@@ -53,7 +53,7 @@ class CaseResult:
     """What came of one case on one backend.
 
     Attributes:
-        ok: None where it could not be asked, and `note` says why.
+        ok: None where it could not be asked, or the backend refused such a layer; `note` says why.
         note: what failed, in sentences; or what was left out.
         check: against the reference; None where there was no result.
     """
@@ -152,6 +152,8 @@ def _one(held: Held, planned: Planned) -> CaseResult:
             found = WAYS[case.how](held, planned.workload)
     except BackendFailed as error:
         return _result(held, planned, False, error.why)
+    except NoBackend as error:
+        return _result(held, planned, None, f"refused: {error}")
     except MoectlError as error:
         return _result(held, planned, False, str(error))
     if found.y is None:

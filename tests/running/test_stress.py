@@ -273,6 +273,21 @@ def test_what_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["rank's share"].ok is None and not failing(found)
 
 
+def test_a_refusal_is_no_wrong_answer(
+    layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(problem: MoEProblem, device: torch.device) -> str:
+        return "" if problem.local_experts == problem.experts else "it runs whole layers"
+
+    register(monkeypatch, "whole", right, refusal=refusal)
+    found = results(layer, planned, "whole")
+    assert {name for name, it in found.items() if it.ok is None} == {"rank's share"} and not failing(found)
+    assert (
+        found["rank's share"].note.startswith("refused: ")
+        and "it runs whole layers" in found["rank's share"].note
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("base", [GPT_OSS, KIMI], ids=["gpt-oss", "kimi"])
 def test_both_families_pass_in_both_dtypes(base: MoEProblem, dtype: str) -> None:
