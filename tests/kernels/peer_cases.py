@@ -92,7 +92,7 @@ def ids_of(kind: str, slots: int, experts: int) -> torch.Tensor:
 def makes_blocks(kind: str, slots: int, experts: int, size: int, device: str) -> None:
     """Every valid slot once, in blocks of its expert in rising order, filled up; locks are zero."""
     ids = ids_of(kind, slots, experts)
-    made = blocks_of(ids.to(device), experts, size, 300)
+    made = blocks_of(ids.to(device), experts, size, 300, whole=slots % 2 == 0)
     total = int(made.total)
     assert total <= len(made.slots) == most_slots(slots, experts, size) and total % size == 0
     wanted_slots, wanted_experts = [], []

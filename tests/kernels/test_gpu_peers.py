@@ -43,8 +43,15 @@ def runner_of(backend: str) -> Runner:
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_new_memory(monkeypatch)
+def poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is poisoned, but where kernels are to follow each other with nothing between."""
+    if "close" not in request.fixturenames:
+        poison_new_memory(monkeypatch)
+
+
+@pytest.fixture
+def close() -> None:
+    """Nothing is launched between the kernels of a call."""
 
 
 @pytest.mark.parametrize(("backend", "name"), PAIRS)
@@ -81,7 +88,7 @@ def test_no_tokens_and_other_dtypes(backend: str) -> None:
 
 
 @BACKENDS
-def test_graphs_and_two_streams(backend: str) -> None:
+def test_graphs_and_two_streams(backend: str, close: None) -> None:
     """A replay with another routing is that routing's result; two streams do not disturb each other."""
     runner, problem = runner_of(backend), cases.FORMATS[TAKEN[backend][0]]
     layer = random_layer(problem)
@@ -103,7 +110,7 @@ def test_graphs_and_two_streams(backend: str) -> None:
     assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
     torch.cuda.synchronize()
     results = []
-    for _ in range(10):
+    for _ in range(50):
         for place in (stream, torch.cuda.current_stream()):
             with torch.cuda.stream(place):
                 results.append(runner.run(prepared, other.x, other.ids, other.weights))
@@ -123,3 +130,26 @@ def test_triton_kernels_route_by_themselves(renormalize: bool) -> None:
     ids, weights = route(logits.float(), problem)
     result = judged(layer, prepared, y, replace(inputs, ids=ids, weights=weights))
     assert result.ok, result
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+@BACKENDS
+def test_kernels_that_follow_each_other_closely(backend: str, top_k: int, close: None) -> None:
+    """Routings that change from call to call, in one graph: each call's result is that routing's."""
+    runner = runner_of(backend)
+    problem = replace(cases.FORMATS[TAKEN[backend][0]], top_k=top_k)
+    prepared = random_layer(problem).prepared(backend, "cuda")
+    every = [inputs_of(problem, tokens, device="cuda") for tokens in (1, 200, 17, 600, 3) * 4]
+    wanted = []
+    for inputs in every:
+        wanted.append(runner.run(prepared, inputs.x, inputs.ids, inputs.weights))
+        torch.cuda.synchronize()
+    for _ in range(10):
+        found = [runner.run(prepared, it.x, it.ids, it.weights) for it in every]
+        assert all(torch.equal(y, right) for y, right in zip(found, wanted, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = [runner.run(prepared, it.x, it.ids, it.weights) for it in every]
+    for _ in range(10):
+        graph.replay()
+        assert all(torch.equal(y, right) for y, right in zip(replayed, wanted, strict=True))

@@ -23,6 +23,9 @@ from . import around_kernels as kernels
 PARTS = 8
 """Programs that share the blocks of one expert, where there are many slots."""
 
+WHOLE = {"PDL": False}
+"""Options of a launch that begins and ends by itself."""
+
 COLUMNS = 1024
 """Columns of a program of the activation."""
 
@@ -52,10 +55,11 @@ def most_slots(assignments: int, experts: int, size: int) -> int:
     return size * min(assignments, (assignments + hit * (size - 1)) // size)
 
 
-def blocks_of(ids: Tensor, experts: int, size: int, locks: int) -> Blocks:
+def blocks_of(ids: Tensor, experts: int, size: int, locks: int, whole: bool = False) -> Blocks:
     """Assignments ``[T]`` int32 in blocks of `size`, with so many zeroed `locks`; one launch for a few.
 
-    What lies behind `total` in `slots` and `experts` is not set.
+    What lies behind `total` in `slots` and `experts` is not set. `whole`: the next kernel starts when all is
+    written; else one that is launched to start early must wait before it reads any of it.
     """
     t = ids.numel()
     most = most_slots(t, experts, size)
@@ -70,7 +74,7 @@ def blocks_of(ids: Tensor, experts: int, size: int, locks: int) -> Blocks:
         "PAD": triton.next_power_of_2(size),
         "LOCKED": locks,
         "BL": 128,
-        **launch_options(),
+        **(WHOLE if whole else launch_options()),
     }
     if t <= FEW:
         bt = max(16, triton.next_power_of_2(t))

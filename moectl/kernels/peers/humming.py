@@ -259,8 +259,9 @@ def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
     slots, dims = ids.numel(), problem.dims
     (tuning1, size1), (tuning2, size2) = w13.choice(slots), w2.choice(slots)
     with failing_as(NAME, x.device):
-        blocks1 = blocks_of(ids, experts, size1, LOCKS)
-        blocks2 = blocks1 if size2 == size1 else blocks_of(ids, experts, size2, LOCKS)
+        # Its kernels start while the one before them ends, and read blocks before they wait for it.
+        blocks1 = blocks_of(ids, experts, size1, LOCKS, whole=True)
+        blocks2 = blocks1 if size2 == size1 else blocks_of(ids, experts, size2, LOCKS, whole=True)
         halves = 2 if problem.activation.gated else 1
         first = x.new_empty(slots, halves * dims.intermediate)
         forward(w13.config, **gemm_arguments(w13, x.contiguous(), first, blocks1, problem.top_k, tuning1))
