@@ -4,7 +4,7 @@ from itertools import product
 
 from ...environment.peers import PREFIX
 from ...schemes import FULL, MXFP4, int_format
-from ..archs import sm
+from ..archs import SM90, sm
 from ..backend import NAIVE, Ask, Backend, Capability, Need, Offer, Rule, Variant, only
 from ..keys import exact_key
 from .native import GATE
@@ -51,6 +51,7 @@ PEER_HUMMING = Backend(
         ),
     ),
     runner="humming",
+    verified=(SM90,),
     note="Humming's indexed GEMMs: weights are laid out by its own transformation when a layer is prepared, "
     "and kernels are compiled when a number of tokens first asks for them.",
 )

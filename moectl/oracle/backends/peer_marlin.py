@@ -7,7 +7,7 @@ from ...environment.peers import PREFIX
 from ...environment.probes import MARLIN_LIBRARY
 from ...padding import padding, size_rule
 from ...schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, MXFP4, MXFP8, NVFP4, int_format
-from ..archs import sm
+from ..archs import SM90, sm
 from ..backend import NAIVE, Ask, Backend, Capability, Choice, Form, Need, Offer, Rule, Variant
 from ..keys import exact_key
 from .native import GATE
@@ -92,6 +92,7 @@ PEER_MARLIN = Backend(
         Form(layout, partial(padding, layout), weights=frozenset({name})) for name, layout in _LAYOUTS.items()
     ),
     runner="marlin",
+    verified=(SM90,),
     note="vLLM's Marlin GEMM, from the engine's library file; its kernels are compiled when they are first "
     "called, which takes minutes where the library has none for the GPU.",
 )

@@ -38,5 +38,6 @@ PEER_TRITON_KERNELS = Backend(
     ),
     forms=(Form(_LAYOUT, partial(padding, _LAYOUT)),),
     runner="triton_kernels",
+    verified=(SM90,),
     note="The copy that vLLM carries; that of Triton's repository where it has the same functions.",
 )
