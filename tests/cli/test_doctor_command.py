@@ -34,6 +34,8 @@ def test_json_holds_the_same_and_the_exit_code_tells():
     assert document["variables"][0]["verdict"] == "fails"
     assert {row["policy"] for row in document["backends"]} == {"vllm-0.33.0", "moectl"}
     assert all(row["runs"] or row["reasons"] for row in document["backends"])
+    verified = {row["backend"]: row["verified"] for row in document["backends"] if row["policy"] == "moectl"}
+    assert verified["torch"] and not verified["flashinfer_trtllm"]
 
 
 def test_quiet_prints_problems_only():

@@ -296,3 +296,20 @@ def test_a_platform_without_rules_is_out_of_scope():
     done = explain(GPT, "--gpu", "tpu", code=1)
     assert "do not cover tpu devices" in done.stderr
     assert "name a device of cpu, cuda, rocm, xpu" in done.stderr
+
+
+def test_a_backend_that_was_never_run_on_such_a_device_is_told_so():
+    own = ("--policy", "moectl", "--packages", "flashinfer")
+    on_blackwell = explain(GPT, "--gpu", "b200", *own).words
+    assert "backend triton, not verified on hardware" in on_blackwell
+    assert "flashinfer_trtllm (ids and weights), not verified on hardware" in on_blackwell
+    on_hopper = explain(GPT, "--gpu", "h200", *own).words
+    assert "backend triton because" in on_hopper
+    assert "torch (torch), not verified" not in on_hopper
+    # Another engine runs its backends itself: this tool says nothing of them.
+    assert "not verified" not in explain(GPT, "--gpu", "b200").words
+
+
+def test_what_flashinfers_kernels_lack_is_said_in_its_own_sentence():
+    said = "its bf16 x a16 kernels add no biases"
+    assert sentence(Verdict("bias in FlashInfer", "scheme", said, "what its kernels compute", False)) == said

@@ -406,10 +406,10 @@ def test_weights_on_the_input_are_multiplied_beforehand() -> None:
 def test_ids_are_the_layers_and_skipped_ones_stay_so() -> None:
     problem = problem_of(KERNELS["trtllm-mxfp4 a16"])
     prepared = replace(layer_of(problem, "flashinfer_trtllm"), first_expert=3)
-    ids = torch.tensor([[0, -1], [4, 2]], dtype=torch.int32)
-    x, weights = torch.zeros(2, 512, dtype=torch.bfloat16), torch.rand(2, 2)
+    ids = torch.tensor([[0, -1], [4, 2], [8, 1]], dtype=torch.int32)
+    x, weights = torch.zeros(3, 512, dtype=torch.bfloat16), torch.rand(3, 2)
     made = flashinfer_trtllm.routed_arguments(prepared, x, ids, weights)
-    assert made["topk_ids"][0].tolist() == [[3, -1], [7, 5]] and made["local_expert_offset"] == 3
+    assert made["topk_ids"][0].tolist() == [[3, -1], [7, 5], [-1, 4]] and made["local_expert_offset"] == 3
     packed = flashinfer_trtllm.packed(*made["topk_ids"])
     read, factors = references._step_decode_precomputed_routing(packed)
     assert torch.equal(read, made["topk_ids"][0].long())

@@ -64,7 +64,7 @@ def call(backend: str, name: str, arguments: Mapping[str, Any], hidden: int) -> 
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise BackendFailed(backend, f"{name}: {said[-1]}") from error
     y: Tensor = made[0] if isinstance(made, list | tuple) else made
-    return y[:, :hidden]
+    return y[:, :hidden].contiguous()
 
 
 def sizes_of(prepared: PreparedMoE) -> Dims:

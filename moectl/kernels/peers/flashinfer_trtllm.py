@@ -253,11 +253,13 @@ def _weighed(prepared: PreparedMoE, on_input: bool) -> Arguments:
 def routed_arguments(prepared: PreparedMoE, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Arguments:
     """Arguments of the function for expert ids and weights; `ids` are counted from the first expert here.
 
-    Ids of -1 stay so: the kernels skip ids that are none of the experts here.
+    Ids of no expert here become -1, which the kernels skip.
     """
+    local = prepared.problem.local_experts
     if isinstance(x, Tensor):
         x, weights = flashinfer.weighted(prepared.problem, x, weights)
-    ids, weights = torch.where(ids < 0, -1, ids + prepared.first_expert).int(), weights.contiguous()
+    here = (ids >= 0) & (ids < local)
+    ids, weights = torch.where(here, ids + prepared.first_expert, -1).int(), weights.contiguous()
     return {
         **flashinfer.kept(prepared, "flashinfer_trtllm", _layer_arguments),
         **token_arguments(prepared, x),
