@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from moectl.kernels.modular import FusedMoEKernel
+from moectl.kernels.runners import Form, runner_for
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.marlin import TILES
 from moectl.kernels.triton.routing import INTERPRETED
@@ -14,7 +16,7 @@ from moectl.problem import Dims
 
 from . import batch_cases as cases
 from . import kernel_cases
-from .layers import GPT_OSS, KIMI, QWEN
+from .layers import GPT_OSS, KIMI, QWEN, inputs_of, judged, random_layer, skipping
 
 SMALL = {
     "mxfp4": replace(GPT_OSS, dims=Dims(96, 64), experts=4, local_experts=4, top_k=2),
@@ -72,3 +74,17 @@ def test_router_weights_on_the_input_are_nobodys_business_here() -> None:
 def test_writes_no_other_rows() -> None:
     cases.writes_no_other_rows(SMALL["mxfp4"], LAUNCHES["grouped 16x64x64"])
     cases.writes_no_other_rows(SMALL["int4"], LAUNCHES["warpwise"])
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "triton_marlin"])
+def test_a_layers_kernel_in_this_form(backend: str, on_input: bool) -> None:
+    """Tokens are batched, computed and put back in their order: the layer's output."""
+    base = replace(QWEN, top_k=1) if on_input else QWEN
+    problem = replace(base, routing=replace(QWEN.routing, weight_on_input=on_input))
+    layer = random_layer(problem)
+    prepared = layer.prepared(backend, "cpu")
+    inputs = skipping(inputs_of(problem, 5), every=4)
+    kernel = FusedMoEKernel(prepared, runner_for(backend), Form.BATCHED)
+    result = judged(layer, prepared, kernel.run(inputs), inputs)
+    assert result.ok, result
