@@ -46,6 +46,7 @@ METHODS: dict[str, MoEProblem] = {
         ("sparsemixer of more", 40, 7, Routing("sparsemixer", scale=3.0)),
         ("many experts", 1023, 22, SIGMOID),
         ("most experts", 1024, 10, Routing()),
+        ("more than a warp holds", 1500, 3, SIGMOID),
         ("one expert", 1, 1, Routing()),
         ("every expert", 22, 22, Routing("sigmoid", correction_bias=True)),
     )

@@ -13,8 +13,8 @@ from ..reference import SMALLEST_SUM, limits
 from . import router_kernels as kernels
 from .routing import launch_options
 
-FEWEST_PLACES = 32
-"""Among which a warp chooses."""
+FEWEST_PLACES, MOST_PLACES = 32, 1024
+"""Among which a warp chooses: one a lane, and as many as its registers hold."""
 
 WARPS = 1
 """Of a program. On an H200 the fastest at 1 to 8192 tokens, 32 to 384 experts: more wait for each other."""
@@ -70,7 +70,7 @@ def route(
             BIASED=correction_bias is not None,
             FACTOR=expert_scale is not None,
             HASHED=table is not None,
-            num_warps=warps,
+            num_warps=max(warps, padded * size // MOST_PLACES),
             **launch_options(),
         )
     return ids, weights
