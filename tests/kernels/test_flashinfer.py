@@ -448,10 +448,20 @@ def test_on_this_machine_every_one_says_why_not() -> None:
             assert "needs a CUDA GPU" in runner_for(name).refusal(_of("trtllm-bf16"), cpu)
 
 
-def test_formats_outside_the_tables_have_no_layout() -> None:
+def test_formats_outside_the_tables_are_refused_when_a_layer_is_laid_out() -> None:
     problem = _of("trtllm-bf16", scheme=Scheme(int_format(8, 32)))
     for name in ("flashinfer_cutlass", "flashinfer_trtllm"):
-        with pytest.raises(NoBackend, match="it has kernels for"):
-            runner_for(name).layout_of(problem)
+        with pytest.raises(NoBackend, match="int8 group 32"):
+            layer_of(problem, name)
     assert method_of(Routing("sparsemixer")) is None
     assert {BF16, FP8_TENSOR, MXFP4, MXFP8, NVFP4} <= {kernel.weight for kernel in TRTLLM}
+
+
+@pytest.mark.parametrize("name", [name for name in RUNNERS if name.startswith("flashinfer")])
+def test_every_format_can_be_asked_for_its_layout(name: str) -> None:
+    """As where a converted folder looks for the backend that reads it."""
+    for kernel in (*TRTLLM, *CUTLASS):
+        for act in (A16, MXFP8_ACT):
+            problem = _of("trtllm-bf16", scheme=Scheme(kernel.weight, act))
+            assert isinstance(runner_for(name).layout_of(problem), str)
+            assert runner_for(name).wants_of(problem) is not None

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ...errors import NoBackend
 from ...flashinfer_terms import CUTLASS, Kernel, function_of, kernel_of, refusal
 from ...problem import MoEProblem
 from ..inputs import DTYPES
@@ -27,12 +26,14 @@ NAME = "flashinfer_cutlass"
 CAPABILITY = (9, 0)
 
 
-def kernel_for(problem: MoEProblem) -> Kernel:
-    """The row of `CUTLASS` for a problem; NoBackend when there is none."""
-    found = kernel_of(CUTLASS, problem.scheme.weight, problem.scheme.act)
-    if found is None:
-        raise NoBackend(f"the {NAME} backend cannot run this layer: {flashinfer.no_kernel(CUTLASS, problem)}")
-    return found
+def kernel_for(problem: MoEProblem) -> Kernel | None:
+    """The row of `CUTLASS` for a problem; None when there is none."""
+    return kernel_of(CUTLASS, problem.scheme.weight, problem.scheme.act)
+
+
+def layout(problem: MoEProblem) -> str:
+    """The layout of a problem's weights; that of another row for formats that are refused anyway."""
+    return (kernel_for(problem) or CUTLASS[0]).layout
 
 
 def _mxfp4(weights: Mapping[str, Tensor]) -> Arguments:
@@ -106,7 +107,7 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
 
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
-    kernel = kernel_of(CUTLASS, problem.scheme.weight, problem.scheme.act)
+    kernel = kernel_for(problem)
     if device.type != "cuda":
         return f"it needs a CUDA GPU, the weights are on {device.type}"
     if torch.cuda.get_device_capability(device) != CAPABILITY:
@@ -116,7 +117,7 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
 
 RUNNER = Runner(
     NAME,
-    lambda problem: kernel_for(problem).layout,
+    layout,
     _compute,
     _refusal,
     accumulation=DECLARED,
