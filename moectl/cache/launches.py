@@ -18,6 +18,12 @@ from .folder import Document, Kind, change, device_key, read
 from .keys import built, layer_key
 
 KIND = Kind("launches", 1)
+"""Launches of moectl's own kernels."""
+
+ENGINE = Kind("engine-launches", 1)
+"""Launches that are found for an engine's tuned files; `Row.tile` has its choices."""
+
+KINDS = (KIND, ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +103,9 @@ class Found:
     note: str = ""
 
 
-def load(path: Path, device: Device | None = None) -> Found:
+def load(path: Path, device: Device | None = None, kind: Kind = KIND) -> Found:
     """The entries of the file at `path`; of `device` where that is known."""
-    document, note = read(path, KIND, None if device is None else device_key(device))
+    document, note = read(path, kind, None if device is None else device_key(device))
     if document is None:
         return Found(path, note=note)
     try:
@@ -159,19 +165,20 @@ class Store:
     path: Path
     device: Device
     layer: Mapping[str, Any]
+    kind: Kind = KIND
 
     @staticmethod
-    def of(problem: MoEProblem, device: Device) -> Store:
+    def of(problem: MoEProblem, device: Device, kind: Kind = KIND) -> Store:
         """The place of a layer; Unavailable when the file there is not moectl's."""
-        path = KIND.path(device)
-        found = load(path, device)
+        path = kind.path(device)
+        found = load(path, device, kind)
         if found.note:
             raise Unavailable(f"the cache cannot be used: {found.note}", hint=f"remove {path}")
-        return Store(path, device, layer_key(problem))
+        return Store(path, device, layer_key(problem), kind)
 
     def entry(self) -> Entry:
         """What is known so far."""
-        entries = load(self.path, self.device).entries
+        entries = load(self.path, self.device, self.kind).entries
         return next((e for e in entries if self._is_own(e)), Entry(built(), dict(self.layer)))
 
     def row(self, tokens: int) -> Row | None:
@@ -220,19 +227,19 @@ class Store:
             before = known[own] if own < len(known) else Entry(built(), dict(self.layer))
             entries[own:] = [made(before).to_json(), *entries[own + 1 :]]
 
-        change(self.path, KIND, device_key(self.device), edit)
+        change(self.path, self.kind, device_key(self.device), edit)
 
 
 def _same(one: Attempt, other: Attempt) -> bool:
     return one.regime == other.regime and dict(one.tile) == dict(other.tile)
 
 
-def clear(path: Path, drop: Callable[[Entry], bool]) -> int:
+def clear(path: Path, drop: Callable[[Entry], bool], kind: Kind = KIND) -> int:
     """Drops the entries of the file at `path` for which `drop` holds; how many there were.
 
     A file that is ignored is removed whole, and counts as none.
     """
-    found = load(path)
+    found = load(path, kind=kind)
     if found.note:
         path.unlink(missing_ok=True)
         return 0
@@ -244,5 +251,5 @@ def clear(path: Path, drop: Callable[[Entry], bool]) -> int:
         def edit(entries: list[Any]) -> None:
             entries[:] = [item for item in entries if not drop(_entry(item))]
 
-        change(path, KIND, found.device, edit)
+        change(path, kind, found.device, edit)
     return len(gone)

@@ -1,27 +1,30 @@
 """`moectl tune`: the fastest launches of moectl's kernels for a layer on this device, kept for this user."""
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..bench import parse_counts
 from ..errors import ExitCode, UsageError
 from .options import Activation, Offline, framed, option, pick
-from .output import Output, count, duration
+from .output import Output, count
 from .tuned_launches import draw_list, draw_search, listed, search_document, tile_words
 
 if TYPE_CHECKING:
     from ..problem import Parallel
+    from ..tuning.here import Tuning
     from ..tuning.layers import Layer
-    from ..tuning.search import Progress
+    from ..tuning.search import Plan, Progress
 
 EXAMPLES = (
     "moectl tune --model qwen3-30b -m 16,1024 --budget 5m",
     "moectl tune ./gpt-oss-20b --tp 2 --budget 30m",
-    "moectl tune --list --stale",
-    "moectl tune --clear --model qwen3-30b",
+    "moectl tune Qwen/Qwen3-30B-A3B --to vllm ./tuned",
+    "moectl tune --list --stale    moectl tune --clear --model qwen3-30b",
 )
 MORE = (
     "Launches are kept in MOECTL_CACHE (by default moectl in the platform's cache folder), and are taken for",
@@ -29,6 +32,8 @@ MORE = (
 )
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
+ENGINE = "vllm"
+FOLDER = "VLLM_TUNED_CONFIG_FOLDER"
 DEFAULT_TOKENS = "1-8192*2"
 
 
@@ -61,6 +66,15 @@ def tune(
     list: Annotated[bool, option("--list", own=True, help="Show what is kept.")] = False,
     clear: Annotated[bool, option("--clear", help="Drop what --list shows.")] = False,
     stale: Annotated[bool, option("--stale", help="With both: only what other software measured.")] = False,
+    to: Annotated[
+        tuple[str, Path] | None,
+        option(
+            "--to",
+            own=True,
+            metavar="vllm FILE|DIR",
+            help="Tune vLLM's Triton experts instead, and write the file that they read.",
+        ),
+    ] = None,
     activation: Activation = None,
     offline: Offline = False,
     *,
@@ -87,8 +101,22 @@ def tune(
             document, lambda console: draw_list(found, dropped if clear else None, console), found.brief()
         )
         return ExitCode.DONE
+    if to is not None:
+        pick(to[0], (ENGINE,), "engine")
+        if checkpoint is None:
+            raise UsageError("--to takes CKPT: what the engine chooses follows from its format")
+    from ..tuning.here import tune_layers
+
     layers = _layers(checkpoint, model, parallel, activation, offline)
-    return _search(layers, counts, seconds, _families(families), repeats, again, out)
+    plan = partial(_plan, seconds, repeats, out)
+    if to is not None:
+        return _write_for_engine(layers, counts, plan, again, to[1], out)
+    chosen = _families(families)
+    with out.progress("tuning", unit="launches") as progress:
+        tuning = tune_layers(layers, counts, chosen, plan(progress), again)
+    for name, reason in tuning.refused.items():
+        out.note(f"{name} is left out: {reason}")
+    return _shown(tuning, search_document(tuning), out)
 
 
 def parse_budget(text: str) -> float:
@@ -125,37 +153,65 @@ def _families(text: str | None) -> list[str]:
     return list(REGIMES) if text is None else [pick(n.strip(), REGIMES, "family") for n in text.split(",")]
 
 
-def _search(
-    layers: "Sequence[Layer]",
-    counts: Sequence[int],
-    seconds: float,
-    families: list[str],
-    repeats: int,
-    again: bool,
-    out: Output,
-) -> ExitCode:
-    """Tunes, and shows what came of it."""
+def _plan(seconds: float, repeats: int, out: Output, progress: Any) -> "Plan":
+    """How the search is run, told to a bar; what is left out is noted with its reason."""
     import time
 
-    from ..tuning.here import tune_layers
     from ..tuning.search import Plan
 
+    def report(at: "Progress") -> None:
+        best = f"{at.best[0]:.1f} us {at.best[1].regime}" if at.best else "nothing right yet"
+        progress(at.tried, at.launches, f"{at.cell} ({at.number + 1} of {at.cells}): {best}")
+        if at.last and at.last.why:
+            out.note(f"{at.cell}: {at.last.regime} {tile_words(at.last.tile)}: {at.last.why}")
+
+    return Plan(seconds, time.monotonic, repeats, report)
+
+
+def _write_for_engine(
+    layers: "Sequence[Layer]",
+    counts: Sequence[int],
+    plan: "Callable[[Any], Plan]",
+    again: bool,
+    target: Path,
+    out: Output,
+) -> ExitCode:
+    """Tunes the engine's choices, and writes the file of each layer from all that is known of it."""
+    from ..cache.keys import built
+    from ..environment import detect_device, packages_from
+    from ..tuning.engine_files import misnamed, place_of, target_of, write_choices
+    from ..tuning.here import known_choices, this_gpu, tune_for_engine
+
+    this_gpu()
+
+    packages = packages_from(None)
+    if not packages.has("vllm"):
+        out.note("vLLM is not installed here: what it would choose is decided for its default packages")
+        packages = packages_from("full")
+    device = detect_device()
+    targets = {layer.name: target_of(layer.problem, device, packages) for layer in layers}
+    places = {name: place_of(target, it.name) for name, it in targets.items()}
+    if len(set(places.values())) < len(places):
+        raise UsageError(
+            f"{len(places)} layers have files of their own, {target} is one", hint="name a folder"
+        )
     with out.progress("tuning", unit="launches") as progress:
+        tuning = tune_for_engine(targets, counts, plan(progress), again)
+    written = []
+    for name, rows in known_choices(targets).items():
+        if rows:
+            write_choices(places[name], {row.tokens: row.tile for row in rows}, built()["triton"])
+            written.append(str(places[name]))
+            out.note(f"wrote {places[name]}; vLLM finds it with {FOLDER} set to its folder")
+            if said := misnamed(places[name], targets[name].name):
+                out.note(said)
+    return _shown(tuning, {**search_document(tuning), "written": written}, out)
 
-        def report(at: "Progress") -> None:
-            best = f"{at.best[0]:.1f} us {at.best[1].regime}" if at.best else "nothing right yet"
-            progress(at.tried, at.launches, f"{at.cell} ({at.number + 1} of {at.cells}): {best}")
-            if at.last and at.last.why:
-                out.note(f"{at.cell}: {at.last.regime} {tile_words(at.last.tile)}: {at.last.why}")
 
-        plan = Plan(seconds, time.monotonic, repeats, report)
-        tuning = tune_layers(layers, counts, families, plan, again)
-    for name, reason in tuning.refused.items():
-        out.note(f"{name} is left out: {reason}")
+def _shown(tuning: "Tuning", document: dict[str, Any], out: Output) -> ExitCode:
     found = tuning.found
     if found.left:
-        left = count(len(found.left), "cell")
-        out.note(f"the budget of {duration(seconds)} is spent, {left} left; the same command goes on")
+        out.note(f"the budget is spent, {count(len(found.left), 'cell')} left; the same command goes on")
     lines = [f"{cell.name}\t{cell.tokens}\t{row.us:.1f}" for cell, row in (*found.rows, *found.kept)]
-    out.result(search_document(tuning), lambda console: draw_search(tuning, console), lines)
+    out.result(document, lambda console: draw_search(tuning, console), lines)
     return ExitCode.DONE

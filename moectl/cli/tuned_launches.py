@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cache.folder import device_key
+from ..cache.folder import Kind, device_key
+from ..cache.keys import layer_key, layer_words
+from ..cache.launches import KINDS, Entry, Found, Row, clear, load
 from .output import count, table
 
 if TYPE_CHECKING:
-    from ..cache.launches import Entry, Row
     from ..tuning.here import Tuning
     from ..tuning.layers import Layer
 
@@ -68,75 +68,73 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Listed:
-    """Entries of the cache by file, those that were asked for; `notes` of files that are ignored."""
+    """Entries of the cache with the file each is in, those that were asked for; `ignored` are whole files."""
 
-    entries: tuple[tuple[Path, dict[str, Any], Entry], ...]
-    notes: tuple[tuple[Path, str], ...]
+    entries: tuple[tuple[Kind, Found, Entry], ...]
+    ignored: tuple[tuple[Kind, Found], ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
             "entries": [
-                {"file": str(path), "device": device, "stale": entry.stale or None, **entry.to_json()}
-                for path, device, entry in self.entries
+                {
+                    "file": str(file.path),
+                    "of": kind.folder,
+                    "device": dict(file.device),
+                    "stale": entry.stale or None,
+                    **entry.to_json(),
+                }
+                for kind, file, entry in self.entries
             ],
-            "ignored": [{"file": str(path), "why": note} for path, note in self.notes],
+            "ignored": [{"file": str(file.path), "why": file.note} for _, file in self.ignored],
         }
 
     def brief(self) -> list[str]:
         """One line an entry: device, sizes, how many rows, and whether it is used."""
-        from ..cache.keys import layer_words
-
         return [
-            f"{device['name']}\t{layer_words(dict(entry.layer))}\t{len(entry.rows)}\t"
+            f"{file.device['name']}\t{layer_words(dict(entry.layer))}\t{len(entry.rows)}\t"
             f"{'stale' if entry.stale else 'used'}"
-            for _, device, entry in self.entries
+            for _, file, entry in self.entries
         ]
 
     def clear(self) -> int:
         """Drops all of it, files that are ignored included; how many entries there were."""
-        from ..cache.launches import clear
-
         wanted = [entry for _, _, entry in self.entries]
-        paths = dict.fromkeys([*(path for path, _, _ in self.entries), *(path for path, _ in self.notes)])
-        return sum(clear(path, lambda entry: entry in wanted) for path in paths)
+        files = {file.path: kind for kind, file, _ in self.entries}
+        files |= {file.path: kind for kind, file in self.ignored}
+        return sum(clear(path, lambda entry: entry in wanted, kind) for path, kind in files.items())
 
 
 def listed(layers: Sequence[Layer] | None, stale: bool) -> Listed:
     """What the cache keeps of `layers`, or of all; only what is not used with `stale`."""
-    from ..cache.keys import layer_key
-    from ..cache.launches import KIND, load
-
     keys = None if layers is None else [layer_key(layer.problem) for layer in layers]
-    files = [load(path) for path in KIND.files()]
+    files = [(kind, load(path, kind=kind)) for kind in KINDS for path in kind.files()]
     return Listed(
         tuple(
-            (found.path, dict(found.device), entry)
-            for found in files
-            for entry in found.entries
+            (kind, file, entry)
+            for kind, file in files
+            for entry in file.entries
             if (keys is None or entry.layer in keys) and (not stale or entry.stale)
         ),
-        tuple((found.path, found.note) for found in files if found.note) if keys is None else (),
+        tuple((kind, file) for kind, file in files if file.note) if keys is None else (),
     )
 
 
 def draw_list(found: Listed, dropped: int | None, console: Any) -> None:
     """The cache as a table, and what was dropped of it."""
-    from ..cache.keys import layer_words
-
     made = table("device", "layer", "M", "us", "launch", "used", right=("M", "us"))
-    for _, device, entry in found.entries:
+    for _, file, entry in found.entries:
         words, state = layer_words(dict(entry.layer)), f"no: {entry.stale}" if entry.stale else "yes"
         for row in entry.rows:
             launch = f"{row.regime} {tile_words(row.tile)}"
-            made.add_row(device["name"], words, str(row.tokens), f"{row.us:.1f}", launch, state)
+            made.add_row(file.device["name"], words, str(row.tokens), f"{row.us:.1f}", launch, state)
         for tokens, attempts in entry.unfinished.items():
             launch = f"{count(len(attempts), 'tile')} tried, not done"
-            made.add_row(device["name"], words, str(tokens), "-", launch, state)
+            made.add_row(file.device["name"], words, str(tokens), "-", launch, state)
     if found.entries:
         console.print(made)
-    for _, note in found.notes:
-        console.print(note, markup=False)
+    for _, file in found.ignored:
+        console.print(file.note, markup=False)
     if dropped is not None:
         console.print(f"{count(dropped, 'layer')} dropped", markup=False)
     elif not found.entries:

@@ -70,7 +70,7 @@ class GpuBench:
             run_into(y, layer, inputs.x, first.ids, first.weights, launch)
             found = check(y, inputs.expected, AGREE)
         except RuntimeError as error:
-            raise _broken(error, launch) from error
+            raise broken(error, launch) from error
         if not found.ok:
             raise Wrong(
                 f"differs from the portable kernels by {found.rms:.1e} (RMS) and {found.max:.1e} at most, "
@@ -85,7 +85,7 @@ class GpuBench:
         try:
             return time_calls(calls, self.device, repeats=repeats).median_us
         except RuntimeError as error:
-            raise _broken(error, launch) from error
+            raise broken(error, launch) from error
 
     def layer(self, cell: Cell) -> PreparedMoE:
         """The cell's layer with random weights, made when it is another than the last cell's."""
@@ -139,7 +139,7 @@ def _poison(layer: PreparedMoE, tokens: int) -> None:
         torch.full((rows, width), math.nan, dtype=torch.bfloat16, device=layer.device)
 
 
-def _broken(error: RuntimeError, launch: Launch) -> Exception:
+def broken(error: RuntimeError, launch: Launch) -> Exception:
     """The error, or that the device is broken."""
     text = str(error)
     if any(words in text for words in BROKEN):

@@ -1,5 +1,6 @@
 """`moectl tune`: what it asks, keeps, shows and drops."""
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -13,6 +14,7 @@ from moectl.cli.tune import parse_budget
 from moectl.environment import find_device
 from moectl.errors import UsageError
 from moectl.kernels.triton.launch import Launch, Tile
+from moectl.kernels.triton.plain_gemm import Blocks
 from moectl.models import MODELS
 from moectl.tuning import here
 
@@ -68,6 +70,68 @@ def test_what_is_found_is_shown_kept_and_not_measured_again(gpu, monkeypatch):
     ]
 
 
+class EngineBench(Bench):
+    """The same for an engine's choices."""
+
+    def candidates(self, cell):
+        return [Launch("fused_moe", Blocks(16, n, 128, 1, 4, 3)) for n in (32, 64, 128)]
+
+    def current(self, cell):
+        return Launch("fused_moe", Blocks(*self.families(cell).default(cell.tokens, 128)))
+
+    def error(self, cell, launch):
+        return 1e-3
+
+    def time(self, cell, launch, repeats):
+        return cell.tokens + launch.tile.block_n / 64
+
+
+@pytest.fixture
+def engine(gpu, monkeypatch):
+    monkeypatch.setattr(here, "EngineBench", EngineBench)
+    monkeypatch.setattr("moectl.environment.detect_device", lambda: H200)
+
+
+def test_vllms_file_is_written_where_it_looks_for_it(engine, tmp_path):
+    ask = ("tune", "Qwen/Qwen3-30B-A3B", "--offline", "--to", "vllm", tmp_path / "tuned")
+    done = moectl(*ask, "-m", "1,16", "--json")
+    place = tmp_path / "tuned" / "E=128,N=768,device_name=NVIDIA_H200.json"
+    assert done.document["written"] == [str(place)] and "VLLM_TUNED_CONFIG_FOLDER" in done.stderr
+    assert "vLLM is not installed here" in done.stderr
+    found = json.loads(place.read_text())
+    assert found.pop("triton_version") == built()["triton"]
+    assert list(found) == ["1", "16"] and found["1"]["BLOCK_SIZE_N"] == 32
+    # A later run adds what it finds, and a budget that is spent still writes what is known.
+    place.unlink()
+    moectl(*ask, "-m", "64", "--budget", "0s")
+    assert "64" not in json.loads(place.read_text())
+    # Launches of moectl's own kernels are another matter.
+    assert not launches.KIND.files() and len(launches.ENGINE.files()) == 1
+    assert "fused_moe block_m=16 block_n=32" in moectl("tune", "--list").words
+    assert moectl("tune", "--clear", "--json").document["dropped"] == 1
+
+
+def test_explain_finds_the_file_that_was_written(engine, tmp_path):
+    moectl("tune", "deepseek-v3", "--tp", "2", "--offline", "-m", "1", "--to", "vllm", tmp_path)
+    words = moectl(
+        *("explain", "deepseek-v3", "--offline", "--gpu", "h200", "--tp", "2"),
+        *("--env", f"VLLM_TUNED_CONFIG_FOLDER={tmp_path}"),
+    ).words
+    assert f"is read (found in {tmp_path})" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("openai/gpt-oss-20b", "--to", "vllm", "x"), 1, "a tuned file would change nothing: triton"),
+        (("Qwen/Qwen3-30B-A3B", "--to", "sglang", "x"), 2, "engine 'sglang' is not known"),
+        (("--model", "qwen3-30b", "--to", "vllm", "x"), 2, "--to takes CKPT"),
+    ],
+)
+def test_what_cannot_be_tuned_for_vllm(engine, arguments, code, said):
+    assert said in moectl("tune", "--offline", *arguments, code=code).stderr
+
+
 def test_again_measures_anew(gpu, monkeypatch):
     moectl("tune", "--model", "qwen3-30b", "-m", "1")
     monkeypatch.setattr(Bench, "time", lambda self, cell, launch, repeats: 5.0)
@@ -77,7 +141,7 @@ def test_again_measures_anew(gpu, monkeypatch):
 
 def test_a_budget_that_is_spent_leaves_cells_and_says_so(gpu):
     done = moectl("tune", "--model", "qwen3-30b,kimi-k2", "-m", "1,64", "--budget", "0s")
-    assert "the budget of 0 us is spent, 4 cells left; the same command goes on" in done.stderr
+    assert "the budget is spent, 4 cells left; the same command goes on" in done.stderr
     assert done.words.count("not done") == 4
 
 

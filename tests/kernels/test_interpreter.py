@@ -17,6 +17,7 @@ CASES = [
     "interpreted_cases.py",
     "interpreted_marlin.py",
     "interpreted_peers.py",
+    "interpreted_plain_gemm.py",
     "interpreted_prefill.py",
     "interpreted_router.py",
     "interpreted_routing.py",

@@ -1,0 +1,216 @@
+"""The bench of `search` for an engine's tuned files: both products of a layer by the plain grouped GEMM."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..kernels.timing import time_calls
+from ..kernels.tolerance import Tolerance, check
+from ..kernels.triton.launch import Launch
+from ..kernels.triton.plain_gemm import SPAN, Blocks, Sorted, plain_gemm, sort
+from ..problem import MoEProblem
+from ..random_layer import routings
+from .cells import Cell
+from .engine_files import Form
+from .measure import FEW_TOKENS, ROUTINGS, broken
+from .search import Wrong
+
+REGIME = "fused_moe"
+
+AGREE = Tolerance(0.05, 5e-3, "sums in fp32 rounded to bf16 once, on both sides: 1.7e-3 each")
+ROWS_AT_ONCE = 8192
+
+ROWS, COLUMNS, STAGES = (16, 32, 64, 128, 256), (32, 64, 128, 256), (2, 3, 4, 5)
+DEPTHS: Mapping[bool, tuple[int, ...]] = {False: (64, 128, 256), True: (64, 128)}
+"""By whether there are scales, whose spans no depth cuts across."""
+TALLEST = {False: math.inf, True: 90}
+"""About how many rows a block has at most: sums that are scaled at each step take registers twice."""
+SHARED = 227 << 10
+"""Bytes of shared memory of one program, where torch does not tell."""
+ACCUMULATED = range(8, 129)
+"""Sums that a thread may keep in registers."""
+
+
+def blocks_for(cell: Cell, form: Form, shared: int) -> list[Blocks]:
+    """Every choice that can be launched and is worth a measurement.
+
+    Blocks of rows near the tokens of an expert; blocks go over the columns together only where an expert
+    has several; few stages of a shallow loop hide nothing, and a loop has no use for many of a deep one.
+    """
+    each, size = cell.each, 1 if form.scaled else 2
+    wanted = min(max(1.5 * each, 16), TALLEST[form.scaled])
+    rows = sorted(ROWS, key=lambda m: abs(math.log2(m / wanted)))[: 1 if each <= 8 else 2]
+    columns = COLUMNS if each <= 8 else COLUMNS[1:]
+    groups = (1, 16) if each > max(16, min(rows)) else (1,)
+    found = []
+    for m, n, k, group, warps, stages in itertools.product(
+        sorted(rows), columns, DEPTHS[form.scaled], groups, (4, 8), STAGES
+    ):
+        sums = m * n // (32 * warps)
+        legal = (m + n) * k * size * stages <= shared and sums in ACCUMULATED
+        if legal and 192 <= k * stages <= 640 and not (warps == 8 and sums < 16):
+            found.append(Blocks(m, n, k, group, warps, stages))
+    return found
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of a layer's two products: rows, weights, scales of FP8 numbers, and the right results."""
+
+    x: Tensor
+    weight: Tensor
+    scales: tuple[Tensor, Tensor] | None
+    expected: Tensor
+
+
+@dataclass
+class EngineBench:
+    """Measures `Blocks` on `device` for layers whose kernels have the form `form(cell)`."""
+
+    device: torch.device
+    form: Callable[[Cell], Form]
+    _cell: Cell | None = field(default=None, repr=False)
+    _weights: tuple[MoEProblem, list[tuple[Tensor, Tensor | None]]] | None = field(default=None, repr=False)
+    _ids: list[Tensor] = field(default_factory=list, repr=False)
+    _products: list[Product] = field(default_factory=list, repr=False)
+    _sorted: dict[tuple[int, int], Sorted] = field(default_factory=dict, repr=False)
+
+    def candidates(self, cell: Cell) -> Sequence[Launch]:
+        """Every choice that is worth a measurement."""
+        return [Launch(REGIME, blocks) for blocks in blocks_for(cell, self.form(cell), self._shared())]
+
+    def current(self, cell: Cell) -> Launch:
+        """The engine's default choice."""
+        return Launch(REGIME, Blocks(*self.form(cell).default(cell.tokens, cell.problem.local_experts)))
+
+    def error(self, cell: Cell, launch: Launch) -> float:
+        """The larger relative RMS error of the two products; `Wrong` when a result is too far off."""
+        self._open(cell)
+        worst = 0.0
+        try:
+            for product in self._products:
+                y = torch.full_like(product.expected, math.nan)
+                self._run(product, launch.tile, 0, y)
+                for first in range(0, len(y), ROWS_AT_ONCE):
+                    some = slice(first, first + ROWS_AT_ONCE)
+                    found = check(y[some], product.expected[some], AGREE)
+                    if not found.ok:
+                        raise Wrong(
+                            f"differs from torch by {found.rms:.1e} (RMS) and {found.max:.1e} at most"
+                        )
+                    worst = max(worst, found.rms)
+        except RuntimeError as error:
+            raise broken(error, launch) from error
+        return worst
+
+    def time(self, cell: Cell, launch: Launch, repeats: int) -> float:
+        """Microseconds of both products: a graph runs them once per routing, after a flush of the cache."""
+        self._open(cell)
+        outputs = [torch.empty_like(product.expected) for product in self._products]
+
+        def both(routing: int) -> None:
+            for product, y in zip(self._products, outputs, strict=True):
+                self._run(product, launch.tile, routing, y)
+
+        for routing in range(len(self._ids)):
+            self._rows(routing, launch.tile.block_m)
+        calls = [lambda r=r: both(r) for r in range(len(self._ids))]
+        try:
+            return time_calls(calls, self.device, repeats=repeats).median_us
+        except RuntimeError as error:
+            raise broken(error, launch) from error
+
+    def _run(self, product: Product, blocks: Blocks, routing: int, y: Tensor) -> None:
+        rows = self._rows(routing, blocks.block_m)
+        swapped = product.scales is not None and self._swaps(blocks)
+        plain_gemm(y, product.x, product.weight, rows, blocks, product.scales, swapped)
+
+    def _swaps(self, blocks: Blocks) -> bool:
+        """Whether the engine's FP8 kernel has weights on the left: on SM90, with few rows."""
+        hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == 9
+        return hopper and blocks.block_m < 64 <= blocks.block_n
+
+    def _rows(self, routing: int, block_m: int) -> Sorted:
+        key = routing, block_m
+        if key not in self._sorted:
+            experts = len(self._products[0].weight)
+            self._sorted[key] = sort(self._ids[routing], experts, block_m)
+        return self._sorted[key]
+
+    def _open(self, cell: Cell) -> None:
+        """Weights of the cell's layer, its routings, rows of both products and what is right of them."""
+        if self._cell == cell:
+            return
+        problem, form = cell.problem, self.form(cell)
+        self._cell, self._ids, self._products, self._sorted = None, [], [], {}
+        if self._weights is None or self._weights[0] != problem:
+            self._weights = None
+            self._weights = problem, [_weight(shape, form, self.device) for shape in shapes(problem)]
+        count = ROUTINGS[cell.tokens <= FEW_TOKENS]
+        self._ids = [routed.ids for routed in routings(problem, cell.tokens, "uniform", count, self.device)]
+        for rows, (weight, scale) in zip(
+            (cell.tokens, cell.tokens * problem.top_k), self._weights[1], strict=True
+        ):
+            self._products.append(_product(rows, weight, scale, self._ids[0]))
+        self._cell = cell
+
+    def _shared(self) -> int:
+        if self.device.type != "cuda":
+            return SHARED
+        about = torch.cuda.get_device_properties(self.device)
+        return int(getattr(about, "shared_memory_per_block_optin", SHARED))
+
+
+def shapes(problem: MoEProblem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """``[experts, n, k]`` of both products, as the engine pads them."""
+    dims, experts = problem.dims, problem.local_experts
+    gates = 2 if problem.activation.gated else 1
+    inter, hidden = dims.padded_intermediate, dims.padded_hidden
+    return (experts, gates * inter, hidden), (experts, hidden, inter)
+
+
+def _weight(shape: tuple[int, int, int], form: Form, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Random weights, and scales of FP8 ones; each product has a variance of about one."""
+    experts, n, k = shape
+    generator = torch.Generator(device).manual_seed(n)
+    dtype = torch.float8_e4m3fn if form.scaled else torch.bfloat16
+    size = 1.0 if form.scaled else k**-0.5
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    for expert in weight:
+        drawn = torch.randn(n, k, generator=generator, device=device)
+        expert.copy_((drawn * size).to(dtype))
+    if not form.scaled:
+        return weight, None
+    spans = (experts, -(-n // SPAN), -(-k // SPAN))
+    drawn = torch.rand(spans, generator=generator, device=device)
+    return weight, (drawn + 0.5) * k**-0.5
+
+
+def _product(rows: int, weight: Tensor, scale: Tensor | None, ids: Tensor) -> Product:
+    """Random rows, and the right result of every assignment, expert by expert in torch."""
+    experts, n, k = weight.shape
+    device = weight.device
+    generator = torch.Generator(device).manual_seed(rows)
+    x = torch.randn(rows, k, generator=generator, device=device).to(weight.dtype)
+    x_scale = (
+        None if scale is None else torch.rand(rows, scale.shape[2], generator=generator, device=device) + 0.5
+    )
+    plain = x.float()
+    if x_scale is not None:
+        plain = plain * x_scale.repeat_interleave(SPAN, 1)[:, :k]
+    flat = ids.flatten().long()
+    expected = torch.empty(len(flat), n, dtype=torch.bfloat16, device=device)
+    for expert in range(experts):
+        mine = (flat == expert).nonzero().flatten()
+        dense = weight[expert].float()
+        if scale is not None:
+            dense *= scale[expert].repeat_interleave(SPAN, 0)[:n].repeat_interleave(SPAN, 1)[:, :k]
+        expected[mine] = (plain[mine // (len(flat) // rows)] @ dense.T).bfloat16()
+    scales = None if scale is None or x_scale is None else (x_scale, scale)
+    return Product(x, weight, scales, expected)

@@ -1,0 +1,180 @@
+"""Tuned files for vLLM's Triton experts: whose they are, what stands in them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moectl.checkpoint import open_checkpoint
+from moectl.environment import find_device, packages_from
+from moectl.errors import CheckpointError, NoBackend, Unavailable
+from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton.plain_gemm import Blocks
+from moectl.problem import Dims, MoEProblem, Parallel
+from moectl.tuned import file_remark, parse_name
+from moectl.tuning import engine_bench
+from moectl.tuning.cells import Cell
+from moectl.tuning.engine_bench import EngineBench, blocks_for, shapes
+from moectl.tuning.engine_files import (
+    CHOICES,
+    FORMS,
+    Target,
+    misnamed,
+    place_of,
+    target_of,
+    write_choices,
+)
+from moectl.tuning.search import Wrong
+
+H200 = find_device("h200")
+FULL = packages_from("full")
+TILE = dict(zip(CHOICES.values(), (16, 64, 128, 1, 4, 4), strict=True))
+PLAIN, BLOCK = FORMS["", (0, 0)], FORMS["fp8_w8a8", (128, 128)]
+
+
+def target(model: str, **parallel: int) -> Target:
+    problem = open_checkpoint(model, offline=True).groups[0].problem
+    return target_of(problem.on(Parallel(**parallel)), H200, FULL)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "name", "form"),
+    [
+        ("Qwen/Qwen3-30B-A3B", 1, "E=128,N=768,device_name=NVIDIA_H200.json", PLAIN),
+        ("Qwen/Qwen3-30B-A3B", 2, "E=128,N=384,device_name=NVIDIA_H200.json", PLAIN),
+        (
+            "Qwen/Qwen3-30B-A3B-FP8",
+            1,
+            "E=128,N=768,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json",
+            BLOCK,
+        ),
+    ],
+)
+def test_the_file_is_the_one_that_vllm_reads(model: str, ranks: int, name: str, form: object) -> None:
+    found = target(model, tp=ranks)
+    assert str(found.name) == name and found.form is form
+
+
+@pytest.mark.parametrize("model", ["openai/gpt-oss-20b", "Qwen/Qwen3-30B-A3B-GPTQ-Int4"])
+def test_experts_that_read_no_file_are_refused(model: str) -> None:
+    with pytest.raises(NoBackend, match=r"a tuned file would change nothing: .* reads no tuned files"):
+        target(model)
+
+
+def test_a_kernel_of_another_form_is_refused_with_the_reason() -> None:
+    with pytest.raises(NoBackend, match="and moectl has no kernel of that form") as told:
+        target("RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic")
+    assert "mean nothing to the engine's" in told.value.reason
+
+
+def test_a_file_is_what_moectl_reads_of_vllms(tmp_path: Path) -> None:
+    name = target("Qwen/Qwen3-30B-A3B").name
+    place = place_of(tmp_path / "tuned", name)
+    write_choices(place, {64: TILE, 1: TILE}, "3.6.0")
+    write_choices(place, {8: TILE | {"num_warps": 8}}, "3.6.0")
+    document = json.loads(place.read_text())
+    assert list(document) == ["triton_version", "1", "8", "64"]
+    assert document["8"] == {
+        "BLOCK_SIZE_M": 16,
+        "BLOCK_SIZE_N": 64,
+        "BLOCK_SIZE_K": 128,
+        "GROUP_SIZE_M": 1,
+        "num_warps": 8,
+        "num_stages": 4,
+    }
+    assert parse_name(place.name) == name and not file_remark(place, "3.6.0") and not misnamed(place, name)
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_file_of_another_name_is_said_to_be_none_that_is_looked_for(tmp_path: Path) -> None:
+    name = target("Qwen/Qwen3-30B-A3B").name
+    assert place_of(tmp_path / "mine.json", name) == tmp_path / "mine.json"
+    assert misnamed(tmp_path / "mine.json", name) == f"mine.json is not what vLLM looks for: {name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "no table"),
+        ('{"one": {}}', "'one'"),
+        ('{"triton_version": "2.0", "1": {}}', "Triton 2.0"),
+    ],
+)
+def test_another_file_is_not_overwritten(tmp_path: Path, text: str, said: str) -> None:
+    place = tmp_path / "a.json"
+    place.write_text(text)
+    with pytest.raises(CheckpointError, match=said):
+        write_choices(place, {1: TILE}, "3.6.0")
+    assert place.read_text() == text
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "in the way").write_text("")
+    with pytest.raises(Unavailable, match="cannot write"):
+        write_choices(tmp_path / "in the way" / "a.json", {1: TILE}, "3.6.0")
+
+
+@pytest.mark.parametrize("form", [PLAIN, BLOCK], ids=["16 bit", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 16, 200, 1024, 8192])
+def test_choices_can_be_launched(form: Any, tokens: int) -> None:
+    cell = Cell("qwen", target("Qwen/Qwen3-30B-A3B").decision.problem, tokens)
+    found = blocks_for(cell, form, 227 << 10)
+    assert 20 <= len(found) <= 200 and len(set(found)) == len(found)
+    size = 1 if form.scaled else 2
+    for it in found:
+        assert (it.block_m + it.block_n) * it.block_k * size * it.num_stages <= 227 << 10
+        assert not form.scaled or 128 % it.block_k == 0
+    fewer = blocks_for(cell, form, 99 << 10)
+    assert set(fewer) < set(found)
+
+
+def test_sizes_are_those_of_the_engine() -> None:
+    problem = target("Qwen/Qwen3-30B-A3B", tp=2).decision.problem
+    assert shapes(problem) == ((128, 2 * 384, 2048), (128, 2048, 384))
+
+
+SMALL: MoEProblem = replace(
+    target("Qwen/Qwen3-30B-A3B").decision.problem,
+    dims=Dims(256, 128),
+    experts=6,
+    local_experts=6,
+    top_k=2,
+)
+
+
+def standing_in(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`plain_gemm` by torch, changed."""
+
+    def gemm(y: Any, x: Any, weight: Any, rows: Any, blocks: Any, scales: Any, swapped: Any) -> torch.Tensor:
+        share = rows.assignments // len(x)
+        plain, dense = x.float(), weight.float()
+        if scales is not None:
+            plain = plain * scales[0].repeat_interleave(128, 1)
+            dense = dense * scales[1].repeat_interleave(128, 1).repeat_interleave(128, 2)
+        for at, expert in enumerate(rows.experts.tolist()):
+            block = rows.order.view(-1, blocks.block_m)[at].long()
+            mine = block[block < rows.assignments]
+            y[mine] = (plain[mine // share] @ dense[expert].T).to(y.dtype)
+        return y.copy_(change(y))
+
+    return gemm
+
+
+@pytest.mark.parametrize("form", [PLAIN, BLOCK], ids=["16 bit", "fp8"])
+def test_both_products_are_held_to_torch(monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
+    bench = EngineBench(torch.device("cpu"), lambda cell: form)
+    cell, launch = Cell("small", SMALL, 5), Launch("fused_moe", Blocks(16, 64, 128, 1, 4, 4))
+    monkeypatch.setattr(engine_bench, "plain_gemm", standing_in(lambda y: y))
+    assert bench.error(cell, launch) < 3e-3 and bench.time(cell, launch, 1) > 0
+    assert launch in bench.candidates(cell) and bench.current(cell).regime == "fused_moe"
+    for wrong in (lambda y: y * 1.05, torch.zeros_like, lambda y: torch.cat([y[:-1], -y[-1:]])):
+        monkeypatch.setattr(engine_bench, "plain_gemm", standing_in(wrong))
+        with pytest.raises(Wrong, match="differs from torch"):
+            bench.error(cell, launch)
