@@ -94,7 +94,9 @@ class FusedMoEKernel:
         if self.runner.workspace is None:
             return None
         rows = tokens * self.exchange.ranks
-        return self.around.workspace(tokens) + self.runner.workspace(self.prepared, rows, self.form)
+        cast = 0 if self.dtype is None else 2 * rows * self.prepared.problem.dims.hidden
+        experts = self.runner.workspace(self.prepared, rows, self.form)
+        return self.around.workspace(tokens) + experts + cast
 
     def apply(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """``[tokens, hidden]`` output in `dtype`.

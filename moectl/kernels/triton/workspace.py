@@ -16,7 +16,7 @@ PARTS_IN_FP32 = frozenset({"decode", "stream"})
 """Families whose second GEMM leaves a part of each split, in fp32; others one, in the model's dtype."""
 
 ORDERING = frozenset({"warpwise"})
-"""Families that may copy the tokens into an order of their own."""
+"""Families that with a plan copy the tokens into an order of their own."""
 
 RECORD = 8
 """32-bit words of a record of tokens of one expert, beside the tokens themselves."""
@@ -29,7 +29,8 @@ def workspace(prepared: PreparedMoE, tokens: int, form: Form, launch: Launch) ->
     """
     layer = layer_of(prepared)
     rows = tokens * prepared.problem.local_experts if form is Form.BATCHED else tokens
-    ordered = 2 * rows * layer.w13.k if launch.regime in ORDERING else 0
+    orders = launch.regime in ORDERING and launch.tile.planned
+    ordered = 2 * rows * layer.w13.k if orders else 0
     return ordered + products_and_lists(prepared.problem, tokens, form, launch, layer.w2.k)
 
 

@@ -1,0 +1,140 @@
+"""What calls ask for against what they say: host code on tensors without memory, and steps on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from moectl.experts import unfilled
+from moectl.kernels.dispatch.prepare import SMALLEST as AROUND
+from moectl.kernels.modular import FusedMoEKernel, map_of
+from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.runners import Form, Run, Runner, runner_for
+from moectl.kernels.triton import marlin
+from moectl.kernels.triton import runner as triton_runner
+from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
+from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton.workspace import SMALLEST
+from moectl.models import model_problem
+from moectl.padding import pad
+from moectl.problem import MoEProblem
+
+from .layers import KIMI, QWEN, inputs_of, random_layer
+from .memory import asked_for
+from .runners_for_tests import FP8, MXFP8, NVFP4, TORCH
+from .test_compiled_marlin import without_weights
+
+MODELS = ("gpt-oss-20b", "kimi-k2", "qwen3-30b")
+TOKENS = (1, 33, 700, 5000)
+BATCH = (1, 40)
+"""Rows of an expert."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launching_nothing() -> Iterator[None]:
+    """Host code for a GPU that is not here, whose launches neither compile nor run."""
+    with standing_in(STAND_INS[90]), patch.object(JITFunction, "run", lambda *args, **options: None):
+        yield
+
+
+def asks(prepared: PreparedMoE, compute: Run | None, form: Form, tokens: int) -> int:
+    """Most bytes of a call on tensors without memory."""
+    assert compute is not None
+    problem, hidden = prepared.problem, prepared.problem.dims.hidden
+    if form is Form.BATCHED:
+        x = torch.empty(problem.local_experts, tokens, hidden, dtype=torch.bfloat16, device="meta")
+        counts = torch.empty(problem.local_experts, dtype=torch.int32, device="meta")
+        return asked_for(lambda: compute(prepared, x, counts), x, counts, *prepared.weights.values())
+    x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
+    weights = torch.empty(tokens, problem.top_k, dtype=torch.float32, device="meta")
+    given = (x, ids, weights)
+    return asked_for(lambda: compute(prepared, *given), *given, *prepared.weights.values())
+
+
+def holds(runner: Runner, prepared: PreparedMoE, form: Form, tokens: int) -> None:
+    """No more is asked for than is said, and no more is said than lists explain, of each expert's too."""
+    assert runner.workspace is not None
+    asks(prepared, runner.in_form(form), form, tokens)  # what is made once is there now
+    took = asks(prepared, runner.in_form(form), form, tokens)
+    said = runner.workspace(prepared, tokens, form)
+    assert took <= said <= 1.25 * took + SMALLEST + 1024 * prepared.problem.local_experts, (took, said)
+
+
+@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED], ids=lambda form: form.name)
+@pytest.mark.parametrize("family", triton_runner.REGIMES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_family(model: str, family: str, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = pad("moectl-mtile64", model_problem(model))
+    regime = triton_runner.REGIMES[family]
+    tiles = [tile for tile in regime.candidates(problem) if not regime.fits(problem, tile)]
+    prepared, most = unfilled(problem, "triton"), regime.each[1]
+    assert tiles or (model, family) == ("gpt-oss-20b", "warpwise")
+    for tile in dict.fromkeys((*tiles[:1], *tiles[-1:])):
+        monkeypatch.setattr(triton_runner, "launch_on", lambda *a, tile=tile: Launch(family, tile))
+        for tokens in BATCH if form is Form.BATCHED else TOKENS:
+            if tokens * problem.top_k / problem.local_experts <= 2 * most:
+                holds(runner_for("triton"), prepared, form, tokens)
+
+
+@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED], ids=lambda form: form.name)
+@pytest.mark.parametrize("model", ["kimi-k2", "qwen3-30b"])
+def test_marlin_s_layout(model: str, form: Form) -> None:
+    prepared = without_weights(model_problem(model))
+    for tokens in BATCH if form is Form.BATCHED else TOKENS:
+        holds(marlin.RUNNER, prepared, form, tokens)
+
+
+def like_tokens(prepared: PreparedMoE, x: Tensor, *arguments: Tensor) -> Tensor:
+    return torch.zeros((*x.shape[:-1], prepared.problem.dims.hidden), dtype=torch.bfloat16)
+
+
+def quietly(runner: Runner) -> Runner:
+    """`runner` with nothing in it, which takes its result alone."""
+
+    def made(prepared: PreparedMoE, x: object, *arguments: Tensor) -> Tensor:
+        tokens = x if isinstance(x, Tensor) else x.values  # type: ignore[attr-defined]
+        return like_tokens(prepared, tokens)
+
+    return replace(runner, compute=made, batched=made, workspace=lambda *arguments: 0)
+
+
+def part_of(problem: MoEProblem) -> PreparedMoE:
+    return replace(whole(problem), problem=replace(problem, local_experts=3), first_expert=1)
+
+
+def whole(problem: MoEProblem) -> PreparedMoE:
+    return random_layer(problem).prepared("torch", "cpu")
+
+
+KERNELS: dict[str, Callable[[Form], FusedMoEKernel]] = {
+    "nothing around": lambda form: FusedMoEKernel(whole(KIMI), quietly(TORCH), form),
+    "some of the experts": lambda form: FusedMoEKernel(
+        part_of(KIMI), quietly(TORCH), form, expert_map=map_of(part_of(KIMI))
+    ),
+    "fp8 tokens": lambda form: FusedMoEKernel(whole(QWEN), quietly(FP8), form),
+    "mxfp8 tokens": lambda form: FusedMoEKernel(whole(QWEN), quietly(MXFP8), form),
+    "nvfp4 tokens": lambda form: FusedMoEKernel(whole(QWEN), quietly(NVFP4), form),
+    "fp32 result": lambda form: FusedMoEKernel(whole(KIMI), quietly(TORCH), form, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED], ids=lambda form: form.name)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_the_steps_around_experts(kind: str, form: Form) -> None:
+    kernel = KERNELS[kind](form)
+    for tokens in (1, 30, 400):
+        inputs = inputs_of(kernel.prepared.problem, tokens)
+        given = (inputs.x, inputs.ids, inputs.weights)
+        took = asked_for(partial(kernel.apply, *given), *given)
+        said = kernel.workspace(tokens)
+        print(kind, form.name, tokens, took, said)
+        small = 2 * AROUND + 32 * inputs.ids.numel()
+        assert said is not None and took <= said <= 4 * took + small, (tokens, took, said)
