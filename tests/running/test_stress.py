@@ -13,9 +13,11 @@ from backends import CPU, Compute, register, right, routing
 from kernels.layers import GPT_OSS, KIMI, random_layer
 from torch import Tensor
 
+from moectl.errors import NoBackend, Unavailable
 from moectl.experts import ExpertLayer
 from moectl.kernels.prepared import PreparedMoE, local_ids
 from moectl.kernels.reference import route
+from moectl.kernels.runners import RUNNERS
 from moectl.problem import Dims, MoEProblem
 from moectl.run import plan_stress
 from moectl.run.failures import lost
@@ -336,3 +338,17 @@ def test_memory_of_the_allocator_is_poisoned_on_a_gpu(
         del first
         with poisoned_memory(machine.torch):
             assert bool(torch.empty(size, device="cuda").isnan().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("backend", RUNNERS)
+@pytest.mark.parametrize("base", [GPT_OSS, replace(KIMI, dims=Dims(256, 96))], ids=["gpt-oss", "kimi"])
+def test_backends_on_a_gpu_pass(base: MoEProblem, backend: str, dtype: str) -> None:
+    layer, machine = random_layer(replace(base, dtype=dtype)), replace(CPU, torch=torch.device("cuda"))
+    try:
+        held = hold(layer, backend, machine)
+    except (NoBackend, Unavailable) as error:
+        pytest.skip(f"{backend} refuses such a layer here: {error}")
+    found = list(stress(held, plan_stress(layer, machine.torch), machine.torch, lambda text: None))
+    assert not any(it.failed for it in found), [(it.case, it.note) for it in found if it.failed]
