@@ -74,8 +74,11 @@ def save(
     return path
 
 
-def known(device: Device, problem: MoEProblem) -> Known:
-    """What was measured of a layer on a device with this software; nothing that is in doubt."""
+def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | None = None) -> Known:
+    """What was measured of a layer on a device with this software; nothing that is in doubt.
+
+    `versions` are those of packages now: what was measured with another one of a package is not used.
+    """
     path = KIND.path(device)
     document, note = read(path, KIND, device_key(device))
     if document is None:
@@ -88,7 +91,10 @@ def known(device: Device, problem: MoEProblem) -> Known:
             made = [Timed(**row) for row in item["rows"]]
             if not all(row.us > 0 and row.tokens > 0 for row in made):
                 raise ValueError("a time is not positive")
-            changed = {name: value for name, value in built().items() if item["built"].get(name) != value}
+            changed = [name for name, value in built().items() if item["built"].get(name) != value]
+            before, after = item["versions"], versions or {}
+            both = [name for name in before if before[name] and after.get(name)]
+            changed += [name for name in both if before[name] != after[name] and name not in changed]
             if changed:
                 notes.append(f"times of other software are not used ({', '.join(changed)} changed): {path}")
             else:

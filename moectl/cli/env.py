@@ -34,6 +34,7 @@ SHOWN = (
     "DG_JIT_CACHE_DIR",
     "HUMMING_CACHE_DIR",
     "AITER_JIT_DIR",
+    "MOECTL_CACHE",
 )
 """Variables that are printed beside those that concern experts."""
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..cache import launches, measurements
-from ..environment import Device
+from ..environment import Device, Packages
 from ..measured import Measured
 from ..problem import MoEProblem
 
@@ -35,16 +35,16 @@ class Evidence:
         }
 
 
-Known = Callable[[Device, MoEProblem], Evidence]
+Known = Callable[[Device, MoEProblem, Packages], Evidence]
 
 
-def nothing(device: Device, problem: MoEProblem) -> Evidence:
+def nothing(device: Device, problem: MoEProblem, packages: Packages) -> Evidence:
     """No evidence: the choice is the policy's order alone."""
     return Evidence()
 
 
-def cached(device: Device, problem: MoEProblem) -> Evidence:
-    """What this user's cache has of a layer on a device."""
-    times = measurements.known(device, problem)
+def cached(device: Device, problem: MoEProblem, packages: Packages) -> Evidence:
+    """What this user's cache has of a layer on a device, with the versions of `packages` where known."""
+    times = measurements.known(device, problem, packages.versions)
     rows, note = launches.rows_of(problem, device)
     return Evidence(times.measured, rows, (*times.notes, *([note] if note else [])))

@@ -196,7 +196,7 @@ class Question:
         Raises UsageError when the experts cannot be sliced or spread as `parallel` asks.
         """
         share = assume(problem, self.assumptions).on(self.parallel)
-        measured = self.known(device, share).measured
+        measured = self.known(device, share, packages).measured
         return Situation(share, device, packages, self.policy, self.backend, self.allow_fallback, measured)
 
 
@@ -210,7 +210,7 @@ def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question
     for group in checkpoint.groups:
         situation = question.situation(group.problem, device, packages)
         sources = {**group.sources, **dict.fromkeys(question.assumptions, "assumed")}
-        evidence = question.known(device, situation.problem)
+        evidence = question.known(device, situation.problem, packages)
         groups.append(
             explained(group.layers, situation, sources, group.notes, question.others, group.details, evidence)
         )

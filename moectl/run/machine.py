@@ -95,7 +95,7 @@ def _first_reason(verdict: Verdict) -> str:
 
 
 def _decide(problem: MoEProblem, machine: Machine, name: str | None) -> Decision:
-    known = measurements.known(machine.device, problem)
+    known = measurements.known(machine.device, problem, machine.packages.versions)
     for note in known.notes:
         warnings.warn(note, CacheWarning, stacklevel=3)
     device, packages, policy = machine.device, machine.packages, policy_named(POLICY)

@@ -219,6 +219,14 @@ def test_measurements_of_other_software_are_not_used_and_said(
     assert found.measured == Measured() and "triton changed" in found.notes[0]
 
 
+def test_another_version_of_a_package_makes_times_old() -> None:
+    measurements.save(H200, QWEN, [TIMED], versions={"humming": "0.1.19", "vllm": ""}, source="moectl bench")
+    for now in ({}, {"humming": "0.1.19"}, {"humming": ""}, {"vllm": "0.33.0"}, {"flashinfer": "1"}):
+        assert measurements.known(H200, QWEN, now).measured.rows
+    found = measurements.known(H200, QWEN, {"humming": "0.1.20"})
+    assert not found.measured.rows and "humming changed" in found.notes[0]
+
+
 @pytest.mark.parametrize("us", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_is_no_time_is_not_kept(user_cache: Path, us: float) -> None:
     with pytest.raises(UsageError, match="is no measurement"):

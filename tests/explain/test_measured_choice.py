@@ -105,6 +105,6 @@ def test_run_takes_what_was_measured_here_and_says_why():
 
 def test_evidence_is_of_the_layer_on_the_device():
     keep(*FASTER_MARLIN.rows)
-    assert len(cached(H200, KIMI).measured.rows) == 3
-    assert not cached(find_device("h100"), KIMI).measured.rows
-    assert not cached(H200, replace(KIMI, top_k=4)).measured.rows
+    assert len(cached(H200, KIMI, BARE).measured.rows) == 3
+    assert not cached(find_device("h100"), KIMI, BARE).measured.rows
+    assert not cached(H200, replace(KIMI, top_k=4), BARE).measured.rows
