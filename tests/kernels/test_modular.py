@@ -194,8 +194,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "192 columns are no whole number of blocks of 128": lambda: FusedMoEKernel(prepared_of(KIMI), FP8),
     "the layer has no scale of its inputs": lambda: FusedMoEKernel(prepared_of(QWEN), STATIC),
-    "wants tokens in int8 dynamic: there are quantizers to": lambda: FusedMoEKernel(
-        prepared_of(QWEN), wanting(ActFormat("int8", 8, (1, 128)))
+    "wants tokens in fp6 dynamic: there are quantizers to": lambda: FusedMoEKernel(
+        prepared_of(QWEN), wanting(ActFormat("fp6", 6, (1, 128)))
     ),
     "cannot be multiplied by the weights of 2 experts": lambda: FusedMoEKernel(
         prepared_of(replace(QWEN, routing=replace(QWEN.routing, weight_on_input=True))), FP8
