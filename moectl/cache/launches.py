@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,21 @@ def load(path: Path, device: Device | None = None, kind: Kind = KIND) -> Found:
 
 def rows_of(problem: MoEProblem, device: Device) -> tuple[tuple[Row, ...], str]:
     """The tuned rows of a layer on a device that hold for this software, and why a file is ignored."""
-    found = load(KIND.path(device), device)
+    path = KIND.path(device)
+    try:
+        about = path.stat()
+    except OSError:
+        return (), ""
+    found = _loaded(path, device, about.st_mtime_ns, about.st_size)
     key = layer_key(problem)
     rows = [row for entry in found.entries if entry.layer == key and not entry.stale for row in entry.rows]
     return tuple(rows), found.note
+
+
+@lru_cache(maxsize=8)
+def _loaded(path: Path, device: Device, changed_ns: int, size: int) -> Found:
+    """The file as it was when last changed: a model's layers ask for it one after the other."""
+    return load(path, device)
 
 
 def _entry(item: Mapping[str, Any]) -> Entry:

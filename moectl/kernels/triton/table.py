@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from ...cache.folder import CacheWarning
-from ...cache.launches import KIND, rows_of
+from ...cache.launches import rows_of
 from ...environment import Device
 from ...problem import MoEProblem
 
@@ -117,8 +117,6 @@ def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[Measured
 
     A file of the cache that cannot be used is ignored with a `CacheWarning`, once.
     """
-    if not KIND.path(device).exists():
-        return
     rows, note = rows_of(problem, device)
     if note:
         warnings.warn(note, CacheWarning, stacklevel=2)
