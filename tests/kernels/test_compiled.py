@@ -119,6 +119,10 @@ VARIANTS = {
     "int4 per channel": replace(QWEN, scheme=Scheme(int_format(4, FULL))),
     "int4 with zero points": replace(QWEN, scheme=Scheme(int_format(4, 128, zero_point=True))),
     "int8 group 128": replace(QWEN, scheme=Scheme(int_format(8, 128))),
+    "int8 group 32 with a bias": replace(QWEN, scheme=Scheme(int_format(8, 32)), bias=True),
+    "int4 group 32 with zero points and a bias": replace(
+        QWEN, scheme=Scheme(int_format(4, 32, zero_point=True)), bias=True
+    ),
     "int8 per channel": replace(QWEN, scheme=Scheme(int_format(8, FULL))),
     "int4 fp16": replace(QWEN, scheme=Scheme(int_format(4, 128, "F16")), dtype="fp16"),
     "mxfp4 fp16": replace(GPT_OSS, dtype="fp16"),

@@ -55,10 +55,10 @@ SHAPES: dict[int, Shape] = {
 }
 """Most units of a tile -> the shape of its program."""
 
-REGISTERS: dict[tuple[str, bool, int], tuple[int, int]] = {("mxfp4", True, 12): (144, 80)}
-"""Formats, with a bias or without, and units to which the registers of the shape would spill -> theirs.
+REGISTERS: dict[tuple[bool, int], tuple[int, int]] = {(True, 12): (144, 80)}
+"""With a bias or without, and units, to which the registers of the shape would spill -> theirs.
 
-Which of them spill is seen in machine code alone: without a bias it is these that would."""
+A bias takes registers of the thread that loads it; without one, computing threads need them."""
 
 STORED = 64 * 64 * 2
 """Bytes in which a warpgroup turns its results around before it stores them."""
@@ -149,7 +149,7 @@ def _variant(layer: Layer, stage: int, tile: PrefillTile) -> Variant:
         workers=shape.workers,
         blocks=shape.blocks,
         stages=stages(p, tile),
-        registers=REGISTERS.get((weight.name, p.bias, tile.units), shape.registers),
+        registers=REGISTERS.get((p.bias, tile.units), shape.registers),
     )
 
 
