@@ -79,6 +79,7 @@ def build_kernel(
     )
     if shared is not None and not prepared.problem.shared_experts:
         raise UsageError("the layer has no shared experts, got some", hint="build the kernel without them")
+    _check_input_scales(kernel)
     if memory is not None:
         _check_memory(kernel, most_tokens, memory)
     return kernel
@@ -108,6 +109,19 @@ def _exchange(parallel: Parallel, group: dist.ProcessGroup | None, most: int | N
     if group is None:
         return Alone()
     return Gathered(group, most) if parallel.dp > 1 else Replicated(group)
+
+
+def _check_input_scales(kernel: FusedMoEKernel) -> None:
+    """NoBackend on every rank where ranks would read each other's tokens by other scales than their own."""
+    scale = kernel.around.input_scale
+    if scale is None:
+        return
+    low, high = kernel.exchange.spread_of(scale)
+    if low != high:
+        raise NoBackend(
+            f"ranks that gather each other's tokens need one scale of inputs, theirs are {low:g} to {high:g}",
+            hint="prepare every rank's share with the largest scale of the whole layer's experts",
+        )
 
 
 def _check_memory(kernel: FusedMoEKernel, most_tokens: int | None, memory: int) -> None:

@@ -19,7 +19,7 @@ from moectl.checkpoint import open_checkpoint
 from moectl.convert.shards import Shard, Share
 from moectl.environment import Device, Packages
 from moectl.environment.devices import find_device
-from moectl.errors import UsageError
+from moectl.errors import NoBackend, UsageError
 from moectl.experts import ExpertLayer
 from moectl.kernels.dispatch.exchange import Gathered, Replicated
 from moectl.kernels.inputs import Inputs, make_inputs
@@ -27,7 +27,7 @@ from moectl.kernels.modular import FusedMoEKernel, map_of
 from moectl.kernels.prepared import DenseExpert, PreparedMoE
 from moectl.kernels.quantize import dequantize, quantize
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import Form, Runner
+from moectl.kernels.runners import RUNNERS, Form, Runner
 from moectl.kernels.tolerance import Tolerance, check, tolerance_for
 from moectl.oracle.decision import Decision
 from moectl.oracle.registry import policy_named
@@ -230,6 +230,32 @@ def refused(world: World) -> str:
     return ""
 
 
+def scales_of_inputs(world: World) -> str:
+    """Tokens that were quantized by a rank's own scale are read by the others': all must have one."""
+    decision, plain = decision_for(QWEN, Parallel(dp=world.size, ep=True)), RUNNERS["torch"]
+    layer, prepared = world.share(QWEN)
+    RUNNERS["torch"] = lambda: NVFP4
+    try:
+        for scale, says in ((0.01, ""), (0.01 * (1 + world.rank), "theirs are 0.01 to 0.0")):
+            weights = {**prepared.weights, "w13_input": torch.tensor([scale])}
+            try:
+                kernel = build_kernel(decision, replace(prepared, weights=weights), group=world.group)
+            except NoBackend as error:
+                if not says or says not in str(error):
+                    return str(error)
+                continue
+            if says:
+                return "ranks with scales of their own were not refused"
+            inputs = world.inputs(QWEN, UNEVEN)
+            seen = quantize(inputs.x, NVFP4.wants_of(QWEN), weights["w13_input"])
+            rounded = dequantize(seen, weights["w13_input"]).to(inputs.x.dtype)
+            if told := wrong(layer, kernel.run(inputs), replace(inputs, x=rounded)):
+                return told
+    finally:
+        RUNNERS["torch"] = plain
+    return ""
+
+
 CASES: dict[str, Callable[[World], str]] = {
     "uneven tokens": Spread(),
     "uneven tokens, bounded": Spread(most=7),
@@ -258,6 +284,7 @@ CASES: dict[str, Callable[[World], str]] = {
     "nvfp4 tokens in tiles, batched": QuantizedSpread(
         NVFP4, Tolerance(1.2, 0.25, "as above"), Form.BATCHED, most=6
     ),
+    "one scale of inputs": scales_of_inputs,
     "built for all ranks": built,
     "sliced experts": sliced,
     "the same tokens": replicated,

@@ -40,6 +40,9 @@ class Exchange(Protocol):
     def back(self, y: Tensor, rows: int) -> Tensor:
         """``[rows, ...]``: this rank's rows of the sum over ranks of `y` ``[ranks * sent, ...]``."""
 
+    def spread_of(self, number: Tensor) -> tuple[float, float]:
+        """Smallest and largest `number`, of one element, among ranks that see each other's tokens."""
+
 
 @dataclass(frozen=True)
 class Alone:
@@ -57,6 +60,9 @@ class Alone:
 
     def back(self, y: Tensor, rows: int) -> Tensor:
         return y
+
+    def spread_of(self, number: Tensor) -> tuple[float, float]:
+        return float(number), float(number)
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,9 @@ class Replicated:
         y = y.contiguous()
         dist.all_reduce(y, group=self.group)
         return y
+
+    def spread_of(self, number: Tensor) -> tuple[float, float]:
+        return float(number), float(number)
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,11 @@ class Gathered:
         out = y.new_empty(len(y) // self.ranks, *y.shape[1:])
         _scatter_sums(out, y.contiguous(), group=self.group)
         return out[:rows]
+
+    def spread_of(self, number: Tensor) -> tuple[float, float]:
+        found = number.float().new_empty(self.ranks)
+        _gather_into(found, number.float().reshape(1).contiguous(), group=self.group)
+        return float(found.min()), float(found.max())
 
 
 def as_bytes(t: Tensor) -> Tensor:
