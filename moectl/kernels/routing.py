@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..problem import MoEProblem
+from ..problem import Dims, MoEProblem, Routing
+from ..schemes import BF16, Scheme
 from . import reference
 from .prepared import Router
 
@@ -33,8 +35,26 @@ def route(
     What `reference.route` defines, with its arguments and errors: ids agree with it exactly, weights to
     1e-6 of them. On a GPU it is one launch of a fused kernel that never waits for the GPU and can be
     captured in a CUDA graph; logits of fp64, a GPU below compute capability 8.0 and a machine without
-    triton take the reference.
+    triton take the reference. Under torch.compile it is one operator.
     """
+    tensors = (logits, correction_bias, expert_scale, table, token_ids)
+    if torch.compiler.is_compiling():
+        r = problem.routing
+        has = (r.correction_bias, r.expert_scale, r.hashed)
+        how = (r.scoring, r.renormalize, r.after_topk, r.groups, r.topk_groups, r.scale)
+        ids, weights = _route_op(*tensors, problem.top_k, *has, *how)
+        return ids, weights
+    return _route(problem, *tensors)
+
+
+def _route(
+    problem: MoEProblem,
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    expert_scale: Tensor | None,
+    table: Tensor | None,
+    token_ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     if not _has_kernel(logits):
         return reference.route(
             logits,
@@ -48,6 +68,53 @@ def route(
 
     reference.check_routing(logits, problem, correction_bias, expert_scale, table, token_ids)
     return router.route(logits, problem, correction_bias, expert_scale, table, token_ids)
+
+
+@torch.library.custom_op(
+    "moectl::route",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor? correction_bias, Tensor? expert_scale, Tensor? table, Tensor? token_ids, "
+    "SymInt top_k, bool biased, bool scaled, bool hashed, str scoring, bool renormalize, bool after_topk, "
+    "SymInt? groups, SymInt? topk_groups, float scale) -> (Tensor, Tensor)",
+)
+def _route_op(
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    expert_scale: Tensor | None,
+    table: Tensor | None,
+    token_ids: Tensor | None,
+    top_k: int,
+    biased: bool,
+    scaled: bool,
+    hashed: bool,
+    scoring: str,
+    renormalize: bool,
+    after_topk: bool,
+    groups: int | None,
+    topk_groups: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`route` as an operator, opaque to torch.compile: of a problem it takes what routing asks of it."""
+    routing = Routing(
+        scoring,
+        renormalize,
+        after_topk,
+        biased,
+        groups=groups,
+        topk_groups=topk_groups,
+        scale=scale,
+        hashed=hashed,
+        expert_scale=scaled,
+    )
+    problem = MoEProblem(Dims(1, 1), logits.shape[1], top_k, Scheme(BF16), routing=routing)
+    return _route(problem, logits, correction_bias, expert_scale, table, token_ids)
+
+
+@_route_op.register_fake
+def _routed(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    top_k = others[4]
+    ids = torch.empty((len(logits), top_k), dtype=torch.int32, device=logits.device)
+    return ids, torch.empty_like(ids, dtype=torch.float32)
 
 
 def route_by(

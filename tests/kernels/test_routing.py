@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from moectl.errors import NoBackend, UsageError
 from moectl.kernels import reference
@@ -198,3 +199,27 @@ def test_a_router_brings_all_its_tensors() -> None:
         )
         assert torch.equal(ids, wanted[0]) and torch.equal(weights, wanted[1])
         assert router.to("cpu").table is router.table
+
+
+@pytest.mark.parametrize("name", ["grouped", "hashed", "factors", "sparsemixer"])
+def test_one_operator_under_torch_compile(name: str) -> None:
+    problem = METHODS[name]
+
+    def doubled(logits: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        bias, factors, table, tokens = tensors
+        ids, weights = route(logits * 2, problem, bias, expert_scale=factors, table=table, token_ids=tokens)
+        return ids, weights + 1
+
+    torch._dynamo.reset()  # other problems and other tensors are compiled anew, a few times only
+    compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (3, 5):
+        case = case_of(problem, "random", tokens, torch.float32)
+        tensors = (case.bias, case.factors, case.table, case.token_ids)
+        found, wanted = compiled(case.logits, *tensors), doubled(case.logits, *tensors)
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    with pytest.raises(UsageError, match="but the call"):
+        compiled(case.logits, *(None if t is not None else torch.zeros(1) for t in tensors))
+    r = problem.routing
+    has = (problem.top_k, r.correction_bias, r.expert_scale, r.hashed)
+    how = (r.scoring, r.renormalize, r.after_topk, r.groups, r.topk_groups, r.scale)
+    torch.library.opcheck(torch.ops.moectl.route, (case.logits, *tensors, *has, *how))
