@@ -18,7 +18,7 @@ class Timed:
         us, spread_us: median and distance of the quartiles, microseconds.
         cold: whether the weights came from memory, and not from a cache.
         error: relative RMS error against the reference.
-        source: what measured it; `when`, as ISO 8601. Set by the cache.
+        source: what measured it, and the file it is kept in; `when`, as ISO 8601. Set by the cache.
     """
 
     backend: str

@@ -98,7 +98,7 @@ def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | Non
             if changed:
                 notes.append(f"times of other software are not used ({', '.join(changed)} changed): {path}")
             else:
-                rows += made
+                rows += [replace(row, source=f"{row.source} in {path}") for row in made]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Known(path, notes=(f"{path} is ignored: an entry is damaged ({error})",))
     return Known(path, Measured(tuple(rows)), tuple(dict.fromkeys(notes)))

@@ -206,7 +206,9 @@ def test_measurements_are_kept_by_cell(user_cache: Path) -> None:
         ("triton", 1, 30.0),
         ("triton", 16, 25.0),
     ]
-    assert {row.source for row in rows} == {"moectl bench"} and all(row.when for row in rows)
+    assert {row.source for row in rows} == {f"moectl bench in {measurements.KIND.path(H200)}"} and all(
+        row.when for row in rows
+    )
     assert measurements.known(H200, replace(QWEN, top_k=4)).measured == Measured()
 
 

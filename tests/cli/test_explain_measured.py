@@ -33,7 +33,7 @@ def test_the_own_policy_chooses_by_times_and_says_so():
     words = moectl(*ASKED, "--policy", "moectl").words
     assert "backend triton_marlin" in words
     assert (
-        "it is the fastest as measured on this device at M=1: triton 1.25x its time (moectl bench," in words
+        "it is the fastest as measured on this device at M=1: triton 1.25x its time (moectl bench in" in words
     )
     assert "measured on this device at" in moectl(*ASKED).words, "it is said beside vLLM's choice, too"
     assert "backend triton " in moectl(*ASKED, "--policy", "moectl", "--no-measured").words

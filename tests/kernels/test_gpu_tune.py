@@ -1,0 +1,68 @@
+"""Tuning on a GPU: real kernels of a small layer, kept, taken by the runner, and those for vLLM's files."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moectl.cache.launches import rows_of
+from moectl.kernels.runners import runner_for
+from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton.plain_gemm import Blocks
+from moectl.kernels.triton.runner import choose, gpu_of
+from moectl.models import MODELS
+from moectl.problem import Dims
+from moectl.random_layer import RandomLayer, routings, tokens_of
+from moectl.tuning.cells import Cell
+from moectl.tuning.engine_bench import EngineBench
+from moectl.tuning.engine_files import FORMS
+from moectl.tuning.here import tune_layers
+from moectl.tuning.layers import Layer
+from moectl.tuning.search import Plan
+
+pytestmark = pytest.mark.gpu
+
+SMALL = replace(MODELS["qwen3-30b"], dims=Dims(512, 256), experts=16, local_experts=16, top_k=4)
+FAMILIES = ("decode", "grouped", "warpwise")
+
+
+def test_rows_are_found_kept_taken_and_right() -> None:
+    device = torch.device("cuda")
+    plan = Plan(600, time.monotonic, repeats=3)
+    tuning = tune_layers([Layer("small", SMALL)], [4, 300], FAMILIES, plan)
+    assert tuning.found.done and not tuning.refused
+    rows, note = rows_of(SMALL, gpu_of(device))
+    assert [row.tokens for row in rows] == [4, 300] and not note
+    assert all(0 < row.us <= row.before_us and row.error < 1e-2 for row in rows)
+    layer = RandomLayer(SMALL, device)
+    prepared = layer.experts.prepared("triton", device)
+    for row in rows:
+        taken = choose(SMALL, row.tokens, device)
+        assert (taken.regime, {**row.tile}) == (row.regime, vars_of(taken))
+        (routed,) = routings(SMALL, row.tokens, "uniform", 1, device)
+        x = tokens_of(SMALL, row.tokens, device)
+        y = runner_for("triton").run(prepared, x, routed.ids, routed.weights)
+        expected = layer.reference(x, routed, [0, row.tokens - 1], SMALL.activation)
+        assert (y[[0, -1]].float() - expected).norm() < 1e-2 * expected.norm()
+
+
+def vars_of(launch: Launch) -> dict[str, int]:
+    return {name: getattr(launch.tile, name) for name in launch.tile.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=lambda form: form.says)
+def test_choices_for_tuned_files_are_right(form: object) -> None:
+    if form.scaled and torch.cuda.get_device_capability() < (8, 9):  # type: ignore[attr-defined]
+        pytest.skip("this GPU multiplies no FP8 numbers")
+    bench = EngineBench(torch.device("cuda"), lambda cell: form)  # type: ignore[arg-type, return-value]
+    for tokens, blocks in (
+        (3, Blocks(16, 64, 128, 1, 4, 3)),
+        (3, Blocks(16, 32, 64, 1, 4, 4)),
+        (300, Blocks(64, 128, 128, 16, 8, 3)),
+        (300, Blocks(128, 64, 64, 1, 4, 3)),
+    ):
+        cell, launch = Cell("small", SMALL, tokens), Launch("fused_moe", blocks)
+        assert bench.error(cell, launch) < 5e-3 and bench.time(cell, launch, 3) > 0
