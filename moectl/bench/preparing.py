@@ -17,7 +17,7 @@ from ..kernels.prepared import CANONICAL, PreparedMoE
 from .rows import Costs
 from .targets import Target
 
-LOADED = 1 << 30
+LOADED = 256 << 20
 """Most bytes of prepared weights that are copied to see how fast all of them would come."""
 
 SPARE = 2.0
