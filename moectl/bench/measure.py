@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class Bench:
                 raise error
 
     def _routing(self, name: str, target: Target) -> Sets:
-        sets = routing_of(name, target.experts, self.settings)
+        sets = routing_of(name, target.experts, self.settings, self.machine.torch)
         if name == ROUTER or name.startswith(TRACE):
             sets(max(self.settings.tokens), 1)  # a file that is too short is refused before the work
         return sets
@@ -108,15 +109,14 @@ class Bench:
 
         The `part`-th of `parts` shares: layers and backends are dealt out with a few token counts each.
         """
-        number = 0
-        for at, target in enumerate(self.targets):
+        backends = dict.fromkeys(name for choice in self._choices.values() for name in choice.names)
+        units = product(backends, _chunks(self.settings.tokens, TOKENS_OF_A_PART), enumerate(self.targets))
+        # Layers last, so that processes hold different ones: several of the largest may not fit at once.
+        todo = [unit for unit in units if unit[0] in self._choices[unit[2][0]].names]
+        for backend, some, (at, target) in todo[part::parts]:
             name, sets = next(iter(self._routings[at].items()))
-            for backend in self._choices[at].names:
-                for some in _chunks(self.settings.tokens, TOKENS_OF_A_PART):
-                    number += 1
-                    if number % parts == part:
-                        yield from self._compile(target, backend, name, sets, some)
-                        release(self.machine.torch)
+            yield from self._compile(target, backend, name, sets, some)
+            release(self.machine.torch)
 
     def _compile(
         self, target: Target, backend: str, routing: str, sets: Sets, counts: Sequence[int]
@@ -161,6 +161,19 @@ def release(device: torch.device) -> None:
     """Gives back what nobody holds any more."""
     gc.collect()
     if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+CACHED = 8 << 30
+"""Bytes that may wait for reuse between cells: what a graph has used, another cannot."""
+
+
+def release_cached(device: torch.device) -> None:
+    """Gives memory back that nobody holds, where it has become much."""
+    if (
+        device.type == "cuda"
+        and torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > CACHED
+    ):
         torch.cuda.empty_cache()
 
 
@@ -280,7 +293,7 @@ class _TargetRun:
             rows[one.name] = row
         yield from rows.values()
         del turns, case
-        release(self.device)
+        release_cached(self.device)
 
     def _about(self, cell: Cell, one: Ready, case: Case) -> Row:
         """What is known of a row before anything has run."""

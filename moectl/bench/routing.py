@@ -27,7 +27,7 @@ FAR = -1e4
 
 @dataclass(frozen=True)
 class Routed:
-    """One routing, on the CPU.
+    """One routing, on any device.
 
     Attributes:
         ids: ``[tokens, top_k]`` int32 of all the layer's experts.
@@ -49,8 +49,10 @@ Sets = Callable[[int, int], list[Routed]]
 """Routings of so many tokens, so many of them."""
 
 
-def routing_of(name: str, layer: ExpertLayer, settings: Settings) -> Sets:
-    """What gives routings called `name`.
+def routing_of(
+    name: str, layer: ExpertLayer, settings: Settings, device: torch.device = torch.device("cpu")
+) -> Sets:
+    """What gives routings called `name`; drawn ones are drawn on the CPU and routed on `device`.
 
     Raises UsageError when the layer has no router, or a trace is too short or of other experts, and
     CheckpointError when a file cannot be read.
@@ -60,18 +62,19 @@ def routing_of(name: str, layer: ExpertLayer, settings: Settings) -> Sets:
     if name.startswith(TRACE):
         return _by_trace(Path(name[len(TRACE) :]), layer.problem)
     return lambda tokens, count: [
-        _drawn(layer.problem, tokens, name, settings.seed + i) for i in range(count)
+        _drawn(layer.problem, tokens, name, settings.seed + i, device) for i in range(count)
     ]
 
 
-def _drawn(problem: MoEProblem, tokens: int, distribution: str, seed: int) -> Routed:
+def _drawn(problem: MoEProblem, tokens: int, distribution: str, seed: int, device: torch.device) -> Routed:
     generator = torch.Generator().manual_seed(seed)
-    return _chosen(problem, random_logits(problem, tokens, distribution, generator))
+    return _chosen(problem, random_logits(problem, tokens, distribution, generator).to(device))
 
 
 def _chosen(problem: MoEProblem, logits: Tensor) -> Routed:
     """The routing that follows from `logits` alone: of no bias, table or factors that a router has."""
-    made = inputs_from(problem, logits, logits, no_bias(problem))
+    bias = no_bias(problem)
+    made = inputs_from(problem, logits, logits, None if bias is None else bias.to(logits.device))
     return Routed(made.ids, made.weights, logits, agrees=_by_logits(problem))
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests" / "cli"))
 
 from invoking import moectl  # noqa: E402
 
-QUICK = ["-m", "1,3", "--repeats", 2, "--device", "cpu", "--warm"]
+QUICK = ["-m", "1,3", "--repeats", 2, "--device", "cpu", "--warm", "--backend", "torch"]
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_files_are_written_resumed_shown_again_and_compared(tiny_gpt_oss, tmp_pa
 def test_a_killed_bench_keeps_its_rows(tiny_gpt_oss, tmp_path):
     rows = tmp_path / "rows.jsonl"
     counts = ",".join(map(str, range(1, 200)))
-    options = ["-m", counts, "--repeats", "2", "--device", "cpu", "--warm", "-o", str(rows)]
+    options = ["-m", counts, *map(str, QUICK[2:]), "-o", str(rows)]
     command = [sys.executable, "-m", "moectl", "bench", str(tiny_gpt_oss), *options]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 120
