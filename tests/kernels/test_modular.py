@@ -125,7 +125,7 @@ def part_of(problem: MoEProblem, first: int, last: int) -> PreparedMoE:
 def test_experts_of_other_ranks_are_skipped_by_the_map(form: Form) -> None:
     problem = KIMI
     whole, part = random_layer(problem), part_of(problem, 3, 7)
-    inputs = inputs_of(problem, 30)
+    inputs = skipping(inputs_of(problem, 30), every=5)
     found = map_of(part)
     assert found.tolist() == [-1, -1, -1, 0, 1, 2, 3, -1, -1]
     y = FusedMoEKernel(part, TORCH, form, expert_map=found).run(inputs)

@@ -73,6 +73,15 @@ def test_chooses_the_codes_and_scales_of_the_codec(name: str) -> None:
     assert torch.equal(found.scales[hit], judge.scale[0][hit]) and hit.float().mean() > 0.9
 
 
+def test_a_tie_between_two_codes_goes_to_the_even_one() -> None:
+    ties = {0.25: 0.0, 0.75: 1.0, 1.25: 1.0, 1.75: 2.0, 2.5: 2.0, 3.5: 4.0, 5.0: 4.0}
+    # A block whose largest number is 6 has a scale of 1.
+    row = [6.0, *ties, *(-size for size in ties), 0.0]
+    expected = [6.0, *ties.values(), *(-size for size in ties.values()), 0.0]
+    found = quantize(torch.tensor([row]).bfloat16(), NVFP4_ACT)
+    assert dequantize(found)[0].tolist() == expected
+
+
 def test_static_scales_are_one_number() -> None:
     x, scale = tokens(), torch.tensor([0.5])
     found = quantize(x, STATIC, scale)
