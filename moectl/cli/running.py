@@ -212,8 +212,9 @@ def _draw_compared(head: Data, layer: Data, console: Any) -> None:
         for it in layer["pairs"]:
             pairs.add_row(*it["backends"], *_numbers(it))
         console.print(pairs)
-    for name, why in layer["left_out"].items():
-        console.print(f"left out  {name}: {why}", markup=False)
+    for why in dict.fromkeys(layer["left_out"].values()):
+        names = ", ".join(name for name, its in layer["left_out"].items() if its == why)
+        console.print(f"left out  {names}: {why}", markup=False)
     _draw_stress(layer, console)
     _draw_trouble(layer, console)
     _print_rows(console, {"check": "passed" if layer["ok"] else "FAILED"})

@@ -82,11 +82,11 @@ def left_out(problem: MoEProblem, machine: Machine) -> Mapping[str, str]:
     """Backends that cannot serve `problem` on `machine`, each with its first reason."""
     decision = _decide(problem, machine, None)
     usable = {c.backend.name for c in decision.candidates if c.usable}
-    return {
-        c.backend.name: _first_reason(c.failed[0])
-        for c in reversed(decision.candidates)
-        if c.failed and c.backend.name not in usable
-    }
+    reasons: dict[str, str] = {}
+    for c in decision.candidates:
+        if c.failed and c.backend.name not in usable:
+            reasons.setdefault(c.backend.name, _first_reason(c.failed[0]))
+    return reasons
 
 
 def _first_reason(verdict: Verdict) -> str:
