@@ -59,11 +59,11 @@ FORMATS: dict[str, MoEProblem] = {
 
 FLOATS: dict[str, MoEProblem] = {
     "nvfp4": replace(INT, scheme=Scheme(NVFP4)),
-    "nvfp4, fp16, bias": replace(INT, scheme=Scheme(NVFP4), dtype="fp16", bias=True, dims=Dims(128, 192)),
+    "nvfp4, bias": replace(INT, scheme=Scheme(NVFP4), bias=True, dims=Dims(128, 192)),
     "mxfp8": replace(INT, scheme=Scheme(MXFP8)),
     "fp8 blocks": replace(INT, scheme=Scheme(FP8_BLOCK), dims=Dims(384, 256)),
     "fp8 channel": replace(INT, scheme=Scheme(FP8_CHANNEL)),
-    "fp8 tensor": replace(INT, scheme=Scheme(FP8_TENSOR), activation=SWIGLU_OAI, rows="interleaved"),
+    "fp8 tensor": replace(INT, scheme=Scheme(FP8_TENSOR), activation=SWIGLU_OAI),
 }
 """Layers that Marlin alone takes."""
 FORMATS |= FLOATS

@@ -39,6 +39,7 @@ REFUSALS = [
     ),
     (marlin, of(replace(FP8_BLOCK, block=(64, 64))), "a whole matrix, whole rows, 128 rows by 128 columns"),
     (marlin, of(MXFP8, dtype="fp16"), "with mxfp8 weights it takes bf16, this is fp16"),
+    (marlin, of(NVFP4, dtype="fp16"), "with nvfp4 weights it takes bf16, this is fp16"),
     (marlin, of(int_format(8, 32, zero_point=True)), "the layer has int8 group 32 with zero points"),
     (marlin, of(int_format(4, 96)), "int4 scales of whole rows, 32 columns, 64 columns, 128 columns"),
     (marlin, replace(MX, dtype="fp16"), "with mxfp4 weights it takes bf16, this is fp16"),

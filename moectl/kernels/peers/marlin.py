@@ -72,20 +72,17 @@ class Kind:
 
 
 _E2M1, _E4M3 = 562949953487106, 2814749767172868
+_BF16 = ("bf16",)
+_FP8_BLOCKS = (FP8_TENSOR.block, FP8_CHANNEL.block, FP8_BLOCK.block)
 
 KINDS: Mapping[tuple[str, bool], Kind] = {
     ("int4", False): Kind("marlin-int4", 1125899907892224),
     ("int4", True): Kind("marlin-int4", 1125899906843648),
     ("int8", False): Kind("marlin-int8", 1125899923621888),
-    ("mxfp4", False): Kind("marlin-mxfp4", _E2M1, ((1, 32),), ("bf16",), torch.float8_e8m0fnu),
-    ("nvfp4", False): Kind("marlin-nvfp4", _E2M1, ((1, 16),), scales=torch.float8_e4m3fn, own_scales=True),
-    ("mxfp8", False): Kind("marlin-mxfp8", _E4M3, ((1, 32),), ("bf16",), torch.float8_e8m0fnu),
-    ("fp8", False): Kind(
-        "marlin-fp8",
-        _E4M3,
-        (FP8_TENSOR.block, FP8_CHANNEL.block, FP8_BLOCK.block),
-        own_scales=True,
-    ),
+    ("mxfp4", False): Kind("marlin-mxfp4", _E2M1, ((1, 32),), _BF16, torch.float8_e8m0fnu),
+    ("nvfp4", False): Kind("marlin-nvfp4", _E2M1, ((1, 16),), _BF16, torch.float8_e4m3fn, own_scales=True),
+    ("mxfp8", False): Kind("marlin-mxfp8", _E4M3, ((1, 32),), _BF16, torch.float8_e8m0fnu),
+    ("fp8", False): Kind("marlin-fp8", _E4M3, _FP8_BLOCKS, _BF16, own_scales=True),
 }
 """By name and zero points: uint4 less 8, uint4, uint8 less 128, E2M1, E4M3; as kernels are in the library."""
 

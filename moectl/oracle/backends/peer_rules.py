@@ -2,11 +2,9 @@
 
 from ..backend import Ask, Rule
 
-_MX_DTYPES, _DTYPES = ("bf16",), ("bf16", "fp16")
-
 
 def _dtype(ask: Ask) -> bool:
-    return ask.dtype in (_MX_DTYPES if ask.problem.scheme.weight.name.startswith("mx") else _DTYPES)
+    return ask.dtype == "bf16" or (ask.dtype == "fp16" and ask.problem.scheme.weight.name.startswith("int"))
 
 
 MODEL_DTYPE = Rule(
@@ -15,7 +13,7 @@ MODEL_DTYPE = Rule(
     vllm_code="other",
     holds=_dtype,
     wanted=lambda ask: f"{ask.dtype}, {ask.problem.scheme.weight}",
-    offered="bf16, and fp16 but for MX formats",
+    offered="bf16, and fp16 for integers",
 )
 WEIGHT_AT_THE_END = Rule(
     question="router's weight",
