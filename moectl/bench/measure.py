@@ -202,7 +202,7 @@ class _TargetRun:
             for name, reason in refused.items():
                 row = self._row(cell, name)
                 if row.key not in self.done:
-                    yield replace(row, reason=reason)
+                    yield replace(row, reason=reason, refused=True)
         waiting = [name for name in self.choice.names if any(self._wanted(cell, name) for cell in cells)]
         copies = max(cell.copies for cell in cells)
         while waiting:

@@ -41,6 +41,15 @@ def _error(row: Row) -> str:
     return f"{row.error_rms:.1e}"
 
 
+LONGEST_REASON = 160
+"""Characters of a reason in a table; files have all of it."""
+
+
+def _reason(row: Row) -> str:
+    text = " ".join(row.reason.replace("|", "/").split())
+    return text if len(text) <= LONGEST_REASON else f"{text[: LONGEST_REASON - 3]}..."
+
+
 def _plus_minus(row: Row) -> str:
     return number(None if row.spread_us is None else row.spread_us / 2, 2)
 
@@ -64,7 +73,7 @@ COLUMNS = (
     Column("error", _error),
     Column("tactic", lambda row: row.tactic or "-", False),
     Column("throttled", lambda row: row.throttled or "-", False, True),
-    Column("no time because", lambda row: row.reason.replace("|", "/") or "-", False, True),
+    Column("no time because", lambda row: _reason(row) or "-", False, True),
 )
 """The columns of a table. The spread is half the distance between the quartiles."""
 

@@ -57,6 +57,7 @@ class Row:
         error_rms, error_max: against the fp32 reference, relative (`kernels.tolerance`).
         checked_tokens: tokens that were compared; all others are checked to be finite.
         reason: why there is no time; empty where there is one.
+        refused: the backend cannot serve the layer, and said so before anything ran: no failure.
         median_us, q1_us, q3_us, fastest_us: of a call, over `rounds` measurements of `calls` calls each,
             between which the other backends of the cell took their turns.
         method: how a measurement was made.
@@ -85,6 +86,7 @@ class Row:
     error_max: float | None = None
     checked_tokens: int = 0
     reason: str = ""
+    refused: bool = False
     median_us: float | None = None
     q1_us: float | None = None
     q3_us: float | None = None
@@ -121,6 +123,11 @@ class Row:
     def timed(self) -> bool:
         """True when there is a time, which there is of right results alone."""
         return self.median_us is not None
+
+    @property
+    def failed(self) -> bool:
+        """True when there is no time, and there should be one."""
+        return not self.timed and not self.refused
 
     @property
     def spread_us(self) -> float | None:

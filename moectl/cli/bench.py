@@ -99,7 +99,7 @@ def bench(
     """Time backends on layers' real shapes.
 
     Against the floor that the device's bandwidth and matrix rate set. Each is compared with the
-    reference first; a result that is wrong gets no time. Exit code 1 when any row has none.
+    reference first; a result that is wrong gets no time. Exit code 1 when one was wrong, or failed.
     """
     shown = Shown(stdout_format(format, output, out.as_json), tuple(output or ()), plot)
     if rows is not None:
@@ -127,7 +127,7 @@ def bench(
         raise UsageError("--resume goes on with rows in a file", hint="give -o FILE.jsonl")
     about, measured = _measure(settings, source, shown, resume, save, out)
     shown.show(about, measured, out)
-    return ExitCode.DONE if all(row.timed for row in measured) else ExitCode.FOUND
+    return ExitCode.FOUND if any(row.failed for row in measured) else ExitCode.DONE
 
 
 def _names(text: str | None) -> tuple[str, ...]:

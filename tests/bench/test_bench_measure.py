@@ -53,6 +53,7 @@ def test_a_wrong_result_has_no_time_and_the_others_go_on(bench_of, add_runner):
     rows = {(r.backend, r.tokens): r for r in bench_of(("wrong", "late", "broken", "torch")).measured()}
     assert len(rows) == 8
     wrong, late, broken = (rows[name, 40] for name in ("wrong", "late", "broken"))
+    assert wrong.failed and broken.failed and not rows["torch", 1].failed
     assert wrong.ok is False and not wrong.timed and wrong.reason.startswith("wrong result")
     assert 0.04 < wrong.error_rms < 0.06
     assert late.ok is False and not late.timed and "token 39" in late.reason
@@ -154,7 +155,7 @@ def test_backends_that_cannot_serve_are_rows_or_errors(monkeypatch):
         ("b", "picky", False),
         ("b", "torch", True),
     ]
-    assert rows[1].reason == "the picky backend wants biases"
+    assert rows[1].reason == "the picky backend wants biases" and rows[1].refused and not rows[1].failed
     with pytest.raises(Unavailable, match="no such GPU"):
         bench(("torch", "absent"))
 

@@ -189,6 +189,8 @@ def test_a_table_that_pastes_into_an_issue():
     assert "a CPU" in foot and "torch 2.11" in foot and "4000 GB/s" in foot
     assert "SM clock 1980 to 1980 MHz; held down in 1 of 3 rows" in foot
     assert "model tiny" in foot and "routing uniform" in foot
+    long = markdown(MACHINE, (row_of(), replace(FAILED, reason="two\nlines " * 100)))
+    assert "two lines two" in long and "..." in long and len(max(long.splitlines(), key=len)) < 500
     both = markdown(MACHINE, (*ROWS, row_of(model="other")))
     assert "| model" in both
 
