@@ -28,8 +28,8 @@ from .test_quantize import BY_BLOCK, BY_TOKEN, tokens
 pytestmark = pytest.mark.gpu
 
 LAYERS: dict[str, MoEProblem] = {
-    "gpt-oss": replace(GPT_OSS, dims=Dims(2880, 1440), experts=8, local_experts=8),
-    "kimi": replace(KIMI, dims=Dims(2048, 1024), experts=16, local_experts=16),
+    "gpt-oss": replace(GPT_OSS, dims=Dims(2880, 1440), experts=8, local_experts=8, model_hidden=2880),
+    "kimi": replace(KIMI, dims=Dims(2048, 1024), experts=16, local_experts=16, model_hidden=2048),
 }
 TOKENS = (1, 48, 300)
 """Few numbers, as every one of a layer is kernels to compile."""
