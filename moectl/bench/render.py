@@ -85,8 +85,10 @@ COSTS = (
     Column("layout", lambda row: row.layout or "-", False),
     Column("read s", lambda row: number(row.costs.read_s)),
     Column("repack s", lambda row: number(row.costs.repack_s)),
+    Column("first s", lambda row: number(row.costs.first_s)),
     Column("load s", lambda row: number(row.costs.load_s)),
     Column("weights GB", lambda row: number(_giga(row.costs.weight_bytes))),
+    Column("held GB", lambda row: number(_giga(row.costs.held_bytes))),
     Column("peak GB", lambda row: number(_giga(row.costs.peak_bytes))),
 )
 """What a backend's weights cost, a line for each layer and backend (`rows.Costs`)."""

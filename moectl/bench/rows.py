@@ -31,15 +31,19 @@ class Costs:
     Attributes:
         read_s: reading the stored layer, or drawing a random one, in seconds.
         repack_s: laying it out for the backend, without reading it: what an engine pays at every start.
+        first_s: all of it the first time in this process, what had to be compiled or loaded included.
         load_s: bringing the same weights to the device when they lie ready in host memory.
         weight_bytes: of the weights as the backend is given them.
+        held_bytes: device memory that the layer holds once it is ready, what a library made of them included.
         peak_bytes: device memory at its highest while they were laid out, the weights included.
     """
 
     read_s: float | None = None
     repack_s: float | None = None
+    first_s: float | None = None
     load_s: float | None = None
     weight_bytes: int | None = None
+    held_bytes: int | None = None
     peak_bytes: int | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -41,7 +42,8 @@ def test_rows_have_times_that_follow_from_their_work(bench_of):
         assert math.isclose(row.floor_percent, 100 * row.floor_us / row.median_us)
         assert math.isclose(row.floor_us, 1e6 * max(row.bytes / 1e10, row.flops / 1e11))
         assert row.costs.repack_s > 0 and row.costs.load_s > 0 and row.costs.peak_bytes is None
-        assert row.costs.weight_bytes == row.costs.weight_bytes > 0
+        assert row.costs.first_s >= row.costs.repack_s and row.costs.held_bytes is None
+        assert row.costs.weight_bytes > 0
         assert row.sm_mhz is None and row.caches == "warm"
 
 
@@ -108,6 +110,20 @@ def test_a_result_that_goes_wrong_while_it_is_timed_has_no_time(bench_of, add_ru
     add_runner("scribbles", compute=scribbles)
     (row,) = bench_of(("scribbles",), tokens=(3,)).measured()
     assert row.ok is False and not row.timed
+
+
+def test_costs_are_of_a_preparation_that_compiles_nothing(bench_of, add_runner):
+    """The first one waits for a compiler; what an engine pays at every start comes without."""
+    made = []
+
+    def ready(prepared):
+        made.append(prepared)
+        time.sleep(0.5 if len(made) == 1 else 0.05)
+
+    add_runner("slow", ready=ready)
+    (row,) = bench_of(("slow",), tokens=(3,)).measured()
+    assert len(made) == 2 and row.timed
+    assert 0.05 <= row.costs.repack_s < 0.5 <= row.costs.first_s
 
 
 def test_the_tactic_is_the_one_that_the_runner_tells(bench_of, add_runner):

@@ -34,7 +34,7 @@ FAILED = row_of(
     median_us=None, q1_us=None, q3_us=None, fastest_us=None, rounds=0, gb_per_s=None, tflop_per_s=None,
     floor_percent=None,
 )  # fmt: skip
-COSTS = Costs(0.5, 0.25, 0.125, 10**9, 2 * 10**9)
+COSTS = Costs(0.5, 0.25, 0.75, 0.125, 10**9, 10**9, 2 * 10**9)
 ROWS = (
     row_of(
         costs=Costs(0.5, 0.25, 0.125, 10**9, 2 * 10**9), tactic="tile 8", sm_mhz=1980, throttled="power cap"
