@@ -104,6 +104,11 @@ def cost_rows(rows: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
+def served(rows: Sequence[Row]) -> list[Row]:
+    """Rows of tables of times: those of backends that can serve the layer."""
+    return [row for row in rows if not row.refused]
+
+
 def shown(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
     """Those of `columns` that a table of `rows` needs."""
     return [
@@ -139,11 +144,16 @@ def footer(about: Facts, rows: Sequence[Row]) -> list[str]:
             f"({rates['source']})"
         )
     clocks = [row.sm_mhz for row in rows if row.sm_mhz]
-    held = sum(bool(row.throttled) for row in rows)
+    held = [row.throttled for row in rows if row.throttled]
     if clocks:
-        lines.append(f"SM clock {min(clocks)} to {max(clocks)} MHz; held down in {held} of {len(rows)} rows")
+        why = f" ({', '.join(dict.fromkeys(held))})" if held else ""
+        span = f"SM clock {min(clocks)} to {max(clocks)} MHz"
+        lines.append(f"{span}; held down in {len(held)} of {len(clocks)} rows{why}")
     elif about.get("clocks"):
-        lines.append(f"clocks {about['clocks'] if not clocks else ''}".strip())
+        lines.append(f"clocks {about['clocks']}")
+    refused = [row for row in rows if row.refused]
+    lines += dict.fromkeys(f"not served by {row.backend}: {row.model}: {_reason(row)}" for row in refused)
+    rows = served(rows)
     caches = dict.fromkeys(row.caches for row in rows if row.caches)
     if caches:
         lines.append(f"caches {'; '.join(caches)}")
@@ -154,7 +164,7 @@ def footer(about: Facts, rows: Sequence[Row]) -> list[str]:
 
 def markdown(about: Facts, rows: Sequence[Row]) -> str:
     """Tables that paste into an issue: times, costs, and what they rest on."""
-    parts = [_markdown(COLUMNS, rows)]
+    parts = [_markdown(COLUMNS, served(rows))]
     costs = cost_rows(rows)
     if costs:
         parts.append(_markdown(COSTS, costs))

@@ -292,9 +292,9 @@ def render(format: str, about: Mapping[str, Any], rows: "Sequence[Row]", out: Ou
 def draw_table(about: Mapping[str, Any], rows: "Sequence[Row]", console: Any) -> None:
     """Tables of times and costs, what they rest on, and latency as characters."""
     from ..bench.plot import text_plots
-    from ..bench.render import COLUMNS, COSTS, cost_rows, footer, shown
+    from ..bench.render import COLUMNS, COSTS, cost_rows, footer, served, shown
 
-    for columns, some in ((COLUMNS, rows), (COSTS, cost_rows(rows))):
+    for columns, some in ((COLUMNS, served(rows)), (COSTS, cost_rows(rows))):
         if not some:
             continue
         used = shown(columns, some)

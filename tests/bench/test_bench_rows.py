@@ -187,8 +187,11 @@ def test_a_table_that_pastes_into_an_issue():
     assert first["throttled"] == "power cap"
     assert "repack s" in costs and "0.250" in costs and "2.00" in costs
     assert "a CPU" in foot and "torch 2.11" in foot and "4000 GB/s" in foot
-    assert "SM clock 1980 to 1980 MHz; held down in 1 of 3 rows" in foot
+    assert "SM clock 1980 to 1980 MHz; held down in 1 of 1 rows (power cap)" in foot
     assert "model tiny" in foot and "routing uniform" in foot
+    refused = replace(FAILED, backend="picky", refused=True, reason="it wants biases")
+    partly = markdown(MACHINE, (*ROWS, refused))
+    assert "- not served by picky: tiny: it wants biases" in partly and "| picky" not in partly
     long = markdown(MACHINE, (row_of(), replace(FAILED, reason="two\nlines " * 100)))
     assert "two lines two" in long and "..." in long and len(max(long.splitlines(), key=len)) < 500
     both = markdown(MACHINE, (*ROWS, row_of(model="other")))
