@@ -24,5 +24,5 @@ PEER_FLASHINFER_CUTLASS = Backend(
     forms=forms(CUTLASS),
     runner="flashinfer_cutlass",
     note="FlashInfer compiles these kernels when they are first called, for many minutes, unless they are "
-    "in its cache.",
+    "in its cache: it comes last, and is taken when it is asked for.",
 )

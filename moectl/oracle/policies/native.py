@@ -22,10 +22,11 @@ from ..route import DECLARED_ACT, Order, Route, StandIn
 BACKENDS: tuple[Backend, ...] = (
     *(TRITON, TRITON_MARLIN),
     *(PEER_HUMMING, PEER_MARLIN, PEER_TRITON_KERNELS),
-    *(PEER_FLASHINFER_CUTLASS, PEER_TRTLLM, PEER_TRTLLM_MONOLITHIC),
+    *(PEER_TRTLLM, PEER_TRTLLM_MONOLITHIC),
     *(TORCH, EMULATION),
+    PEER_FLASHINFER_CUTLASS,
 )
-"""In the automatic order: one's own kernels, those of others, then what runs everywhere."""
+"""In the automatic order: one's own kernels, those of others, what runs everywhere, what compiles long."""
 
 ON_REQUEST: tuple[Backend, ...] = (PEER_TRTLLM_FP8, PEER_TRTLLM_FP8_MONOLITHIC)
 """Backends that compute otherwise than the checkpoint declares."""
