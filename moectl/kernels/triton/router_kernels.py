@@ -95,6 +95,46 @@ def _share(x, left, largest):
     return 1.0 / tl.sum(tl.where(left & (far == 0), tl.exp(x - largest), 0.0), 0)
 
 
+@triton.jit
+def _chosen(
+    x, rank, place, slot, K: tl.constexpr, SPARSE: tl.constexpr, SPAD: tl.constexpr, SIZE: tl.constexpr
+):
+    """Experts of the K largest of `rank` by slot, and with SPARSE what sparsemixer weighs them, fp64."""
+    ids = tl.full(slot.shape, -1, dtype=tl.int32)
+    weights = tl.zeros(slot.shape, dtype=tl.float64)
+    for i in range(K):
+        best, first = _largest_first(rank, place, place.shape[0])
+        ids = tl.where(slot == i, first // SPAD * SIZE + first % SPAD, ids)
+        if SPARSE:
+            share = _share(x, rank > _NAN, _value(best).to(tl.float64))
+            weights = tl.where(slot == i, share, weights)
+        rank = tl.where(place == first, _TAKEN, rank)
+    return ids, weights
+
+
+@triton.jit
+def _looked_up(TABLE, TOKENS, token, slot, live, vocabulary, E: tl.constexpr, K: tl.constexpr):
+    """Ids of the token's row of TABLE ``[vocabulary, K]``; -1 for what is out of range."""
+    id = tl.load(TOKENS + token).to(tl.int64)
+    known = (id >= 0) & (id < vocabulary)
+    ids = tl.load(TABLE + id * K + slot, mask=live & known, other=-1)
+    return tl.where((ids >= 0) & (ids < E), ids, -1).to(tl.int32)
+
+
+@triton.jit
+def _weighed(y, shares, top, total, SCORING: tl.constexpr, AFTER: tl.constexpr):
+    """fp64 weights of the chosen logits y, before they are divided by their sum; NaN for NaN."""
+    if SCORING == "sparsemixer":
+        weights = tl.where(y == y, shares, y)
+    elif AFTER and SCORING == "softmax":
+        most = tl.max(tl.where(y == y, y, -_LARGEST), 0)
+        parts = tl.exp(y - most)
+        weights = parts / tl.sum(tl.where(y == y, parts, 0.0), 0)
+    else:
+        weights = _score(y, top.to(tl.float64), total, SCORING)
+    return weights
+
+
 @triton.jit(do_not_specialize=["stride", "vocabulary"])
 def _route_kernel(
     LOGITS, BIAS, FACTORS, TABLE, TOKENS, IDS, WEIGHTS, stride, vocabulary, scale, smallest_sum,
@@ -110,7 +150,6 @@ def _route_kernel(
     """
     PLACES: tl.constexpr = GPAD * SPAD
     SIZE: tl.constexpr = E // GROUPS
-    SPARSE: tl.constexpr = SCORING == "sparsemixer"
     _await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = LOGITS + token * stride
@@ -118,58 +157,36 @@ def _route_kernel(
     expert = place // SPAD * SIZE + place % SPAD
     there = (place % SPAD < SIZE) & (expert < E)
     x = _finite(tl.load(row + expert, mask=there, other=float("nan")).to(tl.float32))
-    number = x == x
-    top = tl.max(tl.where(number, x, -_LARGEST), 0)
+    top = tl.max(tl.where(x == x, x, -_LARGEST), 0)
     total = tl.full((), 1.0, dtype=tl.float64)
     exact = x.to(tl.float64)
     if SCORING == "softmax" and not AFTER:
         parts = tl.exp(exact - top.to(tl.float64)) if BIASED else tl.exp(x - top)
-        total = tl.sum(tl.where(number, parts, 0.0), 0).to(tl.float64)
+        total = tl.sum(tl.where(x == x, parts, 0.0), 0).to(tl.float64)
 
     slot = tl.arange(0, KPAD)
     live = slot < K
+    shares = tl.zeros((KPAD,), dtype=tl.float64)
     if HASHED:
-        id = tl.load(TOKENS + token).to(tl.int64)
-        known = (id >= 0) & (id < vocabulary)
-        looked = tl.load(TABLE + id * K + slot, mask=live & known, other=-1)
-        ids = tl.where((looked >= 0) & (looked < E), looked, -1).to(tl.int32)
-        weights = tl.zeros((KPAD,), dtype=tl.float64)
+        ids = _looked_up(TABLE, TOKENS, token, slot, live, vocabulary, E, K)
     else:
         choice = x
         if BIASED:
             bias = tl.load(BIAS + expert, mask=there, other=0.0).to(tl.float32)
-            if AFTER:
-                choice = x + bias
-            else:
-                choice = _score(exact, top.to(tl.float64), total, SCORING).to(tl.float32) + bias
+            score = x if AFTER else _score(exact, top.to(tl.float64), total, SCORING).to(tl.float32)
+            choice = score + bias
         rank = tl.where(there, _rank(choice), _TAKEN)
         if KEPT < GROUPS:
             rank = tl.reshape(
                 _kept(tl.reshape(rank, (GPAD, SPAD)), KEPT, BIASED and SIZE > 1, GPAD), (PLACES,)
             )
-        ids = tl.full((KPAD,), -1, dtype=tl.int32)
-        weights = tl.zeros((KPAD,), dtype=tl.float64)
-        for i in range(K):
-            best, first = _largest_first(rank, place, PLACES)
-            ids = tl.where(slot == i, first // SPAD * SIZE + first % SPAD, ids)
-            if SPARSE:
-                share = _share(exact, rank > _NAN, _value(best).to(tl.float64))
-                weights = tl.where(slot == i, share, weights)
-            rank = tl.where(place == first, _TAKEN, rank)
+        ids, shares = _chosen(exact, rank, place, slot, K, SCORING == "sparsemixer", SPAD, SIZE)
 
     chosen = live & (ids >= 0)
     y = _finite(tl.load(row + ids, mask=chosen, other=float("nan")).to(tl.float32)).to(tl.float64)
-    real = y == y
-    if SPARSE:
-        weights = tl.where(real, weights, y)
-    elif AFTER and SCORING == "softmax":
-        most = tl.max(tl.where(real, y, -_LARGEST), 0)
-        parts = tl.exp(y - most)
-        weights = parts / tl.sum(tl.where(real, parts, 0.0), 0)
-    else:
-        weights = _score(y, top.to(tl.float64), total, SCORING)
+    weights = _weighed(y, shares, top, total, SCORING, AFTER)
     if RENORMALIZE:
-        weights = weights / tl.maximum(tl.sum(tl.where(real, weights, 0.0), 0), smallest_sum)
+        weights = weights / tl.maximum(tl.sum(tl.where(y == y, weights, 0.0), 0), smallest_sum)
     weights = weights * scale
     if FACTOR:
         weights = weights * tl.load(FACTORS + ids, mask=chosen, other=0.0).to(tl.float64)
