@@ -166,6 +166,7 @@ def inputs_json(cell: Cell, question: Question) -> dict[str, Any]:
                 "policy": question.policy.name,
                 "requested": question.backend,
                 "allow_fallback": question.allow_fallback,
+                "measured": cell.answer.decision.measured.to_json() if cell.answer else [],
             }
         ),
     }
