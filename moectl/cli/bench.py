@@ -11,8 +11,9 @@ import typer
 from ..bench import Settings, parse_counts
 from ..errors import ExitCode, UsageError
 from ..models import MODELS
-from .options import Activation, Device, Offline, Seed, check_writable, framed, option, pick
+from .options import Activation, Device, Offline, Seed, framed, option, pick
 from .output import Output, table
+from .outputs import check_writable
 from .source import DEVICES, backend_names, find_source
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def bench(
         seed=seed,
     )
     source = find_source(checkpoint, layer, offline=offline, activation=activation) if checkpoint else None
-    shown.check()
+    shown.check([*settings.files, *([checkpoint] if checkpoint else [])])
     if compile_only:
         return _compile(settings, source, jobs, out)
     if resume and shown.journal is None:
@@ -145,7 +146,7 @@ def _from_rows(path: Path, others: tuple[str | None, ...], shown: "Shown", out: 
         raise UsageError("--rows shows rows that are there, and CKPT and --model measure new ones")
     if shown.journal is not None:
         raise UsageError(f"{shown.journal} would be a copy of rows", hint="give -o FILE.md, .csv or .json")
-    shown.check()
+    shown.check([path])
     found = read_rows(path)
     shown.show(found.about, found.rows, out)
     return ExitCode.DONE
@@ -237,21 +238,21 @@ class Shown:
         """The file that rows are written to as they come."""
         return next((path for path in self.files if path.suffix.lower() == ".jsonl"), None)
 
-    def check(self) -> None:
-        """Refuses what cannot be written, before the work."""
+    def check(self, reads: Sequence[str | Path]) -> None:
+        """Refuses what cannot be written, or would write over what the command `reads`, before the work."""
         for path in self.files:
             if path.suffix.lstrip(".").lower() not in FORMATS:
                 raise UsageError(
                     f"the suffix of {path} names no format, expected one of {', '.join(FORMATS)}",
                     hint="give -o rows.jsonl",
                 )
-            check_writable(path)
+            check_writable(path, reads, journal=path == self.journal)
         if sum(path.suffix.lower() == ".jsonl" for path in self.files) > 1:
             raise UsageError("rows go into one .jsonl file as they come, and several are asked for")
         if self.plot is not None:
             from ..bench.plot import check_plot
 
-            check_writable(self.plot)
+            check_writable(self.plot, reads)
             check_plot(self.plot)
 
     def show(self, about: Mapping[str, Any], rows: "Sequence[Row]", out: Output) -> None:

@@ -9,7 +9,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
@@ -104,18 +103,6 @@ def pick(value: str, known: Iterable[str], what: str) -> str:
         reason=f"Known are {', '.join(spelled.values())}.",
         hint=f"did you mean {' or '.join(near)}?" if near else "choose one of these",
     )
-
-
-def check_writable(path: Path) -> None:
-    """Raises Unavailable when a file cannot be written to `path`: before the work, not after it."""
-    folder = path.parent
-    if path.is_dir():
-        raise Unavailable(f"cannot write {path}: it is a folder", hint="give the name of a file")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise Unavailable(
-            f"cannot write {path}: {folder} is not a folder that can be written to",
-            hint="choose another place for the output",
-        )
 
 
 def framed(name: str) -> Callable[[Command], Command]:

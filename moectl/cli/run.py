@@ -15,12 +15,12 @@ from .options import (
     Routing,
     Seed,
     WeightsArg,
-    check_writable,
     framed,
     option,
     pick,
 )
 from .output import Output
+from .outputs import check_writable
 from .source import DEVICES, backend_names, find_source, pick_layers
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run(
     dtype = pick(dtype, DTYPES, "dtype") if dtype else ""
     source = find_source(checkpoint, layer, offline=offline, activation=activation, routing=routing)
     if output is not None:
-        check_writable(output)
+        check_writable(output, [checkpoint, *([input] if input else [])])
 
     from ..run import RunPlan, left_out, this_machine
 

@@ -12,6 +12,7 @@ from ..bench import parse_counts
 from ..errors import ExitCode, UsageError
 from .options import Activation, Offline, framed, option, pick
 from .output import Output, count
+from .outputs import check_spared
 from .tuned_launches import draw_list, draw_search, listed, search_document, tile_words
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ def tune(
         pick(to[0], (ENGINE,), "engine")
         if checkpoint is None:
             raise UsageError("--to takes CKPT: what the engine chooses follows from its format")
+        if to[1].suffix == ".json":
+            check_spared(to[1], [checkpoint])
     from ..tuning.here import tune_layers
 
     layers = _layers(checkpoint, model, parallel, activation, offline)
@@ -179,7 +182,7 @@ def _write_for_engine(
     """Tunes the engine's choices, and writes the file of each layer from all that is known of it."""
     from ..cache.keys import built
     from ..environment import detect_device, packages_from
-    from ..tuning.engine_files import misnamed, place_of, target_of, write_choices
+    from ..tuning.engine_files import check_choices, misnamed, place_of, target_of, write_choices
     from ..tuning.here import known_choices, this_gpu, tune_for_engine
 
     this_gpu()
@@ -195,6 +198,8 @@ def _write_for_engine(
         raise UsageError(
             f"{len(places)} layers have files of their own, {target} is one", hint="name a folder"
         )
+    for place in places.values():
+        check_choices(place, built()["triton"])
     with out.progress("tuning", unit="launches") as progress:
         tuning = tune_for_engine(targets, counts, plan(progress), again)
     written = []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..environment import Device, Packages
-from ..errors import CheckpointError, NoBackend, Unavailable
+from ..errors import NoBackend, Unavailable, UsageError
 from ..oracle.decision import Decision
 from ..oracle.registry import policy_named
 from ..oracle.select import select
@@ -111,16 +111,20 @@ def misnamed(place: Path, name: TunedName) -> str:
     return "" if found == name else f"{place.name} is not what vLLM looks for: {name}"
 
 
+def check_choices(place: Path, triton: str) -> None:
+    """UsageError for a file at `place` that is no tuned file, or was measured with another Triton."""
+    if place.exists() and (remark := file_remark(place, triton)):
+        raise UsageError(remark, hint="choose another place, or remove the file")
+
+
 def write_choices(place: Path, rows: Mapping[int, Mapping[str, int]], triton: str) -> None:
     """Writes choices by number of tokens to `place`; other numbers that are there stay.
 
-    Raises CheckpointError for a file at `place` that is no tuned file or was measured with another
-    Triton, Unavailable where it cannot be written.
+    Raises UsageError as `check_choices`, Unavailable where it cannot be written.
     """
     kept: dict[str, Any] = {}
+    check_choices(place, triton)
     if place.exists():
-        if remark := file_remark(place, triton):
-            raise CheckpointError(f"{remark}.", hint="choose another place, or remove the file")
         kept = json.loads(place.read_text(encoding="utf-8"))
         kept.pop("triton_version", None)
     for tokens, tile in rows.items():

@@ -13,7 +13,7 @@ import torch
 
 from moectl.checkpoint import open_checkpoint
 from moectl.environment import find_device, packages_from
-from moectl.errors import CheckpointError, NoBackend, Unavailable
+from moectl.errors import NoBackend, Unavailable, UsageError
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.plain_gemm import Blocks
 from moectl.problem import Dims, MoEProblem, Parallel
@@ -110,7 +110,7 @@ def test_a_file_of_another_name_is_said_to_be_none_that_is_looked_for(tmp_path: 
 def test_another_file_is_not_overwritten(tmp_path: Path, text: str, said: str) -> None:
     place = tmp_path / "a.json"
     place.write_text(text)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(UsageError, match=said):
         write_choices(place, {1: TILE}, "3.6.0")
     assert place.read_text() == text
 
