@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .rows import Row, Rows
-from .settings import differences
 
 THRESHOLD = 0.02
 """Relative change below which nothing is called faster or slower."""
@@ -18,7 +17,10 @@ ERRORS = 4.0
 """Standard errors of the difference of two medians below which noise explains it: of ten thousand cells
 that did not change, one would be called faster or slower."""
 
-REGRESSIONS = ("slower", "broken")
+FEWEST_ROUNDS = 3
+"""Rounds below which quartiles say nothing of the noise."""
+
+REGRESSIONS = ("slower", "broken", "missing")
 """Verdicts that make a comparison fail."""
 
 
@@ -27,8 +29,10 @@ class Verdict:
     """One cell in two runs; a row is None where its run does not have the cell.
 
     Attributes:
-        word: ``faster``, ``slower``, ``level``, ``broken`` (timed before, not now), ``mended`` (the other
-            way round), ``neither`` (timed in none), ``gone``, ``new``.
+        word: ``faster``, ``slower``, ``level``, ``unknown`` (a run does not tell its noise), ``broken``
+            (timed before, not now), ``mended`` (the other way round), ``neither`` (timed in none),
+            ``missing`` (timed before, and the later run lacks the cell), ``gone`` (likewise, of a backend
+            that the later run was not asked for, or without a time before), ``new``.
         ratio: the median after over the one before; None without both.
     """
 
@@ -45,26 +49,35 @@ class Verdict:
         return found
 
 
-def judge(before: Row | None, after: Row | None, threshold: float = THRESHOLD) -> Verdict:
-    """The verdict on one cell.
+def judge(
+    before: Row | None, after: Row | None, threshold: float = THRESHOLD, *, asked: bool = True
+) -> Verdict:
+    """The verdict on one cell; `asked` is whether the later run was asked for its backend.
 
     Faster or slower needs three things: the quartiles of the two runs do not overlap (the later run's first
     quartile lies above the earlier one's third, or the other way round), the medians differ by more than
     `ERRORS` standard errors, and by more than `threshold`. Anything else is level: the noise of the two runs
     explains it, or it is too small to matter. The quartiles are over rounds between which the other backends
     took their turns; a median's standard error is 1.25 times the standard deviation over the root of the
-    number of rounds, and the quartiles of normal noise are 1.35 standard deviations apart.
+    number of rounds, and the quartiles of normal noise are 1.35 standard deviations apart. A row of fewer
+    than `FEWEST_ROUNDS` rounds, or without quartiles, has no such error: the verdict is unknown.
     """
-    if before is None or after is None:
-        return Verdict(before, after, "new" if before is None else "gone")
+    if before is None:
+        return Verdict(before, after, "new")
+    if after is None:
+        return Verdict(before, after, "missing" if asked and before.timed else "gone")
     if not (before.timed and after.timed):
         words = {(True, False): "broken", (False, True): "mended", (False, False): "neither"}
         return Verdict(before, after, words[before.timed, after.timed])
     assert before.median_us and after.median_us
     ratio = after.median_us / before.median_us
     low, high = _quartiles(before), _quartiles(after)
+    if low is None or high is None:
+        return Verdict(before, after, "unknown", ratio)
     word = "level"
-    clear = abs(after.median_us - before.median_us) > ERRORS * math.hypot(_error(before), _error(after))
+    clear = abs(after.median_us - before.median_us) > ERRORS * math.hypot(
+        _error(low, before.rounds), _error(high, after.rounds)
+    )
     if clear and high[0] > low[1] and ratio > 1 + threshold:
         word = "slower"
     elif clear and high[1] < low[0] and ratio < 1 / (1 + threshold):
@@ -72,19 +85,17 @@ def judge(before: Row | None, after: Row | None, threshold: float = THRESHOLD) -
     return Verdict(before, after, word, ratio)
 
 
-def _quartiles(row: Row) -> tuple[float, float]:
-    """First and third quartile; the median where a row has none."""
-    assert row.median_us is not None
-    return (
-        row.median_us if row.q1_us is None else row.q1_us,
-        row.median_us if row.q3_us is None else row.q3_us,
-    )
+def _quartiles(row: Row) -> tuple[float, float] | None:
+    """First and third quartile; None where they are not there, or are of too few rounds."""
+    if row.q1_us is None or row.q3_us is None or row.rounds < FEWEST_ROUNDS:
+        return None
+    return row.q1_us, row.q3_us
 
 
-def _error(row: Row) -> float:
-    """The standard error of a row's median, in microseconds."""
-    low, high = _quartiles(row)
-    return 1.25 * (high - low) / 1.35 / math.sqrt(max(1, row.rounds))
+def _error(quartiles: tuple[float, float], rounds: int) -> float:
+    """The standard error of the median of so many rounds, in microseconds."""
+    low, high = quartiles
+    return 1.25 * (high - low) / 1.35 / math.sqrt(rounds)
 
 
 @dataclass(frozen=True)
@@ -96,8 +107,13 @@ class Comparison:
 
     @property
     def regressed(self) -> bool:
-        """True when anything became slower, or is no longer right or no longer runs."""
-        return any(verdict.word in REGRESSIONS for verdict in self.verdicts)
+        """True when anything became slower, has no time any more, or no cell is in both runs."""
+        return not self.paired or any(verdict.word in REGRESSIONS for verdict in self.verdicts)
+
+    @property
+    def paired(self) -> bool:
+        """True when some cell is in both runs."""
+        return any(verdict.before and verdict.after for verdict in self.verdicts)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -108,14 +124,30 @@ class Comparison:
 def compare(before: Rows, after: Rows, threshold: float = THRESHOLD) -> Comparison:
     """`after` held against `before`, cell by cell: model, layers, scheme, backend, M, routing, parallel."""
     old, new = ({row.key: row for row in run.rows} for run in (before, after))
-    keys = dict.fromkeys((*old, *new))
-    verdicts = tuple(judge(old.get(key), new.get(key), threshold) for key in keys)
+    asked = _asked(after)
+    verdicts = tuple(
+        judge(old.get(key), new.get(key), threshold, asked=asked is None or key[BACKEND] in asked)
+        for key in dict.fromkeys((*old, *new))
+    )
     return Comparison(verdicts, tuple(_notes(before, after, verdicts)))
 
 
+BACKEND = 3
+"""Where the backend stands in a key."""
+
+
+def _asked(run: Rows) -> frozenset[str] | None:
+    """Backends that a run was asked for; None where it was every one, or the run does not say."""
+    settings = run.about.get("settings")
+    names = settings.get("backends") if isinstance(settings, Mapping) else None
+    if not names or not isinstance(names, (list, tuple)):
+        return None
+    return frozenset(map(str, names))
+
+
 def _notes(before: Rows, after: Rows, verdicts: Sequence[Verdict]) -> list[str]:
-    names = ("device", "driver", "versions")
-    notes = differences({n: after.about.get(n) for n in names}, {n: before.about.get(n) for n in names})
+    notes = [f"{when}: {note}" for when, run in (("A", before), ("B", after)) for note in run.notes]
+    notes += _changes(_software(before.about), _software(after.about))
     both = [
         (v.before, v.after) for v in verdicts if v.before and v.after and v.before.timed and v.after.timed
     ]
@@ -127,7 +159,39 @@ def _notes(before: Rows, after: Rows, verdicts: Sequence[Verdict]) -> list[str]:
             notes.append(
                 f"clocks were held down {when} in {len(held)} of {len(rows)} cells ({held[0].throttled})"
             )
+    unknown = sum(verdict.word == "unknown" for verdict in verdicts)
+    if unknown:
+        notes.append(
+            f"{unknown} of {len(both)} cells are of fewer than {FEWEST_ROUNDS} rounds or have no quartiles: "
+            "their noise is not known, and nothing is called faster or slower"
+        )
+    if not any(v.before and v.after for v in verdicts):
+        notes.append("no cell is in both runs: nothing was compared")
     return notes
+
+
+def _software(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Device, driver, and each version under its own name."""
+    versions = about.get("versions")
+    named = versions.items() if isinstance(versions, Mapping) else ()
+    return {
+        "device": about.get("device"),
+        "driver": about.get("driver"),
+        **{f"version of {name}": value for name, value in named},
+    }
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs, a phrase each."""
+    return [
+        f"{name} is {_told(new.get(name))}, was {_told(old.get(name))}"
+        for name in dict.fromkeys((*old, *new))
+        if (new.get(name) or None) != (old.get(name) or None)
+    ]
+
+
+def _told(value: Any) -> str:
+    return repr(value) if value else "not said"
 
 
 def _kind(row: Row) -> str:

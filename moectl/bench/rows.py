@@ -20,6 +20,9 @@ from .settings import Settings, differences
 Key = tuple[str, str, str, str, int, str, str]
 """Model, layers, scheme, backend, tokens, routing and parallel: what makes two rows the same cell."""
 
+TIMES = ("median_us", "q1_us", "q3_us", "fastest_us")
+"""Fields of a row that are times of a call."""
+
 LARGEST_FILE = 1 << 30
 """Most bytes of a file of rows that is read."""
 
@@ -147,8 +150,16 @@ class Row:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> Row:
         """The row that flat `data` describes; CheckpointError when it describes none."""
-        known = _typed(cls, data, where)
-        return cls(**known, costs=Costs(**_typed(Costs, data, where)))
+        row = cls(**_typed(cls, data, where), costs=Costs(**_typed(Costs, data, where)))
+        for name in TIMES:
+            value = getattr(row, name)
+            if value is not None and value <= 0:
+                raise CheckpointError(f"{where}: {name} must be above 0, got {value:g}")
+        if row.timed and not row.ok:
+            raise CheckpointError(f"{where} has a time, which only right results have, and ok is {row.ok}")
+        if row.q1_us is not None and row.q3_us is not None and row.q1_us > row.q3_us:
+            raise CheckpointError(f"{where}: q1_us {row.q1_us:g} is above q3_us {row.q3_us:g}")
+        return row
 
 
 def _finite(value: Any) -> Any:
@@ -224,10 +235,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Rows:
-    """A file of rows, read: what they were taken on, as plain data, and the rows, the last of each cell."""
+    """A file of rows, read: what they were taken on, as plain data, and the rows, the last of each cell.
+
+    `notes` say what of the file does not count.
+    """
 
     about: Mapping[str, Any]
     rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
 
 
 class Journal:
@@ -309,7 +324,7 @@ def earlier(path: Path, settings: Settings, machine: Mapping[str, Any]) -> Rows:
 def read_rows(path: Path) -> Rows:
     """The rows of a .jsonl, .json or .csv file that a bench has written.
 
-    Of rows of the same cell the last one counts; a last line that was not finished does not count.
+    Of rows of the same cell the last one counts; a last line that was not finished does not, which is noted.
     Raises CheckpointError when the file cannot be read or is none.
     """
     try:
@@ -325,7 +340,15 @@ def read_rows(path: Path) -> Rows:
             hint="give what `moectl bench -o` wrote",
         )
     about, rows = reader(text, str(path))
-    return Rows(about, tuple({row.key: row for row in rows}.values()))
+    version = about.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{path} has rows of schema version {version!r}, and this moectl reads version {SCHEMA_VERSION}",
+            hint="read it with the moectl that wrote it",
+        )
+    cut = path.suffix.lower() == ".jsonl" and not text.endswith("\n")
+    notes = (f"the last line of {path} was not finished and does not count",) if cut else ()
+    return Rows(about, tuple({row.key: row for row in rows}.values()), notes)
 
 
 _Read = tuple[Mapping[str, Any], Iterable[Row]]
@@ -359,7 +382,10 @@ def _from_json(text: str, where: str) -> _Read:
 
 def _from_csv(text: str, where: str) -> _Read:
     lines = list(csv.DictReader(io.StringIO(text)))
-    about = {name: lines[0].get(name) for name in CONSTANT if lines and name in lines[0]}
+    about: dict[str, Any] = {name: lines[0].get(name) for name in CONSTANT if lines and name in lines[0]}
+    if about.get("versions"):
+        pairs = (item.strip().partition(" ") for item in about["versions"].split(","))
+        about["versions"] = {name: version for name, _, version in pairs}
     return about, [Row.from_json(line, f"{where}, line {i}") for i, line in enumerate(lines, 2)]
 
 

@@ -18,7 +18,8 @@ EXAMPLES = (
 )
 MORE = (
     "faster, slower: the quartiles of the two runs do not overlap, and the medians differ by more than",
-    "4 standard errors and the threshold. broken: timed in A, not in B. Anything else is level.",
+    "4 standard errors and the threshold; else level. unknown: fewer than 3 rounds. broken, missing:",
+    "timed in A, not in B or not there. gone: likewise, of a backend that B was not asked for.",
 )
 
 
@@ -35,7 +36,7 @@ def compare(
     """Compare two runs of a bench.
 
     Cell by cell, with verdicts that noise does not make. Exit code 1 when a cell became slower, or has
-    no time any more.
+    no time any more, or no cell is in both.
     """
     from ..bench import compare as library
     from ..bench.rows import read_rows

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests" / "cli"))
 
 from invoking import moectl  # noqa: E402
 
-QUICK = ["-m", "1,3", "--repeats", 2, "--device", "cpu", "--warm", "--backend", "torch"]
+QUICK = ["-m", "1,3", "--repeats", 3, "--device", "cpu", "--warm", "--backend", "torch"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_formats_of_stdout(tiny_gpt_oss):
     document = moectl("bench", tiny_gpt_oss, *QUICK, "--json").document
     assert [(row["backend"], row["tokens"]) for row in document["rows"]] == [("torch", 1), ("torch", 3)]
     assert document["schema_version"] == 1 and document["caches"] == "warm"
-    assert document["settings"]["rounds"] == 2 and document["versions"]["torch"]
+    assert document["settings"]["rounds"] == 3 and document["versions"]["torch"]
     assert all(row["ok"] and row["median_us"] > 0 and row["layers"] == "0-1" for row in document["rows"])
     lines = moectl("bench", tiny_gpt_oss, *QUICK, "--format", "jsonl").stdout.splitlines()
     assert [json.loads(line)["kind"] for line in lines] == ["run", "row", "row"]

@@ -137,6 +137,29 @@ def test_fields_of_other_types_are_refused(field, value):
         Row.from_json(data, "here")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"median_us": -5}, "median_us must be above 0, got -5"),
+        ({"fastest_us": 0}, "fastest_us must be above 0"),
+        ({"ok": False}, "only right results have, and ok is False"),
+        ({"ok": None}, "only right results have"),
+        ({"q1_us": 200, "q3_us": 100}, "q1_us 200 is above q3_us 100"),
+    ],
+)
+def test_rows_that_no_bench_writes_are_refused(changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        Row.from_json(ROWS[0].to_json() | changes, "here")
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_rows_of_another_schema_are_refused(tmp_path, name):
+    about = {"kind": "run", "schema_version": 9}
+    (tmp_path / name).write_text(json.dumps(about | {"rows": []}) + "\n")
+    with pytest.raises(CheckpointError, match="schema version 9, and this moectl reads version 1"):
+        read_rows(tmp_path / name)
+
+
 def test_a_line_that_was_cut_off_is_written_again(tmp_path):
     path = tmp_path / "rows.jsonl"
     with Journal.begin(path, Run(settings_of().to_json(), MACHINE)) as journal:
@@ -232,8 +255,13 @@ def timed(median, half, **changes):
         (timed(100, 1), FAILED, "broken"),
         (FAILED, timed(100, 1), "mended"),
         (FAILED, FAILED, "neither"),
-        (timed(100, 1), None, "gone"),
+        (timed(100, 1), None, "missing"),
+        (FAILED, None, "gone"),
         (None, timed(100, 1), "new"),
+        (timed(100, 0, rounds=1), timed(103, 0, rounds=1), "unknown"),
+        (timed(100, 1), timed(300, 0, rounds=2), "unknown"),
+        (timed(100, 1), replace(timed(300, 1), q1_us=None, q3_us=None), "unknown"),
+        (timed(100, 1, rounds=3), timed(300, 1, rounds=3), "slower"),
     ],
 )
 def test_verdicts(before, after, word):
@@ -257,6 +285,57 @@ def test_noise_makes_no_verdict_and_a_change_does():
     assert worse.counts["slower"] >= 150 and worse.counts["faster"] == 0 and worse.regressed
     better = compare(*runs(before, [measured(i, 0.90) for i in range(1, 201)]))
     assert better.counts["faster"] >= 150 and not better.regressed
+
+
+def run_of(rows, *backends):
+    return Rows(MACHINE | {"settings": settings_of(backends=backends).to_json()}, tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("backends", "word"),
+    [((), "missing"), (("triton", "torch"), "missing"), (("triton",), "gone")],
+)
+def test_a_cell_that_is_not_there_is_a_regression_where_it_was_asked_for(backends, word):
+    common = timed(100, 1, backend="triton")
+    found = compare(run_of([timed(100, 1), common]), run_of([common], *backends))
+    assert found.counts == {word: 1, "level": 1} and found.regressed == (word == "missing")
+    unsaid = compare(*runs([timed(100, 1), common], [common]))
+    assert unsaid.counts["missing"] == 1 and unsaid.regressed
+
+
+def test_runs_without_a_common_cell_fail():
+    row = timed(100, 1)
+    for after in ((), (replace(row, backend="triton"),)):
+        found = compare(run_of([row]), run_of(after, "triton"))
+        assert found.regressed and found.notes == ("no cell is in both runs: nothing was compared",)
+
+
+def test_rows_that_do_not_tell_their_noise_are_noted():
+    found = compare(*runs([timed(100, 0, rounds=1)], [timed(103, 0, rounds=1)]))
+    assert not found.regressed and "1 of 1 cells are of fewer than 3 rounds" in found.notes[0]
+
+
+def test_the_same_run_from_other_files_is_not_another(tmp_path):
+    about = Run(settings_of().to_json(), MACHINE).to_json()
+    (tmp_path / "a.csv").write_text(as_csv(about, ROWS))
+    (tmp_path / "a.json").write_text(json.dumps(document(about, ROWS)))
+    table, plain = (read_rows(tmp_path / f"a.{kind}") for kind in ("csv", "json"))
+    for pair in ((table, plain), (plain, table)):
+        notes = compare(*pair).notes
+        assert not any("version" in note for note in notes), notes
+    newer = replace(plain, about=about | {"versions": MACHINE["versions"] | {"torch": "2.12"}})
+    assert "version of torch is '2.12', was '2.11'" in compare(table, newer).notes
+
+
+def test_a_last_line_that_was_cut_off_is_noted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with Journal.begin(path, Run(settings_of().to_json(), MACHINE)) as journal:
+        journal.add(ROWS[0])
+    assert read_rows(path).notes == ()
+    path.write_text(path.read_text() + '{"kind": "row", "mod')
+    found = read_rows(path)
+    assert found.rows == ROWS[:1] and "was not finished" in found.notes[0]
+    assert any(note.startswith("B: the last line") for note in compare(found, found).notes)
 
 
 def test_runs_that_differ_are_said_to():
