@@ -12,20 +12,31 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..cache.keys import kernel_hash
 from ..environment import detect_gpus
+from ..environment.peers import PLACES, PREFIX
 from ..floors import Rates
 from ..kernels.timing import last_level_cache
 from ..run import Machine
 from .measure import gpu_name
 from .settings import Settings
 
-LIBRARIES = ("triton", "vllm", "flashinfer", "humming", "triton_kernels")
-"""Packages, beside torch, whose versions times depend on."""
+LIBRARIES = (
+    "triton",
+    *("vllm", "flashinfer", "flashinfer_cubin", "humming", "triton_kernels"),
+    *(PREFIX + name for name in PLACES),
+)
+"""Packages, beside torch, whose versions times depend on: installed ones, and those of `MOECTL_PEERS`."""
 
 
 def versions_of(machine: Machine) -> dict[str, str]:
-    """Versions of what times depend on, as far as it is there."""
-    found = {"moectl": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    """Versions of what times depend on, as far as it is there; ``kernels`` is a hash of moectl's own."""
+    found = {
+        "moectl": __version__,
+        "kernels": kernel_hash(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     known = {"triton": _triton(), **machine.packages.versions}

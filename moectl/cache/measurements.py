@@ -43,9 +43,11 @@ def save(
 ) -> Path:
     """Keeps `rows` of a layer, in place of older ones of the same cells; the file they are in.
 
+    Rows of other versions stay what they are: an entry of their own.
+
     Args:
         problem: one rank's share, as it was measured.
-        versions: of the packages that the backends come from; kept for a person to read.
+        versions: of the packages that the backends come from (`known`).
         source: what measured them, such as ``moectl bench``.
 
     Raises UsageError for a time that is none, Unavailable when the cache cannot be written.
@@ -57,18 +59,19 @@ def save(
     stamped = [replace(row, source=source, when=now()) for row in rows]
 
     def edit(entries: list[Any]) -> None:
-        own = [item for item in entries if item["built"] == software and item["layer"] == layer]
-        old = [Timed(**row) for item in own for row in item["rows"]]
-        merged = {(row.backend, row.cell): row for row in (*old, *stamped)}
-        entries[:] = [item for item in entries if item not in own]
-        entries.append(
-            {
-                "built": software,
-                "layer": layer,
-                "versions": dict(versions),
-                "rows": [asdict(row) for row in merged.values()],
-            }
-        )
+        own = {"built": software, "layer": layer, "versions": dict(versions)}
+        fresh = {(row.backend, row.cell) for row in stamped}
+        same = [item for item in entries if item["built"] == software and item["layer"] == layer]
+        merged: list[Timed] = []
+        for item in same:
+            old = [Timed(**row) for row in item["rows"]]
+            left = [row for row in old if (row.backend, row.cell) not in fresh]
+            item["rows"] = [asdict(row) for row in left]
+            if item["versions"] == own["versions"]:
+                merged += left
+        done = [item for item in same if not item["rows"] or item["versions"] == own["versions"]]
+        entries[:] = [item for item in entries if item not in done]
+        entries.append({**own, "rows": [asdict(row) for row in (*merged, *stamped)]})
 
     change(path, KIND, device_key(device), edit)
     return path

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from ..errors import UsageError
@@ -84,11 +86,43 @@ def find_peers(folder: Path | None) -> tuple[Installed, ...]:
 
 
 def _version(name: str, place: Path) -> str:
-    """What the package says of itself, or the metadata beside it; empty where neither does."""
+    """What the package says of itself, or the metadata beside it; else a hash of what is there.
+
+    A library file has no version of its own and is always told by its hash: times that were taken with one
+    build must not pass for another's. Empty where files cannot be read.
+    """
+    if place.is_file():
+        return _hash((place,), place.parent)
     stem = PROBES[name].distribution.replace("-", "_")
     beside = sorted(place.parent.glob(f"{stem}-*.dist-info")) if stem else []
-    said = source_version(place) if place.is_dir() else ""
-    return said or (beside[-1].name.removesuffix(".dist-info").rpartition("-")[2] if beside else "")
+    said = beside[-1].name.removesuffix(".dist-info").rpartition("-")[2] if beside else ""
+    return source_version(place) or said or _hash(tuple(sorted(place.rglob("*.py"))), place)
+
+
+HASHED = "sha256:"
+"""Before the first digits of a hash that stands for a version."""
+
+
+def _hash(files: tuple[Path, ...], folder: Path) -> str:
+    """`HASHED` and 12 digits of `files`, by their names in `folder`; empty where one cannot be read."""
+    try:
+        stats = [file.stat() for file in files]
+        stamps = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+        return HASHED + _digest(files, folder, stamps)
+    except OSError:
+        return ""
+
+
+@lru_cache(maxsize=16)
+def _digest(files: tuple[Path, ...], folder: Path, stamps: tuple[tuple[int, int], ...]) -> str:
+    """12 digits that change with any of `files`, which are read once as long as their `stamps` stay."""
+    found = hashlib.sha256()
+    for file, (size, _) in zip(files, stamps, strict=True):
+        found.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 20):
+                found.update(block)
+    return found.hexdigest()[:12]
 
 
 def library_file(folder: Path | None) -> Path | None:

@@ -11,10 +11,14 @@ import torch
 from bench_layers import RATES, settings_of
 from kernels.layers import GPT_OSS, KIMI, canonical_roles, layer_of, random_layer
 
+from moectl.bench.about import versions_of
 from moectl.bench.cells import Cell, make_case, plan_cells
 from moectl.bench.measure import Bench
 from moectl.bench.routing import routing_of, warm_share
+from moectl.bench.rows import Journal, Run
+from moectl.bench.rows import earlier as rows_before
 from moectl.bench.targets import Target, shared, targets_of, words
+from moectl.cache.keys import kernel_hash
 from moectl.convert.shards import Shard, shard_of
 from moectl.errors import NoBackend, Unavailable, UsageError
 from moectl.experts import ExpertLayer
@@ -189,6 +193,26 @@ def test_layers_that_do_not_fit_together_come_one_after_the_other(bench_of, add_
     ]
     assert all(row.timed for row in rows)
     assert said == ["tiny: no memory for all at once, second come after the others"]
+
+
+def test_rows_say_which_libraries_and_which_kernels(tmp_path, monkeypatch):
+    """Unpacked libraries among them: other ones, or other kernels of moectl's own, are another run."""
+    (tmp_path / "humming").mkdir()
+    (tmp_path / "humming" / "layer.py").write_text("")
+    metadata = tmp_path / "humming_kernels-0.1.19.dist-info"
+    metadata.mkdir()
+    (tmp_path / "moe_C.so.xz").write_bytes(b"a build")
+    monkeypatch.setenv("MOECTL_PEERS", str(tmp_path))
+    found = versions_of(this_machine("cpu"))
+    assert found["MOECTL_PEERS/humming"] == "0.1.19" and found["kernels"] == kernel_hash()
+    assert found["MOECTL_PEERS/vllm"].startswith("sha256:")
+    metadata.rename(tmp_path / "humming_kernels-0.1.20.dist-info")
+    run = Run(settings_of().to_json(), {"device": "a CPU", "versions": found})
+    Journal.begin(tmp_path / "rows.jsonl", run)
+    assert rows_before(tmp_path / "rows.jsonl", settings_of(), run.machine).rows == ()
+    for changed in (versions_of(this_machine("cpu")), found | {"kernels": "0123456789abcdef"}):
+        with pytest.raises(UsageError, match="is of another run: versions"):
+            rows_before(tmp_path / "rows.jsonl", settings_of(), {**run.machine, "versions": changed})
 
 
 def test_turns_are_taken_round_robin_and_the_slow_get_fewer():

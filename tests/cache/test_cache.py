@@ -229,6 +229,22 @@ def test_another_version_of_a_package_makes_times_old() -> None:
     assert not found.measured.rows and "humming changed" in found.notes[0]
 
 
+def test_times_of_an_older_package_do_not_become_the_newer_ones() -> None:
+    """Saving one backend's times leaves those of another with the versions that they were taken with."""
+    old, new = {"MOECTL_PEERS/humming": "0.1.19"}, {"MOECTL_PEERS/humming": "0.1.20"}
+    both = [TIMED, replace(TIMED, backend="humming")]
+    measurements.save(H200, QWEN, both, versions=old, source="moectl bench")
+    measurements.save(H200, QWEN, [TIMED], versions=new, source="moectl bench")
+    found = measurements.known(H200, QWEN, new)
+    assert [row.backend for row in found.measured.rows] == ["triton"]
+    assert "MOECTL_PEERS/humming changed" in found.notes[0]
+    assert [row.backend for row in measurements.known(H200, QWEN, old).measured.rows] == ["humming"]
+    # A cell is kept once, whatever the versions.
+    measurements.save(H200, QWEN, both, versions=new, source="moectl bench")
+    assert len(measurements.known(H200, QWEN).measured.rows) == 2
+    assert not measurements.known(H200, QWEN, old).measured.rows
+
+
 @pytest.mark.parametrize("us", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_is_no_time_is_not_kept(user_cache: Path, us: float) -> None:
     with pytest.raises(UsageError, match="is no measurement"):

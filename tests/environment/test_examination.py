@@ -1,6 +1,7 @@
 """The state of stand-in machines: problems that are there are named, machines in order have none."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -13,6 +14,7 @@ from moectl.doctor.caches import JOB_BYTES, find_jobs
 from moectl.doctor.remarks import remarks_on
 from moectl.doctor.software import torch_build, try_import
 from moectl.environment import Packages
+from moectl.environment.peers import find_peers
 
 H200 = "0, GPU-aaaa, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
 OLD = "1, GPU-bbbb, Tesla T4, 15360, 7.5, 580.95.05, [N/A]"
@@ -130,6 +132,29 @@ def test_libraries_of_others_are_found_installed_and_in_a_folder(bench, monkeypa
     humming = report.installed("MOECTL_PEERS/humming")
     assert (humming.version, humming.path) == ("0.1.19", f"{folder}/humming")
     assert not report.installed("humming").present
+
+
+def test_what_has_no_version_in_the_folder_is_told_by_a_hash(bench) -> None:
+    """Another build of a library is another version: times of the one are not the other's."""
+    bench.file("peers/triton_kernels/matmul_ogs.py", "first = 1")
+    bench.file("peers/triton_kernels/inner/more.py", "")
+    library = bench.file("peers/_moe_C_stable_libtorch.abi3.so", "one build")
+
+    def versions() -> dict[str, str]:
+        return {one.name: one.version for one in find_peers(bench.folder / "peers")}
+
+    before = versions()
+    assert set(before) == {"MOECTL_PEERS/vllm", "MOECTL_PEERS/triton_kernels"} and versions() == before
+    assert all(re.fullmatch("sha256:[0-9a-f]{12}", version) for version in before.values())
+    library.write_text("another build")
+    bench.file("peers/triton_kernels/inner/more.py", "second = 2")
+    after = versions()
+    assert all(after[name] != before[name] for name in before)
+    # Metadata that lies beside a package speaks for it.
+    bench.file("peers/humming/layer.py", "")
+    assert versions()["MOECTL_PEERS/humming"].startswith("sha256:")
+    bench.file("peers/humming_kernels-0.1.19.dist-info/METADATA", "")
+    assert versions()["MOECTL_PEERS/humming"] == "0.1.19"
 
 
 def test_hidden_and_unlike_gpus_are_told(bench) -> None:
