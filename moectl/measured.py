@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta, timezone
+from itertools import combinations
+from statistics import fmean
 from typing import Any
+
+TOGETHER = timedelta(hours=1)
+"""Farthest that times of different runs may lie apart to be compared: clocks and load drift."""
+
+Cell = tuple[int, str, bool]
+"""Number of tokens, routing and coldness: what times of two backends must have in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +24,12 @@ class Timed:
     Attributes:
         tactic: what the backend launched, in its own words; empty where it says nothing.
         routing: distribution of the tokens over experts, as `moectl bench` takes it.
-        us, spread_us: median and distance of the quartiles, microseconds.
+        us, spread_us: median and distance of the quartiles, microseconds; the spread is as large as the
+            median where there were too few rounds to tell.
         cold: whether the weights came from memory, and not from a cache.
         error: relative RMS error against the reference.
         source: what measured it, and the file it is kept in; `when`, as ISO 8601. Set by the cache.
+        software: tells versions of packages that times depend on from others. Set by the cache.
     """
 
     backend: str
@@ -31,11 +42,51 @@ class Timed:
     error: float
     source: str = ""
     when: str = ""
+    software: str = ""
 
     @property
-    def cell(self) -> tuple[int, str, bool]:
+    def cell(self) -> Cell:
         """What times of two backends must have in common to be compared."""
         return self.tokens, self.routing, self.cold
+
+    def beside(self, other: Timed) -> bool:
+        """True when the two may be compared: of one run, or of one software and within `TOGETHER`."""
+        if self.cell != other.cell or self.software != other.software:
+            return False
+        if self.when == other.when:
+            return True
+        mine, theirs = _time(self.when), _time(other.when)
+        return mine is not None and theirs is not None and abs(mine - theirs) <= TOGETHER
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Times of two backends in the cells that they share."""
+
+    times: tuple[tuple[Timed, Timed], ...]
+
+    @property
+    def factor(self) -> float:
+        """The second one's time over the first one's, the geometric mean over cells."""
+        return math.exp(fmean(math.log(b.us / a.us) for a, b in self.times))
+
+    @property
+    def noise(self) -> float:
+        """The mean over cells of both spreads together, relative to the times."""
+        return fmean(math.hypot(a.spread_us / a.us, b.spread_us / b.us) for a, b in self.times)
+
+    @property
+    def slower(self) -> bool:
+        """True when the second one is slower by more than the spread."""
+        return math.log(self.factor) > self.noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +94,41 @@ class Ranking:
     """Backends by measured time.
 
     Attributes:
-        factors: backend and mean factor over the fastest of each cell, the fastest first.
-        tokens: numbers of tokens at which all of them were measured.
-        source, when: of the measurements; the earliest time where there are several.
+        factors: the one that is preferred, then those that share cells with it: backend and mean factor
+            of its times over the preferred one's in those cells, the fastest first.
+        tokens: numbers of tokens of those cells.
+        source, when: of the measurements; the earliest and the latest time where there are several.
+        level: those of `factors` that the spread does not tell from the first: it goes before in the order.
+        partly: those that share only some of the cells, and the numbers of tokens of these.
     """
 
     factors: tuple[tuple[str, float], ...]
     tokens: tuple[int, ...]
     source: str
     when: str
+    level: tuple[str, ...] = ()
+    partly: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def best(self) -> str:
-        """The fastest backend."""
+        """The backend that is preferred."""
         return self.factors[0][0]
 
     def __str__(self) -> str:
-        others = ", ".join(f"{name} {factor:.2f}x" for name, factor in self.factors[1:])
-        at = ", ".join(map(str, self.tokens))
+        only, others = dict(self.partly), []
+        for name, factor in self.factors[1:]:
+            notes = ["within the spread"] if name in self.level else []
+            notes += [f"at M={_listed(only[name])} alone"] if name in only else []
+            others.append(f"{name} {factor:.2f}x" + (f" ({', '.join(notes)})" if notes else ""))
+        what = "it is the first in the order of the fastest" if self.level else "it is the fastest"
         return (
-            f"it is the fastest as measured on this device at M={at}: {others} its time "
+            f"{what} as measured on this device at M={_listed(self.tokens)}: {', '.join(others)} its time "
             f"({self.source}, {self.when})"
         )
+
+
+def _listed(tokens: Iterable[int]) -> str:
+    return ", ".join(map(str, tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,38 +138,49 @@ class Measured:
     rows: tuple[Timed, ...] = ()
 
     def ranking(self, backends: Sequence[str]) -> Ranking | None:
-        """Those of `backends` that were measured, by time; None where no two can be compared.
+        """Those of `backends`, which come in order, that were measured; None where times prefer none.
 
-        The measure is the geometric mean, over all cells in which each of them was measured, of a
-        backend's time over the fastest one's: a small number of tokens counts as much as a large one.
-        Equal backends keep their order.
+        Two are compared by the geometric mean, over the cells that they share, of one's time over the
+        other's: a small number of tokens counts as much as a large one. The first in the order is
+        preferred, until a later one is faster than it by more than the spread.
         """
-        times: dict[str, dict[tuple[int, str, bool], Timed]] = {}
+        times: dict[str, dict[Cell, Timed]] = {}
         for row in self.rows:
             if row.backend in backends:
                 times.setdefault(row.backend, {})[row.cell] = row
-        names = [name for name in backends if name in times]
-        cells = (
-            set[tuple[int, str, bool]].intersection(*(set(times[name]) for name in names)) if names else set()
-        )
-        if len(names) < 2 or not cells:
+        pairs = {}
+        for a, b in combinations([name for name in backends if name in times], 2):
+            shared = [(times[a][cell], times[b][cell]) for cell in times[a] if cell in times[b]]
+            if both := tuple((x, y) for x, y in shared if x.beside(y)):
+                pairs[a, b] = Pair(both)
+                pairs[b, a] = Pair(tuple((y, x) for x, y in both))
+        names = [name for name in backends if any(name in pair for pair in pairs)]
+        if not names:
             return None
-        least = {cell: min(times[name][cell].us for name in names) for cell in cells}
-
-        def factor(name: str) -> float:
-            return math.exp(sum(math.log(times[name][c].us / least[c]) for c in cells) / len(cells))
-
-        factors = {name: factor(name) for name in names}
-        best = min(factors.values())
-        ranked = sorted(((name, factors[name] / best) for name in names), key=lambda item: item[1])
-        used = [times[name][cell] for name in names for cell in cells]
-        return Ranking(
-            tuple(ranked),
-            tuple(sorted({tokens for tokens, _, _ in cells})),
-            ", ".join(sorted({row.source for row in used if row.source})),
-            min((row.when for row in used if row.when), default=""),
-        )
+        best = names[0]
+        for name in names[1:]:
+            if (name, best) in pairs and pairs[name, best].slower:
+                best = name
+        beside = {b: pair for (a, b), pair in pairs.items() if a == best}
+        return _ranked(best, beside) if any(pair.slower for pair in beside.values()) else None
 
     def to_json(self) -> list[dict[str, Any]]:
         """Plain data: the rows."""
         return [asdict(row) for row in self.rows]
+
+
+def _ranked(best: str, beside: dict[str, Pair]) -> Ranking:
+    """`best`, and the pairs in which it is the first, as a ranking."""
+    tokens = {name: tuple(sorted({a.tokens for a, _ in pair.times})) for name, pair in beside.items()}
+    every = tuple(sorted(set().union(*tokens.values())))
+    used = [row for pair in beside.values() for both in pair.times for row in both]
+    whens = sorted({row.when for row in used if row.when})
+    others = sorted(((name, pair.factor) for name, pair in beside.items()), key=lambda item: item[1])
+    return Ranking(
+        ((best, 1.0), *others),
+        every,
+        ", ".join(sorted({row.source for row in used if row.source})),
+        whens[0] if len(whens) == 1 else f"several runs from {whens[0]} to {whens[-1]}" if whens else "",
+        tuple(name for name, pair in beside.items() if not pair.slower),
+        tuple((name, some) for name, some in tokens.items() if some != every),
+    )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..cache import measurements
+from ..kernels.turns import FEWEST_ROUNDS
 from ..measured import Timed
 from .about import versions_of
 from .measure import Bench
@@ -35,6 +36,5 @@ def keep(bench: Bench, rows: Sequence[Row]) -> tuple[Path, ...]:
 def _timed(row: Row) -> Timed:
     assert row.median_us is not None and row.spread_us is not None and row.error_rms is not None
     cold = row.caches.startswith("cold")
-    return Timed(
-        row.backend, row.tactic, row.tokens, row.routing, row.median_us, row.spread_us, cold, row.error_rms
-    )
+    spread = row.spread_us if row.rounds >= FEWEST_ROUNDS else row.median_us
+    return Timed(row.backend, row.tactic, row.tokens, row.routing, row.median_us, spread, cold, row.error_rms)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -56,7 +58,8 @@ def save(
         if not (math.isfinite(row.us) and row.us > 0 and math.isfinite(row.error)):
             raise UsageError(f"a time of {row.us} us with an error of {row.error} is no measurement")
     path, software, layer = KIND.path(device), built(), layer_key(problem)
-    stamped = [replace(row, source=source, when=now()) for row in rows]
+    when, told = now(), _digest(versions)
+    stamped = [replace(row, source=source, when=when, software=told) for row in rows]
 
     def edit(entries: list[Any]) -> None:
         own = {"built": software, "layer": layer, "versions": dict(versions)}
@@ -75,6 +78,12 @@ def save(
 
     change(path, KIND, device_key(device), edit)
     return path
+
+
+def _digest(versions: Mapping[str, str]) -> str:
+    """8 digits that tell `versions` from others."""
+    text = json.dumps(dict(versions), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | None = None) -> Known:

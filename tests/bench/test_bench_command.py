@@ -158,7 +158,9 @@ def test_times_are_kept_for_choices_by_measurement(tiny_gpt_oss):
     from moectl.cache.measurements import known
     from moectl.cli.source import find_source
 
-    done = moectl("bench", tiny_gpt_oss, *QUICK, "--routing", "uniform,balanced", "--save", "--json")
+    done = moectl(
+        "bench", tiny_gpt_oss, *QUICK, "--repeats", 2, "--routing", "uniform,balanced", "--save", "--json"
+    )
     assert "kept in" in done.stderr
     source = find_source(str(tiny_gpt_oss), None, offline=True)
     opened: Bench = open_bench(Settings(checkpoint=str(tiny_gpt_oss), device="cpu"), source)
@@ -169,6 +171,8 @@ def test_times_are_kept_for_choices_by_measurement(tiny_gpt_oss):
         ("torch", row["tokens"], row["routing"], False): row["median_us"] for row in done.document["rows"]
     }
     assert not found.notes and len(kept) == 4
+    # Two rounds are too few for a spread: nothing is preferred by them.
+    assert all(row.spread_us == row.us for row in found.measured.rows)
 
 
 def test_compiling_says_what_was_run(tiny_gpt_oss):

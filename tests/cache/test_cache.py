@@ -6,6 +6,7 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -264,17 +265,69 @@ def test_a_foreign_file_of_measurements_is_a_note(user_cache: Path, text: str) -
 def test_backends_are_ranked_where_all_were_measured() -> None:
     rows = [
         replace(TIMED, tokens=1, us=10.0),
-        replace(TIMED, tokens=64, us=40.0, when="b", source="s"),
+        replace(TIMED, tokens=64, us=40.0, when="2026-11-21T21:30:00Z", source="s"),
         replace(TIMED, tokens=1024, us=100.0),
         replace(TIMED, backend="marlin", tokens=1, us=8.0),
-        replace(TIMED, backend="marlin", tokens=64, us=100.0, when="a", source="s"),
+        replace(TIMED, backend="marlin", tokens=64, us=100.0, when="2026-11-21T21:00:00Z", source="s"),
     ]
     ranking = Measured(tuple(rows)).ranking(["marlin", "triton", "torch"])
     assert ranking is not None and ranking.best == "triton" and ranking.tokens == (1, 64)
     assert dict(ranking.factors)["marlin"] == pytest.approx((8 / 10 * 100 / 40) ** 0.5)
     assert str(ranking) == (
-        "it is the fastest as measured on this device at M=1, 64: marlin 1.41x its time (s, a)"
+        "it is the fastest as measured on this device at M=1, 64: marlin 1.41x its time "
+        "(s, several runs from 2026-11-21T21:00:00Z to 2026-11-21T21:30:00Z)"
     )
+
+
+def test_each_pair_is_compared_where_both_were_measured() -> None:
+    """One that was measured at other numbers of tokens does not undo what the others tell."""
+    triton = [replace(TIMED, tokens=m, us=10.0) for m in (1, 8)]
+    marlin = [replace(TIMED, backend="marlin", tokens=m, us=8.0) for m in (1, 8)]
+    order = ["torch", "triton", "marlin"]
+    alone = Measured((*triton, *marlin, replace(TIMED, backend="torch", tokens=7, us=1.0))).ranking(order)
+    assert alone is not None and alone.tokens == (1, 8)
+    assert alone.factors == (("marlin", 1.0), ("triton", pytest.approx(1.25)))
+    some = Measured((*triton, *marlin, replace(TIMED, backend="torch", tokens=8, us=80.0))).ranking(order)
+    assert some is not None and dict(some.factors)["torch"] == pytest.approx(10)
+    assert "triton 1.25x, torch 10.00x (at M=8 alone) its time" in str(some)
+
+
+def test_the_order_decides_within_the_spread() -> None:
+    first, second = replace(TIMED, us=100.0), replace(TIMED, backend="marlin", us=99.0)
+    torch = replace(TIMED, backend="torch", us=900.0)
+    order = ["triton", "marlin", "torch"]
+
+    def best(spread: float) -> str:
+        times = (replace(first, spread_us=spread), replace(second, spread_us=spread), torch)
+        found = Measured(times).ranking(order)
+        assert found is not None
+        return found.best
+
+    assert best(0.1) == "marlin" and best(10.0) == "triton"
+    noisy = tuple(replace(row, spread_us=90.0) for row in (first, second))
+    assert Measured(noisy).ranking(order) is None
+    level = Measured((*(replace(row, spread_us=10.0) for row in (first, second)), torch)).ranking(order)
+    assert level is not None and level.level == ("marlin",)
+    assert "first in the order of the fastest" in str(level)
+    assert "marlin 0.99x (within the spread), torch 9.00x its time" in str(level)
+
+
+@pytest.mark.parametrize(
+    ("changes", "compared"),
+    [
+        ({"when": "2026-11-21T21:59:00Z"}, True),
+        ({"when": "2026-11-21T22:01:00Z"}, False),
+        ({"when": "yesterday"}, False),
+        ({"software": "0123abcd"}, False),
+    ],
+)
+def test_runs_are_mixed_within_the_hour_and_of_one_software_alone(
+    changes: dict[str, Any], compared: bool
+) -> None:
+    one = replace(TIMED, us=10.0, when="2026-11-21T21:00:00Z")
+    found = Measured((one, replace(one, backend="marlin", us=90.0, **changes))).ranking(["marlin", "triton"])
+    assert (found is not None) is compared
+    assert found is None or "several runs from" in str(found)
 
 
 def test_times_that_cannot_be_compared_rank_nothing() -> None:
@@ -284,5 +337,5 @@ def test_times_that_cannot_be_compared_rank_nothing() -> None:
     assert Measured((TIMED, warm)).ranking(["triton", "torch"]) is None
     assert Measured((TIMED, skewed)).ranking(["triton", "torch"]) is None
     both = Measured((TIMED, replace(TIMED, backend="torch")))
-    assert both.ranking(["torch", "triton"]).best == "torch"  # type: ignore[union-attr]
+    assert both.ranking(["torch", "triton"]) is None, "the order decides between equals"
     assert both.ranking(["triton"]) is None
