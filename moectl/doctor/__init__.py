@@ -9,12 +9,12 @@ from ..environment import detect_cpu, detect_gpus
 from ..environment.gpus import VISIBILITY, Gpu, visible_gpus
 from ..environment.installed import Installed, find_all, package_folder
 from ..environment.nvidia import driver_cuda
-from ..environment.packages import installed_packages
+from ..environment.packages import packages_of
 from ..environment.peers import find_peers, peers_folder
 from ..environment.probes import TOOLS
 from ..environment.variables import judge_variables
 from ..environment.vllm_0_33_0 import VARIABLES, other_names
-from ..errors import Unavailable
+from ..errors import Unavailable, UsageError
 from ..oracle.registry import POLICIES
 from .backends import backend_statuses
 from .caches import find_caches, find_jobs
@@ -40,8 +40,9 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
     """
     gpus = detect_gpus()
     shown, refused = _shown(gpus, env)
-    packages = installed_packages({key: value for key, value in env.items() if key.startswith("VLLM_")})
-    found = (*find_all(), *find_peers(peers_folder(env)))
+    peers, peers_refused = _peers(env)
+    found = (*find_all(), *peers)
+    packages = packages_of(found, {key: value for key, value in env.items() if key.startswith("VLLM_")})
     device = next((gpu.device for gpu in shown if not gpu.remark), None) or detect_cpu()
     installed = installed_software()
     report = Report(
@@ -63,6 +64,7 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
         ),
         imports=_imports(found) if deep else {},
         torch_view=torch_view() if deep else None,
+        peers_refused=peers_refused,
     )
     return replace(report, remarks=remarks_on(report, packages))
 
@@ -72,6 +74,14 @@ def _shown(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[Gpu, ..
     try:
         return visible_gpus(gpus, env), ""
     except Unavailable as error:
+        return (), error.what
+
+
+def _peers(env: Mapping[str, str]) -> tuple[tuple[Installed, ...], str]:
+    """What the folder of unpacked libraries has, or why it cannot be told."""
+    try:
+        return find_peers(peers_folder(env)), ""
+    except UsageError as error:
         return (), error.what
 
 

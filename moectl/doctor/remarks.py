@@ -8,6 +8,7 @@ from ..environment import PROBES
 from ..environment.gpus import cut_short
 from ..environment.installed import another_of_the_name
 from ..environment.packages import Packages
+from ..environment.peers import VARIABLE
 from ..oracle.backends.flashinfer import KERNELS
 from .caches import JOB_BYTES, ROOMY
 from .report import NOTE, PROBLEM, Remark, Report
@@ -101,6 +102,16 @@ def _packages(report: Report, packages: Packages) -> Iterator[Remark]:
             )
 
 
+def _peers(report: Report, packages: Packages) -> Iterator[Remark]:
+    if report.peers_refused:
+        yield Remark(
+            PROBLEM,
+            VARIABLE,
+            report.peers_refused,
+            f"unset {VARIABLE}, or name a folder as docs/environment.md says; until then other commands stop",
+        )
+
+
 def _deep(report: Report, packages: Packages) -> Iterator[Remark]:
     for name, why in report.imports.items():
         if why:
@@ -186,6 +197,7 @@ CHECKS: tuple[Callable[[Report, Packages], Iterator[Remark]], ...] = (
     _torch,
     _engine,
     _packages,
+    _peers,
     _deep,
     _flashinfer,
     _caches,

@@ -45,6 +45,7 @@ class Report:
         packages: optional packages and tools, present or not.
         imports: with a deep look, why a package cannot be imported, by name; empty for one that can.
         torch_view: with a deep look, what torch says of its devices.
+        peers_refused: why the folder of unpacked libraries could not be looked into.
     """
 
     software: Software
@@ -61,6 +62,7 @@ class Report:
     backends: tuple[BackendStatus, ...]
     imports: Mapping[str, str] = field(default_factory=dict)
     torch_view: TorchView | None = None
+    peers_refused: str = ""
     remarks: tuple[Remark, ...] = ()
 
     @property
@@ -98,6 +100,7 @@ class Report:
                 "memory_bytes": self.device.memory_bytes,
                 "features": sorted(self.device.features),
             },
+            "peers_refused": self.peers_refused or None,
             "packages": [_package_json(found, self.imports) for found in self.packages],
             "imports": dict(self.imports),
             "torch_devices": self.torch_view.devices if self.torch_view else None,

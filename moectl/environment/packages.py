@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UsageError
 from .devices import DATA
-from .installed import another_of_the_name, find_all
+from .installed import Installed, another_of_the_name, find_all
 from .peers import find_peers, peers_folder
 from .probes import PROBES, TOOLS
 
@@ -90,7 +90,12 @@ def installed_packages(env: Mapping[str, str]) -> Packages:
 
     Those of the folder have names of their own, as no engine sees them.
     """
-    found = (*find_all(), *find_peers(peers_folder()))
+    return packages_of((*find_all(), *find_peers(peers_folder())), env)
+
+
+def packages_of(found: Sequence[Installed], env: Mapping[str, str]) -> Packages:
+    """What of `found` is there, as decisions count on it, and `env`."""
+    found = tuple(found)
     there = [one for one in found if one.present]
     return Packages(
         {one.name: one.version for one in there},

@@ -133,3 +133,9 @@ def test_nothing_secret_and_no_folder_is_printed(monkeypatch, tmp_path):
 )
 def test_values_that_tell_too_much_are_hidden(name, value, shown):
     assert shown_value(name, value, paths=False) == shown
+
+
+def test_a_wrong_folder_of_libraries_is_reported():
+    done = moectl("doctor", code=1, env={"MOECTL_PEERS": "/no/such/folder"})
+    assert "MOECTL_PEERS must name a folder with unpacked libraries, got '/no/such/folder'" in done.words
+    assert "compiled kernels" in done.stdout

@@ -157,6 +157,16 @@ def test_what_has_no_version_in_the_folder_is_told_by_a_hash(bench) -> None:
     assert versions()["MOECTL_PEERS/humming"] == "0.1.19"
 
 
+def test_a_folder_of_libraries_that_is_none_is_a_problem_of_a_whole_report(bench, monkeypatch) -> None:
+    sound(bench)
+    monkeypatch.setenv("MOECTL_PEERS", "/no/such/folder")
+    report = examine(bench.env(MOECTL_PEERS="/no/such/folder"))
+    (problem,) = report.problems
+    assert problem.about == "MOECTL_PEERS" and "'/no/such/folder'" in problem.says
+    assert "unset MOECTL_PEERS" in problem.do and report.to_json()["peers_refused"] == problem.says
+    assert own(report)["torch"] == ""
+
+
 def test_hidden_and_unlike_gpus_are_told(bench) -> None:
     sound(bench)
     bench.gpus(f"{H200}\n{OLD}")
