@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, UsageError
+from ..errors import UsageError
 from ..experts import ExpertLayer
 from ..kernels.inputs import inputs_from, no_bias, random_logits
 from ..kernels.routing import route_by
 from ..problem import MoEProblem
+from ..unreadable import unreadable
 from .settings import MAX_TOKENS, ROUTER, TRACE, Settings
 
 LONGEST_LINE = 1 << 16
@@ -54,8 +55,8 @@ def routing_of(
 ) -> Sets:
     """What gives routings called `name`; drawn ones are drawn on the CPU and routed on `device`.
 
-    Raises UsageError when the layer has no router, or a trace is too short or of other experts, and
-    CheckpointError when a file cannot be read.
+    Raises UsageError when the layer has no router, a trace is too short or of other experts, or a file
+    cannot be read.
     """
     if name == ROUTER:
         return _by_router(layer, settings)
@@ -134,7 +135,7 @@ def _tensors(path: Path, what: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {what}: {error}") from error
+        raise unreadable(what, path, error, "a safetensors file") from error
 
 
 def _window(rows: Tensor, tokens: int, number: int, what: str) -> Tensor:
@@ -180,7 +181,7 @@ def read_trace(path: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | None]:
     a list of ids or an object of ``ids`` and optionally ``weights``. Every token has `top_k` different
     experts of the layer, and weights are finite.
 
-    Raises CheckpointError when the file cannot be read, UsageError when it is no trace of this layer.
+    Raises UsageError when the file cannot be read or is no trace of this layer.
     """
     ids, weights = _READERS.get(path.suffix.lower(), _refused)(path)
     wanted = ["tokens", problem.top_k]
@@ -232,7 +233,7 @@ def _trace_lines(path: Path) -> tuple[Tensor, Tensor | None]:
                 if given is not None:
                     weights.append(given)
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read trace {path}: {error}") from error
+        raise unreadable(f"trace {path}", path, error, "a UTF-8 text file") from error
     if weights and len(weights) != len(ids):
         raise UsageError(
             f"trace {path} has weights for {len(weights)} of {len(ids)} tokens, expected all or none"

@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import IO, Any, get_type_hints
 
 from .. import SCHEMA_VERSION, __version__
-from ..errors import CheckpointError, Unavailable, UsageError
+from ..errors import Unavailable, UsageError
+from ..unreadable import unreadable
 from .settings import Settings, differences
 
 Key = tuple[str, str, str, str, int, str, str]
@@ -149,16 +150,16 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> Row:
-        """The row that flat `data` describes; CheckpointError when it describes none."""
+        """The row that flat `data` describes; UsageError when it describes none."""
         row = cls(**_typed(cls, data, where), costs=Costs(**_typed(Costs, data, where)))
         for name in TIMES:
             value = getattr(row, name)
             if value is not None and value <= 0:
-                raise CheckpointError(f"{where}: {name} must be above 0, got {value:g}")
+                raise UsageError(f"{where}: {name} must be above 0, got {value:g}")
         if row.timed and not row.ok:
-            raise CheckpointError(f"{where} has a time, which only right results have, and ok is {row.ok}")
+            raise UsageError(f"{where} has a time, which only right results have, and ok is {row.ok}")
         if row.q1_us is not None and row.q3_us is not None and row.q1_us > row.q3_us:
-            raise CheckpointError(f"{where}: q1_us {row.q1_us:g} is above q3_us {row.q3_us:g}")
+            raise UsageError(f"{where}: q1_us {row.q1_us:g} is above q3_us {row.q3_us:g}")
         return row
 
 
@@ -176,12 +177,10 @@ def _typed(kind: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
             found[it.name] = _read(data[it.name], wanted, type(None) in _kinds(hints[it.name]))
         except ValueError as error:
-            raise CheckpointError(f"{where}: {it.name} must not be {data[it.name]!r}") from error
+            raise UsageError(f"{where}: {it.name} must not be {data[it.name]!r}") from error
     needed = {"model", "layers", "layer", "scheme", "backend", "tokens", "routing"}
     if kind is Row and not needed <= found.keys():
-        raise CheckpointError(
-            f"{where} is no row of a bench: it lacks {', '.join(sorted(needed - found.keys()))}"
-        )
+        raise UsageError(f"{where} is no row of a bench: it lacks {', '.join(sorted(needed - found.keys()))}")
     return found
 
 
@@ -325,14 +324,14 @@ def read_rows(path: Path) -> Rows:
     """The rows of a .jsonl, .json or .csv file that a bench has written.
 
     Of rows of the same cell the last one counts; a last line that was not finished does not, which is noted.
-    Raises CheckpointError when the file cannot be read or is none.
+    Raises UsageError when the file cannot be read or is none.
     """
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise CheckpointError(f"{path} has more than {LARGEST_FILE} bytes: that is no file of rows")
+            raise UsageError(f"{path} has more than {LARGEST_FILE} bytes: that is no file of rows")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise unreadable(str(path), path, error, "a file of rows in UTF-8") from error
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(
@@ -342,7 +341,7 @@ def read_rows(path: Path) -> Rows:
     about, rows = reader(text, str(path))
     version = about.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
-        raise CheckpointError(
+        raise UsageError(
             f"{path} has rows of schema version {version!r}, and this moectl reads version {SCHEMA_VERSION}",
             hint="read it with the moectl that wrote it",
         )
@@ -366,9 +365,9 @@ def _from_jsonl(text: str, where: str) -> _Read:
         elif data.get("kind") == "row":
             rows.append(Row.from_json(data, place))
         else:
-            raise CheckpointError(f"{place} is no line of a bench", hint="give what `moectl bench -o` wrote")
+            raise UsageError(f"{place} is no line of a bench", hint="give what `moectl bench -o` wrote")
     if not about:
-        raise CheckpointError(f"{where} does not begin as a bench's file does")
+        raise UsageError(f"{where} does not begin as a bench's file does")
     return about, rows
 
 
@@ -376,7 +375,7 @@ def _from_json(text: str, where: str) -> _Read:
     data = _object(text, where)
     rows = data.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise CheckpointError(f"{where} has no rows of a bench")
+        raise UsageError(f"{where} has no rows of a bench")
     return data, [Row.from_json(row, f"{where}, row {i}") for i, row in enumerate(rows, 1)]
 
 
@@ -393,9 +392,9 @@ def _object(text: str, where: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not JSON: {error}") from error
+        raise UsageError(f"{where} is not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{where} is not a JSON object")
+        raise UsageError(f"{where} is not a JSON object")
     return data
 
 

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, UsageError
-from ..kernels.distributions import check_distribution
+from ..errors import UsageError
+from ..kernels.distributions import DISTRIBUTIONS, check_distribution, spelled
+from ..unreadable import unreadable
 
 ROUTER = "router"
 """The routing by the checkpoint's own router."""
@@ -87,7 +88,7 @@ class Settings:
         return (*traces, *([self.input] if self.input else []))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, with the SHA-256 of `files`; CheckpointError when one cannot be read."""
+        """As plain data, with the SHA-256 of `files`; UsageError when one cannot be read."""
         return {**asdict(self), "files": {name: _sha256(Path(name)) for name in self.files}}
 
 
@@ -98,7 +99,7 @@ def _sha256(path: Path) -> str:
             while piece := file.read(1 << 20):
                 digest.update(piece)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        raise unreadable(str(path), path, error, "a file") from error
     return digest.hexdigest()
 
 
@@ -107,6 +108,9 @@ def check_routing(text: str) -> None:
     if text == ROUTER:
         return
     if not text.startswith(TRACE):
+        if text.partition(":")[0] not in DISTRIBUTIONS:
+            known = (*map(spelled, DISTRIBUTIONS), f"{TRACE}FILE", ROUTER)
+            raise UsageError(f"routing {text!r} is not known", hint=f"use {', '.join(known)}")
         check_distribution(text)
         return
     if not Path(text[len(TRACE) :]).is_file():

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, UsageError
+from ..errors import UsageError
 from ..experts import ExpertLayer
 from ..kernels.inputs import DTYPES, Inputs, make_inputs, no_bias
 from ..kernels.prepared import PreparedMoE
 from ..kernels.reference import moe_reference
 from ..kernels.routing import route_by
 from ..problem import MoEProblem
+from ..unreadable import unreadable
 from .variants import experts_on
 
 
@@ -56,8 +57,7 @@ def workload_of(layer: ExpertLayer, tokens: int = 8, seed: int = 0, source: Path
             [tokens, hidden] instead, and optionally ``ids`` and ``weights`` [tokens, top_k].
 
     Raises:
-        CheckpointError: `source` cannot be read.
-        UsageError: its tensors do not fit the layer.
+        UsageError: `source` cannot be read, or its tensors do not fit the layer.
     """
     made = make_inputs(layer.problem, tokens if source is None else 0, seed)
     if source is not None:
@@ -95,7 +95,7 @@ def _read_input(source: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | Non
     try:
         found = load_file(source)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read --input {source}: {error}") from error
+        raise unreadable(f"--input {source}", source, error, "a safetensors file") from error
     if "x" not in found:
         raise UsageError(f"--input {source} must hold a tensor x, got {', '.join(sorted(found)) or 'none'}")
     x = found["x"]

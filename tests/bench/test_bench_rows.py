@@ -20,7 +20,7 @@ from moectl.bench.compare import compare, judge
 from moectl.bench.render import as_csv, document, markdown, number
 from moectl.bench.rows import Costs, Journal, Row, Rows, Run, earlier, read_rows
 from moectl.bench.settings import Settings, parse_counts
-from moectl.errors import CheckpointError, Unavailable, UsageError
+from moectl.errors import Unavailable, UsageError
 
 MACHINE = {
     "device": "a CPU",
@@ -113,9 +113,9 @@ def test_numbers_that_are_not_finite_become_none():
 )
 def test_files_that_are_none_of_a_bench_are_refused(tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
-    with pytest.raises((CheckpointError, UsageError), match=words):
+    with pytest.raises(UsageError, match=words):
         read_rows(tmp_path / name)
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with pytest.raises(UsageError, match="cannot read"):
         read_rows(tmp_path / "nothing.jsonl")
 
 
@@ -133,7 +133,7 @@ def test_files_that_are_none_of_a_bench_are_refused(tmp_path, name, text, words)
 )
 def test_fields_of_other_types_are_refused(field, value):
     data = ROWS[0].to_json() | {field: value}
-    with pytest.raises(CheckpointError, match=f"{field} must not be"):
+    with pytest.raises(UsageError, match=f"{field} must not be"):
         Row.from_json(data, "here")
 
 
@@ -148,7 +148,7 @@ def test_fields_of_other_types_are_refused(field, value):
     ],
 )
 def test_rows_that_no_bench_writes_are_refused(changes, words):
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(UsageError, match=words):
         Row.from_json(ROWS[0].to_json() | changes, "here")
 
 
@@ -156,7 +156,7 @@ def test_rows_that_no_bench_writes_are_refused(changes, words):
 def test_rows_of_another_schema_are_refused(tmp_path, name):
     about = {"kind": "run", "schema_version": 9}
     (tmp_path / name).write_text(json.dumps(about | {"rows": []}) + "\n")
-    with pytest.raises(CheckpointError, match="schema version 9, and this moectl reads version 1"):
+    with pytest.raises(UsageError, match="schema version 9, and this moectl reads version 1"):
         read_rows(tmp_path / name)
 
 

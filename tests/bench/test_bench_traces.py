@@ -11,7 +11,8 @@ from kernels.layers import GPT_OSS, KIMI, random_layer
 from safetensors.torch import save_file
 
 from moectl.bench.routing import read_trace, routing_of
-from moectl.errors import CheckpointError, UsageError
+from moectl.bench.settings import check_routing
+from moectl.errors import UsageError
 from moectl.kernels.reference import route
 
 IDS = [[0, 1, 2, 3], [5, 4, 3, 2], [1, 0, 5, 4]]
@@ -112,11 +113,19 @@ def test_bad_tensors_are_refused(tmp_path, tensors, words):
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 30)
-    with pytest.raises(CheckpointError, match="cannot read trace"):
+    with pytest.raises(UsageError, match="cannot read trace"):
         read_trace(tmp_path / "a.safetensors", GPT_OSS)
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(CheckpointError, match="cannot read trace"):
+    with pytest.raises(UsageError, match="cannot read trace"):
         read_trace(tmp_path / "a.jsonl", GPT_OSS)
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(UsageError, match="names no file of expert ids"):
         read_trace(tmp_path / "a.txt", GPT_OSS)
+
+
+def test_a_routing_that_is_not_known_names_all_there_are():
+    with pytest.raises(UsageError, match="routing 'foo:1' is not known") as raised:
+        check_routing("foo:1")
+    assert raised.value.hint == "use uniform, balanced, zipf:A, hot:N:F, trace:FILE, router"
+    with pytest.raises(UsageError, match="A must be a number"):
+        check_routing("zipf:x")
