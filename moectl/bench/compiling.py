@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from ..checkpoint import Checkpoint
-from ..errors import MoectlError
+from ..errors import ExitCode, MoectlError
 from .settings import Settings
 
 WORK = "from moectl.bench.compiling import work; work()"
@@ -30,7 +30,15 @@ class Job:
     parts: int
 
 
-def compile_parts(settings: Settings, source: Checkpoint | Path | None, processes: int) -> Iterator[str]:
+@dataclass(frozen=True)
+class Compiled:
+    """A line about what was compiled, or about what `failed`."""
+
+    text: str
+    failed: bool = False
+
+
+def compile_parts(settings: Settings, source: Checkpoint | Path | None, processes: int) -> Iterator[Compiled]:
     """Runs every cell of a bench once, spread over `processes`; says what each has done, as it ends.
 
     What is compiled lies in the caches of the libraries, such as TRITON_CACHE_DIR. A process that fails
@@ -45,10 +53,11 @@ def compile_parts(settings: Settings, source: Checkpoint | Path | None, processe
                 running.remove(item)
                 job, process, log = item
                 log.seek(0)
-                yield from log.read().splitlines()
+                yield from map(Compiled, log.read().splitlines())
                 log.close()
                 if process.returncode:
-                    yield f"part {job.part} of {job.parts} ended with status {process.returncode}"
+                    ended = f"part {job.part + 1} of {job.parts} failed, with status {process.returncode}"
+                    yield Compiled(ended, failed=True)
     finally:
         for _, process, log in running:
             process.kill()
@@ -70,9 +79,13 @@ def work() -> None:
     job: Job = pickle.load(sys.stdin.buffer)
     from .opening import open_bench
 
+    failed = False
     try:
         for line in open_bench(job.settings, job.source, measure_rates=False).compiled(job.part, job.parts):
-            print(line, flush=True)
+            failed |= line.failed
+            print(line.text, flush=True)
     except MoectlError as error:
-        print(error, flush=True)
+        print("\n".join(part for part in (error.what, error.reason, error.hint) if part), flush=True)
         sys.exit(int(error.exit_code))
+    if failed:
+        sys.exit(int(ExitCode.FOUND))

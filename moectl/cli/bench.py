@@ -11,7 +11,7 @@ import typer
 from ..bench import Settings, parse_counts
 from ..errors import ExitCode, UsageError
 from ..models import MODELS
-from .options import Activation, Device, Offline, Seed, framed, option, pick
+from .options import Activation, Device, Offline, Seed, framed, option, pick, typed
 from .output import Output, table
 from .outputs import check_writable
 from .source import DEVICES, backend_names, find_source
@@ -34,9 +34,23 @@ MORE = (
 )
 FORMATS = ("md", "csv", "json", "jsonl")
 
+MEASURING = (
+    *("tokens", "backend", "layer", "tp", "ep", "device", "routing", "input", "warm", "repeats", "seed"),
+    *("resume", "save", "compile_only", "jobs", "activation", "offline"),
+)
+"""Options that say what is measured; rows of an earlier bench have been."""
+
+IGNORED = {
+    "rows": (MEASURING, "--rows shows rows that are there"),
+    "compile_only": (("resume", "save", "output", "plot", "format"), "--compile-only measures nothing"),
+    "model": (("layer", "activation"), "--model times one layer of each model, as it is known"),
+}
+"""Options that have no meaning beside another, and why."""
+
 
 @framed("bench")
 def bench(
+    context: typer.Context,
     checkpoint: Annotated[
         str | None,
         typer.Argument(
@@ -48,7 +62,7 @@ def bench(
         option("--model", own=True, help=f"Instead of CKPT, random weights: of {', '.join(MODELS)}."),
     ] = None,
     rows: Annotated[
-        Path | None, option("--rows", own=True, help="Instead of CKPT: show rows of an earlier bench.")
+        list[Path] | None, option("--rows", own=True, help="Instead of CKPT: show rows of an earlier bench.")
     ] = None,
     tokens: Annotated[
         str, option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024.")
@@ -103,7 +117,8 @@ def bench(
     reference first; a result that is wrong gets no time. Exit code 1 when one was wrong, or failed.
     """
     shown = Shown(stdout_format(format, output, out.as_json), tuple(output or ()), plot)
-    if rows is not None:
+    _check_together(context, {"rows": rows, "compile_only": compile_only, "model": model})
+    if rows:
         return _from_rows(rows, (checkpoint, model), shown, out)
     settings = Settings(
         checkpoint=checkpoint or "",
@@ -139,15 +154,33 @@ def _models(text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(pick(name, MODELS, "model") for name in _names(text)))
 
 
-def _from_rows(path: Path, others: tuple[str | None, ...], shown: "Shown", out: Output) -> ExitCode:
+def _check_together(context: typer.Context, given: Mapping[str, Any]) -> None:
+    """Refuses options on the command line that would have no effect beside the others."""
+    for name, (ignored, why) in IGNORED.items():
+        if given[name] and (found := typed(context, ignored)):
+            raise UsageError(f"{why}, and {', '.join(found)} would be ignored", hint="leave one out")
+    if not given["compile_only"] and typed(context, ("jobs",)):
+        raise UsageError("--jobs is of --compile-only, which is not asked for", hint="add --compile-only")
+
+
+def _from_rows(
+    paths: Sequence[Path], others: tuple[str | None, ...], shown: "Shown", out: Output
+) -> ExitCode:
     from ..bench.rows import read_rows
 
     if any(others):
         raise UsageError("--rows shows rows that are there, and CKPT and --model measure new ones")
+    if len(paths) > 1:
+        raise UsageError(
+            f"--rows shows one file, got {len(paths)}", hint="hold two against each other by `moectl compare`"
+        )
+    path = paths[0]
     if shown.journal is not None:
         raise UsageError(f"{shown.journal} would be a copy of rows", hint="give -o FILE.md, .csv or .json")
     shown.check([path])
     found = read_rows(path)
+    for note in found.notes:
+        out.note(note)
     shown.show(found.about, found.rows, out)
     return ExitCode.DONE
 
@@ -155,14 +188,16 @@ def _from_rows(path: Path, others: tuple[str | None, ...], shown: "Shown", out: 
 def _compile(settings: Settings, source: "Checkpoint | Path | None", jobs: int, out: Output) -> ExitCode:
     from ..bench.compiling import compile_parts
 
-    lines = []
+    lines: list[str] = []
+    failed = False
     with out.progress("compiling", unit="cells") as progress:
         for line in compile_parts(settings, source, jobs):
-            lines.append(line)
-            progress(len(lines), 0, line)
+            lines.append(line.text)
+            failed |= line.failed
+            progress(len(lines), 0, line.text)
     document = {"settings": settings.to_json(), "lines": lines}
     out.result(document, lambda console: console.print("\n".join(lines), markup=False), f"{len(lines)}")
-    return ExitCode.DONE
+    return ExitCode.FOUND if failed else ExitCode.DONE
 
 
 def _measure(

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -181,12 +182,57 @@ def test_compiling_says_what_was_run(tiny_gpt_oss):
     assert "torch M=1: " in said and "torch M=3: " in said and "status" not in said
 
 
+def test_compiling_fails_where_a_part_does():
+    asked = ("--model", "gpt-oss-20b", "--backend", "humming", "--device", "cpu")
+    done = moectl("bench", *asked, "--compile-only", code=1)
+    assert "part 1 of 1 failed, with status 3" in done.words
+
+
+def test_a_layer_that_cannot_be_prepared_is_a_part_that_fails(tiny_gpt_oss, monkeypatch):
+    from moectl.bench.compiling import Job, work
+    from moectl.bench.settings import Settings
+    from moectl.cli.source import find_source
+
+    def failing(*given, **named):
+        raise RuntimeError("no such instruction")
+
+    settings = Settings(checkpoint=str(tiny_gpt_oss), tokens=(1,), backends=("torch",), device="cpu")
+    job = Job(settings, find_source(str(tiny_gpt_oss), None, offline=True), 0, 1)
+    monkeypatch.setattr("moectl.bench.measure.make_ready", failing)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(pickle.dumps(job))))
+    with pytest.raises(SystemExit, match="1"):
+        work()
+
+
+def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path):
+    from moectl.bench.rows import read_rows
+
+    there = ROOT / "docs" / "bench_h200.jsonl"
+    rows = read_rows(there).rows
+    assert not [row for row in rows if row.failed] and sum(row.refused for row in rows) == 16
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text(there.read_text()[:-10])
+    assert "was not finished" in moectl("bench", "--rows", cut).stderr
+    assert "B: the last line" in moectl("compare", there, cut, code=1).words
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ((), "one of the two"),
         (("x", "--model", "kimi-k2"), "one of the two"),
         (("--rows", "rows.jsonl", "--model", "kimi-k2"), "measure new ones"),
+        (("--rows", "a.jsonl", "--rows", "b.jsonl"), "shows one file, got 2"),
+        (("--rows", "a.jsonl", "-m", "4", "--resume"), "--tokens, --resume would be ignored"),
+        (
+            ("--model", "kimi-k2", "--layer", "9", "--activation", "x"),
+            "--layer, --activation would be ignored",
+        ),
+        (("--model", "kimi-k2", "--jobs", "2"), "--jobs is of --compile-only"),
+        (("--model", "kimi-k2", "--compile-only", "--save"), "--save would be ignored"),
+        (("--model", "kimi-k2", "--compile-only", "--resume"), "--resume would be ignored"),
+        (("--model", "kimi-k2", "--compile-only", "-o", "a.md"), "--output would be ignored"),
+        (("--model", "kimi-k2", "--compile-only", "--plot", "a.svg"), "--plot would be ignored"),
         (("--model", "kimi-k2", "--resume"), "give -o FILE.jsonl"),
         (("--model", "kimi-k2", "-o", "rows.xlsx"), "names no format"),
         (("--model", "kimi-k2", "--plot", "rows.pdf"), "names no kind of picture"),
