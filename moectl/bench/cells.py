@@ -26,7 +26,8 @@ CPU_SETS = 3
 """Routings that calls on a CPU take in turn."""
 
 CHECKED_TOKENS = 32
-"""Tokens whose result is compared with the reference; the others are checked to be finite."""
+"""Tokens whose result is compared with the reference, of all calls together, but at least one of each; the
+others are checked to be finite."""
 
 STILL_COLD = 0.05
 """Largest part of the weights that may be found in the cache by calls that count as cold."""
@@ -118,21 +119,21 @@ def _hits(target: Target, sets: Sets, tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A cell's inputs on the device, and what the reference makes of some tokens of the last of them.
+    """A cell's inputs on the device, and what the reference makes of some tokens of each call.
 
     Attributes:
         inputs: of each call, ids counted from the first expert here.
         bias: the router's, for kernels that choose experts by themselves; None where there is none.
         work: of a call, the mean.
-        sample: the tokens that are compared, and `expected` ``[len(sample), hidden]`` fp32.
+        samples: of each call the tokens that are compared, and `expected` ``[len(sample), hidden]`` fp32.
         agrees: ids follow from the logits (`Routed.agrees`).
     """
 
     inputs: Sequence[Inputs]
     bias: Tensor | None
     work: Work
-    sample: Tensor
-    expected: Tensor
+    samples: Sequence[Tensor]
+    expected: Sequence[Tensor]
     agrees: bool
 
 
@@ -155,11 +156,14 @@ def make_case(
         for routed in drawn
     ]
     inputs = inputs * (cell.calls if settings.warm else 1)
-    sample = torch.linspace(0, cell.tokens - 1, min(cell.tokens, CHECKED_TOKENS)).round().long().to(device)
-    last = inputs[-1]
-    x, ids, weights = (t[sample] for t in (last.x, last.ids, last.weights))
+    samples = [one.to(device) for one in spread(cell.tokens, len(inputs))]
+    chosen = list(zip(inputs, samples, strict=True))
+    x, ids, weights = (
+        torch.cat([getattr(one, name)[some] for one, some in chosen]) for name in ("x", "ids", "weights")
+    )
     reference = experts_on(target.experts, device)
     expected = moe_reference(x, ids, weights, reference, problem) if judged else x.float()
+    parts = torch.split(expected, [len(some) for some in samples])
     router = target.experts.router
     bias = None
     if problem.routing.correction_bias:
@@ -168,7 +172,7 @@ def make_case(
         assert bias is not None
         bias = bias.to(device).float()
     works = [work_of(problem, one.ids) for one in inputs[:distinct]]
-    return Case(inputs, bias, mean_work(works), sample, expected, all(routed.agrees for routed in drawn))
+    return Case(inputs, bias, mean_work(works), samples, parts, all(routed.agrees for routed in drawn))
 
 
 def mean_work(works: Sequence[Work]) -> Work:
@@ -182,10 +186,38 @@ def mean_work(works: Sequence[Work]) -> Work:
     )
 
 
-def judge(y: Tensor, case: Case, tolerance: Tolerance) -> CheckResult:
-    """The sample of the last call's `y` against the reference; it fails with a value that is not finite."""
-    bad = torch.nonzero(~torch.isfinite(y).all(1)).flatten()
-    if len(bad):
-        return CheckResult(float("nan"), float("nan"), int(bad[0]), float("nan"), tolerance, False)
-    result = check(y[case.sample], case.expected, tolerance)
-    return replace(result, worst_token=int(case.sample[result.worst_token]))
+def spread(tokens: int, calls: int) -> list[Tensor]:
+    """The tokens of each call that are compared: in turn along the batch, its first and last among them."""
+    each = min(tokens, -(-CHECKED_TOKENS // calls))
+    places = torch.linspace(0, tokens - 1, each * calls).round().long()
+    return [torch.unique(places[call::calls]) for call in range(calls)]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The outputs of all calls against the reference.
+
+    Attributes:
+        check: of the compared tokens together; `worst_token` is one of call `call`.
+        tokens: how many were compared.
+    """
+
+    check: CheckResult
+    call: int
+    tokens: int
+
+
+def judge(outputs: Sequence[Tensor], case: Case, tolerance: Tolerance) -> Judged:
+    """Samples of all `outputs`, which are of the last calls; it fails with a value that is not finite."""
+    first = len(case.inputs) - len(outputs)
+    samples, expected = case.samples[first:], case.expected[first:]
+    places = [(call, int(t)) for call, some in enumerate(samples, first) for t in some]
+    for call, y in enumerate(outputs, first):
+        bad = torch.nonzero(~torch.isfinite(y).all(1)).flatten()
+        if len(bad):
+            nan = float("nan")
+            return Judged(CheckResult(nan, nan, int(bad[0]), nan, tolerance, False), call, len(places))
+    got = torch.cat([y[some] for y, some in zip(outputs, samples, strict=True)])
+    result = check(got, torch.cat(list(expected)), tolerance)
+    call, token = places[result.worst_token]
+    return Judged(replace(result, worst_token=token), call, len(places))

@@ -18,10 +18,10 @@ from ..errors import MoectlError, NoBackend, Unavailable
 from ..floors import Rates, floor_of
 from ..kernels.inputs import Inputs
 from ..kernels.modular import FusedMoEKernel
-from ..kernels.tolerance import CheckResult, Tolerance, tolerance_for
+from ..kernels.tolerance import Tolerance, tolerance_for
 from ..kernels.turns import Turn, alive, make_turn, quartiles, take_turns
 from ..run import Machine, choose_backends
-from .cells import CHECKED_TOKENS, Case, Cell, judge, make_case, plan_cells
+from .cells import Case, Cell, Judged, judge, make_case, plan_cells
 from .compiling import Compiled
 from .preparing import Memory, Ready, call_bytes, first_lines, make_ready
 from .routing import Sets, routing_of
@@ -289,7 +289,7 @@ class _TargetRun:
             if one.name in failed:
                 row = replace(row, reason=first_lines(failed[one.name]))
             elif one.name in turns:
-                again = judge(turns[one.name].outputs[-1], case, tolerance_of(one))
+                again = judge(turns[one.name].outputs, case, tolerance_of(one))
                 row = self._timed(_judged(row, again), turns[one.name], clocks)
             rows[one.name] = row
         yield from rows.values()
@@ -322,7 +322,7 @@ class _TargetRun:
                     for i, inputs in enumerate(case.inputs)
                 ]
                 turn = make_turn(calls, self.device, one.kernels[0].runner.capturable)
-                row = _judged(row, judge(turn.outputs[-1], case, tolerance_of(one)))
+                row = _judged(row, judge(turn.outputs, case, tolerance_of(one)))
         except Exception as error:  # whatever a library raises is told, and the others go on
             return replace(row, reason=first_lines(error)), None
         return row, turn if row.ok else None
@@ -356,18 +356,16 @@ def tolerance_of(one: Ready) -> Tolerance:
     return tolerance_for(one.prepared.problem, one.kernels[0].runner.accumulation)
 
 
-def _judged(row: Row, result: CheckResult) -> Row:
-    why = (
-        ""
-        if result.ok
-        else f"wrong result: token {result.worst_token} is off by {result.worst_rms:.2g} (RMS)"
-    )
+def _judged(row: Row, found: Judged) -> Row:
+    result = found.check
+    where = f"token {result.worst_token} of call {found.call}"
+    why = "" if result.ok else f"wrong result: {where} is off by {result.worst_rms:.2g} (RMS)"
     return replace(
         row,
         ok=result.ok,
         error_rms=result.rms,
         error_max=result.max,
-        checked_tokens=min(row.tokens, CHECKED_TOKENS),
+        checked_tokens=found.tokens,
         reason=why,
     )
 

@@ -63,7 +63,7 @@ class Row:
         experts: hit by a call, the mean of the routings.
         ok: whether the result was right; None when there was none.
         error_rms, error_max: against the fp32 reference, relative (`kernels.tolerance`).
-        checked_tokens: tokens that were compared; all others are checked to be finite.
+        checked_tokens: tokens that were compared, of all calls; all others are checked to be finite.
         reason: why there is no time; empty where there is one.
         refused: the backend cannot serve the layer, and said so before anything ran: no failure.
         median_us, q1_us, q3_us, fastest_us: of a call, over `rounds` measurements of `calls` calls each,

@@ -29,7 +29,8 @@ class Turn:
         run: makes them; on a CPU one of them, the next each time.
         calls: how many `run` makes.
         method: how, in words.
-        outputs: what the calls gave, overwritten by `run` where it is a graph's replay.
+        outputs: of every call, the last ones of those given; overwritten by
+            `run` where it is a graph's replay.
         estimate: seconds of `run`, roughly.
         seconds: of each round so far, of one call.
     """
@@ -68,13 +69,15 @@ def make_turn(calls: Sequence[MakeOutput], device: torch.device, capturable: boo
     with NaN before it runs, so that what is compared is what the graph has written.
     """
     if device.type != "cuda":
-        first, seconds = _timed(calls[-1], device)
-        return Turn(_next_of(calls), 1, "clock", [first], seconds)
+        outputs = [call() for call in calls[:-1]]
+        last, seconds = _timed(calls[-1], device)
+        return Turn(_next_of(calls), 1, "clock", [*outputs, last], seconds)
     calls[-1]()  # compiles
     output, seconds = _timed(calls[-1], device)
     if not capturable:
         kept = calls[-max(1, min(len(calls), int(MOST_SECONDS / FEWEST_ROUNDS / max(seconds, 1e-9)))) :]
-        return Turn(lambda: _all_of(kept), len(kept), "calls between events", [output], seconds * len(kept))
+        outputs = [*(call() for call in kept[:-1]), output]
+        return Turn(lambda: _all_of(kept), len(kept), "calls between events", outputs, seconds * len(kept))
     graph, outputs = _captured(calls)
     for y in outputs:
         y.fill_(float("nan"))

@@ -12,7 +12,7 @@ from bench_layers import RATES, settings_of
 from kernels.layers import GPT_OSS, KIMI, canonical_roles, layer_of, random_layer
 
 from moectl.bench.about import versions_of
-from moectl.bench.cells import Cell, make_case, plan_cells
+from moectl.bench.cells import Cell, make_case, plan_cells, spread
 from moectl.bench.measure import Bench
 from moectl.bench.routing import routing_of, warm_share
 from moectl.bench.rows import Journal, Run
@@ -65,6 +65,32 @@ def test_a_wrong_result_has_no_time_and_the_others_go_on(bench_of, add_runner):
     assert late.ok is False and not late.timed and "token 39" in late.reason
     assert broken.ok is None and broken.reason == "RuntimeError: the kernel is not there"
     assert rows["torch", 40].timed and rows["torch", 1].timed
+
+
+@pytest.mark.parametrize("value", [float("nan"), 3.0])
+def test_every_call_is_checked_and_not_the_last_alone(bench_of, add_runner, value):
+    """Each has a routing and a copy of the weights of its own, that may be the wrong ones."""
+    calls = []
+
+    def second_is_wrong(*arguments):
+        y = runner_for("torch").compute(*arguments)
+        calls.append(1)
+        return y * value if len(calls) == 2 else y
+
+    add_runner("second", compute=second_is_wrong)
+    (row,) = bench_of(("second",), tokens=(40,), warm=False).measured()
+    assert row.ok is False and not row.timed and "of call 1 is off" in row.reason
+    (right,) = bench_of(("torch",), tokens=(40,), warm=False).measured()
+    assert right.timed and right.checked_tokens == 33
+
+
+@pytest.mark.parametrize(("tokens", "calls"), [(1, 16), (2, 16), (40, 3), (64, 16), (4096, 4), (5, 1)])
+def test_checked_tokens_are_spread_over_calls_and_along_the_batch(tokens, calls):
+    found = spread(tokens, calls)
+    assert len(found) == calls and all(len(some) for some in found)
+    every = torch.cat(found)
+    assert int(every.min()) == 0 and int(every.max()) == tokens - 1
+    assert min(tokens * calls, 32) // 2 <= len(every) <= 36
 
 
 def _with_last_row(value):
