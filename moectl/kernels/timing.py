@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from ..errors import UsageError
 from ..floors import Rates
 
 Call = Callable[[], object]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def _time_cpu(calls: Sequence[Call], repeats: int, cold: bool) -> Timing:
 
 def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool, capturable: bool) -> Timing:
     flush = flusher(torch.device("cuda")) if cold else None
-    run = _captured(calls).replay if capturable else partial(_in_turn, calls)
+    run = captured(calls)[0].replay if capturable else partial(_in_turn, calls)
     run()
     method = "cuda graph" if capturable else "cuda calls"
     events = []
@@ -108,8 +110,11 @@ def event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of all `calls`, warmed up outside the capture so that kernels are compiled."""
+def captured(calls: Sequence[Callable[[], Result]]) -> tuple[torch.cuda.CUDAGraph, list[Result]]:
+    """A CUDA graph of all `calls` and what they gave, which each replay writes anew.
+
+    They are made once outside the capture, so that kernels are compiled.
+    """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -119,9 +124,8 @@ def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
+        results = [call() for call in calls]
+    return graph, results
 
 
 def flusher(device: torch.device) -> Call:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .timing import event, flusher
+from .timing import captured, event, flusher
 
 MakeOutput = Callable[[], Tensor]
 
@@ -78,7 +78,7 @@ def make_turn(calls: Sequence[MakeOutput], device: torch.device, capturable: boo
         kept = calls[-max(1, min(len(calls), int(MOST_SECONDS / FEWEST_ROUNDS / max(seconds, 1e-9)))) :]
         outputs = [*(call() for call in kept[:-1]), output]
         return Turn(lambda: _all_of(kept), len(kept), "calls between events", outputs, seconds * len(kept))
-    graph, outputs = _captured(calls)
+    graph, outputs = captured(calls)
     for y in outputs:
         y.fill_(float("nan"))
     graph.replay()
@@ -109,21 +109,6 @@ def _next_of(calls: Sequence[MakeOutput]) -> Callable[[], object]:
 def _all_of(calls: Sequence[MakeOutput]) -> None:
     for call in calls:
         call()
-
-
-def _captured(calls: Sequence[MakeOutput]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """A CUDA graph of all `calls`, and their outputs in its own memory."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = [call() for call in calls]
-    return graph, outputs
 
 
 def take_turns(
