@@ -19,6 +19,7 @@ from .convert.recipe import Output, Recipe
 from .convert.safetensors_file import TORCH_DTYPES
 from .convert.shards import Share
 from .experts import ExpertLayer, Ids, layout_recipe
+from .kernels.distributions import parse_distribution
 from .kernels.inputs import DTYPES, LOG_ODDS
 from .kernels.prepared import CANONICAL
 from .kernels.reference import moe_reference
@@ -41,16 +42,6 @@ class Routed:
     logits: Tensor
 
 
-def _odds(problem: MoEProblem, distribution: str) -> Tensor:
-    """Log-odds ``[experts]``; ``experts:N`` has N experts alone, or as many as a token needs."""
-    name, _, argument = distribution.partition(":")
-    if name == "experts":
-        odds = torch.full((problem.experts,), -math.inf)
-        odds[: max(int(argument), problem.top_k)] = 0.0
-        return odds
-    return LOG_ODDS[name](problem.experts, *([float(argument)] if argument else []))
-
-
 def routings(
     problem: MoEProblem, tokens: int, distribution: str, count: int, device: torch.device
 ) -> list[Routed]:
@@ -61,10 +52,12 @@ def routings(
     """
     generator = torch.Generator(device).manual_seed(tokens)
     shape, k = (tokens, problem.experts), problem.top_k
+    name, arguments = parse_distribution(distribution)
+    popular = LOG_ODDS[name](problem, *arguments).to(device)
     made = []
     for _ in range(count):
         order = torch.randperm(problem.experts, generator=generator, device=device)
-        odds = _odds(problem, distribution).to(device)[order]
+        odds = popular[order]
         noise = torch.rand(shape, generator=generator, device=device).clamp(1e-9, 1 - 1e-7)
         ids = (odds - torch.log(-torch.log(noise))).topk(k, dim=-1).indices
         chosen = torch.randn(tokens, k, generator=generator, device=device).bfloat16()

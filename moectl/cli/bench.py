@@ -81,7 +81,7 @@ def bench(
         option(
             "--routing",
             own=True,
-            help="uniform, balanced, zipf:A, hot:N:F, trace:FILE or router; several with commas.",
+            help="uniform, balanced, zipf:A, hot:N:F, experts:N, trace:FILE or router; with commas.",
         ),
     ] = "uniform",
     input: Annotated[

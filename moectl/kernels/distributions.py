@@ -18,14 +18,17 @@ class Argument:
     holds: Callable[[float], bool]
 
 
+COUNT = Argument("N", "a whole number of experts from 1", lambda n: n >= 1 and n.is_integer())
+
 DISTRIBUTIONS: Mapping[str, tuple[Argument, ...]] = {
     "uniform": (),
     "balanced": (),
     "zipf": (Argument("A", "a number from 0 to 100", lambda a: 0 <= a <= 100),),
     "hot": (
-        Argument("N", "a whole number of experts from 1", lambda n: n >= 1 and n.is_integer()),
+        COUNT,
         Argument("F", "a fraction between 0 and 1", lambda f: 0 < f < 1),
     ),
+    "experts": (COUNT,),
 }
 """Arguments by name; ``zipf:1.2`` and ``hot:4:0.9`` are names with their arguments."""
 
@@ -69,5 +72,5 @@ def _number(text: str, argument: Argument, item: str) -> float:
         return number
     raise UsageError(
         f"routing distribution {text!r}: {argument.letter} must be {argument.wanted}, got {item!r}",
-        hint="for example zipf:1.2 or hot:4:0.9",
+        hint="for example zipf:1.2, hot:4:0.9 or experts:4",
     )

@@ -46,8 +46,9 @@ def make_inputs(
 
     Args:
         distribution: how often experts are chosen: ``uniform``, ``balanced`` (dealt in turn),
-            ``zipf:A`` (the r-th most popular expert with weight 1/r**A) or ``hot:N:F`` (N experts
-            share the fraction F of the choices).
+            ``zipf:A`` (the r-th most popular expert with weight 1/r**A), ``hot:N:F`` (N experts
+            share the fraction F of the choices) or ``experts:N`` (N experts alone, or as many as a token
+            needs).
 
     Raises UsageError for a negative number of tokens or a distribution that is none of these.
     """
@@ -88,20 +89,31 @@ def random_logits(problem: MoEProblem, tokens: int, distribution: str, generator
         slots = torch.arange(tokens * problem.top_k) % problem.experts
         dealt = torch.zeros(shape).scatter_(1, slots.view(tokens, problem.top_k), 2.0)
         return dealt + uniform
-    odds = LOG_ODDS[name](problem.experts, *arguments)
+    odds = LOG_ODDS[name](problem, *arguments)
     order = torch.randperm(problem.experts, generator=generator)
     return odds[order] - torch.log(-torch.log(uniform))
 
 
-def _uniform(experts: int) -> Tensor:
-    return torch.zeros(experts)
+NEVER = -1e4
+"""Log-odds of experts that are not chosen while another is left: noise is far smaller."""
 
 
-def _zipf(experts: int, exponent: float) -> Tensor:
-    return -exponent * torch.arange(1, experts + 1).float().log()
+def _uniform(problem: MoEProblem) -> Tensor:
+    return torch.zeros(problem.experts)
 
 
-def _hot(experts: int, count: float, fraction: float) -> Tensor:
+def _zipf(problem: MoEProblem, exponent: float) -> Tensor:
+    return -exponent * torch.arange(1, problem.experts + 1).float().log()
+
+
+def _only(problem: MoEProblem, count: float) -> Tensor:
+    odds = torch.full((problem.experts,), NEVER)
+    odds[: max(int(count), problem.top_k)] = 0.0
+    return odds
+
+
+def _hot(problem: MoEProblem, count: float, fraction: float) -> Tensor:
+    experts = problem.experts
     if count >= experts:
         raise UsageError(
             f"routing distribution hot:N:F must leave one of {experts} experts out, got N = {count:.0f}",
@@ -112,5 +124,10 @@ def _hot(experts: int, count: float, fraction: float) -> Tensor:
     return odds.log()
 
 
-LOG_ODDS: dict[str, Callable[..., Tensor]] = {"uniform": _uniform, "zipf": _zipf, "hot": _hot}
+LOG_ODDS: dict[str, Callable[..., Tensor]] = {
+    "uniform": _uniform,
+    "zipf": _zipf,
+    "hot": _hot,
+    "experts": _only,
+}
 """Log-odds of every expert by distribution; ``balanced`` draws nothing and has none."""

@@ -117,15 +117,16 @@ def take_turns(
     """Times all `turns` round-robin into their `seconds`; what one raises ends its own turns alone.
 
     A GPU that answers no more (`alive`) ends it. Each gets `rounds` rounds, or as many as `MOST_SECONDS`
-    allow, at least `FEWEST_ROUNDS` (or `rounds`), spread evenly over all. Every round begins with another
-    of them. With `cold`, caches are flushed before each turn.
+    allow, at least `FEWEST_ROUNDS` (or `rounds`), spread evenly over all. Rounds go in `balanced_orders`.
+    With `cold`, caches are flushed before each turn.
     """
     flush = flusher(device) if cold else None
     shares = {name: _rounds_of(turn, rounds) for name, turn in turns.items()}
     failed: dict[str, Exception] = {}
     names = list(turns)
+    orders = balanced_orders(len(names))
     for i in range(rounds if names else 0):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in (names[at] for at in orders[i % len(orders)]):
             due = (i + 1) * shares[name] // rounds > i * shares[name] // rounds
             if name in failed or not due:
                 continue
@@ -138,6 +139,17 @@ def take_turns(
                 if not alive(device):
                     return failed
     return failed
+
+
+def balanced_orders(count: int) -> list[list[int]]:
+    """Orders of 0 to `count` - 1, to be taken in turn: in them each comes right behind every other as often.
+
+    A GPU at its power limit is slower after a kernel that drew much, so that who comes behind whom counts.
+    Williams (1949): one row whose neighbours differ by every number, shifted; for odd counts backwards too.
+    """
+    first = [(at + 1) // 2 if at % 2 else (count - at // 2) % count for at in range(count)]
+    orders = [[(at + shift) % count for at in first] for shift in range(count)]
+    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
 
 
 def alive(device: torch.device) -> bool:

@@ -25,7 +25,7 @@ MANY = replace(KIMI, experts=64, local_experts=64, top_k=4)
 
 
 @pytest.mark.parametrize("problem", [GPT_OSS, KIMI])
-@pytest.mark.parametrize("distribution", ["uniform", "balanced", "zipf:1.2", "hot:2:0.9"])
+@pytest.mark.parametrize("distribution", ["uniform", "balanced", "zipf:1.2", "hot:2:0.9", "experts:5"])
 def test_inputs_follow_from_their_logits_and_seed(problem: object, distribution: str) -> None:
     first, again = (make_inputs(problem, 7, 3, distribution) for _ in range(2))  # type: ignore[arg-type]
     assert torch.equal(first.x, again.x) and torch.equal(first.ids, again.ids)
@@ -45,6 +45,8 @@ def test_distributions_are_what_they_say() -> None:
     assert counts("uniform")[0] < 64
     assert counts("zipf:1.2")[0] > 4 * counts("zipf:1.2")[20]
     assert counts("hot:4:0.9")[:4].sum() > 1000
+    assert (counts("experts:6") > 0).sum() == 6
+    assert counts("experts:1").tolist()[:5] == [512] * 4 + [0]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,7 @@ def test_distributions_are_what_they_say() -> None:
         ("zipf:inf", "A must be"),
         ("zipf:1e308", "A must be"),
         ("hot:0:0.5", "N must be a whole number"),
+        ("experts:0", "N must be a whole number"),
         ("hot:1.5:0.5", "N must be"),
         ("hot:inf:0.5", "N must be"),
         ("hot:2:1.5", "F must be a fraction between 0 and 1, got '1.5'"),
