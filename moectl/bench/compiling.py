@@ -8,12 +8,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from ..checkpoint import Checkpoint
-from ..errors import ExitCode, MoectlError
+from ..errors import ExitCode, MoectlError, Unavailable
 from .settings import Settings
 
 WORK = "from moectl.bench.compiling import work; work()"
@@ -45,8 +46,11 @@ def compile_parts(settings: Settings, source: Checkpoint | Path | None, processe
     says why, and what it did not come to is compiled later, when it is measured.
     """
     jobs = [Job(settings, source, part, processes) for part in range(processes)]
-    running = [(job, *_start(job)) for job in jobs]
+    running: list[tuple[Job, subprocess.Popen[bytes], IO[str]]] = []
     try:
+        for job in jobs:
+            # One by one, so that those that run are stopped when one cannot start.
+            running.append((job, *_start(job)))
         while running:
             time.sleep(POLL_SECONDS)
             for item in [item for item in running if item[1].poll() is not None]:
@@ -67,10 +71,20 @@ def compile_parts(settings: Settings, source: Checkpoint | Path | None, processe
 
 def _start(job: Job) -> tuple[subprocess.Popen[bytes], IO[str]]:
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed above
-    process = subprocess.Popen([sys.executable, "-c", WORK], stdin=subprocess.PIPE, stdout=log, stderr=log)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORK], stdin=subprocess.PIPE, stdout=log, stderr=log
+        )
+    except OSError as error:
+        log.close()
+        raise Unavailable(
+            f"part {job.part + 1} of {job.parts} cannot be started: {error.strerror}",
+            hint="compile with fewer --jobs",
+        ) from error
     assert process.stdin is not None
-    process.stdin.write(pickle.dumps(job))
-    process.stdin.close()
+    # One that has ended already takes nothing more: its status and its last words tell why.
+    with suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(pickle.dumps(job))
     return process, log
 
 

@@ -188,6 +188,42 @@ def test_compiling_fails_where_a_part_does():
     assert "part 1 of 1 failed, with status 3" in done.words
 
 
+def test_compiling_stops_what_it_has_started_when_a_part_cannot_start(monkeypatch):
+    from moectl.bench import compiling
+    from moectl.bench.settings import Settings
+    from moectl.errors import Unavailable
+
+    started = []
+    popen = subprocess.Popen
+
+    def start(command, **named):
+        if started:
+            raise OSError(12, "Cannot allocate memory")
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **named))
+        return started[0]
+
+    monkeypatch.setattr(compiling.subprocess, "Popen", start)
+    with pytest.raises(Unavailable, match="part 2 of 3 cannot be started: Cannot allocate memory"):
+        list(compiling.compile_parts(Settings(models=("kimi-k2",), tokens=(1,)), None, 3))
+    assert started[0].poll() == -signal.SIGKILL
+
+
+def test_a_part_that_ends_before_it_is_told_its_work_is_a_part_that_fails(monkeypatch):
+    from moectl.bench import compiling
+    from moectl.bench.settings import Settings
+
+    popen = subprocess.Popen
+
+    def start(command, **named):
+        process = popen([sys.executable, "-c", "import sys; sys.exit(7)"], **named)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(compiling.subprocess, "Popen", start)
+    (line,) = compiling.compile_parts(Settings(models=("kimi-k2",), tokens=(1,)), None, 1)
+    assert line.failed and line.text == "part 1 of 1 failed, with status 7"
+
+
 def test_a_layer_that_cannot_be_prepared_is_a_part_that_fails(tiny_gpt_oss, monkeypatch):
     from moectl.bench.compiling import Job, work
     from moectl.bench.settings import Settings
