@@ -29,6 +29,17 @@ class Ranks:
     rank: int = 0
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a kernel is to be built of; `shared` tells whether shared experts are given."""
+
+    decision: Decision
+    chosen: Candidate
+    prepared: PreparedMoE
+    ranks: Ranks
+    shared: bool
+
+
 def build_kernel(
     decision: Decision,
     prepared: PreparedMoE,
@@ -65,8 +76,9 @@ def build_kernel(
     """
     chosen = decision.require()
     ranks = Ranks() if group is None else Ranks(dist.get_world_size(group), dist.get_rank(group))
+    asked = Asked(decision, chosen, prepared, ranks, shared is not None)
     for check in CHECKS:
-        if refusal := check(decision, chosen, prepared, ranks):
+        if refusal := check(asked):
             raise refusal
     kernel = FusedMoEKernel(
         prepared,
@@ -77,8 +89,6 @@ def build_kernel(
         map_of(prepared) if prepared.problem.local_experts < prepared.problem.experts else None,
         dtype,
     )
-    if shared is not None and not prepared.problem.shared_experts:
-        raise UsageError("the layer has no shared experts, got some", hint="build the kernel without them")
     _check_input_scales(kernel)
     if memory is not None:
         _check_memory(kernel, most_tokens, memory)
@@ -138,25 +148,22 @@ def _check_memory(kernel: FusedMoEKernel, most_tokens: int | None, memory: int) 
         )
 
 
-def _no_runner(
-    decision: Decision, chosen: Candidate, prepared: PreparedMoE, ranks: Ranks
-) -> MoectlError | None:
-    if chosen.backend.runner:
+def _no_runner(asked: Asked) -> MoectlError | None:
+    if asked.chosen.backend.runner:
         return None
     return NoBackend(
-        f"policy {decision.policy} chose {chosen.variant.experts} experts, which this tool has no kernel for",
+        f"policy {asked.decision.policy} chose {asked.chosen.variant.experts} experts, which this tool has "
+        "no kernel for",
         hint="select with the moectl policy, which names what runs here",
     )
 
 
-def _other_backend(
-    decision: Decision, chosen: Candidate, prepared: PreparedMoE, ranks: Ranks
-) -> MoectlError | None:
-    if prepared.backend == chosen.backend.runner:
+def _other_backend(asked: Asked) -> MoectlError | None:
+    if asked.prepared.backend == asked.chosen.backend.runner:
         return None
     return UsageError(
-        f"the decision is for the {chosen.backend.runner} backend, the layer was prepared for "
-        f"{prepared.backend}",
+        f"the decision is for the {asked.chosen.backend.runner} backend, the layer was prepared for "
+        f"{asked.prepared.backend}",
         hint="prepare the layer for the backend that was chosen",
     )
 
@@ -165,10 +172,8 @@ SPREAD = frozenset({"dims", "local_experts", "parallel"})
 """Fields of a problem in which a rank's share may differ from what was decided about."""
 
 
-def _other_problem(
-    decision: Decision, chosen: Candidate, prepared: PreparedMoE, ranks: Ranks
-) -> MoectlError | None:
-    wanted, found = _unpadded(decision.problem), _unpadded(prepared.problem)
+def _other_problem(asked: Asked) -> MoectlError | None:
+    wanted, found = _unpadded(asked.decision.problem), _unpadded(asked.prepared.problem)
     names = [it.name for it in fields(MoEProblem) if it.name not in SPREAD]
     # Slices of an intermediate size need not be equal, the last rank's may be smaller.
     names += ["dims"] if wanted.parallel.tp_size == 1 else []
@@ -186,22 +191,19 @@ def _unpadded(problem: MoEProblem) -> MoEProblem:
     return replace(problem, dims=Dims(problem.dims.hidden, problem.dims.intermediate))
 
 
-def _other_ranks(
-    decision: Decision, chosen: Candidate, prepared: PreparedMoE, ranks: Ranks
-) -> MoectlError | None:
-    wanted = decision.problem.parallel.ranks
-    if ranks.size == wanted:
+def _other_ranks(asked: Asked) -> MoectlError | None:
+    wanted, have = asked.decision.problem.parallel.ranks, asked.ranks.size
+    if have == wanted:
         return None
     return UsageError(
-        f"the decision is for {wanted} rank{'s' if wanted > 1 else ''}, the process group has {ranks.size}",
+        f"the decision is for {wanted} rank{'s' if wanted > 1 else ''}, the process group has {have}",
         hint="give the group of all ranks that share the layer, and none for one rank",
     )
 
 
-def _other_share(
-    decision: Decision, chosen: Candidate, prepared: PreparedMoE, ranks: Ranks
-) -> MoectlError | None:
-    problem, parallel = prepared.problem, decision.problem.parallel
+def _other_share(asked: Asked) -> MoectlError | None:
+    prepared, ranks, parallel = asked.prepared, asked.ranks, asked.decision.problem.parallel
+    problem = prepared.problem
     first, last = expert_range(problem.experts, parallel.ep_size, ranks.rank if parallel.ep else 0)
     have = prepared.first_expert, prepared.first_expert + problem.local_experts
     if have == (first, last):
@@ -213,11 +215,18 @@ def _other_share(
     )
 
 
-CHECKS: tuple[Callable[[Decision, Candidate, PreparedMoE, Ranks], MoectlError | None], ...] = (
+def _no_shared_experts(asked: Asked) -> MoectlError | None:
+    if not asked.shared or asked.prepared.problem.shared_experts:
+        return None
+    return UsageError("the layer has no shared experts, got some", hint="build the kernel without them")
+
+
+CHECKS: tuple[Callable[[Asked], MoectlError | None], ...] = (
     _no_runner,
     _other_backend,
     _other_problem,
     _other_ranks,
     _other_share,
+    _no_shared_experts,
 )
-"""What a decision, a layer and a group must have in common, each an error or None."""
+"""What a decision, a layer, a group and shared experts must have in common, each an error or None."""

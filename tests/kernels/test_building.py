@@ -128,6 +128,13 @@ REFUSED: dict[str, tuple[type[MoectlError], Callable[[], object]]] = {
 }
 
 
+def test_a_shared_expert_that_is_refused_is_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = layer()
+    monkeypatch.setattr("moectl.building.dense_shared", lambda expert, prepared: pytest.fail("it was cast"))
+    with pytest.raises(UsageError, match="the layer has no shared experts, got some"):
+        build_kernel(decision_for(KIMI, ONE), prepared, shared=prepared.expert(0))
+
+
 @pytest.mark.parametrize("says", REFUSED)
 def test_what_does_not_fit_is_told_when_a_kernel_is_built(says: str) -> None:
     kind, call = REFUSED[says]
