@@ -21,7 +21,7 @@ from ..kernels.tolerance import CheckResult, check, tolerance_for
 from .failures import guarded, lost
 from .layer import Held
 from .stress_cases import CASES, Case, Draw
-from .variants import poisoned_padding, rank_share
+from .variants import every_second, poisoned_padding, rank_share
 from .workload import Workload, expected_of
 
 RANKS = 2
@@ -103,10 +103,23 @@ def plan_stress(
 def _seen(layer: ExpertLayer, case: Case, workload: Workload) -> Inputs:
     """The inputs with the ids that the case's kernel computes."""
     inputs = workload.inputs
-    if case.how != "share" or _no_share(layer):
+    if case.how not in SHARES or _no_share(layer):
         return inputs
+    here = SHARES[case.how](layer)[inputs.ids.clamp(min=0).long()] & (inputs.ids >= 0)
+    return replace(inputs, ids=torch.where(here, inputs.ids, -1))
+
+
+def _last_ranks(layer: ExpertLayer) -> Tensor:
     first = layer.problem.experts - rank_share(layer, RANKS, RANKS - 1).problem.local_experts
-    return replace(inputs, ids=torch.where(inputs.ids >= first, inputs.ids, -1))
+    return torch.arange(layer.problem.experts) >= first
+
+
+def _mapped(layer: ExpertLayer) -> Tensor:
+    return every_second(layer)[1] >= 0
+
+
+SHARES: Mapping[str, Callable[[ExpertLayer], Tensor]] = {"share": _last_ranks, "map": _mapped}
+"""Ways to run a case with a part of the experts: ``[experts]`` bool, true for those that there are."""
 
 
 def _no_share(layer: ExpertLayer) -> str:
@@ -117,7 +130,7 @@ def _no_share(layer: ExpertLayer) -> str:
 
 def _beside(layer: ExpertLayer, case: Case, answer: Tensor) -> str:
     """Why a case cannot be asked of `layer`."""
-    if case.how == "share":
+    if case.how in SHARES:
         return _no_share(layer)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[layer.problem.dtype]
     if answer.numel() and float(answer.abs().max()) > torch.finfo(dtype).max:
@@ -197,6 +210,15 @@ def _share(held: Held, workload: Workload) -> _Findings:
     return _called(kernel, *workload.at(kernel.prepared))
 
 
+def _map(held: Held, workload: Workload) -> _Findings:
+    mine, table = every_second(held.layer)
+    prepared = mine.prepared(held.prepared.backend, held.prepared.device)
+    runner = held.kernel.runner
+    kernel = FusedMoEKernel(prepared, runner, runner.forms[0], expert_map=table.to(prepared.device))
+    # Ids stay the layer's: the kernel maps them.
+    return _called(kernel, *workload.at(held.prepared))
+
+
 def _padding(held: Held, workload: Workload) -> _Findings:
     kernel, left = held.kernel, ""
     if kernel.runner.layout_of(held.layer.problem) is not None and not kernel.runner.masks_padding:
@@ -233,6 +255,7 @@ def _repeated(held: Held, workload: Workload) -> _Findings:
 WAYS: Mapping[str, Callable[[Held, Workload], _Findings]] = {
     "once": _once,
     "share": _share,
+    "map": _map,
     "padding": _padding,
     "repeated": _repeated,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -88,12 +88,32 @@ def rank_share(layer: ExpertLayer, ranks: int, rank: int) -> ExpertLayer:
     Raises UsageError when there are more ranks than experts.
     """
     share = Share(layer.problem, shard_of(rank, tp_size=1, ep_size=ranks))
-    first, last = share.experts
+    return _taken(layer, share, range(*share.experts))
+
+
+def every_second(layer: ExpertLayer) -> tuple[ExpertLayer, Tensor]:
+    """Experts 1, 3, 5 and so on of `layer`, which is whole; and the map to them.
+
+    The map is ``[experts]`` int32 from the layer's ids to those of the share, the last expert first, and -1
+    for experts that are not in it. Raises UsageError when there is one expert alone.
+    """
+    count = layer.problem.experts
+    numbers = range(1, count, 2)[::-1]
+    table = torch.full((count,), -1, dtype=torch.int32)
+    table[list(numbers)] = torch.arange(len(numbers), dtype=torch.int32)
+    # The last of two ranks has as many experts; where they lie in the layer, the map tells.
+    share = Share(layer.problem, shard_of(1, tp_size=1, ep_size=2))
+    return _taken(layer, share, numbers), table
+
+
+def _taken(layer: ExpertLayer, share: Share, numbers: Sequence[int]) -> ExpertLayer:
+    """The experts `numbers` of `layer` as those of `share`."""
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
-        return dict(layer.canonical([first + int(i) for i in ids]))
+        return dict(layer.canonical([numbers[int(i)] for i in ids]))
 
-    shapes = {role: ((last - first, *shape[1:]), kind) for role, (shape, kind) in layer.recipe.shapes.items()}
+    count = share.problem.local_experts
+    shapes = {role: ((count, *shape[1:]), kind) for role, (shape, kind) in layer.recipe.shapes.items()}
     return _plain(replace(layer, problem=share.problem, share=share), shapes, canonical)
 
 

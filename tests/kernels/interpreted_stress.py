@@ -16,7 +16,10 @@ from moectl.run.stress_cases import CASES, Case, Draw
 
 from .layers import GPT_OSS, KIMI, random_layer
 
-FEW = {"empty experts", "one expert", "skipped ids", "no ids", "rank's share", "padding", "zeros", "repeated"}
+FEW = {
+    *("empty experts", "one expert", "skipped ids", "no ids", "rank's share", "expert map"),
+    *("padding", "zeros", "repeated"),
+}
 
 
 def _short(case: Case) -> Case:

@@ -20,6 +20,7 @@ from moectl.random_layer import RandomLayer
 from moectl.schemes import BF16, MXFP4, NVFP4, NVFP4_ACT, Scheme
 
 from .layers import skipping
+from .machines import skip_if_absent
 
 pytestmark = pytest.mark.gpu
 
@@ -44,11 +45,8 @@ PROBLEMS = {
 
 @cache
 def layer_of(name: str) -> PreparedMoE:
-    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     device, problem = torch.device("cuda"), PROBLEMS[name]
-    reason = runner_for("flashinfer_cutlass").refusal(problem, device)
-    if reason:
-        pytest.skip(f"flashinfer_cutlass: {reason}")
+    skip_if_absent(problem, "flashinfer_cutlass")
     return RandomLayer(problem, device).experts.prepared("flashinfer_cutlass", device)
 
 

@@ -18,6 +18,7 @@ from moectl.problem import Routing
 from . import peer_cases as cases
 from .kernel_cases import poison_new_memory
 from .layers import inputs_of, judged, random_layer
+from .machines import skip_if_absent
 
 pytestmark = pytest.mark.gpu
 
@@ -34,11 +35,10 @@ TOKENS = (1, 63, 300)
 
 
 def runner_of(backend: str) -> Runner:
-    """The runner, or a skip with the reason for which its library is not here."""
-    runner = runner_for(backend)
-    reason = runner.refusal(cases.FORMATS[TAKEN[backend][0]], torch.device("cuda"))
-    if reason:
-        pytest.skip(reason)
+    """The runner, which takes layers; or a skip with the reason for which its library is not here."""
+    runner, problem = runner_for(backend), cases.FORMATS[TAKEN[backend][0]]
+    skip_if_absent(problem, backend)
+    assert not runner.refusal(problem, torch.device("cuda"))
     return runner
 
 

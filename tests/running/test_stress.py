@@ -11,15 +11,16 @@ import pytest
 import torch
 from backends import CPU, Compute, register, right, routing
 from kernels.layers import GPT_OSS, KIMI, random_layer
+from kernels.machines import refusals, skip_if_absent
 from torch import Tensor
 
-from moectl.errors import NoBackend, Unavailable
 from moectl.experts import ExpertLayer
+from moectl.kernels.dispatch.prepare import PrepareFinalize
 from moectl.kernels.prepared import PreparedMoE, local_ids
 from moectl.kernels.reference import route
 from moectl.kernels.runners import RUNNERS
 from moectl.problem import Dims, MoEProblem
-from moectl.run import plan_stress
+from moectl.run import plan_stress, this_machine
 from moectl.run.failures import lost
 from moectl.run.layer import hold
 from moectl.run.stress import CaseResult, Planned, poisoned_memory, stress
@@ -139,7 +140,8 @@ ALSO: dict[str, set[str]] = {
     "65 tokens": {case.name for case in CASES} - {"0 tokens", "1 token", "2 tokens", "3 tokens", "17 tokens",
                                                   "63 tokens", "257 tokens", "no ids", "zeros"},
     "one expert": {"257 tokens", "empty experts"},
-    "skipped ids": {"no ids", "one expert", "rank's share"},
+    "skipped ids": {"no ids", "one expert", "rank's share", "expert map"},
+    "rank's share": {"expert map"},
     "tiny": {"empty experts"},
 }  # fmt: skip
 """What else such a backend may fail, besides its case."""
@@ -176,7 +178,7 @@ def test_ties_fail_a_backend_that_prefers_the_higher_id(
     found = results(layer, planned, "routes")
     by_ids = {case.name for case in CASES if case.by_ids}
     assert {name for name, it in found.items() if it.ok is None} == by_ids == {
-        "one expert", "skipped ids", "no ids"
+        "one expert", "skipped ids", "no ids", "expert map"
     }  # fmt: skip
     assert all("routes by itself" in found[name].note for name in by_ids) and not failing(found)
     assert failing(results(layer, planned, "turned")) == {"ties"}
@@ -196,6 +198,22 @@ def test_an_empty_batch_fails_what_returns_a_row(layer: ExpertLayer, planned: tu
     found = {it.case: it for it in stress(odd, planned[:2], CPU.torch, lambda text: None)}
     assert failing(found) == {"0 tokens"}
     assert "expected torch.bfloat16 [0, 64] on cpu, got torch.bfloat16 [1, 64]" in found["0 tokens"].note
+
+
+def test_the_expert_map_is_the_kernels_own(
+    layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps: list[list[int]] = []
+
+    def unmapped(self: PrepareFinalize, ids: Tensor) -> Tensor:
+        if self.expert_map is None:
+            return ids
+        maps.append(self.expert_map.tolist())
+        return torch.where(ids < self.prepared.problem.local_experts, ids, -1)
+
+    monkeypatch.setattr(PrepareFinalize, "_local", unmapped)
+    assert failing(results(layer, planned, "torch")) == {"expert map"}
+    assert maps and all(it == [-1, 1, -1, 0, -1] for it in maps)
 
 
 def spoils(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -270,9 +288,10 @@ def test_numbers_in_the_weights_padding_show(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     one = random_layer(replace(SMALL, experts=1, local_experts=1, top_k=1))
     asked = {it.case.name: it.beside for it in plan_stress(one, CPU.torch)}
-    assert asked["rank's share"] == "there are 1 experts"
+    apart = {"rank's share", "expert map"}
+    assert {name for name, why in asked.items() if why == "there are 1 experts"} == apart
     found = results(one, tuple(plan_stress(one, CPU.torch)), "torch")
-    assert found["rank's share"].ok is None and not failing(found)
+    assert {name for name, it in found.items() if it.ok is None} == apart and not failing(found)
 
 
 def test_a_refusal_is_no_wrong_answer(
@@ -283,11 +302,9 @@ def test_a_refusal_is_no_wrong_answer(
 
     register(monkeypatch, "whole", right, refusal=refusal)
     found = results(layer, planned, "whole")
-    assert {name for name, it in found.items() if it.ok is None} == {"rank's share"} and not failing(found)
-    assert (
-        found["rank's share"].note.startswith("refused: ")
-        and "it runs whole layers" in found["rank's share"].note
-    )
+    refused = {name: it.note for name, it in found.items() if it.ok is None}
+    assert refused.keys() == {"rank's share", "expert map"} and not failing(found)
+    assert all(note.startswith("refused: ") and "it runs whole layers" in note for note in refused.values())
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -340,15 +357,38 @@ def test_memory_of_the_allocator_is_poisoned_on_a_gpu(
             assert bool(torch.empty(size, device="cuda").isnan().all())
 
 
+FAMILIES = {"gpt-oss": GPT_OSS, "kimi": replace(KIMI, dims=Dims(256, 96))}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", RUNNERS)
+def test_a_backend_that_is_here_serves_a_layer(backend: str, device: str) -> None:
+    skip_if_absent(GPT_OSS, backend, device)
+    machine = this_machine(device)
+    told = {name: refusals(problem, backend, machine) for name, problem in FAMILIES.items()}
+    served = [name for name, why in told.items() if not why]
+    for name in served:
+        layer = random_layer(FAMILIES[name])
+        (one,) = (it for it in plan_stress(layer, machine.torch) if it.case.name == "3 tokens")
+        held = hold(layer, backend, machine)
+        (found,) = stress(held, [one], machine.torch, lambda text: None)
+        assert found.ok, found.note
+    assert served, f"{backend} is here, and refuses every layer: {told}"
+    assert machine.torch.type == "cpu" or served == SERVED.get(backend, served)
+
+
+SERVED = {name: list(FAMILIES) for name in ("torch", "triton")}
+"""Backends that serve every family on a GPU."""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("backend", RUNNERS)
-@pytest.mark.parametrize("base", [GPT_OSS, replace(KIMI, dims=Dims(256, 96))], ids=["gpt-oss", "kimi"])
-def test_backends_on_a_gpu_pass(base: MoEProblem, backend: str, dtype: str) -> None:
-    layer, machine = random_layer(replace(base, dtype=dtype)), replace(CPU, torch=torch.device("cuda"))
-    try:
-        held = hold(layer, backend, machine)
-    except (NoBackend, Unavailable) as error:
-        pytest.skip(f"{backend} refuses such a layer here: {error}")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_backends_on_a_gpu_pass(family: str, backend: str, dtype: str) -> None:
+    layer, machine = random_layer(replace(FAMILIES[family], dtype=dtype)), this_machine("cuda")
+    if why := refusals(layer.problem, backend, machine):
+        pytest.skip(f"{backend} refuses such a layer here: {why}")
+    held = hold(layer, backend, machine)
     found = list(stress(held, plan_stress(layer, machine.torch), machine.torch, lambda text: None))
     assert not any(it.failed for it in found), [(it.case, it.note) for it in found if it.failed]
