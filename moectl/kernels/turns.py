@@ -17,6 +17,13 @@ MakeOutput = Callable[[], Tensor]
 FEWEST_ROUNDS = 3
 """Rounds that even the slowest gets: with fewer there is no spread."""
 
+VISITS = 4
+"""Parts in which the rounds are taken on a GPU: between two of them all others have their own."""
+
+LEAD_SECONDS = 0.05
+"""What comes first in each visit, untimed: at its power limit a GPU takes about as long to change its clocks,
+and until then a kernel runs at those that the one before it has left (docs/bench.md has an example)."""
+
 MOST_SECONDS = 2.0
 """Seconds that the rounds of one cell may take, for each of those that are timed."""
 
@@ -117,23 +124,27 @@ def take_turns(
     """Times all `turns` round-robin into their `seconds`; what one raises ends its own turns alone.
 
     A GPU that answers no more (`alive`) ends it. Each gets `rounds` rounds, or as many as `MOST_SECONDS`
-    allow, at least `FEWEST_ROUNDS` (or `rounds`), spread evenly over all. Rounds go in `balanced_orders`.
-    With `cold`, caches are flushed before each turn.
+    allow, at least `FEWEST_ROUNDS` (or `rounds`), spread evenly over all, which go in `balanced_orders`. On
+    a GPU some rounds are taken together, on clocks that have settled: see `VISITS` and `LEAD_SECONDS`. With
+    `cold`, caches are flushed before each measurement.
     """
     flush = flusher(device) if cold else None
     shares = {name: _rounds_of(turn, rounds) for name, turn in turns.items()}
     failed: dict[str, Exception] = {}
     names = list(turns)
     orders = balanced_orders(len(names))
-    for i in range(rounds if names else 0):
-        for name in (names[at] for at in orders[i % len(orders)]):
-            due = (i + 1) * shares[name] // rounds > i * shares[name] // rounds
+    visits = min(VISITS, rounds) if device.type == "cuda" else rounds
+    for visit in range(visits if names else 0):
+        for name in (names[at] for at in orders[visit % len(orders)]):
+            due = (visit + 1) * shares[name] // visits - visit * shares[name] // visits
             if name in failed or not due:
                 continue
             try:
-                if flush is not None:
-                    flush()
-                turns[name].seconds.append(_turn(turns[name], device))
+                _settle(turns[name], device)
+                for _ in range(due):
+                    if flush is not None:
+                        flush()
+                    turns[name].seconds.append(_turn(turns[name], device))
             except Exception as error:  # whatever a library raises is told, and the others go on
                 failed[name] = error
                 if not alive(device):
@@ -141,11 +152,23 @@ def take_turns(
     return failed
 
 
+def _settle(turn: Turn, device: torch.device) -> None:
+    """Runs it untimed until a GPU's clocks are those that it gets by itself; not where once takes long."""
+    if device.type != "cuda" or turn.estimate > MOST_SECONDS / FEWEST_ROUNDS:
+        return
+    end = time.monotonic() + LEAD_SECONDS
+    while True:
+        turn.run()
+        torch.cuda.synchronize(device)
+        if time.monotonic() >= end:
+            return
+
+
 def balanced_orders(count: int) -> list[list[int]]:
     """Orders of 0 to `count` - 1, to be taken in turn: in them each comes right behind every other as often.
 
-    A GPU at its power limit is slower after a kernel that drew much, so that who comes behind whom counts.
-    Williams (1949): one row whose neighbours differ by every number, shifted; for odd counts backwards too.
+    What one leaves behind, in clocks or heat, then meets all others alike. Williams (1949): one row whose
+    neighbours differ by every number, shifted; for odd counts backwards too.
     """
     first = [(at + 1) // 2 if at % 2 else (count - at // 2) % count for at in range(count)]
     orders = [[(at + shift) % count for at in first] for shift in range(count)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from kernels.layers import GPT_OSS
 
 from moectl.bench.measure import Bench, gpu_name
 from moectl.bench.targets import Target
+from moectl.kernels import turns
 from moectl.problem import Dims
 from moectl.random_layer import RandomLayer
 from moectl.run import this_machine
@@ -47,3 +50,24 @@ def test_warm_calls_are_faster_than_cold_ones() -> None:
         (row,) = Bench(settings, machine, (target,), RATES).measured()
         us[warm] = row.median_us
     assert us[True] < us[False]
+
+
+def test_each_is_timed_on_the_clocks_that_it_gets_by_itself() -> None:
+    """Untimed runs come first, and what is timed comes together, in as many parts for everyone."""
+    ran: list[tuple[str, float]] = []
+
+    def turn(name: str) -> turns.Turn:
+        x = torch.zeros(1, device="cuda")
+
+        def run() -> None:
+            x.add_(1)
+            ran.append((name, time.monotonic()))
+
+        return turns.Turn(run, 1, "calls", [x], 1e-4)
+
+    made = {name: turn(name) for name in ("a", "b", "c")}
+    assert not turns.take_turns(made, torch.device("cuda"), 11, cold=True)
+    assert [len(one.seconds) for one in made.values()] == [11, 11, 11]
+    visits = [list(group) for _, group in groupby(ran, key=lambda item: item[0])]
+    assert len(visits) == 3 * turns.VISITS
+    assert all(visit[-4][1] - visit[0][1] >= 0.8 * turns.LEAD_SECONDS for visit in visits)
