@@ -41,6 +41,12 @@ def default_format(model: str) -> str:
     return next(name for name, weight in FORMATS.items() if weight == MODELS[model].scheme.weight)
 
 
+def named_problem(text: str) -> tuple[str, MoEProblem]:
+    """The model's name and its layer, of ``NAME`` or ``NAME:FORMAT``; UsageError for what is not known."""
+    name, colon, format = text.partition(":")
+    return name, model_problem(name, format if colon else None)
+
+
 def model_problem(model: str, format: str | None = None, experts: int | None = None) -> MoEProblem:
     """The layer of `model`, in another of `FORMATS` or with fewer experts where asked.
 

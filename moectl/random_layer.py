@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -17,14 +17,11 @@ from torch import Tensor
 from .convert.canonical import canonical_shapes
 from .convert.recipe import Output, Recipe
 from .convert.safetensors_file import TORCH_DTYPES
-from .convert.shards import Share
-from .experts import ExpertLayer, Ids, layout_recipe
-from .kernels.distributions import parse_distribution
-from .kernels.inputs import DTYPES, LOG_ODDS
+from .experts import ExpertLayer, Ids
+from .kernels.inputs import DTYPES, random_logits
 from .kernels.prepared import CANONICAL
 from .kernels.reference import moe_reference
-from .padding import pad
-from .problem import Activation, MoEProblem
+from .problem import MoEProblem
 
 CODES_RMS: Mapping[str, float] = {"mxfp4": 2.9, "nvfp4": 2.9, "int4": 4.6, "int8": 74.0}
 """Root mean square of the numbers that random codes stand for, integers without their offset.
@@ -35,34 +32,22 @@ Numbers of every other format are drawn with one of 1.
 
 @dataclass(frozen=True)
 class Routed:
-    """One routing: int32 `ids` and fp32 `weights` ``[tokens, top_k]``, and the bf16 `logits` behind both."""
+    """One routing: int32 `ids` and fp32 `weights` ``[tokens, top_k]``."""
 
     ids: Tensor
     weights: Tensor
-    logits: Tensor
 
 
 def routings(
     problem: MoEProblem, tokens: int, distribution: str, count: int, device: torch.device
 ) -> list[Routed]:
-    """`count` routings of `tokens` tokens, the same for the same arguments on one device.
-
-    The logits are those of the chosen experts, so rounded that bf16 holds them and that their softmax
-    gives the weights; all others are far below. Kernels that choose for themselves choose the same.
-    """
+    """`count` routings of `tokens` tokens, the same for the same arguments on one device."""
     generator = torch.Generator(device).manual_seed(tokens)
-    shape, k = (tokens, problem.experts), problem.top_k
-    name, arguments = parse_distribution(distribution)
-    popular = LOG_ODDS[name](problem, *arguments).to(device)
     made = []
     for _ in range(count):
-        order = torch.randperm(problem.experts, generator=generator, device=device)
-        odds = popular[order]
-        noise = torch.rand(shape, generator=generator, device=device).clamp(1e-9, 1 - 1e-7)
-        ids = (odds - torch.log(-torch.log(noise))).topk(k, dim=-1).indices
-        chosen = torch.randn(tokens, k, generator=generator, device=device).bfloat16()
-        logits = torch.full(shape, -1e4, dtype=torch.bfloat16, device=device).scatter_(1, ids, chosen)
-        made.append(Routed(ids.int(), torch.softmax(chosen.float(), -1), logits))
+        ids = random_logits(problem, tokens, distribution, generator).topk(problem.top_k).indices
+        chosen = torch.randn(tokens, problem.top_k, generator=generator, device=device)
+        made.append(Routed(ids.int(), torch.softmax(chosen, -1)))
     return made
 
 
@@ -108,17 +93,11 @@ class RandomLayer:
         k = self.problem.dims.hidden if matrix == "w13" else self.problem.dims.intermediate
         DRAWN[kind](out, generator, self.problem, k)
 
-    def laid_out(self, layout: str) -> tuple[MoEProblem, dict[str, Tensor]]:
-        """The problem padded as `layout` pads it, and all experts' tensors in it."""
-        shapes = self.experts.recipe.shapes
-        recipe = layout_recipe(layout, Share(self.problem), shapes)
-        return pad(layout, self.problem), self.experts.laid_out(recipe, self.device)
-
-    def reference(self, x: Tensor, routed: Routed, rows: list[int], activation: Activation) -> Tensor:
-        """fp32 result of the tokens `rows` with another activation if need be."""
-        problem = replace(self.problem, activation=activation)
+    def reference(self, x: Tensor, routed: Routed, rows: list[int]) -> Tensor:
+        """fp32 result of the tokens `rows`."""
         some = torch.tensor(rows, device=self.device)
-        return moe_reference(x[some], routed.ids[some], routed.weights[some], self.experts.reference, problem)
+        chosen = x[some], routed.ids[some], routed.weights[some]
+        return moe_reference(*chosen, self.experts.reference, self.problem)
 
 
 def _codes(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:

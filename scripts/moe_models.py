@@ -5,13 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 
-
-def is_distribution(text: str) -> bool:
-    """Whether `text` is ``uniform``, ``zipf:A`` or ``experts:N``."""
-    name, _, argument = text.partition(":")
-    if name == "experts":
-        return argument.isdigit() and int(argument) > 0
-    return text == "uniform" or (name == "zipf" and argument.replace(".", "", 1).isdigit())
+from moectl.errors import UsageError
+from moectl.kernels.distributions import check_distribution
 
 
 def names_of(choices: Iterable[str], what: str) -> Callable[[str], list[str]]:
@@ -43,9 +38,15 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def distribution(text: str) -> str:
+    """An option's routing."""
+    try:
+        check_distribution(text)
+    except UsageError as error:
+        raise ArgumentTypeError(f"{error.what}: {error.hint}") from error
+    return text
+
+
 def distributions(text: str) -> list[str]:
     """An option's routings, with commas between."""
-    found = text.split(",")
-    if not all(map(is_distribution, found)):
-        raise ArgumentTypeError(f"it takes uniform, zipf:A and experts:N, got {text!r}")
-    return found
+    return [distribution(name) for name in text.split(",")]

@@ -20,8 +20,12 @@ def keep(bench: Bench, rows: Sequence[Row]) -> tuple[Path, ...]:
     """
     files = []
     for target in bench.targets:
-        of = (target.model, target.layers, target.parallel)
-        found = [_timed(row) for row in rows if row.timed and (row.model, row.layers, row.parallel) == of]
+        of = (target.model, target.layers, str(target.problem.scheme), target.parallel)
+        found = [
+            _timed(row)
+            for row in rows
+            if row.timed and (row.model, row.layers, row.scheme, row.parallel) == of
+        ]
         if found:
             machine = bench.machine
             versions = versions_of(machine)

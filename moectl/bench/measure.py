@@ -45,7 +45,8 @@ class Choice:
 class Bench:
     """A bench that is ready to be measured: layers, backends and routings are known to be there.
 
-    `say` is told what is worth knowing on the way.
+    `say` is told what is worth knowing on the way, and `begins` which rows are worked on next: what they
+    run may end the process.
     """
 
     settings: Settings
@@ -53,6 +54,7 @@ class Bench:
     targets: Sequence[Target]
     rates: Rates
     say: Callable[[str], None] = field(default=lambda text: None)
+    begins: Callable[[Sequence[Row]], None] = field(default=lambda rows: None)
     _choices: dict[int, Choice] = field(default_factory=dict, compare=False)
     _routings: dict[int, dict[str, Sets]] = field(default_factory=dict, compare=False)
 
@@ -207,7 +209,7 @@ class _TargetRun:
         waiting = [name for name in self.choice.names if any(self._wanted(cell, name) for cell in cells)]
         copies = max(cell.copies for cell in cells)
         while waiting:
-            ready, failed, waiting = self._prepare(waiting, copies, memory)
+            ready, failed, waiting = self._prepare(waiting, copies, memory, cells)
             for name, reason in failed.items():
                 yield from (
                     replace(self._row(cell, name), reason=reason)
@@ -242,7 +244,7 @@ class _TargetRun:
         )
 
     def _prepare(
-        self, names: Sequence[str], copies: int, memory: Memory
+        self, names: Sequence[str], copies: int, memory: Memory, cells: Sequence[Cell]
     ) -> tuple[list[Ready], dict[str, str], list[str]]:
         """As many of `names` as fit together: those ready, those that failed and why, those left."""
         ready: list[Ready] = []
@@ -250,6 +252,7 @@ class _TargetRun:
         for at, name in enumerate(names):
             if ready and not memory.fits(self.target.nbytes, copies, len(ready)):
                 return ready, failed, list(names[at:])
+            self.bench.begins([self._row(cell, name) for cell in cells if self._wanted(cell, name)])
             try:
                 ready.append(make_ready(self.target, name, self.device, copies))
             except Exception as error:  # whatever a library raises is told, and the others go on
@@ -269,6 +272,7 @@ class _TargetRun:
         rows = {one.name: self._about(cell, one, case) for one in ready}
         turns: dict[str, Turn] = {}
         for one in ready:
+            self.bench.begins([rows[one.name]])
             row, turn = self._checked(rows[one.name], one, case)
             rows[one.name] = row
             if turn is not None:
@@ -276,6 +280,7 @@ class _TargetRun:
             elif not alive(self.device):
                 yield row
                 raise _broken(one.name)
+        self.bench.begins([rows[name] for name in turns])
         begin = time.monotonic()
         with torch.inference_mode():
             failed = take_turns(turns, self.device, settings.rounds, not settings.warm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..checkpoint import Checkpoint
@@ -10,6 +10,7 @@ from ..floors import Rates
 from ..kernels.timing import measured_rates
 from ..run import this_machine
 from .measure import Bench
+from .rows import Row
 from .settings import Settings
 from .targets import targets_of
 
@@ -21,13 +22,14 @@ def open_bench(
     rates: Rates | None = None,
     measure_rates: bool = True,
     say: Callable[[str], None] = lambda text: None,
+    begins: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> Bench:
     """The bench that `settings` ask for, on this machine.
 
     Args:
         source: what the checkpoint's name stands for; None where models are named.
         rates: of the device; measured where they are None, unless `measure_rates` is False.
-        say: told what is worth knowing.
+        say, begins: as of `Bench`.
 
     Raises UsageError, NoBackend, Unavailable and CheckpointError for what cannot be measured at all.
     """
@@ -38,4 +40,4 @@ def open_bench(
             say(target.experts.partial)
     if rates is None:
         rates = measured_rates(machine.torch) if measure_rates else Rates(1.0, 1.0, "not measured")
-    return Bench(settings, machine, targets, rates, say)
+    return Bench(settings, machine, targets, rates, say, begins)

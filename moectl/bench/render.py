@@ -80,6 +80,7 @@ COLUMNS = (
 COSTS = (
     Column("model", lambda row: row.model, False, True),
     Column("layers", lambda row: row.layers, False, True),
+    Column("scheme", lambda row: row.scheme, False, True),
     Column("parallel", lambda row: row.parallel, False, True),
     Column("backend", lambda row: row.backend, False),
     Column("layout", lambda row: row.layout or "-", False),
@@ -100,8 +101,8 @@ def _giga(nbytes: int | None) -> float | None:
 
 def cost_rows(rows: Sequence[Row]) -> list[Row]:
     """One row for each layer and backend whose costs are known."""
-    found = {(row.model, row.layers, row.parallel, row.backend): row for row in rows if row.costs != Costs()}
-    return list(found.values())
+    known = [row for row in rows if row.costs != Costs()]
+    return list({(r.model, r.layers, r.scheme, r.parallel, r.backend): r for r in known}.values())
 
 
 def served(rows: Sequence[Row]) -> list[Row]:

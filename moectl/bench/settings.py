@@ -28,7 +28,7 @@ class Settings:
 
     Attributes:
         checkpoint: a folder or a name; empty where `models` are asked for.
-        models: names of layers with random weights (`moectl.models`).
+        models: names of layers with random weights (`moectl.models`), as ``NAME`` or ``NAME:FORMAT``.
         tokens: numbers of tokens of a call.
         routings: distributions as in `make_inputs`, ``trace:FILE`` or ``router``.
         backends: names; none for every usable one.

@@ -15,7 +15,7 @@ from ..convert.shards import Shard, Share
 from ..errors import UsageError
 from ..experts import ExpertLayer, Ids
 from ..kernels.prepared import CANONICAL
-from ..models import model_problem
+from ..models import named_problem
 from ..problem import MoEProblem
 from ..random_layer import RandomLayer
 from ..ranges import ranges
@@ -66,8 +66,8 @@ def targets_of(
 
 
 def _named(settings: Settings, device: torch.device) -> Iterator[Target]:
-    for name in settings.models:
-        yield Target(name, RANDOM, "1", RandomLayer(model_problem(name), device).experts)
+    for name, problem in map(named_problem, settings.models):
+        yield Target(name, RANDOM, "1", RandomLayer(problem, device).experts)
 
 
 def _stored(settings: Settings, source: Checkpoint | Path) -> Iterator[Target]:

@@ -10,6 +10,7 @@ import typer
 
 from ..bench import Settings, parse_counts
 from ..errors import ExitCode, UsageError
+from ..models import FORMATS as WEIGHTS
 from ..models import MODELS
 from .options import Activation, Device, Offline, Seed, framed, option, pick, typed
 from .output import Output, table
@@ -59,7 +60,11 @@ def bench(
     ] = None,
     model: Annotated[
         str | None,
-        option("--model", own=True, help=f"Instead of CKPT, random weights: of {', '.join(MODELS)}."),
+        option(
+            "--model",
+            own=True,
+            help=f"Instead of CKPT, random weights: of {', '.join(MODELS)}; also NAME:FORMAT.",
+        ),
     ] = None,
     rows: Annotated[
         list[Path] | None, option("--rows", own=True, help="Instead of CKPT: show rows of an earlier bench.")
@@ -151,7 +156,13 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 def _models(text: str | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(pick(name, MODELS, "model") for name in _names(text)))
+    return tuple(dict.fromkeys(map(_named, _names(text))))
+
+
+def _named(text: str) -> str:
+    name, colon, format = text.partition(":")
+    known = pick(name, MODELS, "model")
+    return f"{known}:{pick(format, WEIGHTS, 'format')}" if colon else known
 
 
 def _check_together(context: typer.Context, given: Mapping[str, Any]) -> None:

@@ -81,16 +81,19 @@ def no_bias(problem: MoEProblem) -> Tensor | None:
 
 
 def random_logits(problem: MoEProblem, tokens: int, distribution: str, generator: torch.Generator) -> Tensor:
-    """``[tokens, experts]``: log-odds with Gumbel noise: their top-k is a draw without replacement."""
+    """``[tokens, experts]``: log-odds with Gumbel noise: their top-k is a draw without replacement.
+
+    They lie where `generator` draws.
+    """
     name, arguments = parse_distribution(distribution)
-    shape = (tokens, problem.experts)
-    uniform = torch.rand(shape, generator=generator).clamp(1e-9, 1 - 1e-7)
+    shape, device = (tokens, problem.experts), generator.device
+    uniform = torch.rand(shape, generator=generator, device=device).clamp(1e-9, 1 - 1e-7)
     if name == "balanced":
-        slots = torch.arange(tokens * problem.top_k) % problem.experts
-        dealt = torch.zeros(shape).scatter_(1, slots.view(tokens, problem.top_k), 2.0)
+        slots = torch.arange(tokens * problem.top_k, device=device) % problem.experts
+        dealt = torch.zeros(shape, device=device).scatter_(1, slots.view(tokens, problem.top_k), 2.0)
         return dealt + uniform
-    odds = LOG_ODDS[name](problem, *arguments)
-    order = torch.randperm(problem.experts, generator=generator)
+    odds = LOG_ODDS[name](problem, *arguments).to(device)
+    order = torch.randperm(problem.experts, generator=generator, device=device)
     return odds[order] - torch.log(-torch.log(uniform))
 
 

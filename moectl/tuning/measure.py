@@ -121,7 +121,7 @@ def _made(cell: Cell, layer: PreparedMoE, distribution: str) -> _Inputs:
     x = tokens_of(cell.problem, cell.tokens, device)
     expected = run_with(layer, x, sets[0].ids, sets[0].weights, launch_for(layer.problem, cell.tokens))
     rows = sorted({round(i * (cell.tokens - 1) / (JUDGED_TOKENS - 1)) for i in range(JUDGED_TOKENS)})
-    reference = RandomLayer(cell.problem, device).reference(x, sets[0], rows, cell.problem.activation)
+    reference = RandomLayer(cell.problem, device).reference(x, sets[0], rows)
     judged = check(expected[rows], reference, tolerance_for(cell.problem))
     if not judged.ok:
         raise CheckFailed(

@@ -117,7 +117,12 @@ def test_named_layers_need_no_checkpoint(monkeypatch):
         ("qwen3-30b", 1, True),
         ("qwen3-30b", 3, True),
     ]
+    asked = moectl("bench", "--model", "kimi-k2:mxfp4", *QUICK, "--backend", "torch", "--json").document
+    assert {(row["model"], row["scheme"]) for row in asked["rows"]} == {
+        ("kimi-k2", "mxfp4 group 32, a16 activations")
+    }
     assert "did you mean" in moectl("bench", "--model", "kimi", *QUICK, code=2).stderr
+    assert "mxfp4" in moectl("bench", "--model", "kimi-k2:mxfp", *QUICK, code=2).stderr
 
 
 def test_routings_are_crossed_and_ranks_are_shown(tiny_gpt_oss, tmp_path):

@@ -1,193 +1,212 @@
-"""The parts of `scripts/bench_peers` that need no GPU: cells, the processes, the tables, the refusals."""
+"""The parts of `scripts/bench_peers` that need no GPU: what is asked for, the processes, the tables."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from moectl import models
-from moectl import random_layer as cells
-from moectl.convert.layout import layout_named
-from moectl.kernels.reference import route
+from moectl.bench.rows import Row
+from moectl.bench.settings import Settings
+from moectl.floors import Rates
 from moectl.kernels.runners import RUNNERS
-from moectl.problem import Dims, Routing
 
-from .scripts import loaded
+from .scripts import SCRIPTS, loaded
 
 script = loaded("bench_peers")
 
-import moe_peers as peers  # noqa: E402
 import moe_tables as tables  # noqa: E402
 import moe_workers as workers  # noqa: E402
 
-CPU = torch.device("cpu")
 
-
-def small(model: str) -> cells.RandomLayer:
-    problem = replace(models.MODELS[model], dims=Dims(256, 128), experts=12, local_experts=12)
-    return cells.RandomLayer(problem, CPU)
-
-
-def row(column: str, tokens: int, us: float | None, checked: str = "ok", **more: object) -> workers.Row:
-    known = workers.Row("m", "mxfp4", "uniform", column, tokens, us, floor_us=10.0, checked=checked)
-    return replace(known, **more)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("distribution", ["uniform", "zipf:1.2", "experts:4"])
-@pytest.mark.parametrize("model", ["gpt-oss-20b", "kimi-k2"])
-def test_logits_lead_to_the_ids_and_weights(model: str, distribution: str) -> None:
-    problem = replace(small(model).problem, routing=Routing(after_topk=True))
-    for routed in cells.routings(problem, 50, distribution, 3, CPU):
-        ids, weights = route(routed.logits.float(), problem)
-        order, theirs = ids.sort(-1), routed.ids.sort(-1)
-        assert torch.equal(order.values, theirs.values)
-        assert torch.allclose(weights.gather(1, order.indices), routed.weights.gather(1, theirs.indices))
-        if distribution == "experts:4":
-            assert routed.ids.unique().numel() == max(4, problem.top_k)
-
-
-def test_routings_differ_and_repeat() -> None:
-    first, again = (cells.routings(small("kimi-k2").problem, 9, "uniform", 2, CPU) for _ in range(2))
-    assert torch.equal(first[0].ids, again[0].ids) and not torch.equal(first[0].ids, first[1].ids)
-
-
-@pytest.mark.parametrize("layout", ["moectl-mtile64", "marlin-mxfp4", "triton-hopper"])
-def test_every_layout_holds_the_same_weights(layout: str) -> None:
-    layer = small("gpt-oss-20b")
-    problem, stored = layer.laid_out(layout)
-    some = layer.canonical([3, 11])
-    for role, chain in layout_named(layout).chains(problem).items():
-        made = stored[role][[3, 11]]
-        assert torch.equal(chain.apply(some[role]).view(made.dtype), made)
-
-
-@pytest.mark.parametrize("model", models.MODELS)
-def test_results_are_of_ordinary_size(model: str) -> None:
-    layer = small(model)
-    x = cells.tokens_of(layer.problem, 6, CPU)
-    (routed,) = cells.routings(layer.problem, 6, "uniform", 1, CPU)
-    y = layer.reference(x, routed, [0, 5], layer.problem.activation)
-    assert y.shape == (2, 256) and 0.05 < float(y.std()) < 5
-
-
-@pytest.mark.parametrize("column", script.COLUMN_NAMES)
-def test_what_is_not_here_is_absent_with_a_reason(column: str) -> None:
-    with pytest.raises(peers.Absent, match="needs a CUDA GPU"):
-        peers.Column(column, small("gpt-oss-20b"))
+def asked(line: str) -> list[workers.Part]:
+    return script.parts(script.parser().parse_args(line.split()))
 
 
 def test_every_column_is_a_backend() -> None:
-    assert {*script.COLUMN_NAMES, script.MARLIN_IN_PLACE} == set(peers.WAYS)
-    assert {way.backend for way in peers.WAYS.values()} <= set(RUNNERS)
+    assert set(tables.COLUMNS.values()) <= set(RUNNERS)
+    assert set(script.TIMED) < set(tables.COLUMNS)
 
 
-WORKER = """
-import json, sys
-mark = {mark!r}
-for unit in json.loads(sys.argv[2])["units"]:
-    say = lambda kind, **data: print(mark + json.dumps(dict(data, kind=kind)), flush=True)
-    say("about", device="none")
-    say("unit")
-    if unit["column"] == "marlin":
-        say("none", why="absent: not here")
-        continue
-    for _, tokens in unit["cells"]:
-        if unit["column"] == "humming" and tokens == 2:
-            print("a last word", flush=True)
-            sys.exit(9)
-        if unit["column"] == "triton_kernels":
-            import time
-            time.sleep(60)
-        say("row", model=unit["model"], format=unit["format"], routing="uniform", column=unit["column"],
-            tokens=tokens, us=1.0, checked="ok")
+def test_other_routings_may_have_tokens_of_their_own() -> None:
+    line = "--models kimi-k2 --columns moectl,marlin --tokens 1,8 --routing uniform,zipf:1.2,experts:4"
+    uniform, skewed = asked(f"{line} --skewed-tokens 8,16")
+    assert uniform.settings.backends == ("triton", "marlin")
+    assert [(row.backend, row.tokens) for row in uniform.rows] == [
+        *(("triton", 1), ("marlin", 1), ("triton", 8), ("marlin", 8)),
+    ]
+    cells = {(row.routing, row.tokens) for row in skewed.rows}
+    assert cells == {(name, tokens) for name in ("zipf:1.2", "experts:4") for tokens in (8, 16)}
+    # Kernels follow from the number of tokens alone: what is compiled beforehand needs every one once.
+    whole = workers.whole([uniform, skewed])
+    assert whole.tokens == (1, 8, 16) and whole.routings == ("uniform", "zipf:1.2", "experts:4")
+    assert {row.tokens for row in asked(line)[1].rows} == {1, 8}
+
+
+def test_formats_are_told_apart() -> None:
+    (part,) = asked("--models qwen3-30b,gpt-oss-20b --formats mxfp4,int4-g128 --columns moectl --tokens 1")
+    assert part.settings.models[:2] == ("qwen3-30b:mxfp4", "qwen3-30b:int4-g128")
+    assert len({row.key for row in part.rows}) == 4 and {row.model for row in part.rows} == {
+        "qwen3-30b",
+        "gpt-oss-20b",
+    }
+    (part,) = asked("--models qwen3-30b,gpt-oss-20b --columns moectl --tokens 1")
+    assert part.settings.models == ("qwen3-30b:int4-g128", "gpt-oss-20b:mxfp4")
+
+
+WORKER = f"""
+import json, os, sys
+sys.path[:0] = [{str(SCRIPTS)!r}, {str(SCRIPTS.parent)!r}]
+from dataclasses import replace
+from moectl import models
+from moectl.kernels import runners
+from moectl.problem import Dims
+
+for name, problem in models.MODELS.items():
+    models.MODELS[name] = replace(problem, dims=Dims(64, 32), experts=8, local_experts=8, top_k=2)
+torch_runner = runners.runner_for("torch")
+
+def fails(run, *, at):
+    def compute(prepared, x, ids, weights):
+        if len(x) == at:
+            run()
+        return torch_runner.compute(prepared, x, ids, weights)
+    return compute
+
+def hangs():
+    import time
+    time.sleep(600)
+
+for name, run, at in (("crashes", lambda: os._exit(9), 2), ("hangs", hangs, 5)):
+    made = replace(torch_runner, name=name, compute=fails(run, at=at))
+    runners.RUNNERS[name] = lambda made=made: made
+import moectl.bench.measure
+moectl.bench.measure.choose_backends = lambda problem, machine, names, stored: list(names)
+from moe_workers import work
+sys.exit(work(json.load(sys.stdin)))
 """
 
 
-def test_a_failure_costs_its_own_cells_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(mark=workers.MARK))
-    columns = ("humming", "marlin", "triton_kernels", "moectl")
-    cells = tuple(("uniform", tokens) for tokens in (1, 2, 3))
-    units = [workers.Unit("m", "mxfp4", column, cells) for column in columns]
-    seen: list[workers.Row] = []
-    command = [sys.executable, str(script)]
-    about, rows = workers.run_units(command, units, {}, time.monotonic() + 60, 2, seen.append)
-    assert about == {"device": "none"}
-    assert [(r.column, r.tokens) for r in seen] == [
-        *(("humming", 1), ("humming", 2), ("marlin", 1), ("triton_kernels", 1)),
-        *(("moectl", t) for t in (1, 2, 3)),
+def watch_of(
+    tmp_path: Path, backends: Sequence[str], tokens: Sequence[int], **limits: float
+) -> workers.Watch:
+    """A watch of a small layer on the CPU, with runners that crash at 2 tokens and hang at 5."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    part = script._part(
+        Settings(
+            models=("qwen3-30b:mxfp4",),
+            tokens=tuple(tokens),
+            backends=tuple(backends),
+            device="cpu",
+            rounds=3,
+        )
+    )
+    command = [sys.executable, str(tmp_path / "worker.py")]
+    end = time.monotonic() + limits.get("seconds", 200)
+    limit = limits.get("cell_limit", 100)
+    return workers.Watch(command, [part], Rates(1e10, 1e12, "given"), end, limit, lambda row: None)
+
+
+def test_what_crashes_or_hangs_costs_its_own_cell_alone(tmp_path: Path) -> None:
+    watch = watch_of(tmp_path, ("torch", "crashes", "hangs"), (1, 2, 5), cell_limit=20)
+    rows = watch.run()
+    assert [(row.backend, row.tokens) for row in rows] == [
+        (name, tokens) for tokens in (1, 2, 5) for name in ("torch", "crashes", "hangs")
     ]
-    assert [(r.column, r.tokens) for r in rows] == [(c, t) for c in columns for t in (1, 2, 3)]
-    notes = {(r.column, r.tokens): r.note for r in rows if r.us is None}
-    assert notes["humming", 2] == "its process ended with status 9" and ("humming", 1) not in notes
-    assert notes["marlin", 1] == "absent: not here"
-    assert notes["triton_kernels", 1] == "no answer in 2 s"
-    assert {r.tokens for r in rows if r.column == "moectl" and r.us == 1.0} == {1, 2, 3}
+    reasons = {(row.backend, row.tokens): row.reason for row in rows if not row.timed}
+    assert reasons == {
+        ("crashes", 2): "its process ended with status 9",
+        ("hangs", 5): "no answer in 20 s",
+    }
+    assert all(row.ok and row.floor_us for row in rows if row.timed)
+    assert watch.about["rates"] == {"bandwidth": 1e10, "flops": 1e12, "source": "given"}
+
+
+def test_the_time_limit_keeps_what_was_measured(tmp_path: Path) -> None:
+    rows = watch_of(tmp_path, ("torch", "hangs"), (1, 5, 7), seconds=25).run()
+    assert [row.timed for row in rows] == [True, True, False, False, False, False]
+    assert {row.reason for row in rows[2:]} == {workers.NOT_REACHED}
+
+
+STUB = """
+import json, sys
+order, mark = json.load(sys.stdin), {mark!r}
+say = lambda kind, **data: print(mark + json.dumps(dict(data, kind=kind)), flush=True)
+{body}
+"""
+
+
+def stub(tmp_path: Path, body: str, columns: str) -> list[Row]:
+    (tmp_path / "stub.py").write_text(STUB.format(mark=workers.MARK, body=body))
+    todo = asked(f"--models qwen3-30b --tokens 1 --columns {columns}")
+    command = [sys.executable, str(tmp_path / "stub.py")]
+    return workers.Watch(command, todo, None, time.monotonic() + 60, 50, lambda row: None).run()
+
+
+def test_a_gpu_that_a_backend_has_broken_costs_the_others_nothing(tmp_path: Path) -> None:
+    """The row of who broke it was said; the others of the cell are measured by the next worker."""
+    row = Row("qwen3-30b", "-", 0, "int4 group 128, a16 activations", "marlin", 1, "uniform", reason="bad")
+    key = list(row.key)
+    body = f"""
+say("begin", keys=[{key!r}, {[*key[:3], "humming", *key[4:]]!r}])
+row = dict({row.to_json()!r})
+if order["done"]:
+    row.update(backend="humming", reason="", median_us=5.0, ok=True)
+say("row", row=row)
+sys.exit(0 if order["done"] else 3)
+"""
+    first, second = stub(tmp_path, body, "marlin,humming")
+    assert (first.backend, first.reason, second.backend, second.median_us) == ("marlin", "bad", "humming", 5)
+
+
+def test_workers_that_come_to_nothing_are_not_started_for_ever(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = stub(tmp_path, "print('a last word'); sys.exit(7)", "marlin,humming")
+    assert {row.reason for row in rows} == {"its process ended with status 7"}
     assert "a last word" in capsys.readouterr().err
+    rows = stub(tmp_path, "say('none', bench=0, why='no such library')", "marlin")
+    assert [(row.reason, row.refused) for row in rows] == [("no such library", True)]
+    assert {row.reason for row in stub(tmp_path, "", "marlin")} == {"its process said nothing about it"}
 
 
-def test_the_time_limit_ends_it(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(mark=workers.MARK))
-    units = [workers.Unit("m", "mxfp4", "triton_kernels", (("uniform", 1),)) for _ in range(2)]
-    end = time.monotonic() + 1.5
-    _, rows = workers.run_units([sys.executable, str(script)], units, {}, end, 30, lambda row: None)
-    assert [r.note for r in rows] == ["the time limit was reached", "not reached within the time limit"]
+def row(column: str, tokens: int, us: float | None, **more: object) -> Row:
+    known = Row("m", "-", 0, "mxfp4 group 32, a16 activations", tables.COLUMNS[column], tokens, "uniform")
+    timed = replace(known, median_us=us, floor_us=10.0, ok=us is not None, error_rms=1e-3, experts=4.0)
+    return replace(timed, floor_percent=us and 1e3 / us, **more)  # type: ignore[arg-type]
 
 
 def test_tables_compare_right_results_alone() -> None:
     rows = [
-        row("moectl", 1, 20.0, error=1e-3),
+        row("moectl", 1, 20.0),
         row("marlin", 1, 30.0),
         row("moectl-marlin", 1, 15.0),
-        row("humming", 1, 25.0, "not checked", note="random weights"),
+        row("humming", 1, 25.0, throttled="power cap"),
         row("moectl", 4, 10.0),
-        row("marlin", 4, 5.0, "WRONG"),
-        row("humming", 4, 40.0, "not checked"),
-        row("moectl", 8, 5.0, "WRONG"),
+        row("marlin", 4, None, ok=False, reason="wrong result: token 0 of call 0 is off by 1 (RMS)"),
+        row("humming", 4, 40.0),
+        row("moectl", 8, None, ok=False, reason="wrong result: token 1 of call 0 is off by 1 (RMS)"),
         row("marlin", 8, 50.0),
-        row("moectl", 16, None, "", note="broke"),
+        row("moectl", 16, None, ok=None, reason="broke"),
         row("marlin", 16, 50.0),
     ]
-    text = tables.as_markdown({"device": "G", "bandwidth": 4.3e12, "flops": 7.9e14}, rows)
+    about = {"device": "G", "versions": {"moectl": "1"}}
+    text = tables.as_markdown(about, rows)
     assert "| best peer / moectl | 1.25 | 4.00 | - | - |" in text
     assert "| floor / moectl | 0.50 | 1.00 | - | - |" in text
-    assert "5.0 (wrong)" in text and "broke" in text
+    assert "| marlin | 30.0 | wrong | 50.0 | 50.0 |" in text and "broke" in text
+    assert "clocks held down at M = 1" in text and "largest relative error 1.0e-03" in text
     mean = math.sqrt(1.25 * 4)
     assert f"over 2 cells of uniform routing: {mean:.3f}; moectl is ahead in 2" in text
-    assert json.loads(tables.as_json({"device": "G"}, rows))["rows"][0] == asdict(rows[0])
     skewed = [replace(r, routing="zipf:1.2") for r in rows[:2]]
     text = tables.as_markdown({}, rows + skewed)
     assert f"over 2 cells of uniform routing: {mean:.3f}; moectl is ahead in 2" in text
     assert "over 1 cells of zipf:1.2 routing: 1.500; moectl is ahead in 1" in text
     assert f"over 3 cells: {(mean**2 * 1.5) ** (1 / 3):.3f}; moectl is ahead in 3" in text
-
-
-def test_skewed_routings_may_have_tokens_of_their_own() -> None:
-    given = "--models kimi-k2 --columns moectl --tokens 1,8 --routing uniform,zipf:1.2 --skewed-tokens 8,16"
-    (unit,) = script.units(script.parser().parse_args(given.split()))
-    assert unit.cells == (("uniform", 1), ("uniform", 8), ("zipf:1.2", 8), ("zipf:1.2", 16))
-    # Kernels follow from the number of tokens alone.
-    (part,) = workers._parts(unit)
-    assert part.cells == (("uniform", 1), ("uniform", 8), ("zipf:1.2", 16))
-    given = given.replace("--skewed-tokens 8,16", "")
-    (unit,) = script.units(script.parser().parse_args(given.split()))
-    assert {tokens for routing, tokens in unit.cells if routing != "uniform"} == {1, 8}
-
-
-def test_expected_results_are_those_of_the_first_routing() -> None:
-    layer = small("qwen3-30b")
-    activation = layer.problem.activation
-    rows, expected = workers._expected(layer, "uniform", 9, activation)
-    x, sets = workers._inputs(layer.problem, CPU, "uniform", 9, 4)
-    assert rows[0] == 0 and rows[-1] == 8
-    assert torch.equal(layer.reference(x, sets[0], rows, activation), expected)
-    other = workers._expected(layer, "uniform", 9, replace(activation, limit=0.1))[1]
-    assert not torch.equal(other, expected)
+    assert "nothing was timed (broke)" in tables.as_markdown({}, rows[-2:-1])
+    assert "broke" in tables.one_line(rows[-2]) and "20.0 us" in tables.one_line(rows[0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moectl.errors import UsageError
-from moectl.models import MODELS, default_format, model_problem
+from moectl.models import MODELS, default_format, model_problem, named_problem
 from moectl.problem import Dims
 from moectl.random_layer import RandomLayer, routings, tokens_of
 from moectl.schemes import (
@@ -36,13 +36,32 @@ WEIGHTS = (
 )
 
 
+def small(model: str) -> RandomLayer:
+    problem = replace(MODELS[model], dims=Dims(256, 128), experts=12, local_experts=12)
+    return RandomLayer(problem, CPU)
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "kimi-k2"])
+def test_experts_are_those_of_the_distribution(model: str) -> None:
+    problem = small(model).problem
+    for routed in routings(problem, 50, "experts:4", 3, CPU):
+        assert routed.ids.unique().numel() == max(4, problem.top_k)
+        assert torch.allclose(routed.weights.sum(-1), torch.ones(50))
+        assert all(len(set(row)) == problem.top_k for row in routed.ids.tolist())
+
+
+def test_routings_differ_and_repeat() -> None:
+    first, again = (routings(small("kimi-k2").problem, 9, "uniform", 2, CPU) for _ in range(2))
+    assert torch.equal(first[0].ids, again[0].ids) and not torch.equal(first[0].ids, first[1].ids)
+
+
 @pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 def test_products_are_of_ordinary_size_in_every_format(weight: WeightFormat) -> None:
     sizes = {"dims": Dims(256, 128), "experts": 6, "local_experts": 6, "top_k": 2}
     problem = replace(MODELS["qwen3-30b"], scheme=Scheme(weight), **sizes)
     layer = RandomLayer(problem, CPU)
     (routed,) = routings(problem, 8, "uniform", 1, CPU)
-    y = layer.reference(tokens_of(problem, 8, CPU), routed, list(range(8)), problem.activation)
+    y = layer.reference(tokens_of(problem, 8, CPU), routed, list(range(8)))
     assert 0.05 < float(y.std()) < 5
     prepared = layer.experts.prepared("torch", CPU)
     assert torch.equal(prepared.expert(3).w13, layer.experts.reference(3).w13)
@@ -50,10 +69,14 @@ def test_products_are_of_ordinary_size_in_every_format(weight: WeightFormat) -> 
 
 def test_a_model_takes_another_format_and_fewer_experts() -> None:
     assert model_problem("kimi-k2") == MODELS["kimi-k2"]
+    assert named_problem("kimi-k2") == ("kimi-k2", MODELS["kimi-k2"])
+    assert named_problem("kimi-k2:mxfp4") == ("kimi-k2", model_problem("kimi-k2", "mxfp4"))
     made = model_problem("kimi-k2", "mxfp4", 12)
     assert (made.scheme.weight, made.experts, made.local_experts) == (MXFP4, 12, 12)
     assert [default_format(model) for model in ("gpt-oss-20b", "qwen3-30b")] == ["mxfp4", "int4-g128"]
     with pytest.raises(UsageError, match="no model is called 'gpt-5'; there are gpt-oss-120b"):
         model_problem("gpt-5")
     with pytest.raises(UsageError, match="no format is called 'int3'"):
-        model_problem("kimi-k2", "int3")
+        named_problem("kimi-k2:int3")
+    with pytest.raises(UsageError, match="no format is called ''"):
+        named_problem("kimi-k2:")

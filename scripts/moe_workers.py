@@ -1,0 +1,228 @@
+"""The processes of `bench_peers`: one that measures, by `moectl.bench`, and the one that watches it.
+
+A kernel that fails can take its CUDA context along, or never come back: then its process is ended, what it
+was at gets the reason, and another goes on behind. What a worker finds comes line by line, as JSON behind
+`MARK`.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from moectl.bench.compiling import compile_parts
+from moectl.bench.rows import Key, Row
+from moectl.bench.settings import Settings
+from moectl.errors import ExitCode, MoectlError
+from moectl.floors import Rates
+
+MARK = "@bench "
+NOT_REACHED = "not reached within the time limit"
+LAST_LINES = 12
+"""Lines of a worker's own output that are shown when it ends early."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One bench, and all rows that it is to give, as they are before anything is known of them."""
+
+    settings: Settings
+    rows: tuple[Row, ...]
+
+
+def whole(parts: Sequence[Part]) -> Settings:
+    """All that `parts` have in one: every routing, every number of tokens."""
+    routings = dict.fromkeys(name for part in parts for name in part.settings.routings)
+    tokens = sorted({count for part in parts for count in part.settings.tokens})
+    return replace(parts[0].settings, routings=tuple(routings), tokens=tuple(tokens))
+
+
+# --- in the worker
+
+
+def work(order: Mapping[str, Any]) -> int:
+    """Measures the benches of `order` but for what is done, and says what is found; an exit status."""
+    from moectl.bench.about import about
+    from moectl.bench.opening import open_bench
+    from moectl.bench.rows import Run
+
+    done = frozenset(map(tuple, order["done"]))
+    rates = Rates(**order["rates"]) if order["rates"] else None
+
+    def begins(rows: Sequence[Row]) -> None:
+        _say("begin", keys=[row.key for row in rows])
+
+    try:
+        for number, data in enumerate(order["benches"]):
+            settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+            try:
+                bench = open_bench(settings, None, rates=rates, begins=begins)
+            except MoectlError as error:
+                _say("none", bench=number, why=error.what)
+                continue
+            rates = bench.rates
+            _say("about", about=Run(data, about(bench.machine, settings, rates)).to_json())
+            for row in bench.measured(done):
+                _say("row", row=row.to_json())
+    except MoectlError as error:
+        print("\n".join(text for text in (error.what, error.hint) if text), flush=True)
+        return int(error.exit_code)
+    return 0
+
+
+def _say(kind: str, **data: Any) -> None:
+    print(MARK + json.dumps({"kind": kind, **data}), flush=True)
+
+
+# --- in the process that watches
+
+
+@dataclass
+class Watch:
+    """What workers have found so far.
+
+    Attributes:
+        command: starts a worker, which reads its order from stdin.
+        rates: of the floor; None to measure them.
+        end: a reading of the monotonic clock at which it stops.
+        cell_limit: seconds in which a worker has to say something.
+        report: told every row as it comes.
+        about: what the rows were taken on.
+        rows: by their keys.
+    """
+
+    command: Sequence[str]
+    parts: Sequence[Part]
+    rates: Rates | None
+    end: float
+    cell_limit: float
+    report: Callable[[Row], None]
+    about: dict[str, Any] = field(default_factory=dict)
+    rows: dict[Key, Row] = field(default_factory=dict)
+    _begun: list[Key] = field(default_factory=list)
+    _said: list[str] = field(default_factory=list)
+
+    def run(self) -> list[Row]:
+        """All rows in their order: a time, or the reason why there is none.
+
+        When time is up, or it is interrupted (SIGTERM too), what was measured is kept.
+        """
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        wanted = {row.key: row for part in self.parts for row in part.rows}
+        try:
+            why = self._work_through(wanted)
+        except KeyboardInterrupt:
+            why = "interrupted"
+        self._give_up(wanted, why)
+        return [self.rows[key] for key in wanted]
+
+    def _work_through(self, wanted: Mapping[Key, Row]) -> str:
+        """Workers one after the other; why what is left then is left."""
+        while wanted.keys() - self.rows.keys() and time.monotonic() < self.end:
+            before, self._begun = len(self.rows), []
+            why = self._worker()
+            if not why:
+                return "its process said nothing about it"
+            print("\n".join(self._said), file=sys.stderr)
+            if why != BROKEN:
+                self._give_up({key: wanted[key] for key in self._begun if key in wanted}, why)
+            if len(self.rows) == before:
+                return why
+        return NOT_REACHED
+
+    def _give_up(self, rows: Mapping[Key, Row], why: str) -> None:
+        for key, row in rows.items():
+            if key not in self.rows:
+                self._add(replace(row, reason=why))
+
+    def _add(self, row: Row) -> None:
+        self.rows[row.key] = row
+        self.report(row)
+
+    def _order(self) -> str:
+        rates = self.about.get("rates") or (asdict(self.rates) if self.rates else None)
+        benches = [asdict(part.settings) for part in self.parts]
+        return json.dumps({"benches": benches, "rates": rates, "done": list(self.rows)})
+
+    def _worker(self) -> str:
+        """Runs one worker to its end; why it ended too early, or nothing."""
+        process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdin is not None and process.stdout is not None
+        lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+        try:
+            process.stdin.write(self._order())
+            process.stdin.close()
+            while True:
+                left = self.end - time.monotonic()
+                try:
+                    line = lines.get(timeout=max(0.0, min(self.cell_limit, left)))
+                except queue.Empty:
+                    return NOT_REACHED if left < self.cell_limit else f"no answer in {self.cell_limit:g} s"
+                if line is None:
+                    code = process.wait()
+                    return _ENDS.get(code, f"its process ended with status {code}")
+                self._take(line)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def _take(self, line: str) -> None:
+        if not line.startswith(MARK):
+            self._said = [*self._said, line.rstrip()][-LAST_LINES:]
+            return
+        found = json.loads(line[len(MARK) :])
+        if found["kind"] == "about":
+            self.about = self.about or found["about"]
+        elif found["kind"] == "begin":
+            self._begun = [tuple(key) for key in found["keys"]]
+        elif found["kind"] == "none":
+            for row in self.parts[found["bench"]].rows:
+                if row.key not in self.rows:
+                    self._add(replace(row, reason=found["why"], refused=True))
+        else:
+            self._add(Row.from_json(found["row"], "a row of a worker"))
+
+
+BROKEN = "the GPU answers its process no more"
+_ENDS = {0: "", int(ExitCode.UNAVAILABLE): BROKEN}
+
+
+def _read(stream: Iterable[str], lines: queue.Queue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def compiled(parts: Sequence[Part], processes: int, seconds: float) -> int:
+    """Compiles what `parts` would run, in so many processes at once, and says what; 1 when something failed.
+
+    What is not ready after so many seconds is compiled later, when it is measured.
+    """
+    signal.signal(signal.SIGALRM, _late)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    failed = False
+    try:
+        for line in compile_parts(whole(parts), None, processes):
+            failed |= line.failed
+            print(line.text, flush=True)
+    except TimeoutError:
+        print(f"not all was ready after {seconds:.0f} s", flush=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return int(failed)
+
+
+def _late(*_: object) -> None:
+    raise TimeoutError
