@@ -1,0 +1,70 @@
+"""`scripts/tune_kernels` without a GPU: what it prints and writes of a search."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from moectl.kernels.triton.launch import Launch, Tile
+from moectl.models import MODELS
+from moectl.tuning.cells import Cell
+from moectl.tuning.search import DeviceBroken, Wrong
+
+from .scripts import loaded
+
+script = loaded("tune_kernels")
+
+LAUNCHES = [Launch("grouped", Tile(16, rows, 64, stages=4, warps=4)) for rows in (64, 128, 192, 256)]
+WRONG, SLOW, FAST, CURRENT = LAUNCHES
+CELL = Cell("qwen3-30b", MODELS["qwen3-30b"], 64)
+
+
+class Fake:
+    """One launch is wrong, and the one that is taken today is no candidate."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.broken = broken
+
+    def candidates(self, cell: Cell) -> list[Launch]:
+        return [WRONG, SLOW, FAST]
+
+    def current(self, cell: Cell) -> Launch:
+        return CURRENT
+
+    def error(self, cell: Cell, launch: Launch) -> float:
+        if self.broken:
+            raise DeviceBroken("gone")
+        if launch == WRONG:
+            raise Wrong("off by 3")
+        return 1e-3
+
+    def time(self, cell: Cell, launch: Launch, repeats: int) -> float:
+        return {SLOW: 30.0, FAST: 10.04, CURRENT: 20.0}[launch]
+
+
+def test_the_fastest_right_launch_is_printed_and_is_the_row(capsys: pytest.CaptureFixture[str]) -> None:
+    options = argparse.Namespace(compile=False, repeats=3, show=1)
+    (row,) = script._tuned(CELL, Fake(), options)
+    assert row == {"tokens": 64, "regime": "grouped", "tile": asdict(FAST.tile), "us": 10.0}
+    wrong, best, second = capsys.readouterr().out.splitlines()
+    assert wrong.strip().startswith("OUT grouped") and wrong.endswith("off by 3")
+    assert "qwen3-30b M=   64      10.0 us" in best and "20.0 us" in second
+    with pytest.raises(DeviceBroken):
+        script._tuned(CELL, Fake(broken=True), options)
+
+
+def test_rows_of_other_tokens_and_layers_stay_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "launches.json"
+    names = ("capability", "sms", "weight", "hidden", "intermediate", "experts", "top_k")
+    for model, tokens, us in (("a", 4, 1.0), ("b", 4, 2.0), ("a", 1, 3.0), ("a", 4, 4.0)):
+        layer = {"model": model, "rows": [{"tokens": tokens, "us": us}]}
+        script._write(path, layer | {name: f"{name} of {model}" for name in names})
+    rows = {it["model"]: it["rows"] for it in json.loads(path.read_text())["layers"]}
+    assert rows == {
+        "a": [{"tokens": 1, "us": 3.0}, {"tokens": 4, "us": 4.0}],
+        "b": [{"tokens": 4, "us": 2.0}],
+    }
