@@ -6,6 +6,9 @@ reaches on some path without a barrier between tells the other side too early, f
 that arrives is known to have made its access. compute-sanitizer's racecheck sees such a race only in the
 accesses of a run, and takes some ordered ones for one; this follows all paths of the machine code.
 
+A wgmma reads shared memory for the four warps that issue it together, and a warp that has waited for it
+(``WARPGROUP.DEPBAR``) knows of its own part alone that it is done. That wait counts as an access.
+
 Predicates count as true and every jump as possible, as in `hazards`. Accesses that the asynchronous copies
 of a thread make (``LDGSTS``) are not looked at: each thread's own arrival follows those.
 """
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from .sass import Code, Instruction
 
 ACCESSES = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
+WAITED = "WARPGROUP.DEPBAR"
 BARRIER, ARRIVAL = "BAR.SYNC", "SYNCS.ARRIVE"
 NEVER = "!PT"
 """Guard of instructions that are there for their place in the pipeline alone."""
@@ -34,8 +38,9 @@ class Handover:
 
 
 def is_access(instruction: Instruction) -> bool:
-    """Whether it reads or writes shared memory."""
-    return instruction.family in ACCESSES and instruction.guard != NEVER
+    """Whether it reads or writes shared memory, or ends what a wgmma reads of it."""
+    accesses = instruction.family in ACCESSES or instruction.op.startswith(WAITED)
+    return accesses and instruction.guard != NEVER
 
 
 def early_handovers(code: Code) -> tuple[Handover, ...]:
