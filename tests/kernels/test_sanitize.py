@@ -20,7 +20,7 @@ def script() -> ModuleType:
 def test_small_layers_and_their_configurations(script: ModuleType, format: str) -> None:
     layer = script.small_layer(format)
     assert layer.device.type == "cpu" and layer.expert(5).w2.shape == (640, 384)
-    options = Namespace(families=["decode", "grouped"], most=2)
+    options = Namespace(families=["decode", "grouped"], most=2, each=None)
     # On this device stand those that the interpreter can run.
     from moectl.kernels.triton.runner import REGIMES
 
@@ -28,6 +28,9 @@ def test_small_layers_and_their_configurations(script: ModuleType, format: str) 
     wanted = {name for name in options.families if REGIMES[name].interpreted}
     assert {it.family for it in found} == wanted and len(found) == 2 * len(wanted)
     assert all(2 <= it.tokens <= 600 for it in found)
+    options.each = 100
+    asked = script.configurations(layer.problem, format, torch.device("cpu"), options)
+    assert {it.tokens for it in asked} == {300}
 
 
 @pytest.mark.parametrize(
