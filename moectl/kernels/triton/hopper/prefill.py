@@ -33,7 +33,7 @@ class Shape:
         workers: warpgroups that compute.
         blocks: of 64 weight rows, that each of them owns.
         widths: of token tiles that the kernel has, in units; a tile takes the next one that holds it.
-            Each is one power of two or the sum of two.
+            Those beyond 8, and all of programs of one block, are a power of two or the sum of two.
         registers: of a thread that computes and of one that loads.
     """
 
@@ -49,8 +49,8 @@ class Shape:
 
 
 SHAPES: dict[int, Shape] = {
-    8: Shape(2, 2, (2, 4, 6, 8), (216, 72)),
-    9: Shape(2, 2, (2, 4, 6, 8, 9), (216, 72)),
+    8: Shape(2, 2, (2, 4, 5, 6, 7, 8), (216, 72)),
+    9: Shape(2, 2, (2, 4, 5, 6, 7, 8, 9), (216, 72)),
     12: Shape(3, 1, (2, 4, 6, 8, 10, 12), (152, 56)),
 }
 """Most units of a tile -> the shape of its program."""

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .epilogue import activate, activate_one
 from .fragments import code_layout, code_lines, fragment, scale_layout, scale_words, tile_bytes
 from .names import reinterpret
+from .prefill_joint import joined, joint_finished, joint_issued, joint_operand, joint_zeros
 from .prefill_loader import _loader
 from .prefill_tiles import _field, _mma, _narrow, _operand, _rows_layout, _units, _wide
 
@@ -233,6 +234,54 @@ def _two_blocks(
 
 
 @gluon.jit
+def _two_blocks_jointly(
+    ring, it, steps, me: gl.constexpr, DTYPE: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """`_two_blocks` with one product for all columns."""
+    _tokens, _weights, full, empty = ring
+    acc0 = joint_zeros(UNITS)
+    acc1 = joint_zeros(UNITS)
+    stage = it % HOW.stages
+    phase = (it // HOW.stages) & 1
+    _await(ring, stage, phase, True)
+    a0 = joint_operand(_expanded(_loaded(ring, stage, 2 * me, HOW), DTYPE, 1, HOW))
+    for step in range(1, steps + 1):
+        run0 = joint_issued(a0, stage, acc0, UNITS)
+        a1 = joint_operand(_expanded(_loaded(ring, stage, 2 * me + 1, HOW), DTYPE, 1, HOW))
+        run1 = joint_issued(a1, stage, acc1, UNITS)
+        acc0 = joint_finished(run0, a0, 1, UNITS)
+        following, phase = _after(stage, phase, HOW)
+        there = step < steps
+        _await(ring, following, phase, there)
+        # As in `_one_block`, the last step's own weights once more.
+        again = gl.where(there, following, stage)
+        a0 = joint_operand(_expanded(_loaded(ring, again, 2 * me, HOW), DTYPE, 1, HOW))
+        # As in `_two_blocks`, it ends the basic block.
+        mbarrier.wait(full.index(following), phase, pred=there)
+        acc1 = joint_finished(run1, a1, 0, UNITS)
+        mbarrier.arrive(empty.index(HOW.workers * stage + me), count=1)
+        stage = following
+    return acc0, acc1
+
+
+@gluon.jit
+def _store_jointly(
+    acc, out, notes, Y, block, first, end, NX, alpha, limit,
+    own: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """`_store` of an accumulator by units, at most 64 tokens at a time."""
+    for i in gl.static_range(UNITS // 4):
+        part = joined(acc, 4 * i, 4)
+        _store(part, out, notes, Y, block, first, end, NX, alpha, limit, own, 64 * i, 64, HOW)
+    if UNITS % 4 >= 2:
+        part = joined(acc, UNITS // 4 * 4, 2)
+        _store(part, out, notes, Y, block, first, end, NX, alpha, limit, own, UNITS // 4 * 64, 32, HOW)
+    if UNITS % 2:
+        part = joined(acc, UNITS - 1, 1)
+        _store(part, out, notes, Y, block, first, end, NX, alpha, limit, own, 16 * UNITS - 16, 16, HOW)
+
+
+@gluon.jit
 def _compute(
     ring, out, notes, Y, block, first, end, it, steps, NX, alpha, limit,
     me: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr,
@@ -242,6 +291,10 @@ def _compute(
     if HOW.blocks == 1:
         acc, low = _one_block(ring, it, steps, me, DTYPE, UNITS, HOW)
         _store_all(acc, low, out, notes, Y, block, first, end, NX, alpha, limit, me, UNITS, HOW)
+    elif UNITS < 8 and (UNITS & (UNITS - 1)):
+        acc, acc1 = _two_blocks_jointly(ring, it, steps, me, DTYPE, UNITS, HOW)
+        _store_jointly(acc, out, notes, Y, block, first, end, NX, alpha, limit, 2 * me, UNITS, HOW)
+        _store_jointly(acc1, out, notes, Y, block + 1, first, end, NX, alpha, limit, 2 * me + 1, UNITS, HOW)
     else:
         acc, low, acc1, low1 = _two_blocks(ring, it, steps, me, DTYPE, UNITS, HOW)
         _store_all(acc, low, out, notes, Y, block, first, end, NX, alpha, limit, 2 * me, UNITS, HOW)

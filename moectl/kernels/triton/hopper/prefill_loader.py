@@ -102,9 +102,10 @@ def _loader(load, size, HOW: gl.constexpr):
         job += 1
         tile = gl.num_programs(0) + gl.atomic_add(COUNTER, 1, sem="relaxed")
         rows0 = _token_rows(SORTED, first, end, KX, 64, HOW)
-        rows1 = _token_rows(SORTED, first + 64, end, KX, 64, HOW)
+        rows1 = _token_rows(SORTED, first + 64, end, KX, 32, HOW)
+        rows2 = _token_rows(SORTED, first + 96, end, KX, 32, HOW)
         if HOW.rest:
-            rows2 = _token_rows(SORTED, first + 128, end, KX, HOW.rest, HOW)
+            rows3 = _token_rows(SORTED, first + 128, end, KX, HOW.rest, HOW)
         w_expert = expert.to(gl.int64) * blocks * steps * BYTES
         s_expert = expert.to(gl.int64) * blocks * spans * WORDS
         mine = gl.arange(0, 4, layout=gl.SliceLayout(1, WL))
@@ -121,10 +122,12 @@ def _loader(load, size, HOW: gl.constexpr):
                 mbarrier.wait(empty.index(WORKERS * stage + me), free)
             _copy_tokens(x.index(stage).slice(0, 64), X, rows0, kt, KX, HOW)
             if units > 4:
-                _copy_tokens(x.index(stage).slice(64, 64), X, rows1, kt, KX, HOW)
+                _copy_tokens(x.index(stage).slice(64, 32), X, rows1, kt, KX, HOW)
+            if units > 6:
+                _copy_tokens(x.index(stage).slice(96, 32), X, rows2, kt, KX, HOW)
             if HOW.rest:  # noqa: SIM102 - one is decided when compiling, one when running
                 if units > 8:
-                    _copy_tokens(more.index(stage), X, rows2, kt, KX, HOW)
+                    _copy_tokens(more.index(stage), X, rows3, kt, KX, HOW)
             async_load(codes.index(stage), W + (w_expert + kt * BYTES) + w_at, mask=w_live)
             s_step = s_expert + kt // HOW.span * WORDS
             async_load(scales.index(stage), S + s_step + s_at)

@@ -1,0 +1,132 @@
+# mypy: ignore-errors
+"""Device code of the prefill kernels: products whose token columns are any number of units of 16.
+
+Triton's layouts are powers of two wide, so that an accumulator of 96 columns is two of its products, each of
+which reads A again. Here wgmma is written out: an accumulator is one ``[64, 16]`` tensor a unit, which are
+together the registers of one product of all columns, and A is four of ``[64, 16]``.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .prefill_tiles import _mma
+
+KINDS = {gl.bfloat16: "bf16", gl.float16: "f16"}
+"""What wgmma calls the types of its operands."""
+
+
+@gluon.constexpr_function
+def _list(names):
+    return "{" + ", ".join(names) + "}"
+
+
+@gluon.constexpr_function
+def _product_asm(UNITS, DTYPE):
+    """Products of 64 columns; operands: accumulators, tied to the results, 16 of A, the place of the stage.
+
+    The tokens lie at the beginning of the shared memory, 16 KB a stage, in rows of 128 swizzled bytes.
+    """
+    count = 8 * UNITS
+    kind = KINDS[DTYPE]
+    acc = _list([f"${i}" for i in range(count)])
+    lines = [
+        "{ .reg .b32 low; .reg .b64 d;",
+        "mov.u32 low, global_smem;",
+        f"add.u32 low, low, ${2 * count + 16};",
+        "shr.u32 low, low, 4;",
+        "mov.b64 d, {low, 0x40000040};",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for k in range(4):
+        if k:
+            lines.append("add.u64 d, d, 2;")
+        a = _list([f"${2 * count + 4 * k + i}" for i in range(4)])
+        shape = f"m64n{16 * UNITS}k16.f32.{kind}.{kind}"
+        lines.append(f"wgmma.mma_async.sync.aligned.{shape} {acc}, {a}, d, 1, 1, 1, 0;")
+    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
+
+
+@gluon.constexpr_function
+def _product_registers(UNITS):
+    count = 8 * UNITS
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * 24)
+
+
+@gluon.constexpr_function
+def _wait_asm(LATER):
+    return f"wgmma.wait_group.sync.aligned {LATER};"
+
+
+@gluon.constexpr_function
+def _wait_registers(UNITS):
+    count = 8 * UNITS
+    results = ["=f"] * count + ["=r"] * 16
+    return ",".join(results + [str(i) for i in range(len(results))])
+
+
+@gluon.constexpr_function
+def _results(UNITS, DTYPE, A):
+    """Types of the results: of an accumulator, and of `A` tensors of A."""
+    return (gl.float32,) * UNITS + (DTYPE,) * A
+
+
+@gluon.jit
+def joint_zeros(UNITS: gl.constexpr):
+    """An accumulator of 64 rows."""
+    acc = ()
+    for _ in gl.static_range(UNITS):
+        acc += (gl.full([64, 16], 0.0, gl.float32, _mma(16)),)
+    return acc
+
+
+@gluon.jit
+def joint_operand(a):
+    """[64, 64] in the registers of A, as four of 16 columns."""
+    M: gl.constexpr = _mma(16)
+    even, odd = gl.split(a.reshape([64, 2, 2, 16]).permute((0, 3, 1, 2)))
+    a0, a2 = gl.split(even)
+    a1, a3 = gl.split(odd)
+    return (
+        gl.convert_layout(a0, M, assert_trivial=True),
+        gl.convert_layout(a1, M, assert_trivial=True),
+        gl.convert_layout(a2, M, assert_trivial=True),
+        gl.convert_layout(a3, M, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def joint_issued(a, stage, acc, UNITS: gl.constexpr):
+    """Start the product of `a` and the stage's tokens; the accumulator is pending."""
+    DTYPE: gl.constexpr = a[0].dtype
+    ASM: gl.constexpr = _product_asm(UNITS, DTYPE)
+    REGISTERS: gl.constexpr = _product_registers(UNITS)
+    RESULTS: gl.constexpr = _results(UNITS, DTYPE, 0)
+    at = gl.full([64, 16], stage * 16384, gl.int32, _mma(16))
+    return gl.inline_asm_elementwise(ASM, REGISTERS, acc + a + (at,), RESULTS, False, 8)
+
+
+@gluon.jit
+def joint_finished(acc, a, LATER: gl.constexpr, UNITS: gl.constexpr):
+    """The accumulator once at most LATER products after its own are in flight; `a` lives until then."""
+    DTYPE: gl.constexpr = a[0].dtype
+    ASM: gl.constexpr = _wait_asm(LATER)
+    REGISTERS: gl.constexpr = _wait_registers(UNITS)
+    RESULTS: gl.constexpr = _results(UNITS, DTYPE, 4)
+    out = gl.inline_asm_elementwise(ASM, REGISTERS, acc + a, RESULTS, False, 8)
+    return out[:UNITS]
+
+
+@gluon.jit
+def joined(acc, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Units FIRST up to FIRST + COUNT of an accumulator as one tensor; COUNT is 1, 2 or 4."""
+    if COUNT == 1:
+        made = acc[FIRST]
+    elif COUNT == 2:
+        made = gl.join(acc[FIRST], acc[FIRST + 1]).permute((0, 2, 1)).reshape([64, 32])
+        made = gl.convert_layout(made, _mma(32), assert_trivial=True)
+    else:
+        even = gl.join(acc[FIRST], acc[FIRST + 2])
+        odd = gl.join(acc[FIRST + 1], acc[FIRST + 3])
+        made = gl.join(even, odd).permute((0, 2, 3, 1)).reshape([64, 64])
+        made = gl.convert_layout(made, _mma(64), assert_trivial=True)
+    return made
