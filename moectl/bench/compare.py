@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .rows import Row, Rows
+from .reading import Rows
+from .rows import Row
 
 THRESHOLD = 0.02
 """Relative change below which nothing is called faster or slower."""

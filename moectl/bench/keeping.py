@@ -13,8 +13,10 @@ from .measure import Bench
 from .rows import Row
 
 
-def keep(bench: Bench, rows: Sequence[Row]) -> tuple[Path, ...]:
+def keep(bench: Bench, rows: Sequence[Row], when: str = "") -> tuple[Path, ...]:
     """Puts the timed rows into the user's cache, a layer at a time; the files they are in.
+
+    `when` is the time of the run that they are of, as ISO 8601; now by default.
 
     Raises Unavailable when the cache cannot be written.
     """
@@ -31,7 +33,12 @@ def keep(bench: Bench, rows: Sequence[Row]) -> tuple[Path, ...]:
             versions = versions_of(machine)
             files.append(
                 measurements.save(
-                    machine.device, target.problem, found, versions=versions, source="moectl bench"
+                    machine.device,
+                    target.problem,
+                    found,
+                    versions=versions,
+                    source="moectl bench",
+                    when=when,
                 )
             )
     return tuple(dict.fromkeys(files))

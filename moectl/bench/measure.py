@@ -20,7 +20,7 @@ from ..kernels.inputs import Inputs
 from ..kernels.modular import FusedMoEKernel
 from ..kernels.tolerance import Tolerance, tolerance_for
 from ..kernels.turns import Turn, alive, make_turn, quartiles, take_turns
-from ..run import Machine, choose_backends
+from ..run import Machine, choose_backends, none_serves
 from .cells import Case, Cell, Judged, judge, make_case, plan_cells
 from .compiling import Compiled
 from .preparing import Memory, Ready, call_bytes, first_lines, make_ready
@@ -39,6 +39,20 @@ class Choice:
 
     names: tuple[str, ...]
     refused: Mapping[str, str]
+
+
+def blank(target: Target, tokens: int, routing: str, backend: str) -> Row:
+    """The row of a cell and backend before anything is known of it."""
+    return Row(
+        model=target.model,
+        layers=target.layers,
+        layer=target.experts.layer,
+        scheme=str(target.problem.scheme),
+        backend=backend,
+        tokens=tokens,
+        routing=routing,
+        parallel=target.parallel,
+    )
 
 
 @dataclass(frozen=True)
@@ -64,9 +78,8 @@ class Bench:
         for at, target in enumerate(self.targets):
             self._choices[at] = self._choose(target, errors)
             self._routings[at] = {name: self._routing(name, target) for name in self.settings.routings}
-        for name, error in errors.items():
-            if all(name in choice.refused for choice in self._choices.values()):
-                raise error
+        if errors and not any(choice.names for choice in self._choices.values()):
+            raise none_serves(tuple(errors.values()))
 
     def _routing(self, name: str, target: Target) -> Sets:
         sets = routing_of(name, target.experts, self.settings, self.machine.torch)
@@ -88,11 +101,15 @@ class Bench:
                 refused[name] = error.what
         return Choice(tuple(dict.fromkeys(names)), refused)
 
-    @property
-    def total(self) -> int:
-        """How many rows there are to come, those of earlier runs included."""
-        cells = len(self.settings.tokens) * len(self.settings.routings)
-        return sum(cells * (len(c.names) + len(c.refused)) for c in self._choices.values())
+    def left(self, done: AbstractSet[Key] = frozenset()) -> int:
+        """How many rows `measured` gives."""
+        asked = self.settings
+        cells = product(enumerate(self.targets), asked.tokens, asked.routings)
+        return sum(
+            blank(target, tokens, routing, name).key not in done
+            for (at, target), tokens, routing in cells
+            for name in (*self._choices[at].names, *self._choices[at].refused)
+        )
 
     def measured(self, done: AbstractSet[Key] = frozenset()) -> Iterator[Row]:
         """One `Row` per cell and backend, those of a cell together, without those whose key is `done`.
@@ -230,18 +247,8 @@ class _TargetRun:
         return self._row(cell, name).key not in self.done
 
     def _row(self, cell: Cell, backend: str) -> Row:
-        target = self.target
-        return Row(
-            model=target.model,
-            layers=target.layers,
-            layer=target.experts.layer,
-            scheme=str(target.problem.scheme),
-            backend=backend,
-            tokens=cell.tokens,
-            routing=cell.routing,
-            parallel=target.parallel,
-            caches=cell.caches(self.bench.settings, self.device),
-        )
+        made = blank(self.target, cell.tokens, cell.routing, backend)
+        return replace(made, caches=cell.caches(self.bench.settings, self.device))
 
     def _prepare(
         self, names: Sequence[str], copies: int, memory: Memory, cells: Sequence[Cell]

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .rows import CONSTANT, Costs, Row
+from .reading import CONSTANT
+from .rows import Costs, Row
 
 Facts = Mapping[str, Any]
 

@@ -1,31 +1,19 @@
-"""Rows of a bench and what they were taken on, and the files they are kept in."""
+"""Rows of a bench: one backend on one layer at one number of tokens and one routing. Imports no torch."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, get_type_hints
+from typing import Any, get_type_hints
 
-from .. import SCHEMA_VERSION, __version__
-from ..errors import Unavailable, UsageError
-from ..unreadable import unreadable
-from .settings import Settings, differences
+from ..errors import UsageError
 
 Key = tuple[str, str, str, str, int, str, str]
 """Model, layers, scheme, backend, tokens, routing and parallel: what makes two rows the same cell."""
 
 TIMES = ("median_us", "q1_us", "q3_us", "fastest_us")
 """Fields of a row that are times of a call."""
-
-LARGEST_FILE = 1 << 30
-"""Most bytes of a file of rows that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,193 +200,3 @@ def _read(value: Any, wanted: Sequence[type], optional: bool) -> Any:
     if not math.isfinite(number) or (kind is int and number != int(number)):
         raise ValueError(value)
     return kind(value) if not isinstance(value, str) or kind is float else int(number)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What rows were taken on.
-
-    Attributes:
-        settings: as plain data, of `Settings.to_json`.
-        machine: ``device``, ``driver``, ``versions``, ``rates``, ``caches``, and what else is worth knowing.
-    """
-
-    settings: Mapping[str, Any]
-    machine: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        about = {"schema_version": SCHEMA_VERSION, "moectl": __version__, "command": "bench"}
-        return {**about, "settings": dict(self.settings), **self.machine}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A file of rows, read: what they were taken on, as plain data, and the rows, the last of each cell.
-
-    `notes` say what of the file does not count.
-    """
-
-    about: Mapping[str, Any]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
-
-
-class Journal:
-    """A JSONL file of rows that are written as they come: the first line says what they were taken on.
-
-    Each line is on its way to the disk before the next row is measured, so that a run that is killed
-    keeps its rows.
-    """
-
-    def __init__(self, path: Path, file: IO[str]) -> None:
-        self.path, self._file = path, file
-
-    @classmethod
-    def begin(cls, path: Path, run: Run) -> Journal:
-        """A new file. Raises UsageError when there are rows in it already, Unavailable when it cannot be."""
-        if path.exists() and path.stat().st_size:
-            raise UsageError(
-                f"{path} has something in it already",
-                hint="go on with it by --resume, or remove it, or give another name",
-            )
-        made = cls(path, _opened(path, "w"))
-        made._write({"kind": "run", **run.to_json()})
-        return made
-
-    @classmethod
-    def resume(cls, path: Path) -> Journal:
-        """The file of an earlier run, opened for more rows; a line that was not finished is cut off."""
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.truncate(path, whole)
-        return cls(path, _opened(path, "a"))
-
-    def add(self, row: Row) -> None:
-        """Writes one row."""
-        self._write({"kind": "row", **row.to_json()})
-
-    def _write(self, data: Mapping[str, Any]) -> None:
-        try:
-            self._file.write(json.dumps(data, allow_nan=False) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise Unavailable(f"cannot write {self.path}: {error.strerror or error}") from error
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-
-def _opened(path: Path, mode: str) -> IO[str]:
-    try:
-        return path.open(mode, encoding="utf-8")
-    except OSError as error:
-        raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def earlier(path: Path, settings: Settings, machine: Mapping[str, Any]) -> Rows:
-    """The rows of an earlier run that `settings` on `machine` goes on with.
-
-    Raises UsageError when it was another run: other settings, another device, or other versions.
-    """
-    found = read_rows(path)
-    same = ("device", "versions")
-    others = differences(settings.to_json(), found.about.get("settings", {}))
-    others += differences({k: machine.get(k) for k in same}, {k: found.about.get(k) for k in same})
-    if others:
-        raise UsageError(
-            f"{path} is of another run: {'; '.join(others)}",
-            hint="ask for what it was begun with, or begin a new file",
-        )
-    return found
-
-
-def read_rows(path: Path) -> Rows:
-    """The rows of a .jsonl, .json or .csv file that a bench has written.
-
-    Of rows of the same cell the last one counts; a last line that was not finished does not, which is noted.
-    Raises UsageError when the file cannot be read or is none.
-    """
-    try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise UsageError(f"{path} has more than {LARGEST_FILE} bytes: that is no file of rows")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(str(path), path, error, "a file of rows in UTF-8") from error
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UsageError(
-            f"the suffix of {path} names no file of rows, expected one of {', '.join(_READERS)}",
-            hint="give what `moectl bench -o` wrote",
-        )
-    about, rows = reader(text, str(path))
-    version = about.get("schema_version", SCHEMA_VERSION)
-    if version != SCHEMA_VERSION:
-        raise UsageError(
-            f"{path} has rows of schema version {version!r}, and this moectl reads version {SCHEMA_VERSION}",
-            hint="read it with the moectl that wrote it",
-        )
-    cut = path.suffix.lower() == ".jsonl" and not text.endswith("\n")
-    notes = (f"the last line of {path} was not finished and does not count",) if cut else ()
-    return Rows(about, tuple({row.key: row for row in rows}.values()), notes)
-
-
-_Read = tuple[Mapping[str, Any], Iterable[Row]]
-
-
-def _from_jsonl(text: str, where: str) -> _Read:
-    whole, _, _ = text.rpartition("\n")
-    about: Mapping[str, Any] = {}
-    rows = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        place = f"{where}, line {number}"
-        data = _object(line, place)
-        if data.get("kind") == "run" and number == 1:
-            about = data
-        elif data.get("kind") == "row":
-            rows.append(Row.from_json(data, place))
-        else:
-            raise UsageError(f"{place} is no line of a bench", hint="give what `moectl bench -o` wrote")
-    if not about:
-        raise UsageError(f"{where} does not begin as a bench's file does")
-    return about, rows
-
-
-def _from_json(text: str, where: str) -> _Read:
-    data = _object(text, where)
-    rows = data.get("rows")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UsageError(f"{where} has no rows of a bench")
-    return data, [Row.from_json(row, f"{where}, row {i}") for i, row in enumerate(rows, 1)]
-
-
-def _from_csv(text: str, where: str) -> _Read:
-    lines = list(csv.DictReader(io.StringIO(text)))
-    about: dict[str, Any] = {name: lines[0].get(name) for name in CONSTANT if lines and name in lines[0]}
-    if about.get("versions"):
-        pairs = (item.strip().partition(" ") for item in about["versions"].split(","))
-        about["versions"] = {name: version for name, _, version in pairs}
-    return about, [Row.from_json(line, f"{where}, line {i}") for i, line in enumerate(lines, 2)]
-
-
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{where} is not a JSON object")
-    return data
-
-
-_READERS = {".jsonl": _from_jsonl, ".json": _from_json, ".csv": _from_csv}
-
-CONSTANT = ("device", "driver", "versions", "rates")
-"""What a CSV file says of the machine, the same in every line."""

@@ -120,18 +120,78 @@ def check_routing(text: str) -> None:
         )
 
 
-def differences(asked: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """How settings as plain data differ, a phrase each."""
-    names = dict.fromkeys((*found, *asked))
-    return [
-        f"{name} is {asked.get(name)!r}, was {found.get(name)!r}"
-        for name in names
-        if _plain(asked.get(name)) != _plain(found.get(name))
+GROWING = ("models", "tokens", "routings", "backends")
+"""Settings that a later run of the same rows may add to; of backends, none stands for every one."""
+
+OPTIONS = {
+    "checkpoint": "CKPT",
+    "layer": "--layer",
+    "tp": "--tp",
+    "ep": "--ep",
+    "input": "--input",
+    "rounds": "--repeats",
+    "warm": "--warm",
+    "seed": "--seed",
+}
+"""Settings without which rows are not of the same kind, as a user knows them.
+
+What ``--device`` asks for is the machine's device, which rows tell.
+"""
+
+
+def both(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, as plain data, of rows of which some were asked for by `then` and some by `now`."""
+    made = {**then}
+    for name in GROWING:
+        lists = [_listed(settings.get(name)) for settings in (then, now)]
+        every = name == "backends" and not all(lists)
+        made[name] = [] if every else list(dict.fromkeys(item for some in lists for item in some))
+    made["files"] = {**_named(then.get("files")), **_named(now.get("files"))}
+    return made
+
+
+def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """Why rows of two settings, as plain data, do not belong together, a phrase each; none where they do."""
+    found = [
+        f"{option} is {_told(now.get(name))}, was {_told(then.get(name))}"
+        for name, option in OPTIONS.items()
+        if now.get(name) != then.get(name)
+    ]
+    files = _named(then.get("files"))
+    return found + [
+        f"{name} has other content than it had"
+        for name, digest in _named(now.get("files")).items()
+        if files.get(name, digest) != digest
     ]
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def other_software(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """How the device and versions that rows were taken on differ, a phrase each."""
+    found = []
+    if now.get("device") != then.get("device"):
+        found.append(
+            f"the device is {now.get('device') or 'not known'}, was {then.get('device') or 'not known'}"
+        )
+    before, after = _named(then.get("versions")), _named(now.get("versions"))
+    for name in dict.fromkeys((*before, *after)):
+        if before.get(name) != after.get(name):
+            called = "hash of moectl's kernels" if name == "kernels" else f"version of {name}"
+            found.append(f"the {called} is {after.get(name) or 'none'}, was {before.get(name) or 'none'}")
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def _named(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, bool):
+        return "given" if value else "not given"
+    return "not given" if value in (None, "") else str(value)
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ def save(
     *,
     versions: Mapping[str, str],
     source: str,
+    when: str = "",
 ) -> Path:
     """Keeps `rows` of a layer, in place of older ones of the same cells; the file they are in.
 
@@ -51,6 +52,7 @@ def save(
         problem: one rank's share, as it was measured.
         versions: of the packages that the backends come from (`known`).
         source: what measured them, such as ``moectl bench``.
+        when: they were measured, as ISO 8601; now by default.
 
     Raises UsageError for a time that is none, Unavailable when the cache cannot be written.
     """
@@ -58,8 +60,8 @@ def save(
         if not (math.isfinite(row.us) and row.us > 0 and math.isfinite(row.error)):
             raise UsageError(f"a time of {row.us} us with an error of {row.error} is no measurement")
     path, software, layer = KIND.path(device), built(), layer_key(problem)
-    when, told = now(), _digest(versions)
-    stamped = [replace(row, source=source, when=when, software=told) for row in rows]
+    told = _digest(versions)
+    stamped = [replace(row, source=source, when=when or now(), software=told) for row in rows]
 
     def edit(entries: list[Any]) -> None:
         own = {"built": software, "layer": layer, "versions": dict(versions)}

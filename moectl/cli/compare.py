@@ -39,7 +39,7 @@ def compare(
     no time any more, or no cell is in both.
     """
     from ..bench import compare as library
-    from ..bench.rows import read_rows
+    from ..bench.reading import read_rows
 
     found = library.compare(read_rows(before), read_rows(after), threshold)
     document = {"before": str(before), "after": str(after), **library.document(found, threshold)}

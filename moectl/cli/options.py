@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
@@ -109,16 +110,25 @@ def framed(name: str) -> Callable[[Command], Command]:
     """Decorate a command: give it an `Output`, turn whatever it raises into a sentence and an exit code.
 
     The command is called with its own options and `out`; it may return an ExitCode. The options that
-    every command has (`SHARED`) are added to it here.
+    every command has (`SHARED`) are added to it here. A parameter whose type is a record of options, a
+    dataclass with fields as a command's parameters, stands for all of them: the command is called with
+    the record.
     """
 
     def decorate(command: Command) -> Command:
+        asked = [p for p in inspect.signature(command).parameters.values() if p.name != "out"]
+        records: dict[str, Any] = {p.name: p.annotation for p in asked if is_dataclass(p.annotation)}
+
         @functools.wraps(command)
         def run(*args: Any, json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
             out = Output(name, as_json=json, quiet=quiet)
             try:
+                made = {
+                    one: kind(**{field.name: kwargs.pop(field.name) for field in fields(kind)})
+                    for one, kind in records.items()
+                }
                 with _noted(out):
-                    code = command(*args, **kwargs, out=out)
+                    code = command(*args, **kwargs, **made, out=out)
             except BrokenPipeError:
                 # The reader went away, as in `moectl ... | head`.
                 drop_stdout()
@@ -134,7 +144,7 @@ def framed(name: str) -> Callable[[Command], Command]:
                 code = told.exit_code
             raise typer.Exit(int(code or ExitCode.DONE))
 
-        own = [p for p in inspect.signature(command).parameters.values() if p.name != "out"]
+        own = [one for p in asked for one in (_options_of(p.annotation) if p.name in records else [p])]
         parameters = [_of_command(p, name) for p in (*own, *SHARED)]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -160,6 +170,19 @@ def _noted(out: Output) -> Iterator[None]:
 
         warnings.showwarning = show  # type: ignore[assignment]
         yield
+
+
+def _options_of(record: Any) -> list[inspect.Parameter]:
+    """The fields of a record of options as parameters of a command."""
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=field.type,
+        )
+        for field in fields(record)
+    ]
 
 
 def _of_command(parameter: inspect.Parameter, command: str) -> inspect.Parameter:

@@ -72,6 +72,8 @@ def _told(error: MoectlError | None) -> Data | None:
 
 def _outcome_data(outcome: Outcome) -> Data:
     found: Data = {"backend": outcome.backend, "ok": outcome.ok, "error": _told(outcome.error)}
+    if outcome.refused:
+        found["refused"] = True
     result = outcome.result
     if result is not None:
         found |= {
@@ -145,7 +147,8 @@ def brief(layers: Sequence[Data], *, several: bool, compares: bool) -> list[str]
             lines.append(f"{start}error\t{layer['error']['what']}")
         for it in layer["backends"]:
             rms = f"{it['check']['rms']:.3g}" if "check" in it else "-"
-            verdict = f"{'ok' if it['ok'] else 'failed'} {rms}"
+            word = "ok" if it["ok"] else "refused" if it.get("refused") else "failed"
+            verdict = f"{word} {rms}"
             lines.append(f"{start}{it['backend']}\t{verdict}" if several or compares else verdict)
     return lines
 
@@ -249,7 +252,8 @@ def _draw_layers(head: Data, layers: Sequence[Data], console: Any) -> None:
 def _cells(it: Data) -> list[str]:
     """One backend's cells, in the order of `COLUMNS`."""
     if "check" not in it:
-        return [it["backend"], "ERROR", *["-"] * (len(COLUMNS) - 2)]
+        word = "refused" if it.get("refused") else "ERROR"
+        return [it["backend"], word, *["-"] * (len(COLUMNS) - 2)]
     verdict = f"ok {it['check']['rms']:.1e}" if it["check"]["ok"] else f"FAILED {it['check']['rms']:.1e}"
     times = (duration(it["prepare_seconds"]), size(it["weight_bytes"]), size(it["peak_bytes"]))
     median = duration(it["median_us"] * 1e-6) if it["median_us"] else "-"

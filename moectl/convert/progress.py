@@ -13,8 +13,8 @@ from typing import Any
 from ..checkpoint.shards import open_regular
 from ..checkpoint.strict_json import parse_json_object
 from ..errors import CheckpointError, Unavailable, UsageError
+from ..lock import Lock
 from .disk import disk_errors, write_exactly
-from .lock import Lock
 from .manifest_record import LOG as LOG
 from .manifest_record import LayerRecord, RestRecord
 from .records import from_json, to_json

@@ -7,7 +7,7 @@ Public here: `Machine`, `this_machine`, `open_layer`, `choose_backends`, `run_la
 from .comparing import Compared, Outcome, compare_backends
 from .every_layer import LayerRun, RunPlan, every_layer, layer_numbers, open_source, run_one
 from .layer import RunResult, open_layer, run_layer
-from .machine import POLICY, Machine, choose_backends, left_out, measured_choice, this_machine
+from .machine import POLICY, Machine, choose_backends, left_out, measured_choice, none_serves, this_machine
 from .stress import plan_stress
 from .workload import Workload, workload_of
 
@@ -26,6 +26,7 @@ __all__ = [
     "layer_numbers",
     "left_out",
     "measured_choice",
+    "none_serves",
     "open_layer",
     "open_source",
     "plan_stress",

@@ -29,12 +29,14 @@ class Outcome:
 
     Attributes:
         stress: results of the planned cases; of a backend that broke, those until then.
+        refused: it cannot serve the layer, and the `error` says so: nothing has run, and nothing has failed.
     """
 
     backend: str
     result: RunResult | None = None
     error: MoectlError | None = None
     stress: tuple[CaseResult, ...] = ()
+    refused: bool = False
 
     @property
     def ok(self) -> bool:
@@ -72,8 +74,8 @@ class Compared:
 
     @property
     def ok(self) -> bool:
-        """Whether every backend is."""
-        return all(outcome.ok for outcome in self.outcomes)
+        """Whether every backend is that can serve the layer."""
+        return all(outcome.ok or outcome.refused for outcome in self.outcomes)
 
 
 def compare_backends(

@@ -12,7 +12,7 @@ from ..errors import MoectlError, NoBackend, Unavailable
 from ..experts import ExpertLayer
 from ..prepare import checkpoint_layer, converted_layer
 from .comparing import Compared, Outcome, compare_backends, first_that_runs
-from .machine import Machine, choose_backends
+from .machine import Machine, choose_backends, none_serves
 from .stress import plan_stress
 from .variants import in_dtype
 from .workload import Workload, workload_of
@@ -91,31 +91,42 @@ def run_one(
     cases = plan_stress(layer, machine.torch, seed=plan.seed) if plan.stress else ()
     run = compare_backends if plan.compares else first_that_runs
     compared = run(layer, names, machine, workload, cases=cases, repeats=plan.repeats, progress=progress)
-    if refused is not None:
-        compared = replace(compared, tried=(refused, *compared.tried))
+    if plan.compares:
+        compared = replace(compared, outcomes=_as_asked((*refused, *compared.outcomes), plan.backends))
+    else:
+        compared = replace(compared, tried=(*refused, *compared.tried))
     return LayerRun(layer.layer, layer, workload, compared, model_dtype=model_dtype)
 
 
-def choose(layer: ExpertLayer, machine: Machine, plan: RunPlan) -> tuple[list[str], Outcome | None]:
+def _as_asked(outcomes: Sequence[Outcome], names: Sequence[str]) -> tuple[Outcome, ...]:
+    """In the order of `names`; those of other names last."""
+    places = {name: at for at, name in enumerate(names)}
+    return tuple(sorted(outcomes, key=lambda it: places.get(it.backend, len(places))))
+
+
+def choose(layer: ExpertLayer, machine: Machine, plan: RunPlan) -> tuple[list[str], tuple[Outcome, ...]]:
     """The backends that `plan` runs `layer` on, in order; the first alone where no other may take over.
 
-    Where one may, a backend asked for that cannot serve is the second of the pair, with its reasons.
-    Raises as `choose_backends`.
+    Those asked for that cannot serve are the second of the pair, with their reasons, where others run.
+    Raises as `choose_backends`, and `none_serves` of several.
     """
     problem, stored = layer.problem, layer.layout
-    if plan.compares:
-        return choose_backends(problem, machine, () if plan.every else plan.backends, stored), None
-    named, refused = [], None
-    try:
-        named = choose_backends(problem, machine, plan.backends, stored) if plan.backends else []
-    except (NoBackend, Unavailable) as error:
-        if not plan.fallback:
-            raise
-        refused = Outcome(plan.backends[0], error=error)
+    named: list[str] = []
+    refused: list[tuple[str, MoectlError]] = []
+    for name in () if plan.every else plan.backends:
+        try:
+            named += choose_backends(problem, machine, [name], stored)
+        except (NoBackend, Unavailable) as error:
+            refused.append((name, error))
+    if refused and not named and not plan.fallback:
+        raise none_serves([error for _, error in refused])
+    told = tuple(Outcome(name, error=error, refused=True) for name, error in refused)
     if named and not plan.fallback:
-        return named, None
+        return list(dict.fromkeys(named)), told
     others = choose_backends(problem, machine, (), stored)
-    return (list(dict.fromkeys((*named, *others))) if plan.fallback else others[:1]), refused
+    if plan.every:
+        return others, ()
+    return (list(dict.fromkeys((*named, *others))) if plan.fallback else others[:1]), told
 
 
 def every_layer(

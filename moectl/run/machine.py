@@ -11,7 +11,7 @@ import torch
 from ..cache import measurements
 from ..cache.folder import CacheWarning
 from ..environment import Device, Packages, detect_cpu, detect_device, packages_from
-from ..errors import NoBackend, Unavailable, UsageError
+from ..errors import MoectlError, NoBackend, Unavailable, UsageError
 from ..oracle.checks import Verdict
 from ..oracle.decision import Decision
 from ..oracle.registry import policy_named
@@ -67,6 +67,16 @@ def choose_backends(
         raise NoBackend(decision.error)
     ranked = sorted(decision.best_first, key=lambda c: not stored or c.layout != stored)
     return list(dict.fromkeys(c.backend.runner for c in ranked))
+
+
+def none_serves(refused: Sequence[MoectlError]) -> MoectlError:
+    """The error of backends that were asked for and of which none can serve: the one, or one of them all."""
+    if len(refused) == 1:
+        return refused[0]
+    elsewhere = next((error for error in refused if isinstance(error, Unavailable)), None)
+    listed = "; ".join(error.what for error in refused)
+    text = f"none of the backends that were asked for can serve: {listed}"
+    return Unavailable(text, hint=elsewhere.hint) if elsewhere else NoBackend(text, hint=refused[0].hint)
 
 
 def measured_choice(problem: MoEProblem, machine: Machine, stored: str = "") -> str:

@@ -55,12 +55,12 @@ def test_files_are_written_resumed_shown_again_and_compared(tiny_gpt_oss, tmp_pa
     kept = rows.read_text()
     rows.write_text("".join(kept.splitlines(keepends=True)[:2]))
     done = moectl(*asked, "--resume")
-    assert "1 rows of" in done.stderr and rows.read_text().count("\n") == 3
+    assert "1 row of" in done.stderr and rows.read_text().count("\n") == 3
     first, second = (json.loads(line) for line in rows.read_text().splitlines()[1:])
     assert (first["tokens"], second["tokens"]) == (1, 3)
     assert first["median_us"] == json.loads(kept.splitlines()[1])["median_us"]
     other = moectl("bench", tiny_gpt_oss, *QUICK, "--seed", 3, "-o", rows, "--resume", code=2)
-    assert "seed is 3, was 0" in other.stderr
+    assert "--seed is 3, was 0" in other.stderr
     shown = moectl("bench", "--rows", rows, "--format", "csv")
     assert len(list(csv.DictReader(io.StringIO(shown.stdout)))) == 2
     assert moectl("compare", rows, rows, "--json").document["counts"] == {"level": 2}
@@ -88,14 +88,38 @@ def test_a_killed_bench_keeps_its_rows(tiny_gpt_oss, tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    from moectl.bench.rows import read_rows
+    from moectl.bench.reading import read_rows
 
     found = read_rows(rows).rows
     assert len(found) >= 3 and [row.tokens for row in found] == list(range(1, len(found) + 1))
     assert all(row.timed for row in found)
-    # Fewer counts would be another run.
-    refused = moectl("bench", tiny_gpt_oss, *QUICK, "-o", rows, "--resume", code=2)
-    assert "tokens is (1, 3)" in refused.stderr
+    # Other counts are added to them.
+    counts = ["-m", f"1,{len(found) + 500}", *QUICK[2:]]
+    done = moectl("bench", tiny_gpt_oss, *counts, "-o", rows, "--resume", "--json").document
+    assert [row["tokens"] for row in done["rows"]] == [*range(1, len(found) + 1), len(found) + 500]
+    assert done["settings"]["tokens"][-1] == len(found) + 500
+
+
+def test_files_instead_of_the_table_are_said_in_a_line(tiny_gpt_oss, tmp_path):
+    rows, table = tmp_path / "rows.jsonl", tmp_path / "rows.md"
+    done = moectl("bench", tiny_gpt_oss, *QUICK, "-o", rows, "-o", table)
+    said = f"2 rows in {rows}, {table}; moectl bench --rows {rows} shows them"
+    assert done.stdout == "" and said in done.stderr
+    done = moectl("bench", tiny_gpt_oss, *QUICK, "-o", table, "-q")
+    assert done.stdout == f"{table}\n" and done.stderr == ""
+    assert "instead of the table on stdout" in moectl("bench", "--help").words
+
+
+def test_a_backend_that_cannot_serve_is_a_row_beside_others(tiny_gpt_oss):
+    asked = ("bench", tiny_gpt_oss, *QUICK, "--backend")
+    found = moectl(*asked, "triton,torch", "--json").document["rows"]
+    assert [(row["backend"], row["refused"]) for row in found if row["tokens"] == 1] == [
+        ("triton", True),
+        ("torch", False),
+    ]
+    assert "sm80" in found[0]["reason"]
+    for alone in ("triton", "triton,humming"):
+        assert "sm80" in moectl(*asked, alone, code=3).stderr
 
 
 def test_named_layers_need_no_checkpoint(monkeypatch):
@@ -246,7 +270,7 @@ def test_a_layer_that_cannot_be_prepared_is_a_part_that_fails(tiny_gpt_oss, monk
 
 
 def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path):
-    from moectl.bench.rows import read_rows
+    from moectl.bench.reading import read_rows
 
     there = ROOT / "docs" / "bench_h200.jsonl"
     rows = read_rows(there).rows

@@ -15,10 +15,9 @@ from kernels.layers import GPT_OSS, KIMI, canonical_roles, layer_of, random_laye
 
 from moectl.bench.about import versions_of
 from moectl.bench.cells import Cell, make_case, plan_cells, spread
+from moectl.bench.journal import Journal, Run
 from moectl.bench.measure import Bench
 from moectl.bench.routing import routing_of, warm_share
-from moectl.bench.rows import Journal, Run
-from moectl.bench.rows import earlier as rows_before
 from moectl.bench.targets import Target, shared, targets_of, words
 from moectl.cache.keys import kernel_hash
 from moectl.convert.shards import Shard, shard_of
@@ -179,7 +178,13 @@ def test_done_cells_are_left_out(bench_of):
     first = list(bench_of().measured())
     again = list(bench_of().measured(frozenset({first[0].key})))
     assert [row.key for row in again] == [first[1].key]
-    assert bench_of().total == 2
+    bench = bench_of()
+    assert bench.left() == 2
+    assert bench.left({row.key for row in bench.measured() if row.tokens == 1}) == 1
+
+
+def refuse_all(problem, machine, names, stored):
+    raise {"a": NoBackend("a wants biases"), "b": Unavailable("b is not here")}[names[0]]
 
 
 def test_backends_that_cannot_serve_are_rows_or_errors(monkeypatch):
@@ -204,8 +209,16 @@ def test_backends_that_cannot_serve_are_rows_or_errors(monkeypatch):
         ("b", "torch", True),
     ]
     assert rows[1].reason == "the picky backend wants biases" and rows[1].refused and not rows[1].failed
+    rows = list(bench(("torch", "absent")).measured())
+    assert [(row.backend, row.refused, row.reason) for row in rows if row.model == "a"] == [
+        ("absent", True, "there is no such GPU"),
+        ("torch", False, ""),
+    ]
     with pytest.raises(Unavailable, match="no such GPU"):
-        bench(("torch", "absent"))
+        bench(("absent",))
+    monkeypatch.setattr("moectl.bench.measure.choose_backends", refuse_all)
+    with pytest.raises(Unavailable, match=r"none of the backends .*: a wants biases; b is not here"):
+        bench(("a", "b"))
 
 
 def test_layers_that_do_not_fit_together_come_one_after_the_other(bench_of, add_runner, monkeypatch):
@@ -236,11 +249,16 @@ def test_rows_say_which_libraries_and_which_kernels(tmp_path, monkeypatch):
     assert found["MOECTL_PEERS/vllm"].startswith("sha256:")
     metadata.rename(tmp_path / "humming_kernels-0.1.20.dist-info")
     run = Run(settings_of().to_json(), {"device": "a CPU", "versions": found})
-    Journal.begin(tmp_path / "rows.jsonl", run)
-    assert rows_before(tmp_path / "rows.jsonl", settings_of(), run.machine).rows == ()
-    for changed in (versions_of(this_machine("cpu")), found | {"kernels": "0123456789abcdef"}):
-        with pytest.raises(UsageError, match="is of another run: versions"):
-            rows_before(tmp_path / "rows.jsonl", settings_of(), {**run.machine, "versions": changed})
+    with Journal.open(tmp_path / "rows.jsonl") as journal:
+        journal.begin(run)
+    others = {
+        "version of MOECTL_PEERS/humming is 0.1.20, was 0.1.19": versions_of(this_machine("cpu")),
+        "hash of moectl's kernels is 0123456789abcdef, was": found | {"kernels": "0123456789abcdef"},
+    }
+    with Journal.open(tmp_path / "rows.jsonl", resume=True) as journal:
+        for said, changed in others.items():
+            with pytest.raises(UsageError, match=said):
+                journal.begin(Run(run.settings, {**run.machine, "versions": changed}))
 
 
 def test_turns_are_taken_round_robin_and_the_slow_get_fewer():

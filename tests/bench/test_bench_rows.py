@@ -17,8 +17,10 @@ from bench_layers import row_of, settings_of
 
 from moectl.bench import plot
 from moectl.bench.compare import compare, judge
+from moectl.bench.journal import Journal, Run
+from moectl.bench.reading import Rows, read_rows
 from moectl.bench.render import as_csv, document, markdown, number
-from moectl.bench.rows import Costs, Journal, Row, Rows, Run, earlier, read_rows
+from moectl.bench.rows import Costs, Row
 from moectl.bench.settings import Settings, parse_counts
 from moectl.errors import Unavailable, UsageError
 
@@ -81,9 +83,7 @@ def test_rows_come_back_from_every_file(tmp_path):
     about = Run(settings_of().to_json(), MACHINE).to_json()
     (tmp_path / "a.csv").write_text(as_csv(about, ROWS))
     (tmp_path / "a.json").write_text(json.dumps(document(about, ROWS)))
-    with Journal.begin(tmp_path / "a.jsonl", Run(settings_of().to_json(), MACHINE)) as journal:
-        for row in ROWS:
-            journal.add(row)
+    write(tmp_path / "a.jsonl", *ROWS)
     for name in ("a.csv", "a.json", "a.jsonl"):
         found = read_rows(tmp_path / name)
         assert found.rows == ROWS, name
@@ -160,41 +160,118 @@ def test_rows_of_another_schema_are_refused(tmp_path, name):
         read_rows(tmp_path / name)
 
 
+def run(machine=MACHINE, **changes):
+    return Run(settings_of(**changes).to_json(), machine)
+
+
+def write(path, *rows):
+    with Journal.open(path) as journal:
+        journal.begin(run())
+        for row in rows:
+            journal.add(row)
+
+
 def test_a_line_that_was_cut_off_is_written_again(tmp_path):
     path = tmp_path / "rows.jsonl"
-    with Journal.begin(path, Run(settings_of().to_json(), MACHINE)) as journal:
-        journal.add(ROWS[0])
-        journal.add(ROWS[1])
+    write(path, *ROWS[:2])
     path.write_bytes(path.read_bytes()[:-40])
-    assert earlier(path, settings_of(), MACHINE).rows == ROWS[:1]
-    with Journal.resume(path) as journal:
+    with Journal.open(path, resume=True) as journal:
+        assert journal.before.rows == ROWS[:1]
+        journal.begin(run())
         journal.add(ROWS[1])
     assert read_rows(path).rows == ROWS[:2]
     with pytest.raises(UsageError, match="something in it already"):
-        Journal.begin(path, Run(settings_of().to_json(), MACHINE))
+        Journal.open(path)
 
 
-def test_another_run_is_not_gone_on_with(tmp_path):
+def test_a_file_has_one_writer_and_is_not_left_behind_empty(tmp_path):
     path = tmp_path / "rows.jsonl"
-    with Journal.begin(path, Run(settings_of().to_json(), MACHINE)):
-        pass
-    assert earlier(path, settings_of(), MACHINE).rows == ()
-    with pytest.raises(UsageError, match=r"another run: tokens is \(2,\), was \[1, 40\]; seed is 5, was 0"):
-        earlier(path, settings_of(tokens=(2,), seed=5), MACHINE)
-    with pytest.raises(UsageError, match="device is 'a GPU', was 'a CPU'"):
-        earlier(path, settings_of(), MACHINE | {"device": "a GPU"})
+    for resume in (False, True):
+        with (
+            Journal.open(path, resume=resume),
+            pytest.raises(Unavailable, match=f"another bench is writing to {path}"),
+        ):
+            Journal.open(path, resume=True)
+        assert not path.exists()
+    write(path, ROWS[0])
+    with Journal.open(path, resume=True) as journal:
+        with pytest.raises(Unavailable, match="another bench"):
+            Journal.open(path, resume=True)
+        journal.begin(run())
+        journal.add(ROWS[1])
+    assert read_rows(path).rows == ROWS[:2]
+
+
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path):
+    path = tmp_path / "notes.jsonl"
+    path.write_text("my notes\nand more")
+    with pytest.raises(UsageError, match="line 1 is not JSON"):
+        Journal.open(path, resume=True)
+    assert path.read_text() == "my notes\nand more"
+
+
+def test_more_may_be_asked_for_later(tmp_path):
+    """Token counts, routings, models and backends are added; the file tells all that was asked for."""
+    path = tmp_path / "rows.jsonl"
+    with Journal.open(path) as journal:
+        journal.begin(run(backends=("torch",)))
+        journal.add(ROWS[0])
+    same = path.read_text()
+    with Journal.open(path, resume=True) as journal:
+        journal.begin(run(backends=("torch",)))
+        journal.begin(run(backends=("torch",), tokens=(40,), device="cpu"))
+    assert path.read_text() == same
+    more = {"models": ("tiny", "other"), "tokens": (2,), "routings": ("balanced",), "backends": ("triton",)}
+    with Journal.open(path, resume=True) as journal:
+        about = journal.begin(run(**more))
+        journal.add(ROWS[1])
+    found = read_rows(path)
+    assert found.rows == ROWS[:2] and found.about == about
+    assert [found.settings[name] for name in ("models", "tokens", "routings", "backends")] == [
+        ["tiny", "other"],
+        [1, 40, 2],
+        ["uniform", "balanced"],
+        ["torch", "triton"],
+    ]
+    with Journal.open(path, resume=True) as journal:
+        assert journal.begin(run())["settings"]["backends"] == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (run(seed=5, tokens=(2,)), "new ones: --seed is 5, was 0$"),
+        (run(layer=3, warm=False), "--layer is 3, was not given; --warm is not given, was given$"),
+        (run(rounds=9, tp=2), "--tp is 2, was 1; --repeats is 9, was 3$"),
+        (run(MACHINE | {"device": "a GPU"}), "the device is a GPU, was a CPU$"),
+        (
+            run(MACHINE | {"versions": {"torch": "2.12"}}),
+            "moectl is none, was 0.1.0; .* torch is 2.12, was 2.11$",
+        ),
+    ],
+)
+def test_rows_of_another_kind_are_not_added(tmp_path, asked, words):
+    path = tmp_path / "rows.jsonl"
+    write(path, ROWS[0])
+    with Journal.open(path, resume=True) as journal, pytest.raises(UsageError) as caught:
+        journal.begin(asked)
+    assert re.search(words, caught.value.what) and "may be" in caught.value.hint
+    assert read_rows(path).rows == ROWS[:1]
 
 
 def test_other_content_of_a_trace_is_another_run(tmp_path):
     trace, path = tmp_path / "t.jsonl", tmp_path / "rows.jsonl"
     trace.write_text("[0, 1]\n")
-    settings = settings_of(routings=(f"trace:{trace}",))
-    with Journal.begin(path, Run(settings.to_json(), MACHINE)):
-        pass
-    earlier(path, settings, MACHINE)
+    asked = settings_of(routings=(f"trace:{trace}",))
+    write(path)
+    with Journal.open(path, resume=True) as journal:
+        journal.begin(Run(asked.to_json(), MACHINE))
     trace.write_text("[1, 0]\n")
-    with pytest.raises(UsageError, match="files is"):
-        earlier(path, settings, MACHINE)
+    with (
+        Journal.open(path, resume=True) as journal,
+        pytest.raises(UsageError, match=f"{trace} has other content than it had"),
+    ):
+        journal.begin(Run(asked.to_json(), MACHINE))
 
 
 def test_a_table_that_pastes_into_an_issue():
@@ -329,8 +406,7 @@ def test_the_same_run_from_other_files_is_not_another(tmp_path):
 
 def test_a_last_line_that_was_cut_off_is_noted(tmp_path):
     path = tmp_path / "rows.jsonl"
-    with Journal.begin(path, Run(settings_of().to_json(), MACHINE)) as journal:
-        journal.add(ROWS[0])
+    write(path, ROWS[0])
     assert read_rows(path).notes == ()
     path.write_text(path.read_text() + '{"kind": "row", "mod')
     found = read_rows(path)

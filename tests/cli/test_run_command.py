@@ -74,6 +74,24 @@ def test_one_that_is_too_far_off_or_fails_ends_with_1(tiny_gpt_oss, monkeypatch)
     assert brief[0] == "breaks\tfailed -" and brief[1].startswith("louder\tfailed 0.1")
 
 
+def test_one_that_cannot_serve_is_refused_beside_others(tiny_gpt_oss, tiny_kimi):
+    asked = (*CPU, "--tokens", 3, "--backend")
+    done = moectl("run", tiny_gpt_oss, *asked, "triton,torch,emulation")
+    assert "| triton    | refused" in done.stdout and "sm80" in done.stdout
+    assert "check     passed" in done.stdout
+    found = moectl("run", tiny_gpt_oss, *asked, "torch,triton", "--json").document
+    assert found["ok"] and [(it["backend"], it["ok"]) for it in found["backends"]] == [
+        ("torch", True),
+        ("triton", False),
+    ]
+    assert found["backends"][1]["refused"] and "sm80" in found["backends"][1]["error"]["what"]
+    brief = moectl("run", tiny_kimi, *asked, "torch,triton", "--layers", "all", "-q").stdout
+    assert [line.split()[:3] for line in brief.splitlines()][1] == ["1", "triton", "refused"]
+    for none in ("triton", "triton,humming"):
+        assert "sm80" in moectl("run", tiny_gpt_oss, *asked, none, code=3).stderr
+    assert moectl("run", tiny_kimi, *asked, "triton,humming", "--layers", "all", code=3)
+
+
 def test_stress_is_a_table_by_backend_and_case(tiny_gpt_oss, monkeypatch):
     offer(monkeypatch, "loses", loses_the_last_of_three)
     done = moectl("run", tiny_gpt_oss, *CPU, "--backend", "loses,torch", "--stress", code=1)

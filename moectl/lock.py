@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from ..errors import Unavailable
+from .errors import Unavailable
 
 SUFFIX = ".lock"
 
@@ -19,12 +19,15 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 class Lock:
     """The right to write the open file `fd`, called `path`.
 
+    Errors call who may have it another `work`, and what is written to `place`; by default, a conversion
+    and the file's folder.
+
     Where the file system has no locks, a file beside it says which host and process has the right. Left
     by a process of this host that is no more, it is taken over; nobody can tell for another host.
     """
 
-    def __init__(self, path: Path, fd: int) -> None:
-        self._path, self._fd = path, fd
+    def __init__(self, path: Path, fd: int, *, work: str = "conversion", place: Path | None = None) -> None:
+        self._path, self._fd, self._work, self._place = path, fd, work, place or path.parent
         self._beside = path.with_name(path.name + SUFFIX)
         self._own = False
 
@@ -34,8 +37,8 @@ class Lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Unavailable(
-                f"another conversion is writing to {self._path.parent}.",
-                hint="Wait for it, or choose another folder.",
+                f"another {self._work} is writing to {self._place}.",
+                hint="Wait for it, or choose another name.",
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -67,9 +70,9 @@ class Lock:
             self._own = True
             return
         raise Unavailable(
-            f"another conversion is writing to {self._path.parent}, says {self._beside.name}.",
+            f"another {self._work} is writing to {self._place}, says {self._beside.name}.",
             reason="This file system has no locks that end with a process.",
-            hint=f"If no conversion runs on any machine, remove {self._beside}.",
+            hint=f"If no {self._work} runs on any machine, remove {self._beside}.",
         )
 
 
