@@ -34,7 +34,8 @@ class MoectlError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return " ".join(part for part in (self.what, self.reason, self.hint) if part)
+        *first, last = [part for part in (self.what, self.reason, self.hint) if part] or [""]
+        return " ".join([*(part if part.endswith((".", "?", "!")) else f"{part}." for part in first), last])
 
 
 class UsageError(MoectlError):

@@ -119,7 +119,8 @@ def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
 def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Router | None:
     """The router of tensors named ``weight`` and as in `ROUTED` in `names`.
 
-    None when `tensors` has no weight of that name, or the router is quantized.
+    None when `tensors` has no weight of that name, or the router is quantized. Raises CheckpointError for
+    tensors that no token can be routed by.
     """
     if not names.keys() <= ROUTED:
         return None
@@ -127,6 +128,12 @@ def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[
         found = {key: _read_tensor(reader, tensors[name]) for key, name in names.items() if name in tensors}
     if "weight" not in found:
         return None
+    for key, tensor in found.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            raise CheckpointError(
+                f"tensor {names[key]} has numbers that are not finite, and routes tokens",
+                hint="get the file again: no backend could compute that right",
+            )
     correction, table = found.get("correction_bias"), found.get("hash")
     if table is not None and not 0 <= int(table.min()) <= int(table.max()) < len(found["weight"]):
         raise CheckpointError(

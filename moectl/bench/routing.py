@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..experts import ExpertLayer
-from ..kernels.inputs import inputs_from, no_bias, random_logits
+from ..kernels.inputs import check_tokens, inputs_from, no_bias, random_logits
 from ..kernels.routing import route_by
 from ..problem import MoEProblem
 from ..unreadable import unreadable
@@ -120,11 +120,8 @@ def _by_router(layer: ExpertLayer, settings: Settings) -> Sets:
 
 def _input(path: Path, problem: MoEProblem) -> Tensor:
     x = _tensors(path, f"--input {path}").get("x")
-    if x is None or x.ndim != 2 or x.shape[1] != problem.dims.hidden or not x.is_floating_point():
-        got = "none" if x is None else f"{x.dtype} {list(x.shape)}"
-        raise UsageError(f"--input {path} must hold x, floats [tokens, {problem.dims.hidden}], got {got}")
-    if not bool(torch.isfinite(x).all()):
-        raise UsageError(f"x in --input {path} must be finite")
+    check_tokens(x, problem, f"x in --input {path}")
+    assert x is not None
     return x.float()
 
 
@@ -184,10 +181,10 @@ def read_trace(path: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | None]:
     Raises UsageError when the file cannot be read or is no trace of this layer.
     """
     ids, weights = _READERS.get(path.suffix.lower(), _refused)(path)
-    wanted = ["tokens", problem.top_k]
     if ids.ndim != 2 or ids.shape[1] != problem.top_k or not len(ids):
         raise UsageError(
-            f"ids in trace {path} must be {wanted}, of at least one token, got {list(ids.shape)}",
+            f"ids in trace {path} must be [tokens, {problem.top_k}], of at least one token, "
+            f"got {list(ids.shape)}",
             hint="a trace has the experts of each token, as many as this layer's top-k",
         )
     if ids.dtype.is_floating_point or ids.dtype == torch.bool:

@@ -207,6 +207,11 @@ def parse_counts(text: str) -> tuple[int, ...]:
             value, end, times = int(first), int(last), int(factor) if star else 2
             if times < 2 or value < 1:
                 raise ValueError(item)
+            if value > end:
+                raise UsageError(
+                    f"token counts go up from A to B in A-B, got {item.strip()!r}",
+                    hint=f"write {end}-{value}",
+                )
             while value <= end:
                 counts.append(value)
                 value *= times

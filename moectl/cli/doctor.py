@@ -150,7 +150,7 @@ def _backends(report: "Report", verbose: bool) -> "Iterator[Block]":
 
 def against(status: "BackendStatus") -> tuple[tuple[str, str], ...]:
     """(group, sentence) of every reason why a backend cannot run, each once."""
-    from .explaining.sentences import sentence
+    from ..oracle.sentences import sentence
 
     found: dict[str, tuple[str, str]] = {}
     for verdict in status.against:

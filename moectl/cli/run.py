@@ -143,9 +143,7 @@ def _runs(
             asked = plan.backends or plan.compares
             if not asked and (why := measured_choice(opened.problem, machine, opened.layout)):
                 out.note(why)
-            done = run_one(opened, machine, plan, lambda text: progress(0, 1, text))
-            _tell_tried(done, out)
-            yield done
+            yield run_one(opened, machine, plan, lambda text: progress(0, 1, text))
             return
         opened_source = open_source(source)
         numbers = pick_layers(layers, layer_numbers(opened_source))
@@ -162,7 +160,8 @@ def _runs(
 
 def _tell_tried(done: "LayerRun", out: Output) -> None:
     for failed in done.compared.tried if done.compared else ():
-        out.note(f"layer {done.number}: {failed.backend} was tried: {failed.error}")
+        if failed.error:
+            out.note(f"layer {done.number}: {failed.backend} was tried: {failed.error.what}")
 
 
 def tensors(done: "LayerRun", prefix: str = "") -> dict[str, Any]:

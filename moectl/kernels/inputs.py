@@ -75,6 +75,19 @@ def inputs_from(
     return Inputs(x, ids, weights, logits)
 
 
+def check_tokens(x: Tensor | None, problem: MoEProblem, what: str) -> None:
+    """Raises UsageError unless `x`, called `what`, are tokens of the layer, finite in its dtype."""
+    if x is None or x.ndim != 2 or x.shape[1] != problem.dims.hidden or not x.is_floating_point():
+        got = "none" if x is None else f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        raise UsageError(f"{what} must be floats [tokens, {problem.dims.hidden}], got {got}")
+    wrong = ~torch.isfinite(x.float().to(DTYPES[problem.dtype])).all(1)
+    if bool(wrong.any()):
+        raise UsageError(
+            f"{what} must be finite in {problem.dtype}, token {int(wrong.nonzero()[0])} is not",
+            hint="no result of it could be right or wrong",
+        )
+
+
 def no_bias(problem: MoEProblem) -> Tensor | None:
     """A correction bias of zeros where the routing needs one."""
     return torch.zeros(problem.experts) if problem.routing.correction_bias else None

@@ -42,7 +42,8 @@ class Check:
 
 def _fits(device: Device, offers: Capability) -> Answer:
     holds = offers.arch is None or any(arch.fits(device) for arch in offers.arch)
-    wanted = " with ".join([device.arch, *sorted(device.features)])
+    features = " and ".join(sorted(device.features))
+    wanted = f"{device.arch} with {features}" if features else device.arch
     return wanted, spell_archs(offers), holds
 
 

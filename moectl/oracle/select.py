@@ -17,6 +17,7 @@ from .decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Fa
 from .keys import act_key
 from .policy import Policy
 from .route import OWN_ACT, Route
+from .sentences import sentence
 
 NOTHING = Measured()
 """No measurement at all: the policy's order decides."""
@@ -300,9 +301,7 @@ def _too_large(ask: Ask, policy: Policy) -> Failure:
 
 
 def _reasons(candidates: Iterable[Candidate]) -> str:
-    return "; ".join(
-        f"{c.variant.experts} ({', '.join(str(verdict) for verdict in c.failed)})" for c in candidates
-    )
+    return "; ".join(f"{c.variant.experts} {', and '.join(map(sentence, c.failed))}" for c in candidates)
 
 
 def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[Candidate, ...]) -> Failure:
@@ -319,4 +318,4 @@ def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[C
 
 
 def _unasked(policy: Policy, chosen: Candidate) -> str:
-    return f"{policy.name} takes {chosen.variant.experts} unasked, though it fails: {_reasons([chosen])}"
+    return f"{policy.name} takes {chosen.variant.experts} unasked, though {_reasons([chosen])}"

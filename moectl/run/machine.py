@@ -12,17 +12,14 @@ from ..cache import measurements
 from ..cache.folder import CacheWarning
 from ..environment import Device, Packages, detect_cpu, detect_device, packages_from
 from ..errors import MoectlError, NoBackend, Unavailable, UsageError
-from ..oracle.checks import Verdict
 from ..oracle.decision import Decision
 from ..oracle.registry import policy_named
 from ..oracle.select import select
+from ..oracle.sentences import sentence
 from ..problem import MoEProblem
 
 POLICY = "moectl"
 """The policy whose backends this tool runs itself."""
-
-SHORT = 60
-"""Characters of what a backend offers up to which a reason names it; `moectl explain` prints all of it."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +92,8 @@ def left_out(problem: MoEProblem, machine: Machine) -> Mapping[str, str]:
     reasons: dict[str, str] = {}
     for c in decision.candidates:
         if c.failed and c.backend.name not in usable:
-            reasons.setdefault(c.backend.name, _first_reason(c.failed[0]))
+            reasons.setdefault(c.backend.name, sentence(c.failed[0]))
     return reasons
-
-
-def _first_reason(verdict: Verdict) -> str:
-    offers = f", it offers {verdict.offered}" if len(verdict.offered) <= SHORT else ""
-    return f"{verdict.question}: {verdict.wanted}{offers}"
 
 
 def _decide(problem: MoEProblem, machine: Machine, name: str | None) -> Decision:

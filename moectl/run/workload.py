@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..experts import ExpertLayer
-from ..kernels.inputs import DTYPES, Inputs, make_inputs, no_bias
+from ..kernels.inputs import DTYPES, Inputs, check_tokens, make_inputs, no_bias
 from ..kernels.prepared import PreparedMoE
 from ..kernels.reference import moe_reference
 from ..kernels.routing import route_by
@@ -54,7 +54,7 @@ def workload_of(layer: ExpertLayer, tokens: int = 8, seed: int = 0, source: Path
 
     Args:
         tokens, seed: of random tokens, N(0, 1); `source` is a safetensors file with ``x``
-            [tokens, hidden] instead, and optionally ``ids`` and ``weights`` [tokens, top_k].
+            [tokens, hidden] instead, and optionally ``ids`` and ``weights`` [tokens, top_k]; -1 is no expert.
 
     Raises:
         UsageError: `source` cannot be read, or its tensors do not fit the layer.
@@ -99,10 +99,7 @@ def _read_input(source: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | Non
     if "x" not in found:
         raise UsageError(f"--input {source} must hold a tensor x, got {', '.join(sorted(found)) or 'none'}")
     x = found["x"]
-    if x.ndim != 2 or x.shape[1] != problem.dims.hidden or not x.is_floating_point():
-        raise UsageError(
-            f"x in {source} must be floats [tokens, {problem.dims.hidden}], got {x.dtype} {list(x.shape)}"
-        )
+    check_tokens(x, problem, f"x in {source}")
     ids, weights = found.get("ids"), found.get("weights")
     if (ids is None) != (weights is None):
         raise UsageError(f"{source} must hold ids and weights together, or neither")
@@ -110,21 +107,29 @@ def _read_input(source: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | Non
         if given is not None and tuple(given.shape) != (len(x), problem.top_k):
             wanted = [len(x), problem.top_k]
             raise UsageError(f"{name} in {source} must be {wanted}, got {list(given.shape)}")
-    if ids is not None:
-        _check_ids(source, ids, problem)
-    return (
-        x.to(DTYPES[problem.dtype]),
-        None if ids is None else ids.to(torch.int32),
-        None if weights is None else weights.float(),
-    )
+    if ids is None or weights is None:
+        return x.to(DTYPES[problem.dtype]), None, None
+    _check_ids(source, ids, problem)
+    weights = weights.float()
+    if not bool(torch.isfinite(weights).all()):
+        raise UsageError(f"weights in {source} must be finite")
+    return x.to(DTYPES[problem.dtype]), ids.to(torch.int32), weights
 
 
 def _check_ids(source: Path, ids: Tensor, problem: MoEProblem) -> None:
-    """UsageError unless `ids` are experts of the layer or negative, and none stands twice in a row."""
-    if ids.is_floating_point() or (len(ids) and int(ids.max()) >= problem.experts):
-        raise UsageError(f"ids in {source} must be integers below {problem.experts}, the layer's experts")
+    """UsageError unless `ids` are experts of the layer or -1, and none stands twice in a row."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UsageError(
+            f"ids in {source} must be whole numbers, got {str(ids.dtype).removeprefix('torch.')}"
+        )
+    ids = ids.long()
+    wrong = (ids < -1) | (ids >= problem.experts)
     ordered = ids.sort(1).values
     again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if bool(again.any()):
-        token = int(again.any(1).nonzero()[0])
-        raise UsageError(f"ids in {source} name an expert twice for token {token}")
+    for where, what in (
+        (wrong, f"what is neither an expert, 0 to {problem.experts - 1}, nor -1 for none"),
+        (again, "an expert twice"),
+    ):
+        if bool(where.any()):
+            token = int(where.any(1).nonzero()[0])
+            raise UsageError(f"ids in {source} have {what} for token {token}: {ids[token].tolist()}")

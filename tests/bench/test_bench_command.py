@@ -117,9 +117,9 @@ def test_a_backend_that_cannot_serve_is_a_row_beside_others(tiny_gpt_oss):
         ("triton", True),
         ("torch", False),
     ]
-    assert "sm80" in found[0]["reason"]
+    assert "SM80" in found[0]["reason"]
     for alone in ("triton", "triton,humming"):
-        assert "sm80" in moectl(*asked, alone, code=3).stderr
+        assert "SM80" in moectl(*asked, alone, code=3).stderr
 
 
 def test_named_layers_need_no_checkpoint(monkeypatch):
@@ -306,6 +306,7 @@ def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path
         (("--model", "kimi-k2", "--json", "--format", "md"), "two formats"),
         (("--model", "kimi-k2", "--routing", "often"), "not known"),
         (("--model", "kimi-k2", "-m", "0"), "from 1 to"),
+        (("--model", "kimi-k2", "-m", "1,64-8"), "go up from A to B in A-B, got '64-8'"),
         (("--model", "kimi-k2", "--tp", "91", "--device", "cpu"), "tensor-parallel"),
         (("--model", "kimi-k2", "--routing", "router", "--device", "cpu"), "has no router"),
     ],

@@ -71,7 +71,7 @@ def test_a_bench_on_a_trace(tmp_path, bench_of):
     ("text", "words"),
     [
         ("", "of at least one token"),
-        ("[0, 1, 2]\n", r"must be \['tokens', 4\]"),
+        ("[0, 1, 2]\n", r"must be \[tokens, 4\]"),
         ("[0, 1, 2, 3]\n[0, 1]\n", "different numbers of experts"),
         ("[0, 1, 2, 6]\n", "token 0 of trace .* not one of 0 to 5"),
         ("[0, 1, 2, -1]\n", "not one of 0 to 5"),
@@ -99,7 +99,7 @@ def test_bad_lines_are_refused(tmp_path, text, words):
     [
         ({"x": torch.zeros(2, 4)}, "must hold a tensor ids, got x"),
         ({"ids": torch.zeros(2, 4)}, "whole numbers"),
-        ({"ids": torch.zeros(4, dtype=torch.int32)}, r"must be \['tokens', 4\]"),
+        ({"ids": torch.zeros(4, dtype=torch.int32)}, r"must be \[tokens, 4\]"),
         ({"ids": torch.zeros(2, 4, dtype=torch.int64)}, "an expert twice"),
         ({"ids": torch.arange(4)[None], "weights": torch.zeros(2, 4)}, "must be finite numbers"),
     ],
@@ -126,6 +126,6 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_a_routing_that_is_not_known_names_all_there_are():
     with pytest.raises(UsageError, match="routing 'foo:1' is not known") as raised:
         check_routing("foo:1")
-    assert raised.value.hint == "use uniform, balanced, zipf:A, hot:N:F, trace:FILE, router"
+    assert raised.value.hint == "use uniform, balanced, zipf:A, hot:N:F, experts:N, trace:FILE, router"
     with pytest.raises(UsageError, match="A must be a number"):
         check_routing("zipf:x")

@@ -3,8 +3,8 @@
 import pytest
 from invoking import moectl
 
-from moectl.cli.explaining.sentences import SENTENCES, reasons, sentence
 from moectl.oracle.checks import CHECKS, Verdict
+from moectl.oracle.sentences import SENTENCES, reasons, sentence
 
 GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
 

@@ -152,7 +152,9 @@ def test_run_with_no_tokens(tiny_gpt_oss):
         ({"x": torch.zeros(3, 99)}, "256"),
         ({"y": torch.zeros(3, 256)}, "must hold a tensor x"),
         ({"x": torch.zeros(3, 256), "ids": torch.zeros(3, 4).int()}, "together"),
-        ({"x": torch.zeros(3, 256, dtype=torch.int32)}, "floats"),
+        ({"x": torch.zeros(3, 256, dtype=torch.int32)}, "floats [tokens, 256], got int32 [3, 256]"),
+        ({"x": torch.zeros(3, 256).index_fill(0, torch.tensor([1]), torch.nan)}, "token 1 is not"),
+        ({"x": torch.full((3, 256), 3.4e38)}, "must be finite in bf16"),
     ],
 )
 def test_bad_input_files_are_named(tiny_gpt_oss, tmp_path, change, words):
@@ -164,7 +166,7 @@ def test_bad_input_files_are_named(tiny_gpt_oss, tmp_path, change, words):
 @pytest.mark.parametrize("command", ["run", "bench"])
 def test_a_cuda_backend_on_the_cpu_is_exit_3(tiny_gpt_oss, command):
     done = moectl(command, tiny_gpt_oss, "--backend", "triton", "--device", "cpu", code=3)
-    assert "sm80" in done.stderr
+    assert "SM80" in done.stderr
 
 
 def test_an_unknown_backend_names_the_known_ones(tiny_gpt_oss):

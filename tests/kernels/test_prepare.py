@@ -114,6 +114,23 @@ def test_a_router_that_looks_experts_up(tmp_path: Path) -> None:
         read_router(folder, damaged, names)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_router_that_is_not_finite_is_a_damaged_checkpoint(
+    tiny_gpt_oss: Path, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_gpt_oss, folder)
+    named = f"model.layers.0.mlp.router.{name}"
+    info = open_checkpoint(folder).tensors[named]
+    with (folder / info.file).open("r+b") as file:
+        file.seek(info.start)
+        file.write(b"\xc0\x7f")
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(CheckpointError, match=f"tensor {named} has numbers that are not finite"):
+        checkpoint_layer(checkpoint, 0)
+    assert checkpoint_layer(checkpoint, 1).router is not None
+
+
 def test_a_router_with_factors_on_both_sides(tmp_path: Path) -> None:
     folder = synthesize(
         "google/gemma-4-26B-A4B", tmp_path / "g", layers=1, experts=8, hidden=128, intermediate=64

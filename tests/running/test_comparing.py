@@ -176,9 +176,14 @@ def test_ids_of_a_file_are_not_for_a_backend_that_routes(
     for ids, words in (
         (made.ids[:2], "must be \\[4, 2\\]"),
         (made.ids.clone().fill_(1), "an expert twice for token 0"),
-        (made.ids + 5, "integers below 5"),
+        (made.ids + 5, "neither an expert, 0 to 4, nor -1 for none for token 0"),
+        (made.ids - 7, "neither an expert, 0 to 4, nor -1"),
+        (made.ids.float(), "whole numbers, got float32"),
+        (made.ids > 1, "whole numbers, got bool"),
+        (None, "weights in .* must be finite"),
     ):
-        save_file({"x": made.x, "ids": ids, "weights": made.weights}, file)
+        weights = made.weights if ids is not None else made.weights * torch.nan
+        save_file({"x": made.x, "ids": made.ids if ids is None else ids, "weights": weights}, file)
         with pytest.raises(UsageError, match=words):
             workload_of(layer, source=file)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ...oracle.backend import UNTRIED
 from ...oracle.decision import Candidate, Decision
+from ...oracle.sentences import reasons
 from ..blocks import Entry, Line, Listing
-from .sentences import reasons
 
 LATER = "would serve, comes later"
 

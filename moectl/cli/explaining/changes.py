@@ -7,9 +7,9 @@ from typing import Any
 
 from ...explain.diff import Cause, Difference, GroupDifference
 from ...oracle.checks import Verdict
+from ...oracle.sentences import sentence
 from ..blocks import Block, Entry, Facts, Heading, Line, Listing
 from .sections import layers_line
-from .sentences import sentence
 
 
 def difference_blocks(found: Difference) -> Iterator[Block]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...explain.why import Answer, Why
+from ...oracle.sentences import sentence
 from ...ranges import ranges
 from ..blocks import Block, Entry, Heading, Line, Listing
 from .commands import Asked
 from .sections import layers_line
-from .sentences import sentence
 
 Found = tuple[tuple[tuple[int, ...], Why], ...]
 """Layers with what was found for them."""

@@ -16,6 +16,7 @@ from ...explain.fallback import serves_request
 from ...oracle.backend import GROUPS, UNTRIED, Backend
 from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
+from ...oracle.sentences import sentence
 from ...problem import MoEProblem, Parallel
 from ...ranges import ranges
 from ...targets import LAYOUTS
@@ -23,7 +24,6 @@ from ..blocks import Block, Facts, Grid, Heading, Line
 from ..output import duration, size
 from .candidates import candidate_blocks
 from .environment import environment_blocks, environment_document, notes_of
-from .sentences import sentence
 from .standing import fallback_words, refusals
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...explain import GroupExplanation
 from ...oracle.decision import Candidate, Decision
 from ...oracle.registry import policy_named
-from .sentences import sentence
+from ...oracle.sentences import sentence
 
 CLOSEST = 3
 """Candidates named where nothing serves."""

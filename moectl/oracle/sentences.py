@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ...environment import PROBES
-from ...oracle.checks import Verdict
-from ...oracle.decision import Candidate
+from ..environment import PROBES
+from .checks import Verdict
+from .decision import Candidate
 
 SENTENCES: Mapping[str, str] = {
     "device": "needs {offered}, this device is {wanted}",
