@@ -51,8 +51,8 @@ def whole(parts: Sequence[Part]) -> Settings:
 def work(order: Mapping[str, Any]) -> int:
     """Measures the benches of `order` but for what is done, and says what is found; an exit status."""
     from moectl.bench.about import about
+    from moectl.bench.journal import Run
     from moectl.bench.opening import open_bench
-    from moectl.bench.rows import Run
 
     done = frozenset(map(tuple, order["done"]))
     rates = Rates(**order["rates"]) if order["rates"] else None
