@@ -1,8 +1,9 @@
 """vLLM's Marlin MoE GEMM as a backend: two calls of one operator, with moectl's kernels around them.
 
 It needs vLLM's library file alone, not the engine. A call lists the assignments in blocks of one expert,
-runs a GEMM, the activation and a GEMM that multiplies by the router's weights, and sums. vLLM's own
-kernels for the blocks and the sum are not used: they take no assignment without an expert.
+runs a GEMM, the activation and a GEMM that multiplies by the router's weights where it does so rightly,
+and sums. vLLM's own kernels for the blocks and the sum are not used: they take no assignment without
+an expert.
 """
 
 from __future__ import annotations
@@ -115,7 +116,11 @@ def block_size(assignments: int, experts: int) -> int:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One of the two expert matrices as the operator takes it; `n` rows and `k` columns as stored."""
+    """One of the two expert matrices as the operator takes it; `n` rows and `k` columns as stored.
+
+    Attributes:
+        factors: of each expert's codes, NVFP4's alone.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -125,6 +130,16 @@ class Matrix:
     type: int
     n: int
     k: int
+
+    @property
+    def weighs_rightly(self) -> bool:
+        """Whether the operator's product by the router's weights is right.
+
+        With factors it multiplies the bias by them, too: values of 1e31 with vLLM 0.33.0's
+        library on an H200 (https://github.com/vllm-project/vllm/issues/48895 describes such values). Without
+        that product the bias is added as it is.
+        """
+        return self.factors is None or self.bias is None
 
 
 def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
@@ -204,6 +219,7 @@ def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
     experts = problem.local_experts
     ids, weights = ids.contiguous().view(-1), weights.contiguous().view(-1)
     early = problem.routing.weight_on_input
+    late = not early and w2.weighs_rightly
     with failing_as(NAME, x.device):
         blocks = blocks_of(
             ids, experts, block_size(ids.numel(), experts), LOCKS * multiprocessors(prepared.device)
@@ -214,8 +230,8 @@ def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
         hidden = x.new_empty(ids.numel(), w2.k)
         activate(first, hidden, problem)
         parts = x.new_empty(ids.numel(), w2.n)
-        gemm(**gemm_arguments(w2, hidden, parts, blocks, weights, 1, not early))
-        weighted_sum(parts, y, ids, experts)
+        gemm(**gemm_arguments(w2, hidden, parts, blocks, weights, 1, late))
+        weighted_sum(parts, y, ids, experts, None if early or late else weights)
     return y
 
 
