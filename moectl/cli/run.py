@@ -1,6 +1,7 @@
 """`moectl run`: layers on real weights, checked against the reference and compared with each other."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,15 +37,12 @@ EXAMPLES = (
 DTYPES = ("bf16", "fp16")
 
 
-@framed("run")
-def run(
-    checkpoint: WeightsArg,
-    layer: Layer = None,
-    layers: Annotated[
-        str | None, option("--layers", own=True, help="Several of them: all, or 0,3,5-9.")
-    ] = None,
-    tokens: Annotated[int, option("--tokens", own=True, help="Random tokens.", min=0, max=MAX_TOKENS)] = 8,
-    seed: Seed = 0,
+@dataclass(frozen=True)
+class How:
+    """Options that say how each layer is run."""
+
+    tokens: Annotated[int, option("--tokens", own=True, help="Random tokens.", min=0, max=MAX_TOKENS)] = 8
+    seed: Seed = 0
     backend: Annotated[
         str | None,
         option(
@@ -52,29 +50,70 @@ def run(
             own=True,
             help="A name, several with commas, or all that can run here; default: the best one.",
         ),
-    ] = None,
+    ] = None
     allow_fallback: Annotated[
         bool, option("--allow-fallback", own=True, help="If it fails, the next one that can serve runs.")
-    ] = False,
+    ] = False
     stress: Annotated[
         bool, option("--stress", help="Also what is easy to get wrong: odd sizes, empty experts, ties, ...")
-    ] = False,
+    ] = False
     dtype: Annotated[
         str | None,
         option("--dtype", own=True, help="Of the activations: bf16 or fp16; default: the model's."),
-    ] = None,
-    device: Device = None,
+    ] = None
+    device: Device = None
     input: Annotated[
         Path | None, option("--input", help="safetensors file with x, or x, ids and weights.")
-    ] = None,
+    ] = None
     output: Annotated[
         Path | None,
         option("--output", own=True, help="Write y (y.NAME of several), x, ids, weights to this file."),
+    ] = None
+
+    @property
+    def every(self) -> bool:
+        """Whether all backends that can serve are asked for."""
+        return self.backend is not None and not backend_names(self.backend)
+
+    def spelled(self) -> "How":
+        """The same with names as they are known; UsageError for what is not, or makes no sense together."""
+        names = backend_names(self.backend)
+        if self.allow_fallback and (self.every or len(names) > 1):
+            raise UsageError(
+                "--allow-fallback is for one backend, got several",
+                hint="leave it out: each one's failure is shown",
+            )
+        device = pick(self.device, DEVICES, "device") if self.device else None
+        return replace(self, device=device, dtype=pick(self.dtype, DTYPES, "dtype") if self.dtype else None)
+
+    def plan(self) -> "RunPlan":
+        """How layers are run, from options that are `spelled`."""
+        from ..run import RunPlan
+
+        return RunPlan(
+            tuple(backend_names(self.backend)),
+            self.every,
+            self.allow_fallback,
+            self.dtype or "",
+            tokens=self.tokens,
+            seed=self.seed,
+            source=self.input,
+            stress=self.stress,
+        )
+
+
+@framed("run")
+def run(
+    checkpoint: WeightsArg,
+    layer: Layer = None,
+    layers: Annotated[
+        str | None, option("--layers", own=True, help="Several of them: all, or 0,3,5-9.")
     ] = None,
+    *,
+    how: How,
     activation: Activation = None,
     routing: Routing = None,
     offline: Offline = False,
-    *,
     out: Output,
 ) -> ExitCode:
     """Run layers on real weights and check them.
@@ -84,39 +123,27 @@ def run(
     a converted folder: layers then run from their prepared weights. Of one rank's folder, the partial sum
     that this rank computes is what runs and is checked.
     """
-    names = backend_names(backend)
-    every = backend is not None and not names
-    if allow_fallback and (every or len(names) > 1):
-        raise UsageError(
-            "--allow-fallback is for one backend, got several",
-            hint="leave it out: each one's failure is shown",
-        )
+    how = how.spelled()
     if layers is not None and layer is not None:
         raise UsageError("--layer and --layers ask for different things", hint="leave one of them out")
-    device = pick(device, DEVICES, "device") if device else None
-    dtype = pick(dtype, DTYPES, "dtype") if dtype else ""
     source = find_source(checkpoint, layer, offline=offline, activation=activation, routing=routing)
-    if output is not None:
-        check_writable(output, [checkpoint, *([input] if input else [])])
+    if how.output is not None:
+        check_writable(how.output, [checkpoint, *([how.input] if how.input else [])])
 
-    from ..run import RunPlan, left_out, this_machine
+    from ..run import left_out, this_machine
 
-    machine = this_machine(device)
-    plan = RunPlan(
-        tuple(names), every, allow_fallback, dtype, tokens=tokens, seed=seed, source=input, stress=stress
-    )
-    several = layers is not None
+    machine, plan, several = this_machine(how.device), how.plan(), layers is not None
     found: list[running.Data] = []
     written: dict[str, Any] = {}
     for done in _runs(source, layer, layers, machine, plan, out):
-        unused = left_out(done.layer.problem, machine) if every and done.layer else None
+        unused = left_out(done.layer.problem, machine) if how.every and done.layer else None
         found.append(running.layer_data(done, unused))
-        if output is not None:
+        if how.output is not None:
             written |= tensors(done, prefix=f"layers.{done.number}." if several else "")
-    if output is not None:
-        _write(output, written)
-    head, shape = {"checkpoint": checkpoint, "device": machine.device.name}, {"several": several}
-    shape["compares"] = plan.compares
+    if how.output is not None:
+        _write(how.output, written)
+    head = {"checkpoint": checkpoint, "device": machine.device.name}
+    shape = {"several": several, "compares": plan.compares}
     out.result(
         running.document(head, found, **shape),
         lambda console: running.draw(head, found, console, **shape),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bench import parse_counts
-from ..errors import ExitCode, UsageError
+from ..errors import ExitCode, Unavailable, UsageError
 from .options import Activation, Offline, framed, option, pick
 from .output import Output, count
 from .outputs import check_spared
 from .tuned_launches import draw_list, draw_search, listed, search_document, tile_words
 
 if TYPE_CHECKING:
-    from ..problem import Parallel
     from ..tuning.here import Tuning
     from ..tuning.layers import Layer
     from ..tuning.search import Plan, Progress
@@ -38,35 +38,55 @@ FOLDER = "VLLM_TUNED_CONFIG_FOLDER"
 DEFAULT_TOKENS = "1-8192*2"
 
 
-@framed("tune")
-def tune(
-    checkpoint: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[CKPT]",
-            help="What explain takes: its layers' sizes are tuned, with random weights.",
-            show_default=False,
-        ),
-    ] = None,
+@dataclass(frozen=True)
+class Of:
+    """Options that say whose share of which layers is meant."""
+
     model: Annotated[
         str | None, option("--model", own=True, help="Instead: gpt-oss-120b, kimi-k2, ...; a list.")
-    ] = None,
+    ] = None
+    tp: Annotated[int, option("--tp", own=True, help="Tensor-parallel ranks.", min=1)] = 1
+    ep: Annotated[bool, option("--ep", own=True, help="Spread whole experts over them.")] = False
+    activation: Activation = None
+    offline: Offline = False
+
+    def layers(self, checkpoint: str | None) -> "list[Layer]":
+        """The layers that are asked for, one rank's share of each."""
+        from ..checkpoint import open_checkpoint
+        from ..checkpoint.stated import parse_stated
+        from ..models import MODELS
+        from ..problem import Parallel
+        from ..tuning.layers import checkpoint_layers, named_layers
+
+        parallel = Parallel(self.tp, ep=self.ep)
+        if (checkpoint is None) == (self.model is None):
+            raise UsageError(
+                "tune takes either CKPT or --model", hint="moectl tune --model qwen3-30b -m 16,1024"
+            )
+        if self.model is not None:
+            names = [pick(name.strip(), MODELS, "model") for name in self.model.split(",")]
+            return named_layers(names, parallel)
+        stated = parse_stated(self.activation, None)
+        return checkpoint_layers(
+            open_checkpoint(str(checkpoint), offline=self.offline, stated=stated), parallel
+        )
+
+
+@dataclass(frozen=True)
+class Search:
+    """Options that say what is searched, and for how long."""
+
     tokens: Annotated[
         str, option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024.")
-    ] = DEFAULT_TOKENS,
-    budget: Annotated[
-        str, option("--budget", help="Time, as 90s, 10m or 1h30m; what is done is kept.")
-    ] = "10m",
+    ] = DEFAULT_TOKENS
+    budget: Annotated[str, option("--budget", help="Time, as 90s, 10m or 1h30m; what is done is kept.")] = (
+        "10m"
+    )
     families: Annotated[
         str | None, option("--families", help="Kernels to try, with commas; default: all that run here.")
-    ] = None,
-    tp: Annotated[int, option("--tp", own=True, help="Tensor-parallel ranks.", min=1)] = 1,
-    ep: Annotated[bool, option("--ep", own=True, help="Spread whole experts over them.")] = False,
-    repeats: Annotated[int, option("--repeats", help="Measurements of each finalist.", min=1)] = 11,
-    again: Annotated[bool, option("--again", help="Measure anew what is there.")] = False,
-    list: Annotated[bool, option("--list", own=True, help="Show what is kept.")] = False,
-    clear: Annotated[bool, option("--clear", help="Drop what --list shows.")] = False,
-    stale: Annotated[bool, option("--stale", help="With both: only what other software measured.")] = False,
+    ] = None
+    repeats: Annotated[int, option("--repeats", help="Measurements of each finalist.", min=1)] = 11
+    again: Annotated[bool, option("--again", help="Measure anew what is there.")] = False
     to: Annotated[
         tuple[str, Path] | None,
         option(
@@ -75,10 +95,43 @@ def tune(
             metavar="vllm FILE|DIR",
             help="Tune vLLM's Triton experts instead, and write the file that they read.",
         ),
+    ] = None
+
+    def engine_place(self, checkpoint: str | None) -> Path | None:
+        """Where the engine's files go; None where they are not asked for."""
+        if self.to is None:
+            return None
+        pick(self.to[0], (ENGINE,), "engine")
+        if checkpoint is None:
+            raise UsageError("--to takes CKPT: what the engine chooses follows from its format")
+        if self.to[1].suffix == ".json":
+            check_spared(self.to[1], [checkpoint])
+        return self.to[1]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Options that say what is done with what earlier searches have found."""
+
+    list: Annotated[bool, option("--list", own=True, help="Show what is kept.")] = False
+    clear: Annotated[bool, option("--clear", help="Drop what --list shows.")] = False
+    stale: Annotated[bool, option("--stale", help="With both: only what other software measured.")] = False
+
+
+@framed("tune")
+def tune(
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CKPT",
+            help="What explain takes: its layers' sizes are tuned, with random weights.",
+            show_default=False,
+        ),
     ] = None,
-    activation: Activation = None,
-    offline: Offline = False,
     *,
+    of: Of,
+    search: Search,
+    kept: Kept,
     out: Output,
 ) -> ExitCode:
     """Find the fastest launches of moectl's kernels for these layers on this GPU.
@@ -86,40 +139,37 @@ def tune(
     Every legal launch is held to the portable kernels' result first; what fails or is wrong gets no time.
     Then it is timed with cold caches. Runs of these layers here take what was found from then on.
     """
-    from ..problem import Parallel
-
-    counts, seconds = parse_counts(tokens), parse_budget(budget)
-    if stale and not (list or clear):
+    counts, seconds = parse_counts(search.tokens), parse_budget(search.budget)
+    if kept.stale and not (kept.list or kept.clear):
         raise UsageError("--stale goes with --list or --clear", hint="moectl tune --list --stale")
-    parallel = Parallel(tp, ep=ep)
-    if list or clear:
-        asked = checkpoint is not None or model is not None
-        layers = _layers(checkpoint, model, parallel, activation, offline) if asked else None
-        found = listed(layers, stale)
-        dropped = found.clear() if clear else 0
-        document = {**found.to_json(), "dropped": dropped}
-        out.result(
-            document, lambda console: draw_list(found, dropped if clear else None, console), found.brief()
-        )
-        return ExitCode.DONE
-    if to is not None:
-        pick(to[0], (ENGINE,), "engine")
-        if checkpoint is None:
-            raise UsageError("--to takes CKPT: what the engine chooses follows from its format")
-        if to[1].suffix == ".json":
-            check_spared(to[1], [checkpoint])
+    if kept.list or kept.clear:
+        asked = checkpoint is not None or of.model is not None
+        return _listed(of.layers(checkpoint) if asked else None, kept, out)
+    place = search.engine_place(checkpoint)
     from ..tuning.here import tune_layers
 
-    layers = _layers(checkpoint, model, parallel, activation, offline)
-    plan = partial(_plan, seconds, repeats, out)
-    if to is not None:
-        return _write_for_engine(layers, counts, plan, again, to[1], out)
-    chosen = _families(families)
+    layers = of.layers(checkpoint)
+    plan = partial(_plan, seconds, search.repeats, out)
+    if place is not None:
+        return _write_for_engine(layers, counts, plan, search.again, place, out)
+    chosen = _families(search.families)
     with out.progress("tuning", unit="launches") as progress:
-        tuning = tune_layers(layers, counts, chosen, plan(progress), again)
+        tuning = tune_layers(layers, counts, chosen, plan(progress), search.again)
     for name, reason in tuning.refused.items():
         out.note(f"{name} is left out: {reason}")
     return _shown(tuning, search_document(tuning), out)
+
+
+def _listed(layers: "Sequence[Layer] | None", kept: Kept, out: Output) -> ExitCode:
+    """Shows what is kept of `layers`, or of all, and drops it where that is asked for."""
+    found = listed(layers, kept.stale)
+    dropped = found.clear() if kept.clear else 0
+    out.result(
+        {**found.to_json(), "dropped": dropped},
+        lambda console: draw_list(found, dropped if kept.clear else None, console),
+        found.brief(),
+    )
+    return ExitCode.DONE
 
 
 def parse_budget(text: str) -> float:
@@ -130,23 +180,6 @@ def parse_budget(text: str) -> float:
     if re.fullmatch(r"\d+(?:\.\d+)?", text):
         return float(text)
     raise UsageError(f"--budget takes a time as 90s, 10m or 1h30m, got {text!r}")
-
-
-def _layers(
-    checkpoint: str | None, model: str | None, parallel: "Parallel", activation: str | None, offline: bool
-) -> "list[Layer]":
-    """The layers that are asked for, one rank's share of each."""
-    from ..checkpoint import open_checkpoint
-    from ..checkpoint.stated import parse_stated
-    from ..models import MODELS
-    from ..tuning.layers import checkpoint_layers, named_layers
-
-    if (checkpoint is None) == (model is None):
-        raise UsageError("tune takes either CKPT or --model", hint="moectl tune --model qwen3-30b -m 16,1024")
-    if model is not None:
-        return named_layers([pick(name.strip(), MODELS, "model") for name in model.split(",")], parallel)
-    found = open_checkpoint(str(checkpoint), offline=offline, stated=parse_stated(activation, None))
-    return checkpoint_layers(found, parallel)
 
 
 def _families(text: str | None) -> list[str]:
@@ -182,15 +215,27 @@ def _write_for_engine(
     """Tunes the engine's choices, and writes the file of each layer from all that is known of it."""
     from ..cache.keys import built
     from ..environment import detect_device, packages_from
-    from ..tuning.engine_files import check_choices, misnamed, place_of, target_of, write_choices
+    from ..tuning.engine_files import (
+        check_choices,
+        check_some_gpu,
+        misnamed,
+        place_of,
+        target_of,
+        write_choices,
+    )
     from ..tuning.here import known_choices, this_gpu, tune_for_engine
 
-    this_gpu()
-
     packages = packages_from(None)
-    if not packages.has("vllm"):
+    known = packages.has("vllm")
+    packages = packages if known else packages_from("full")
+    try:
+        this_gpu()
+    except Unavailable:
+        for layer in layers:  # what no GPU would change is said before that there is none
+            check_some_gpu(layer.problem, packages)
+        raise
+    if not known:
         out.note("vLLM is not installed here: what it would choose is decided for its default packages")
-        packages = packages_from("full")
     device = detect_device()
     targets = {layer.name: target_of(layer.problem, device, packages) for layer in layers}
     places = {name: place_of(target, it.name) for name, it in targets.items()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..environment import Device, Packages
+from ..environment import Device, Packages, device_names, find_device
 from ..errors import NoBackend, Unavailable, UsageError
 from ..oracle.decision import Decision
 from ..oracle.registry import policy_named
@@ -98,6 +98,22 @@ def target_of(problem: MoEProblem, device: Device, packages: Packages) -> Target
             hint="tune it with the engine's own benchmark",
         )
     return Target(status.wanted, form, decision)
+
+
+def check_some_gpu(problem: MoEProblem, packages: Packages) -> None:
+    """Raises the NoBackend of `target_of` when the experts read no file on any GPU that has a name."""
+    errors = []
+    for name in device_names():
+        device = find_device(name)
+        if device.platform not in ("cuda", "rocm"):
+            continue
+        try:
+            target_of(problem, device, packages)
+        except NoBackend as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
 
 
 def place_of(target: Path, name: TunedName) -> Path:

@@ -48,6 +48,14 @@ def test_times_and_launches_are_shown_when_asked_for():
     words = moectl(*ASKED, "--measured", "--md").words
     assert "| triton_marlin | 1 | uniform | 10.0 | 0.1 | cold | 2.0e-03 |" in words
     assert "M=16 grouped 30.0 us (moectl tune, 2026-11-21T00:00:00Z)" in words
+    path = measurements.KIND.path(H200)
+    assert words.count(str(path)) == 2 and f"times of moectl bench in {path}" in words
+    brief = moectl(*ASKED, "--measured", "-q").stdout.splitlines()
+    assert brief[1:] == [
+        "0-47\tmeasured\ttriton\t1\tuniform\t12.5",
+        "0-47\tmeasured\ttriton_marlin\t1\tuniform\t10.0",
+    ]
+    assert moectl(*ASKED, "-q").stdout.splitlines() == brief[:1]
     assert "stream 8x64" not in moectl(*ASKED).words
     (group,) = moectl(*ASKED, "--json").document["groups"]
     assert len(group["measured"]["rows"]) == 2 and group["measured"]["tuned"][0]["tokens"] == 16

@@ -132,6 +132,14 @@ def test_what_cannot_be_tuned_for_vllm(engine, arguments, code, said):
     assert said in moectl("tune", "--offline", *arguments, code=code).stderr
 
 
+def test_what_no_gpu_would_change_is_said_where_there_is_none(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    asked = ("--offline", "--to", "vllm", tmp_path / "x")
+    done = moectl("tune", "openai/gpt-oss-20b", *asked, code=1)
+    assert "a tuned file would change nothing" in done.stderr
+    assert "needs a CUDA GPU" in moectl("tune", "Qwen/Qwen3-30B-A3B", *asked, code=3).stderr
+
+
 def test_again_measures_anew(gpu, monkeypatch):
     moectl("tune", "--model", "qwen3-30b", "-m", "1")
     monkeypatch.setattr(Bench, "time", lambda self, cell, launch, repeats: 5.0)

@@ -253,7 +253,7 @@ def other_words(other: OtherAnswer) -> str:
     return f"none: {closest.backend.name} {'; '.join(map(sentence, closest.failed))}"
 
 
-TIMES = ("backend", "M", "routing", "us", "+-", "caches", "error", "tactic", "measured by", "when")
+TIMES = ("backend", "M", "routing", "us", "+-", "caches", "error", "tactic", "when")
 
 
 def _measured(group: GroupExplanation, view: View) -> Iterator[Block]:
@@ -269,11 +269,12 @@ def _measured(group: GroupExplanation, view: View) -> Iterator[Block]:
             tuple(
                 (
                     *(row.backend, str(row.tokens), row.routing, f"{row.us:.1f}", f"{row.spread_us:.1f}"),
-                    *("cold" if row.cold else "warm", f"{row.error:.1e}", row.tactic, row.source, row.when),
+                    *("cold" if row.cold else "warm", f"{row.error:.1e}", row.tactic, row.when),
                 )
                 for row in rows
             ),
         )
+        yield Line(f"times of {', '.join(dict.fromkeys(row.source for row in rows))}")
     else:
         yield Line("no times of backends: moectl bench --save keeps some")
     tuned = ", ".join(f"M={row.tokens} {row.regime} {row.us:.1f} us" for row in evidence.tuned)

@@ -48,7 +48,7 @@ class Shown:
         """The whole explanation."""
         for note in dict.fromkeys(note for group in found.groups for note in group.evidence.notes):
             self.out.note(note)
-        self.show(document(found), sections(found, self.view), brief(found))
+        self.show(document(found), sections(found, self.view), brief(found, self.view.measured))
         return self.code(found)
 
     def matrix(self, found: Matrix) -> ExitCode:
@@ -80,10 +80,16 @@ class Shown:
         return ExitCode.FOUND if found.chosen_otherwise else self.code(explanation)
 
 
-def brief(explanation: Explanation) -> list[str]:
-    """One line a group: layers and the backend's name."""
+def brief(explanation: Explanation, measured: bool = False) -> list[str]:
+    """One line a group: layers and the backend's name; then, with `measured`, one for each of its times.
+
+    Of a time: layers, ``measured``, backend, tokens, routing, microseconds.
+    """
     lines = []
     for group in explanation.groups:
         chosen = group.decision.chosen if group.decision.usable else None
         lines.append(f"{ranges(group.layers)}\t{chosen.backend.name if chosen else 'none'}")
+        for row in group.evidence.measured.rows if measured else ():
+            known = (row.backend, str(row.tokens), row.routing, f"{row.us:.1f}")
+            lines.append("\t".join((ranges(group.layers), "measured", *known)))
     return lines
