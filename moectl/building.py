@@ -12,11 +12,10 @@ from torch import Tensor
 
 from .errors import MoectlError, NoBackend, Unavailable, UsageError
 from .kernels.dispatch.exchange import Alone, Exchange, Gathered, Replicated
-from .kernels.inputs import DTYPES
 from .kernels.modular import FusedMoEKernel, Shared, map_of
 from .kernels.prepared import DenseExpert, PreparedMoE
 from .kernels.runners import Form, runner_for
-from .kernels.torch_runner import COMPUTE_DTYPE, dense_output
+from .kernels.torch_runner import dense_output, operand_dtype
 from .oracle.decision import Candidate, Decision
 from .problem import Dims, MoEProblem, Parallel, expert_range
 
@@ -105,7 +104,7 @@ def form_of(chosen: Candidate) -> Form:
 def dense_shared(expert: DenseExpert, prepared: PreparedMoE) -> Shared:
     """What computes a dense shared expert where `prepared` is; its weights are cast once, here."""
     device = prepared.device
-    dtype = COMPUTE_DTYPE[device.type] if device.type == "cpu" else DTYPES[prepared.problem.dtype]
+    dtype = operand_dtype(device, prepared.problem)
 
     def there(t: Tensor | None, dtype: torch.dtype = dtype) -> Tensor | None:
         return None if t is None else t.to(device, dtype)

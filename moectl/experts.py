@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .convert.canonical import CONCATENATED, canonical_shapes
+from .convert.canonical import CONCATENATED, INTERLEAVED, canonical_shapes, halves, row_order
 from .convert.codecs import decode_role
 from .convert.layout import layout_named
 from .convert.recipe import Output, Recipe
@@ -170,11 +170,26 @@ def unfilled(problem: MoEProblem, backend: str, device: torch.device | str = "me
 
 
 def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
-    """Canonical roles of a batch of experts as fp32 matrices."""
-    halves = 2 if problem.activation.gated and problem.rows == CONCATENATED else 1
+    """Canonical roles of a batch of experts as fp32 matrices.
+
+    What counts for several rows (scales of blocks, factors on scales) is of gate and of up by themselves, in
+    whatever order rows lie.
+    """
+    weight = problem.scheme.weight
 
     def matrix(role: str) -> Tensor:
-        return decode_role(problem.scheme.weight, roles, role, halves if role == "w13" else 1)
+        stacked, by_row = halves(problem, role), weight.block[0] in (0, 1) and f"{role}_global" not in roles
+        if by_row or stacked == 1 or problem.rows == CONCATENATED:
+            return decode_role(weight, roles, role, stacked)
+        gates_first = {
+            name: t.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+            if row_order(problem, name) == INTERLEAVED
+            else t
+            for name, t in roles.items()
+            if name.partition("_")[0] == role
+        }
+        decoded = decode_role(weight, gates_first, role, stacked)
+        return decoded.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
     def bias(role: str) -> Tensor | None:
         return roles[role].float() if role in roles else None

@@ -21,7 +21,7 @@ from .prepared import DenseExpert, PreparedMoE
 from .quantize import LARGEST, dequantize, quantize, refusal
 from .runners import Runner
 from .tolerance import DECLARED
-from .torch_runner import COMPUTE_DTYPE, DECODE_BYTES
+from .torch_runner import DECODE_BYTES, DEVICES
 
 NAME = "emulation"
 
@@ -122,8 +122,8 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
 
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
-    if device.type not in COMPUTE_DTYPE:
-        return f"it runs on {', '.join(COMPUTE_DTYPE)}, the weights are on {device.type}"
+    if device.type not in DEVICES:
+        return f"it runs on {', '.join(DEVICES)}, the weights are on {device.type}"
     act, dims = problem.scheme.act, problem.dims
     form = replace(act, dynamic=False) if act.block == (FULL, FULL) else act
     unfit = "" if act == A16 else refusal(form, dims.hidden) or refusal(form, dims.intermediate)

@@ -16,9 +16,17 @@ from .runners import Runner
 DECODE_BYTES = 512 << 20
 """Bound on the fp32 experts that are decoded at a time; a single expert may be larger."""
 
-COMPUTE_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
-"""Dtype of the matmul operands. fp32 costs nothing on a CPU, where decoding dominates; a GPU's 16-bit
-matmul accumulates in fp32."""
+DEVICES = ("cpu", "cuda")
+
+
+def operand_dtype(device: torch.device, problem: MoEProblem) -> torch.dtype:
+    """Dtype of the matmul operands on one of `DEVICES`.
+
+    fp32 costs nothing on a CPU, where decoding dominates; a GPU's 16-bit matmul accumulates in fp32. In
+    fp16, decoded weights with small scales would lose bits, and large ones be infinite.
+    """
+    on_gpu = device.type == "cuda" and problem.dtype == "bf16"
+    return torch.bfloat16 if on_gpu else torch.float32
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def dense_output(inputs: Tensor, expert: DenseExpert, problem: MoEProblem) -> Tensor:
     """``[n, hidden]`` fp32: the output of one expert for all `inputs` ``[n, hidden]``."""
-    dtype = COMPUTE_DTYPE[inputs.device.type]
+    dtype = operand_dtype(inputs.device, problem)
     h13 = _linear(inputs.to(dtype), expert.w13, expert.w13_bias)
     hidden = activate(h13, problem.activation, problem.rows)
     return _linear(hidden.to(dtype), expert.w2, expert.w2_bias)
@@ -107,8 +115,8 @@ def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
 
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
-    if device.type not in COMPUTE_DTYPE:
-        return f"it runs on {', '.join(COMPUTE_DTYPE)}, the weights are on {device.type}"
+    if device.type not in DEVICES:
+        return f"it runs on {', '.join(DEVICES)}, the weights are on {device.type}"
     return unknown(problem.activation)
 
 

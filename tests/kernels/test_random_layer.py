@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moectl.convert.canonical import row_order
 from moectl.errors import UsageError
+from moectl.experts import decode
 from moectl.models import MODELS, default_format, model_problem, named_problem
 from moectl.problem import Dims
 from moectl.random_layer import RandomLayer, routings, tokens_of
@@ -80,3 +82,24 @@ def test_a_model_takes_another_format_and_fewer_experts() -> None:
         named_problem("kimi-k2:int3")
     with pytest.raises(UsageError, match="no format is called ''"):
         named_problem("kimi-k2:")
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+def test_rows_in_pairs_are_the_same_rows_as_gates_first(weight: WeightFormat) -> None:
+    """Scales of several rows, and factors on scales, are of gate and of up in either order."""
+    sizes = {"dims": Dims(256, 128), "experts": 3, "local_experts": 3, "top_k": 2}
+    apart = replace(MODELS["qwen3-30b"], scheme=Scheme(weight), **sizes)
+    pairs = replace(apart, rows="interleaved")
+    roles = RandomLayer(apart, CPU).canonical(range(3))
+    if "w13_global" in roles:
+        roles["w13_global"] = torch.tensor([0.5, 2.0]).view(1, 2, 1) * roles["w13_global"]
+
+    def in_pairs(t: torch.Tensor) -> torch.Tensor:
+        return t.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+    mixed = {
+        name: in_pairs(t) if name.startswith("w13") and row_order(pairs, name) == "interleaved" else t
+        for name, t in roles.items()
+    }
+    wanted, got = decode(roles, apart), decode(mixed, pairs)
+    assert torch.equal(got.w13, in_pairs(wanted.w13)) and torch.equal(got.w2, wanted.w2)
