@@ -22,6 +22,7 @@ from .kernels.inputs import DTYPES, random_logits
 from .kernels.prepared import CANONICAL
 from .kernels.reference import moe_reference
 from .problem import MoEProblem
+from .seeds import seed_of
 
 CODES_RMS: Mapping[str, float] = {"mxfp4": 2.9, "nvfp4": 2.9, "int4": 4.6, "int8": 74.0}
 """Root mean square of the numbers that random codes stand for, integers without their offset.
@@ -42,7 +43,7 @@ def routings(
     problem: MoEProblem, tokens: int, distribution: str, count: int, device: torch.device
 ) -> list[Routed]:
     """`count` routings of `tokens` tokens, the same for the same arguments on one device."""
-    generator = torch.Generator(device).manual_seed(tokens)
+    generator = torch.Generator(device).manual_seed(seed_of("routings", tokens))
     made = []
     for _ in range(count):
         ids = random_logits(problem, tokens, distribution, generator).topk(problem.top_k).indices
@@ -53,7 +54,7 @@ def routings(
 
 def tokens_of(problem: MoEProblem, tokens: int, device: torch.device) -> Tensor:
     """``[tokens, hidden]`` random input in the model's dtype."""
-    generator = torch.Generator(device).manual_seed(tokens)
+    generator = torch.Generator(device).manual_seed(seed_of("tokens", tokens))
     x = torch.randn(tokens, problem.dims.hidden, generator=generator, device=device)
     return x.to(DTYPES[problem.dtype])
 
@@ -76,10 +77,10 @@ class RandomLayer:
         """Canonical roles of some experts."""
         shapes = canonical_shapes(self.problem, 1)
         drawn: dict[str, Tensor] = {}
-        for at, (role, (shape, dtype)) in enumerate(shapes.items()):
+        for role, (shape, dtype) in shapes.items():
             out = torch.empty(len(ids), *shape[1:], dtype=TORCH_DTYPES[dtype], device=self.device)
             for i, expert in enumerate(map(int, ids)):
-                generator = torch.Generator(self.device).manual_seed(at + len(shapes) * expert)
+                generator = torch.Generator(self.device).manual_seed(seed_of(role, expert))
                 self._draw(role, out[i], generator)
             drawn[role] = out
         return drawn

@@ -15,6 +15,7 @@ from ..kernels.roofline import work_of
 from ..kernels.timing import last_level_cache
 from ..kernels.tolerance import CheckResult, Tolerance, check
 from ..run.variants import experts_on
+from ..seeds import seed_of
 from .routing import Sets, warm_share
 from .settings import Settings
 from .targets import Target
@@ -144,7 +145,7 @@ def make_case(
     problem, dtype = target.problem, DTYPES[target.problem.dtype]
     distinct = 1 if settings.warm else cell.calls
     drawn = sets(cell.tokens, distinct)
-    generator = torch.Generator(device).manual_seed(settings.seed + cell.tokens)
+    generator = torch.Generator(device).manual_seed(seed_of("tokens", settings.seed, cell.tokens))
     x = torch.randn(cell.tokens, problem.dims.hidden, generator=generator, device=device).to(dtype)
     inputs = [
         Inputs(

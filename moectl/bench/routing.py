@@ -16,6 +16,7 @@ from ..experts import ExpertLayer
 from ..kernels.inputs import check_tokens, inputs_from, no_bias, random_logits
 from ..kernels.routing import route_by
 from ..problem import MoEProblem
+from ..seeds import seed_of
 from ..unreadable import unreadable
 from .settings import MAX_TOKENS, ROUTER, TRACE, Settings
 
@@ -63,7 +64,8 @@ def routing_of(
     if name.startswith(TRACE):
         return _by_trace(Path(name[len(TRACE) :]), layer.problem)
     return lambda tokens, count: [
-        _drawn(layer.problem, tokens, name, settings.seed + i, device) for i in range(count)
+        _drawn(layer.problem, tokens, name, seed_of("routing", settings.seed, i), device)
+        for i in range(count)
     ]
 
 
@@ -102,14 +104,14 @@ def _by_router(layer: ExpertLayer, settings: Settings) -> Sets:
         made = []
         for i in range(count):
             if given is None:
-                generator = torch.Generator().manual_seed(settings.seed + i)
+                generator = torch.Generator().manual_seed(seed_of("tokens", settings.seed, i))
                 x = torch.randn(tokens, problem.dims.hidden, generator=generator)
             else:
                 x = _window(given, tokens, i, f"--input {settings.input}")
             token_ids = None
             if router.table is not None:
                 # Tokens of no text have no ids: random ones.
-                generator = torch.Generator().manual_seed(settings.seed + i)
+                generator = torch.Generator().manual_seed(seed_of("token ids", settings.seed, i))
                 token_ids = torch.randint(len(router.table), (tokens,), generator=generator)
             ids, weights, logits = route_by(router, x, problem, token_ids)
             made.append(Routed(ids, weights, logits, x, _by_logits(problem)))

@@ -15,6 +15,7 @@ from ..kernels.prepared import PreparedMoE
 from ..kernels.reference import moe_reference
 from ..kernels.routing import route_by
 from ..problem import MoEProblem
+from ..seeds import seed_of
 from ..unreadable import unreadable
 from .variants import experts_on
 
@@ -72,7 +73,7 @@ def workload_of(layer: ExpertLayer, tokens: int = 8, seed: int = 0, source: Path
     token_ids = None
     if layer.router.table is not None:
         # Tokens of no text have no ids: random ones.
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed_of("token ids", seed))
         token_ids = torch.randint(len(layer.router.table), (len(made.x),), generator=generator)
     ids, weights, logits = route_by(layer.router, made.x, layer.problem, token_ids)
     return Workload(Inputs(made.x, ids, weights, logits), "router", layer.router.correction_bias)

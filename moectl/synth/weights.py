@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from ..convert.sources import PartForm, map_layer, source_for
 from ..convert.sources.extras import extra_values
 from ..problem import Dims, MoEProblem
 from ..schemes import FULL, Scheme, WeightFormat
+from ..seeds import seed_of
 from .resize import fit_shared
 
 BANK_ROWS = 4096
@@ -155,8 +155,7 @@ class Maker:
 
     def _generator(self, *key: object) -> torch.Generator:
         """A generator that depends on the seed and `key` alone."""
-        digest = hashlib.blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.Generator().manual_seed(seed_of(self.seed, *key))
 
     def _plain(self, info: TensorInfo, place: _Place) -> Tensor:
         """What is stored as it is: routers, plain shared experts, projections and the rest."""

@@ -16,6 +16,7 @@ from ..kernels.triton.launch import Launch
 from ..kernels.triton.plain_gemm import SPAN, Blocks, Sorted, plain_gemm, sort
 from ..problem import MoEProblem
 from ..random_layer import routings
+from ..seeds import seed_of
 from .cells import Cell
 from .engine_files import Form
 from .measure import FEW_TOKENS, ROUTINGS, broken
@@ -178,7 +179,7 @@ def shapes(problem: MoEProblem) -> tuple[tuple[int, int, int], tuple[int, int, i
 def _weight(shape: tuple[int, int, int], form: Form, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Random weights, and scales of FP8 ones; each product has a variance of about one."""
     experts, n, k = shape
-    generator = torch.Generator(device).manual_seed(n)
+    generator = torch.Generator(device).manual_seed(seed_of("weights", n))
     dtype = torch.float8_e4m3fn if form.scaled else torch.bfloat16
     size = 1.0 if form.scaled else k**-0.5
     weight = torch.empty(shape, dtype=dtype, device=device)
@@ -196,7 +197,7 @@ def _product(rows: int, weight: Tensor, scale: Tensor | None, ids: Tensor) -> Pr
     """Random rows, and the right result of every assignment, expert by expert in torch."""
     experts, n, k = weight.shape
     device = weight.device
-    generator = torch.Generator(device).manual_seed(rows)
+    generator = torch.Generator(device).manual_seed(seed_of("tokens", rows))
     x = torch.randn(rows, k, generator=generator, device=device).to(weight.dtype)
     x_scale = (
         None if scale is None else torch.rand(rows, scale.shape[2], generator=generator, device=device) + 0.5

@@ -10,6 +10,7 @@ import torch
 from moectl.convert.canonical import row_order
 from moectl.errors import UsageError
 from moectl.experts import decode
+from moectl.kernels.inputs import make_inputs
 from moectl.models import MODELS, default_format, model_problem, named_problem
 from moectl.problem import Dims
 from moectl.random_layer import RandomLayer, routings, tokens_of
@@ -103,3 +104,17 @@ def test_rows_in_pairs_are_the_same_rows_as_gates_first(weight: WeightFormat) ->
     }
     wanted, got = decode(roles, apart), decode(mixed, pairs)
     assert torch.equal(got.w13, in_pairs(wanted.w13)) and torch.equal(got.w2, wanted.w2)
+
+
+def test_weights_tokens_and_routings_are_draws_of_their_own() -> None:
+    """None begins with the numbers of another, whose seeds may be the same small number."""
+    sizes = {"dims": Dims(64, 64), "experts": 64, "local_experts": 64, "top_k": 2}
+    problem = replace(MODELS["qwen3-30b"], scheme=Scheme(BF16), **sizes)
+    layer = RandomLayer(problem, CPU)
+    drawn = [layer.canonical([expert])[role][0] for expert in range(2) for role in ("w13", "w2")]
+    drawn += [tokens_of(problem, tokens, CPU) for tokens in (1, 64)]
+    drawn += [make_inputs(problem, 64, seed).x for seed in range(4)]
+    firsts = [t.flatten()[:16].float() for t in drawn]
+    firsts = [t / t.norm() for t in firsts]
+    alike = [(i, j) for i, a in enumerate(firsts) for j, b in enumerate(firsts[:i]) if float(a @ b) > 0.99]
+    assert not alike
