@@ -182,19 +182,22 @@ def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
         if by_row or stacked == 1 or problem.rows == CONCATENATED:
             return decode_role(weight, roles, role, stacked)
         gates_first = {
-            name: t.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-            if row_order(problem, name) == INTERLEAVED
-            else t
+            name: _swapped(t, t.shape[1] // 2, 2) if row_order(problem, name) == INTERLEAVED else t
             for name, t in roles.items()
             if name.partition("_")[0] == role
         }
         decoded = decode_role(weight, gates_first, role, stacked)
-        return decoded.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return _swapped(decoded, 2, decoded.shape[1] // 2)
 
     def bias(role: str) -> Tensor | None:
         return roles[role].float() if role in roles else None
 
     return DenseExperts(matrix("w13"), matrix("w2"), bias("w13_bias"), bias("w2_bias"))
+
+
+def _swapped(t: Tensor, outer: int, inner: int) -> Tensor:
+    """`t` ``[e, outer * inner, ...]`` with the two parts of its rows the other way round."""
+    return t.reshape(len(t), outer, inner, *t.shape[2:]).transpose(1, 2).reshape(t.shape)
 
 
 def layout_recipe(layout: str, share: Share, shapes: Shapes) -> Recipe:

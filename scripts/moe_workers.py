@@ -18,13 +18,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from own_environment import give_up
+
 from moectl.bench.compiling import compile_parts
+from moectl.bench.journal import Run
 from moectl.bench.rows import Key, Row
 from moectl.bench.settings import Settings
 from moectl.errors import ExitCode, MoectlError
 from moectl.floors import Rates
 
 MARK = "@bench "
+NO_GPU = "it needs a CUDA GPU, and torch sees none"
 NOT_REACHED = "not reached within the time limit"
 LAST_LINES = 12
 """Lines of a worker's own output that are shown when it ends early."""
@@ -50,8 +54,12 @@ def whole(parts: Sequence[Part]) -> Settings:
 
 def work(order: Mapping[str, Any]) -> int:
     """Measures the benches of `order` but for what is done, and says what is found; an exit status."""
+    import torch
+
+    if order["gpu"] and not torch.cuda.is_available():
+        _say("fatal", why=NO_GPU)
+        return 0
     from moectl.bench.about import about
-    from moectl.bench.journal import Run
     from moectl.bench.opening import open_bench
 
     done = frozenset(map(tuple, order["done"]))
@@ -69,7 +77,7 @@ def work(order: Mapping[str, Any]) -> int:
                 _say("none", bench=number, why=error.what)
                 continue
             rates = bench.rates
-            _say("about", about=Run(data, about(bench.machine, settings, rates)).to_json())
+            _say("about", about=about(bench.machine, settings, rates))
             for row in bench.measured(done):
                 _say("row", row=row.to_json())
     except MoectlError as error:
@@ -94,6 +102,7 @@ class Watch:
         rates: of the floor; None to measure them.
         end: a reading of the monotonic clock at which it stops.
         cell_limit: seconds in which a worker has to say something.
+        begin: told once what the rows are taken on, before the first.
         report: told every row as it comes.
         about: what the rows were taken on.
         rows: by their keys.
@@ -104,6 +113,7 @@ class Watch:
     rates: Rates | None
     end: float
     cell_limit: float
+    begin: Callable[[Mapping[str, Any]], None]
     report: Callable[[Row], None]
     about: dict[str, Any] = field(default_factory=dict)
     rows: dict[Key, Row] = field(default_factory=dict)
@@ -143,14 +153,21 @@ class Watch:
             if key not in self.rows:
                 self._add(replace(row, reason=why))
 
+    def _known(self, machine: Mapping[str, Any]) -> None:
+        if not self.about:
+            self.about = Run(whole(self.parts).to_json(), machine).to_json()
+            self.begin(self.about)
+
     def _add(self, row: Row) -> None:
+        self._known({})
         self.rows[row.key] = row
         self.report(row)
 
     def _order(self) -> str:
         rates = self.about.get("rates") or (asdict(self.rates) if self.rates else None)
         benches = [asdict(part.settings) for part in self.parts]
-        return json.dumps({"benches": benches, "rates": rates, "done": list(self.rows)})
+        gpu = any(part.settings.device == "cuda" for part in self.parts)
+        return json.dumps({"benches": benches, "rates": rates, "done": list(self.rows), "gpu": gpu})
 
     def _worker(self) -> str:
         """Runs one worker to its end; why it ended too early, or nothing."""
@@ -184,7 +201,9 @@ class Watch:
             return
         found = json.loads(line[len(MARK) :])
         if found["kind"] == "about":
-            self.about = self.about or found["about"]
+            self._known(found["about"])
+        elif found["kind"] == "fatal":
+            give_up(found["why"], 3)
         elif found["kind"] == "begin":
             self._begun = [tuple(key) for key in found["keys"]]
         elif found["kind"] == "none":

@@ -17,7 +17,7 @@ MakeOutput = Callable[[], Tensor]
 FEWEST_ROUNDS = 3
 """Rounds that even the slowest gets: with fewer there is no spread."""
 
-VISITS = 4
+VISITS = 3
 """Parts in which the rounds are taken on a GPU: between two of them all others have their own."""
 
 LEAD_SECONDS = 0.05

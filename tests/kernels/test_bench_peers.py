@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moectl.bench.reading import read_rows
 from moectl.bench.rows import Row
 from moectl.bench.settings import Settings
 from moectl.floors import Rates
@@ -109,7 +111,9 @@ def watch_of(
     command = [sys.executable, str(tmp_path / "worker.py")]
     end = time.monotonic() + limits.get("seconds", 200)
     limit = limits.get("cell_limit", 100)
-    return workers.Watch(command, [part], Rates(1e10, 1e12, "given"), end, limit, lambda row: None)
+    return workers.Watch(
+        command, [part], Rates(1e10, 1e12, "given"), end, limit, lambda about: None, lambda row: None
+    )
 
 
 def test_what_crashes_or_hangs_costs_its_own_cell_alone(tmp_path: Path) -> None:
@@ -145,7 +149,9 @@ def stub(tmp_path: Path, body: str, columns: str) -> list[Row]:
     (tmp_path / "stub.py").write_text(STUB.format(mark=workers.MARK, body=body))
     todo = asked(f"--models qwen3-30b --tokens 1 --columns {columns}")
     command = [sys.executable, str(tmp_path / "stub.py")]
-    return workers.Watch(command, todo, None, time.monotonic() + 60, 50, lambda row: None).run()
+    return workers.Watch(
+        command, todo, None, time.monotonic() + 60, 50, lambda about: None, lambda row: None
+    ).run()
 
 
 def test_a_gpu_that_a_backend_has_broken_costs_the_others_nothing(tmp_path: Path) -> None:
@@ -173,6 +179,29 @@ def test_workers_that_come_to_nothing_are_not_started_for_ever(
     rows = stub(tmp_path, "say('none', bench=0, why='no such library')", "marlin")
     assert [(row.reason, row.refused) for row in rows] == [("no such library", True)]
     assert {row.reason for row in stub(tmp_path, "", "marlin")} == {"its process said nothing about it"}
+
+
+def test_rows_are_in_the_file_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed keeps them: the file is one of a bench from its first line on."""
+    file, seen = tmp_path / "rows.jsonl", []
+
+    class Told:
+        about: Mapping[str, object] = {"device": "G"}
+
+        def __init__(self, *arguments: Any) -> None:
+            self.begin, self.report = arguments[-2:]
+
+        def run(self) -> list[Row]:
+            self.begin({"device": "G"})
+            for tokens in (1, 4):
+                self.report(row("marlin", tokens, 5.0))
+                seen.append(len(read_rows(file).rows))
+            return list(read_rows(file).rows)
+
+    monkeypatch.setattr(script, "Watch", Told)
+    monkeypatch.setattr(sys, "argv", ["bench_peers", "--json", str(file)])
+    assert script.main() == 0 and seen == [1, 2]
+    assert read_rows(file).about["device"] == "G"
 
 
 def row(column: str, tokens: int, us: float | None, **more: object) -> Row:
