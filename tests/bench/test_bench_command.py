@@ -276,7 +276,8 @@ def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path
     rows = read_rows(there).rows
     assert not [row for row in rows if row.failed]
     refused = {(row.backend, row.scheme.partition(" ")[0]) for row in rows if row.refused}
-    assert refused == {("triton_kernels", "int4")}
+    assert ("triton_kernels", "int4") in refused
+    assert refused <= {(backend, "int4") for backend in ("triton_kernels", "flashinfer_cutlass")}
     cut = tmp_path / "cut.jsonl"
     cut.write_text(there.read_text()[:-10])
     assert "was not finished" in moectl("bench", "--rows", cut).stderr
