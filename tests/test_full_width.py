@@ -66,7 +66,7 @@ CONVERTING = """
 import resource, sys
 from pathlib import Path
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.plan import plan_conversion
+from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 from moectl.convert.layout import layout_for
 checkpoint = open_checkpoint(sys.argv[1])

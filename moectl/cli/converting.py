@@ -62,7 +62,7 @@ def planner(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
         "goes with portable formats only",
     )
     from ..convert.layout import layout_for
-    from ..convert.plan import plan_conversion
+    from ..convert.planning import plan_conversion
 
     layout = layout_for(asked.to, source.groups[0].problem.scheme.weight, asked.arch, asked.act)
     if asked.requantize:

@@ -13,51 +13,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .digits import Atom, Axis, Digit, NotComposable, Vector, merged, size_of
+
 MOST_ENTRIES = 1 << 16
 """Bits in all tables of a view: far more than a program has words for, and no burden on the memory."""
 
-Vector = tuple[int, ...]
 Ints = NDArray[np.int64]
-
-
-class NotComposable(Exception):
-    """These steps, on this shape, are not one pass of index arithmetic; they run one after another."""
-
-
-@dataclass(frozen=True)
-class Atom:
-    """`size` indices that each move the place of a bit by `step`, or that choose along dimension `table`."""
-
-    size: int
-    step: Vector
-    table: int | None = None
-
-
-@dataclass(frozen=True)
-class Digit:
-    """`size` indices counted by `atoms`, the slowest first; fewer than their product where it ends early."""
-
-    size: int
-    atoms: tuple[Atom, ...]
-
-    @property
-    def whole(self) -> bool:
-        """True when every index of the atoms occurs."""
-        return self.size == math.prod(atom.size for atom in self.atoms)
-
-
-Axis = list[Digit]
-
-
-def size_of(axis: Sequence[Digit]) -> int:
-    """Indices of an axis."""
-    return math.prod(digit.size for digit in axis)
 
 
 class BitView:
@@ -108,11 +75,11 @@ class BitView:
                 rest, taken = self._take(rest, size)
                 found.insert(0, taken)
             pieces += found
-        self.axes = [_merged([digit for i in group for digit in pieces[i]]) for group in joined]
+        self.axes = [merged([digit for i in group for digit in pieces[i]]) for group in joined]
 
     def flatten(self) -> None:
         """All axes as one."""
-        self.axes = [_merged([digit for axis in self.axes for digit in axis])]
+        self.axes = [merged([digit for axis in self.axes for digit in axis])]
 
     def flip(self, axis: int) -> None:
         """The halves of `axis` exchanged."""
@@ -126,7 +93,7 @@ class BitView:
         else:
             at = self._tables.index(atom.table)
             self._each(lambda a: np.flip(a, at))
-        self.axes[axis] = _merged([Digit(2, (atom,)), *half])
+        self.axes[axis] = merged([Digit(2, (atom,)), *half])
 
     def pad(self, axis: int, to: int, fill: Sequence[int]) -> None:
         """`axis` grown to `to` indices, whose elements have the bits `fill`."""
@@ -196,7 +163,7 @@ class BitView:
                 if count > 1 and not all(digit.whole for digit in ending):
                     raise NotComposable
                 atoms = [atom for digit in ending for atom in digit.atoms]
-                self.axes[axis] = _merged([*self._digits(to // size_of(rest), atoms), *rest])
+                self.axes[axis] = merged([*self._digits(to // size_of(rest), atoms), *rest])
                 return
         raise NotComposable
 
@@ -274,9 +241,7 @@ class BitView:
         )
         name = self._name()
         self._tables.append(name)
-        self.axes[-1] = _merged(
-            [*self.axes[-1], Digit(parts, (self._folded(Atom(parts, self._zero, name)),))]
-        )
+        self.axes[-1] = merged([*self.axes[-1], Digit(parts, (self._folded(Atom(parts, self._zero, name)),))])
 
     def contract(self, parts: int) -> None:
         """`parts` neighbours on the last axis as one element, the first in the lowest bits."""
@@ -388,22 +353,3 @@ class BitView:
         self._each(lambda a: a.take(0, axis=at))
         self._tables.pop(at)
         return Atom(atom.size, step)
-
-
-def _merged(axis: Axis) -> Axis:
-    """The axis with atoms that count on from one another joined into one."""
-    out: Axis = []
-    for digit in axis:
-        if digit.size == 1:
-            continue
-        if out and digit.whole and out[-1].whole and len(digit.atoms) == len(out[-1].atoms) == 1:
-            (slow,), (fast,) = out[-1].atoms, digit.atoms
-            if (
-                slow.table is None
-                and fast.table is None
-                and slow.step == tuple(m * fast.size for m in fast.step)
-            ):
-                out[-1] = Digit(slow.size * fast.size, (replace(fast, size=slow.size * fast.size),))
-                continue
-        out.append(digit)
-    return out

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from .bitview import Atom, BitView, NotComposable
+from .bitview import BitView
+from .digits import Atom, NotComposable
 from .program import Loop, Program, Slot, Word
 from .rearrange import Axes, Pattern
 from .transforms import Add, Bits, Codes, Flip, Pad, Rearrange, Shape, Step, View, Widen, Xor, itemsize

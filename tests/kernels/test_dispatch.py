@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.layout import layout_for
-from moectl.convert.plan import plan_conversion
+from moectl.convert.planning import plan_conversion
 from moectl.convert.rank_plans import convert_ranks, plan_ranks
 from moectl.convert.stream import convert
 from moectl.kernels.dispatch.batching import batches_of

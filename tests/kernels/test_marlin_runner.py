@@ -10,7 +10,7 @@ import torch
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.layout import layout_for
 from moectl.convert.manifest import load_manifest
-from moectl.convert.plan import plan_conversion
+from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 from moectl.environment import Packages, find_device
 from moectl.errors import NoBackend, UsageError

@@ -15,7 +15,7 @@ from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.model import Checkpoint
 from moectl.convert.layout import LAYOUTS, layout_named
 from moectl.convert.manifest import load_manifest
-from moectl.convert.plan import plan_conversion
+from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 from moectl.errors import CheckpointError, Unavailable, UsageError
 from moectl.kernels.prepared import CANONICAL

@@ -14,7 +14,7 @@ from torch import Tensor
 from moectl.checkpoint import open_checkpoint
 from moectl.cli.source import pick_layers
 from moectl.convert.layout import layout_for
-from moectl.convert.plan import plan_conversion
+from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 from moectl.errors import BackendFailed, CheckpointError, UsageError
 from moectl.kernels.prepared import PreparedMoE

@@ -10,7 +10,8 @@ import torch
 from moectl.checkpoint import Checkpoint, open_checkpoint
 from moectl.checkpoint.catalogue import model_names
 from moectl.convert.layout import LAYOUTS
-from moectl.convert.plan import Plan, plan_conversion
+from moectl.convert.plan import Plan
+from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 from moectl.convert.unconvert import unconvert
 from moectl.convert.verify import verify

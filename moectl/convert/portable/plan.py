@@ -23,13 +23,8 @@ from ..canonical import (
 )
 from ..disk import file_sha256
 from ..manifest_record import LayoutRecord
-from ..plan import (
-    LayerPlan,
-    Plan,
-    check_plannable,
-    map_group,
-    plan_rest,
-)
+from ..plan import LayerPlan, Plan
+from ..planning import check_plannable, map_group, plan_rest
 from ..quantize.calibration import Calibration
 from ..safetensors_file import plan_file
 from ..shards import Shard, Share

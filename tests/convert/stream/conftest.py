@@ -14,7 +14,8 @@ import pytest
 
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.layout import layout_for
-from moectl.convert.plan import Plan, plan_conversion
+from moectl.convert.plan import Plan
+from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 
 from .checkpoints import CHECKPOINTS

@@ -17,7 +17,7 @@ import torch
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.layout import layout_for
 from moectl.convert.passes import warm_up
-from moectl.convert.plan import plan_conversion
+from moectl.convert.planning import plan_conversion
 from moectl.convert.portions import portion_of
 from moectl.convert.stream import convert
 from moectl.errors import MoectlError

@@ -15,7 +15,7 @@ from typing import Any
 
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.layout import layout_for
-from moectl.convert.plan import plan_conversion
+from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 
 PWRITE = os.pwrite

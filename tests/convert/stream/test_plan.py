@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from moectl.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from moectl.convert.layout import layout_for
-from moectl.convert.plan import plan_conversion
+from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 from moectl.errors import CheckpointError, ExitCode, MoectlError, NoBackend, Unavailable, UsageError
 from moectl.problem import MoEProblem

@@ -14,7 +14,7 @@ import torch
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.layout import Chain, WeightLayout, layout_named
 from moectl.convert.manifest import load_manifest
-from moectl.convert.plan import plan_conversion
+from moectl.convert.planning import plan_conversion
 from moectl.convert.recipe import Output
 from moectl.convert.stream import convert
 from moectl.convert.transforms import Xor

@@ -22,7 +22,7 @@ from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.opening import rank_folder
 from moectl.convert.layout import layout_for
 from moectl.convert.manifest import load_manifest
-from moectl.convert.plan import plan_conversion
+from moectl.convert.planning import plan_conversion
 from moectl.convert.rank_plans import check_outputs, convert_ranks, plan_ranks
 from moectl.convert.shards import shard_of
 from moectl.convert.stream import Summary, convert
