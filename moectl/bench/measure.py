@@ -275,6 +275,7 @@ class _TargetRun:
         if not ready:
             return
         settings = self.bench.settings
+        self.bench.begins([self._row(cell, one.name) for one in ready])
         case = make_case(self.target, cell, self.routings[cell.routing], settings, self.device)
         rows = {one.name: self._about(cell, one, case) for one in ready}
         turns: dict[str, Turn] = {}

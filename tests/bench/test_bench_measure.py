@@ -402,3 +402,19 @@ def test_a_router_chooses_on_a_given_input(tmp_path, bench_of):
         bench_of(layer=layer, routings=("router",), input=settings.input, tokens=(40,))
     with pytest.raises(UsageError, match="has no router"):
         bench_of(routings=("router",))
+
+
+def test_what_is_worked_on_is_told_before(bench_of, add_runner):
+    """Whoever watches a process that dies knows which rows it was at: of a cell, a check, a preparation."""
+    told = []
+    add_runner("other")
+    bench = replace(bench_of(("torch", "other")), begins=lambda rows: told.append(rows))
+    cells = {(row.backend, row.tokens) for row in bench.measured()}
+    first, second, *rest = [[(row.backend, row.tokens) for row in rows] for rows in told]
+    assert {*first, *second} == cells and {name for name, _ in first} == {"torch"}
+    assert rest[:4] == [
+        [("torch", 1), ("other", 1)],
+        [("torch", 1)],
+        [("other", 1)],
+        [("torch", 1), ("other", 1)],
+    ]
