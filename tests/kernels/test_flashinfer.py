@@ -38,6 +38,7 @@ from moectl.schemes import A16, BF16, FP8_TENSOR, MXFP4, MXFP8, MXFP8_ACT, NVFP4
 
 pytest.importorskip("flashinfer")
 from flashinfer import fused_moe
+from flashinfer.autotuner import AutoTuner
 from flashinfer.fused_moe import core, runners
 from flashinfer.fused_moe.api import QuantFormat
 from flashinfer.tllm_enums import ActivationType, RoutingMethodType
@@ -208,6 +209,26 @@ def test_cutlass_arguments_bind_and_pass_flashinfers_checks(layout: str, gated: 
     runner._pack_weight_inputs(me, view, 512)
     with pytest.raises((ValueError, TypeError)):
         runner._pack_weight_inputs(me, view, 640)
+
+
+def test_tactics_are_searched_once_for_each_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(CUTLASS_KERNELS["cutlass-sm90"])
+    prepared = layer_of(problem, "flashinfer_cutlass")
+    entered: list[tuple[int, bool, tuple[int, ...] | None]] = []
+
+    def run(**arguments: Any) -> list[Tensor]:
+        tuner = AutoTuner.get()
+        entered.append((len(arguments["input"]), tuner.is_tuning_mode, tuner._override_tuning_buckets))
+        return [arguments["input"]]
+
+    monkeypatch.setattr(flashinfer, "function", lambda name: run)
+    compute = runner_for("flashinfer_cutlass").compute
+    assert compute is not None
+    for tokens in (1, 5, 7, 8, 1):
+        inputs = inputs_of(problem, tokens)
+        compute(prepared, inputs.x, inputs.ids, inputs.weights)
+    assert entered == [(1, True, (1,)), (5, True, (4,)), (7, False, (4,)), (8, True, (8,)), (1, False, (1,))]
+    assert not AutoTuner.get().is_tuning_mode
 
 
 REFERENCES: dict[str, tuple[Any, Any]] = {

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moectl.convert.layout import Chain
+from moectl.convert.layouts import cutlass
+from moectl.flashinfer_terms import FP8_128
 from moectl.kernels.inputs import Inputs, make_inputs
 from moectl.kernels.modular import kernel_of
 from moectl.kernels.prepared import PreparedMoE
@@ -17,7 +20,7 @@ from moectl.kernels.runners import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.problem import SWIGLU_OAI, Dims, MoEProblem, Routing
 from moectl.random_layer import RandomLayer
-from moectl.schemes import BF16, MXFP4, NVFP4, NVFP4_ACT, Scheme
+from moectl.schemes import BF16, FP8_BLOCK, MXFP4, NVFP4, NVFP4_ACT, Scheme
 
 from .layers import skipping
 from .machines import skip_if_absent
@@ -40,6 +43,7 @@ PROBLEMS = {
     "bf16": replace(
         GPT_OSS, dims=Dims(512, 256), top_k=2, scheme=Scheme(BF16), bias=False, rows="concatenated"
     ),
+    "fp8-block": MoEProblem(Dims(512, 256), experts=8, top_k=2, scheme=Scheme(FP8_BLOCK, FP8_128)),
 }
 
 
@@ -66,6 +70,29 @@ def assert_right(prepared: PreparedMoE, inputs: Inputs, y: Tensor) -> None:
 def test_agrees_with_the_reference(name: str, tokens: int) -> None:
     prepared = layer_of(name)
     inputs = inputs_of(prepared.problem, tokens)
+    assert_right(prepared, inputs, kernel_of(prepared).apply(inputs.x, inputs.ids, inputs.weights))
+
+
+def test_weights_lie_as_flashinfer_lays_them_out() -> None:
+    layer_of("small")  # skips where there is no FlashInfer
+    from flashinfer.fused_moe import interleave_moe_weights_for_sm90_mixed_gemm as theirs
+
+    weights = torch.randint(256, (3, 256, 128), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    mine = Chain(cutlass.WEIGHTS).apply(weights).view(torch.uint8)
+    assert torch.equal(mine, theirs(weights.cuda()).cpu())
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "small", "bf16"])
+def test_its_tuner_finds_tactics(name: str) -> None:
+    """That it can time them; FP8 blocks have none to choose from."""
+    prepared = layer_of(name)
+    from flashinfer.autotuner import AutoTuner
+
+    AutoTuner.get().clear_cache()
+    prepared.derived.pop("flashinfer_cutlass tactics", None)
+    inputs = inputs_of(prepared.problem, 48)
+    assert_right(prepared, inputs, kernel_of(prepared).apply(inputs.x, inputs.ids, inputs.weights))
+    assert len(AutoTuner.get().profiling_cache) == 2, "one for each GEMM"
     assert_right(prepared, inputs, kernel_of(prepared).apply(inputs.x, inputs.ids, inputs.weights))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -20,6 +21,7 @@ Arguments = dict[str, Any]
 
 FUSED_MOE = "flashinfer.fused_moe"
 ENUMS = "flashinfer.tllm_enums"
+TUNER = "flashinfer.autotuner"
 
 
 @cache
@@ -65,6 +67,23 @@ def call(backend: str, name: str, arguments: Mapping[str, Any], hidden: int) -> 
         raise BackendFailed(backend, f"{name}: {said[-1]}") from error
     y: Tensor = made[0] if isinstance(made, list | tuple) else made
     return y[:, :hidden].contiguous()
+
+
+@contextmanager
+def choosing_tactics(prepared: PreparedMoE, backend: str, tokens: int) -> Iterator[None]:
+    """In here FlashInfer runs what its tuner has found fastest for the layer's shape and about `tokens`.
+
+    It times its tactics at a layer's first call of each power of two; a call that is being captured in a
+    CUDA graph times nothing, and runs what an earlier one of such a shape has found, else the first tactic.
+    """
+    power = 1 << max(tokens, 1).bit_length() - 1
+    known: set[int] = prepared.derived.setdefault(f"{backend} tactics", set())
+    capturing = prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    search = not capturing and power not in known
+    with _attribute(TUNER, "autotune")(search, tuning_buckets=(power,)):
+        yield
+    if search:
+        known.add(power)
 
 
 def sizes_of(prepared: PreparedMoE) -> Dims:

@@ -2,8 +2,8 @@
 
 MXFP4 weights with BF16 tokens, BF16, and FP8 in blocks of 128 (whose tokens the kernel quantizes itself).
 Weights as ``cutlass-sm90``, ``cutlass-bf16`` and ``cutlass-fp8-block`` lay them out: up before gate. The
-library compiles its kernels at the first call, for minutes, unless they are in its cache. Without
-``flashinfer.autotune`` around a first call it runs its first tactic, whatever the shape.
+library compiles its kernels at the first call, for minutes, unless they are in its cache; its tuner chooses
+the tactics, at the first call of a layer with about as many tokens.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def layer_arguments(prepared: PreparedMoE) -> Arguments:
         "output_dtype": DTYPES[problem.dtype],
         "activation_type": flashinfer.activation_member(problem),
         **given,
+        # Sums of a token's experts inside the second GEMM come in any order: other bits in every call.
+        "use_fused_finalize": False,
     }
 
 
@@ -103,7 +105,8 @@ def arguments(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) ->
 
 def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     hidden = prepared.problem.dims.hidden
-    return flashinfer.call(NAME, "cutlass_fused_moe", arguments(prepared, x, ids, weights), hidden)
+    with flashinfer.choosing_tactics(prepared, NAME, len(x)):
+        return flashinfer.call(NAME, "cutlass_fused_moe", arguments(prepared, x, ids, weights), hidden)
 
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
