@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from .checkpoints import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = Path(__file__).with_name("driver.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(params=sorted(CHECKPOINTS))
@@ -55,9 +56,45 @@ def converted(gpt_oss: Path, tmp_path: Path) -> Path:
     return out
 
 
+@pytest.fixture(scope="session")
+def driver() -> Iterator[subprocess.Popen[str]]:
+    """A driver that converts in forks of itself: what the imports take, it takes once."""
+    with subprocess.Popen(
+        [sys.executable, str(DRIVER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
 @pytest.fixture
-def drive() -> Callable[..., tuple[int, dict[str, Any]]]:
-    """Runs the driver; the exit status, and what it printed (nothing when it was killed)."""
+def drive(driver: subprocess.Popen[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Runs a conversion in a fork; the exit status, and what it printed (nothing when it was killed)."""
+    assert driver.stdin is not None and driver.stdout is not None
+    asked, answers = driver.stdin, driver.stdout
+
+    def run(**options: Any) -> tuple[int, dict[str, Any]]:
+        asked.write(json.dumps(options, default=str) + "\n")
+        asked.flush()
+        outcome: dict[str, Any] = {}
+        for line in answers:
+            answer = json.loads(line)
+            if "status" in answer:
+                assert outcome or answer["status"] < 0, "the driver's error is on stderr"
+                return answer["status"], outcome
+            outcome = answer
+        raise AssertionError("the driver has ended; its error is on stderr")
+
+    return run
+
+
+@pytest.fixture
+def drive_alone() -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Like `drive`, in a process of its own imports, which may be measured or started by a prefix."""
 
     def run(*prefix: str, **options: Any) -> tuple[int, dict[str, Any]]:
         done = subprocess.run(
@@ -65,7 +102,7 @@ def drive() -> Callable[..., tuple[int, dict[str, Any]]]:
             capture_output=True,
             text=True,
             timeout=120,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=ENVIRONMENT,
         )
         lines = done.stdout.strip().splitlines()
         if not lines and done.returncode >= 0:

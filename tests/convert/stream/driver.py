@@ -1,6 +1,8 @@
 """Converts in a process of its own, which a test may kill, interrupt, starve or measure.
 
-Called with one JSON argument; prints one JSON object: the outcome, and the memory that was used.
+Called with one JSON argument; prints one JSON object: the outcome, and the memory that was used. Without an
+argument it imports everything once, converts in forks, one for each line of its input, and prints the outcome
+of each and a line with its exit status. A fork's memory is no measure: it touches pages that its parent has.
 """
 
 import json
@@ -9,6 +11,7 @@ import resource
 import shutil
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,12 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+def warm() -> None:
+    """Compiles and allocates what the first conversion of a process does once."""
+    torch.ones(64, 64).matmul(torch.ones(64, 64))
+    warm_up()
+
+
 def main(options: dict[str, Any]) -> int:
     checkpoint = open_checkpoint(options["source"])
     layout = layout_for(options["target"], checkpoint.groups[0].problem.scheme.weight, None)
@@ -54,8 +63,7 @@ def main(options: dict[str, Any]) -> int:
         if "signal" in options and done >= options["at"] * total:
             os.kill(os.getpid(), getattr(signal, options["signal"]))
 
-    torch.ones(64, 64).matmul(torch.ones(64, 64))
-    warm_up()
+    warm()
     forget_peak()
     before = resident_bytes()
     outcome: dict[str, Any] = {
@@ -83,5 +91,27 @@ def main(options: dict[str, Any]) -> int:
     return code
 
 
+def serve() -> None:
+    warm()
+    for line in sys.stdin:
+        options = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            code = 1
+            signal.alarm(120)
+            try:
+                code = main(options)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        print(json.dumps({"status": status}), flush=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    if len(sys.argv) == 1:
+        serve()
+    else:
+        sys.exit(main(json.loads(sys.argv[1])))

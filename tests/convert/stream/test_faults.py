@@ -155,7 +155,7 @@ def test_a_file_that_may_not_grow(
     assert folder_bytes(out) == reference
 
 
-def test_a_disk_that_fills_up(tmp_path: Path, drive: Drive) -> None:
+def test_a_disk_that_fills_up(tmp_path: Path, drive_alone: Drive) -> None:
     unshare = ["unshare", "--mount", "--map-root-user"]
     probe = subprocess.run([*unshare, "mount", "-t", "tmpfs", "none", str(tmp_path)], capture_output=True)
     if probe.returncode:
@@ -167,7 +167,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, drive: Drive) -> None:
     out.mkdir()
     shell = f'mount -t tmpfs -o size=1m none "{out}" && "$@"; s=$?; ls -A "{out}" >&2; exit $s'
     prefix = [*unshare, "sh", "-c", shell, "sh"]
-    code, outcome = drive(*prefix, source=source, out=out, target="marlin", hide_disk_usage=True)
+    code, outcome = drive_alone(*prefix, source=source, out=out, target="marlin", hide_disk_usage=True)
     assert (code, outcome["kind"]) == (ExitCode.UNAVAILABLE, "Unavailable"), outcome
     assert "the disk is full" in outcome["error"]
 
@@ -372,7 +372,7 @@ def test_the_source_is_opened_for_reading_only(
     assert {path.name: path.stat().st_mtime_ns for path in gpt_oss.iterdir()} == times
 
 
-def test_memory_stays_under_the_bound(tmp_path: Path, drive: Drive) -> None:
+def test_memory_stays_under_the_bound(tmp_path: Path, drive_alone: Drive) -> None:
     """A layer larger than its bound: what is resident above the start stays under it."""
     source = gpt_oss_checkpoint(
         tmp_path / "source",
@@ -383,12 +383,12 @@ def test_memory_stays_under_the_bound(tmp_path: Path, drive: Drive) -> None:
     )
     bound = 72 << 20
     for target in ("marlin", "moectl"):
-        code, outcome = drive(source=source, out=tmp_path / target, target=target, max_memory=bound)
+        code, outcome = drive_alone(source=source, out=tmp_path / target, target=target, max_memory=bound)
         assert code == 0, outcome
         assert outcome["layer"] > 4 * bound
         assert 0 < outcome["above"] <= outcome["planned"] <= bound, outcome
         shutil.rmtree(tmp_path / target)
-    code, outcome = drive(source=source, out=tmp_path / "free", target="marlin", max_memory=1 << 30)
+    code, outcome = drive_alone(source=source, out=tmp_path / "free", target="marlin", max_memory=1 << 30)
     assert code == 0
     assert outcome["above"] > bound, "the measure itself must see what a larger batch holds"
 
