@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,14 @@ SIZES = (2, 4)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, tiny_gpt_oss: Path) -> dict[int, list[dict[str, str]]]:
     """By number of ranks, what every rank says about each case."""
+    # Ranks are forks of a process that has imported what they run: each would spend seconds on it.
+    multiprocessing.set_forkserver_preload([run_rank.__module__])
     results = {}
     for size in SIZES:
         folder = tmp_path_factory.mktemp(f"ranks{size}")
         (folder / "checkpoint").symlink_to(tiny_gpt_oss)
         convert_for(size, tiny_gpt_oss, folder / "converted")
-        mp.spawn(run_rank, (size, str(folder)), nprocs=size)
+        mp.start_processes(run_rank, (size, str(folder)), nprocs=size, start_method="forkserver")
         results[size] = [_said(folder, rank) for rank in range(size)]
     return results
 
