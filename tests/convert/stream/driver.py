@@ -99,6 +99,7 @@ def serve() -> None:
         if process == 0:
             code = 1
             signal.alarm(120)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
             try:
                 code = main(options)
             except BaseException:
