@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+# Workers share the cores, and so do processes that tests start: threads beyond the cores mostly wait for one
+# another, and do so spinning. It has to be said before torch is imported.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    SHARE = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, SHARE)))
 
 # The same examples on every run, so that a change is judged by what it changed.
 settings.register_profile("steady", derandomize=True)
@@ -19,6 +26,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run tests that take minutes or gigabytes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leaves what is there when the first test begins out of later searches for garbage.
+
+    Commands ask for such searches; those of thousands of tests and all of torch take a second each.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
