@@ -28,6 +28,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run tests that take minutes or gigabytes")
 
 
+FIRST = (
+    "tests/kernels/test_interpreter.py",
+    "tests/synth/test_every_model.py",
+)
+"""Files that take longest, which workers begin with: whoever came to one last would be alone with it."""
+
+
+def pytest_configure() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from interpreting import replace_functions_once
+
+        replace_functions_once()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Leaves what is there when the first test begins out of later searches for garbage.
@@ -43,7 +57,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip slow tests unless asked for, and GPU tests where there is no GPU, each with its reason."""
+    """Skip slow tests unless asked for, and GPU tests where there is no GPU, each with its reason.
+
+    Files that take longest come first.
+    """
     reasons = {}
     if not config.getoption("--slow"):
         reasons["slow"] = "takes minutes or gigabytes; run with --slow"
@@ -56,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    places = {config.rootpath / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True)
