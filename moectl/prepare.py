@@ -41,15 +41,21 @@ def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> Expert
     """One layer of a checkpoint whose tensors are in a folder; the first MoE layer for None.
 
     Raises:
-        UsageError: there is no such MoE layer, or its storage has no reader.
+        UsageError: there is no such MoE layer, its storage has no reader, or it is a config alone.
         Unavailable: the tensors are not on this machine.
         CheckpointError: a tensor is missing, unknown, or of another shape or dtype.
     """
     group, number = _group_of(checkpoint, layer)
     folder = checkpoint.folder
     if folder is None:
+        origin = checkpoint.origin
+        if origin.kind == "config":
+            raise UsageError(
+                f"{origin.name} is a config alone, which has no weights",
+                hint="give the folder of the checkpoint that it is of",
+            )
         raise Unavailable(
-            f"the weights of {checkpoint.origin.name} are not on this machine",
+            f"the weights of {origin.name} are not on this machine",
             hint="download the checkpoint and give its folder",
         )
     mapped = map_layer(source_for(checkpoint, group), checkpoint, group, number)

@@ -218,5 +218,6 @@ def document(about: Facts, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def brief(row: Row) -> str:
-    """Backend, tokens and microseconds, with tabs between."""
-    return f"{row.backend}\t{row.tokens}\t{number(row.median_us, 4) if row.timed else 'failed'}"
+    """Backend, tokens and microseconds, or why there are none in a word, with tabs between."""
+    word = number(row.median_us, 4) if row.timed else "refused" if row.refused else "failed"
+    return f"{row.backend}\t{row.tokens}\t{word}"

@@ -136,7 +136,7 @@ def convert(
     offline: Offline = False,
     out: Output,
 ) -> None:
-    """Write expert weights in a backend's kernel layout, or in another portable format.
+    """Write expert weights in a kernel's layout or another format.
 
     Streamed layer by layer and resumable. A layout is a cache for its backend, bit-exactly reversible;
     a portable format is an ordinary checkpoint. Ranks (--tp-size, --ep-size) get folders of their own.

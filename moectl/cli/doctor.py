@@ -34,9 +34,10 @@ def doctor(
     *,
     out: Output,
 ) -> ExitCode:
-    """Check this machine: GPUs, driver, packages, caches, variables, and which backends can run.
+    """Check this machine, and which backends can run on it.
 
-    Nothing is imported without --deep: packages are judged by their files.
+    Also its GPUs, driver, packages, caches and variables. Nothing is imported without --deep: packages are
+    judged by their files.
     """
     from ..doctor import examine
     from . import blocks

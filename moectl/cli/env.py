@@ -49,7 +49,7 @@ def env(
     *,
     out: Output,
 ) -> None:
-    """Print versions, GPUs, packages and variables as a block for a bug report."""
+    """Print versions, GPUs and packages for a bug report."""
     from ..doctor import examine
 
     report = examine(os.environ)

@@ -37,7 +37,9 @@ def known(
     *,
     out: Output,
 ) -> None:
-    """List what moectl knows by name: models, GPUs, engine variables, kernel layouts, portable formats.
+    """List what moectl knows by name.
+
+    Models, GPUs, an engine's variables, kernel layouts, portable formats.
 
     A model's name, with or without its organization, stands for a checkpoint; a GPU's goes to --gpu; a
     variable, one of vLLM that concerns experts, to --env; a layout or a format to convert --to.

@@ -55,7 +55,10 @@ def backend_names(text: str | None) -> list[str]:
     if text is None or text == "all":
         return []
     known = policy_named(POLICY).request_names()
-    return [pick(name.strip(), known, "backend") for name in text.split(",") if name.strip()]
+    names = [pick(name.strip(), known, "backend") for name in text.split(",") if name.strip()]
+    if not names:
+        raise UsageError(f"--backend takes names or all, got {text!r}", hint="leave it out, or name one")
+    return names
 
 
 def pick_layers(text: str, there: Sequence[int]) -> list[int]:
@@ -77,7 +80,7 @@ def pick_layers(text: str, there: Sequence[int]) -> list[int]:
         absent = span if span[-1] > max(there, default=-1) else [n for n in span if n not in set(there)]
         if absent:
             raise UsageError(
-                f"not all of {item.strip()} are MoE layers; there are {ranges(there)}",
+                f"{item.strip()} asks for layers without experts; MoE layers are {ranges(there)}",
                 hint="choose among them with --layers",
             )
         picked.update(span)

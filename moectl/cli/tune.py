@@ -134,10 +134,10 @@ def tune(
     kept: Kept,
     out: Output,
 ) -> ExitCode:
-    """Find the fastest launches of moectl's kernels for these layers on this GPU.
+    """Find the fastest launches of moectl's kernels on this GPU.
 
-    Every legal launch is held to the portable kernels' result first; what fails or is wrong gets no time.
-    Then it is timed with cold caches. Runs of these layers here take what was found from then on.
+    Of these layers every legal launch is held to the portable kernels' result first; what fails or is wrong
+    gets no time. Then it is timed with cold caches. Runs of these layers here take what was found.
     """
     counts, seconds = parse_counts(search.tokens), parse_budget(search.budget)
     if kept.stale and not (kept.list or kept.clear):

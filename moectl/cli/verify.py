@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import ExitCode, UsageError
+from ..errors import CheckpointError, ExitCode, UsageError
 from .options import framed, option
 from .output import Output, count, size
 
@@ -36,6 +36,8 @@ def verify(
             f"{folder} is a portable checkpoint, which holds no way back to its source.",
             hint="Leave --source out: its own hashes are checked.",
         )
+    if source is not None and not source.is_dir():
+        raise CheckpointError(f"--source {source} is no folder", hint="give the folder that was converted")
     with out.progress("verifying") as progress:
         report = (
             verify_portable(folder, progress=progress)

@@ -130,6 +130,12 @@ def test_help_fits_one_screen_with_examples(command):
     assert len(done.stdout.splitlines()) <= 50, done.stdout
 
 
+def test_each_command_is_told_in_a_whole_line():
+    """Nothing of the list of commands is cut off at 80 columns."""
+    shown = start("--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout
+    assert "convert" in shown and "..." not in shown.partition("Commands:")[2]
+
+
 def test_unknown_command_suggests_the_near_one():
     done = start("explane")
     assert "explain" in done.stderr

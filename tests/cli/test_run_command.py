@@ -94,6 +94,18 @@ def test_one_that_cannot_serve_is_refused_beside_others(tiny_gpt_oss, tiny_kimi)
     assert moectl("run", tiny_kimi, *asked, "triton,humming", "--layers", "all", code=3)
 
 
+@pytest.mark.parametrize("command", ["run", "bench"])
+@pytest.mark.parametrize("text", ["", ",", " , "])
+def test_no_name_of_a_backend_is_not_all_of_them(tiny_gpt_oss, command, text):
+    done = moectl(command, tiny_gpt_oss, *CPU, "--backend", text, code=2)
+    assert f"--backend takes names or all, got {text!r}" in done.stderr
+
+
+def test_a_config_alone_has_nothing_to_run(tiny_gpt_oss):
+    for command in ("run", "bench"):
+        assert "is a config alone" in moectl(command, tiny_gpt_oss / "config.json", *CPU, code=2).stderr
+
+
 def test_stress_is_a_table_by_backend_and_case(tiny_gpt_oss, monkeypatch):
     offer(monkeypatch, "loses", loses_the_last_of_three)
     done = moectl("run", tiny_gpt_oss, *CPU, "--backend", "loses,torch", "--stress", code=1)
