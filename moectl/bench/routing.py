@@ -191,7 +191,9 @@ def read_trace(path: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | None]:
         )
     if ids.dtype.is_floating_point or ids.dtype == torch.bool:
         raise UsageError(f"ids in trace {path} must be whole numbers, got {ids.dtype}")
-    if weights is not None and (weights.shape != ids.shape or not bool(torch.isfinite(weights).all())):
+    if weights is not None and (
+        weights.shape != ids.shape or weights.is_complex() or not bool(torch.isfinite(weights.float()).all())
+    ):
         raise UsageError(f"weights in trace {path} must be finite numbers {list(ids.shape)}")
     ids = ids.long()
     bad = (ids < 0) | (ids >= problem.experts)

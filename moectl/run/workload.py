@@ -111,10 +111,9 @@ def _read_input(source: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | Non
     if ids is None or weights is None:
         return x.to(DTYPES[problem.dtype]), None, None
     _check_ids(source, ids, problem)
-    weights = weights.float()
-    if not bool(torch.isfinite(weights).all()):
-        raise UsageError(f"weights in {source} must be finite")
-    return x.to(DTYPES[problem.dtype]), ids.to(torch.int32), weights
+    if weights.is_complex() or weights.dtype == torch.bool or not bool(torch.isfinite(weights.float()).all()):
+        raise UsageError(f"weights in {source} must be finite numbers")
+    return x.to(DTYPES[problem.dtype]), ids.to(torch.int32), weights.float()
 
 
 def _check_ids(source: Path, ids: Tensor, problem: MoEProblem) -> None:
@@ -128,9 +127,9 @@ def _check_ids(source: Path, ids: Tensor, problem: MoEProblem) -> None:
     ordered = ids.sort(1).values
     again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     for where, what in (
-        (wrong, f"what is neither an expert, 0 to {problem.experts - 1}, nor -1 for none"),
+        (wrong, f"a number that is neither an expert, 0 to {problem.experts - 1}, nor -1 for none"),
         (again, "an expert twice"),
     ):
         if bool(where.any()):
             token = int(where.any(1).nonzero()[0])
-            raise UsageError(f"ids in {source} have {what} for token {token}: {ids[token].tolist()}")
+            raise UsageError(f"token {token} of ids in {source} has {what}: {ids[token].tolist()}")

@@ -173,17 +173,17 @@ def test_ids_of_a_file_are_not_for_a_backend_that_routes(
         run_layer(layer, "routes", CPU, source=file)
     found = compare_backends(layer, ["routes", "torch"], CPU, workload_of(layer, source=file), repeats=1)
     assert [it.ok for it in found.outcomes] == [False, True]
-    for ids, words in (
-        (made.ids[:2], "must be \\[4, 2\\]"),
-        (made.ids.clone().fill_(1), "an expert twice for token 0"),
-        (made.ids + 5, "neither an expert, 0 to 4, nor -1 for none for token 0"),
-        (made.ids - 7, "neither an expert, 0 to 4, nor -1"),
-        (made.ids.float(), "whole numbers, got float32"),
-        (made.ids > 1, "whole numbers, got bool"),
-        (None, "weights in .* must be finite"),
+    for name, wrong, words in (
+        ("ids", made.ids[:2], "must be \\[4, 2\\]"),
+        ("ids", made.ids.clone().fill_(1), "token 0 of ids in .* has an expert twice"),
+        ("ids", made.ids + 5, "token 0 of ids in .* neither an expert, 0 to 4, nor -1 for none"),
+        ("ids", made.ids - 7, "neither an expert, 0 to 4, nor -1"),
+        ("ids", made.ids.float(), "whole numbers, got float32"),
+        ("ids", made.ids > 1, "whole numbers, got bool"),
+        ("weights", made.weights * torch.nan, "must be finite numbers"),
+        ("weights", made.weights * 1j, "must be finite numbers"),
     ):
-        weights = made.weights if ids is not None else made.weights * torch.nan
-        save_file({"x": made.x, "ids": made.ids if ids is None else ids, "weights": weights}, file)
+        save_file({"x": made.x, "ids": made.ids, "weights": made.weights, name: wrong}, file)
         with pytest.raises(UsageError, match=words):
             workload_of(layer, source=file)
 
