@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..experts import ExpertLayer
-from ..kernels.inputs import check_tokens, inputs_from, no_bias, random_logits
+from ..kernels.inputs import check_ids, check_tokens, inputs_from, no_bias, random_logits
 from ..kernels.routing import route_by
 from ..problem import MoEProblem
 from ..seeds import seed_of
@@ -189,22 +189,11 @@ def read_trace(path: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | None]:
             f"got {list(ids.shape)}",
             hint="a trace has the experts of each token, as many as this layer's top-k",
         )
-    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        raise UsageError(f"ids in trace {path} must be whole numbers, got {ids.dtype}")
     if weights is not None and (
         weights.shape != ids.shape or weights.is_complex() or not bool(torch.isfinite(weights.float()).all())
     ):
         raise UsageError(f"weights in trace {path} must be finite numbers {list(ids.shape)}")
-    ids = ids.long()
-    bad = (ids < 0) | (ids >= problem.experts)
-    twice = ids.sort(1).values.diff(dim=1) == 0
-    for wrong, what in (
-        (bad, f"an expert that is not one of 0 to {problem.experts - 1}"),
-        (twice, "an expert twice"),
-    ):
-        if bool(wrong.any()):
-            token = int(wrong.any(1).nonzero()[0])
-            raise UsageError(f"token {token} of trace {path} has {what}: {ids[token].tolist()}")
+    check_ids(ids, problem, f"ids in trace {path}")
     return ids.int(), None if weights is None else weights.float()
 
 

@@ -88,6 +88,27 @@ def check_tokens(x: Tensor | None, problem: MoEProblem, what: str) -> None:
         )
 
 
+def check_ids(ids: Tensor, problem: MoEProblem, what: str, *, none: bool = False) -> None:
+    """Raises UsageError unless each row of `ids`, called `what`, names different experts of the layer.
+
+    With `none`, -1 may stand for no expert, as often as there is none.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UsageError(f"{what} must be whole numbers, got {str(ids.dtype).removeprefix('torch.')}")
+    ids = ids.long()
+    wrong = (ids < (-1 if none else 0)) | (ids >= problem.experts)
+    ordered = ids.sort(1).values
+    again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    known = f"an expert, 0 to {problem.experts - 1}"
+    for where, found in (
+        (wrong, f"a number that is neither {known}, nor -1 for none" if none else f"what is not {known}"),
+        (again, "an expert twice"),
+    ):
+        if bool(where.any()):
+            token = int(where.any(1).nonzero()[0])
+            raise UsageError(f"token {token} of {what} has {found}: {ids[token].tolist()}")
+
+
 def no_bias(problem: MoEProblem) -> Tensor | None:
     """A correction bias of zeros where the routing needs one."""
     return torch.zeros(problem.experts) if problem.routing.correction_bias else None

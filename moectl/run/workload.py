@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..experts import ExpertLayer
-from ..kernels.inputs import DTYPES, Inputs, check_tokens, make_inputs, no_bias
+from ..kernels.inputs import DTYPES, Inputs, check_ids, check_tokens, make_inputs, no_bias
 from ..kernels.prepared import PreparedMoE
 from ..kernels.reference import moe_reference
 from ..kernels.routing import route_by
@@ -110,26 +110,7 @@ def _read_input(source: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | Non
             raise UsageError(f"{name} in {source} must be {wanted}, got {list(given.shape)}")
     if ids is None or weights is None:
         return x.to(DTYPES[problem.dtype]), None, None
-    _check_ids(source, ids, problem)
+    check_ids(ids, problem, f"ids in {source}", none=True)
     if weights.is_complex() or weights.dtype == torch.bool or not bool(torch.isfinite(weights.float()).all()):
         raise UsageError(f"weights in {source} must be finite numbers")
     return x.to(DTYPES[problem.dtype]), ids.to(torch.int32), weights.float()
-
-
-def _check_ids(source: Path, ids: Tensor, problem: MoEProblem) -> None:
-    """UsageError unless `ids` are experts of the layer or -1, and none stands twice in a row."""
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise UsageError(
-            f"ids in {source} must be whole numbers, got {str(ids.dtype).removeprefix('torch.')}"
-        )
-    ids = ids.long()
-    wrong = (ids < -1) | (ids >= problem.experts)
-    ordered = ids.sort(1).values
-    again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    for where, what in (
-        (wrong, f"a number that is neither an expert, 0 to {problem.experts - 1}, nor -1 for none"),
-        (again, "an expert twice"),
-    ):
-        if bool(where.any()):
-            token = int(where.any(1).nonzero()[0])
-            raise UsageError(f"token {token} of ids in {source} has {what}: {ids[token].tolist()}")
