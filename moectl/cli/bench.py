@@ -15,7 +15,7 @@ from ..models import MODELS
 from .benching import Placed, Shown
 from .options import Activation, Device, Offline, Seed, framed, option, pick, typed
 from .output import Output, count
-from .source import DEVICES, backend_names, find_source
+from .source import DEVICES, backend_names, find_source, remarks
 
 if TYPE_CHECKING:
     from ..bench.journal import Journal
@@ -158,6 +158,8 @@ def bench(
         return _compile(settings, source, doing.jobs, out)
     if doing.resume and shown.journal is None:
         raise UsageError("--resume goes on with rows in a file", hint="give -o FILE.jsonl")
+    for note in remarks(source) if source else ():
+        out.note(note)
     about, measured = _measure(settings, source, shown.journal, doing, out)
     shown.show(about, measured, out)
     return ExitCode.FOUND if any(row.failed for row in measured) else ExitCode.DONE

@@ -15,6 +15,7 @@ from .converted import draw_done, draw_plans, finished_document, plan_document, 
 from .converting import Asked, planner
 from .options import Activation, CheckpointArg, Offline, Routing, framed, option, pick
 from .output import Output, count, size
+from .source import remarks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,6 +163,8 @@ def convert(
     check_outputs(source.folder, target, plans, doing.resume)
     if source.origin.note:
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
+    for note in remarks(source):
+        out.note(note)
     if doing.dry_run:
         return _plan(plans, doing.threads, out)
     begin = time.perf_counter()

@@ -22,7 +22,7 @@ from .options import (
 )
 from .output import Output
 from .outputs import check_writable
-from .source import DEVICES, backend_names, find_source, pick_layers
+from .source import DEVICES, backend_names, find_source, pick_layers, remarks
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -129,6 +129,8 @@ def run(
     source = find_source(checkpoint, layer, offline=offline, activation=activation, routing=routing)
     if how.output is not None:
         check_writable(how.output, [checkpoint, *([how.input] if how.input else [])])
+    for note in remarks(source):
+        out.note(note)
 
     from ..run import left_out, this_machine
 

@@ -48,6 +48,15 @@ def find_source(
     return found
 
 
+def remarks(source: "Checkpoint | Path") -> list[str]:
+    """What a person should know of a checkpoint before its weights are used: where its config is wrong, ...
+
+    Each once; none of a converted folder, whose manifest says it all.
+    """
+    groups = () if isinstance(source, Path) else source.groups
+    return list(dict.fromkeys(note for group in groups for note in group.notes))
+
+
 def backend_names(text: str | None) -> list[str]:
     """Backends of a list such as ``triton,torch``; none for None or ``all``. UsageError for others."""
     from ..oracle.registry import policy_named

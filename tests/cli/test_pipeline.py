@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 
 import pytest
 import torch
@@ -161,6 +162,19 @@ def test_bad_input_files_are_named(tiny_gpt_oss, tmp_path, change, words):
     save_file(change, tmp_path / "x.safetensors")
     done = moectl("run", tiny_gpt_oss, "--input", tmp_path / "x.safetensors", "--device", "cpu", code=2)
     assert words in done.stderr
+
+
+def test_a_config_that_says_something_else_is_noted(tiny_gpt_oss, tmp_path):
+    folder = tmp_path / "edited"
+    shutil.copytree(tiny_gpt_oss, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": 9}))
+    for command in (
+        ("run", folder, "--backend", "torch", "--device", "cpu", "--tokens", 1),
+        ("bench", folder, "--backend", "torch", "--device", "cpu", "-m", 1, "--repeats", 1, "--warm"),
+        ("convert", folder, tmp_path / "out", "--to", "marlin"),
+    ):
+        assert "experts: the config says 9, the headers say 8" in moectl(*command).stderr
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
