@@ -14,17 +14,19 @@ import pytest
 import torch
 
 from moectl.experts import unfilled
-from moectl.inspection import layer_without_weights
+from moectl.inspection import Inspected, layer_without_weights
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.triton.hopper.prefill import PROMISING, SHAPES, PrefillTile
+from moectl.kernels.triton.hopper.prefill import PREFILL_REGIME, PROMISING, SHAPES, PrefillTile
 from moectl.kernels.triton.inspection.handovers import ARRIVAL, BARRIER, early_handovers
 from moectl.kernels.triton.inspection.report import disassembled
+from moectl.kernels.triton.inspection.shipped import inspect
 from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.runner import run_with
 from moectl.schemes import Scheme, int_format
 
 from .shared_places import COPIES, Place, Ptx
+from .test_compiled import VARIANTS, check
 
 GPT_OSS, KIMI = "openai/gpt-oss-20b", "moonshotai/Kimi-K2-Thinking"
 QWEN = layer_without_weights("Qwen/Qwen3-30B-A3B-GPTQ-Int4").problem
@@ -89,6 +91,16 @@ TILES = [tile for tile in PROMISING if SHAPES[tile.units].blocks == 2]
 def test_they_do_in_every_tile(name: str, tile: PrefillTile) -> None:
     for gemm in compiled(LAYERS[name], tile):
         tokens_lie_where_products_read(gemm["ptx"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_format_and_activation_in_tiles_of_two_blocks(variant: str) -> None:
+    """`test_compiled` has them in the last tile, of one block."""
+    layer, launch = unfilled(VARIANTS[variant], "triton"), Launch("prefill", PrefillTile(9))
+    if refused := PREFILL_REGIME.fits(layer.problem, launch.tile):
+        pytest.skip(refused)
+    check(Inspected(variant, 90, launch, TOKENS, inspect(layer, TOKENS, launch, STAND_INS[90])))
 
 
 @pytest.mark.slow

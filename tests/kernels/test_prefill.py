@@ -22,6 +22,7 @@ GPT_OSS = "openai/gpt-oss-120b"
 def test_a_shape_has_a_branch_for_its_widest_tile_and_registers_for_all_threads(units: int) -> None:
     shape = SHAPES[units]
     assert max(shape.widths) == units and list(shape.widths) == sorted(shape.widths)
+    assert sum(shape.pieces) == 16 * units and shape.pieces[0] <= 16 * 4
     two = [width for width in shape.widths if width > 8 or shape.blocks == 1]
     assert all(width.bit_count() <= 2 for width in two)
     others = [registers for (*_, most), registers in REGISTERS.items() if most == units]

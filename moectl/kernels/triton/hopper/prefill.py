@@ -34,12 +34,15 @@ class Shape:
         blocks: of 64 weight rows, that each of them owns.
         widths: of token tiles that the kernel has, in units; a tile takes the next one that holds it.
             Those beyond 8, and all of programs of one block, are a power of two or the sum of two.
+        pieces: in which a tile's tokens are loaded, each if the tile has any of it; those beyond 128 are one.
+            Each takes registers of the thread that loads.
         registers: of a thread that computes and of one that loads.
     """
 
     workers: int
     blocks: int
     widths: tuple[int, ...]
+    pieces: tuple[int, ...]
     registers: tuple[int, int]
 
     @property
@@ -49,9 +52,9 @@ class Shape:
 
 
 SHAPES: dict[int, Shape] = {
-    8: Shape(2, 2, (2, 4, 5, 6, 7, 8), (216, 72)),
-    9: Shape(2, 2, (2, 4, 5, 6, 7, 8, 9), (216, 72)),
-    12: Shape(3, 1, (2, 4, 6, 8, 10, 12), (152, 56)),
+    8: Shape(2, 2, (2, 4, 5, 6, 7, 8), (64, 32, 32), (216, 72)),
+    9: Shape(2, 2, (2, 4, 5, 6, 7, 8, 9), (64, 32, 32, 16), (216, 72)),
+    12: Shape(3, 1, (2, 4, 6, 8, 10, 12), (64, 64, 64), (152, 56)),
 }
 """Most units of a tile -> the shape of its program."""
 
@@ -95,6 +98,7 @@ class Variant(Product):
         activation: its name; empty for the second GEMM.
         units: of the widest tile.
         widths: that there are branches for, ascending, in units.
+        pieces: of tokens that are loaded at once.
         workers: warpgroups that compute.
         blocks: of 64 weight rows of each of them.
         registers: of a computing and of a loading thread.
@@ -107,6 +111,7 @@ class Variant(Product):
     gated: bool
     units: int
     widths: tuple[int, ...]
+    pieces: tuple[int, ...]
     workers: int
     blocks: int
     stages: int
@@ -146,6 +151,7 @@ def _variant(layer: Layer, stage: int, tile: PrefillTile) -> Variant:
         gated=act.gated and stage == 1,
         units=tile.units,
         widths=shape.widths,
+        pieces=shape.pieces,
         workers=shape.workers,
         blocks=shape.blocks,
         stages=stages(p, tile),

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .fragments import scale_words, tile_bytes
 from .names import async_load
-from .prefill_tiles import _once, _placed, _rows_layout, _set_field
+from .prefill_tiles import _once, _placed, _rows_layout, _set_field, _start
 
 
 @gluon.jit
@@ -74,6 +74,7 @@ def _loader(load, size, HOW: gl.constexpr):
     STAGES: gl.constexpr = HOW.stages
     BLOCKS: gl.constexpr = HOW.workers * HOW.blocks
     WORKERS: gl.constexpr = HOW.workers
+    PIECES: gl.constexpr = len(HOW.pieces)
     WL: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
     SL: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
     steps = K // 64
@@ -101,11 +102,9 @@ def _loader(load, size, HOW: gl.constexpr):
         mbarrier.arrive(given.index(job % 2), count=1)
         job += 1
         tile = gl.num_programs(0) + gl.atomic_add(COUNTER, 1, sem="relaxed")
-        rows0 = _token_rows(SORTED, first, end, KX, 64, HOW)
-        rows1 = _token_rows(SORTED, first + 64, end, KX, 32, HOW)
-        rows2 = _token_rows(SORTED, first + 96, end, KX, 32, HOW)
-        if HOW.rest:
-            rows3 = _token_rows(SORTED, first + 128, end, KX, HOW.rest, HOW)
+        rows = ()
+        for i in gl.static_range(PIECES):
+            rows += (_token_rows(SORTED, first + _start(i, HOW), end, KX, HOW.pieces[i], HOW),)
         w_expert = expert.to(gl.int64) * blocks * steps * BYTES
         s_expert = expert.to(gl.int64) * blocks * spans * WORDS
         mine = gl.arange(0, 4, layout=gl.SliceLayout(1, WL))
@@ -120,14 +119,13 @@ def _loader(load, size, HOW: gl.constexpr):
         for kt in range(gl.where(real, steps, 0)):
             for me in gl.static_range(WORKERS):
                 mbarrier.wait(empty.index(WORKERS * stage + me), free)
-            _copy_tokens(x.index(stage).slice(0, 64), X, rows0, kt, KX, HOW)
-            if units > 4:
-                _copy_tokens(x.index(stage).slice(64, 32), X, rows1, kt, KX, HOW)
-            if units > 6:
-                _copy_tokens(x.index(stage).slice(96, 32), X, rows2, kt, KX, HOW)
-            if HOW.rest:  # noqa: SIM102 - one is decided when compiling, one when running
-                if units > 8:
-                    _copy_tokens(more.index(stage), X, rows3, kt, KX, HOW)
+            for i in gl.static_range(PIECES):
+                if 16 * units > _start(i, HOW):
+                    if _start(i, HOW) < 128:
+                        piece = x.index(stage).slice(_start(i, HOW), HOW.pieces[i])
+                    else:
+                        piece = more.index(stage)
+                    _copy_tokens(piece, X, rows[i], kt, KX, HOW)
             async_load(codes.index(stage), W + (w_expert + kt * BYTES) + w_at, mask=w_live)
             s_step = s_expert + kt // HOW.span * WORDS
             async_load(scales.index(stage), S + s_step + s_at)

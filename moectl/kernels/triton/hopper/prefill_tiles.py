@@ -76,6 +76,12 @@ def _units(i, HOW):
 
 
 @gluon.constexpr_function
+def _start(i, HOW):
+    """The first token of the kernel's piece number i."""
+    return sum(HOW.pieces[:i])
+
+
+@gluon.constexpr_function
 def _wide(units):
     """Tokens of the first part of a width: the largest power of two that fits."""
     return 16 << (units.bit_length() - 1)
