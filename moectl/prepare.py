@@ -283,7 +283,14 @@ def load_prepared(
         NoBackend: the backend's layout cannot hold the layer.
         Unavailable: the device has too little memory.
     """
-    place = Path(folder)
+    found = _manifest_of(Path(folder), rank, tp_size, ep_size)
+    opened = converted_layer(found, layer, check=check)
+    name = backend or _reader_of(opened, torch.device(device))
+    return opened.prepared(name, device)
+
+
+def _manifest_of(place: Path, rank: int | None, tp_size: int | None, ep_size: int | None) -> Manifest:
+    """The manifest in `place`, or of its `rank`; CheckpointError when it is of another deployment."""
     if rank is None and ranks_in(place):
         raise CheckpointError(
             f"{place} holds the folders of several ranks, and none was asked for.",
@@ -303,9 +310,7 @@ def load_prepared(
         raise CheckpointError(
             f"{found.folder} is of another deployment: {', '.join(wrong)}.", hint="Convert for this one."
         )
-    opened = converted_layer(found, layer, check=check)
-    name = backend or _reader_of(opened, torch.device(device))
-    return opened.prepared(name, device)
+    return found
 
 
 def _reader_of(layer: ExpertLayer, device: torch.device) -> str:

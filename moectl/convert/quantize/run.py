@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from ..codecs import Encoded, Scaled, check_weights, codec_for, from_halves, in_halves
+from ..codecs import Codec, Encoded, Scaled, check_weights, codec_for, from_halves, in_halves
 from ..codecs.blocks import Blocks
 from . import gptq
 from .options import Quantizer
@@ -67,17 +67,7 @@ def quantize(
         importance = hessian.diagonal(dim1=-2, dim2=-1)
     codec = codec_for(options.weight, options.rule)
     if not isinstance(codec, Scaled):
-        encoded = codec.encode(weights)
-        tally = Tally(options, role)
-        for i, matrix in enumerate(weights):
-            w = matrix[None].float()
-            tally.begin(first_expert + i, 0)
-            lost = codec.decode(encoded.codes[i : i + 1]) - w
-            rows, h = Blocks(n, k, 1, k), _of(hessian, i, 2)
-            outputs = None if h is None else [gptq.output_errors(t[0], h) for t in (w, lost, lost)]
-            sums = block_sums(rows, lost)
-            tally.add(Tallied(w.numel(), block_sums(rows, w), sums, sums, rows, 0, outputs))
-        return Quantized(encoded.roles(role), tally.report())
+        return _rounded(weights, codec, Tally(options, role), role, hessian, first_expert)
     matrices = in_halves(Encoded(weights), halves).codes if halves > 1 else weights
     work = Work(codec, options, codec.blocks(matrices), weights.device)
     upper = None
@@ -98,6 +88,23 @@ def quantize(
     if out is None:
         raise UsageError("there are no experts to quantize.")
     return Quantized(from_halves(out, halves).roles(role), tally.report())
+
+
+def _rounded(
+    weights: Tensor, codec: Codec, tally: Tally, role: str, hessian: Tensor | None, first_expert: int
+) -> Quantized:
+    """The result of a format without scales, where there is nothing to choose; arguments of `quantize`."""
+    _, n, k = weights.shape
+    encoded = codec.encode(weights)
+    for i, matrix in enumerate(weights):
+        w = matrix[None].float()
+        tally.begin(first_expert + i, 0)
+        lost = codec.decode(encoded.codes[i : i + 1]) - w
+        rows, h = Blocks(n, k, 1, k), _of(hessian, i, 2)
+        outputs = None if h is None else [gptq.output_errors(t[0], h) for t in (w, lost, lost)]
+        sums = block_sums(rows, lost)
+        tally.add(Tallied(w.numel(), block_sums(rows, w), sums, sums, rows, 0, outputs))
+    return Quantized(encoded.roles(role), tally.report())
 
 
 def _room(one: Encoded, matrices: int) -> Encoded:
