@@ -370,7 +370,6 @@ class Backend:
         runner: name of the runner that executes it here, empty where there is none.
         note: why a policy ranks it where it does, in a sentence.
         verified: devices of a kind on which its runner was run and its results were checked.
-        unchecked: weight formats, by `str`, of which that is not so.
     """
 
     name: str
@@ -382,19 +381,10 @@ class Backend:
     runner: str = ""
     note: str = ""
     verified: Archs = ()
-    unchecked: frozenset[str] = frozenset()
 
-    def verified_on(self, weight: WeightFormat) -> Archs:
-        """Devices on which its results were checked for layers of `weight`."""
-        return () if str(weight) in self.unchecked else self.verified
-
-    def untried(self, device: Device, weight: WeightFormat | None = None) -> bool:
-        """True when this tool would run it on `device`, where nobody has checked what it computes.
-
-        Of layers of `weight`, or of any at all.
-        """
-        checked = self.verified if weight is None else self.verified_on(weight)
-        return bool(self.runner) and not any(arch.fits(device) for arch in checked)
+    def untried(self, device: Device) -> bool:
+        """True when this tool would run it on `device`, where nobody has checked what it computes."""
+        return bool(self.runner) and not any(arch.fits(device) for arch in self.verified)
 
     def align(self, ask: Ask) -> Align:
         """Multiples that sizes are rounded up to for `ask`."""

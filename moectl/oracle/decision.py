@@ -78,8 +78,8 @@ class Candidate:
         """Failing verdicts by group; groups without one are left out."""
         return {group: tuple(verdicts) for group, verdicts in groupby(self.failed, lambda v: v.group)}
 
-    def to_json(self, weight: WeightFormat) -> dict[str, Any]:
-        """Plain data, for a layer of `weight`."""
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
         return {
             "backend": self.backend.name,
             "engine_name": self.engine_name,
@@ -87,7 +87,7 @@ class Candidate:
             "monolithic": self.variant.monolithic,
             "layout": self.layout,
             "runner": self.backend.runner,
-            "verified_on": [str(arch) for arch in self.backend.verified_on(weight)],
+            "verified_on": [str(arch) for arch in self.backend.verified],
             "rank": self.rank,
             "usable": self.usable,
             "assigned": self.assigned,
@@ -168,7 +168,7 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the inputs first, so that `replay_inputs` can make the choice again."""
-        chosen, weight = self.chosen, self.problem.scheme.weight
+        chosen = self.chosen
         return {
             "format": FORMAT,
             "inputs": {
@@ -187,8 +187,8 @@ class Decision:
             "route": self.route,
             "method": self.method,
             "usable": self.usable,
-            "chosen": chosen.to_json(weight) if chosen else None,
-            "candidates": [candidate.to_json(weight) for candidate in self.candidates],
+            "chosen": chosen.to_json() if chosen else None,
+            "candidates": [candidate.to_json() for candidate in self.candidates],
             "gates": [{"kind": gate.kind, "says": gate.says} for gate in self.gates],
             "error": self.error or None,
             "error_kind": self.error_kind or None,

@@ -57,9 +57,7 @@ def rows_of(decision: Decision) -> tuple[Row, ...]:
     """The candidates of `decision` in order, merged."""
     found: list[Row] = []
     for candidate in decision.candidates:
-        untried = candidate.usable and candidate.backend.untried(
-            decision.device, decision.problem.scheme.weight
-        )
+        untried = candidate.usable and candidate.backend.untried(decision.device)
         row = Row((candidate,), answer_of(candidate, decision), reasons(candidate), untried)
         last = found[-1] if found else None
         if (

@@ -157,7 +157,7 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
         layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
     yield Facts(
         (
-            ("backend", backend_words(chosen.backend, decision)),
+            ("backend", backend_words(chosen.backend, decision.device)),
             ("because", because(decision)),
             ("fallback", fallback_words(group)),
             ("experts", f"{chosen.variant.experts}, takes {kind}"),
@@ -175,10 +175,9 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
     )
 
 
-def backend_words(backend: Backend, decision: Decision) -> str:
-    """Its name, and that nobody has checked it for such a layer and device where that is so."""
-    untried = backend.untried(decision.device, decision.problem.scheme.weight)
-    return f"{backend.name}, {UNTRIED}" if untried else backend.name
+def backend_words(backend: Backend, device: Device) -> str:
+    """Its name, and that nobody has checked it on such a device where that is so."""
+    return f"{backend.name}, {UNTRIED}" if backend.untried(device) else backend.name
 
 
 def weights_words(memory: Memory, layers: int) -> str:

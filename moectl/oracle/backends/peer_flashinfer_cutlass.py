@@ -1,7 +1,6 @@
 """FlashInfer's CUTLASS fused MoE on SM90, as this tool calls it."""
 
 from ...flashinfer_terms import CUTLASS
-from ...schemes import FP8_BLOCK
 from ..archs import SM90
 from ..backend import NAIVE, Backend, Capability, Variant
 from .peer_flashinfer import declared, forms, needs, offers, rules
@@ -25,7 +24,6 @@ PEER_FLASHINFER_CUTLASS = Backend(
     forms=forms(CUTLASS),
     runner="flashinfer_cutlass",
     verified=(SM90,),
-    unchecked=frozenset({str(FP8_BLOCK)}),
     note="FlashInfer compiles these kernels when they are first called, for many minutes, unless they are "
     "in its cache: it comes last, and is taken when it is asked for.",
 )
