@@ -141,12 +141,17 @@ def _in_units(program: Program, alignment: int) -> tuple[int, tuple[Word, ...]]:
 
 
 def _joined(program: Program, word: Word, unit: int) -> tuple[Slot, ...] | None:
-    """The slots of `word` with those of one `unit` joined; None where its bytes may not exist together."""
-    groups: dict[tuple[int, int], list[Slot]] = {}
+    """The slots of `word` with those of one `unit` joined; None where its bytes may not exist together.
+
+    Codes that share a byte may lie on two sides of a limit: units of one byte are joined where all
+    coordinates are the same, so that there are always slots.
+    """
+    groups: dict[tuple[object, ...], list[Slot]] = {}
     for slot in word.slots:
-        groups.setdefault((slot.source // unit, slot.add), []).append(slot)
+        groups.setdefault((slot.source // unit, slot.add, slot.at if unit == 1 else ()), []).append(slot)
     made = []
-    for (at, add), slots in groups.items():
+    for slots in groups.values():
+        at, add = slots[0].source // unit, slots[0].add
         first = min(slots, key=lambda slot: slot.source)
         if (add and unit > 1) or not all(_together(program, first, slot, unit) for slot in slots):
             return None

@@ -15,10 +15,21 @@ from .test_passes import check_both_ways
 REVERSED = Bits(tuple(reversed(range(32))))
 
 
-@pytest.mark.parametrize("name", ["marlin-mxfp4", "trtllm-mxfp4", "trtllm-mxint4", "triton-hopper"])
-def test_layouts(name):
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("marlin-mxfp4", "mxfp4 group 32"),
+        ("trtllm-mxfp4", "mxfp4 group 32"),
+        ("trtllm-mxint4", "int4 group 32"),
+        ("triton-hopper", "mxfp4 group 32"),
+        ("moectl-mtile64", "int4 group 32 with zero points"),
+        ("moectl-mtile64", "int8 group 32 with zero points"),
+    ],
+)
+def test_layouts(name, weight):
     layout = layout_named(name)
-    problem = problem_for(layout, layout.weights[0], "interleaved", 96, 96, experts=1)
+    stored = next(it for it in layout.weights if str(it) == weight)
+    problem = problem_for(layout, stored, "interleaved", 96, 96, experts=1)
     tensors = canonical_tensors(problem)
     for role, chain in layout.chains(problem).items():
         check_both_ways(chain, tensors[role], needed=True, run=cuda_pass.run)

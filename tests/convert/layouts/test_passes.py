@@ -78,6 +78,14 @@ def test_every_layout_is_one_pass_each_way(layout, weight, rows, hidden, interme
         check_both_ways(chain, t, needed=not name.endswith("_zero"))
 
 
+@pytest.mark.parametrize(("layout", "weight", "rows"), EVERY_LAYOUT)
+def test_every_layout_has_a_launch_for_gpus(layout, weight, rows):
+    for _name, chain, t in moved(layout, problem_for(layout, weight, rows, 288, 96)):
+        for back in (False, True):
+            program = compose(chain.steps, (1, *t.shape[1:]), dtype_name(t.dtype), back=back)
+            assert program is None or cuda_pass.plan(program, 8).constants["SLOTS"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layout", "weight", "rows"), EVERY_LAYOUT)
 def test_every_layout_on_a_gpu(layout, weight, rows):
