@@ -40,6 +40,21 @@ class Timing:
     method: str
 
 
+LEAD_SECONDS = 0.05
+"""How long a GPU is kept busy before it is timed: at its power limit it takes about as long to change its
+clocks, and until then a kernel runs at those that the one before it has left (docs/bench.md: an example)."""
+
+
+def settle(run: Call, device: torch.device) -> None:
+    """Runs it untimed, once or more, until the clocks of a GPU are those that it gets by itself."""
+    end = time.monotonic() + LEAD_SECONDS
+    while True:
+        run()
+        torch.cuda.synchronize(device)
+        if time.monotonic() >= end:
+            return
+
+
 def time_calls(
     calls: Sequence[Call],
     device: torch.device,
@@ -47,6 +62,7 @@ def time_calls(
     repeats: int = 11,
     cold: bool = True,
     capturable: bool = True,
+    settled: bool = False,
 ) -> Timing:
     """Time of one of `calls`: equal work on different inputs, so that one call does not warm the next.
 
@@ -55,12 +71,12 @@ def time_calls(
 
     On CUDA all calls are captured in one graph, which is replayed between two events; calls that are not
     `capturable` are made one after the other between the events. On a CPU they run in turn between
-    two readings of the clock.
+    two readings of the clock. With `settled`, a GPU's clocks are first brought to where they stay (`settle`).
     """
     if not calls or repeats < 1:
         raise UsageError(f"timing needs calls and repeats, got {len(calls)} and {repeats}")
     if device.type == "cuda":
-        return _time_cuda(calls, repeats, cold, capturable)
+        return _time_cuda(calls, repeats, cold, capturable, settled)
     return _time_cpu(calls, repeats, cold)
 
 
@@ -83,10 +99,12 @@ def _time_cpu(calls: Sequence[Call], repeats: int, cold: bool) -> Timing:
     return _summary(seconds, cold, "clock")
 
 
-def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool, capturable: bool) -> Timing:
+def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool, capturable: bool, settled: bool) -> Timing:
     flush = flusher(torch.device("cuda")) if cold else None
     run = captured(calls)[0].replay if capturable else partial(_in_turn, calls)
     run()
+    if settled:
+        settle(run, torch.device("cuda"))
     method = "cuda graph" if capturable else "cuda calls"
     events = []
     for _ in range(repeats):

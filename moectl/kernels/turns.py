@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .timing import captured, event, flusher
+from .timing import captured, event, flusher, settle
 
 MakeOutput = Callable[[], Tensor]
 
@@ -19,10 +19,6 @@ FEWEST_ROUNDS = 3
 
 VISITS = 3
 """Parts in which the rounds are taken on a GPU: between two of them all others have their own."""
-
-LEAD_SECONDS = 0.05
-"""What comes first in each visit, untimed: at its power limit a GPU takes about as long to change its clocks,
-and until then a kernel runs at those that the one before it has left (docs/bench.md has an example)."""
 
 MOST_SECONDS = 2.0
 """Seconds that the rounds of one cell may take, for each of those that are timed."""
@@ -125,8 +121,8 @@ def take_turns(
 
     A GPU that answers no more (`alive`) ends it. Each gets `rounds` rounds, or as many as `MOST_SECONDS`
     allow, at least `FEWEST_ROUNDS` (or `rounds`), spread evenly over all, which go in `balanced_orders`. On
-    a GPU some rounds are taken together, on clocks that have settled: see `VISITS` and `LEAD_SECONDS`. With
-    `cold`, caches are flushed before each measurement.
+    a GPU some rounds are taken together, on clocks that have settled: see `VISITS` and `settle` (not where
+    one run takes long). With `cold`, caches are flushed before each measurement.
     """
     flush = flusher(device) if cold else None
     shares = {name: _rounds_of(turn, rounds) for name, turn in turns.items()}
@@ -140,7 +136,8 @@ def take_turns(
             if name in failed or not due:
                 continue
             try:
-                _settle(turns[name], device)
+                if device.type == "cuda" and turns[name].estimate <= MOST_SECONDS / FEWEST_ROUNDS:
+                    settle(turns[name].run, device)
                 for _ in range(due):
                     if flush is not None:
                         flush()
@@ -150,18 +147,6 @@ def take_turns(
                 if not alive(device):
                     return failed
     return failed
-
-
-def _settle(turn: Turn, device: torch.device) -> None:
-    """Runs it untimed until a GPU's clocks are those that it gets by itself; not where once takes long."""
-    if device.type != "cuda" or turn.estimate > MOST_SECONDS / FEWEST_ROUNDS:
-        return
-    end = time.monotonic() + LEAD_SECONDS
-    while True:
-        turn.run()
-        torch.cuda.synchronize(device)
-        if time.monotonic() >= end:
-            return
 
 
 def balanced_orders(count: int) -> list[list[int]]:

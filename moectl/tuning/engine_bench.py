@@ -123,7 +123,7 @@ class EngineBench:
             self._rows(routing, launch.tile.block_m)
         calls = [lambda r=r: both(r) for r in range(len(self._ids))]
         try:
-            return time_calls(calls, self.device, repeats=repeats).median_us
+            return time_calls(calls, self.device, repeats=repeats, settled=True).median_us
         except RuntimeError as error:
             raise broken(error, launch) from error
 

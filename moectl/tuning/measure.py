@@ -83,7 +83,7 @@ class GpuBench:
         layer, inputs = self.layer(cell), self.inputs(cell)
         calls = [lambda s=s: run_with(layer, inputs.x, s.ids, s.weights, launch) for s in inputs.sets]
         try:
-            return time_calls(calls, self.device, repeats=repeats).median_us
+            return time_calls(calls, self.device, repeats=repeats, settled=True).median_us
         except RuntimeError as error:
             raise broken(error, launch) from error
 
