@@ -28,13 +28,19 @@ def find_source(
 
     `activation` and `routing` state what a config does not say, as `parse_stated` reads them; a
     converted folder says it all. Raises CheckpointError when there are no MoE layers, UsageError when
-    `layer` is none of them.
+    `layer` is none of them, or a converted folder is told something.
     """
     from ..checkpoint import open_checkpoint
     from ..checkpoint.opening import MANIFEST
     from ..checkpoint.stated import parse_stated
 
     if (Path(ref) / MANIFEST).exists():
+        stated = [name for name, text in (("--activation", activation), ("--routing", routing)) if text]
+        if stated:
+            raise UsageError(
+                f"{ref} is a converted folder, which says all that {' and '.join(stated)} would",
+                hint="leave it out; it goes with the checkpoint that is converted",
+            )
         return Path(ref)
     found = open_checkpoint(ref, offline=offline, stated=parse_stated(activation, routing))
     layers = sorted(number for group in found.groups for number in group.layers)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ..checkpoint.catalogue import Entry, Schema
-from ..checkpoint.fields import KEYS, Fields
+from ..checkpoint.fields import KEYS, LIMITS, Fields
 from ..checkpoint.fit import Fit, fit
 from ..checkpoint.found import FoundLayer
 from ..checkpoint.header import DTYPE_BITS
@@ -60,13 +60,14 @@ def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:
 
     Widths that follow from a size (shared experts, a hidden size of the experts' own) keep their
     proportion to it, lists with a value for each layer lose the layers left out, and groups that experts
-    are chosen in become fewer where there are not enough experts. Raises UsageError when a size is not
-    positive, or there are not so many layers.
+    are chosen in become fewer where there are not enough experts. Raises UsageError when a size is none that
+    a config may have, or there are not so many layers.
     """
     for name, value in vars(sizes).items():
-        if value is not None and value < 1:
+        most = LIMITS.get(name, LIMITS["layers"])
+        if value is not None and not 1 <= value <= most:
             raise UsageError(
-                f"{name} must be at least 1, got {value}.", hint="Leave it out for the published size."
+                f"{name} must be from 1 to {most}, got {value}.", hint="Leave it out for the published size."
             )
     config: dict[str, Any] = json.loads(json.dumps(entry.config))
     fields = Fields(config)

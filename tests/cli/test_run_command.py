@@ -101,6 +101,14 @@ def test_no_name_of_a_backend_is_not_all_of_them(tiny_gpt_oss, command, text):
     assert f"--backend takes names or all, got {text!r}" in done.stderr
 
 
+def test_a_converted_folder_is_not_told_what_it_says(tiny_gpt_oss, tmp_path):
+    out = tmp_path / "out"
+    moectl("convert", tiny_gpt_oss, out, "--to", "marlin")
+    done = moectl("run", out, *CPU, "--routing", "sigmoid", "--activation", "silu", code=2)
+    assert "says all that --activation and --routing would" in done.stderr
+    assert "that --activation would" in moectl("bench", out, *CPU, "--activation", "silu", code=2).stderr
+
+
 def test_a_config_alone_has_nothing_to_run(tiny_gpt_oss):
     for command in ("run", "bench"):
         assert "is a config alone" in moectl(command, tiny_gpt_oss / "config.json", *CPU, code=2).stderr
@@ -203,7 +211,7 @@ def test_input_for_every_layer(tiny_kimi, tmp_path):
     ("options", "words"),
     [
         (("--layers", "all", "--layer", "1"), "--layer and --layers"),
-        (("--layers", "0-2"), "there are 1-2"),
+        (("--layers", "0-2"), "MoE layers are 1-2"),
         (("--layers", "first"), "all or 0,3,5-9"),
         (("--backend", "warp"), "torch"),
         (("--backend", "all,torch"), "'all' is not known"),

@@ -142,9 +142,10 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
         ({"hidden": 48}, "multiple of 32"),
         ({"intermediate": 33}, "multiple of 32"),
         ({"layers": 25}, "24 MoE layers"),
-        ({"layers": 0}, "at least 1"),
+        ({"layers": 0}, "from 1 to"),
         ({"top_k": 5}, "top-k 5"),
-        ({"experts": -1}, "at least 1"),
+        ({"experts": -1}, "from 1 to 65536"),
+        ({"experts": 1000000}, "experts must be from 1 to 65536, got 1000000"),
     ],
 )
 def test_sizes_that_cannot_be(changes: dict[str, int], word: str, tmp_path: Path) -> None:
