@@ -62,6 +62,14 @@ def _note(notes, job, SORTED, WEIGHTS, B, N, expert, nt, first, end, HOW: gl.con
 
 
 @gluon.jit
+def _piece(x, more, stage, i: gl.constexpr, HOW: gl.constexpr):
+    """Where piece number i of a tile's tokens goes in a stage."""
+    if _start(i, HOW) < 128:
+        return x.index(stage).slice(_start(i, HOW), HOW.pieces[i])
+    return more.index(stage)
+
+
+@gluon.jit
 def _loader(load, size, HOW: gl.constexpr):
     """Loads tile after tile; the last one handed over has 0 units."""
     ring, notes, jobs, given, taken, X, W, S, Z, B, WEIGHTS, SORTED, TILES, COUNT, COUNTER = load
@@ -119,13 +127,10 @@ def _loader(load, size, HOW: gl.constexpr):
         for kt in range(gl.where(real, steps, 0)):
             for me in gl.static_range(WORKERS):
                 mbarrier.wait(empty.index(WORKERS * stage + me), free)
-            for i in gl.static_range(PIECES):
-                if 16 * units > _start(i, HOW):
-                    if _start(i, HOW) < 128:
-                        piece = x.index(stage).slice(_start(i, HOW), HOW.pieces[i])
-                    else:
-                        piece = more.index(stage)
-                    _copy_tokens(piece, X, rows[i], kt, KX, HOW)
+            _copy_tokens(_piece(x, more, stage, 0, HOW), X, rows[0], kt, KX, HOW)
+            for i in gl.static_range(1, PIECES):
+                if units > _start(i, HOW) // 16:
+                    _copy_tokens(_piece(x, more, stage, i, HOW), X, rows[i], kt, KX, HOW)
             async_load(codes.index(stage), W + (w_expert + kt * BYTES) + w_at, mask=w_live)
             s_step = s_expert + kt // HOW.span * WORDS
             async_load(scales.index(stage), S + s_step + s_at)
