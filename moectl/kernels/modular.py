@@ -59,11 +59,11 @@ class FusedMoEKernel:
 
     def __post_init__(self) -> None:
         self.runner.accept(self.prepared)
+        if self.expert_map is not None:
+            check_expert_map(self.expert_map, self.prepared)
         for refuses in REFUSALS:
             if reason := refuses(self):
                 raise NoBackend(f"the {self.runner.name} backend {reason[0]}", hint=reason[1])
-        if self.expert_map is not None:
-            check_expert_map(self.expert_map, self.prepared)
         around = PrepareFinalize(
             self.prepared,
             self.runner,
@@ -222,8 +222,20 @@ def _wants_refusal(kernel: FusedMoEKernel) -> Reason | None:
     return None
 
 
+def _map_refusal(kernel: FusedMoEKernel) -> Reason | None:
+    if kernel.expert_map is None or not kernel.monolithic:
+        return None
+    if torch.equal(kernel.expert_map, map_of(kernel.prepared)):
+        return None
+    first = kernel.prepared.first_expert
+    last = first + kernel.prepared.problem.local_experts - 1
+    says = f"is monolithic here, and routes to the layer's experts {first} to {last} alone, in their order"
+    return says, "leave the expert map out, or choose a modular backend"
+
+
 REFUSALS: tuple[Callable[[FusedMoEKernel], Reason | None], ...] = (
     _form_refusal,
+    _map_refusal,
     _shared_refusal,
     _wants_refusal,
 )

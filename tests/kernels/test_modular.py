@@ -149,6 +149,15 @@ def test_a_map_may_place_experts_anywhere() -> None:
     here = (inputs.ids == 8) | (inputs.ids == 2) | (inputs.ids == 5)
     expected = replace(inputs, ids=torch.where(here, inputs.ids, -1))
     assert judged(whole, whole.prepared("torch", "cpu"), y, expected).ok
+    with pytest.raises(NoBackend, match="is monolithic here, and routes to the layer's experts 0 to 2 alone"):
+        FusedMoEKernel(part, MONOLITHIC, Form.MONOLITHIC, expert_map=where)
+
+
+def test_a_monolithic_kernel_takes_the_map_of_experts_that_follow_each_other() -> None:
+    whole, part, inputs = random_layer(KIMI), part_of(KIMI, 3, 7), inputs_of(KIMI, 30)
+    y = FusedMoEKernel(part, MONOLITHIC, Form.MONOLITHIC, expert_map=map_of(part)).run(inputs, bias_of(KIMI))
+    expected = replace(inputs, ids=torch.where((inputs.ids >= 3) & (inputs.ids < 7), inputs.ids, -1))
+    assert judged(whole, whole.prepared("torch", "cpu"), y, expected).ok
 
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
