@@ -246,6 +246,10 @@ ODD_SIZES = {
 """Sizes that fill no tile: rows, columns and halves are padded to 64, scale groups to 128."""
 
 
+ONE_EXPERT = replace(GPT_OSS, dims=Dims(256, 64), experts=1, local_experts=1, top_k=1)
+"""The layer of `every_scale_is_right`."""
+
+
 def every_scale_is_right(launch: Launch, device: str) -> None:
     """Every E2M1 code at every E8M0 scale that is finite in bf16 comes out as the codec says.
 
@@ -253,7 +257,7 @@ def every_scale_is_right(launch: Launch, device: str) -> None:
     which is one-hot, into a multiple of the j-th unit vector, a large one for small scales (so that
     results are normal numbers) and a small one for large scales.
     """
-    problem = replace(GPT_OSS, dims=Dims(256, 64), experts=1, local_experts=1, top_k=1)
+    problem = ONE_EXPERT
     codes = torch.arange(16, dtype=torch.uint8)
     scales = torch.arange(256).clamp(max=254)
     for first_scale, weight, rows in ((127, 2.0**10, slice(0, 128)), (119, 2.0**-10, slice(128, 255))):

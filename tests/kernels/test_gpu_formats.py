@@ -148,6 +148,13 @@ def test_every_format_decodes_exactly(weight: WeightFormat, floats: tuple[str, s
     cases.decodes_exactly(weight, floats, launch, "cuda")
 
 
+@pytest.mark.parametrize("family", [it for it in REGIMES if tiles_in(it, cases.ONE_EXPERT)])
+def test_every_scale_is_right(family: str) -> None:
+    if not here(family):
+        pytest.skip(f"{family}: its code does not exist for this GPU")
+    cases.every_scale_is_right(Launch(family, tiles_in(family, cases.ONE_EXPERT)[0]), "cuda")
+
+
 @pytest.mark.parametrize("weight", FORMATS[:2], ids=str)
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(1024, 8, 33), (512, 22, 40)])
 def test_many_experts(experts: int, top_k: int, tokens: int, weight: WeightFormat) -> None:

@@ -1,6 +1,6 @@
 """Emulation in plain torch: any format, with activations rounded as the checkpoint declares them."""
 
-from ..archs import CPU, CUDA, ROCM
+from ..archs import CPU, CUDA, ROCM, SM90
 from ..backend import NAIVE, Backend, Capability, Variant
 
 EMULATION = Backend(
@@ -10,5 +10,5 @@ EMULATION = Backend(
     runner="emulation",
     note="The slow twin of kernels that quantize activations: weights are decoded, activations rounded to "
     "the format that the checkpoint declares.",
-    verified=(CPU,),
+    verified=(SM90, CPU),
 )
