@@ -64,9 +64,11 @@ def _note(notes, job, SORTED, WEIGHTS, B, N, expert, nt, first, end, HOW: gl.con
 @gluon.jit
 def _piece(x, more, stage, i: gl.constexpr, HOW: gl.constexpr):
     """Where piece number i of a tile's tokens goes in a stage."""
-    if _start(i, HOW) < 128:
-        return x.index(stage).slice(_start(i, HOW), HOW.pieces[i])
-    return more.index(stage)
+    if _start(i, HOW) < 128:  # noqa: SIM108 - chosen when compiling; both have types of their own
+        piece = x.index(stage).slice(_start(i, HOW), HOW.pieces[i])
+    else:
+        piece = more.index(stage)
+    return piece
 
 
 @gluon.jit
