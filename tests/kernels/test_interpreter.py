@@ -26,6 +26,7 @@ CASES = [
     "interpreted_prefill.py",
     "interpreted_router.py",
     "interpreted_routing.py",
+    "interpreted_sanitize.py",
     "interpreted_stress.py",
     "interpreted_warpwise.py",
 ]

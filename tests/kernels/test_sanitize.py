@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
+from moectl.kernels.triton.marlin import TILES as MARLIN_TILES
+from moectl.kernels.triton.runner import REGIMES
+from moectl.kernels.triton.table import entries
+from moectl.schemes import FULL
 
 from .scripts import loaded
 
@@ -16,21 +24,105 @@ def script() -> ModuleType:
     return loaded("sanitize_kernels")
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "int4-g32", "int4-g128"])
+def asked(**changes: object) -> Namespace:
+    """The script's options."""
+    return Namespace(**({"families": None, "most": None, "each": None, "shipped": False} | changes))
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4-g32", "int4-g128-relu2", "int8-channel"])
 def test_small_layers_and_their_configurations(script: ModuleType, format: str) -> None:
     layer = script.small_layer(format)
     assert layer.device.type == "cpu" and layer.expert(5).w2.shape == (640, 384)
-    options = Namespace(families=["decode", "grouped"], most=2, each=None)
+    assert layer.problem == script.LAYERS[format]
+    options = asked(families=["decode", "grouped"], most=2)
     # On this device stand those that the interpreter can run.
-    from moectl.kernels.triton.runner import REGIMES
-
-    found = list(script.configurations(layer.problem, format, torch.device("cpu"), options))
+    found = list(script.configurations(format, CPU, options))
     wanted = {name for name in options.families if REGIMES[name].interpreted}
     assert {it.family for it in found} == wanted and len(found) == 2 * len(wanted)
     assert all(2 <= it.tokens <= 600 for it in found)
-    options.each = 100
-    asked = script.configurations(layer.problem, format, torch.device("cpu"), options)
-    assert {it.tokens for it in asked} == {300}
+    assert {it.tokens for it in script.configurations(format, CPU, asked(each=100))} == {300}
+
+
+def test_marlin_s_layout_is_read_where_it_lies(script: ModuleType) -> None:
+    layer = script.small_layer("int4-g128-zeros", "triton_marlin")
+    assert layer.backend == "triton_marlin" and layer.weights["w13_zero"].dtype == torch.int32
+    with standing_in(STAND_INS[90]):
+        found = list(script.configurations("int4-g128-zeros", CUDA, asked(families=["triton_marlin"])))
+    assert {it.tile for it in found} <= {tile for _, _, tile in MARLIN_TILES} and len(found) > 1
+
+
+def test_there_is_a_layer_of_every_kind(script: ModuleType) -> None:
+    weights = {(p.scheme.weight.name, p.scheme.weight.zero_point) for p in script.LAYERS.values()}
+    assert weights == {("mxfp4", False), ("int4", False), ("int4", True), ("int8", False), ("int8", True)}
+    for kinds in (
+        {(p.scheme.weight.bits, p.scheme.weight.group == FULL) for p in script.LAYERS.values()},
+        {(p.dtype, p.activation.gated) for p in script.LAYERS.values()},
+    ):
+        assert len(kinds) >= 3
+    assert len(set(map(str, script.LAYERS.values()))) == len(script.LAYERS)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp4-fp16", "int4-channel", "int4-g32-zeros", "int8-g128"])
+def test_every_family_is_asked_for_what_it_takes(script: ModuleType, format: str) -> None:
+    with standing_in(STAND_INS[90]):
+        found = {it.family for it in script.configurations(format, CUDA, asked(most=1))}
+    wanted = {"decode", "grouped", "stream"}
+    wanted |= {"mid", "prefill"} if format != "mxfp4-fp16" else set()
+    wanted |= {"warpwise", "triton_marlin"} if format.startswith("int4") else set()
+    assert found == wanted
+
+
+def test_only_tiles_that_ship_for_the_format(script: ModuleType) -> None:
+    with standing_in(STAND_INS[90]):
+        found = list(script.configurations("int4-g32", CUDA, asked(shipped=True)))
+        none = list(script.configurations("int8-g32", CUDA, asked(shipped=True)))
+    rows = [row for entry in entries() if entry.weight == "int4 group 32" for row in entry.rows]
+    assert {it.family for it in found} == {row.regime for row in rows} and not none
+    assert all(asdict(it.tile) in [row.tile for row in rows if row.regime == it.family] for it in found)
+
+
+SAID = """\
+========= COMPUTE-SANITIZER
+sanitize_kernels: one
+sanitize_kernels: done, right, rms 1.0e-03
+sanitize_kernels: other
+========= Invalid __global__ read of size 4 bytes
+=========     at _kernel+0x120
+sanitize_kernels: done, right, rms 2.0e-03
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "last"),
+    [
+        (SAID + "sanitize_kernels: end", 1, "memcheck   2 configurations, 1 reports"),
+        (SAID, 2, "memcheck   broke off in other; 1 reports"),
+        ("sanitize_kernels: end", 0, "memcheck   0 configurations, 0 reports"),
+    ],
+)
+def test_what_a_sanitizer_says_is_told_by_configuration(
+    script: ModuleType,
+    said: str,
+    status: int,
+    last: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\ncat <<'EOF'\n{said}\nEOF\n")
+    sanitizer.chmod(0o755)
+    options = asked(formats=["mxfp4", "int8-g32"], seconds=60, shipped=True, most=1)
+    assert script.sanitized(str(sanitizer), "memcheck", options) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == last
+    if "one" in said:
+        assert "memcheck   one: clean, right, rms 1.0e-03" in lines
+        assert "memcheck   other: 1 reports, right, rms 2.0e-03" in lines
+    command = (tmp_path / "asked").read_text()
+    assert "--tool memcheck" in command and "--formats mxfp4,int8-g32 --most 1 --shipped" in command
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""Small layers of every kind that moectl's kernels tell apart, for tools that are slow. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from moectl.models import MODELS
+from moectl.problem import Activation, Dims, MoEProblem
+from moectl.schemes import FULL, Scheme, int_format
+
+SMALL = {"dims": Dims(640, 384), "experts": 6, "local_experts": 6, "top_k": 2}
+"""Several tiles of rows and steps of columns in both matrices, and no whole number of them for most tiles."""
+
+RELU2 = Activation("relu2", gated=False)
+
+
+def _like(model: str, **changes: object) -> MoEProblem:
+    return replace(MODELS[model], **{**SMALL, **changes})
+
+
+def _int(
+    bits: int, group: int, scales: str = "BF16", *, zeros: bool = False, **changes: object
+) -> MoEProblem:
+    return _like("qwen3-30b", scheme=Scheme(int_format(bits, group, scales, zeros)), **changes)
+
+
+LAYERS: Mapping[str, MoEProblem] = {
+    "mxfp4": _like("gpt-oss-20b"),
+    "int4-g32": _int(4, 32),
+    "int4-g128": _int(4, 128),
+    "mxfp4-fp16": _like("gpt-oss-20b", dtype="fp16"),
+    "int4-g32-fp16": _int(4, 32, "F16", dtype="fp16"),
+    "int4-channel": _int(4, FULL),
+    "int4-g32-zeros": _int(4, 32, zeros=True),
+    "int4-g128-zeros": _int(4, 128, zeros=True),
+    "int4-g128-relu2": _int(4, 128, activation=RELU2, rows="concatenated"),
+    "int8-g32": _int(8, 32),
+    "int8-g128": _int(8, 128),
+    "int8-channel": _int(8, FULL),
+    "int8-g128-zeros": _int(8, 128, zeros=True),
+}
+"""By format and groups of its scales, and by what else differs from bf16 tokens and scales, a gate, and codes
+around a middle. gpt-oss has biases, rows that alternate, and a clamp, the others none of them."""
