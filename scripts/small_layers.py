@@ -9,8 +9,9 @@ from moectl.models import MODELS
 from moectl.problem import Activation, Dims, MoEProblem
 from moectl.schemes import FULL, Scheme, int_format
 
-SMALL = {"dims": Dims(640, 384), "experts": 6, "local_experts": 6, "top_k": 2}
-"""Several tiles of rows and steps of columns in both matrices, and no whole number of them for most tiles."""
+SMALL = {"dims": Dims(1408, 1152), "experts": 6, "local_experts": 6, "top_k": 2}
+"""Several tiles of rows in both matrices, and no whole number of them for most tiles; more columns than any
+ring in shared memory holds, so that what was read is overwritten."""
 
 RELU2 = Activation("relu2", gated=False)
 

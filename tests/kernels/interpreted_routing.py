@@ -56,3 +56,9 @@ def test_plans(
     way: str, assignments: int, experts: int, tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     routing_cases.plans(way, name, assignments, experts, tokens, "cpu", monkeypatch)
+
+
+@pytest.mark.parametrize("name", routing_cases.ROUTINGS)
+@pytest.mark.parametrize(("assignments", "experts", "tokens"), [(16, 128, 8), (300, 5, 16)])
+def test_lists_blocks(assignments: int, experts: int, tokens: int, name: str) -> None:
+    routing_cases.items(name, assignments, experts, tokens, "cpu")

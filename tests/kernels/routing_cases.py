@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moectl.kernels.triton import records as planning
 from moectl.kernels.triton import routing
+from moectl.kernels.triton.items import items_of
 from moectl.kernels.triton.routing import Sum, combine, sort_by_expert
 
 WAYS = {"few": 1 << 30, "many": 0}
@@ -76,13 +77,27 @@ def plans(
     assert torch.equal(ordered.cpu(), in_order(x.cpu(), 128))
     records = made.tolist()
     used = [r for r in records if r[0] >= 0]
-    assert all(r[0] == -1 for r in records[len(used) :])
+    assert all(r[:2] == [-1, 0] for r in records[len(used) :])  # kernels read both
     assert all(1 <= r[1] <= tokens for r in used)
     assert all(one[0] < other[0] or one[1] == tokens for one, other in pairwise(used))
     order, ends = expected_order(ids, experts)
     assert [slot for r in used for slot in r[8 : 8 + r[1]]] == order.tolist()
     assert all(ends[r[0]] < ends[r[0] + 1] for r in used)
     assert [r[0] for r in used for _ in range(r[1])] == ids.cpu()[order.long()].tolist()
+
+
+def items(name: str, assignments: int, experts: int, tokens: int, device: str) -> None:
+    """Blocks of at most `tokens` assignments of one expert cut up the order, and spare ones are empty."""
+    ids = ids_of(name, assignments, experts, device)
+    made, bound = items_of(ids, experts, tokens)
+    known = list(zip(*made["ITEMS"].tolist(), strict=True))
+    _, ends = expected_order(ids, experts)
+    cut = [
+        (expert, first, end)
+        for expert, (begin, end) in enumerate(pairwise(ends.tolist()))
+        for first in range(begin, end, tokens)
+    ]
+    assert known == cut + [(experts, 0, 0)] * (bound - len(cut))
 
 
 def sums(

@@ -38,6 +38,14 @@ def test_plans(
     routing_cases.plans(way, name, assignments, experts, tokens, "cuda", monkeypatch)
 
 
+@pytest.mark.parametrize("name", routing_cases.ROUTINGS)
+@pytest.mark.parametrize(
+    ("assignments", "experts", "tokens"), [(16, 128, 8), (512, 384, 8), (300, 5, 16), (2048, 1000, 8)]
+)
+def test_lists_blocks(assignments: int, experts: int, tokens: int, name: str) -> None:
+    routing_cases.items(name, assignments, experts, tokens, "cuda")
+
+
 def test_sorts_the_same_way_every_time() -> None:
     ids = routing_cases.ids_of("skipped", 65536, 384, "cuda")
     slots, offsets = sort_by_expert(ids, 384)

@@ -35,7 +35,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize("format", ["mxfp4", "int4-g32", "int4-g128-relu2", "int8-channel"])
 def test_small_layers_and_their_configurations(script: ModuleType, format: str) -> None:
     layer = script.small_layer(format)
-    assert layer.device.type == "cpu" and layer.expert(5).w2.shape == (640, 384)
+    assert layer.device.type == "cpu" and layer.expert(5).w2.shape == (1408, 1152)
     assert layer.problem == script.LAYERS[format]
     options = asked(families=["decode", "grouped"], most=2)
     # On this device stand those that the interpreter can run.
@@ -90,27 +90,35 @@ sanitize_kernels: one
 sanitize_kernels: done, right, rms 1.0e-03
 sanitize_kernels: other
 ========= Invalid __global__ read of size 4 bytes
-=========     at _kernel+0x120
+=========     at _kernel+0x120 in a.py:3
+=========     by thread (3,0,0) in block (0,0,0)
 sanitize_kernels: done, right, rms 2.0e-03
 """
+THIRD = """sanitize_kernels: third
+sanitize_kernels: done, right, rms 3.0e-03
+sanitize_kernels: end"""
 
 
 @pytest.mark.parametrize(
-    ("said", "status", "last"),
+    ("said", "most", "status", "last"),
     [
-        (SAID + "sanitize_kernels: end", 1, "memcheck   2 configurations, 1 reports"),
-        (SAID, 2, "memcheck   broke off in other; 1 reports"),
-        ("sanitize_kernels: end", 0, "memcheck   0 configurations, 0 reports"),
+        (SAID + THIRD, 1000, 1, "memcheck   3 configurations, 1 reports"),
+        (SAID + THIRD, 1, 1, "memcheck   3 configurations, 1 reports, 1 configurations unknown"),
+        (SAID, 1000, 2, "memcheck   broke off in other; 1 reports"),
+        ("sanitize_kernels: end", 1000, 0, "memcheck   0 configurations, 0 reports"),
     ],
 )
 def test_what_a_sanitizer_says_is_told_by_configuration(
     script: ModuleType,
     said: str,
+    most: int,
     status: int,
     last: str,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(script, "MOST_REPORTS", most)
     sanitizer = tmp_path / "compute-sanitizer"
     sanitizer.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\ncat <<'EOF'\n{said}\nEOF\n")
     sanitizer.chmod(0o755)
@@ -120,7 +128,10 @@ def test_what_a_sanitizer_says_is_told_by_configuration(
     assert lines[-1] == last
     if "one" in said:
         assert "memcheck   one: clean, right, rms 1.0e-03" in lines
-        assert "memcheck   other: 1 reports, right, rms 2.0e-03" in lines
+        place = lines.index("memcheck   other: 1 reports, right, rms 2.0e-03")
+        assert lines[place + 1].split(maxsplit=1)[0] == "Invalid" and lines[place + 1].endswith("in a.py:3")
+    if "third" in said:
+        assert ("memcheck   third: clean, right, rms 3.0e-03" in lines) == (most > 1)
     command = (tmp_path / "asked").read_text()
     assert "--tool memcheck" in command and "--formats mxfp4,int8-g32 --most 1 --shipped" in command
 
@@ -157,6 +168,27 @@ def test_races_between_ordered_accesses_are_told_by_their_source(script: ModuleT
     assert not script.ordered(race.format(other, other))
     assert not script.ordered(race.format(kernel, other).replace("mid_kernels", "other_kernels"))
     assert not script.ordered(f"Invalid __shared__ read of size 4 bytes in mid_kernels.py:{kernel}")
+
+
+def test_words_that_workers_give_back_are_told_by_their_source(script: ModuleType) -> None:
+    file = script.ROOT / "moectl" / "kernels" / "triton" / "hopper" / "mid_kernels.py"
+    race = "Error: Race reported between Write access at _k in mid_ring.py:1 and Read access at _k in {}:{}"
+    known = [
+        text.split()[:3]
+        for number, text in enumerate(file.read_text().splitlines(), 1)
+        if "mbarrier" in script.ordered(race.format(file.name, number))
+    ]
+    assert [words[0] for words in known] == ["s", "z"]
+    assert all(words[2].startswith("of.slice(") for words in known)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4-g32", "int8-channel"])
+def test_every_ring_is_filled_more_than_once(script: ModuleType, format: str) -> None:
+    """What is handed back and overwritten is seen only then."""
+    columns = min(script.LAYERS[format].dims.hidden, script.LAYERS[format].dims.intermediate) // 64
+    with standing_in(STAND_INS[90]):
+        found = list(script.configurations(format, CUDA, asked(families=["mid"])))
+    assert found and all(it.tile.stages * it.tile.depth < columns for it in found)
 
 
 def test_what_a_loader_hands_over_is_told_by_its_source(script: ModuleType) -> None:

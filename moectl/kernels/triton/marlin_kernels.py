@@ -62,7 +62,7 @@ def _pairs(v, ROWS: tl.constexpr):
 def _items_kernel(
     OFFSETS, ITEMS, bound, E: tl.constexpr, EPAD: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr
 ):
-    """ITEMS ``[3, bound]``: expert, first position and end of each block of tokens; expert E means none."""
+    """ITEMS ``[3, bound]``: expert, first position and end of each block of tokens; E, 0, 0 for none."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -77,7 +77,10 @@ def _items_kernel(
         tl.store(ITEMS + bound + place + i, lo + i * BM, mask=there)
         tl.store(ITEMS + 2 * bound + place + i, hi, mask=there)
     for i in range(tl.sum(blocks, 0), bound, EPAD):
-        tl.store(ITEMS + i + e, E, mask=i + e < bound)
+        spare = i + e < bound
+        tl.store(ITEMS + i + e, E, mask=spare)
+        tl.store(ITEMS + bound + i + e, 0, mask=spare)
+        tl.store(ITEMS + 2 * bound + i + e, 0, mask=spare)
 
 
 @triton.jit

@@ -12,8 +12,8 @@ def _plan(
 ):  # fmt: skip
     """PLAN ``[RECORDS, 8 + BLOCK]``: (expert, tokens, 0, 5 unused, slots) of up to BLOCK assignments each.
 
-    Records go expert by expert, slots rise; unused records have expert -1. Each program reads all ids
-    and places PER assignments; an order that follows from comparisons needs no atomics.
+    Records go expert by expert, slots rise; unused records have expert -1 and no tokens. Each program reads
+    all ids and places PER assignments; an order that follows from comparisons needs no atomics.
     """
     WORDS: tl.constexpr = 8 + BLOCK
     t = tl.arange(0, TPAD)
@@ -37,6 +37,7 @@ def _plan(
     tl.store(PLAN + mine * WORDS + 2, 0, mask=mine < RECORDS)
     spare = used + mine
     tl.store(PLAN + spare * WORDS, -1, mask=spare < RECORDS)
+    tl.store(PLAN + spare * WORDS + 1, 0, mask=spare < RECORDS)
 
 
 @triton.jit(do_not_specialize=["T", "RECORDS"])
@@ -124,4 +125,5 @@ def _cut_kernel(
         while record < RECORDS:
             spare = record + tl.arange(0, 128)
             tl.store(PLAN + spare.to(tl.int64) * WORDS, -1, mask=spare < RECORDS)
+            tl.store(PLAN + spare.to(tl.int64) * WORDS + 1, 0, mask=spare < RECORDS)
             record += 128
