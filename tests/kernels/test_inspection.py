@@ -131,6 +131,27 @@ def test_what_is_handed_on_is_waited_for_by_all(guard: str, barrier: str, later:
     assert all("0120" in str(it) or "0150" in str(it) for it in early)
 
 
+THROUGH_A_TABLE = """
+        /*0100*/                   BRX R18 -0x370 {targets};
+.L_x_1:
+        /*0110*/                   EXIT ;
+.L_x_2:
+        /*0120*/                   HGMMA.64x16x16.F32.BF16 R56, R24, gdesc[UR4], R56, gsb0 ;
+        /*0130*/                   MOV R24, RZ ;
+        /*0140*/                   EXIT ;
+.L_x_3:
+        /*0150*/                   BRA `(.L_x_3);
+        /*0160*/                   NOP;
+"""
+
+
+def test_jumps_through_a_table_are_followed_where_they_are_listed() -> None:
+    listed = parse(THROUGH_A_TABLE.replace("{targets}", '(*"BRANCH_TARGETS .L_x_1,.L_x_2"*)'))
+    assert listed.following[0] == (1, 2) and len(hazards(listed)) == 1 and not listed.unreached
+    blind = parse(THROUGH_A_TABLE.replace("{targets}", ""))
+    assert not hazards(blind) and [i.address for i in blind.unreached] == [0x120, 0x130, 0x140]
+
+
 def test_operands_of_a_wgmma() -> None:
     def wgmma(text: str) -> Code:
         return parse(f"        /*0100*/                   {text} ;")
@@ -199,6 +220,7 @@ def test_faults_are_said_in_words() -> None:
         ({"shared": 1 << 20}, "1048576 bytes of shared memory"),
         ({"wgmma_a": 0}, "wgmmas without A in registers"),
         ({"handovers": ("one", "two")}, "2 early handovers, the first: one"),
+        ({"unreached": 7}, "7 products or accesses that no known path"),
     ):
         faulty: KernelReport = replace(plain, **change)
         assert said in "; ".join(faulty.faults) and bool(faulty.faults) == bool(said)

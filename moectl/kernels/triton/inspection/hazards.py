@@ -7,7 +7,8 @@ code that Triton 3.6.0 makes of a pipelined loop overwrites A operands in flight
 
 All paths through the code are followed, over loop edges too. Where paths meet, a wgmma is in flight when it
 is on one of them. Predicates count as true and every jump as possible, so that a hazard on a path that
-cannot be taken is still named. Jumps to computed addresses are followed only where nvdisasm lists them.
+cannot be taken is still named. Jumps to computed addresses are followed where nvdisasm lists them; code that
+is behind others is found by `Code.unreached`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import triton
 from triton.compiler import make_backend
 
 from ....errors import Unavailable
-from .handovers import early_handovers
+from .handovers import early_handovers, is_access
 from .hazards import WGMMA, a_registers, hazards
 from .sass import Code, Loop, parse
 from .standin import STAND_INS, Launched
@@ -93,6 +93,8 @@ class KernelReport:
         warnings: ptxas' codes C7510 to C7515: it serialized wgmmas. Asked only where there are any.
         hazards: instructions that touch what a wgmma in flight still needs, with that wgmma.
         handovers: shared memory that is handed on too early, see `handovers`.
+        unreached: wgmmas and accesses to shared memory that no known path leads to, so that neither of these
+            was looked for there.
     """
 
     name: str
@@ -108,6 +110,7 @@ class KernelReport:
     warnings: tuple[str, ...]
     hazards: tuple[str, ...]
     handovers: tuple[str, ...]
+    unreached: int
 
     @property
     def spills(self) -> int:
@@ -139,6 +142,8 @@ class KernelReport:
             faults.append(f"{len(self.hazards)} hazards, the first: {self.hazards[0]}")
         if self.handovers:
             faults.append(f"{len(self.handovers)} early handovers, the first: {self.handovers[0]}")
+        if self.unreached:
+            faults.append(f"{self.unreached} products or accesses that no known path leads to")
         return tuple(faults)
 
 
@@ -185,6 +190,7 @@ def _report(key: _Key) -> KernelReport:
         warnings=_serialized(kernel) if wgmmas else (),
         hazards=tuple(map(str, hazards(code))),
         handovers=tuple(map(str, early_handovers(code))),
+        unreached=sum(i.family in WGMMA or is_access(i) for i in code.unreached),
     )
 
 
@@ -199,7 +205,8 @@ def disassembled(cubin: bytes) -> tuple[dict[str, int], Code]:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
         uses = re.findall(r"\b(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", file))
-        return {name: int(number) for name, number in uses}, parse(_tool("nvdisasm", "-c", "-ndf", file))
+        # With its data flow, without which it does not list where jumps through a table go.
+        return {name: int(number) for name, number in uses}, parse(_tool("nvdisasm", "-c", file))
 
 
 def _tool(name: str, *arguments: str | Path) -> str:

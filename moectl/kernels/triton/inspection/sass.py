@@ -139,6 +139,24 @@ class Code:
         inner = [a for a in spans if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
         return tuple(Loop(self.instructions[first : last + 1]) for first, last in sorted(inner))
 
+    @cached_property
+    def unreached(self) -> tuple[Instruction, ...]:
+        """Instructions that no path leads to, but for what fills up the end: NOPs and jumps to themselves.
+
+        There are some where a jump's targets are not known, and what follows paths does not see them.
+        """
+        seen, todo = {0}, [0]
+        while todo:
+            more = set(self.following[todo.pop()]) - seen if self.instructions else set()
+            seen |= more
+            todo += more
+        left = (n for n in range(len(self.instructions)) if n not in seen)
+        return tuple(
+            self.instructions[n]
+            for n in left
+            if self.instructions[n].family != "NOP" and n not in self.following[n]
+        )
+
     def _goes_round(self, first: int, last: int) -> bool:
         """Whether `last` is reached from `first` without leaving what stands between them.
 
