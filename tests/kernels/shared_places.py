@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 COPIES = re.compile(r"cp\.async\.cg\.shared\.global \[ (%r\d+) \+ 0 \]")
 """Triton's asynchronous copies into shared memory: the address of a thread's 16 bytes."""
 
+READ = re.compile(r"add\.u32 low, low, (%r\d+);")
+"""Where `hopper.joint` adds the place of tokens to the beginning of shared memory."""
+
 _DEFINED = re.compile(r"^\s*(?P<op>[a-z][\w.]*)\s+(?P<to>%r\d+), (?P<of>[^;{}\[\]]+);", re.MULTILINE)
 _BOTH_WAYS = {
     "add": lambda a, b: a + b,

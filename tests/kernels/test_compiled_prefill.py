@@ -25,15 +25,13 @@ from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.runner import run_with
 from moectl.schemes import Scheme, int_format
 
-from .shared_places import COPIES, Place, Ptx
+from .shared_places import COPIES, READ, Place, Ptx
 from .test_compiled import VARIANTS, check
 
 GPT_OSS, KIMI = "openai/gpt-oss-20b", "moonshotai/Kimi-K2-Thinking"
 QWEN = layer_without_weights("Qwen/Qwen3-30B-A3B-GPTQ-Int4").problem
 ZEROS = Scheme(int_format(4, 128, zero_point=True))
 TOKENS = 4096
-READ = re.compile(r"add\.u32 low, low, (%r\d+);")
-"""Where `prefill_joint` adds a stage's place to the beginning of shared memory."""
 
 
 def compiled(layer: PreparedMoE, tile: PrefillTile) -> list[dict[str, Any]]:

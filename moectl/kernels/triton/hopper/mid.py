@@ -34,7 +34,7 @@ WIDTHS: dict[int, tuple[int, ...]] = {
     32: (16, 32),
     64: (16, 32, 48, 64),
     96: (32, 64, 96),
-    128: (32, 64, 96, 128),
+    128: (32, 48, 64, 80, 96, 128),
 }
 """Most tokens of a tile -> the numbers of token columns that its kernel has a branch for."""
 
@@ -44,6 +44,8 @@ REGISTERS: dict[tuple[int, int, int, int], dict[int, tuple[int, int]]] = {
     (4, 1, 1, 0): {64: (112, 64)},
     (2, 2, 1, 0): {32: (96, 48)},
     (3, 1, 1, 1): {128: (144, 80)},
+    (3, 1, 2, 0): {64: (144, 80)},
+    (3, 1, 2, 1): {32: (152, 56)},
     (4, 1, 1, 1): {32: (104, 64)},
     (4, 1, 2, 1): {16: (104, 64)},
 }
@@ -87,6 +89,7 @@ class Variant(Product):
         group: columns of one scale; 0: all.
         even: no stage of the ring reaches beyond the tokens' columns.
         wide: slots times columns exceed 32 bits.
+        joint: whether numbers of columns between powers of two are one product, if all lie in one array.
         registers: of a worker's and a loader's thread.
     """
 
@@ -96,6 +99,7 @@ class Variant(Product):
     activation: str
     gated: bool
     widths: tuple[int, ...]
+    joint: bool
     workers: int
     tall: int
     stages: int
@@ -120,6 +124,16 @@ def registers(tile: MidTile) -> tuple[int, int]:
     return next((have for tokens, have in most.items() if tile.tokens <= tokens), (0, 0))
 
 
+def joint(problem: MoEProblem, tile: MidTile) -> bool:
+    """Whether a stage's tokens are its largest part: then they lie at the beginning of the shared memory.
+
+    A product of columns that are no power of two reads them there; Triton has no name for the place.
+    """
+    most = max(WIDTHS[tile.tokens])
+    rows = 1 << (most.bit_length() - 1)
+    return 128 * rows > 512 * problem.scheme.weight.bits * tile.workers * tile.tall
+
+
 def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Variant:
     p = layer.problem
     weight, act = p.scheme.weight, p.activation
@@ -132,6 +146,7 @@ def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Varia
         activation=act.name,
         gated=act.gated,
         widths=WIDTHS[tile.tokens],
+        joint=joint(p, tile),
         workers=tile.workers,
         tall=tile.tall,
         stages=tile.stages,
@@ -283,9 +298,12 @@ PROMISING: tuple[tuple[int, int, int, int, int, int], ...] = (
     (16, 4, 1, 2, 1, 2),
     (32, 4, 1, 1, 0, 2),
     (32, 4, 1, 1, 1, 2),
+    (32, 3, 1, 2, 1, 2),
     (32, 2, 2, 1, 0, 2),
     (64, 4, 1, 1, 0, 2),
     (64, 3, 1, 1, 0, 2),
+    (64, 3, 1, 1, 1, 2),
+    (64, 3, 1, 2, 0, 2),
     (96, 3, 1, 1, 0, 2),
     (96, 3, 1, 1, 1, 2),
     (128, 3, 1, 1, 0, 2),

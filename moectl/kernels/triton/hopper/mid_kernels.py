@@ -20,15 +20,16 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .fragments import code_layout, code_lines, fragment, scale_layout, scale_words
+from .joint import joined, joint_finished, joint_issued, joint_operand, joint_zeros
 from .mid_results import _biases, _note, _store_all, _sums
 from .mid_ring import (
     _cached,
     _first,
-    _here,
     _next,
     _program,
     _rest,
     _run,
+    _size_here,
     _stage_words,
     _token_loader,
     _weight_loader,
@@ -93,8 +94,14 @@ def _stored(codes, words, stage, D: gl.constexpr, BLOCK: gl.constexpr, HOW: gl.c
     return raw, s, z
 
 
+@gluon.constexpr_function
+def _jointly(WIDTH, ROWS, HOW):
+    """Whether WIDTH is no power of two and yet one product: its tokens lie in one array of ROWS."""
+    return HOW.joint and _rest(WIDTH) > 0 and _first(WIDTH) < ROWS
+
+
 @gluon.jit
-def _weights(stored, DTYPE: gl.constexpr, HOW: gl.constexpr):
+def _weights(stored, DTYPE: gl.constexpr, JOINT: gl.constexpr, HOW: gl.constexpr):
     """What `_stored` found as an A operand, [64, 64]."""
     raw, s, z = stored
     FORMAT: gl.constexpr = HOW.format
@@ -102,7 +109,10 @@ def _weights(stored, DTYPE: gl.constexpr, HOW: gl.constexpr):
     ZEROS: gl.constexpr = HOW.zeros
     EXACT: gl.constexpr = HOW.exact
     SPLIT: gl.constexpr = HOW.split
-    return fragment(raw, s, z, FORMAT, GROUP, ZEROS, EXACT, DTYPE, _operand(16), SPLIT)
+    a = fragment(raw, s, z, FORMAT, GROUP, ZEROS, EXACT, DTYPE, _operand(16), SPLIT)
+    if JOINT:
+        a = joint_operand(a)
+    return a
 
 
 @gluon.jit
@@ -114,31 +124,46 @@ def _multiply(a, tokens, acc, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiply_all(ring, piece, a, acc, WIDTH: gl.constexpr, HOW: gl.constexpr):
-    """`_multiply` of a piece's token columns, in two parts unless they are a power of two."""
+    """`_multiply` of a piece's token columns, in two parts unless a power of two or `_jointly` one."""
     FIRST: gl.constexpr = _first(WIDTH)
     REST: gl.constexpr = _rest(WIDTH)
     x, more, _codes, _words, _full, _empty = ring
-    sums = _multiply(a, x.index(piece).slice(0, FIRST), acc[0], FIRST)
-    if REST:
+    if _jointly(WIDTH, x.shape[1], HOW):
+        sums = joint_issued(a, piece * (x.shape[1] * 128), acc, WIDTH // 16)
+    elif REST:
         if x.shape[1] == FIRST:
             tokens = more.index(piece).slice(0, REST)
         else:
             tokens = x.index(piece).slice(FIRST, REST)
-        sums2 = _multiply(a, tokens, acc[1], REST)
+        first = _multiply(a, x.index(piece).slice(0, FIRST), acc[0], FIRST)
+        sums = (first, _multiply(a, tokens, acc[1], REST))
     else:
-        sums2 = acc[1]
-    return sums, sums2
+        sums = (_multiply(a, x.index(piece).slice(0, FIRST), acc[0], FIRST), acc[1])
+    return sums
 
 
 @gluon.jit
-def _finish(sums, a, after, WIDTH: gl.constexpr):
+def _finish(sums, a, after, WIDTH: gl.constexpr, JOINT: gl.constexpr):
     """The sums, when the products that read `a` are done and `after` has been made."""
-    sums1, sums2 = sums
-    if _rest(WIDTH):
-        sums1, sums2, a, after = hopper.warpgroup_mma_wait(0, deps=(sums1, sums2, a, after))
+    if JOINT:
+        done, after = joint_finished(sums, a + after, 0, WIDTH // 16)
+    elif _rest(WIDTH):
+        sums1, sums2, a, after = hopper.warpgroup_mma_wait(0, deps=(sums[0], sums[1], a, after))
+        done = (sums1, sums2)
     else:
-        sums1, a, after = hopper.warpgroup_mma_wait(0, deps=(sums1, a, after))
-    return (sums1, sums2), after
+        sums1, a, after = hopper.warpgroup_mma_wait(0, deps=(sums[0], a, after))
+        done = (sums1, sums[1])
+    return done, after
+
+
+@gluon.jit
+def _await(full, stage, phase):
+    """Wait until a stage is filled.
+
+    cp.async writes by the generic proxy and wgmma reads by the asynchronous one: hence the fence.
+    """
+    mbarrier.wait(full.index(stage), phase)
+    hopper.fence_async_shared()
 
 
 @gluon.jit
@@ -153,12 +178,13 @@ def _step(
     """
     TALL: gl.constexpr = HOW.tall
     PIECES: gl.constexpr = HOW.depth * TALL
-    _x, _more, codes, words, full, empty = ring
+    x, _more, codes, words, full, empty = ring
+    JOINT: gl.constexpr = _jointly(WIDTH, x.shape[1], HOW)
     following, turn = _next(stage, phase, HOW)
     if not LAST and HOW.boxed:
         # Before all else: a wait later on would end a stretch of code in which ptxas, left to itself,
         # puts the making of weights between the products.
-        mbarrier.wait(full.index(following), turn)
+        _await(full, following, turn)
     for j in gl.static_range(PIECES):
         piece = stage * HOW.depth + j // TALL
         if j % TALL == 0:
@@ -167,28 +193,40 @@ def _step(
             sums = _multiply_all(ring, piece, a, acc2, WIDTH, HOW)
         if j + 1 < PIECES:
             stored = _stored(codes, words, stage, (j + 1) // TALL, BLOCK * TALL + (j + 1) % TALL, HOW)
-            after = _weights(stored, DTYPE, HOW)
+            after = _weights(stored, DTYPE, JOINT, HOW)
         elif LAST:
             after = a
         else:
             if not HOW.boxed:
-                mbarrier.wait(full.index(following), turn)
-            after = _weights(_stored(codes, words, following, 0, BLOCK * TALL, HOW), DTYPE, HOW)
+                _await(full, following, turn)
+            after = _weights(_stored(codes, words, following, 0, BLOCK * TALL, HOW), DTYPE, JOINT, HOW)
         if j % TALL == 0:
-            acc, a = _finish(sums, a, after, WIDTH)
+            acc, a = _finish(sums, a, after, WIDTH, JOINT)
         else:
-            acc2, a = _finish(sums, a, after, WIDTH)
+            acc2, a = _finish(sums, a, after, WIDTH, JOINT)
     mbarrier.arrive(empty.index(stage), count=1)
     return a, acc, acc2, following, turn
 
 
 @gluon.jit
-def _zeros(WIDTH: gl.constexpr):
-    """Sums to begin with, of the first columns and of the rest."""
+def _zeros(WIDTH: gl.constexpr, JOINT: gl.constexpr):
+    """Sums to begin with: of the first columns and of the rest, or of each unit of 16."""
     FIRST: gl.constexpr = _first(WIDTH)
     REST: gl.constexpr = _rest(WIDTH) if _rest(WIDTH) else 8
-    first = gl.full([64, FIRST], 0.0, gl.float32, _sums(FIRST))
-    return first, gl.full([64, REST], 0.0, gl.float32, _sums(REST))
+    if JOINT:
+        sums = joint_zeros(WIDTH // 16)
+    else:
+        first = gl.full([64, FIRST], 0.0, gl.float32, _sums(FIRST))
+        sums = (first, gl.full([64, REST], 0.0, gl.float32, _sums(REST)))
+    return sums
+
+
+@gluon.jit
+def _parts(sums, WIDTH: gl.constexpr):
+    """Joint sums as those of the first columns and of the rest."""
+    FIRST: gl.constexpr = _first(WIDTH)
+    REST: gl.constexpr = _rest(WIDTH)
+    return joined(sums, 0, FIRST // 16), joined(sums, FIRST // 16, REST // 16)
 
 
 @gluon.jit
@@ -197,12 +235,13 @@ def _product(
 ):  # fmt: skip
     """Sums of a tile's one or two row blocks over all columns, and the ring position behind it."""
     UNROLL: gl.constexpr = 2 if HOW.depth * HOW.tall == 1 else 1  # two operands take turns without moves
-    _x, _more, codes, words, full, _empty = ring
+    x, _more, codes, words, full, _empty = ring
+    JOINT: gl.constexpr = _jointly(WIDTH, x.shape[1], HOW)
     steps = (K // 64 + HOW.depth - 1) // HOW.depth
-    acc = _zeros(WIDTH)
-    acc2 = _zeros(WIDTH)
-    mbarrier.wait(full.index(stage), phase)
-    a = _weights(_stored(codes, words, stage, 0, BLOCK * HOW.tall, HOW), DTYPE, HOW)
+    acc = _zeros(WIDTH, JOINT)
+    acc2 = _zeros(WIDTH, JOINT)
+    _await(full, stage, phase)
+    a = _weights(_stored(codes, words, stage, 0, BLOCK * HOW.tall, HOW), DTYPE, JOINT, HOW)
     for _ in range((steps - 1) // UNROLL):
         for _turn in gl.static_range(UNROLL):
             a, acc, acc2, stage, phase = _step(
@@ -211,6 +250,9 @@ def _product(
     if UNROLL == 2 and steps % 2 == 0:
         a, acc, acc2, stage, phase = _step(ring, stage, phase, a, acc, acc2, False, WIDTH, BLOCK, DTYPE, HOW)
     a, acc, acc2, stage, phase = _step(ring, stage, phase, a, acc, acc2, True, WIDTH, BLOCK, DTYPE, HOW)
+    if JOINT:
+        acc = _parts(acc, WIDTH)
+        acc2 = _parts(acc2, WIDTH)
     return acc, acc2, stage, phase
 
 
@@ -226,9 +268,9 @@ def _worker(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     tiles = count * row_tiles
-    N = _here(N, HOW)
-    K = _here(K, HOW)
-    NX = _here(NX, HOW)
+    N = _size_here(N, HOW)
+    K = _size_here(K, HOW)
+    NX = _size_here(NX, HOW)
     first_tile, programs = _program(HOW)
     expert, first, tokens = _tile(TILES, first_tile, tiles, row_tiles, HOW)
     for tile in range(first_tile, tiles, programs):

@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .epilogue import activate, activate_one
 from .fragments import code_layout, code_lines, fragment, scale_layout, scale_words, tile_bytes
+from .joint import joined, joint_finished, joint_issued, joint_operand, joint_zeros
 from .names import reinterpret
-from .prefill_joint import joined, joint_finished, joint_issued, joint_operand, joint_zeros
 from .prefill_loader import _loader
 from .prefill_tiles import _field, _mma, _narrow, _operand, _rows_layout, _units, _wide
 
@@ -246,10 +246,10 @@ def _two_blocks_jointly(
     _await(ring, stage, phase, True)
     a0 = joint_operand(_expanded(_loaded(ring, stage, 2 * me, HOW), DTYPE, 1, HOW))
     for step in range(1, steps + 1):
-        run0 = joint_issued(a0, stage, acc0, UNITS)
+        run0 = joint_issued(a0, stage * 16384, acc0, UNITS)
         a1 = joint_operand(_expanded(_loaded(ring, stage, 2 * me + 1, HOW), DTYPE, 1, HOW))
-        run1 = joint_issued(a1, stage, acc1, UNITS)
-        acc0 = joint_finished(run0, a0, 1, UNITS)
+        run1 = joint_issued(a1, stage * 16384, acc1, UNITS)
+        acc0, _a = joint_finished(run0, a0, 1, UNITS)
         following, phase = _after(stage, phase, HOW)
         there = step < steps
         _await(ring, following, phase, there)
@@ -258,7 +258,7 @@ def _two_blocks_jointly(
         a0 = joint_operand(_expanded(_loaded(ring, again, 2 * me, HOW), DTYPE, 1, HOW))
         # As in `_two_blocks`, it ends the basic block.
         mbarrier.wait(full.index(following), phase, pred=there)
-        acc1 = joint_finished(run1, a1, 0, UNITS)
+        acc1, _a = joint_finished(run1, a1, 0, UNITS)
         mbarrier.arrive(empty.index(HOW.workers * stage + me), count=1)
         stage = following
     return acc0, acc1

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of the prefill kernels: products whose token columns are any number of units of 16.
+"""Device code of the grouped kernels for SM90: products whose token columns are any number of units of 16.
 
 Triton's layouts are powers of two wide, so that an accumulator of 96 columns is two of its products, each of
 which reads A again. Here wgmma is written out: an accumulator is one ``[64, 16]`` tensor a unit, which are
@@ -22,9 +22,9 @@ def _list(names):
 
 @gluon.constexpr_function
 def _product_asm(UNITS, DTYPE):
-    """Products of 64 columns; operands: accumulators, tied to the results, 16 of A, the place of the stage.
+    """Products of 64 columns; operands: accumulators, tied to the results, 16 of A, where the tokens are.
 
-    The tokens lie at the beginning of the shared memory, 16 KB a stage, in rows of 128 swizzled bytes.
+    That is counted from the beginning of the shared memory; they are rows of 128 swizzled bytes.
     """
     count = 8 * UNITS
     kind = KINDS[DTYPE]
@@ -58,9 +58,8 @@ def _wait_asm(LATER):
 
 
 @gluon.constexpr_function
-def _wait_registers(UNITS):
-    count = 8 * UNITS
-    results = ["=f"] * count + ["=r"] * 16
+def _wait_registers(UNITS, A):
+    results = ["=f"] * (8 * UNITS) + ["=r"] * (4 * A)
     return ",".join(results + [str(i) for i in range(len(results))])
 
 
@@ -95,25 +94,29 @@ def joint_operand(a):
 
 
 @gluon.jit
-def joint_issued(a, stage, acc, UNITS: gl.constexpr):
-    """Start the product of `a` and the stage's tokens; the accumulator is pending."""
+def joint_issued(a, place, acc, UNITS: gl.constexpr):
+    """Start the product of `a` and the tokens at byte `place`; the accumulator is pending."""
     DTYPE: gl.constexpr = a[0].dtype
     ASM: gl.constexpr = _product_asm(UNITS, DTYPE)
     REGISTERS: gl.constexpr = _product_registers(UNITS)
     RESULTS: gl.constexpr = _results(UNITS, DTYPE, 0)
-    at = gl.full([64, 16], stage * 16384, gl.int32, _mma(16))
+    at = gl.full([64, 16], place, gl.int32, _mma(16))
     return gl.inline_asm_elementwise(ASM, REGISTERS, acc + a + (at,), RESULTS, False, 8)
 
 
 @gluon.jit
 def joint_finished(acc, a, LATER: gl.constexpr, UNITS: gl.constexpr):
-    """The accumulator once at most LATER products after its own are in flight; `a` lives until then."""
+    """The accumulator once at most LATER products after its own are in flight.
+
+    `a`, one operand or two behind each other, lives until then. Behind it comes what was last in `a`.
+    """
     DTYPE: gl.constexpr = a[0].dtype
+    A: gl.constexpr = len(a)
     ASM: gl.constexpr = _wait_asm(LATER)
-    REGISTERS: gl.constexpr = _wait_registers(UNITS)
-    RESULTS: gl.constexpr = _results(UNITS, DTYPE, 4)
+    REGISTERS: gl.constexpr = _wait_registers(UNITS, A)
+    RESULTS: gl.constexpr = _results(UNITS, DTYPE, A)
     out = gl.inline_asm_elementwise(ASM, REGISTERS, acc + a, RESULTS, False, 8)
-    return out[:UNITS]
+    return out[:UNITS], out[UNITS + A - 4 :]
 
 
 @gluon.jit

@@ -1,0 +1,94 @@
+"""The mid kernels, compiled without a GPU: where their products read tokens, and how they store results."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import astuple, replace
+
+import pytest
+import torch
+
+from moectl.experts import unfilled
+from moectl.inspection import layer_without_weights
+from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.triton.hopper.mid import MID_REGIME, MidTile, joint
+from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
+from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton.runner import run_with
+from moectl.schemes import Scheme, int_format
+
+from .shared_places import COPIES, READ, Ptx
+
+GPT_OSS = layer_without_weights("openai/gpt-oss-20b")
+KIMI = layer_without_weights("moonshotai/Kimi-K2-Thinking")
+INT8 = unfilled(replace(KIMI.problem, scheme=Scheme(int_format(8, 32, zero_point=True))), "triton")
+ZEROS = unfilled(replace(KIMI.problem, scheme=Scheme(int_format(4, 32, zero_point=True))), "triton")
+LAYERS = {"mxfp4": GPT_OSS, "int4": KIMI, "int4 with zero points": ZEROS, "int8 with zero points": INT8}
+
+
+def tiles(layer: PreparedMoE) -> list[MidTile]:
+    return [tile for tile in MID_REGIME.candidates(layer.problem) if not MID_REGIME.fits(layer.problem, tile)]
+
+
+def compiled(layer: PreparedMoE, tile: MidTile) -> list[str]:
+    """PTX of both GEMMs of a call."""
+    problem = layer.problem
+    with standing_in(STAND_INS[90]) as launched:
+        x = torch.empty(1024, problem.dims.hidden, dtype=torch.bfloat16, device="meta")
+        ids = torch.empty(1024, problem.top_k, dtype=torch.int32, device="meta")
+        run_with(layer, x, ids, ids.float(), Launch("mid", tile))
+    gemms = [it.kernel.asm["ptx"] for it in launched if it.name == "_grouped_gemm_kernel"]
+    assert len(gemms) == 2
+    return gemms
+
+
+def tokens_lie_where_products_read(ptx: str, tile: MidTile) -> None:
+    """Both begin with shared memory, and go on from piece to piece and from stage to stage alike."""
+    code, piece = Ptx(ptx), 128 * (1 << (tile.tokens.bit_length() - 1))
+    stage, pieces = tile.depth * piece, {piece * d for d in range(tile.depth)}
+    products = {code.place(register) for register in READ.findall(ptx)}
+    assert {place.origin for place in products} == pieces
+    assert all(place.strides == {stage} for place in products)
+    tokens = {place.origin for place in map(code.place, COPIES.findall(ptx)) if stage in place.strides}
+    assert {origin // piece * piece for origin in tokens} == pieces and pieces < tokens
+
+
+def stores_are_wide(ptx: str) -> None:
+    """Results leave in 16 bytes a thread."""
+    stores = re.findall(r"st\.global\S*", ptx)
+    assert stores and set(stores) == {"st.global.v4.b32"}
+
+
+def named(tile: MidTile) -> str:
+    return "x".join(map(str, astuple(tile)))
+
+
+def test_products_read_tokens_where_they_were_copied() -> None:
+    tile = next(tile for tile in tiles(GPT_OSS) if tile.tokens == 64 and joint(GPT_OSS.problem, tile))
+    for ptx in compiled(GPT_OSS, tile):
+        tokens_lie_where_products_read(ptx, tile)
+        stores_are_wide(ptx)
+        moved = re.sub(r"mov\.b32 \t(%r\d+), global_smem;", r"add.s32 \t\1, global_smem, 1024;", ptx)
+        assert moved != ptx
+        with pytest.raises(AssertionError):
+            tokens_lie_where_products_read(moved, tile)
+
+
+def test_results_are_stored_wide_where_sizes_are_hidden_from_the_compiler() -> None:
+    tile = next(tile for tile in tiles(KIMI) if tile.boxed and tile.tall == 2)
+    for ptx in compiled(KIMI, tile):
+        stores_are_wide(ptx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [(name, tile) for name, layer in LAYERS.items() for tile in tiles(layer)],
+    ids=lambda value: value if isinstance(value, str) else named(value),
+)
+def test_they_are_in_every_tile(name: str, tile: MidTile) -> None:
+    layer = LAYERS[name]
+    for ptx in compiled(layer, tile):
+        stores_are_wide(ptx)
+        if joint(layer.problem, tile) and READ.search(ptx):
+            tokens_lie_where_products_read(ptx, tile)
