@@ -5,6 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
+from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton.runner import run_with
 
 COPIES = re.compile(r"cp\.async\.cg\.shared\.global \[ (%r\d+) \+ 0 \]")
 """Triton's asynchronous copies into shared memory: the address of a thread's 16 bytes."""
@@ -77,3 +85,16 @@ class Ptx:
             return a * b + c
         leaves.add(word)
         return known.get(word, 0)
+
+
+def gemms(layer: PreparedMoE, launch: Launch, tokens: int, name: str) -> list[dict[str, Any]]:
+    """What a call's two kernels called `name` were compiled to for SM90, by kind of code."""
+    problem = layer.problem
+    dtype = torch.float16 if problem.dtype == "fp16" else torch.bfloat16
+    with standing_in(STAND_INS[90]) as launched:
+        x = torch.empty(tokens, problem.dims.hidden, dtype=dtype, device="meta")
+        ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
+        run_with(layer, x, ids, ids.float(), launch)
+    found = [it.kernel.asm for it in launched if it.name == name]
+    assert len(found) == 2
+    return found

@@ -6,18 +6,15 @@ import re
 from dataclasses import astuple, replace
 
 import pytest
-import torch
 
 from moectl.experts import unfilled
 from moectl.inspection import layer_without_weights
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.triton.hopper.mid import MID_REGIME, MidTile, joint
-from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
 from moectl.kernels.triton.launch import Launch
-from moectl.kernels.triton.runner import run_with
 from moectl.schemes import Scheme, int_format
 
-from .shared_places import COPIES, READ, Ptx
+from .shared_places import COPIES, READ, Ptx, gemms
 
 GPT_OSS = layer_without_weights("openai/gpt-oss-20b")
 KIMI = layer_without_weights("moonshotai/Kimi-K2-Thinking")
@@ -32,14 +29,7 @@ def tiles(layer: PreparedMoE) -> list[MidTile]:
 
 def compiled(layer: PreparedMoE, tile: MidTile) -> list[str]:
     """PTX of both GEMMs of a call."""
-    problem = layer.problem
-    with standing_in(STAND_INS[90]) as launched:
-        x = torch.empty(1024, problem.dims.hidden, dtype=torch.bfloat16, device="meta")
-        ids = torch.empty(1024, problem.top_k, dtype=torch.int32, device="meta")
-        run_with(layer, x, ids, ids.float(), Launch("mid", tile))
-    gemms = [it.kernel.asm["ptx"] for it in launched if it.name == "_grouped_gemm_kernel"]
-    assert len(gemms) == 2
-    return gemms
+    return [it["ptx"] for it in gemms(layer, Launch("mid", tile), 1024, "_grouped_gemm_kernel")]
 
 
 def tokens_lie_where_products_read(ptx: str, tile: MidTile) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moectl.experts import unfilled
 from moectl.inspection import Inspected, layer_without_weights
@@ -20,12 +19,11 @@ from moectl.kernels.triton.hopper.prefill import PREFILL_REGIME, PROMISING, SHAP
 from moectl.kernels.triton.inspection.handovers import ARRIVAL, BARRIER, early_handovers
 from moectl.kernels.triton.inspection.report import disassembled
 from moectl.kernels.triton.inspection.shipped import inspect
-from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
+from moectl.kernels.triton.inspection.standin import STAND_INS
 from moectl.kernels.triton.launch import Launch
-from moectl.kernels.triton.runner import run_with
 from moectl.schemes import Scheme, int_format
 
-from .shared_places import COPIES, READ, Place, Ptx
+from .shared_places import COPIES, READ, Place, Ptx, gemms
 from .test_compiled import VARIANTS, check
 
 GPT_OSS, KIMI = "openai/gpt-oss-20b", "moonshotai/Kimi-K2-Thinking"
@@ -36,15 +34,7 @@ TOKENS = 4096
 
 def compiled(layer: PreparedMoE, tile: PrefillTile) -> list[dict[str, Any]]:
     """The code of both GEMMs of a call, by kind."""
-    problem = layer.problem
-    dtype = torch.float16 if problem.dtype == "fp16" else torch.bfloat16
-    with standing_in(STAND_INS[90]) as launched:
-        x = torch.empty(TOKENS, problem.dims.hidden, dtype=dtype, device="meta")
-        ids = torch.empty(TOKENS, problem.top_k, dtype=torch.int32, device="meta")
-        run_with(layer, x, ids, ids.float(), Launch("prefill", tile))
-    gemms = [it.kernel.asm for it in launched if it.name == "_prefill_kernel"]
-    assert len(gemms) == 2
-    return gemms
+    return gemms(layer, Launch("prefill", tile), TOKENS, "_prefill_kernel")
 
 
 @pytest.fixture(scope="module")
