@@ -13,7 +13,7 @@ from moectl.kernels.triton.hopper.prefill import PROMISING, UNIT
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.runner import REGIMES
 from moectl.problem import Dims
-from moectl.schemes import Scheme, int_format
+from moectl.schemes import FULL, Scheme, int_format
 
 from . import kernel_cases as cases
 from .layers import GPT_OSS, KIMI, QWEN, inputs_of, judged, random_layer
@@ -21,10 +21,12 @@ from .layers import GPT_OSS, KIMI, QWEN, inputs_of, judged, random_layer
 pytestmark = pytest.mark.gpu
 
 INT8 = Scheme(int_format(8, 32, zero_point=True))
+WHOLE_ROWS = Scheme(int_format(4, FULL))
 LAYERS = {
     "mxfp4": replace(GPT_OSS, dims=Dims(352, 160)),
     "int4 group 32": replace(KIMI, dims=Dims(320, 192)),
     "int4 group 128 fp16": replace(QWEN, dtype="fp16", scheme=Scheme(int_format(4, 128, "F16"))),
+    "int4 of whole rows, sizes no multiples of 32": replace(KIMI, dims=Dims(208, 80), scheme=WHOLE_ROWS),
     "int8 with zero points and a bias": replace(KIMI, scheme=INT8, bias=True),
 }
 

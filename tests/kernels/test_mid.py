@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from moectl.experts import unfilled
 from moectl.inspection import MODELS, layer_without_weights
 from moectl.kernels.triton.hopper.mid import (
     MID_REGIME,
     REGISTERS,
     WIDTHS,
     MidTile,
+    _variant,
     launch_registers,
     registers,
     shared_bytes,
@@ -21,8 +23,9 @@ from moectl.kernels.triton.inspection.shipped import inspect
 from moectl.kernels.triton.inspection.standin import STAND_INS
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.layer import layer_of
-from moectl.problem import Activation
-from moectl.schemes import Scheme, int_format
+from moectl.padding import pad
+from moectl.problem import Activation, Dims
+from moectl.schemes import FULL, Scheme, int_format
 
 H200 = STAND_INS[90]
 GPT_OSS = "openai/gpt-oss-120b"
@@ -63,6 +66,8 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
             replace(tile, stages=3, tall=2, boxed=1),
             "groups",
         ),
+        (replace(problem, dims=Dims(200, 96)), replace(tile, stages=3), "hidden size is 200"),
+        (replace(problem, dims=Dims(224, 72)), replace(tile, stages=3), "intermediate size is 72"),
         (replace(problem, dtype="fp16"), tile, "no fp16 products"),
         (replace(problem, activation=Activation("situ")), tile, "activation"),
     ):
@@ -74,6 +79,17 @@ def test_int4_is_folded_with_bf16_scales_and_without_zero_points() -> None:
     assert not exact_weights(layer.problem, layer.w13)
     assert exact_weights(replace(layer.problem, dtype="fp16"), layer.w13)
     assert exact_weights(layer.problem, replace(layer.w13, zeros=layer.w13.scales))
+
+
+@pytest.mark.parametrize("sizes", [Dims(2880, 2880), Dims(352, 96), Dims(208, 80)], ids=str)
+def test_what_is_told_of_a_result_divides_its_columns(sizes: Dims) -> None:
+    """A size that is rounded down would put results into other rows."""
+    scheme = Scheme(int_format(4, FULL))
+    problem = pad("moectl-mtile64", replace(layer_without_weights(KIMI).problem, dims=sizes, scheme=scheme))
+    layer, tile = layer_of(unfilled(problem, "triton")), MidTile(32, 4, 4)
+    for stage, columns in ((1, sizes.intermediate), (2, sizes.hidden)):
+        unit = _variant(layer, stage, 64, tile).unit
+        assert columns % unit == 0 and (columns % 32 or unit == 32)
 
 
 def test_shared_memory_is_what_was_counted() -> None:

@@ -105,12 +105,19 @@ def scale_name(problem: MoEProblem) -> str:
     return _FLOATS.get(weight.scale_dtype, "") if weight.scale_dtype else problem.dtype
 
 
-def group_refusal(problem: MoEProblem) -> str:
-    """Why kernels that go by 64 columns cannot read the layer's scale groups; empty when they can."""
-    weight = problem.scheme.weight
-    if weight.group in (32, FULL) or (weight.group > 0 and weight.group % 64 == 0):
-        return ""
-    return f"it reads scale groups of 32, of multiples of 64 and of whole rows, the layer has {weight}"
+READ_AT_ONCE = 16
+"""What divides sizes of layers whose kernels copy 16 bytes at once: as much as Triton knows of a number."""
+
+
+def column_refusal(problem: MoEProblem) -> str:
+    """Why kernels that go by 64 columns cannot read the layer's groups or sizes; empty when they can."""
+    weight, dims = problem.scheme.weight, problem.dims
+    if not (weight.group in (32, FULL) or (weight.group > 0 and weight.group % 64 == 0)):
+        return f"it reads scale groups of 32, of multiples of 64 and of whole rows, the layer has {weight}"
+    for what, size in (("hidden", dims.hidden), ("intermediate", dims.intermediate)):
+        if size % READ_AT_ONCE:
+            return f"it takes multiples of {READ_AT_ONCE}, the layer's {what} size is {size}"
+    return ""
 
 
 def activation_numbers(act: Activation) -> dict[str, float]:

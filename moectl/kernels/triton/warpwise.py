@@ -16,7 +16,7 @@ import torch
 from ...problem import MoEProblem
 from . import warpwise_kernels as kernels
 from .items import BASES, overlapping
-from .layer import Call, Layer, Matrix, Regime, activation_numbers, group_refusal, scale_name
+from .layer import Call, Layer, Matrix, Regime, activation_numbers, column_refusal, scale_name
 from .records import plan_and_order
 from .routing import INTERPRETED, finish
 
@@ -137,8 +137,8 @@ def _run(layer: Layer, call: Call, tile: WarpwiseTile) -> None:
 def _fits(problem: MoEProblem, tile: WarpwiseTile) -> str:
     if problem.scheme.weight.name != "int4":
         return f"they take int4, the layer has {problem.scheme.weight}"
-    if group_refusal(problem):
-        return group_refusal(problem)
+    if refused := column_refusal(problem):
+        return refused
     if tile.tokens < 8 or tile.tokens & (tile.tokens - 1):
         return f"{tile} takes {tile.tokens} tokens, no power of two from 8 on"
     sides = (tile.rows1, tile.warps1), (tile.rows2, tile.warps2)

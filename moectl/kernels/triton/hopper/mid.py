@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from ..layer import (
     Matrix,
     Regime,
     activation_numbers,
-    group_refusal,
+    column_refusal,
     multiprocessors,
     scale_name,
 )
@@ -36,7 +37,13 @@ WIDTHS: dict[int, tuple[int, ...]] = {
     96: (32, 64, 96),
     128: (32, 48, 64, 80, 96, 128),
 }
-"""Most tokens of a tile -> the numbers of token columns that its kernel has a branch for."""
+"""Most tokens of a tile -> the numbers of token columns that its kernel has a branch for.
+
+Each is a power of two or the sum of two.
+"""
+
+KNOWN_UNIT = 32
+"""The most that the compiler is told of what divides the result's columns; stores of 16 bytes take 8."""
 
 REGISTERS: dict[tuple[int, int, int, int], dict[int, tuple[int, int]]] = {
     (2, 1, 1, 0): {128: (216, 80)},
@@ -90,6 +97,7 @@ class Variant(Product):
         even: no stage of the ring reaches beyond the tokens' columns.
         wide: slots times columns exceed 32 bits.
         joint: whether numbers of columns between powers of two are one product, if all lie in one array.
+        unit: a power of two that divides the result's columns.
         registers: of a worker's and a loader's thread.
     """
 
@@ -100,6 +108,7 @@ class Variant(Product):
     gated: bool
     widths: tuple[int, ...]
     joint: bool
+    unit: int
     workers: int
     tall: int
     stages: int
@@ -112,6 +121,11 @@ class Variant(Product):
     def blocks(self) -> int:
         """Row blocks of a tile."""
         return self.workers * self.tall
+
+    @property
+    def lean(self) -> bool:
+        """Whether registers are so few that partitions compute again what they would share."""
+        return self.boxed or self.tall > 1
 
 
 def _place(tile: MidTile) -> tuple[int, int, int, int]:
@@ -129,8 +143,7 @@ def joint(problem: MoEProblem, tile: MidTile) -> bool:
 
     A product of columns that are no power of two reads them there; Triton has no name for the place.
     """
-    most = max(WIDTHS[tile.tokens])
-    rows = 1 << (most.bit_length() - 1)
+    rows = int(ring._first.fn(tile.tokens))
     return 128 * rows > 512 * problem.scheme.weight.bits * tile.workers * tile.tall
 
 
@@ -147,6 +160,7 @@ def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Varia
         gated=act.gated,
         widths=WIDTHS[tile.tokens],
         joint=joint(p, tile),
+        unit=math.gcd(p.dims.intermediate if stage == 1 else p.dims.hidden, KNOWN_UNIT),
         workers=tile.workers,
         tall=tile.tall,
         stages=tile.stages,
@@ -282,8 +296,8 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
         return f"{tile} needs {shared} bytes of shared memory, there are {SHARED_MEMORY}"
     if (weight.name, problem.dtype) not in FORMATS.get(scale_name(problem), ()):
         return f"it has no {problem.dtype} products of {weight} weights with {scale_name(problem)} scales"
-    if group_refusal(problem):
-        return group_refusal(problem)
+    if refused := column_refusal(problem):
+        return refused
     if tile.boxed and (weight.zero_point or weight.group not in (32, 128)):
         return f"{tile} takes scales of groups of 32 and 128 without zero points, not {weight}"
     if tile.boxed and max(weight.group, 64 * tile.depth) % min(weight.group, 64 * tile.depth):

@@ -268,9 +268,9 @@ def _worker(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     tiles = count * row_tiles
-    N = _size_here(N, HOW)
-    K = _size_here(K, HOW)
-    NX = _size_here(NX, HOW)
+    N = _size_here(N, 32, HOW)
+    K = _size_here(K, 32, HOW)
+    NX = _size_here(NX, HOW.unit, HOW)
     first_tile, programs = _program(HOW)
     expert, first, tokens = _tile(TILES, first_tile, tiles, row_tiles, HOW)
     for tile in range(first_tile, tiles, programs):

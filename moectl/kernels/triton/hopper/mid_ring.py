@@ -74,23 +74,23 @@ def _cached(HOW):
 @gluon.jit
 def _here(value, HOW: gl.constexpr):
     """`value`; where registers are few computed where it is used: partitions keep what they share in them."""
-    if HOW.boxed or HOW.tall == 2:
+    if HOW.lean:
         value = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, False, 1)
     return value
 
 
 @gluon.jit
-def _size_here(size, HOW: gl.constexpr):
-    """`_here` of a size that is still known to be a multiple of 32: stores of 16 bytes need that."""
-    if HOW.boxed or HOW.tall == 2:
-        size = _here(size // 32, HOW) * 32
+def _size_here(size, UNIT: gl.constexpr, HOW: gl.constexpr):
+    """`_here` of a size that stays known to be a multiple of UNIT: stores of 16 bytes need that."""
+    if HOW.lean:
+        size = _here(size // UNIT, HOW) * UNIT
     return size
 
 
 @gluon.jit
 def _program(HOW: gl.constexpr):
     """The program's number and how many there are."""
-    if HOW.boxed or HOW.tall == 2:
+    if HOW.lean:
         number = gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], gl.int32, False, 1)
         count = gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x;", "=r", [], gl.int32, False, 1)
     else:
@@ -117,8 +117,8 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
     ALL: gl.constexpr = _stage_words(HOW)
     BYTES: gl.constexpr = HOW.depth * LINES * 128 + (ALL * 4 if HOW.boxed else 0)
     SPAN: gl.constexpr = _span(HOW)
-    K = _size_here(K, HOW)
-    N = _size_here(N, HOW)
+    K = _size_here(K, 32, HOW)
+    N = _size_here(N, 32, HOW)
     if not HOW.boxed:
         L: gl.constexpr = gl.BlockedLayout([ALL // 32], [32], [1], [0])
         word = gl.arange(0, ALL, layout=L)
@@ -221,7 +221,7 @@ def _token_loader(ring, X, SORTED, TILES, count, K, KX, row_tiles, HOW: gl.const
     """Fills the ring's token rows, as `_weight_loader` its weights."""
     WIDTHS: gl.constexpr = len(HOW.widths)
     CACHE: gl.constexpr = _cached(HOW)
-    K = _size_here(K, HOW)
+    K = _size_here(K, 32, HOW)
     if HOW.stage == 2:
         tl.extra.cuda.gdc_wait()  # for the first GEMM; weights are on their way already
     stage = gl.to_tensor(0)

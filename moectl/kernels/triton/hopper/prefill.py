@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....problem import MoEProblem
 from ..launch import token_tiles
-from ..layer import Call, Layer, Regime, activation_numbers, group_refusal, multiprocessors, scale_name
+from ..layer import Call, Layer, Regime, activation_numbers, column_refusal, multiprocessors, scale_name
 from ..routing import finish, launch_options, order_of
 from . import prefill_kernels as kernels
 from .epilogue import GATED, UNGATED
@@ -245,8 +245,8 @@ def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
         return f"{tile} is none of its tiles: units is one of {', '.join(map(str, SHAPES))}"
     if (weight.name, problem.dtype) not in FORMATS.get(scale_name(problem), ()):
         return f"it has no {problem.dtype} products of {weight} weights with {scale_name(problem)} scales"
-    if group_refusal(problem):
-        return group_refusal(problem)
+    if refused := column_refusal(problem):
+        return refused
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it has the activations {', '.join(GATED + UNGATED)}, the layer has {act.name}"
     if stages(problem, tile) < FEWEST_STAGES:

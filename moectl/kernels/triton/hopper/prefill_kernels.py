@@ -238,7 +238,8 @@ def _two_blocks_jointly(
     ring, it, steps, me: gl.constexpr, DTYPE: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
     """`_two_blocks` with one product for all columns."""
-    _tokens, _weights, full, empty = ring
+    tokens, _weights, full, empty = ring
+    BYTES: gl.constexpr = tokens[0].shape[1] * 128  # of a stage
     acc0 = joint_zeros(UNITS)
     acc1 = joint_zeros(UNITS)
     stage = it % HOW.stages
@@ -246,9 +247,9 @@ def _two_blocks_jointly(
     _await(ring, stage, phase, True)
     a0 = joint_operand(_expanded(_loaded(ring, stage, 2 * me, HOW), DTYPE, 1, HOW))
     for step in range(1, steps + 1):
-        run0 = joint_issued(a0, stage * 16384, acc0, UNITS)
+        run0 = joint_issued(a0, stage * BYTES, acc0, UNITS)
         a1 = joint_operand(_expanded(_loaded(ring, stage, 2 * me + 1, HOW), DTYPE, 1, HOW))
-        run1 = joint_issued(a1, stage * 16384, acc1, UNITS)
+        run1 = joint_issued(a1, stage * BYTES, acc1, UNITS)
         acc0, _a = joint_finished(run0, a0, 1, UNITS)
         following, phase = _after(stage, phase, HOW)
         there = step < steps

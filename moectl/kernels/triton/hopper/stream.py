@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....problem import MoEProblem
-from ..layer import Call, Layer, Matrix, Regime, activation_numbers, group_refusal
+from ..layer import Call, Layer, Matrix, Regime, activation_numbers, column_refusal
 from ..records import plan
 from ..routing import combine
 from . import stream_kernels as kernels
@@ -233,8 +233,8 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
     weight, act, dims = problem.scheme.weight, problem.activation, problem.dims
     if weight.name not in FORMATS or problem.dtype not in DTYPES:
         return f"it has no {weight.name} weights with {problem.dtype} tokens"
-    if group_refusal(problem):
-        return group_refusal(problem)
+    if refused := column_refusal(problem):
+        return refused
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it has no activation {act}"
     run_of_columns = max(64, weight.group)
