@@ -20,79 +20,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .epilogue import activate, activate_one
 from .fragments import code_layout, code_lines, fragment, scale_layout, scale_words, tile_bytes
-from .joint import joined, joint_finished, joint_issued, joint_operand, joint_zeros
+from .joint import joint_finished, joint_issued, joint_operand, joint_zeros
 from .names import reinterpret
 from .prefill_loader import _loader
-from .prefill_tiles import _field, _mma, _narrow, _operand, _rows_layout, _units, _wide
-
-
-@gluon.jit
-def _gated(acc, alpha, limit, TOKENS: gl.constexpr, HOW: gl.constexpr):
-    """[32, TOKENS]: the activation of 64 rows, 8 gates and 8 ups in each block of 16."""
-    ACT: gl.constexpr = HOW.activation
-    gate, up = gl.split(acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    return activate(gate, up, alpha, limit, ACT).reshape([32, TOKENS])
-
-
-@gluon.jit
-def _store(
-    acc, out, notes, Y, block, first, end, NX, alpha, limit,
-    own: gl.constexpr, AT: gl.constexpr, TOKENS: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """Epilogue of the 64 weight rows of `block`, number `own` of the tile, and TOKENS tokens from its AT on.
-
-    In GEMM 1 rows of Y are positions from `first` on, in GEMM 2 their slots.
-    """
-    slots, weights, bias = notes
-    COLUMNS: gl.constexpr = 32 if HOW.gated else 64
-    L: gl.constexpr = _rows_layout(COLUMNS)
-    M: gl.constexpr = _mma(TOKENS)
-    if not HOW.exact:
-        acc = acc * HOW.factor
-    if HOW.weighted:
-        weight = gl.expand_dims(weights.slice(AT, TOKENS).load(gl.SliceLayout(0, M)), 0)
-        if HOW.stage == 1:
-            acc = acc * weight
-    if HOW.bias:
-        acc = acc + gl.expand_dims(bias.slice(64 * own, 64).load(gl.SliceLayout(1, M)), 1)
-    if HOW.weighted and HOW.stage == 2:
-        acc = acc * weight
-    if HOW.gated:
-        acc = _gated(acc, alpha, limit, TOKENS, HOW)
-    elif HOW.activation != "":
-        ACT: gl.constexpr = HOW.activation
-        acc = activate_one(acc, ACT)
-    turned = out.slice(0, TOKENS).slice(0, COLUMNS, 1)
-    turned.permute((1, 0)).store(acc.to(Y.dtype.element_ty))
-    rows = first + AT + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L))
-    live = rows < end
-    if HOW.stage == 2:
-        rows = slots.slice(AT, TOKENS).load(gl.SliceLayout(1, L))
-    columns = block * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
-    p = Y + gl.expand_dims(rows.to(gl.int64) * NX, 1) + gl.expand_dims(columns, 0)
-    gl.store(p, turned.load(L), mask=gl.expand_dims(live, 1) & gl.expand_dims(columns < NX, 0))
-
-
-@gluon.jit
-def _store_all(
-    acc, low, out, notes, Y, block, first, end, NX, alpha, limit,
-    own: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """`_store` of both accumulators, at most 64 tokens at a time: they would not fit registers otherwise."""
-    WIDE: gl.constexpr = _wide(UNITS)
-    NARROW: gl.constexpr = _narrow(UNITS)
-    if NARROW:
-        _store(low, out, notes, Y, block, first, end, NX, alpha, limit, own, WIDE, NARROW, HOW)
-    if WIDE == 128:
-        left, right = gl.split(acc.reshape([64, 2, 64]).permute((0, 2, 1)))
-        left = gl.convert_layout(left, _mma(64), assert_trivial=True)
-        right = gl.convert_layout(right, _mma(64), assert_trivial=True)
-        _store(left, out, notes, Y, block, first, end, NX, alpha, limit, own, 0, 64, HOW)
-        _store(right, out, notes, Y, block, first, end, NX, alpha, limit, own, 64, 64, HOW)
-    else:
-        _store(acc, out, notes, Y, block, first, end, NX, alpha, limit, own, 0, WIDE, HOW)
+from .prefill_results import _store_all, _store_jointly
+from .prefill_tiles import _field, _mma, _narrow, _operand, _units, _wide
 
 
 @gluon.jit
@@ -263,23 +196,6 @@ def _two_blocks_jointly(
         mbarrier.arrive(empty.index(HOW.workers * stage + me), count=1)
         stage = following
     return acc0, acc1
-
-
-@gluon.jit
-def _store_jointly(
-    acc, out, notes, Y, block, first, end, NX, alpha, limit,
-    own: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """`_store` of an accumulator by units, at most 64 tokens at a time."""
-    for i in gl.static_range(UNITS // 4):
-        part = joined(acc, 4 * i, 4)
-        _store(part, out, notes, Y, block, first, end, NX, alpha, limit, own, 64 * i, 64, HOW)
-    if UNITS % 4 >= 2:
-        part = joined(acc, UNITS // 4 * 4, 2)
-        _store(part, out, notes, Y, block, first, end, NX, alpha, limit, own, UNITS // 4 * 64, 32, HOW)
-    if UNITS % 2:
-        part = joined(acc, UNITS - 1, 1)
-        _store(part, out, notes, Y, block, first, end, NX, alpha, limit, own, 16 * UNITS - 16, 16, HOW)
 
 
 @gluon.jit
