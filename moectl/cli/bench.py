@@ -13,7 +13,7 @@ from ..errors import ExitCode, UsageError
 from ..models import FORMATS as WEIGHTS
 from ..models import MODELS
 from .benching import Placed, Shown
-from .options import Activation, Device, Offline, Seed, framed, option, pick, typed
+from .options import Activation, Device, Offline, Seed, framed, named, option, pick, typed
 from .output import Output, count
 from .source import DEVICES, backend_names, find_source, remarks
 
@@ -75,7 +75,7 @@ class Measuring:
             checkpoint=checkpoint or "",
             models=_models(model),
             tokens=parse_counts(self.tokens),
-            routings=_names(self.routing),
+            routings=tuple(dict.fromkeys(named(self.routing, "--routing"))),
             backends=tuple(backend_names(self.backend)),
             layer=self.layer,
             tp=self.tp,
@@ -165,15 +165,11 @@ def bench(
     return ExitCode.FOUND if any(row.failed for row in measured) else ExitCode.DONE
 
 
-def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
-
-
 def _models(text: str | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(map(_named, _names(text))))
+    return tuple(dict.fromkeys(map(_model, named(text, "--model") if text is not None else ())))
 
 
-def _named(text: str) -> str:
+def _model(text: str) -> str:
     name, colon, format = text.partition(":")
     known = pick(name, MODELS, "model")
     return f"{known}:{pick(format, WEIGHTS, 'format')}" if colon else known

@@ -12,6 +12,7 @@ from .. import __version__
 from ..errors import ExitCode
 from . import bench, compare, convert, doctor, env, explain, known, synth, tune, unconvert, verify
 from . import run as run_command
+from .options import Remembering
 from .output import drop_stdout
 
 EXAMPLES = (
@@ -56,7 +57,8 @@ app = typer.Typer(
 )
 for function, name in COMMANDS:
     module = sys.modules[function.__module__]
-    app.command(name, epilog=epilog(module.EXAMPLES, getattr(module, "MORE", ())))(function)
+    more = getattr(module, "MORE", ())
+    app.command(name, cls=Remembering, epilog=epilog(module.EXAMPLES, more))(function)
 
 
 def _version(show: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from ..cache.folder import CacheWarning
 from ..errors import ExitCode, MoectlError, Unavailable, UsageError
@@ -80,12 +81,58 @@ SHARED = tuple(
 )
 """Options of every command."""
 
+CONTEXT = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+"""What a command is told of how it was called, where it asks for that."""
+
 
 def typed(context: typer.Context, names: Iterable[str]) -> list[str]:
     """The options among parameters `names` that stand on the command line; variables do not count."""
     spelled = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
     sources = {name: context.get_parameter_source(name) for name in names}
     return [spelled[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
+def named(text: str, what: str) -> list[str]:
+    """The names of a list such as ``h100,b200``, without blanks; UsageError for one that is empty.
+
+    `what` is the option that they are given with.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise UsageError(
+            f"{what} takes names with commas between them, and one of {text!r} is empty",
+            hint="leave it out, or give what it should name",
+        )
+    return names
+
+
+class Remembering(TyperCommand):
+    """A command that keeps its arguments as they were typed, in which an empty path is not yet ``.``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """What is left of `args`, as of any command."""
+        ctx.meta[TYPED] = tuple(args)
+        return super().parse_args(ctx, args)
+
+
+TYPED = "moectl.typed"
+"""Where `Remembering` keeps them."""
+
+
+def refuse_blank(context: typer.Context) -> None:
+    """Raises UsageError where an empty text was typed: no option and no argument takes one.
+
+    It is mostly a shell's variable that is not set, and would mean the default or the folder here.
+    """
+    options = [one for one in context.command.params if one.param_type_name == "option"]
+    valued = {name for one in options if not getattr(one, "is_flag", False) for name in one.opts}
+    before = ""
+    for text in context.meta[TYPED]:
+        name, _, value = text.partition("=")
+        if not text or (not value and name != text and name in valued):
+            what = next((one for one in (name, before) if one in valued), "an argument")
+            raise UsageError(f"{what} is empty", hint="give it a value, or leave it out")
+        before = text
 
 
 def pick(value: str, known: Iterable[str], what: str) -> str:
@@ -109,26 +156,31 @@ def pick(value: str, known: Iterable[str], what: str) -> str:
 def framed(name: str) -> Callable[[Command], Command]:
     """Decorate a command: give it an `Output`, turn whatever it raises into a sentence and an exit code.
 
-    The command is called with its own options and `out`; it may return an ExitCode. The options that
+    The command is called with its own options, `out`, and `context` if it has such a parameter; it may
+    return an ExitCode. An empty text is refused before. The options that
     every command has (`SHARED`) are added to it here. A parameter whose type is a record of options, a
     dataclass with fields as a command's parameters, stands for all of them: the command is called with
     the record.
     """
 
     def decorate(command: Command) -> Command:
-        asked = [p for p in inspect.signature(command).parameters.values() if p.name != "out"]
+        signature = inspect.signature(command).parameters
+        asked = [p for name, p in signature.items() if name not in (CONTEXT.name, "out")]
         records: dict[str, Any] = {p.name: p.annotation for p in asked if is_dataclass(p.annotation)}
 
         @functools.wraps(command)
-        def run(*args: Any, json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
+        def run(context: typer.Context, *, json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
             out = Output(name, as_json=json, quiet=quiet)
             try:
+                refuse_blank(context)
+                if CONTEXT.name in signature:
+                    kwargs[CONTEXT.name] = context
                 made = {
                     one: kind(**{field.name: kwargs.pop(field.name) for field in fields(kind)})
                     for one, kind in records.items()
                 }
                 with _noted(out):
-                    code = command(*args, **kwargs, **made, out=out)
+                    code = command(**kwargs, **made, out=out)
             except BrokenPipeError:
                 # The reader went away, as in `moectl ... | head`.
                 drop_stdout()
@@ -145,7 +197,7 @@ def framed(name: str) -> Callable[[Command], Command]:
             raise typer.Exit(int(code or ExitCode.DONE))
 
         own = [one for p in asked for one in (_options_of(p.annotation) if p.name in records else [p])]
-        parameters = [_of_command(p, name) for p in (*own, *SHARED)]
+        parameters = [CONTEXT, *(_of_command(p, name) for p in (*own, *SHARED))]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run  # type: ignore[return-value]

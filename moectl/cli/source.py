@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, UsageError
 from ..ranges import ranges
-from .options import pick
+from .options import named, pick
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -70,10 +70,7 @@ def backend_names(text: str | None) -> list[str]:
     if text is None or text == "all":
         return []
     known = policy_named(POLICY).request_names()
-    names = [pick(name.strip(), known, "backend") for name in text.split(",") if name.strip()]
-    if not names:
-        raise UsageError(f"--backend takes names or all, got {text!r}", hint="leave it out, or name one")
-    return names
+    return [pick(name, known, "backend") for name in named(text, "--backend")]
 
 
 def pick_layers(text: str, there: Sequence[int]) -> list[int]:

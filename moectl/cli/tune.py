@@ -11,7 +11,7 @@ import typer
 
 from ..bench import parse_counts
 from ..errors import ExitCode, Unavailable, UsageError
-from .options import Activation, Offline, framed, option, pick
+from .options import Activation, Offline, framed, named, option, pick
 from .output import Output, count
 from .outputs import check_spared
 from .tuned_launches import draw_list, draw_search, listed, search_document, tile_words
@@ -64,7 +64,7 @@ class Of:
                 "tune takes either CKPT or --model", hint="moectl tune --model qwen3-30b -m 16,1024"
             )
         if self.model is not None:
-            names = [pick(name.strip(), MODELS, "model") for name in self.model.split(",")]
+            names = [pick(name, MODELS, "model") for name in named(self.model, "--model")]
             return named_layers(names, parallel)
         stated = parse_stated(self.activation, None)
         return checkpoint_layers(
@@ -186,7 +186,8 @@ def _families(text: str | None) -> list[str]:
     """The families of kernels that are asked for."""
     from ..kernels.triton.runner import REGIMES
 
-    return list(REGIMES) if text is None else [pick(n.strip(), REGIMES, "family") for n in text.split(",")]
+    names = list(REGIMES) if text is None else named(text, "--families")
+    return [pick(name, REGIMES, "family") for name in names]
 
 
 def _plan(seconds: float, repeats: int, out: Output, progress: Any) -> "Plan":

@@ -69,7 +69,7 @@ def packages_from(spec: str | None, env: Mapping[str, str] | None = None) -> Pac
         elif name in profiles:
             versions |= dict.fromkeys(profiles[name]["packages"], "")
             switches |= profiles[name]["env"]
-        elif name not in ("", "none"):
+        elif name != "none":
             listed.append((name.replace("-", "_"), version))
     for name, version in listed:
         if name not in PROBES and name not in TOOLS:

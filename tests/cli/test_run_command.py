@@ -95,10 +95,10 @@ def test_one_that_cannot_serve_is_refused_beside_others(tiny_gpt_oss, tiny_kimi)
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
-@pytest.mark.parametrize("text", ["", ",", " , "])
+@pytest.mark.parametrize("text", [",", " , ", "torch,"])
 def test_no_name_of_a_backend_is_not_all_of_them(tiny_gpt_oss, command, text):
     done = moectl(command, tiny_gpt_oss, *CPU, "--backend", text, code=2)
-    assert f"--backend takes names or all, got {text!r}" in done.stderr
+    assert f"one of {text!r} is empty" in done.stderr
 
 
 def test_a_converted_folder_is_not_told_what_it_says(tiny_gpt_oss, tmp_path):

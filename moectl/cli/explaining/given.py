@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...errors import UsageError
-from ..options import option, pick
+from ..options import named, option, pick
 
 if TYPE_CHECKING:
     from ...explain.explanation import Question
@@ -202,7 +202,7 @@ class Given:
 
         names: list[str | None] = [None]
         if self.gpu is not None:
-            names = [*device_names()] if self.gpu == ALL else [name.strip() for name in self.gpu.split(",")]
+            names = [*device_names()] if self.gpu == ALL else [*named(self.gpu, "--gpu")]
         return tuple(machine(name, self.packages, self.switches) for name in dict.fromkeys(names))
 
     def question(self, policy: "Policy", parallel: "Parallel", others: "tuple[Policy, ...]") -> "Question":
