@@ -19,7 +19,7 @@ from .convert.recipe import Output, Recipe
 from .convert.safetensors_file import TORCH_DTYPES
 from .experts import ExpertLayer, Ids
 from .kernels.inputs import DTYPES, random_logits
-from .kernels.prepared import CANONICAL
+from .kernels.prepared import CANONICAL, local_ids
 from .kernels.reference import moe_reference
 from .problem import MoEProblem
 from .seeds import seed_of
@@ -33,7 +33,7 @@ Numbers of every other format are drawn with one of 1.
 
 @dataclass(frozen=True)
 class Routed:
-    """One routing: int32 `ids` and fp32 `weights` ``[tokens, top_k]``."""
+    """One routing: int32 `ids`, -1 for experts of other ranks, and fp32 `weights` ``[tokens, top_k]``."""
 
     ids: Tensor
     weights: Tensor
@@ -42,13 +42,17 @@ class Routed:
 def routings(
     problem: MoEProblem, tokens: int, distribution: str, count: int, device: torch.device
 ) -> list[Routed]:
-    """`count` routings of `tokens` tokens, the same for the same arguments on one device."""
+    """`count` routings of `tokens` tokens, the same for the same arguments on one device.
+
+    Of a layer whose experts are spread over ranks they are those that the first rank sees.
+    """
     generator = torch.Generator(device).manual_seed(seed_of("routings", tokens))
     made = []
     for _ in range(count):
         ids = random_logits(problem, tokens, distribution, generator).topk(problem.top_k).indices
         chosen = torch.randn(tokens, problem.top_k, generator=generator, device=device)
-        made.append(Routed(ids.int(), torch.softmax(chosen, -1)))
+        here = local_ids(ids.int(), 0, problem.local_experts)
+        made.append(Routed(here, torch.softmax(chosen, -1)))
     return made
 
 

@@ -21,12 +21,14 @@ NO_KERNELS = ("inspection", "table.py")
 def layer_key(problem: MoEProblem) -> dict[str, Any]:
     """One rank's layer, in what decides how long its experts take."""
     weight = problem.scheme.weight
+    spread = {} if problem.local_experts == problem.experts else {"of": problem.experts}
     return {
         "scheme": str(problem.scheme),
         "scales": "" if weight.block == (0, 0) else weight.scale_dtype or problem.dtype,
         "hidden": problem.dims.hidden,
         "intermediate": problem.dims.intermediate,
         "experts": problem.local_experts,
+        **spread,
         "top_k": problem.top_k,
         "activation": str(problem.activation),
         "bias": problem.bias,
@@ -36,8 +38,9 @@ def layer_key(problem: MoEProblem) -> dict[str, Any]:
 
 def layer_words(layer: dict[str, Any]) -> str:
     """A `layer_key` in one phrase."""
+    of = f" of {layer['of']}" if "of" in layer else ""
     return (
-        f"{layer['experts']} experts, top-{layer['top_k']}, {layer['hidden']}x{layer['intermediate']}, "
+        f"{layer['experts']}{of} experts, top-{layer['top_k']}, {layer['hidden']}x{layer['intermediate']}, "
         f"{layer['scheme']}"
     )
 

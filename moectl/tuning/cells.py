@@ -27,7 +27,7 @@ class Cell:
     @property
     def each(self) -> float:
         """Tokens per hit expert."""
-        return Spread.of(self.problem.local_experts, self.problem.top_k, self.tokens).each
+        return Spread.here(self.problem, self.tokens).each
 
     def __str__(self) -> str:
         return f"{self.name} M={self.tokens}"

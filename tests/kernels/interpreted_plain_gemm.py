@@ -15,7 +15,10 @@ def _ids(tokens: int, kind: str) -> torch.Tensor:
     if kind == "one expert":
         return torch.full((tokens, TOP_K), 2, dtype=torch.int32)
     generator = torch.Generator().manual_seed(tokens)
-    return torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K].int()
+    ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K].int()
+    if kind == "of other ranks":
+        ids[::2, 1:] = -1
+    return ids
 
 
 def _expected(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -70,14 +73,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64])
-@pytest.mark.parametrize("kind", ["spread", "one expert"])
+@pytest.mark.parametrize("kind", ["spread", "one expert", "of other ranks"])
 def test_sorted_rows_are_whole_blocks_of_one_expert(tokens: int, kind: str) -> None:
     ids = _ids(tokens, kind)
     rows = sort(ids, EXPERTS, 16)
     filled = int(rows.filled)
     taken = rows.order[:filled].view(-1, 16)
     flat = ids.flatten()
-    assert sorted(taken[taken < len(flat)].tolist()) == list(range(len(flat)))
+    assert sorted(taken[taken < len(flat)].tolist()) == (flat >= 0).nonzero().flatten().tolist()
     assert (rows.order[filled:] == len(flat)).all() and filled <= rows.most
     for block, expert in zip(taken, rows.experts.tolist(), strict=False):
         assert set(flat[block[block < len(flat)].long()].tolist()) == {expert}

@@ -167,10 +167,13 @@ def standing_in(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[...,
     return gemm
 
 
+@pytest.mark.parametrize("problem", [SMALL, replace(SMALL, experts=12)], ids=["whole", "one rank of two"])
 @pytest.mark.parametrize("form", [PLAIN, BLOCK], ids=["16 bit", "fp8"])
-def test_both_products_are_held_to_torch(monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
+def test_both_products_are_held_to_torch(
+    monkeypatch: pytest.MonkeyPatch, form: Any, problem: MoEProblem
+) -> None:
     bench = EngineBench(torch.device("cpu"), lambda cell: form)
-    cell, launch = Cell("small", SMALL, 5), Launch("fused_moe", Blocks(16, 64, 128, 1, 4, 4))
+    cell, launch = Cell("small", problem, 5), Launch("fused_moe", Blocks(16, 64, 128, 1, 4, 4))
     monkeypatch.setattr(engine_bench, "plain_gemm", standing_in(lambda y: y))
     assert bench.error(cell, launch) < 3e-3 and bench.time(cell, launch, 1) > 0
     assert launch in bench.candidates(cell) and bench.current(cell).regime == "fused_moe"

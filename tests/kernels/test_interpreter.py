@@ -28,6 +28,7 @@ CASES = [
     "interpreted_routing.py",
     "interpreted_sanitize.py",
     "interpreted_stress.py",
+    "interpreted_tuning.py",
     "interpreted_warpwise.py",
 ]
 

@@ -8,6 +8,9 @@ import pytest
 
 from moectl.inspection import MODELS, layer_without_weights
 from moectl.kernels.triton import table
+from moectl.kernels.triton.batch import one_each
+from moectl.kernels.triton.launch import launch_for
+from moectl.kernels.triton.marlin import tile_for
 from moectl.kernels.triton.runner import REGIMES
 from moectl.kernels.triton.table import Entry, Gpu, Measured, Spread, nearest
 from moectl.problem import Dims
@@ -60,6 +63,22 @@ def test_a_spread_counts_every_assignment(experts: int, top_k: int, tokens: int)
     spread = Spread.of(experts, top_k, tokens)
     assert spread.hit * spread.each == pytest.approx(tokens * min(top_k, experts))
     assert min(top_k, experts) * 0.999 <= spread.hit <= experts * 1.001 and spread.each > 0.999
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+def test_a_rank_gets_its_share_of_the_assignments(tokens: int) -> None:
+    """Its experts have as many tokens each as if all experts were there; fewer of them are hit."""
+    whole, here = KIMI, replace(KIMI, local_experts=KIMI.experts // 3)
+    all_of_it, share = Spread.here(whole, tokens), Spread.here(here, tokens)
+    assert all_of_it == Spread.of(KIMI.experts, KIMI.top_k, tokens)
+    assert share.each == all_of_it.each and 3 * share.hit == pytest.approx(all_of_it.hit)
+    assert launch_for(here, tokens).tile == launch_for(whole, tokens).tile
+    assert tile_for(here, tokens) == tile_for(whole, tokens)
+
+
+def test_rows_of_a_batch_are_all_of_experts_that_are_here() -> None:
+    one = one_each(replace(KIMI, local_experts=3))
+    assert Spread.here(one, 3 * 16) == Spread.of(3, 1, 3 * 16)
 
 
 def test_shipped_rows_are_launches_of_their_own_layers() -> None:

@@ -58,6 +58,14 @@ def test_routings_differ_and_repeat() -> None:
     assert torch.equal(first[0].ids, again[0].ids) and not torch.equal(first[0].ids, first[1].ids)
 
 
+def test_routings_of_a_rank_have_the_experts_that_it_has() -> None:
+    problem = small("kimi-k2").problem
+    (whole,) = routings(problem, 40, "uniform", 1, CPU)
+    (here,) = routings(replace(problem, local_experts=3), 40, "uniform", 1, CPU)
+    assert torch.equal(here.ids, torch.where(whole.ids < 3, whole.ids, -1)) and here.ids.dtype == torch.int32
+    assert torch.equal(here.weights, whole.weights)
+
+
 @pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 def test_products_are_of_ordinary_size_in_every_format(weight: WeightFormat) -> None:
     sizes = {"dims": Dims(256, 128), "experts": 6, "local_experts": 6, "top_k": 2}

@@ -22,8 +22,9 @@ KEPT = "one expert a token"
 
 
 def one_each(problem: MoEProblem) -> MoEProblem:
-    """`problem` with one expert a token, and no router's weight on its input."""
-    return replace(problem, top_k=1, routing=replace(problem.routing, weight_on_input=False))
+    """`problem` with one expert a token, each of those here, and no router's weight on its input."""
+    routing = replace(problem.routing, weight_on_input=False)
+    return replace(problem, experts=problem.local_experts, top_k=1, routing=routing)
 
 
 def layer_one_each(prepared: PreparedMoE) -> PreparedMoE:

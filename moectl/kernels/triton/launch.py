@@ -98,7 +98,7 @@ def launch_for(problem: MoEProblem, tokens: int) -> Launch:
     assignments = tokens * problem.top_k
     if tokens <= DECODE_TOKENS and assignments <= DECODE_ASSIGNMENTS:
         return Launch("decode", next(tile for most, tile in DECODE if tokens <= most))
-    per_expert = assignments / problem.local_experts
+    per_expert = assignments / problem.experts  # those of a rank get their share of its assignments
     return Launch("grouped", next(tile for most, tile in grouped_for(problem) if per_expert <= most))
 
 

@@ -65,7 +65,7 @@ Measured on an H200."""
 def tile_for(problem: MoEProblem, tokens: int) -> MarlinTile:
     """The tile for `tokens` tokens; a function of sizes alone, never of the routing."""
     t = tokens * problem.top_k
-    each = t / problem.local_experts
+    each = t / problem.experts
     return next(tile for most, per_expert, tile in TILES if t <= most and each <= per_expert)
 
 

@@ -52,17 +52,19 @@ class Sorted:
 
 
 def sort(ids: Tensor, experts: int, block_m: int) -> Sorted:
-    """``[tokens, top_k]`` expert ids, sorted into blocks of `block_m`. Waits for the GPU."""
+    """``[tokens, top_k]`` expert ids, -1 for none, sorted into blocks of `block_m`. Waits for the GPU."""
     flat = ids.flatten().long()
     hit = min(len(flat), experts)
     most = (hit + (len(flat) - hit) // block_m) * block_m
-    counts = torch.bincount(flat, minlength=experts)
+    by_expert = flat.argsort(stable=True)
+    by_expert = by_expert[flat[by_expert] >= 0]
+    of = flat[by_expert]
+    counts = torch.bincount(of, minlength=experts)
     whole = (counts + block_m - 1) // block_m * block_m
     begins = whole.cumsum(0) - whole
-    by_expert = flat.argsort(stable=True)
-    within = torch.arange(len(flat), device=ids.device) - (counts.cumsum(0) - counts)[flat[by_expert]]
+    within = torch.arange(len(of), device=ids.device) - (counts.cumsum(0) - counts)[of]
     order = torch.full((most,), len(flat), dtype=torch.int32, device=ids.device)
-    order[begins[flat[by_expert]] + within] = by_expert.int()
+    order[begins[of] + within] = by_expert.int()
     of_block = torch.repeat_interleave(torch.arange(experts, device=ids.device), whole // block_m)
     padded = torch.zeros(most // block_m, dtype=torch.int32, device=ids.device)
     padded[: len(of_block)] = of_block.int()

@@ -53,6 +53,12 @@ class Spread:
         hit = experts * -math.expm1(tokens * math.log1p(-share)) if share < 1 else float(experts)
         return Spread(hit, tokens * top_k / hit)
 
+    @staticmethod
+    def here(problem: MoEProblem, tokens: int) -> Spread:
+        """The spread over the experts of one rank, which has its share of those that are hit."""
+        whole = Spread.of(problem.experts, problem.top_k, tokens)
+        return Spread(whole.hit * problem.local_experts / problem.experts, whole.each)
+
     def distance(self, other: Spread) -> float:
         """In doublings; tokens per expert decide the kernel, experts only how full the GPU is."""
         return abs(math.log2(self.each / other.each)) + 0.5 * abs(math.log2(self.hit / other.hit))
@@ -123,7 +129,7 @@ def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[Measured
     far = {row.tokens: abs(math.log2(row.tokens / tokens)) for row in rows}
     for row in sorted(rows, key=lambda row: far[row.tokens]):
         if far[row.tokens] <= NEAR:
-            spread = Spread.of(problem.local_experts, problem.top_k, row.tokens)
+            spread = Spread.here(problem, row.tokens)
             yield Measured(spread, row.regime, row.tile, row.us)
 
 
@@ -132,7 +138,7 @@ def nearest(problem: MoEProblem, tokens: int, gpu: Gpu) -> Iterator[Measured]:
 
     A GPU of the same compute capability counts as the same, however many multiprocessors it has.
     """
-    spread = Spread.of(problem.local_experts, problem.top_k, tokens)
+    spread = Spread.here(problem, tokens)
     for _, entry in _by_distance(problem, gpu):
         yield from sorted(entry.rows, key=lambda row: row.spread.distance(spread))
 
@@ -142,7 +148,7 @@ def unlikeness(problem: MoEProblem, tokens: int, gpu: Gpu) -> float:
 
     0 for a cell that ships measured, infinite for another GPU.
     """
-    spread = Spread.of(problem.local_experts, problem.top_k, tokens)
+    spread = Spread.here(problem, tokens)
     for distance, entry in _by_distance(problem, gpu):
         return distance + min(row.spread.distance(spread) for row in entry.rows)
     return math.inf

@@ -43,7 +43,7 @@ def candidates(layer: PreparedMoE, gpu: StandIn) -> tuple[Examined, ...]:
     problem, found = layer.problem, []
     for name, regime in REGIMES.items():
         fewest, most = regime.each
-        spreads = {n: Spread.of(problem.local_experts, problem.top_k, n).each for n in TOKENS}
+        spreads = {n: Spread.here(problem, n).each for n in TOKENS}
         tokens = tuple(n for n, each in spreads.items() if fewest <= each <= most)
         if tokens and regime.capability[0] <= gpu.capability <= regime.capability[1]:
             tiles = [tile for tile in regime.candidates(problem) if not regime.fits(problem, tile)]

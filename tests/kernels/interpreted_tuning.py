@@ -1,0 +1,35 @@
+"""What tuning holds launches to, in Triton's interpreter; run by `test_interpreter` in its own process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moectl.kernels.tolerance import check
+from moectl.kernels.triton.launch import Launch
+from moectl.problem import MoEProblem, Parallel
+from moectl.tuning.cells import Cell
+from moectl.tuning.measure import AGREE, GpuBench
+
+from .kernel_cases import LAUNCHES
+from .layers import GPT_OSS, KIMI
+
+LAYERS = {
+    "whole": KIMI,
+    "one rank of experts": replace(KIMI, experts=18).on(Parallel(tp=6, ep=True)),
+    "one rank of slices": replace(GPT_OSS, experts=4).on(Parallel(tp=3)),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_portable_kernels_are_what_the_reference_says(layer: str, tokens: int) -> None:
+    problem: MoEProblem = LAYERS[layer]
+    bench, cell = GpuBench(torch.device("cpu")), Cell(layer, problem, tokens)
+    inputs = bench.inputs(cell)
+    assert inputs.expected.any() and all(s.ids.max() < problem.local_experts for s in inputs.sets)
+    launch: Launch = LAUNCHES["grouped 16x64x64"]
+    assert bench.error(cell, launch) < AGREE.rms
+    assert not check(-inputs.expected, inputs.expected, AGREE).ok
