@@ -11,7 +11,7 @@ from moectl.convert.layout import layout_named
 from moectl.convert.safetensors_file import TORCH_DTYPES
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.triton.inspection.report import KernelReport, report_of
-from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
+from moectl.kernels.triton.inspection.standin import STAND_INS, Launched, standing_in
 from moectl.kernels.triton.marlin import LAYOUT, MarlinTile, run_with, tile_for
 from moectl.problem import Dims, MoEProblem
 from moectl.schemes import Scheme, int_format
@@ -48,16 +48,26 @@ def without_weights(problem: MoEProblem) -> PreparedMoE:
     return PreparedMoE(problem, "triton_marlin", LAYOUT, weights, dense)  # type: ignore[arg-type]
 
 
-def compiled(problem: MoEProblem, tokens: int, tile: MarlinTile, arch: int) -> list[KernelReport]:
+def launched_by(problem: MoEProblem, tokens: int, tile: MarlinTile, arch: int) -> list[Launched]:
     """The two products of a call."""
     dtype = DTYPES[problem.dtype]
     x = torch.empty(tokens, problem.dims.hidden, dtype=dtype, device="meta")
     ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
     with standing_in(STAND_INS[arch]) as launched:
         run_with(without_weights(problem), x, ids, ids.float(), tile)
-        reports = [report_of(it) for it in launched if "gemm" in it.name]
-    assert len(reports) == 2
-    return reports
+    products = [it for it in launched if "gemm" in it.name]
+    assert len(products) == 2
+    return products
+
+
+def compiled(problem: MoEProblem, tokens: int, tile: MarlinTile, arch: int) -> list[KernelReport]:
+    return [report_of(it) for it in launched_by(problem, tokens, tile, arch)]
+
+
+def ttir_of(name: str) -> str:
+    """The first form of a kernel, of an SM90's few tokens."""
+    products = launched_by(KIMI_K2, 4, tile_for(KIMI_K2, 4), 90)
+    return next(it.kernel.asm["ttir"] for it in products if it.name == name)
 
 
 @pytest.mark.parametrize(("name", "tile"), TURNS)
@@ -65,6 +75,15 @@ def test_every_format_compiles_without_faults(name: str, tile: str) -> None:
     for report in compiled(FORMATS[name], 5, TILES[tile], 90):
         print(report)
         assert not report.faults and report.mma and not report.wgmma
+
+
+def test_what_is_read_before_the_wait_for_another_kernel_comes_from_l2() -> None:
+    """The second product reads its work while the first still runs: L1 may hold an earlier call's."""
+    before, after = ttir_of("_marlin_gemm2_kernel").split("griddepcontrol.wait", 1)
+    early = [line for line in before.splitlines() if "tt.load" in line]
+    print(*early, sep="\n")
+    assert len(early) == 4 and all("cacheModifier = cg" in line for line in early)
+    assert "tt.load" in after
 
 
 @pytest.mark.parametrize(("name", "arch"), CASES)

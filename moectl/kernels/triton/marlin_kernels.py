@@ -85,14 +85,17 @@ def _items_kernel(
 
 @triton.jit
 def _work(SORTED, ITEMS, row_tiles, bound, E: tl.constexpr, BM: tl.constexpr):
-    """This program's (expert, row tile, slots [BM], rows of H [BM], live [BM], whether there is any)."""
+    """This program's (expert, row tile, slots [BM], rows of H [BM], live [BM], whether there is any).
+
+    From L2: the second GEMM reads before it waits, when the L1 cache may still hold an earlier call's.
+    """
     pid = tl.program_id(0)
     item = pid // row_tiles
-    expert = tl.load(ITEMS + item)
+    expert = tl.load(ITEMS + item, cache_modifier=".cg")
     work = expert < E
-    h_rows = tl.load(ITEMS + bound + item) + tl.arange(0, BM)
-    live = (h_rows < tl.load(ITEMS + 2 * bound + item)) & work
-    slots = tl.load(SORTED + h_rows, mask=live, other=0)
+    h_rows = tl.load(ITEMS + bound + item, cache_modifier=".cg") + tl.arange(0, BM)
+    live = (h_rows < tl.load(ITEMS + 2 * bound + item, cache_modifier=".cg")) & work
+    slots = tl.load(SORTED + h_rows, mask=live, other=0, cache_modifier=".cg")
     return expert, pid % row_tiles, slots, h_rows, live, work
 
 
