@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
+import torch
 
 from moectl.inspection import MODELS, layer_without_weights
 from moectl.kernels.triton import table
 from moectl.kernels.triton.batch import one_each
+from moectl.kernels.triton.hopper.mid import MID_REGIME
+from moectl.kernels.triton.hopper.prefill import PROMISING
+from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
 from moectl.kernels.triton.launch import launch_for
 from moectl.kernels.triton.marlin import tile_for
-from moectl.kernels.triton.runner import REGIMES
+from moectl.kernels.triton.runner import REGIMES, choose_shipped
 from moectl.kernels.triton.table import Entry, Gpu, Measured, Spread, nearest
 from moectl.problem import Dims
+from moectl.schemes import FULL, Scheme, int_format
 
 from .layers import GPT_OSS, KIMI
 
@@ -79,6 +84,45 @@ def test_a_rank_gets_its_share_of_the_assignments(tokens: int) -> None:
 def test_rows_of_a_batch_are_all_of_experts_that_are_here() -> None:
     one = one_each(replace(KIMI, local_experts=3))
     assert Spread.here(one, 3 * 16) == Spread.of(3, 1, 3 * 16)
+
+
+OSS = layer_without_weights("openai/gpt-oss-120b").problem
+QWEN = layer_without_weights("Qwen/Qwen3-30B-A3B-GPTQ-Int4").problem
+NOT_MEASURED = {
+    "mxfp4 in fp16": replace(OSS, dtype="fp16"),
+    "bf16 scales in fp16": replace(QWEN, scheme=Scheme(int_format(4, 128, "BF16")), dtype="fp16"),
+    "int8, fp16 scales": replace(QWEN, scheme=Scheme(int_format(8, 128, "F16"))),
+}
+"""Layers whose kernels for many tokens have no row: `mid` and `prefill` do not take them."""
+
+
+@pytest.mark.parametrize("name", NOT_MEASURED)
+def test_kernels_of_few_tokens_are_not_taken_for_many(name: str) -> None:
+    problem = NOT_MEASURED[name]
+    with standing_in(STAND_INS[90]):
+        few = choose_shipped(problem, 32, torch.device("cuda"))
+        assert few.regime in ("stream", "warpwise")
+        for tokens in (512, 4096, 65_536):
+            assert choose_shipped(problem, tokens, torch.device("cuda")) == launch_for(problem, tokens)
+
+
+def test_wider_codes_take_a_row_with_a_shorter_ring() -> None:
+    problem = replace(QWEN, scheme=Scheme(int_format(8, FULL)))
+    with standing_in(STAND_INS[90]):
+        own, wider = (choose_shipped(it, 1024, torch.device("cuda")) for it in (QWEN, problem))
+    assert own.regime == wider.regime == "mid" and wider.tile.stages < own.tile.stages
+    longer = replace(wider.tile, stages=wider.tile.stages + 1)
+    assert "shared memory" in MID_REGIME.fits(problem, longer)
+    assert replace(wider.tile, stages=0) == replace(own.tile, stages=0)
+
+
+def test_few_tokens_are_no_work_for_kernels_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = Measured(Spread.of(128, 4, 8192), "prefill", asdict(PROMISING[0]), 1.0)
+    entry = Entry(H200, str(OSS.scheme.weight), 2880, 2880, 128, 4, (prefill,))
+    monkeypatch.setattr(table, "entries", lambda: (entry,))
+    with standing_in(STAND_INS[90]):
+        found = {n: choose_shipped(OSS, n, torch.device("cuda")).regime for n in (16, 512, 1024, 65_536)}
+    assert found == {16: "decode", 512: "grouped", 1024: "prefill", 65_536: "prefill"}
 
 
 def test_shipped_rows_are_launches_of_their_own_layers() -> None:

@@ -61,7 +61,7 @@ DECODE: tuple[tuple[int, Tile], ...] = (
 more rows per warp, which is fewer instructions per weight."""
 
 GROUPED: tuple[tuple[float, Tile], ...] = (
-    (16, Tile(16, 256, 64, stages=4, warps=4)),
+    (12, Tile(16, 256, 64, stages=4, warps=4)),
     (40, Tile(32, 128, 64, stages=5, warps=4, tails=1)),
     (100, Tile(64, 256, 64, stages=4, warps=8, tails=2)),
     (float("inf"), Tile(128, 128, 64, stages=4, warps=8, tails=2)),
