@@ -128,9 +128,10 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
 
 
 REACH = 2.0
-"""How many times the tokens of an expert a row is taken for that it was measured at, and to what share of the
-fewest that its family is for. Where nothing nearer runs, an H200 took 0.9 to 1.1 of the portable kernels' time
-at twice the tokens of an 8-token kernel's row, 1.1 to 1.2 at four times, 1.4 to 1.8 at eight, 2 to 3 at more."""
+"""How many times the tokens of an expert a row is taken for that it was measured at, and to what share of
+the fewest that its family is for. Where nothing nearer runs, an H200 took 0.9 to 1.1 of the portable kernels'
+time at twice the tokens of an 8-token kernel's row, 1.1 to 1.2 at four times, 1.4 to 1.8 at eight, 2 to 3 at
+more."""
 
 
 def _reaches(row: Measured, each: float) -> bool:
