@@ -76,7 +76,7 @@ class BackendFailed(MoectlError):
 
 
 class CheckFailed(MoectlError):
-    """A result, a hash or a round trip is not what it must be."""
+    """A result is not what it must be."""
 
     exit_code = ExitCode.FOUND
 

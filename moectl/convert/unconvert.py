@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.model import TensorInfo
-from ..errors import CheckFailed, CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError
 from .batches import FolderReader
 from .disk import (
     copy_bytes,
@@ -57,8 +57,8 @@ def unconvert(
 
     Raises:
         UsageError: `back` is not empty, or lies in `out`; `out` is one rank's folder of several.
-        CheckpointError: `out` is no finished converted folder, or a file of it is damaged.
-        CheckFailed: a tensor does not come back with its hash.
+        CheckpointError: `out` is no finished converted folder, a file of it is damaged, or a tensor does not
+            come back with its hash.
         Unavailable: no room on the disk.
     """
     manifests = load_folders(out)
@@ -148,7 +148,7 @@ def _restore_layers(
         for members in layer_restorers(manifests, layer, readers, meter, max_memory):
             wrong = restore_layer(members, store)
             if wrong:
-                raise CheckFailed(f"{wrong[0]}.", hint="Run verify to see everything that is damaged.")
+                raise CheckpointError(f"{wrong[0]}.", hint="Run verify to see everything that is damaged.")
 
 
 def _check(out: Path, item: FileRecord) -> None:

@@ -206,15 +206,23 @@ def test_a_dry_run_looks_at_the_output_too(tiny_gpt_oss, tmp_path):
     assert "not empty" in done.stderr
 
 
-def test_a_flipped_byte_is_found_by_run(tiny_gpt_oss, tmp_path):
+@pytest.mark.parametrize("damage", ["a byte", "cut off", "gone", "no header"])
+def test_a_damaged_folder_ends_every_command_that_needs_it_with_4(tiny_gpt_oss, tmp_path, damage):
     out = tmp_path / "out"
     moectl("convert", tiny_gpt_oss, out, "--to", "marlin")
     file = out / "moectl-layer-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-1000] ^= 1
-    file.write_bytes(data)
-    moectl("verify", out, code=1)
-    moectl("run", out, "--device", "cpu", code=4)
+    left = {"a byte": data, "cut off": data[:-50], "no header": b"x" * len(data)}
+    file.write_bytes(left[damage]) if damage in left else file.unlink()
+    assert file.name in moectl("verify", out, code=1).stdout
+    quick = ("--device", "cpu", "--backend", "torch")
+    for command in (
+        ("unconvert", out, tmp_path / "back"),
+        ("run", out, *quick),
+        ("bench", out, *quick, "-m", 1, "--repeats", 1),
+    ):
+        assert file.name in moectl(*command, code=4).stderr
 
 
 def test_unconverting_experts_alone_says_so(tiny_gpt_oss, tmp_path):

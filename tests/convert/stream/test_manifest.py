@@ -16,7 +16,7 @@ from moectl.convert.manifest import load_layer, load_manifest
 from moectl.convert.stream import convert
 from moectl.convert.unconvert import unconvert
 from moectl.convert.verify import verify
-from moectl.errors import CheckFailed, CheckpointError, MoectlError, UsageError
+from moectl.errors import CheckpointError, MoectlError, UsageError
 
 from .checkpoints import folder_bytes
 from .conftest import plan_of
@@ -303,7 +303,7 @@ def test_verify_notices_another_chain(converted: Path) -> None:
     report = verify(converted)
     assert any("does not come back" in text for text in report.findings)
     back = converted.parent / "back"
-    with pytest.raises(CheckFailed, match="does not come back"):
+    with pytest.raises(CheckpointError, match="does not come back"):
         unconvert(converted, back)
     assert not list(back.iterdir())
 

@@ -28,7 +28,7 @@ from moectl.convert.shards import shard_of
 from moectl.convert.stream import Summary, convert
 from moectl.convert.unconvert import unconvert
 from moectl.convert.verify import verify
-from moectl.errors import CheckFailed, CheckpointError, UsageError
+from moectl.errors import CheckpointError, UsageError
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.runners import runner_for
@@ -295,7 +295,7 @@ def test_damage_in_a_rank_is_named(ranks: Path, tmp_path: Path) -> None:
         assert any("the slice of w2_bias does not come back" in text for text in findings)
     assert not any("rank-03" in text for text in verify(ranks).findings)
     assert verify(rank_folder(ranks, 3)).ok
-    with pytest.raises(CheckFailed, match=f"rank-02/{path.name}"):
+    with pytest.raises(CheckpointError, match=f"rank-02/{path.name}"):
         unconvert(ranks, tmp_path / "back")
 
 
