@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moectl.kernels.runners import runner_for
+from moectl.kernels.triton.batch import one_each
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.marlin import TILES
-from moectl.kernels.triton.runner import REGIMES, is_runnable
+from moectl.kernels.triton.runner import REGIMES, is_runnable, run_batch_with
+from moectl.padding import pad
+from moectl.problem import Dims
 
 from . import batch_cases as cases
 from . import kernel_cases
-from .layers import GPT_OSS, KIMI, QWEN, layer_among_others
+from .layers import GPT_OSS, KIMI, QWEN, layer_among_others, random_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +61,32 @@ def test_agrees(weight: str, launch: Launch) -> None:
 def test_marlin_agrees(name: str) -> None:
     for _, _, tile in TILES:
         cases.agrees(QWEN, tile, name, 37, "cuda")
+
+
+WIDE = replace(KIMI, dims=Dims(7168, 64), experts=40, local_experts=40)
+ROWS = 8192
+"""Of each expert of a batch of 2.3 * 10^9 numbers."""
+
+
+@pytest.mark.parametrize("family", [family for family in REGIMES if family != "decode"])
+def test_rows_beyond_32_bits(family: str) -> None:
+    """Decode is for few assignments; a sum in fp32 of all families takes another 9 GB."""
+    regime, batch = REGIMES[family], one_each(pad("moectl-mtile64", WIDE))
+    if not regime.runs_on(torch.device("cuda")):
+        pytest.skip(f"the {family} kernels do not run on this GPU")
+    planned = [
+        it for it in regime.candidates(batch) if getattr(it, "planned", 1) and not regime.fits(batch, it)
+    ]
+    layer = random_layer(WIDE)
+    prepared = layer.prepared("triton", "cuda")
+    counts = torch.zeros(WIDE.experts, dtype=torch.int32)
+    counts[[0, 36, 37, 39]] = torch.tensor([3, 1, 21, 5], dtype=torch.int32)
+    x = torch.empty(WIDE.experts, ROWS, WIDE.dims.hidden, dtype=torch.bfloat16, device="cuda")
+    assert x.numel() > 2**31
+    x[:, :21].normal_()
+    y = run_batch_with(prepared, x, counts.cuda(), Launch(family, planned[0]))
+    # Of the large tensors only rows that may be tokens are looked at.
+    cases.held(layer, prepared, x[:, :21], counts, y[:, :21])
 
 
 @pytest.mark.parametrize("most", [0, 1, 16, 200])

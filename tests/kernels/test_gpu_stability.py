@@ -128,3 +128,33 @@ def test_a_graph_gives_what_the_call_gives(name: str, family: str) -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert same_bits(eager, y), (case.launch, len(case.inputs.x))
+
+
+def other_routings(inputs: Inputs, experts: int) -> Iterator[torch.Tensor]:
+    """Ids as unlike as can be: none at all, all tokens on the last experts, few, and those of the inputs."""
+    ids = inputs.ids
+    yield torch.full_like(ids, -1)
+    yield torch.arange(experts - 1, experts - 1 - ids.shape[1], -1, device=ids.device).int().expand_as(ids)
+    yield torch.where(torch.arange(len(ids), device=ids.device)[:, None] % 5 == 4, ids, experts + 3)
+    yield ids.flip(1)
+
+
+@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_graph_follows_another_routing(name: str, family: str) -> None:
+    for case in cases(name, family):
+        now = replace(case, inputs=replace(case.inputs, ids=case.inputs.ids.clone()))
+        now.run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = now.run()
+        for ids in other_routings(case.inputs, LAYERS[name].experts):
+            now.inputs.ids.copy_(ids)
+            y.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            eager = replace(case, inputs=replace(case.inputs, ids=ids.contiguous())).run()
+            assert torch.isfinite(y).all() and same_bits(eager, y), (case.launch, len(case.inputs.x))
+            if not ((ids >= 0) & (ids < LAYERS[name].experts)).any():
+                assert not y.any()

@@ -171,6 +171,8 @@ def _sources(X, SORTED, first, tokens, KX, WIDTH: gl.constexpr, HOW: gl.constexp
     row = gl.minimum(place, tokens - 1)
     if HOW.stage == 1:
         row = gl.load(SORTED + first + row) // HOW.top_k
+        if HOW.wide:  # rows of a batch, which all have a slot of their own
+            row = row.to(gl.int64)
         base = X
     else:
         row = _here(row, HOW)  # as pointers, which they become if known, rows would take twice the registers
