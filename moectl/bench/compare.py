@@ -21,6 +21,21 @@ that did not change, one would be called faster or slower."""
 FEWEST_ROUNDS = 3
 """Rounds below which quartiles say nothing of the noise."""
 
+VERDICTS = {
+    "faster": "B took less: quartiles do not overlap, medians are more than "
+    f"{ERRORS:.0f} standard errors and the threshold apart",
+    "slower": "B took more, likewise",
+    "level": "timed in both, and neither faster nor slower",
+    "unknown": f"timed in both, of fewer than {FEWEST_ROUNDS} rounds or without quartiles: noise not known",
+    "broken": "timed in A, without a time in B",
+    "mended": "without a time in A, timed in B",
+    "neither": "in both runs, without a time in either",
+    "missing": "timed in A, not in B, which was asked for its backend or for all",
+    "gone": "not in B: had no time in A, or is of a backend that B was not asked for",
+    "new": "in B alone",
+}
+"""What a verdict on a cell says, by its word; A is the earlier run, B the later one."""
+
 REGRESSIONS = ("slower", "broken", "missing")
 """Verdicts that make a comparison fail."""
 
@@ -30,10 +45,7 @@ class Verdict:
     """One cell in two runs; a row is None where its run does not have the cell.
 
     Attributes:
-        word: ``faster``, ``slower``, ``level``, ``unknown`` (a run does not tell its noise), ``broken``
-            (timed before, not now), ``mended`` (the other way round), ``neither`` (timed in none),
-            ``missing`` (timed before, and the later run lacks the cell), ``gone`` (likewise, of a backend
-            that the later run was not asked for, or without a time before), ``new``.
+        word: one of `VERDICTS`.
         ratio: the median after over the one before; None without both.
     """
 

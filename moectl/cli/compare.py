@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bench.compare import REGRESSIONS, VERDICTS
 from ..errors import ExitCode
 from .options import framed, option
 from .output import Output, count, table
@@ -17,9 +18,8 @@ EXAMPLES = (
     "moectl compare main.csv branch.csv --threshold 0.05 --json",
 )
 MORE = (
-    "faster, slower: the quartiles of the two runs do not overlap, and the medians differ by more than",
-    "4 standard errors and the threshold; else level. unknown: fewer than 3 rounds. broken, missing:",
-    "timed in A, not in B or not there. gone: likewise, of a backend that B was not asked for.",
+    "Verdicts (exit code 1: " + ", ".join(REGRESSIONS) + "):",
+    *(f"  {word:<8} {meaning}" for word, meaning in VERDICTS.items()),
 )
 
 

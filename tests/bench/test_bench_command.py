@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from moectl.bench.compare import VERDICTS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cli"))
@@ -323,3 +326,12 @@ def test_commands_start_without_torch():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ
     )
     assert done.stdout.strip() == "False"
+
+
+def test_every_verdict_is_explained():
+    told = moectl("compare", "--help", env={"TERMINAL_WIDTH": "100"}).stdout
+    docs = (ROOT / "docs/bench.md").read_text().partition("## Compare")[2].lower()
+    for word, meaning in VERDICTS.items():
+        assert re.search(rf"^ +{word} +{re.escape(meaning)}$", told, re.MULTILINE), word
+        assert f"*{word}*" in docs, word
+    assert re.search(r"exit code 1: slower, broken, missing", told)
