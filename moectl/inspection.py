@@ -15,14 +15,16 @@ from .kernels.triton.inspection.shipped import Examined, candidates, inspect, sh
 from .kernels.triton.inspection.standin import STAND_INS, StandIn
 from .kernels.triton.launch import Launch
 from .kernels.triton.runner import REGIMES
+from .models import MODELS as TIMED
 
 MODELS = (
     "openai/gpt-oss-120b",
     "openai/gpt-oss-20b",
     "moonshotai/Kimi-K2-Thinking",
     "Qwen/Qwen3-30B-A3B-GPTQ-Int4",
+    "deepseek-v3",
 )
-"""Built-in models whose layers are examined unless others are named."""
+"""Built-in models and timed layers that are examined unless others are named."""
 
 BACKEND = "triton"
 
@@ -51,8 +53,9 @@ def gpu_of(arch: int) -> StandIn:
 
 
 def layer_without_weights(model: str) -> PreparedMoE:
-    """An MoE layer of a built-in model, in shapes alone."""
-    return unfilled(declared_layers(built_in(model).config).group.problem, BACKEND)
+    """An MoE layer of a built-in model, or of `models.MODELS` in its usual format, in shapes alone."""
+    problem = TIMED.get(model) or declared_layers(built_in(model).config).group.problem
+    return unfilled(problem, BACKEND)
 
 
 def one_of_each_family(launches: Iterable[Examined]) -> tuple[Examined, ...]:

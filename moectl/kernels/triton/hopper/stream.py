@@ -259,28 +259,38 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
     return ""
 
 
-FOUR_ROWS, TALL = Shape(1, 4, 1, 4, 1), Shape(1, 4, 2, 4, 1)
-DEEP, DEEP_RUN, DEEP_HALVES = Shape(1, 4, 1, 8, 1), Shape(1, 4, 1, 8, 2), Shape(2, 4, 1, 8, 1)
-
-WORTH_A_TRY: tuple[tuple[int, int, Shape, Shape, int], ...] = (
-    (1, 0, Shape(2, 2, 1, 4, 1), Shape(4, 4, 1, 4, 1), 0),
-    (1, 0, DEEP_HALVES, DEEP_HALVES, 0),
-    (1, 0, Shape(2, 4, 1, 4, 1), FOUR_ROWS, 0),
-    (1, 0, FOUR_ROWS, TALL, 0),
-    (4, 1, DEEP, DEEP, 1),
-    (4, 1, DEEP_RUN, DEEP_RUN, 1),
-    (4, 1, TALL, TALL, 1),
-    (8, 1, DEEP_RUN, TALL, 1),
-    (8, 1, TALL, TALL, 1),
+HALVES, DEEP_HALVES = Shape(2, 4, 1, 4, 1), Shape(2, 4, 1, 8, 1)
+FOUR_ROWS, DEEP, DEEP_RUN, TALL = (
+    Shape(1, 4, 1, 4, 1),
+    Shape(1, 4, 1, 8, 1),
+    Shape(1, 4, 1, 8, 2),
+    Shape(1, 4, 2, 4, 1),
 )
-"""(tokens, planned, first, second, fused): launches that were the fastest of a layer on an H200."""
+WIDE_DEEP, WIDE_TALL = Shape(1, 8, 1, 8, 1), Shape(1, 8, 2, 4, 1)
+
+WORTH_A_TRY: tuple[tuple[int, int, Shape, Shape, int, int], ...] = (
+    (1, 0, Shape(2, 2, 1, 4, 1), Shape(4, 4, 1, 4, 1), 1, 0),
+    (1, 0, Shape(2, 2, 1, 4, 1), DEEP, 2, 0),
+    (1, 0, HALVES, HALVES, 1, 0),
+    (1, 0, DEEP_HALVES, DEEP_HALVES, 1, 0),
+    (1, 0, WIDE_DEEP, TALL, 1, 0),
+    (1, 0, WIDE_DEEP, WIDE_TALL, 1, 0),
+    (1, 0, TALL, WIDE_DEEP, 1, 0),
+    (4, 1, FOUR_ROWS, FOUR_ROWS, 1, 1),
+    (4, 1, DEEP, DEEP, 1, 1),
+    (4, 1, TALL, TALL, 1, 1),
+    (8, 1, DEEP_RUN, TALL, 1, 1),
+    (8, 1, TALL, DEEP, 1, 1),
+    (8, 1, TALL, TALL, 1, 1),
+)
+"""(tokens, planned, first, second, split, fused): launches that were the fastest of a layer on an H200."""
 
 
 def candidates(problem: MoEProblem) -> tuple[StreamTile, ...]:
     """Tiles among which measurements decide."""
     return tuple(
-        replace(StreamTile(tokens, planned, *astuple(first), *astuple(second)), fused=fused)
-        for tokens, planned, first, second, fused in WORTH_A_TRY
+        replace(StreamTile(tokens, planned, *astuple(first), *astuple(second)), split=split, fused=fused)
+        for tokens, planned, first, second, split, fused in WORTH_A_TRY
     )
 
 
