@@ -17,6 +17,9 @@ from moectl.kernels.triton.runner import run_with
 COPIES = re.compile(r"cp\.async\.cg\.shared\.global \[ (%r\d+) \+ 0 \]")
 """Triton's asynchronous copies into shared memory: the address of a thread's 16 bytes."""
 
+BOXES = re.compile(r"cp\.async\.bulk\.tensor\S+ \[(%r\d+)\]")
+"""TMA's copies into shared memory: the address of a box."""
+
 READ = re.compile(r"add\.u32 low, low, (%r\d+);")
 """Where `hopper.joint` adds the place of tokens to the beginning of shared memory."""
 

@@ -96,7 +96,6 @@ class Variant(Product):
         group: columns of one scale; 0: all.
         even: no stage of the ring reaches beyond the tokens' columns.
         wide: slots times columns exceed 32 bits.
-        joint: whether numbers of columns between powers of two are one product, if all lie in one array.
         unit: a power of two that divides the result's columns.
         registers: of a worker's and a loader's thread.
     """
@@ -107,7 +106,6 @@ class Variant(Product):
     activation: str
     gated: bool
     widths: tuple[int, ...]
-    joint: bool
     unit: int
     workers: int
     tall: int
@@ -138,15 +136,6 @@ def registers(tile: MidTile) -> tuple[int, int]:
     return next((have for tokens, have in most.items() if tile.tokens <= tokens), (0, 0))
 
 
-def joint(problem: MoEProblem, tile: MidTile) -> bool:
-    """Whether a stage's tokens are its largest part: then they lie at the beginning of the shared memory.
-
-    A product of columns that are no power of two reads them there; Triton has no name for the place.
-    """
-    rows = int(ring._first.fn(tile.tokens))
-    return 128 * rows > 512 * problem.scheme.weight.bits * tile.workers * tile.tall
-
-
 def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Variant:
     p = layer.problem
     weight, act = p.scheme.weight, p.activation
@@ -159,7 +148,6 @@ def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Varia
         activation=act.name,
         gated=act.gated,
         widths=WIDTHS[tile.tokens],
-        joint=joint(p, tile),
         unit=math.gcd(p.dims.intermediate if stage == 1 else p.dims.hidden, KNOWN_UNIT),
         workers=tile.workers,
         tall=tile.tall,

@@ -23,19 +23,24 @@ from .fragments import code_layout, code_lines, fragment, scale_layout, scale_wo
 from .joint import joined, joint_finished, joint_issued, joint_operand, joint_zeros
 from .mid_results import _biases, _note, _store_all, _sums
 from .mid_ring import (
+    _before,
     _cached,
     _first,
+    _jointly,
     _next,
     _program,
     _rest,
+    _rows,
     _run,
     _size_here,
     _stage_words,
+    _together,
     _token_loader,
     _weight_loader,
     _width,
     _words_layout,
 )
+from .names import reinterpret
 
 
 @triton.jit
@@ -81,8 +86,9 @@ def _stored(codes, words, stage, D: gl.constexpr, BLOCK: gl.constexpr, HOW: gl.c
     WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
     LINES: gl.constexpr = code_lines(HOW.format)
     LAYOUT: gl.constexpr = scale_layout(HOW.format, HOW.group)
+    BEFORE: gl.constexpr = _before(HOW)
     place = stage * HOW.blocks + BLOCK
-    raw = codes.index(place).slice(D * LINES, LINES).load(code_layout(HOW.format))
+    raw = codes.index(BEFORE + place).slice(D * LINES, LINES).load(code_layout(HOW.format))
     if HOW.boxed:
         AT: gl.constexpr = _run(D, HOW) * WORDS
         of = words.index(place)
@@ -92,12 +98,6 @@ def _stored(codes, words, stage, D: gl.constexpr, BLOCK: gl.constexpr, HOW: gl.c
     s = of.slice(AT, WORDS).load(LAYOUT)
     z = of.slice(_stage_words(HOW) + AT, WORDS).load(LAYOUT) if HOW.zeros else s
     return raw, s, z
-
-
-@gluon.constexpr_function
-def _jointly(WIDTH, ROWS, HOW):
-    """Whether WIDTH is no power of two and yet one product: its tokens lie in one array of ROWS."""
-    return HOW.joint and _rest(WIDTH) > 0 and _first(WIDTH) < ROWS
 
 
 @gluon.jit
@@ -128,7 +128,7 @@ def _multiply_all(ring, piece, a, acc, WIDTH: gl.constexpr, HOW: gl.constexpr):
     FIRST: gl.constexpr = _first(WIDTH)
     REST: gl.constexpr = _rest(WIDTH)
     x, more, _codes, _words, _full, _empty = ring
-    if _jointly(WIDTH, x.shape[1], HOW):
+    if _jointly(WIDTH, HOW):
         sums = joint_issued(a, piece * (x.shape[1] * 128), acc, WIDTH // 16)
     elif REST:
         if x.shape[1] == FIRST:
@@ -178,8 +178,8 @@ def _step(
     """
     TALL: gl.constexpr = HOW.tall
     PIECES: gl.constexpr = HOW.depth * TALL
-    x, _more, codes, words, full, empty = ring
-    JOINT: gl.constexpr = _jointly(WIDTH, x.shape[1], HOW)
+    _x, _more, codes, words, full, empty = ring
+    JOINT: gl.constexpr = _jointly(WIDTH, HOW)
     following, turn = _next(stage, phase, HOW)
     if not LAST and HOW.boxed:
         # Before all else: a wait later on would end a stretch of code in which ptxas, left to itself,
@@ -235,8 +235,8 @@ def _product(
 ):  # fmt: skip
     """Sums of a tile's one or two row blocks over all columns, and the ring position behind it."""
     UNROLL: gl.constexpr = 2 if HOW.depth * HOW.tall == 1 else 1  # two operands take turns without moves
-    x, _more, codes, words, full, _empty = ring
-    JOINT: gl.constexpr = _jointly(WIDTH, x.shape[1], HOW)
+    _x, _more, codes, words, full, _empty = ring
+    JOINT: gl.constexpr = _jointly(WIDTH, HOW)
     steps = (K // 64 + HOW.depth - 1) // HOW.depth
     acc = _zeros(WIDTH, JOINT)
     acc2 = _zeros(WIDTH, JOINT)
@@ -316,22 +316,26 @@ def _grouped_gemm_kernel(
     # The next kernel may start. It finds the tiles: they were there before this kernel began to work.
     tl.extra.cuda.gdc_launch_dependents()
     DTYPE: gl.constexpr = X.dtype.element_ty
-    ROWS: gl.constexpr = _first(_width(len(HOW.widths) - 1, HOW))
+    ROWS: gl.constexpr = _rows(HOW)
     REST: gl.constexpr = _rest(_width(len(HOW.widths) - 1, HOW))
     ALL: gl.constexpr = 2 * ROWS if REST else ROWS
     LINES: gl.constexpr = code_lines(HOW.format)
     WORDS: gl.constexpr = _stage_words(HOW) * (2 if HOW.zeros else 1)
     PLACES: gl.constexpr = HOW.stages * (HOW.blocks if HOW.boxed else 1)
+    PIECES: gl.constexpr = HOW.stages * HOW.depth
+    X_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    CODES_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    CODES_SHAPE: gl.constexpr = [_before(HOW) + HOW.stages * HOW.blocks, HOW.depth * LINES, 128]
     count = gl.load(COUNT, cache_modifier=_cached(HOW))
-    x = gl.allocate_shared_memory(DTYPE, [HOW.stages * HOW.depth, ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
-    more = gl.allocate_shared_memory(
-        DTYPE, [HOW.stages * HOW.depth, REST if REST else 8, 64], gl.NVMMASharedLayout(128, 16, 2)
-    )
+    if _together(HOW):
+        codes = gl.allocate_shared_memory(gl.uint8, CODES_SHAPE, CODES_LAYOUT)
+        x = reinterpret(codes, DTYPE, [PIECES, ROWS, 64], X_LAYOUT)
+    else:
+        x = gl.allocate_shared_memory(DTYPE, [PIECES, ROWS, 64], X_LAYOUT)
+        codes = gl.allocate_shared_memory(gl.uint8, CODES_SHAPE, CODES_LAYOUT)
+    more = gl.allocate_shared_memory(DTYPE, [PIECES, REST if REST else 8, 64], X_LAYOUT)
     slots = gl.allocate_shared_memory(gl.int32, [HOW.workers, ALL], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights = gl.allocate_shared_memory(gl.float32, [HOW.workers, ALL], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    codes = gl.allocate_shared_memory(
-        gl.uint8, [HOW.stages * HOW.blocks, HOW.depth * LINES, 128], gl.NVMMASharedLayout(128, 8, 2)
-    )
     words = gl.allocate_shared_memory(gl.int32, [PLACES, WORDS], _words_layout(HOW))
     full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())

@@ -35,6 +35,35 @@ def _rest(WIDTH):
 
 
 @gluon.constexpr_function
+def _rows(HOW):
+    """Tokens of a piece whose columns lie in one array; those beyond are in another."""
+    return _first(HOW.widths[-1])
+
+
+@gluon.constexpr_function
+def _jointly(WIDTH, HOW):
+    """Whether WIDTH is no power of two and yet one product: its tokens lie in one array."""
+    return _rest(WIDTH) > 0 and _first(WIDTH) < _rows(HOW)
+
+
+@gluon.constexpr_function
+def _together(HOW):
+    """Whether tokens and codes share an array: joint products read from where the shared memory begins.
+
+    Triton has no name for another place, and puts the largest array first. That is the one of the tokens
+    where a piece has more of them than lines of codes.
+    """
+    jointly = any(_jointly(width, HOW) for width in HOW.widths)
+    return jointly and _rows(HOW) <= HOW.blocks * code_lines(HOW.format)
+
+
+@gluon.constexpr_function
+def _before(HOW):
+    """Places of codes that the ring's tokens take in the array of codes, before the first of these."""
+    return HOW.stages * _rows(HOW) // code_lines(HOW.format) if _together(HOW) else 0
+
+
+@gluon.constexpr_function
 def _span(HOW):
     """Columns of one run of scale words; 0: all."""
     return 64 if HOW.group == 32 else HOW.group
@@ -117,6 +146,7 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
     ALL: gl.constexpr = _stage_words(HOW)
     BYTES: gl.constexpr = HOW.depth * LINES * 128 + (ALL * 4 if HOW.boxed else 0)
     SPAN: gl.constexpr = _span(HOW)
+    BEFORE: gl.constexpr = _before(HOW)
     K = _size_here(K, 32, HOW)
     N = _size_here(N, 32, HOW)
     if not HOW.boxed:
@@ -141,7 +171,7 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), HOW.blocks * BYTES)
             for b in gl.static_range(BLOCKS):
-                into = codes.index(stage * HOW.blocks + b)
+                into = codes.index(BEFORE + stage * HOW.blocks + b)
                 tma_load(CODES, [line + (b * columns + k) * LINES, 0], full.index(stage), into)
                 if HOW.boxed:
                     run = base + (b * runs + (k * 64 // SPAN if SPAN else 0)) * WORDS
