@@ -185,6 +185,20 @@ def _scheduled(OFFSETS, pid, row_tiles, E: tl.constexpr, EPAD: tl.constexpr, BM:
 
 
 @triton.jit
+def _is_as_wide(tokens, WIDTH: tl.constexpr, WIDEST: tl.constexpr, NARROWEST: tl.constexpr):
+    """Whether a tile of `tokens` tokens runs in WIDTH columns: they hold it, and half of them do not."""
+    return (WIDEST | (tokens <= WIDTH)) & (NARROWEST | (tokens > WIDTH // 2))
+
+
+@triton.jit
+def _positions(SORTED, m0, end, BM: tl.constexpr):
+    """(slots, positions, which of them are live) of the tokens of one tile."""
+    positions = m0 + tl.arange(0, BM)
+    live = positions < end
+    return tl.load(SORTED + positions, mask=live, other=0), positions, live
+
+
+@triton.jit
 def _grouped_gemm1_kernel(
     X, W, S, Z, B, H, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
     E: tl.constexpr, EPAD: tl.constexpr, TAILS: tl.constexpr,
@@ -196,45 +210,14 @@ def _grouped_gemm1_kernel(
     """H ``[T, NX]`` in sorted order. A last tile of few tokens runs narrower: no padded columns."""
     expert, pid_n, m0, end = _scheduled(OFFSETS, tl.program_id(0), row_tiles, E, EPAD, BM)
     if expert < E:
-        left = end - m0
-        if (TAILS >= 2) & (left <= BM // 4):
-            _grouped_gemm1_tile(
-                X, W, S, Z, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
-                TOP_K, ACT, GATED, BIAS, WEIGHTED,
-                FORMAT, GROUP, ZERO, SCALE, BM // 4 if TAILS >= 2 else BM, BN, BK,
-                STAGES, EVEN_N, EVEN_K, INTERP,
-            )  # fmt: skip
-        elif (TAILS >= 1) & (left <= BM // 2):
-            _grouped_gemm1_tile(
-                X, W, S, Z, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
-                TOP_K, ACT, GATED, BIAS, WEIGHTED,
-                FORMAT, GROUP, ZERO, SCALE, BM // 2 if TAILS >= 1 else BM, BN, BK,
-                STAGES, EVEN_N, EVEN_K, INTERP,
-            )  # fmt: skip
-        else:
-            _grouped_gemm1_tile(
-                X, W, S, Z, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
-                TOP_K, ACT, GATED, BIAS, WEIGHTED,
-                FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
-            )  # fmt: skip
-
-
-@triton.jit
-def _grouped_gemm1_tile(
-    X, W, S, Z, B, H, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, alpha, limit,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
-):  # fmt: skip
-    positions = m0 + tl.arange(0, BM)
-    live = positions < end
-    slots = tl.load(SORTED + positions, mask=live, other=0)
-    _gemm1_tile(
-        X, W, S, Z, B, H, WEIGHTS, slots, positions, live, expert, pid_n, N, K, KX, NX, alpha, limit,
-        TOP_K, ACT, GATED, BIAS, WEIGHTED,
-        FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
-    )  # fmt: skip
+        for halved in tl.static_range(TAILS + 1):
+            if _is_as_wide(end - m0, BM >> halved, halved == 0, halved == TAILS):
+                slots, positions, live = _positions(SORTED, m0, end, BM >> halved)
+                _gemm1_tile(
+                    X, W, S, Z, B, H, WEIGHTS, slots, positions, live, expert, pid_n, N, K, KX, NX,
+                    alpha, limit, TOP_K, ACT, GATED, BIAS, WEIGHTED,
+                    FORMAT, GROUP, ZERO, SCALE, BM >> halved, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -249,38 +232,11 @@ def _grouped_gemm2_kernel(
     """Y ``[T, NX]`` by slot, from H in sorted order."""
     expert, pid_n, m0, end = _scheduled(OFFSETS, tl.program_id(0), row_tiles, E, EPAD, BM)
     if expert < E:
-        left = end - m0
-        if (TAILS >= 2) & (left <= BM // 4):
-            _grouped_gemm2_tile(
-                H, W, S, Z, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, BIAS, WEIGHTED,
-                FORMAT, GROUP, ZERO, SCALE, BM // 4 if TAILS >= 2 else BM, BN, BK,
-                STAGES, EVEN_N, EVEN_K, INTERP,
-            )  # fmt: skip
-        elif (TAILS >= 1) & (left <= BM // 2):
-            _grouped_gemm2_tile(
-                H, W, S, Z, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, BIAS, WEIGHTED,
-                FORMAT, GROUP, ZERO, SCALE, BM // 2 if TAILS >= 1 else BM, BN, BK,
-                STAGES, EVEN_N, EVEN_K, INTERP,
-            )  # fmt: skip
-        else:
-            _grouped_gemm2_tile(
-                H, W, S, Z, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX, BIAS, WEIGHTED,
-                FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
-            )  # fmt: skip
-
-
-@triton.jit
-def _grouped_gemm2_tile(
-    H, W, S, Z, B, Y, SORTED, WEIGHTS, m0, end, expert, pid_n, N, K, KX, NX,
-    BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
-):  # fmt: skip
-    positions = m0 + tl.arange(0, BM)
-    live = positions < end
-    slots = tl.load(SORTED + positions, mask=live, other=0)
-    _gemm2_tile(
-        H, W, S, Z, B, Y, WEIGHTS, slots, positions, live, expert, pid_n, 0, N, K, KX, NX, BIAS, WEIGHTED,
-        FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
-    )  # fmt: skip
+        for halved in tl.static_range(TAILS + 1):
+            if _is_as_wide(end - m0, BM >> halved, halved == 0, halved == TAILS):
+                slots, positions, live = _positions(SORTED, m0, end, BM >> halved)
+                _gemm2_tile(
+                    H, W, S, Z, B, Y, WEIGHTS, slots, positions, live, expert, pid_n, 0, N, K, KX, NX,
+                    BIAS, WEIGHTED,
+                    FORMAT, GROUP, ZERO, SCALE, BM >> halved, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
+                )  # fmt: skip
