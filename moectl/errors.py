@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 
 
@@ -16,11 +17,29 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+COMMANDS = ("moectl", "pip")
+"""Programs: a hint that begins with the name of one is a command line."""
+
+_WORD = re.compile(r"[a-z]+(?=[\s,:;]|$)")
+"""A word at the beginning, which is no name of a file, an option or a variable."""
+
+
+def sentence(text: str) -> str:
+    """`text` with a capital and a full stop; nothing and command lines as they are."""
+    if not text or text.split(maxsplit=1)[0] in COMMANDS:
+        return text
+    begun = text[0].upper() + text[1:] if _WORD.match(text) else text
+    return begun if begun.endswith((".", "?", "!")) else f"{begun}."
+
+
 class MoectlError(Exception):
     """An error that is explained to the user instead of traced.
 
+    Whatever the texts end with, `what` has no full stop, as it stands in other sentences, and `reason` and
+    `hint` are sentences; a command line stays as it is. As a string it is all of them, one after the other.
+
     Args:
-        what: one sentence: what is wrong, expected and got.
+        what: what is wrong, expected and got.
         reason: why it matters or where it comes from, if `what` does not say it.
         hint: what to do next, a command where there is one.
     """
@@ -29,13 +48,14 @@ class MoectlError(Exception):
 
     def __init__(self, what: str, *, reason: str = "", hint: str = "") -> None:
         super().__init__(what)
-        self.what = what
-        self.reason = reason
-        self.hint = hint
+        self.what = what if what.endswith("...") else what.removesuffix(".")
+        self.reason = sentence(reason)
+        self.hint = sentence(hint)
 
     def __str__(self) -> str:
-        *first, last = [part for part in (self.what, self.reason, self.hint) if part] or [""]
-        return " ".join([*(part if part.endswith((".", "?", "!")) else f"{part}." for part in first), last])
+        more = [part for part in (self.reason, self.hint) if part]
+        stop = "." if more and not self.what.endswith((".", "?", "!")) else ""
+        return " ".join([f"{self.what}{stop}", *more])
 
 
 class UsageError(MoectlError):

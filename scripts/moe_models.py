@@ -43,7 +43,7 @@ def distribution(text: str) -> str:
     try:
         check_distribution(text)
     except UsageError as error:
-        raise ArgumentTypeError(f"{error.what}: {error.hint}") from error
+        raise ArgumentTypeError(str(error)) from error
     return text
 
 

@@ -30,7 +30,7 @@ MOE_ONLY = "the catalogue lists the MoE tensors only"
 SUFFIXES = (".json", ".json.gz")
 """Endings of data files; the second is for configs that name every expert."""
 
-LIST_MODELS = "`moectl list models` prints all of them"
+LIST_MODELS = "`moectl list models` prints all built-in models."
 """Where to find the name that was meant."""
 
 _INSTALL = "Install moectl again."
@@ -183,17 +183,17 @@ def _spellings(known: str) -> tuple[str, str]:
 
 
 def suggestion(name: str) -> str:
-    """What to say to someone who meant a built-in model by `name`: a sentence without its full stop."""
+    """What to say to someone who meant a built-in model by `name`: whole sentences."""
     near = near_names(name)
     names = " or ".join(part for part in (", ".join(near[:-1]), *near[-1:]) if part)
-    return f"{f'did you mean {names}?' if near else 'for built-in models,'} {LIST_MODELS}"
+    return f"Did you mean {names}? {LIST_MODELS}" if near else LIST_MODELS
 
 
 def built_in(name: str) -> Entry:
     """The built-in model called `name`; UsageError with the nearest names when there is none."""
     entry = find_entry(name)
     if entry is None:
-        raise UsageError(f"{shown(name)} is no built-in model.", hint=f"{suggestion(name)}.")
+        raise UsageError(f"no built-in model is called {shown(name)}", hint=suggestion(name))
     return entry
 
 

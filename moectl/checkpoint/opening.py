@@ -105,12 +105,12 @@ def _find(ref: str, token: str | None, offline: bool, allow_catalogue: bool) -> 
             return _open_config(path, name)
         if path.exists():
             raise CheckpointError(
-                f"{shown(name)} is a pipe or device, expected a folder or a config.json.",
+                f"the checkpoint {shown(name)} is a pipe or device, expected a folder or a config.json.",
                 hint="Give the folder of a checkpoint.",
             )
     if _looks_like_a_path(name):
         raise CheckpointError(
-            f"{shown(name)} does not exist.",
+            f"there is no {shown(name)}.",
             hint="Check the path, or give a Hub id org/name or a built-in model.",
         )
     match = _HUB_ID.fullmatch(name)
@@ -120,8 +120,8 @@ def _find(ref: str, token: str | None, offline: bool, allow_catalogue: bool) -> 
     if entry is not None:
         return _open_entry(entry)
     raise CheckpointError(
-        f"{shown(name)} is no folder, config.json, Hub id or built-in model.",
-        hint=f"Check the path; {suggestion(name)}.",
+        f"no folder, config.json, Hub id or built-in model is called {shown(name)}.",
+        hint=f"Check the path. {suggestion(name)}",
     )
 
 
@@ -132,7 +132,7 @@ def _without_url(ref: str) -> str:
         return match[1] if match[2] is None else f"{match[1]}@{unquote(match[2])}"
     if "://" in ref:
         raise CheckpointError(
-            f"{shown(ref)} is not the address of a model's page on the Hub.",
+            f"the address {shown(ref)} is not that of a model's page on the Hub.",
             hint="Give https://huggingface.co/org/name or org/name, or download the checkpoint.",
         )
     return ref
@@ -143,7 +143,8 @@ def _path(name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:
         raise CheckpointError(
-            f"{shown(name)} names the home folder of a user who has none.", hint="Give the whole path."
+            f"the path {shown(name)} names the home folder of a user who has none.",
+            hint="Give the whole path.",
         ) from error
 
 
@@ -165,7 +166,7 @@ def _readable(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{shown(name)} cannot be read: {error.strerror or error}.",
+            f"the checkpoint {shown(name)} cannot be read: {error.strerror or error}.",
             hint="Check the path and its permissions.",
         ) from error
 
@@ -222,7 +223,7 @@ def _open_id(
     if offline:
         why = Unavailable(
             f"{repo}{f'@{revision}' if revision else ''} is not in the Hub cache, and the network is off.",
-            hint=f"Unset HF_HUB_OFFLINE or leave --offline out; {suggestion(repo)}.",
+            hint=f"Unset HF_HUB_OFFLINE or leave --offline out. {suggestion(repo)}",
         )
     else:
         try:
@@ -236,7 +237,7 @@ def _open_id(
         return _open_entry(entry, why.what)
     near = near_names(repo) if not offline else []
     if near:
-        raise type(why)(why.what, reason=why.reason, hint=f"{why.hint} Or: {suggestion(repo)}.") from why
+        raise type(why)(why.what, reason=why.reason, hint=f"{why.hint} {suggestion(repo)}") from why
     raise why
 
 

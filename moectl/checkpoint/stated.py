@@ -113,5 +113,6 @@ def _number(option: str, key: str, text: str, example: str) -> float:
 
 def _refuse(option: str, got: str, known: str, example: str) -> UsageError:
     return UsageError(
-        f"--{option}: {got!r} is not understood, expected {known}.", hint=f"for example --{option} {example}"
+        f"--{option}: {got!r} is not understood, expected {known}.",
+        hint=f"for example `--{option} {example}`",
     )

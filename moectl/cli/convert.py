@@ -150,7 +150,7 @@ def convert(
 
     source = open_checkpoint(checkpoint, offline=offline, stated=parse_stated(activation, routing))
     if not source.groups:
-        raise CheckpointError(f"{checkpoint} has no MoE layers", hint="moectl explain shows what it holds")
+        raise CheckpointError(f"{checkpoint} has no MoE layers", hint="`moectl explain` shows what it holds")
 
     from ..convert.portions import portion_of
     from ..convert.rank_plans import check_outputs, plan_ranks

@@ -45,7 +45,7 @@ def find_source(
     found = open_checkpoint(ref, offline=offline, stated=parse_stated(activation, routing))
     layers = sorted(number for group in found.groups for number in group.layers)
     if not layers:
-        raise CheckpointError(f"{ref} has no MoE layers", hint="moectl explain shows what it holds")
+        raise CheckpointError(f"{ref} has no MoE layers", hint="`moectl explain` shows what it holds")
     if layer is not None and layer not in layers:
         raise UsageError(
             f"layer {layer} has no experts; MoE layers are {layers[0]} to {layers[-1]}",

@@ -74,7 +74,7 @@ def packages_from(spec: str | None, env: Mapping[str, str] | None = None) -> Pac
     for name, version in listed:
         if name not in PROBES and name not in TOOLS:
             raise UsageError(
-                f"{name!r} is neither a package that decides nor a profile",
+                f"no package that decides and no profile is called {name!r}",
                 hint=f"Packages: {', '.join((*PROBES, *TOOLS))}. Profiles: {', '.join(profiles)}.",
             )
         versions[name] = version

@@ -87,7 +87,7 @@ def target_of(problem: MoEProblem, device: Device, packages: Packages) -> Target
     if not status.reads or status.wanted is None:
         raise NoBackend(
             f"a tuned file would change nothing: {status.why}",
-            hint="moectl explain CKPT says which backend runs the layer, and why",
+            hint="`moectl explain CKPT` says which backend runs the layer, and why",
         )
     form = FORMS.get((status.wanted.dtype, status.wanted.block))
     if form is None:

@@ -53,7 +53,7 @@ def tune_layers(
     if not usable:
         raise NoBackend(
             f"moectl's kernels cannot run these layers: {next(iter(refused.values()))}",
-            hint="moectl explain CKPT --policy moectl says what runs them",
+            hint="`moectl explain CKPT --policy moectl` says what runs them",
         )
     cells = by_worth(
         [Cell(layer.name, layer.problem, count) for layer in usable for count in tokens],

@@ -148,7 +148,7 @@ def test_named_layers_need_no_checkpoint(monkeypatch):
     assert {(row["model"], row["scheme"]) for row in asked["rows"]} == {
         ("kimi-k2", "mxfp4 group 32, a16 activations")
     }
-    assert "did you mean" in moectl("bench", "--model", "kimi", *QUICK, code=2).stderr
+    assert "Did you mean" in moectl("bench", "--model", "kimi", *QUICK, code=2).stderr
     assert "mxfp4" in moectl("bench", "--model", "kimi-k2:mxfp", *QUICK, code=2).stderr
 
 
@@ -304,7 +304,7 @@ def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path
         (("--model", "kimi-k2", "--compile-only", "--resume"), "--resume would be ignored"),
         (("--model", "kimi-k2", "--compile-only", "-o", "a.md"), "--output would be ignored"),
         (("--model", "kimi-k2", "--compile-only", "--plot", "a.svg"), "--plot would be ignored"),
-        (("--model", "kimi-k2", "--resume"), "give -o FILE.jsonl"),
+        (("--model", "kimi-k2", "--resume"), "Give -o FILE.jsonl"),
         (("--model", "kimi-k2", "-o", "rows.xlsx"), "names no format"),
         (("--model", "kimi-k2", "--plot", "rows.pdf"), "names no kind of picture"),
         (("--model", "kimi-k2", "--json", "--format", "md"), "two formats"),

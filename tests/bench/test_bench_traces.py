@@ -126,6 +126,6 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_a_routing_that_is_not_known_names_all_there_are():
     with pytest.raises(UsageError, match="routing 'foo:1' is not known") as raised:
         check_routing("foo:1")
-    assert raised.value.hint == "use uniform, balanced, zipf:A, hot:N:F, experts:N, trace:FILE, router"
+    assert raised.value.hint == "Use uniform, balanced, zipf:A, hot:N:F, experts:N, trace:FILE, router."
     with pytest.raises(UsageError, match="A must be a number"):
         check_routing("zipf:x")

@@ -148,7 +148,7 @@ def test_foreign_files_are_ignored_by_readers_and_refused_by_writers(user_cache:
     assert rows == () and said in note and str(path) in note
     with pytest.raises(Unavailable, match="the cache cannot be used") as refused:
         Store.of(QWEN, H200)
-    assert f"remove {path}" in refused.value.hint
+    assert f"Remove {path}" in refused.value.hint
     with pytest.raises(Unavailable, match="the cache cannot be written"):
         folder.change(path, launches.KIND, folder.device_key(H200), lambda entries: None)
     assert path.read_text() == before

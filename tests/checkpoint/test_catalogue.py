@@ -95,11 +95,11 @@ def test_near_names() -> None:
     assert near_names("mixtral")[0] == "mistralai/Mixtral-8x7B-v0.1"
     assert near_names("nothing like it") == []
     said = suggestion("deepseek-v33")
-    assert said.startswith("did you mean deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-V3.1 or ")
+    assert said.startswith("Did you mean deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-V3.1 or ")
     assert "moectl list models" in suggestion("nothing like it")
     with pytest.raises(Unavailable, match="not in the Hub cache") as caught:
         open_checkpoint("deepseek-ai/DeepSeek-V33", offline=True)
-    assert "did you mean deepseek-ai/DeepSeek-V3" in caught.value.hint
+    assert "Did you mean deepseek-ai/DeepSeek-V3" in caught.value.hint
 
 
 def test_one_model_is_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/it").touch()
     assert "not an empty folder" in script(GPT, tmp_path / "full", code=2).stderr
-    assert "did you mean openai/gpt-oss-20b" in script("gpt-os-20b", tmp_path / "new", code=2).stderr
+    assert "Did you mean openai/gpt-oss-20b" in script("gpt-os-20b", tmp_path / "new", code=2).stderr
     assert "no config.json" in script(tmp_path, tmp_path / "new", code=4).stderr
     assert "Examples" in script("--help").stdout
 

@@ -154,7 +154,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code():
 )
 def test_a_name_that_the_engine_does_not_know_is_wrong_usage(options, near):
     done = moectl("explain", GPT, "--gpu", "h100", "--offline", *options, code=2)
-    assert f"did you mean {near}" in done.stderr
+    assert f"Did you mean {near}" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_assumptions_are_said_to_be_assumed(options, value):
         (["--assume", "act=fp3"], "--assume act takes one of"),
         (["--tp", "0"], "--tp takes positive numbers"),
         (["--tp", "1,x"], "--tp takes positive numbers"),
-        (["--why", "marlni"], "did you mean marlin"),
+        (["--why", "marlni"], "Did you mean marlin"),
         (["--gpu", "h200,h2000"], "h2000"),
         (["--gpu", "h100,h200", "--why", "marlin"], "--why takes one GPU"),
         (["--diff", "/no/such/file"], "cannot be read"),
@@ -285,7 +285,7 @@ def test_values_of_one_layer_group_stand_in_one_column():
 
 def test_names_that_begin_as_typed_are_meant_first():
     done = explain(GPT, "--gpu", "h200", "--dp", "8", "--ep", "--all2all", "deepep", code=2)
-    assert "did you mean deepep_high_throughput or deepep_low_latency or deepep_v2?" in done.stderr
+    assert "Did you mean deepep_high_throughput or deepep_low_latency or deepep_v2?" in done.stderr
 
 
 def test_a_count_of_gpus_is_sent_to_the_ranks():
@@ -295,7 +295,7 @@ def test_a_count_of_gpus_is_sent_to_the_ranks():
 def test_a_platform_without_rules_is_out_of_scope():
     done = explain(GPT, "--gpu", "tpu", code=1)
     assert "do not cover tpu devices" in done.stderr
-    assert "name a device of cpu, cuda, rocm, xpu" in done.stderr
+    assert "Name a device of cpu, cuda, rocm, xpu" in done.stderr
 
 
 def test_a_backend_that_was_never_run_on_such_a_device_is_told_so():

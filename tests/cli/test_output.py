@@ -54,7 +54,7 @@ def test_errors_go_to_stderr_and_into_the_json_document(capsys):
     Output("run").error(CheckpointError("header too short", reason="why", hint="moectl verify X"))
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.splitlines() == ["moectl: error: header too short", "  why", "  next: moectl verify X"]
+    assert shown.err.splitlines() == ["moectl: error: header too short", "  Why.", "  next: moectl verify X"]
     Output("run", as_json=True).error(Unavailable("no GPU"))
     error = json.loads(capsys.readouterr().out)["error"]
     assert error == {"what": "no GPU", "reason": "", "hint": "", "exit_code": 3}

@@ -41,7 +41,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         (
             "bench_peers",
             ("--routing", "often"),
-            "routing distribution 'often' is not known: use uniform",
+            "routing distribution 'often' is not known. Use uniform",
         ),
         ("bench_peers", ("--tokens", "1,x"), "argument --tokens: it takes whole numbers"),
         ("bench_peers", ("--rates", "fast"), "argument --rates: it takes measured"),

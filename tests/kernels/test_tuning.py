@@ -317,4 +317,4 @@ def test_an_error_of_the_device_is_no_error_of_the_launch(
     monkeypatch.setattr(measure, "run_into", broken)
     with pytest.raises(DeviceBroken, match="the grouped kernels broke the device: CUDA error") as told:
         bench.error(SMALL, CURRENT)
-    assert "run the same command again" in told.value.hint
+    assert "Run the same command again" in told.value.hint

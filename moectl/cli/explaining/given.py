@@ -243,6 +243,6 @@ def pairs(given: list[str], name: str, example: str) -> dict[str, str]:
     for pair in given:
         key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise UsageError(f"{name} takes K=V, got {pair!r}", hint=f"for example {name} {example}")
+            raise UsageError(f"{name} takes K=V, got {pair!r}", hint=f"for example `{name} {example}`")
         found[key] = value
     return found
