@@ -22,7 +22,7 @@ class Timed:
     """One backend at one number of tokens, whose result was right.
 
     Attributes:
-        tactic: what the backend launched, in its own words; empty where it says nothing.
+        tactic: what the backend launched, in its own words, or who chose that; empty where it has no choice.
         routing: distribution of the tokens over experts, as `moectl bench` takes it.
         us, spread_us: median and distance of the quartiles, microseconds; the spread is as large as the
             median where there were too few rounds to tell.

@@ -45,7 +45,8 @@ class Row:
 
     Attributes:
         model, layers, layer: whose, the layers that are alike, and which of them it is.
-        tactic: what the backend says that it launches; empty where it does not tell.
+        tactic: what the backend says that it launches, or who chooses that; empty where there is no choice
+            or nothing ran.
         parallel: ``1``, or how the layer is shared, as ``tp2 ep4``: the row is of the first rank.
         caches: how cold the weights were, in words.
         experts: hit by a call, the mean of the routings.

@@ -71,6 +71,6 @@ def _draw(found: "Comparison", summary: str, console: Any) -> None:
 def _tactics(verdict: Any) -> str:
     """What is launched now, where it was something else before."""
     before, after = verdict.before, verdict.after
-    if not before or not after or before.tactic == after.tactic:
+    if not before or not after or before.tactic == after.tactic or not (before.tactic and after.tactic):
         return ""
     return f"{before.tactic} -> {after.tactic}"

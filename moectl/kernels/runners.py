@@ -38,6 +38,14 @@ _FORMS = {
 }
 
 
+LIBRARY = "the library"
+
+
+def chosen_by(who: str) -> Callable[[PreparedMoE, int], str]:
+    """The `Runner.tactic` of a library that chooses by itself, and does not tell what."""
+    return lambda prepared, tokens: f"chosen by {who}"
+
+
 @dataclass(frozen=True, slots=True)
 class Runner:
     """What runs a prepared layer. A stateless constant: everything it needs is in the `PreparedMoE`.
@@ -64,8 +72,8 @@ class Runner:
             weight is on the input.
         weighs: True when `compute` multiplies by the router's weights and sums over a token's experts;
             else its y is ``[tokens, top_k, hidden]`` and both are left to the finalize step.
-        tactic: ``tactic(prepared, tokens)``: what it launches for so many tokens, in few words; empty
-            where it has no choice, or its library does not tell.
+        tactic: ``tactic(prepared, tokens)``: what it launches for so many tokens, in few words, or who
+            chooses that where a library does not tell (`chosen_by`); empty where there is no choice.
         masks_padding: True when it reads no lane of the weights past the logical sizes as a number, so that
             they may hold anything; else they are zeros, as layouts leave them.
         tiled: it reads scales of tokens in tiles of 128 x 4 (`quantize.in_tiles`); else row by row.

@@ -335,3 +335,14 @@ def test_every_verdict_is_explained():
         assert re.search(rf"^ +{word} +{re.escape(meaning)}$", told, re.MULTILINE), word
         assert f"*{word}*" in docs, word
     assert re.search(r"exit code 1: slower, broken, missing", told)
+
+
+def test_a_tactic_that_was_not_told_is_no_change(tmp_path):
+    there, untold = ROOT / "docs" / "bench_h200.jsonl", tmp_path / "untold.jsonl"
+    text = there.read_text()
+    assert text.count("chosen by its tuner") == text.count("chosen by the library") == 28
+    untold.write_text(re.sub('"chosen by [^"]*"', '""', text))
+    for pair in ((there, untold), (untold, there)):
+        assert "->" not in moectl("compare", *pair).stdout
+    untold.write_text(text.replace("chosen by the library", "tile 8"))
+    assert "tile 8 -> chosen by the library" in moectl("compare", untold, there).stdout

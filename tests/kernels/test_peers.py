@@ -17,6 +17,7 @@ from moectl.errors import BackendFailed, NoBackend, Unavailable, UsageError
 from moectl.kernels.peers import humming, libraries, marlin, triton_kernels
 from moectl.kernels.peers.around import Blocks
 from moectl.kernels.prepared import CANONICAL
+from moectl.kernels.runners import RUNNERS, runner_for
 from moectl.problem import Activation, Dims, MoEProblem, Routing
 from moectl.schemes import BF16, FP8_BLOCK, FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format
 
@@ -357,3 +358,15 @@ def test_a_library_that_breaks_is_an_error_of_its_backend() -> None:
 def test_mxfp4_sizes_of_openais_layout_are_the_padding_tables() -> None:
     prepared = random_layer(replace(MX, scheme=Scheme(MXFP4))).prepared("triton_kernels", "cpu")
     assert prepared.layout == triton_kernels.LAYOUT
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in RUNNERS if name.startswith("flashinfer") or name == "triton_kernels"]
+)
+def test_a_library_that_chooses_by_itself_is_told(name: str) -> None:
+    """The column of a bench that says what is launched is empty where there is no choice, and only there."""
+    prepared = random_layer(MX).prepared("torch", CPU)
+    tuned = name == "flashinfer_cutlass"
+    for tokens, power in ((0, 1), (1, 1), (5, 4), (4096, 4096)):
+        said = runner_for(name).tactic(prepared, tokens)
+        assert said == (f"chosen by its tuner at {power} tokens" if tuned else "chosen by the library")

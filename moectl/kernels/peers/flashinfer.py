@@ -69,6 +69,16 @@ def call(backend: str, name: str, arguments: Mapping[str, Any], hidden: int) -> 
     return y[:, :hidden].contiguous()
 
 
+def tuned_for(tokens: int) -> int:
+    """The number of tokens at which tactics for a call of `tokens` are timed: a power of two, not above."""
+    return 1 << max(tokens, 1).bit_length() - 1
+
+
+def tactic(prepared: PreparedMoE, tokens: int) -> str:
+    """Who chooses what runs inside `choosing_tactics`; FlashInfer does not tell what it is."""
+    return f"chosen by its tuner at {tuned_for(tokens)} tokens"
+
+
 @contextmanager
 def choosing_tactics(prepared: PreparedMoE, backend: str, tokens: int) -> Iterator[None]:
     """In here FlashInfer runs what its tuner has found fastest for the layer's shape and about `tokens`.
@@ -76,7 +86,7 @@ def choosing_tactics(prepared: PreparedMoE, backend: str, tokens: int) -> Iterat
     It times its tactics at a layer's first call of each power of two; a call that is being captured in a
     CUDA graph times nothing, and runs what an earlier one of such a shape has found, else the first tactic.
     """
-    power = 1 << max(tokens, 1).bit_length() - 1
+    power = tuned_for(tokens)
     known: set[int] = prepared.derived.setdefault(f"{backend} tactics", set())
     capturing = prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     search = not capturing and power not in known

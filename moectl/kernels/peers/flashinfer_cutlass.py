@@ -125,4 +125,5 @@ RUNNER = Runner(
     _refusal,
     accumulation=DECLARED,
     ready=lambda prepared: flashinfer.kept(prepared, NAME, layer_arguments),
+    tactic=flashinfer.tactic,
 )

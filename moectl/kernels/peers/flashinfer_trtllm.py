@@ -18,7 +18,7 @@ from ...problem import MoEProblem
 from ...schemes import A16, MXFP4, MXFP8_ACT, ActFormat
 from ..prepared import PreparedMoE
 from ..quantized import Quantized
-from ..runners import Runner
+from ..runners import LIBRARY, Runner, chosen_by
 from ..tolerance import DECLARED
 from . import flashinfer
 from .flashinfer import Arguments
@@ -338,6 +338,7 @@ def _common(backend: str, logits: bool) -> Arguments:
         "accumulation": MXFP8_ACT.name if own else DECLARED,
         "layout": lambda problem: _kernel(problem, backend).layout,
         "refusal": _refusal(backend, logits),
+        "tactic": chosen_by(LIBRARY),
         "wants": wanted,
         "input_scale": input_scale,
     }

@@ -19,7 +19,7 @@ from ...errors import NoBackend, Unavailable
 from ...padding import pad
 from ...problem import MoEProblem, Routing
 from ..prepared import PreparedMoE
-from ..runners import Runner
+from ..runners import LIBRARY, Runner, chosen_by
 from .around import activate, activation_refusal, check_dtype, device_refusal, ragged_of
 from .libraries import failing_as, module, package, why_not
 
@@ -231,4 +231,4 @@ def refusal(problem: MoEProblem, device: torch.device) -> str:
     return device_refusal(device, (9, 0), (9, 9)) or problem_refusal(problem) or why_not(library)
 
 
-RUNNER = Runner(NAME, LAYOUT, compute, refusal, ready=ready, monolithic=monolithic)
+RUNNER = Runner(NAME, LAYOUT, compute, refusal, ready=ready, monolithic=monolithic, tactic=chosen_by(LIBRARY))
