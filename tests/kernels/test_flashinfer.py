@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,7 @@ from moectl.schemes import A16, BF16, FP8_TENSOR, MXFP4, MXFP8, MXFP8_ACT, NVFP4
 
 pytest.importorskip("flashinfer")
 from flashinfer import fused_moe
-from flashinfer.autotuner import AutoTuner
+from flashinfer.autotuner import AutoTuner, autotune
 from flashinfer.fused_moe import core, runners
 from flashinfer.fused_moe.api import QuantFormat
 from flashinfer.tllm_enums import ActivationType, RoutingMethodType
@@ -229,6 +230,34 @@ def test_tactics_are_searched_once_for_each_power_of_two(monkeypatch: pytest.Mon
         compute(prepared, inputs.x, inputs.ids, inputs.weights)
     assert entered == [(1, True, (1,)), (5, True, (4,)), (7, False, (4,)), (8, True, (8,)), (1, False, (1,))]
     assert not AutoTuner.get().is_tuning_mode
+
+
+def test_the_tuner_is_as_before_when_the_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(CUTLASS_KERNELS["cutlass-sm90"])
+    prepared = layer_of(problem, "flashinfer_cutlass")
+    tuner, modes, fails = AutoTuner.get(), [], [True]
+    compute = runner_for("flashinfer_cutlass").compute
+    assert compute is not None
+
+    def run(**arguments: Any) -> list[Tensor]:
+        modes.append(tuner.is_tuning_mode)
+        if fails:
+            raise RuntimeError("no tactic works")
+        return [arguments["input"]]
+
+    monkeypatch.setattr(flashinfer, "function", lambda name: run)
+    inputs = inputs_of(problem, 4)
+    call = partial(compute, prepared, inputs.x, inputs.ids, inputs.weights)
+    with pytest.raises(BackendFailed, match="no tactic works"):
+        call()
+    assert not tuner.is_tuning_mode and tuner._override_tuning_buckets is None
+    fails.clear()
+    call()  # it had found nothing, and searches again
+    with autotune(True, tuning_buckets=(3,)):
+        call()
+        assert tuner.is_tuning_mode and tuner._override_tuning_buckets == (3,)
+    call()
+    assert modes == [True, True, True, False] and not tuner.is_tuning_mode
 
 
 REFERENCES: dict[str, tuple[Any, Any]] = {

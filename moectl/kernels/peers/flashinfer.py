@@ -85,6 +85,10 @@ def choosing_tactics(prepared: PreparedMoE, backend: str, tokens: int) -> Iterat
 
     It times its tactics at a layer's first call of each power of two; a call that is being captured in a
     CUDA graph times nothing, and runs what an earlier one of such a shape has found, else the first tactic.
+
+    FlashInfer's tuner has one mode for the whole process: while a call searches, other threads' calls of the
+    library do, too. It counts who asked for that, so that its mode is what it was when the call has ended,
+    whether it failed or not, also inside a caller's own ``autotune``; numbers of tokens are a thread's own.
     """
     power = tuned_for(tokens)
     known: set[int] = prepared.derived.setdefault(f"{backend} tactics", set())
