@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .reading import Rows
-from .rows import Row
+from .rows import FEWEST_ROUNDS, Row
 
 THRESHOLD = 0.02
 """Relative change below which nothing is called faster or slower."""
@@ -17,9 +17,6 @@ THRESHOLD = 0.02
 ERRORS = 4.0
 """Standard errors of the difference of two medians below which noise explains it: of ten thousand cells
 that did not change, one would be called faster or slower."""
-
-FEWEST_ROUNDS = 3
-"""Rounds below which quartiles say nothing of the noise."""
 
 VERDICTS = {
     "faster": "B took less: quartiles do not overlap, medians are more than "

@@ -67,6 +67,9 @@ def read_rows(path: Path) -> Rows:
     return Rows(about, tuple({row.key: row for row in rows}.values()), notes)
 
 
+OF_ROWS = ("rows", "unsteady")
+"""What a JSON document has beside that which rows were taken on."""
+
 _Read = tuple[Mapping[str, Any], Iterable[Row]]
 
 
@@ -98,7 +101,8 @@ def _from_json(text: str, where: str) -> _Read:
     rows = data.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{where} has no rows of a bench")
-    return data, [Row.from_json(row, f"{where}, row {i}") for i, row in enumerate(rows, 1)]
+    about = {name: value for name, value in data.items() if name not in OF_ROWS}
+    return about, [Row.from_json(row, f"{where}, row {i}") for i, row in enumerate(rows, 1)]
 
 
 def _from_csv(text: str, where: str) -> _Read:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .reading import CONSTANT
-from .rows import Costs, Row
+from .rows import CELL, UNSTEADY, Costs, Row
 
 Facts = Mapping[str, Any]
 
@@ -156,12 +156,25 @@ def footer(about: Facts, rows: Sequence[Row]) -> list[str]:
     refused = [row for row in rows if row.refused]
     lines += dict.fromkeys(f"not served by {row.backend}: {row.model}: {_reason(row)}" for row in refused)
     rows = served(rows)
+    unsteady = unsteady_rows(rows)
+    if unsteady:
+        worst, share = unsteady[0], f"{len(unsteady)} of {sum(row.timed for row in rows)} rows"
+        lines.append(
+            f"unsteady times in {share}: quartiles more than {UNSTEADY:.0%} of the median apart, most of "
+            f"{worst.backend} at M={worst.tokens} ({worst.spread:.0%}); repeat with nothing else running, or "
+            "with more --repeats"
+        )
     caches = dict.fromkeys(row.caches for row in rows if row.caches)
     if caches:
         lines.append(f"caches {'; '.join(caches)}")
     if rows:
         lines.append(constants(rows))
     return [line for line in lines if line]
+
+
+def unsteady_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows whose times are unsteady (`Row.unsteady`), the worst first."""
+    return sorted((row for row in rows if row.unsteady), key=lambda row: -(row.spread or 0.0))
 
 
 def markdown(about: Facts, rows: Sequence[Row]) -> str:
@@ -213,8 +226,10 @@ def _flat(value: Any) -> str:
 
 
 def document(about: Facts, rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything as plain data."""
-    return {**about, "rows": [row.to_json() for row in rows]}
+    """Everything as plain data, and which times are unsteady: cells with their spread, the worst first."""
+    cells = [{**dict(zip(CELL, row.key, strict=True)), "spread": row.spread} for row in unsteady_rows(rows)]
+    unsteady = {"threshold": UNSTEADY, "cells": cells}
+    return {**about, "unsteady": unsteady, "rows": [row.to_json() for row in rows]}
 
 
 def brief(row: Row) -> str:

@@ -12,8 +12,19 @@ from ..errors import UsageError
 Key = tuple[str, str, str, str, int, str, str]
 """Model, layers, scheme, backend, tokens, routing and parallel: what makes two rows the same cell."""
 
+CELL = ("model", "layers", "scheme", "backend", "tokens", "routing", "parallel")
+"""Fields of a row that make its key."""
+
 TIMES = ("median_us", "q1_us", "q3_us", "fastest_us")
 """Fields of a row that are times of a call."""
+
+FEWEST_ROUNDS = 3
+"""Rounds below which quartiles say nothing of the noise."""
+
+UNSTEADY = 0.1
+"""Distance of the quartiles, as a share of the median, above which a time is called unsteady. Settled rows of
+a GPU have 0.02 to 0.03. With this one the standard error of a median over 11 rounds is 2.8%, and two such
+runs must differ by 17% for `moectl compare` to call one slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +116,7 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What tells its cell from others."""
+        """What tells its cell from others: the fields `CELL`."""
         return (
             self.model,
             self.layers,
@@ -130,6 +141,18 @@ class Row:
     def spread_us(self) -> float | None:
         """Distance between the first and the third quartile."""
         return None if self.q1_us is None or self.q3_us is None else self.q3_us - self.q1_us
+
+    @property
+    def spread(self) -> float | None:
+        """`spread_us` as a share of the median; None of fewer than `FEWEST_ROUNDS` rounds."""
+        if self.spread_us is None or not self.median_us or self.rounds < FEWEST_ROUNDS:
+            return None
+        return self.spread_us / self.median_us
+
+    @property
+    def unsteady(self) -> bool:
+        """True when the rounds differ by more than `UNSTEADY`: other work may have run meanwhile."""
+        return self.spread is not None and self.spread > UNSTEADY
 
     def to_json(self) -> dict[str, Any]:
         """As flat data, costs among the rest; numbers that are not finite are None."""

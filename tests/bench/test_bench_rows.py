@@ -20,7 +20,7 @@ from moectl.bench.compare import VERDICTS, compare, judge
 from moectl.bench.journal import Journal, Run
 from moectl.bench.reading import Rows, read_rows
 from moectl.bench.render import as_csv, document, markdown, number
-from moectl.bench.rows import Costs, Row
+from moectl.bench.rows import UNSTEADY, Costs, Row
 from moectl.bench.settings import Settings, parse_counts
 from moectl.errors import Unavailable, UsageError
 
@@ -312,6 +312,38 @@ def test_a_table_that_pastes_into_an_issue():
 )
 def test_numbers_in_tables(value, digits, text):
     assert number(value, digits) == text
+
+
+def spread(share, **changes):
+    """A row of 200 us whose quartiles lie `share` of that apart."""
+    return row_of(median_us=200.0, q1_us=190.0, q3_us=190.0 + 200 * share, **changes)
+
+
+def test_unsteady_times_are_told(tmp_path):
+    steady = (spread(UNSTEADY - 0.001), spread(3.0, tokens=2, rounds=2), replace(FAILED, tokens=4))
+    assert "unsteady" not in markdown(MACHINE, steady)
+    assert document(MACHINE, steady)["unsteady"] == {"threshold": UNSTEADY, "cells": []}
+    rows = (*steady, spread(0.11, tokens=8), spread(1.5, tokens=16, backend="triton"))
+    assert [row.unsteady for row in rows] == [False, False, False, True, True]
+    (line,) = [line for line in markdown(MACHINE, rows).splitlines() if "unsteady" in line]
+    assert "2 of 4 rows" in line and "10% of the median" in line and "triton at M=16 (150%)" in line
+    found = document(MACHINE, rows)
+    cells = found["unsteady"]["cells"]
+    assert [(it["backend"], it["tokens"], round(it["spread"], 3)) for it in cells] == [
+        ("triton", 16, 1.5),
+        (rows[0].backend, 8, 0.11),
+    ]
+    assert [tuple(cell.values())[:-1] for cell in cells] == [rows[4].key, rows[3].key]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(found))
+    again = read_rows(path)
+    assert again.about == MACHINE and document(again.about, again.rows)["unsteady"] == found["unsteady"]
+
+
+def test_a_spread_of_the_threshold_is_what_its_reason_says():
+    low = timed(100.0, 100 * UNSTEADY / 2, rounds=11)
+    errors = [judge(low, timed(ratio, ratio * UNSTEADY / 2, rounds=11)).word for ratio in (116.5, 117.5)]
+    assert errors == ["level", "slower"]
 
 
 def runs(before, after):
