@@ -23,6 +23,21 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def _raised_code(BASE):
+    """Assembly of `_raised`: two half words in, four pairs of floats out."""
+    magic = "0x43004300" if BASE == 128 else "0x64006400"
+    lines = [f"lop3.b32 $0, $4, 0x000F000F, {magic}, 0xEA;"]
+    for i in range(1, 4):
+        lines += [f"shr.b32 t, $4, {4 * i};", f"lop3.b32 ${i}, t, 0x000F000F, {magic}, 0xEA;"]
+    return "\n".join(["{", ".reg .b32 t;", *lines, "}"])
+
+
+@triton.constexpr_function
+def _raised_floats(BASE):
+    return (tl.bfloat16 if BASE == 128 else tl.float16,) * 4
+
+
 @triton.jit
 def _raised(codes, BASE: tl.constexpr, INTERP: tl.constexpr):
     """``BASE + u`` of the four codes of half words [...], in the order (h, k8); BASE is 128 or 1024.
@@ -35,41 +50,11 @@ def _raised(codes, BASE: tl.constexpr, INTERP: tl.constexpr):
         r1 = ((q >> 4) & 15).to(tl.float32) + BASE
         r2 = ((q >> 8) & 15).to(tl.float32) + BASE
         r3 = (q >> 12).to(tl.float32) + BASE
-    elif BASE == 128:
-        r0, r1, r2, r3 = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t;
-            lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
-            shr.b32 t, $4, 4;
-            lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA;
-            shr.b32 t, $4, 8;
-            lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA;
-            shr.b32 t, $4, 12;
-            lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            args=[codes],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
     else:
+        CODE: tl.constexpr = _raised_code(BASE)
+        FLOATS: tl.constexpr = _raised_floats(BASE)
         r0, r1, r2, r3 = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t;
-            lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
-            shr.b32 t, $4, 4;
-            lop3.b32 $1, t, 0x000F000F, 0x64006400, 0xEA;
-            shr.b32 t, $4, 8;
-            lop3.b32 $2, t, 0x000F000F, 0x64006400, 0xEA;
-            shr.b32 t, $4, 12;
-            lop3.b32 $3, t, 0x000F000F, 0x64006400, 0xEA;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            args=[codes],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
+            CODE, "=&r,=&r,=&r,=&r,r", args=[codes], dtype=FLOATS, is_pure=True, pack=2
         )
     return r0, r1, r2, r3
 
