@@ -239,5 +239,5 @@ def test_what_has_no_answer_is_refused() -> None:
 
 def test_interpreted_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(UsageError, match="unset TRITON_INTERPRET"), standing_in(STAND_INS[90]):
+    with pytest.raises(UsageError, match="Unset TRITON_INTERPRET"), standing_in(STAND_INS[90]):
         pass
