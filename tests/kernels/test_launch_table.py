@@ -16,7 +16,7 @@ from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
 from moectl.kernels.triton.launch import launch_for
 from moectl.kernels.triton.marlin import tile_for
 from moectl.kernels.triton.runner import REGIMES, choose_shipped
-from moectl.kernels.triton.table import Entry, Gpu, Measured, Spread, nearest
+from moectl.kernels.triton.table import Entry, Gpu, Measured, Spread, nearest, unlikeness
 from moectl.problem import Dims
 from moectl.schemes import FULL, Scheme, int_format
 
@@ -50,6 +50,15 @@ def test_a_measured_layer_takes_its_own_rows(measured: None) -> None:
 def test_the_format_counts_more_than_sizes(measured: None) -> None:
     problem = replace(KIMI, dims=Dims(2880, 2880), experts=128, local_experts=128, top_k=4)
     assert next(nearest(problem, 1, H200)).regime == "kimi 1"
+
+
+def test_a_near_row_of_another_layer_comes_before_a_far_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = str(GPT_OSS.scheme.weight)
+    near, far = _entry(kind, 2880, 128, 4, "near"), _entry(kind, 4096, 128, 4, "far")
+    monkeypatch.setattr(table, "entries", lambda: (replace(near, rows=near.rows[:1]), far))
+    problem = replace(GPT_OSS, dims=Dims(2944, 2880), experts=128, local_experts=128)
+    assert [next(nearest(problem, tokens, H200)).regime for tokens in (1, 1024)] == ["near 1", "far 1024"]
+    assert unlikeness(problem, 1024, H200) > unlikeness(problem, 1, H200) > 0
 
 
 def test_another_gpu_has_no_rows_and_another_size_of_it_has(measured: None) -> None:
@@ -104,6 +113,13 @@ def test_kernels_of_few_tokens_are_not_taken_for_many(name: str) -> None:
         assert few.regime in ("stream", "warpwise")
         for tokens in (512, 4096, 65_536):
             assert choose_shipped(problem, tokens, torch.device("cuda")) == launch_for(problem, tokens)
+
+
+def test_programs_of_one_token_are_not_taken_where_experts_have_two() -> None:
+    problem = replace(QWEN, scheme=Scheme(int_format(8, FULL)))
+    with standing_in(STAND_INS[90]):
+        found = [choose_shipped(problem, tokens, torch.device("cuda")).tile.tokens for tokens in (1, 16, 24)]
+    assert found[0] == 1 and min(found[1:]) > 1
 
 
 def test_wider_codes_take_a_row_with_a_shorter_ring() -> None:

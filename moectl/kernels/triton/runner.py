@@ -134,10 +134,17 @@ time at twice the tokens of an 8-token kernel's row, 1.1 to 1.2 at four times, 1
 more."""
 
 
+CROWDED = 1.25
+"""How many times the tokens that its programs take one of few tokens may meet an expert with: with more,
+weights are read again for many of them."""
+
+
 def _reaches(row: Measured, each: float) -> bool:
     """Whether the row says something of `each` tokens an expert."""
     fewest, most = REGIMES[row.regime].each
-    return fewest / REACH <= each and (math.isinf(most) or each <= REACH * row.spread.each)
+    if math.isinf(most):
+        return fewest / REACH <= each
+    return fewest / REACH <= each <= min(REACH * row.spread.each, CROWDED * row.tile["tokens"])
 
 
 def _rings(tile: Any) -> Iterator[Any]:

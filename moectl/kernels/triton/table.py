@@ -87,12 +87,15 @@ class Entry:
     rows: tuple[Measured, ...]
 
     def distance(self, problem: MoEProblem) -> float:
-        """How unlike `problem` the measured layer is: 0 for the same one."""
+        """How unlike `problem` the measured layer is: 0 for the same one.
+
+        What experts and choices make of a number of tokens is the matter of its `Spread`.
+        """
         dims, weight = problem.dims, problem.scheme.weight
         kind = 0.0 if self.weight == str(weight) else 1.0 if self.weight[:4] == str(weight)[:4] else 3.0
         sizes = math.log2(self.hidden / dims.hidden), math.log2(self.intermediate / dims.intermediate)
         spread = math.log2(self.experts / problem.local_experts), math.log2(self.top_k / problem.top_k)
-        return kind + 0.5 * sum(map(abs, sizes)) + 0.25 * sum(map(abs, spread))
+        return kind + 0.5 * sum(map(abs, sizes)) + 0.1 * sum(map(abs, spread))
 
 
 @cache
@@ -138,24 +141,27 @@ def nearest(problem: MoEProblem, tokens: int, gpu: Gpu) -> Iterator[Measured]:
 
     A GPU of the same compute capability counts as the same, however many multiprocessors it has.
     """
-    spread = Spread.here(problem, tokens)
-    for _, entry in _by_distance(problem, gpu):
-        yield from sorted(entry.rows, key=lambda row: row.spread.distance(spread))
+    yield from (row for _, row in _by_distance(problem, tokens, gpu))
 
 
 def unlikeness(problem: MoEProblem, tokens: int, gpu: Gpu) -> float:
-    """How far the launch that `nearest` gives first was measured from these `tokens`, in doublings.
+    """How far the launch that `nearest` gives first was measured from these `tokens`, about in doublings.
 
     0 for a cell that ships measured, infinite for another GPU.
     """
+    return next((far for far, _ in _by_distance(problem, tokens, gpu)), math.inf)
+
+
+OF_A_LAYER = 4.0
+"""How many times a layer's distance counts beside that of the numbers of tokens. With it 22 cells of other
+layers took 1.3% more on an H200 than with the better of two rows each, with all rows of the nearest layer
+first 3.7%."""
+
+
+def _by_distance(problem: MoEProblem, tokens: int, gpu: Gpu) -> list[tuple[float, Measured]]:
+    """The rows for GPUs of one compute capability, the likeliest first."""
     spread = Spread.here(problem, tokens)
-    for distance, entry in _by_distance(problem, gpu):
-        return distance + min(row.spread.distance(spread) for row in entry.rows)
-    return math.inf
-
-
-def _by_distance(problem: MoEProblem, gpu: Gpu) -> list[tuple[float, Entry]]:
-    """The entries for GPUs of one compute capability, the likest first."""
-    here = [entry for entry in entries() if entry.gpu.capability == gpu.capability and entry.rows]
+    here = [entry for entry in entries() if entry.gpu.capability == gpu.capability]
     far = [(entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms)), entry) for entry in here]
-    return sorted(far, key=lambda item: item[0])
+    rows = [(OF_A_LAYER * of + row.spread.distance(spread), row) for of, entry in far for row in entry.rows]
+    return sorted(rows, key=lambda item: item[0])
