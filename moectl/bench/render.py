@@ -55,12 +55,19 @@ def _plus_minus(row: Row) -> str:
     return number(None if row.spread_us is None else row.spread_us / 2, 2)
 
 
-COLUMNS = (
+LAYER = (
     Column("model", lambda row: row.model, False, True),
     Column("layers", lambda row: row.layers, False, True),
     Column("scheme", lambda row: row.scheme, False, True),
     Column("parallel", lambda row: row.parallel, False, True),
-    Column("routing", lambda row: row.routing, False, True),
+)
+"""Which layer a row is of."""
+
+ROUTED = (*LAYER, Column("routing", lambda row: row.routing, False, True))
+"""Which layer and routing a row is of."""
+
+COLUMNS = (
+    *ROUTED,
     Column("backend", lambda row: row.backend, False),
     Column("M", lambda row: str(row.tokens)),
     Column("us", lambda row: number(row.median_us, 4)),
@@ -79,10 +86,7 @@ COLUMNS = (
 """The columns of a table. The spread is half the distance between the quartiles."""
 
 COSTS = (
-    Column("model", lambda row: row.model, False, True),
-    Column("layers", lambda row: row.layers, False, True),
-    Column("scheme", lambda row: row.scheme, False, True),
-    Column("parallel", lambda row: row.parallel, False, True),
+    *LAYER,
     Column("backend", lambda row: row.backend, False),
     Column("layout", lambda row: row.layout or "-", False),
     Column("read s", lambda row: number(row.costs.read_s)),
@@ -159,9 +163,10 @@ def footer(about: Facts, rows: Sequence[Row]) -> list[str]:
     unsteady = unsteady_rows(rows)
     if unsteady:
         worst, share = unsteady[0], f"{len(unsteady)} of {sum(row.timed for row in rows)} rows"
+        told = "; ".join([f"{worst.spread:.0%}", *(column.text(worst) for column in shown(ROUTED, rows))])
         lines.append(
             f"unsteady times in {share}: quartiles more than {UNSTEADY:.0%} of the median apart, most of "
-            f"{worst.backend} at M={worst.tokens} ({worst.spread:.0%}); repeat with nothing else running, or "
+            f"{worst.backend} at M={worst.tokens} ({told}); repeat with nothing else running, or "
             "with more --repeats"
         )
     caches = dict.fromkeys(row.caches for row in rows if row.caches)

@@ -327,6 +327,8 @@ def test_unsteady_times_are_told(tmp_path):
     assert [row.unsteady for row in rows] == [False, False, False, True, True]
     (line,) = [line for line in markdown(MACHINE, rows).splitlines() if "unsteady" in line]
     assert "2 of 4 rows" in line and "10% of the median" in line and "triton at M=16 (150%)" in line
+    others = (*rows, spread(2.0, tokens=8, model="kimi-k2", routing="zipf:1.2"))
+    assert f"{rows[0].backend} at M=8 (200%; kimi-k2; zipf:1.2)" in markdown(MACHINE, others)
     found = document(MACHINE, rows)
     cells = found["unsteady"]["cells"]
     assert [(it["backend"], it["tokens"], round(it["spread"], 3)) for it in cells] == [
