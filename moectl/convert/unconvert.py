@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..checkpoint.model import TensorInfo
@@ -69,6 +70,8 @@ def unconvert(
     if back.exists() and (not back.is_dir() or any(back.iterdir())):
         raise UsageError(f"the output folder {back} is not empty.", hint="Choose an empty folder.")
     _refuse_replaced(manifest)
+    for item in (*manifest.record.files, *manifest.record.documents):
+        _check(manifest.folder, item)
     plans = _plan_files(manifests)
     places = {name: (file, info) for file in plans for name, info in file.tensors.items()}
     total = sum(layer.size for each in manifests for layer in each.record.layers)
@@ -90,6 +93,7 @@ def unconvert(
             meter.say(item.file)
             _check(manifest.folder, item)
             if item.whole:
+                stack.push(partial(_take_back, back / item.source))
                 link_or_copy(manifest.folder / item.file, back / item.source)
             else:
                 for info in read_file_header(manifest.folder, item.file, item.size).values():
@@ -151,6 +155,12 @@ def _restore_layers(
                 raise CheckpointError(f"{wrong[0]}.", hint="Run verify to see everything that is damaged.")
 
 
+def _take_back(file: Path, kind: type[BaseException] | None, *_: object) -> None:
+    """Removes a file that was made, at the end of a block that ends with an error."""
+    if kind is not None:
+        file.unlink(missing_ok=True)
+
+
 def _check(out: Path, item: FileRecord) -> None:
     """CheckpointError when a file that is given back is not the one that was kept."""
     wrong = file_findings(out / item.file, item.size, item.sha256)
@@ -164,13 +174,10 @@ def _write_documents(
     """The source's small files, config.json and index; of experts alone, an index of those."""
     out = manifest.folder
     for item in manifest.record.files:
-        _check(out, item)
         if item.file != SOURCE_INDEX:
             copy_file(out / item.file, back / item.file)
         elif not manifest.record.experts_only:
             copy_file(out / item.file, back / INDEX)
-    for item in manifest.record.documents:
-        _check(out, item)
     copy_file(out / SOURCE_CONFIG, back / CONFIG)
     if (back / INDEX).exists():
         return

@@ -225,6 +225,32 @@ def test_a_damaged_folder_ends_every_command_that_needs_it_with_4(tiny_gpt_oss, 
         assert file.name in moectl(*command, code=4).stderr
 
 
+def split(checkpoint):
+    """Gives what is no expert's a file of its own."""
+    file = checkpoint / "model.safetensors"
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    found = load_file(file)
+    weight_map = {name: names[".mlp." not in name] for name in found}
+    for name in names:
+        save_file({key: found[key] for key in found if weight_map[key] == name}, checkpoint / name)
+    file.unlink()
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("file", ["config.json", "source.config.json", "model-00002-of-00002.safetensors"])
+def test_a_damaged_folder_gives_nothing_back(file, tmp_path):
+    source, out, back = tmp_path / "source", tmp_path / "out", tmp_path / "back"
+    sizes = ("--layers", 1, "--experts", 4, "--hidden", 64, "--intermediate", 64)
+    moectl("synth", "openai/gpt-oss-20b", source, *sizes)
+    split(source)
+    moectl("convert", source, out, "--to", "marlin")
+    data = bytearray((out / file).read_bytes())
+    data[-2] ^= 1
+    (out / file).write_bytes(data)
+    assert file in moectl("unconvert", out, back, code=4).stderr
+    assert not back.exists() or not list(back.iterdir())
+
+
 def test_unconverting_experts_alone_says_so(tiny_gpt_oss, tmp_path):
     moectl("convert", tiny_gpt_oss, tmp_path / "out", "--to", "marlin", "--experts-only")
     assert "no complete checkpoint" in moectl("unconvert", tmp_path / "out", tmp_path / "back").stderr
