@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from moectl.bench.rows import Row
+from moectl.bench.journal import Journal, Run
+from moectl.bench.rows import Costs, Row
 from moectl.bench.settings import Settings
 from moectl.floors import Rates
 
@@ -26,3 +28,42 @@ def row_of(**changes: Any) -> Row:
         floor_percent=50.0, experts=4.5, caches="cold: flushed before each call",
     )  # fmt: skip
     return replace(row, **changes)
+
+
+MACHINE = {
+    "device": "a CPU",
+    "driver": "",
+    "versions": {"moectl": "0.1.0", "torch": "2.11"},
+    "rates": {"bandwidth": 4e12, "flops": 8e14, "source": "given"},
+    "caches": "cold",
+}
+FAILED = row_of(
+    backend="triton", tokens=64, ok=None, error_rms=None, error_max=None, reason="RuntimeError: a | b",
+    median_us=None, q1_us=None, q3_us=None, fastest_us=None, rounds=0, gb_per_s=None, tflop_per_s=None,
+    floor_percent=None,
+)  # fmt: skip
+ROWS = (
+    row_of(
+        costs=Costs(0.5, 0.25, 0.125, 10**9, 2 * 10**9), tactic="tile 8", sm_mhz=1980, throttled="power cap"
+    ),
+    row_of(tokens=64, median_us=1234.5, q1_us=1200.0, q3_us=1300.0),
+    FAILED,
+)
+
+
+def timed(median: float, half: float, **changes: Any) -> Row:
+    """A row whose quartiles lie `half` beside the median."""
+    return row_of(median_us=median, q1_us=median - half, q3_us=median + half, **changes)
+
+
+def run(machine: dict[str, Any] = MACHINE, **changes: Any) -> Run:
+    """What a file says of the run of `settings_of(**changes)`."""
+    return Run(settings_of(**changes).to_json(), machine)
+
+
+def write(path: Path, *rows: Row) -> None:
+    """A file of the run and rows, as a bench leaves it."""
+    with Journal.open(path) as journal:
+        journal.begin(run())
+        for row in rows:
+            journal.add(row)

@@ -1,4 +1,4 @@
-"""Settings, files of rows, what survives a kill, tables and plots, and two runs compared."""
+"""Settings, files of rows, what survives a kill, tables and plots."""
 
 from __future__ import annotations
 
@@ -6,44 +6,23 @@ import csv
 import io
 import json
 import math
-import random
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
-from bench_layers import row_of, settings_of
+from bench_layers import FAILED, MACHINE, ROWS, row_of, run, settings_of, timed, write
 
 from moectl.bench import plot
-from moectl.bench.compare import VERDICTS, compare, judge
 from moectl.bench.journal import Journal, Run
-from moectl.bench.reading import Rows, read_rows
+from moectl.bench.reading import read_rows
 from moectl.bench.render import as_csv, document, markdown, number
 from moectl.bench.rows import UNSTEADY, Costs, Row
 from moectl.bench.settings import Settings, parse_counts
 from moectl.errors import Unavailable, UsageError
 
-MACHINE = {
-    "device": "a CPU",
-    "driver": "",
-    "versions": {"moectl": "0.1.0", "torch": "2.11"},
-    "rates": {"bandwidth": 4e12, "flops": 8e14, "source": "given"},
-    "caches": "cold",
-}
-FAILED = row_of(
-    backend="triton", tokens=64, ok=None, error_rms=None, error_max=None, reason="RuntimeError: a | b",
-    median_us=None, q1_us=None, q3_us=None, fastest_us=None, rounds=0, gb_per_s=None, tflop_per_s=None,
-    floor_percent=None,
-)  # fmt: skip
 COSTS = Costs(0.5, 0.25, 0.75, 0.125, 10**9, 10**9, 2 * 10**9)
-ROWS = (
-    row_of(
-        costs=Costs(0.5, 0.25, 0.125, 10**9, 2 * 10**9), tactic="tile 8", sm_mhz=1980, throttled="power cap"
-    ),
-    row_of(tokens=64, median_us=1234.5, q1_us=1200.0, q3_us=1300.0),
-    FAILED,
-)
 
 
 @pytest.mark.parametrize(
@@ -158,17 +137,6 @@ def test_rows_of_another_schema_are_refused(tmp_path, name):
     (tmp_path / name).write_text(json.dumps(about | {"rows": []}) + "\n")
     with pytest.raises(UsageError, match="schema version 9, and this moectl reads version 1"):
         read_rows(tmp_path / name)
-
-
-def run(machine=MACHINE, **changes):
-    return Run(settings_of(**changes).to_json(), machine)
-
-
-def write(path, *rows):
-    with Journal.open(path) as journal:
-        journal.begin(run())
-        for row in rows:
-            journal.add(row)
 
 
 def test_a_line_that_was_cut_off_is_written_again(tmp_path):
@@ -340,122 +308,6 @@ def test_unsteady_times_are_told(tmp_path):
     path.write_text(json.dumps(found))
     again = read_rows(path)
     assert again.about == MACHINE and document(again.about, again.rows)["unsteady"] == found["unsteady"]
-
-
-def test_a_spread_of_the_threshold_is_what_its_reason_says():
-    low = timed(100.0, 100 * UNSTEADY / 2, rounds=11)
-    errors = [judge(low, timed(ratio, ratio * UNSTEADY / 2, rounds=11)).word for ratio in (116.5, 117.5)]
-    assert errors == ["level", "slower"]
-
-
-def runs(before, after):
-    return Rows(MACHINE, tuple(before)), Rows(MACHINE, tuple(after))
-
-
-def timed(median, half, **changes):
-    return row_of(median_us=median, q1_us=median - half, q3_us=median + half, **changes)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "word"),
-    [
-        (timed(100, 1), timed(110, 1), "slower"),
-        (timed(110, 1), timed(100, 1), "faster"),
-        (timed(100, 6), timed(110, 6), "level"),  # quartiles overlap
-        (timed(100, 0.1), timed(101, 0.1), "level"),  # too little to matter
-        (timed(100, 1), FAILED, "broken"),
-        (FAILED, timed(100, 1), "mended"),
-        (FAILED, FAILED, "neither"),
-        (timed(100, 1), None, "missing"),
-        (FAILED, None, "gone"),
-        (None, timed(100, 1), "new"),
-        (timed(100, 0, rounds=1), timed(103, 0, rounds=1), "unknown"),
-        (timed(100, 1), timed(300, 0, rounds=2), "unknown"),
-        (timed(100, 1), replace(timed(300, 1), q1_us=None, q3_us=None), "unknown"),
-        (timed(100, 1, rounds=3), timed(300, 1, rounds=3), "slower"),
-    ],
-)
-def test_verdicts(before, after, word):
-    verdict = judge(before, after)
-    assert verdict.word == word and word in VERDICTS
-    assert (verdict.ratio is not None) == bool(before and after and before.timed and after.timed)
-
-
-def test_noise_makes_no_verdict_and_a_change_does():
-    """Rounds of the same distribution are level, though their medians differ; 10% more is slower."""
-    generator = random.Random(5)
-
-    def measured(tokens, factor):
-        us = sorted(generator.gauss(100, 3) * factor for _ in range(11))
-        return row_of(tokens=tokens, median_us=us[5], q1_us=us[2], q3_us=us[8])
-
-    before = [measured(i, 1.0) for i in range(1, 201)]
-    same = compare(*runs(before, [measured(i, 1.0) for i in range(1, 201)]))
-    assert same.counts["level"] == 200, same.counts
-    worse = compare(*runs(before, [measured(i, 1.10) for i in range(1, 201)]))
-    assert worse.counts["slower"] >= 150 and worse.counts["faster"] == 0 and worse.regressed
-    better = compare(*runs(before, [measured(i, 0.90) for i in range(1, 201)]))
-    assert better.counts["faster"] >= 150 and not better.regressed
-
-
-def run_of(rows, *backends):
-    return Rows(MACHINE | {"settings": settings_of(backends=backends).to_json()}, tuple(rows))
-
-
-@pytest.mark.parametrize(
-    ("backends", "word"),
-    [((), "missing"), (("triton", "torch"), "missing"), (("triton",), "gone")],
-)
-def test_a_cell_that_is_not_there_is_a_regression_where_it_was_asked_for(backends, word):
-    common = timed(100, 1, backend="triton")
-    found = compare(run_of([timed(100, 1), common]), run_of([common], *backends))
-    assert found.counts == {word: 1, "level": 1} and found.regressed == (word == "missing")
-    unsaid = compare(*runs([timed(100, 1), common], [common]))
-    assert unsaid.counts["missing"] == 1 and unsaid.regressed
-
-
-def test_runs_without_a_common_cell_fail():
-    row = timed(100, 1)
-    for after in ((), (replace(row, backend="triton"),)):
-        found = compare(run_of([row]), run_of(after, "triton"))
-        assert found.regressed and found.notes == ("no cell is in both runs: nothing was compared",)
-
-
-def test_rows_that_do_not_tell_their_noise_are_noted():
-    found = compare(*runs([timed(100, 0, rounds=1)], [timed(103, 0, rounds=1)]))
-    assert not found.regressed and "1 of 1 cells are of fewer than 3 rounds" in found.notes[0]
-
-
-def test_the_same_run_from_other_files_is_not_another(tmp_path):
-    about = Run(settings_of().to_json(), MACHINE).to_json()
-    (tmp_path / "a.csv").write_text(as_csv(about, ROWS))
-    (tmp_path / "a.json").write_text(json.dumps(document(about, ROWS)))
-    table, plain = (read_rows(tmp_path / f"a.{kind}") for kind in ("csv", "json"))
-    for pair in ((table, plain), (plain, table)):
-        notes = compare(*pair).notes
-        assert not any("version" in note for note in notes), notes
-    newer = replace(plain, about=about | {"versions": MACHINE["versions"] | {"torch": "2.12"}})
-    assert "version of torch is '2.12', was '2.11'" in compare(table, newer).notes
-
-
-def test_a_last_line_that_was_cut_off_is_noted(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    write(path, ROWS[0])
-    assert read_rows(path).notes == ()
-    path.write_text(path.read_text() + '{"kind": "row", "mod')
-    found = read_rows(path)
-    assert found.rows == ROWS[:1] and "was not finished" in found.notes[0]
-    assert any(note.startswith("B: the last line") for note in compare(found, found).notes)
-
-
-def test_runs_that_differ_are_said_to():
-    before, after = runs([timed(100, 1)], [timed(100, 1, caches="warm", throttled="power cap")])
-    notes = compare(before, replace(after, about=MACHINE | {"device": "a GPU"})).notes
-    assert notes == (
-        "device is 'a GPU', was 'a CPU'",
-        "caches were cold before, warm after",
-        "clocks were held down after in 1 of 1 cells (power cap)",
-    )
 
 
 PLOTTED = [

@@ -1,0 +1,127 @@
+"""Two runs compared: verdicts that noise does not make, and what is said of runs that differ."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from bench_layers import FAILED, MACHINE, ROWS, row_of, run, settings_of, timed, write
+
+from moectl.bench.compare import VERDICTS, compare, judge
+from moectl.bench.reading import Rows, read_rows
+from moectl.bench.render import as_csv, document
+from moectl.bench.rows import UNSTEADY
+
+
+def test_a_spread_of_the_threshold_is_what_its_reason_says():
+    low = timed(100.0, 100 * UNSTEADY / 2, rounds=11)
+    errors = [judge(low, timed(ratio, ratio * UNSTEADY / 2, rounds=11)).word for ratio in (116.5, 117.5)]
+    assert errors == ["level", "slower"]
+
+
+def runs(before, after):
+    return Rows(MACHINE, tuple(before)), Rows(MACHINE, tuple(after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "word"),
+    [
+        (timed(100, 1), timed(110, 1), "slower"),
+        (timed(110, 1), timed(100, 1), "faster"),
+        (timed(100, 6), timed(110, 6), "level"),  # quartiles overlap
+        (timed(100, 0.1), timed(101, 0.1), "level"),  # too little to matter
+        (timed(100, 1), FAILED, "broken"),
+        (FAILED, timed(100, 1), "mended"),
+        (FAILED, FAILED, "neither"),
+        (timed(100, 1), None, "missing"),
+        (FAILED, None, "gone"),
+        (None, timed(100, 1), "new"),
+        (timed(100, 0, rounds=1), timed(103, 0, rounds=1), "unknown"),
+        (timed(100, 1), timed(300, 0, rounds=2), "unknown"),
+        (timed(100, 1), replace(timed(300, 1), q1_us=None, q3_us=None), "unknown"),
+        (timed(100, 1, rounds=3), timed(300, 1, rounds=3), "slower"),
+    ],
+)
+def test_verdicts(before, after, word):
+    verdict = judge(before, after)
+    assert verdict.word == word and word in VERDICTS
+    assert (verdict.ratio is not None) == bool(before and after and before.timed and after.timed)
+
+
+def test_noise_makes_no_verdict_and_a_change_does():
+    """Rounds of the same distribution are level, though their medians differ; 10% more is slower."""
+    generator = random.Random(5)
+
+    def measured(tokens, factor):
+        us = sorted(generator.gauss(100, 3) * factor for _ in range(11))
+        return row_of(tokens=tokens, median_us=us[5], q1_us=us[2], q3_us=us[8])
+
+    before = [measured(i, 1.0) for i in range(1, 201)]
+    same = compare(*runs(before, [measured(i, 1.0) for i in range(1, 201)]))
+    assert same.counts["level"] == 200, same.counts
+    worse = compare(*runs(before, [measured(i, 1.10) for i in range(1, 201)]))
+    assert worse.counts["slower"] >= 150 and worse.counts["faster"] == 0 and worse.regressed
+    better = compare(*runs(before, [measured(i, 0.90) for i in range(1, 201)]))
+    assert better.counts["faster"] >= 150 and not better.regressed
+
+
+def run_of(rows, *backends):
+    return Rows(MACHINE | {"settings": settings_of(backends=backends).to_json()}, tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("backends", "word"),
+    [((), "missing"), (("triton", "torch"), "missing"), (("triton",), "gone")],
+)
+def test_a_cell_that_is_not_there_is_a_regression_where_it_was_asked_for(backends, word):
+    common = timed(100, 1, backend="triton")
+    found = compare(run_of([timed(100, 1), common]), run_of([common], *backends))
+    assert found.counts == {word: 1, "level": 1} and found.regressed == (word == "missing")
+    unsaid = compare(*runs([timed(100, 1), common], [common]))
+    assert unsaid.counts["missing"] == 1 and unsaid.regressed
+
+
+def test_runs_without_a_common_cell_fail():
+    row = timed(100, 1)
+    for after in ((), (replace(row, backend="triton"),)):
+        found = compare(run_of([row]), run_of(after, "triton"))
+        assert found.regressed and found.notes == ("no cell is in both runs: nothing was compared",)
+
+
+def test_rows_that_do_not_tell_their_noise_are_noted():
+    found = compare(*runs([timed(100, 0, rounds=1)], [timed(103, 0, rounds=1)]))
+    assert not found.regressed and "1 of 1 cells are of fewer than 3 rounds" in found.notes[0]
+
+
+def test_the_same_run_from_other_files_is_not_another(tmp_path):
+    about = run().to_json()
+    (tmp_path / "a.csv").write_text(as_csv(about, ROWS))
+    (tmp_path / "a.json").write_text(json.dumps(document(about, ROWS)))
+    table, plain = (read_rows(tmp_path / f"a.{kind}") for kind in ("csv", "json"))
+    for pair in ((table, plain), (plain, table)):
+        notes = compare(*pair).notes
+        assert not any("version" in note for note in notes), notes
+    newer = replace(plain, about=about | {"versions": MACHINE["versions"] | {"torch": "2.12"}})
+    assert "version of torch is '2.12', was '2.11'" in compare(table, newer).notes
+
+
+def test_a_last_line_that_was_cut_off_is_noted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write(path, ROWS[0])
+    assert read_rows(path).notes == ()
+    path.write_text(path.read_text() + '{"kind": "row", "mod')
+    found = read_rows(path)
+    assert found.rows == ROWS[:1] and "was not finished" in found.notes[0]
+    assert any(note.startswith("B: the last line") for note in compare(found, found).notes)
+
+
+def test_runs_that_differ_are_said_to():
+    before, after = runs([timed(100, 1)], [timed(100, 1, caches="warm", throttled="power cap")])
+    notes = compare(before, replace(after, about=MACHINE | {"device": "a GPU"})).notes
+    assert notes == (
+        "device is 'a GPU', was 'a CPU'",
+        "caches were cold before, warm after",
+        "clocks were held down after in 1 of 1 cells (power cap)",
+    )
