@@ -50,6 +50,13 @@ def activate(gate, up, alpha, limit, ACT: gl.constexpr):
 
 
 @gluon.jit
+def activate_rows(acc, alpha, limit, TOKENS: gl.constexpr, ACT: gl.constexpr):
+    """[32, TOKENS]: `activate` of 64 rows, 8 gates and 8 ups in each block of 16."""
+    gate, up = gl.split(acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+    return activate(gate, up, alpha, limit, ACT).reshape([32, TOKENS])
+
+
+@gluon.jit
 def activate_one(x, ACT: gl.constexpr):
     """activation(x) in fp32, of experts without a gate."""
     gl.static_assert(ACT == "relu2", "unknown activation of experts without a gate")

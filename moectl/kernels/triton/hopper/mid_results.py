@@ -4,7 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .epilogue import activate, activate_one
+from .epilogue import activate_one, activate_rows
 from .mid_ring import _cached, _first, _rest
 
 
@@ -16,14 +16,9 @@ def _sums(WIDTH):
 
 @gluon.jit
 def _activated(acc, alpha, limit, WIDTH: gl.constexpr, HOW: gl.constexpr):
-    """Activations of [64, WIDTH] sums: [32, WIDTH] of 8 gates, 8 ups in each 16 rows; ungated, all 64."""
+    """Activations of [64, WIDTH] sums: [32, WIDTH]; ungated, all 64."""
     ACT: gl.constexpr = HOW.activation
-    if HOW.gated:
-        gate, up = gl.split(acc.reshape([4, 2, 8, WIDTH]).permute((0, 2, 3, 1)))
-        h = activate(gate, up, alpha, limit, ACT).reshape([32, WIDTH])
-    else:
-        h = activate_one(acc, ACT)
-    return h
+    return activate_rows(acc, alpha, limit, WIDTH, ACT) if HOW.gated else activate_one(acc, ACT)
 
 
 @gluon.constexpr_function

@@ -4,17 +4,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .epilogue import activate, activate_one
+from .epilogue import activate_one, activate_rows
 from .joint import joined
 from .prefill_tiles import _mma, _narrow, _rows_layout, _wide
-
-
-@gluon.jit
-def _gated(acc, alpha, limit, TOKENS: gl.constexpr, HOW: gl.constexpr):
-    """[32, TOKENS]: the activation of 64 rows, 8 gates and 8 ups in each block of 16."""
-    ACT: gl.constexpr = HOW.activation
-    gate, up = gl.split(acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    return activate(gate, up, alpha, limit, ACT).reshape([32, TOKENS])
 
 
 @gluon.jit
@@ -40,10 +32,10 @@ def _store(
         acc = acc + gl.expand_dims(bias.slice(64 * own, 64).load(gl.SliceLayout(1, M)), 1)
     if HOW.weighted and HOW.stage == 2:
         acc = acc * weight
+    ACT: gl.constexpr = HOW.activation
     if HOW.gated:
-        acc = _gated(acc, alpha, limit, TOKENS, HOW)
-    elif HOW.activation != "":
-        ACT: gl.constexpr = HOW.activation
+        acc = activate_rows(acc, alpha, limit, TOKENS, ACT)
+    elif ACT != "":
         acc = activate_one(acc, ACT)
     turned = out.slice(0, TOKENS).slice(0, COLUMNS, 1)
     turned.permute((1, 0)).store(acc.to(Y.dtype.element_ty))
