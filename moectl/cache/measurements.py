@@ -65,18 +65,21 @@ def save(
 
     def edit(entries: list[Any]) -> None:
         own = {"built": software, "layer": layer, "versions": dict(versions)}
-        fresh = {(row.backend, row.cell) for row in stamped}
+        fresh = {(timed.backend, timed.cell) for timed in stamped}
         same = [item for item in entries if item["built"] == software and item["layer"] == layer]
         merged: list[Timed] = []
         for item in same:
-            old = [Timed(**row) for row in item["rows"]]
-            left = [row for row in old if (row.backend, row.cell) not in fresh]
-            item["rows"] = [asdict(row) for row in left]
+            kept = [
+                old
+                for old in (Timed(**fields) for fields in item["rows"])
+                if (old.backend, old.cell) not in fresh
+            ]
+            item["rows"] = [asdict(old) for old in kept]
             if item["versions"] == own["versions"]:
-                merged += left
+                merged += kept
         done = [item for item in same if not item["rows"] or item["versions"] == own["versions"]]
         entries[:] = [item for item in entries if item not in done]
-        entries.append({**own, "rows": [asdict(row) for row in (*merged, *stamped)]})
+        entries.append({**own, "rows": [asdict(timed) for timed in (*merged, *stamped)]})
 
     change(path, KIND, device_key(device), edit)
     return path

@@ -165,7 +165,7 @@ def framed(name: str) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command).parameters
-        asked = [p for name, p in signature.items() if name not in (CONTEXT.name, "out")]
+        asked = [p for p in signature.values() if p.name not in (CONTEXT.name, "out")]
         records: dict[str, Any] = {p.name: p.annotation for p in asked if is_dataclass(p.annotation)}
 
         @functools.wraps(command)
