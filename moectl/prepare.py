@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checkpoint.model import Checkpoint, LayerGroup, TensorInfo
+from .checkpoint.model import Checkpoint, LayerGroup
 from .checkpoint.opening import rank_folder
 from .convert.batches import FolderReader, as_bytes, as_tensor
 from .convert.canonical import byte_scales
@@ -23,10 +23,12 @@ from .convert.manifest import (
 from .convert.manifest_record import group_recipe, group_share, unpadded
 from .convert.ranks import ranks_in
 from .convert.recipe import Output, Recipe
-from .convert.safetensors_file import TORCH_DTYPES, nbytes
+from .convert.safetensors_file import TORCH_DTYPES
 from .convert.sources import LayerMap, map_layer, read_batch, source_for
 from .errors import CheckpointError, NoBackend, Unavailable, UsageError
 from .experts import ExpertLayer, Ids
+from .files.safetensors_writer import nbytes
+from .files.tensor_table import TensorInfo
 from .kernels.prepared import CANONICAL, PreparedMoE, Router
 from .kernels.runners import ANY_LAYOUT, RUNNERS, runner_for
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from .checkpoint.catalogue import Entry
 from .checkpoint.shards import CONFIG, INDEX
-from .checkpoint.writing import TensorSpec, header_bytes, in_file_order
-from .convert.disk import all_or_none, disk_errors, refuse_filled
 from .errors import UsageError
+from .files.atomic import disk_errors
+from .files.output_folder import all_or_none, refuse_filled
+from .files.safetensors_writer import TensorSpec, header_bytes, in_file_order
 
 SHARD_BYTES = 10_000_000_000
 """Most bytes of one file, unless a single tensor has more; files of published checkpoints have such sizes."""

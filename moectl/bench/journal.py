@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import SCHEMA_VERSION, __version__
 from ..errors import Unavailable, UsageError
-from ..lock import Lock
+from ..files.lock import Lock
 from .reading import Rows, read_rows
 from .rows import Row
 from .settings import both, differences, other_software

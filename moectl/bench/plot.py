@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..convert.disk import write_file
 from ..errors import Unavailable, UsageError
+from ..files.atomic import write_file
 from .rows import Row
 
 SUFFIXES = (".svg", ".png")

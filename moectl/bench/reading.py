@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import SCHEMA_VERSION
 from ..errors import UsageError
-from ..unreadable import unreadable
+from ..files.safe_reading import unreadable
 from .rows import Row
 from .settings import both
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..experts import ExpertLayer
+from ..files.safe_reading import unreadable
 from ..kernels.inputs import check_ids, check_tokens, inputs_from, no_bias, random_logits
 from ..kernels.routing import route_by
 from ..problem import MoEProblem
 from ..seeds import seed_of
-from ..unreadable import unreadable
 from .settings import MAX_TOKENS, ROUTER, TRACE, Settings
 
 LONGEST_LINE = 1 << 16

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..files.safe_reading import unreadable
 from ..kernels.distributions import DISTRIBUTIONS, check_distribution, spelled
-from ..unreadable import unreadable
 
 ROUTER = "router"
 """The routing by the checkpoint's own router."""

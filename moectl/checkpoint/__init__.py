@@ -1,8 +1,9 @@
 """Reading checkpoints: config, quantization description and safetensors headers, no weights."""
 
-from .header import read_header
+from ..files.safetensors_header import read_header
+from ..files.tensor_table import TensorInfo
 from .layers import layer_groups
-from .model import Checkpoint, ExpertNames, LayerGroup, Origin, TensorInfo
+from .model import Checkpoint, ExpertNames, LayerGroup, Origin
 from .opening import open_checkpoint
 
 __all__ = [

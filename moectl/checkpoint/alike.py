@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 
-from .tensor_table import TensorTable
+from ..files.tensor_table import TensorTable
 
 EXPERTS_MARK = ".experts."
 """What stands between a layer's name and an expert's number."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import CheckpointError
+from ..files.strict_json import FETCH_AGAIN, shown
+from ..files.tensor_table import TensorInfo
 from ..problem import MoEProblem
 from .declared import Declared
 from .found import RENAME, FoundLayer
-from .model import ExpertNames, TensorInfo
+from .model import ExpertNames
 from .storage import BESIDE, HEADER_DTYPES, SPELLED, SUFFIX_ROLES, Storage
-from .strict_json import FETCH_AGAIN, shown
 
 _GATE = "shared_expert_gate.weight"
 """A gate of all shared experts together."""

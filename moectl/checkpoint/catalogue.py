@@ -17,12 +17,12 @@ from itertools import repeat
 from typing import Any
 
 from ..errors import CheckpointError, UsageError
+from ..files.safetensors_header import DTYPE_BITS
+from ..files.strict_json import parse_json_object, shown
+from ..files.tensor_table import Form, TensorTable
 from ..ranges import ranges
 from .declared import declared_layers
-from .header import DTYPE_BITS
 from .storage import Extent, format_sizes, parse_shape
-from .strict_json import parse_json_object, shown
-from .tensor_table import Form, TensorTable
 
 MOE_ONLY = "the catalogue lists the MoE tensors only"
 """What is true of every entry: attention, dense layers and embeddings are left out."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files.strict_json import shown
 from ..problem import Activation, Dims, MoEProblem, Routing
 from .families import ACTIVATIONS, Family, family_of
 from .fields import DTYPES, KEYS, WIDE, Fields, Take
@@ -15,7 +16,6 @@ from .moe_layers import layer_count, moe_layers
 from .precision import Precision, read_precision
 from .quantization import Quantization, parse_quantization
 from .stated import Stated
-from .strict_json import shown
 
 CONFIG_ONLY = (
     "read from the config alone; only tensor headers tell names, arrangement and dtypes, whether the "

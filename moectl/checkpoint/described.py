@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files.safetensors_header import DTYPE_BITS
+from ..files.strict_json import shown
 from .catalogue import Entry, Schema, spell_layers
 from .extra_layers import extra_schemas
 from .fields import KEYS, Fields
-from .header import DTYPE_BITS
 from .moe_layers import layer_count, moe_layers
 from .shards import CONFIG, QUANTIZATION_FILES, read_document
 from .storage import Extent, parse_shape
-from .strict_json import shown
 
 TENSORS = "tensors.json"
 SOURCE = "source.md"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files.strict_json import shown
 from ..problem import SILU, SWIGLU_OAI, Activation, Routing
 from .fields import KEYS, Fields, Take
-from .strict_json import shown
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": SILU,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-from .strict_json import shown
+from ..files.strict_json import shown
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layers", "num_layers"),

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError
+from ..files.strict_json import FETCH_AGAIN, shown
+from ..files.tensor_table import TensorInfo
 from ..problem import MoEProblem
 from ..schemes import FULL, Scheme, WeightFormat
 from .formats import SHOWN
 from .found import RENAME, FoundLayer
-from .model import TensorInfo
 from .storage import STORAGES, Extent, Shape, Storage, format_sizes
-from .strict_json import FETCH_AGAIN, shown
 
 CONFIG_HINT = "Check that config.json is the one that belongs to these files."
 

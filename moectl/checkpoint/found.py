@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
+from ..files.strict_json import shown
+from ..files.tensor_table import TensorInfo, TensorTable
 from .alike import alike_experts
-from .model import TensorInfo
 from .storage import BESIDE, EXTRA_MODULES
-from .strict_json import shown
-from .tensor_table import TensorTable
 
 RENAME = "Store the tensors under the names that the model's reference code has, or ask for these to be read."
 """What to do about a tensor of experts, router or shared experts whose name says nothing."""

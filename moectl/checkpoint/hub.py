@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, Unavailable
-from .header import LENGTH_BYTES, Budget, header_length, read_header
+from ..files.safetensors_header import LENGTH_BYTES, Budget, header_length, read_header
+from ..files.strict_json import shown
+from ..files.tensor_table import TensorTable
 from .hub_cache import HeaderCache
 from .shards import (
     CONFIG,
@@ -27,8 +29,6 @@ from .shards import (
     parse_document,
     shard_names,
 )
-from .strict_json import shown
-from .tensor_table import TensorTable
 
 FIRST_BYTES = 128 << 10
 """Bytes of a file that are asked for first; most headers are shorter."""

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .header import HEADER_LIMIT, LENGTH_BYTES, Budget, read_header
-from .shards import index_files, open_regular, shard_names
-from .strict_json import parse_json_object
-from .tensor_table import TensorTable, joined
+from ..files.safe_reading import open_regular
+from ..files.safetensors_header import HEADER_LIMIT, LENGTH_BYTES, Budget, read_header
+from ..files.strict_json import parse_json_object
+from ..files.tensor_table import TensorTable, joined
+from .shards import index_files, shard_names
 
 LIBRARY = "moectl"
 LISTING = "files.json"

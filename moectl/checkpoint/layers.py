@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files.tensor_table import TensorInfo
 from ..ranges import ranges
 from .declared import declared_layers
 from .found import find_layers
-from .model import LayerGroup, TensorInfo
+from .model import LayerGroup
 from .reading import read_layer
 from .stated import Stated
 

@@ -11,9 +11,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import CheckpointError, MoectlError, Unavailable
+from ..files.strict_json import shown
+from ..files.tensor_table import TensorInfo
 from .catalogue import Entry, find_entry, near_names, suggestion
 from .layers import layer_groups
-from .model import Checkpoint, Origin, TensorInfo
+from .model import Checkpoint, Origin
 from .shards import (
     CONFIG,
     INDEX,
@@ -25,7 +27,6 @@ from .shards import (
     weight_files,
 )
 from .stated import Stated
-from .strict_json import shown
 
 MANIFEST = "moectl.json"
 """The file that marks a converted folder."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import CheckpointError
-from .strict_json import shown
+from ..files.strict_json import shown
 
 REGEX = "re:"
 """What marks a regular expression in a list of names."""

@@ -7,15 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files.strict_json import FETCH_AGAIN, shown
+from ..files.tensor_table import TensorInfo
 from ..problem import Activation, Dims, MoEProblem, Routing
 from .beside import NO_ROUTER, check_router, count_shared, router_dtype, shared_dtype, tensor_names
 from .declared import Declared
 from .fit import CONFIG_HINT, Fit, fit
 from .found import FoundLayer
-from .model import ExpertNames, LayerGroup, TensorInfo
+from .model import ExpertNames, LayerGroup
 from .stated import Stated
 from .storage import BESIDE, HEADER_DTYPES
-from .strict_json import FETCH_AGAIN, shown
 
 
 def read_layer(layer: FoundLayer, declared: Declared, stated: Stated = Stated()) -> LayerGroup:

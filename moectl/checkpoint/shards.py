@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..errors import CheckpointError
-from .header import Budget, read_header
-from .strict_json import FETCH_AGAIN, parse_json_object, shown
-from .tensor_table import TensorTable, joined
+from ..files.safe_reading import not_regular, open_regular
+from ..files.safetensors_header import Budget, read_header
+from ..files.strict_json import FETCH_AGAIN, parse_json_object, shown
+from ..files.tensor_table import TensorTable, joined
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -194,34 +193,6 @@ def check_document_size(nbytes: int, where: str) -> None:
         )
 
 
-@contextmanager
-def open_regular(path: Path, where: str) -> Iterator[BinaryIO]:
-    """The regular file `path` opened for reading; a pipe or device is refused instead of waited for.
-
-    Raises CheckpointError for anything else, and for what goes wrong while it is read.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise _irregular(where)
-            with open(fd, "rb", closefd=False) as file:
-                yield file
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise CheckpointError(
-            f"{where} cannot be read: {error.strerror or error}.", hint="Check the file and its permissions."
-        ) from error
-
-
-def _irregular(where: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} is not a file, but a folder, pipe or device.",
-        hint="Put the checkpoint's file in its place.",
-    )
-
-
 def inside(folder: Path, name: str) -> Path:
     """The file `name` in `folder`, links resolved; CheckpointError when it is none, or leads out.
 
@@ -244,7 +215,7 @@ def inside(folder: Path, name: str) -> Path:
             hint="Replace the link by the file, or give the folder that it points to.",
         )
     if not real.is_file():
-        raise _irregular(name)
+        raise not_regular(name)
     return real
 
 

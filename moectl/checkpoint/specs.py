@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files.strict_json import shown
 from ..schemes import (
     A16,
     FULL,
@@ -21,7 +22,6 @@ from ..schemes import (
     WeightFormat,
     int_format,
 )
-from .strict_json import shown
 
 Config = Mapping[str, Any]
 

@@ -88,7 +88,7 @@ class Shown:
     def show(self, about: Mapping[str, Any], rows: "Sequence[Row]", out: Output) -> None:
         """Writes files other than the journal, the plot, and stdout."""
         from ..bench.render import brief, document
-        from ..convert.disk import write_file
+        from ..files.atomic import write_file
 
         for path in self.files:
             if path != self.journal:

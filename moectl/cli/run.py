@@ -208,6 +208,6 @@ def tensors(done: "LayerRun", prefix: str = "") -> dict[str, Any]:
 def _write(path: Path, found: dict[str, Any]) -> None:
     from safetensors.torch import save
 
-    from ..convert.disk import write_file
+    from ..files.atomic import write_file
 
     write_file(path, save({name: tensor.contiguous() for name, tensor in found.items()}))

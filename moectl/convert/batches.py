@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.shards import open_regular
-from .disk import read_exactly
-from .safetensors_file import TORCH_DTYPES, nbytes
+from ..files.safe_reading import open_regular, read_exactly
+from ..files.safetensors_writer import nbytes
+from .safetensors_file import TORCH_DTYPES
 
 
 class FolderReader(AbstractContextManager["FolderReader"]):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..files.safetensors_writer import nbytes
 from .passes import one_pass
-from .safetensors_file import nbytes
 from .transforms import DTYPES, Shape, Step, dtype_name, step_from_json, step_to_json
 
 MAX_STEPS = 64

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from .disk import write_file
+from ..files.atomic import write_file
 from .manifest_record import (
     CONFIG,
     FORMAT_VERSION,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.model import TensorInfo
 from ..errors import CheckpointError
+from ..files.atomic import NewFile
+from ..files.tensor_table import TensorInfo
 from .batches import Digests, FolderReader, Piece, as_bytes, spans
 from .canonical import byte_scales
 from .codecs import check_scales
 from .device import Device, Extent
-from .disk import NewFile
 from .manifest_record import LayerRecord, PartHashes
 from .pipeline import Crew, Slot
 from .plan import LayerPlan

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.header import read_header
-from ..checkpoint.model import TensorInfo
-from ..checkpoint.shards import open_regular
-from ..checkpoint.strict_json import parse_json_object
 from ..errors import CheckpointError
+from ..files.records import from_json
+from ..files.safe_reading import open_regular, range_sha256
+from ..files.safetensors_header import read_header
+from ..files.safetensors_writer import TensorSpec
+from ..files.strict_json import parse_json_object
+from ..files.tensor_table import TensorInfo
 from ..problem import MoEProblem
 from .batches import FolderReader
-from .disk import range_sha256
 from .manifest_check import check_manifest
 from .manifest_record import (
     FORMAT_VERSION,
@@ -35,8 +36,7 @@ from .manifest_record import (
 )
 from .portions import portions_in
 from .recipe import SIDE
-from .records import from_json
-from .safetensors_file import TORCH_DTYPES, TensorSpec
+from .safetensors_file import TORCH_DTYPES
 from .sources import output_name
 
 

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 
 from ..checkpoint.fields import LIMITS
-from ..checkpoint.header import DTYPE_BITS
 from ..errors import MoectlError
+from ..files.safetensors_header import DTYPE_BITS
+from ..files.safetensors_writer import nbytes
 from ..schemes import FULL
 from .canonical import MODEL_DTYPE, canonical_shapes
 from .manifest_record import (
@@ -28,7 +29,7 @@ from .manifest_record import (
     unpadded,
 )
 from .recipe import Recipe
-from .safetensors_file import TORCH_DTYPES, nbytes
+from .safetensors_file import TORCH_DTYPES
 from .shards import Shard
 from .sources import PartForm, output_name
 from .transforms import Shape

@@ -13,10 +13,10 @@ from ..checkpoint.opening import MANIFEST as MANIFEST
 from ..checkpoint.shards import CONFIG as CONFIG
 from ..checkpoint.shards import INDEX as INDEX
 from ..errors import CheckpointError
+from ..files.records import to_json
 from ..problem import Dims, MoEProblem
 from .chain import Chain
 from .recipe import Output, Recipe
-from .records import to_json
 from .shards import Shard, Share
 from .sources import Part, PartForm, PartMap
 from .values import value_from_json, value_to_json

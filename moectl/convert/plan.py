@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .. import __version__
-from ..checkpoint.model import Checkpoint, TensorInfo
+from ..checkpoint.model import Checkpoint
+from ..files.records import to_json
+from ..files.safetensors_writer import FilePlan
+from ..files.tensor_table import TensorInfo
 from ..problem import MoEProblem
 from .budget import BASE_MEMORY, MIB, slot_buffers
 from .manifest_record import (
@@ -22,8 +25,6 @@ from .manifest_record import (
 )
 from .pipeline import SLOTS
 from .portions import Portion
-from .records import to_json
-from .safetensors_file import FilePlan
 from .shards import Shard, Share
 from .sources import LayerMap
 from .writer import Writer

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ..checkpoint.model import Checkpoint, LayerGroup, TensorInfo
-from ..checkpoint.tensor_table import files_of
+from ..checkpoint.model import Checkpoint, LayerGroup
 from ..errors import CheckpointError, Unavailable, UsageError
+from ..files.safetensors_writer import TensorSpec, plan_file
+from ..files.tensor_table import TensorInfo, files_of
 from ..problem import MoEProblem
 from .budget import default_memory, plan_batch
 from .layout import WeightLayout
@@ -22,7 +23,7 @@ from .manifest_record import (
 )
 from .plan import RESERVED, LayerPlan, Plan, RestPlan, layer_file
 from .recipe import Recipe
-from .safetensors_file import TORCH_DTYPES, TensorSpec, plan_file
+from .safetensors_file import TORCH_DTYPES
 from .shards import Shard, Share
 from .sources import LayerMap, map_layer, output_name, output_prefix, source_for
 from .writer import prepared_writer

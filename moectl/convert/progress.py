@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.shards import open_regular
-from ..checkpoint.strict_json import parse_json_object
 from ..errors import CheckpointError, Unavailable, UsageError
-from ..lock import Lock
-from .disk import disk_errors, write_exactly
+from ..files.atomic import disk_errors, write_exactly
+from ..files.lock import Lock
+from ..files.records import from_json, to_json
+from ..files.safe_reading import open_regular
+from ..files.strict_json import parse_json_object
 from .manifest_record import LOG as LOG
 from .manifest_record import LayerRecord, RestRecord
-from .records import from_json, to_json
 
 PLAIN = frozenset({"format", "moectl", "layout version", "rank", "experts only"})
 """Facts of a conversion whose values a person can read; the others are digests."""

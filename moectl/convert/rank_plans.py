@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checkpoint.opening import rank_folder
 from ..errors import UsageError
-from .disk import refuse_small_disk
+from ..files.output_folder import refuse_small_disk
 from .plan import Plan
 from .portions import Portion
 from .progress import Progress, silent

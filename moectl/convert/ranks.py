@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ..checkpoint.opening import rank_folder
 from ..errors import CheckpointError, UsageError
+from ..files.records import to_json
 from .manifest import Manifest, load_manifest
 from .manifest_record import MANIFEST
-from .records import to_json
 from .shards import Shard, shard_of
 
 _RANK = re.compile(r"rank-(\d{2,5})")

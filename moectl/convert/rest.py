@@ -7,24 +7,23 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..checkpoint.header import header_length
-from ..checkpoint.model import Checkpoint, TensorInfo
-from ..checkpoint.shards import SUFFIX, inside, open_regular
-from ..checkpoint.strict_json import parse_json_object
+from ..checkpoint.model import Checkpoint
+from ..checkpoint.shards import SUFFIX, inside
 from ..errors import CheckpointError
-from .batches import FolderReader
-from .disk import (
-    copy_bytes,
-    copy_file,
+from ..files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly
+from ..files.safe_reading import (
     file_findings,
     file_sha256,
     hash_range,
-    link_or_copy,
+    open_regular,
     range_sha256,
     read_exactly,
-    replacing,
-    write_exactly,
 )
+from ..files.safetensors_header import header_length
+from ..files.safetensors_writer import FilePlan
+from ..files.strict_json import parse_json_object
+from ..files.tensor_table import TensorInfo
+from .batches import FolderReader
 from .manifest_record import (
     CONFIG,
     INDEX,
@@ -40,7 +39,6 @@ from .manifest_record import (
 )
 from .plan import RESERVED, RestPlan
 from .progress import LOG, Meter, ProgressLog
-from .safetensors_file import FilePlan
 
 SMALL_FILE = 64 << 20
 """Larger files that are no safetensors are left where they are and named in the summary."""

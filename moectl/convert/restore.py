@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from ..checkpoint.model import TensorInfo
+from ..files.tensor_table import TensorInfo
 from .batches import Digests, FolderReader, as_bytes, spans
 from .budget import CHAIN_COPIES, LARGEST_BATCH
 from .manifest import Manifest

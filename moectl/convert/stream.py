@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, Unavailable, UsageError
+from ..files.atomic import PARTIAL
+from ..files.output_folder import create_folder, refuse_inside, refuse_small_disk
+from ..files.records import to_json
+from ..files.safe_reading import range_sha256
 from ..ranges import ranges
 from .batches import FolderReader
 from .completion import finish_folder
 from .device import Device, device_named
-from .disk import (
-    PARTIAL,
-    create_folder,
-    range_sha256,
-    refuse_inside,
-    refuse_small_disk,
-)
 from .layer_work import LayerStages, LayerWork
 from .manifest import load_manifest
 from .manifest_record import (
@@ -42,7 +39,6 @@ from .progress import (
     refuse_another,
     silent,
 )
-from .records import to_json
 from .rest import file_matches, rest_sha256, source_record, write_rest
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..files.records import from_json, to_json
 from .rearrange import Pattern
-from .records import from_json, to_json
 
 DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,

@@ -9,27 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint.model import TensorInfo
 from ..errors import CheckpointError, UsageError
+from ..files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly, write_file
+from ..files.output_folder import create_folder, refuse_inside, refuse_small_disk
+from ..files.safe_reading import file_findings
+from ..files.safetensors_writer import FilePlan, TensorSpec, plan_file
+from ..files.tensor_table import TensorInfo
 from .batches import FolderReader
-from .disk import (
-    copy_bytes,
-    copy_file,
-    create_folder,
-    file_findings,
-    link_or_copy,
-    refuse_inside,
-    refuse_small_disk,
-    replacing,
-    write_exactly,
-    write_file,
-)
 from .manifest import Manifest, read_file_header
 from .manifest_record import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord, group_recipe
 from .progress import Meter, Progress, silent
 from .ranks import load_folders, refuse_one_rank
 from .restore import Restored, Sink, layer_restorers, part_tensors, restore_layer
-from .safetensors_file import FilePlan, TensorSpec, plan_file
 
 
 @dataclass(frozen=True)

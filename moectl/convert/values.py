@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .records import from_json, to_json
+from ..files.records import from_json, to_json
 from .transforms import Shape
 
 Tensors = Mapping[str, Tensor]

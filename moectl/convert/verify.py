@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..files.safe_reading import file_findings, file_sha256, range_sha256
 from .batches import FolderReader
-from .disk import file_findings, file_sha256, range_sha256
 from .manifest import Manifest, read_file_header
 from .manifest_record import CONFIG, FileRecord
 from .progress import Meter, Progress, silent

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..files.safetensors_writer import TensorSpec, nbytes
 from .batches import Piece
 from .chain import BLOCK_BYTES
 from .recipe import Recipe
-from .safetensors_file import TensorSpec, nbytes
 from .sources import LayerMap, carve, carved_bytes, output_name
 from .values import Fact, Facts, Shapes, Tensors
 

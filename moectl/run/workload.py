@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..experts import ExpertLayer
+from ..files.safe_reading import unreadable
 from ..kernels.inputs import DTYPES, Inputs, check_ids, check_tokens, make_inputs, no_bias
 from ..kernels.prepared import PreparedMoE
 from ..kernels.reference import moe_reference
 from ..kernels.routing import route_by
 from ..problem import MoEProblem
 from ..seeds import seed_of
-from ..unreadable import unreadable
 from .variants import experts_on
 
 

@@ -9,20 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.catalogue import built_in
-from ..checkpoint.model import Checkpoint, LayerGroup, Origin, TensorInfo
+from ..checkpoint.model import Checkpoint, LayerGroup, Origin
 from ..checkpoint.shards import CONFIG, INDEX
 from ..convert.canonical import MODEL_DTYPE
-from ..convert.disk import (
-    all_or_none,
-    disk_errors,
-    refuse_filled,
-    refuse_small_disk,
-    replacing,
-    write_exactly,
-    write_file,
-)
 from ..convert.progress import Meter, Progress, silent
-from ..convert.safetensors_file import FilePlan, TensorSpec, plan_file
+from ..files.atomic import disk_errors, replacing, write_exactly, write_file
+from ..files.output_folder import all_or_none, refuse_filled, refuse_small_disk
+from ..files.safetensors_writer import FilePlan, TensorSpec, plan_file
+from ..files.tensor_table import TensorInfo
 from .resize import VOCABULARY, Resized, Sizes, resized
 from .weights import BANK_ROWS, Maker
 

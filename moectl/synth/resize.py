@@ -12,13 +12,14 @@ from ..checkpoint.catalogue import Entry, Schema
 from ..checkpoint.fields import KEYS, LIMITS, Fields
 from ..checkpoint.fit import Fit, fit
 from ..checkpoint.found import FoundLayer
-from ..checkpoint.header import DTYPE_BITS
 from ..checkpoint.layers import layer_groups
-from ..checkpoint.model import LayerGroup, TensorInfo
+from ..checkpoint.model import LayerGroup
 from ..checkpoint.moe_layers import KIND_LISTS, layer_count, moe_layers
 from ..checkpoint.shards import quantization_apart
 from ..checkpoint.storage import Shape, Storage, find_storage, format_sizes, parse_shape
 from ..errors import UsageError
+from ..files.safetensors_header import DTYPE_BITS
+from ..files.tensor_table import TensorInfo
 from ..schemes import WeightFormat
 
 VOCABULARY = 256

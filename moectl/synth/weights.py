@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..checkpoint.model import Checkpoint, ExpertNames, LayerGroup, TensorInfo
+from ..checkpoint.model import Checkpoint, ExpertNames, LayerGroup
 from ..checkpoint.storage import PER_EXPERT
 from ..convert.canonical import MODEL_DTYPE
 from ..convert.codecs import codec_for
 from ..convert.safetensors_file import TORCH_DTYPES
 from ..convert.sources import PartForm, map_layer, source_for
 from ..convert.sources.extras import extra_values
+from ..files.tensor_table import TensorInfo
 from ..problem import Dims, MoEProblem
 from ..schemes import FULL, Scheme, WeightFormat
 from ..seeds import seed_of

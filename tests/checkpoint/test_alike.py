@@ -12,8 +12,8 @@ from moectl.checkpoint import TensorInfo, layer_groups
 from moectl.checkpoint.alike import alike_experts
 from moectl.checkpoint.catalogue import built_in
 from moectl.checkpoint.found import find_layers
-from moectl.checkpoint.tensor_table import files_of, joined, names_beginning, table_of
 from moectl.errors import CheckpointError
+from moectl.files.tensor_table import files_of, joined, names_beginning, table_of
 from moectl.synth import Sizes, resized
 
 KIMI = "moonshotai/Kimi-K2-Thinking"

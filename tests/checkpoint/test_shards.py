@@ -293,5 +293,7 @@ def test_many_numbered_files_are_counted_once() -> None:
 
 
 def test_files_of_a_folder_share_a_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moectl.checkpoint.header.TENSOR_LIMIT", len(open_checkpoint(folder).tensors) - 1)
+    monkeypatch.setattr(
+        "moectl.files.safetensors_header.TENSOR_LIMIT", len(open_checkpoint(folder).tensors) - 1
+    )
     refused(folder, max(folder.glob("*.safetensors")).name, "tensors up to this file")

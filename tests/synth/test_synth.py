@@ -195,7 +195,7 @@ def test_read_only_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(errno.EROFS, "Read-only file system")
 
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr("moectl.convert.disk.os.open", refuse)
+    monkeypatch.setattr("moectl.files.atomic.os.open", refuse)
     with pytest.raises(Unavailable, match="Read-only"):
         synthesize(GPT, tmp_path / "out", **TINY)
     assert list((tmp_path / "out").iterdir()) == []

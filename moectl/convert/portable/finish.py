@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError, UsageError
-from ..disk import write_file
+from ...files.atomic import write_file
+from ...files.records import to_json
 from ..manifest_record import CONFIG, INDEX, LOG, FileRecord, LayerRecord, RestRecord
-from ..records import to_json
 from ..rest import copy_small_files, source_record
 from .parts import REPORT, label_of, read_parts, read_report, remove_parts
 from .verify import layer_digest, verify_portable

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ...checkpoint.formats import FORMATS, SHOWN, Format, Suffix
-from ...checkpoint.model import Checkpoint, TensorInfo
+from ...checkpoint.model import Checkpoint
 from ...checkpoint.quantization import zeros_less_one
 from ...checkpoint.specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
 from ...checkpoint.storage import PER_EXPERT, Storage, format_sizes, parse_shape
 from ...errors import UsageError
+from ...files.tensor_table import TensorInfo
 from ...portable import PORTABLE
 from ...problem import Activation, Dims, MoEProblem
 from ...schemes import ActFormat, Scheme, WeightFormat

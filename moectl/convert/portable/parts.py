@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.strict_json import parse_json_object
 from ...errors import CheckpointError
-from ..disk import write_file
+from ...files.atomic import write_file
+from ...files.strict_json import parse_json_object
 from ..manifest_record import REPORT as REPORT
 
 PART = "moectl-report-part-"

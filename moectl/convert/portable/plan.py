@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ...checkpoint.model import Checkpoint, LayerGroup
 from ...errors import CheckpointError, NoBackend, UsageError
+from ...files.safe_reading import file_sha256
+from ...files.safetensors_writer import plan_file
 from ...portable import NATIVE, PORTABLE, PortableFormat, container_of
 from ...problem import MoEProblem
 from ...schemes import ActFormat, Scheme, WeightFormat
@@ -21,12 +23,10 @@ from ..canonical import (
     halves,
     has_input_scales,
 )
-from ..disk import file_sha256
 from ..manifest_record import LayoutRecord
 from ..plan import LayerPlan, Plan
 from ..planning import check_plannable, map_group, plan_rest
 from ..quantize.calibration import Calibration
-from ..safetensors_file import plan_file
 from ..shards import Shard, Share
 from ..sources import LayerMap
 from ..values import Shapes

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...files.records import from_json
+from ...files.safe_reading import file_findings, range_sha256
 from ..batches import FolderReader
-from ..disk import file_findings, range_sha256
 from ..manifest import read_file_header
 from ..manifest_record import FileRecord, is_plain_name
 from ..progress import Meter, Progress, silent
-from ..records import from_json
 from ..verify import Report
 from .parts import REPORT, read_report
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...checkpoint.writing import TensorSpec
+from ...files.safetensors_writer import TensorSpec, nbytes
 from ..batches import Piece
 from ..budget import CHAIN_COPIES
 from ..chain import BLOCK_BYTES, Chain
-from ..safetensors_file import nbytes
 from ..sources import carve, carved_bytes
 from ..transforms import Step
 from ..values import Fact, Facts, Shapes, Tensors

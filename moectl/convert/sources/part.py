@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ...checkpoint.model import TensorInfo
+from ...files.safetensors_writer import nbytes
+from ...files.tensor_table import TensorInfo
 from ...problem import MoEProblem
 from ..chain import BLOCK_BYTES, Chain
 from ..recipe import SIDE
-from ..safetensors_file import TORCH_DTYPES, nbytes
+from ..safetensors_file import TORCH_DTYPES
 from ..transforms import Shape, View
 from ..values import Shapes, Value
 from .extras import check_extra

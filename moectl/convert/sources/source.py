@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...checkpoint.model import Checkpoint, LayerGroup, TensorInfo
+from ...checkpoint.model import Checkpoint, LayerGroup
 from ...checkpoint.quantization import zeros_less_one
 from ...checkpoint.storage import Shape as Axes
 from ...checkpoint.storage import Storage, Stored, find_storage, format_sizes
-from ...checkpoint.tensor_table import names_beginning
 from ...errors import CheckpointError, UsageError
+from ...files.safetensors_writer import nbytes
+from ...files.tensor_table import TensorInfo, names_beginning
 from ...problem import MoEProblem
 from ..canonical import INTERLEAVED, canonical_shapes
-from ..safetensors_file import nbytes
 from ..values import Shapes
 from .packings import PACKINGS, Packing
 from .part import LayerMap, Part, PartForm, PartMap

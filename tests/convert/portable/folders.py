@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from sources.stored import EXPERTS, LAYER, PREFIX, Case, Layer, make_layer
 from torch import Tensor
 
-from moectl.checkpoint.header import read_header
 from moectl.checkpoint.model import Checkpoint, Origin
 from moectl.checkpoint.storage import PER_EXPERT, STORAGES, Storage
 from moectl.convert.portable.plan import Portable, plan_portable
 from moectl.convert.stream import convert
+from moectl.files.safetensors_header import read_header
 from moectl.problem import Dims
 from moectl.schemes import WeightFormat
 

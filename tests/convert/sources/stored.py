@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from moectl.checkpoint.formats import SHOWN
-from moectl.checkpoint.model import Checkpoint, ExpertNames, LayerGroup, Origin, TensorInfo
+from moectl.checkpoint.model import Checkpoint, ExpertNames, LayerGroup, Origin
 from moectl.checkpoint.storage import Shape, Storage, format_sizes
 from moectl.convert.safetensors_file import TORCH_DTYPES
+from moectl.files.tensor_table import TensorInfo
 from moectl.problem import Activation, Dims, MoEProblem
 from moectl.schemes import FULL, Scheme, WeightFormat
 

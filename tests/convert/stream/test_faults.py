@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from moectl.checkpoint import open_checkpoint, read_header
-from moectl.convert import disk
 from moectl.convert.stream import convert
 from moectl.convert.verify import verify
 from moectl.errors import CheckpointError, ExitCode, MoectlError, Unavailable, UsageError
+from moectl.files.atomic import replacing, write_exactly
 
 from .checkpoints import folder_bytes, gpt_oss_checkpoint
 from .conftest import plan_of
@@ -99,7 +99,7 @@ def test_too_little_room_is_said_before_anything_is_created(
 ) -> None:
     planned = plan_of(gpt_oss)
     free = planned.disk_needed - 1
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))
     with pytest.raises(Unavailable, match=f"{planned.disk_needed} bytes of disk are needed"):
         convert(planned, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -313,7 +313,7 @@ def test_a_pipe_in_the_output_is_not_waited_for(
 
 def test_only_a_refused_write_is_the_outputs_fault(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    with pytest.raises(FileNotFoundError), disk.replacing(path, 3):
+    with pytest.raises(FileNotFoundError), replacing(path, 3):
         (tmp_path / "elsewhere").read_bytes()
     assert not list(tmp_path.iterdir())
 
@@ -324,11 +324,11 @@ def test_a_refused_write_names_its_own_file(tmp_path: Path, monkeypatch: pytest.
 
     with (
         pytest.raises(Unavailable, match="cannot write first, which needs 3 bytes: the disk is full"),
-        disk.replacing(tmp_path / "first", 3) as fd,
-        disk.replacing(tmp_path / "second", 5),
+        replacing(tmp_path / "first", 3) as fd,
+        replacing(tmp_path / "second", 5),
     ):
         monkeypatch.setattr(os, "pwrite", full)
-        disk.write_exactly(fd, memoryview(b"abc"), 0)
+        write_exactly(fd, memoryview(b"abc"), 0)
     assert not list(tmp_path.iterdir())
 
 

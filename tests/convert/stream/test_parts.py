@@ -18,7 +18,7 @@ from moectl.convert.portions import Portion, portion_of
 from moectl.convert.stream import complete, convert
 from moectl.convert.verify import verify
 from moectl.errors import CheckpointError, Unavailable, UsageError
-from moectl.lock import Lock
+from moectl.files.lock import Lock
 
 from .checkpoints import folder_bytes, gpt_oss_checkpoint
 from .conftest import plan_of

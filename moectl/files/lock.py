@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from .errors import Unavailable
+from ..errors import Unavailable
 
 SUFFIX = ".lock"
 

@@ -1,4 +1,4 @@
-"""The safetensors header of a file to be written."""
+"""Safetensors files to be written: their headers, and where each tensor goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
-from .header import DTYPE_BITS, METADATA
+from .safetensors_header import DTYPE_BITS, METADATA
+from .tensor_table import TensorInfo
 
 _ORDER = {dtype: place for place, dtype in enumerate(DTYPE_BITS)}
 """The format's own order of dtypes, in which widths do not fall."""
@@ -58,3 +59,35 @@ def header_bytes(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> by
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A safetensors file before its first byte: the header, and where each tensor goes.
+
+    `tensors` maps names to their places; offsets count from the start of the file.
+    """
+
+    name: str
+    header: bytes
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def size(self) -> int:
+        return max((t.end for t in self.tensors.values()), default=len(self.header))
+
+
+def plan_file(name: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
+    """The `FilePlan` of a file with these tensors, widest elements first and then by name.
+
+    Wide elements first keeps every tensor aligned to its element; the order is also the one that
+    the safetensors library writes. The header is padded with spaces to a multiple of 8 bytes.
+    """
+    ordered = in_file_order(specs)
+    header = header_bytes(ordered, metadata)
+    places: dict[str, TensorInfo] = {}
+    start = len(header)
+    for spec in ordered:
+        places[spec.name] = TensorInfo(spec.name, spec.dtype, spec.shape, name, start, start + spec.nbytes)
+        start += spec.nbytes
+    return FilePlan(name, header, places)

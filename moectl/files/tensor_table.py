@@ -9,7 +9,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
-from .model import TensorInfo
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as a safetensors header states it, already checked against its file.
+
+    `dtype` is the safetensors spelling (``U8``, ``BF16``, ``F8_E8M0``, ...); `start` and `end` are
+    byte offsets in `file`, which is relative to the checkpoint.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
 
 Form: TypeAlias = tuple[str, tuple[int, ...]]
 """Dtype and shape; a model has few of them."""

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
-from .model import TensorInfo
 from .strict_json import FETCH_AGAIN, LFS_POINTER, parse_json_object, refuse_lfs_pointer, shown
-from .tensor_table import Form, TensorTable, table_of
+from .tensor_table import Form, TensorInfo, TensorTable, table_of
 
 LENGTH_BYTES = 8
 """A file starts with the header's length, 64 bits, little-endian."""

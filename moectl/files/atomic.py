@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from ..checkpoint.shards import open_regular
-from ..errors import CheckpointError, Unavailable, UsageError
+from ..errors import Unavailable
+from .safe_reading import CHUNK, open_regular, read_exactly
 
 PARTIAL = ".partial"
 """Suffix of a file that is still being written."""
 
-CHUNK = 4 << 20
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 _FULL[errno.EFBIG] = "the file would be larger than the allowed file size"
 
@@ -48,25 +44,6 @@ class WriteRefused(OSError):
     def __init__(self, fd: int, error: OSError) -> None:
         super().__init__(error.errno, error.strerror)
         self.fd = fd
-
-
-def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:
-    """Fills `view` with the bytes of file `fd` from `offset`.
-
-    Raises CheckpointError when the file ends too soon or the disk cannot read it.
-    """
-    done = 0
-    while done < len(view):
-        try:
-            got = os.preadv(fd, [view[done:]], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {name}: {error.strerror or error}.") from error
-        if got == 0:
-            raise CheckpointError(
-                f"{name} is truncated: {len(view)} bytes expected at offset {offset}, got {done}.",
-                hint="Fetch the file again.",
-            )
-        done += got
 
 
 def write_exactly(fd: int, view: memoryview, offset: int) -> None:
@@ -183,34 +160,6 @@ def write_file(path: Path, data: bytes) -> None:
         write_exactly(fd, memoryview(data), 0)
 
 
-def range_sha256(fd: int, start: int, end: int, name: str) -> str:
-    """SHA-256 of a run of bytes of an open file, read in small pieces."""
-    digest = hashlib.sha256()
-    hash_range(digest, fd, start, end, name)
-    return digest.hexdigest()
-
-
-def hash_range(digest: Any, fd: int, start: int, end: int, name: str) -> None:
-    """Puts a run of bytes of an open file through `digest`, in small pieces."""
-    buffer = memoryview(bytearray(max(1, min(CHUNK, end - start))))
-    while start < end:
-        piece = buffer[: min(len(buffer), end - start)]
-        read_exactly(fd, piece, start, name)
-        digest.update(piece)
-        start += len(piece)
-
-
-def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) -> str:
-    """SHA-256 of a file in hexadecimal, read in small pieces; `advance` gets the bytes of each."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK))
-    with open_regular(path, str(path)) as file:
-        while got := os.readv(file.fileno(), [buffer]):
-            digest.update(buffer[:got])
-            advance(got)
-    return digest.hexdigest()
-
-
 def copy_bytes(source: int, target: int, read_at: int, write_at: int, nbytes: int, name: str) -> None:
     """Copies `nbytes` between open files in small pieces."""
     buffer = memoryview(bytearray(min(CHUNK, nbytes)))
@@ -242,69 +191,3 @@ def link_or_copy(source: Path, target: Path) -> None:
         copy_file(resolved, target)
     else:
         sync_folder(target.parent)
-
-
-def file_findings(path: Path, size: int, sha256: str) -> list[str]:
-    """How a file differs from its recorded size and SHA-256, in words; empty when it does not."""
-    if not path.is_file():
-        return [f"{path.name} is missing"]
-    got = path.stat().st_size
-    if got != size:
-        return [f"{path.name} must have {size} bytes, got {got}"]
-    return [] if file_sha256(path) == sha256 else [f"{path.name} does not have the SHA-256 that was written"]
-
-
-def refuse_inside(source: Path, out: Path) -> None:
-    """UsageError when `out` is `source` or lies in it, or is a file."""
-    home, target = source.resolve(), out.resolve()
-    if target == home or home in target.parents:
-        raise UsageError(
-            f"the output {out} lies in {source}, which is never written to.",
-            hint="Choose a folder outside of it.",
-        )
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"the output {out} is a file.", hint="Choose a folder.")
-
-
-def create_folder(folder: Path) -> None:
-    """Creates `folder` and its parents; Unavailable when the system refuses."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Unavailable(f"cannot create {folder}: {error.strerror or error}.") from error
-
-
-def refuse_filled(out: Path) -> None:
-    """UsageError when `out` is anything but an empty folder or nothing at all."""
-    with disk_errors(out, 0):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"{out} is not an empty folder.", hint="Give a new folder, or remove this one.")
-
-
-@contextmanager
-def all_or_none(out: Path, names: Iterable[str]) -> Iterator[None]:
-    """Creates the folder `out` for the block to write `names` in; on any error all of it goes again."""
-    with disk_errors(out, 0):
-        made = [place for place in (out, *out.parents) if not place.exists()]
-    try:
-        create_folder(out)
-        yield
-    except BaseException:
-        for name in names:
-            with suppress(OSError):
-                (out / name).unlink()
-        for place in made:
-            with suppress(OSError):
-                place.rmdir()
-        raise
-
-
-def refuse_small_disk(out: Path, needed: int, hint: str) -> None:
-    """Unavailable when `out`'s file system cannot take `needed` bytes, what `out` holds already included."""
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    held = sum(path.lstat().st_size for path in out.iterdir()) if out.is_dir() else 0
-    room = shutil.disk_usage(place).free + held
-    if room < needed:
-        raise Unavailable(f"{needed} bytes of disk are needed, {out} has room for {room}.", hint=hint)

@@ -1,0 +1,124 @@
+"""Files read with care: regular files only, exact lengths, hashes in bounded memory, errors in words."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import CheckpointError, UsageError
+
+CHUNK = 4 << 20
+"""Bytes that are read at a time where a file is hashed or copied."""
+
+
+@contextmanager
+def open_regular(path: Path, where: str) -> Iterator[BinaryIO]:
+    """The regular file `path` opened for reading; a pipe or device is refused instead of waited for.
+
+    Raises CheckpointError for anything else, and for what goes wrong while it is read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise not_regular(where)
+            with open(fd, "rb", closefd=False) as file:
+                yield file
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise CheckpointError(
+            f"{where} cannot be read: {error.strerror or error}.", hint="Check the file and its permissions."
+        ) from error
+
+
+def not_regular(where: str) -> CheckpointError:
+    """The error for a path, called `where`, that is no regular file."""
+    return CheckpointError(
+        f"{where} is not a file, but a folder, pipe or device.",
+        hint="Put the checkpoint's file in its place.",
+    )
+
+
+def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:
+    """Fills `view` with the bytes of file `fd` from `offset`.
+
+    Raises CheckpointError when the file ends too soon or the disk cannot read it.
+    """
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(fd, [view[done:]], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {name}: {error.strerror or error}.") from error
+        if got == 0:
+            raise CheckpointError(
+                f"{name} is truncated: {len(view)} bytes expected at offset {offset}, got {done}.",
+                hint="Fetch the file again.",
+            )
+        done += got
+
+
+def range_sha256(fd: int, start: int, end: int, name: str) -> str:
+    """SHA-256 of a run of bytes of an open file, read in small pieces."""
+    digest = hashlib.sha256()
+    hash_range(digest, fd, start, end, name)
+    return digest.hexdigest()
+
+
+def hash_range(digest: Any, fd: int, start: int, end: int, name: str) -> None:
+    """Puts a run of bytes of an open file through `digest`, in small pieces."""
+    buffer = memoryview(bytearray(max(1, min(CHUNK, end - start))))
+    while start < end:
+        piece = buffer[: min(len(buffer), end - start)]
+        read_exactly(fd, piece, start, name)
+        digest.update(piece)
+        start += len(piece)
+
+
+def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) -> str:
+    """SHA-256 of a file in hexadecimal, read in small pieces; `advance` gets the bytes of each."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(CHUNK))
+    with open_regular(path, str(path)) as file:
+        while got := os.readv(file.fileno(), [buffer]):
+            digest.update(buffer[:got])
+            advance(got)
+    return digest.hexdigest()
+
+
+def file_findings(path: Path, size: int, sha256: str) -> list[str]:
+    """How a file differs from its recorded size and SHA-256, in words; empty when it does not."""
+    if not path.is_file():
+        return [f"{path.name} is missing"]
+    got = path.stat().st_size
+    if got != size:
+        return [f"{path.name} must have {size} bytes, got {got}"]
+    return [] if file_sha256(path) == sha256 else [f"{path.name} does not have the SHA-256 that was written"]
+
+
+def unreadable(what: str, path: Path, error: Exception, kind: str) -> UsageError:
+    """The error for the file `path`, called `what`, that reading ended with `error`.
+
+    `kind` says what it should be, as ``a safetensors file``.
+    """
+    return UsageError(f"cannot read {what}: {_why(path, error, kind)}", hint=f"give the path of {kind}")
+
+
+def _why(path: Path, error: Exception, kind: str) -> str:
+    if path.is_dir():
+        return "it is a folder"
+    if not os.access(path, os.F_OK):
+        return "there is no such file"
+    if not path.is_file():
+        return "it is a pipe or device"
+    if not os.access(path, os.R_OK):
+        return "it may not be read by this user"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"it is not {kind}, or is damaged"
