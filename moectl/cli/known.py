@@ -42,7 +42,7 @@ def known(
     Models, GPUs, an engine's variables, kernel layouts, portable formats.
 
     A model's name, with or without its organization, stands for a checkpoint; a GPU's goes to --gpu; a
-    variable, one of vLLM that concerns experts, to --env; a layout or a format to convert --to.
+    variable, one that an engine reads for its experts, to --env; a layout or a format to convert --to.
     """
     wanted = [word.casefold() for word in words or []]
     rows = [row for row in LISTS[kind]() if all(word in _searched(row) for word in wanted)]
@@ -103,9 +103,9 @@ def _gpus() -> Iterable[dict[str, Any]]:
 
 
 def _variables() -> Iterable[dict[str, Any]]:
-    from ..environment.vllm_0_33_0 import VARIABLES
+    from ..oracle.registry import newest_engines
 
-    for variable in VARIABLES.values():
+    for variable in (row for engine in newest_engines() for row in engine.policy.variables.values()):
         yield {
             "name": variable.name,
             "takes": variable.values(),

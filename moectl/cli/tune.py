@@ -17,6 +17,7 @@ from .outputs import check_spared
 from .tuned_launches import draw_list, draw_search, listed, search_document, tile_words
 
 if TYPE_CHECKING:
+    from ..oracle.engine import Engine
     from ..tuning.here import Tuning
     from ..tuning.layers import Layer
     from ..tuning.search import Plan, Progress
@@ -33,8 +34,6 @@ MORE = (
 )
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
-ENGINE = "vllm"
-FOLDER = "VLLM_TUNED_CONFIG_FOLDER"
 DEFAULT_TOKENS = "1-8192*2"
 
 
@@ -92,21 +91,24 @@ class Search:
         option(
             "--to",
             own=True,
-            metavar="vllm FILE|DIR",
-            help="Tune vLLM's Triton experts instead, and write the file that they read.",
+            metavar="ENGINE FILE|DIR",
+            help="Tune an engine's Triton experts instead, and write the file that they read.",
         ),
     ] = None
 
-    def engine_place(self, checkpoint: str | None) -> Path | None:
-        """Where the engine's files go; None where they are not asked for."""
+    def engine_place(self, checkpoint: str | None) -> "tuple[Engine, Path] | None":
+        """The engine whose files are asked for, and where they go; None where they are not."""
         if self.to is None:
             return None
-        pick(self.to[0], (ENGINE,), "engine")
+        from ..tuning.engine_files import tunable_engines
+
+        engines = tunable_engines()
+        engine = engines[pick(self.to[0], engines, "engine")]
         if checkpoint is None:
             raise UsageError("--to takes CKPT: what the engine chooses follows from its format")
         if self.to[1].suffix == ".json":
             check_spared(self.to[1], [checkpoint])
-        return self.to[1]
+        return engine, self.to[1]
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def tune(
     layers = of.layers(checkpoint)
     plan = partial(_plan, seconds, search.repeats, out)
     if place is not None:
-        return _write_for_engine(layers, counts, plan, search.again, place, out)
+        return _write_for_engine(layers, counts, plan, search.again, *place, out)
     chosen = _families(search.families)
     with out.progress("tuning", unit="launches") as progress:
         tuning = tune_layers(layers, counts, chosen, plan(progress), search.again)
@@ -210,15 +212,18 @@ def _write_for_engine(
     counts: Sequence[int],
     plan: "Callable[[Any], Plan]",
     again: bool,
+    engine: "Engine",
     target: Path,
     out: Output,
 ) -> ExitCode:
     """Tunes the engine's choices, and writes the file of each layer from all that is known of it."""
     from ..cache.keys import built
-    from ..environment import detect_device, packages_from
+    from ..environment import detect_device
+    from ..oracle.machine_packages import default_profile, packages_from
     from ..tuning.engine_files import (
         check_choices,
         check_some_gpu,
+        files_of,
         misnamed,
         place_of,
         target_of,
@@ -227,34 +232,37 @@ def _write_for_engine(
     from ..tuning.here import known_choices, this_gpu, tune_for_engine
 
     packages = packages_from(None)
-    known = packages.has("vllm")
-    packages = packages if known else packages_from("full")
+    known = packages.has(engine.package)
+    packages = packages if known else packages_from(default_profile("cuda", engine), engine=engine)
     try:
         this_gpu()
     except Unavailable:
         for layer in layers:  # what no GPU would change is said before that there is none
-            check_some_gpu(layer.problem, packages)
+            check_some_gpu(layer.problem, packages, engine)
         raise
     if not known:
-        out.note("vLLM is not installed here: what it would choose is decided for its default packages")
+        out.note(
+            f"{engine.title} is not installed here: what it would choose is decided for its default packages"
+        )
     device = detect_device()
-    targets = {layer.name: target_of(layer.problem, device, packages) for layer in layers}
+    targets = {layer.name: target_of(layer.problem, device, packages, engine) for layer in layers}
     places = {name: place_of(target, it.name) for name, it in targets.items()}
     if len(set(places.values())) < len(places):
         raise UsageError(
             f"{len(places)} layers have files of their own, {target} is one", hint="name a folder"
         )
     for place in places.values():
-        check_choices(place, built()["triton"])
+        check_choices(place, built()["triton"], engine)
     with out.progress("tuning", unit="launches") as progress:
         tuning = tune_for_engine(targets, counts, plan(progress), again)
     written = []
     for name, rows in known_choices(targets).items():
         if rows:
-            write_choices(places[name], {row.tokens: row.tile for row in rows}, built()["triton"])
+            write_choices(places[name], {row.tokens: row.tile for row in rows}, built()["triton"], engine)
             written.append(str(places[name]))
-            out.note(f"wrote {places[name]}; vLLM finds it with {FOLDER} set to its folder")
-            if said := misnamed(places[name], targets[name].name):
+            variable = files_of(engine).variable
+            out.note(f"wrote {places[name]}; {engine.title} finds it with {variable} set to its folder")
+            if said := misnamed(places[name], targets[name].name, engine):
                 out.note(said)
     return _shown(tuning, {**search_document(tuning), "written": written}, out)
 

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..environment import PROBES, Packages, device_names, find_device
+from ..environment import Packages, device_names, find_device
 from ..oracle.checks import Verdict
 from ..oracle.decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate
 from ..oracle.keys import act_key
+from ..oracle.policy import Policy
+from ..oracle.registry import engine_named, known_packages
 from ..problem import Parallel
 from .machines import machine
 from .situation import Situation, assume
@@ -46,12 +48,12 @@ class Change:
         return KINDS.index(self.kind)
 
 
-def request(name: str) -> Change:
-    """Asking for a backend by name."""
+def request(name: str, policy: Policy) -> Change:
+    """Asking for a backend by name, with the command of the policy's engine."""
     return Change(
         "request",
         "request",
-        f"ask for it by name (vllm serve --moe-backend {name})",
+        f"ask for it by name ({policy.serve.backend.format(name)})",
         (("--backend", name),),
         lambda now: replace(now, requested=name),
     )
@@ -75,7 +77,8 @@ def package(names: tuple[str, ...]) -> Change:
         missing = frozenset(symbol for symbol in old.missing if symbol.split(":")[0] not in names)
         return replace(now, packages=Packages({**old.versions, **dict.fromkeys(names, "")}, missing, old.env))
 
-    known = [PROBES[name].get for name in names if name in PROBES and PROBES[name].get]
+    probes = known_packages()
+    known = [probes[name].get for name in names if name in probes and probes[name].get]
     also = f" ({'; '.join(known)})" if known else ""
     return Change(
         "package",
@@ -115,7 +118,7 @@ def gpu(name: str) -> Change:
     """Another device; on another platform with the engine's default packages there."""
 
     def apply(now: Situation) -> Situation:
-        there = machine(name, None, now.packages.env)
+        there = machine(name, None, now.packages.env, engine_named(now.policy.name))
         same = there.device.platform == now.device.platform
         return replace(now, device=there.device, packages=now.packages if same else there.packages)
 
@@ -126,8 +129,8 @@ def _switches(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterato
     """Values of the switch that the failing question reads."""
     offers = candidate.variant.offers
     for switch in offers.switches:
-        if verdict.question == f"switch {switch.name}":
-            yield variable(switch.name, verdict.wanted)
+        if verdict.question == f"switch {switch.variable.name}":
+            yield variable(switch.variable.name, verdict.wanted)
     for rule in offers.rules:
         if rule.question == verdict.question and rule.switch:
             known = now.policy.variables.get(rule.switch)
@@ -151,33 +154,31 @@ def _ranks(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[C
     sizes = sorted((1, 2, 4, 8, 16, 32), key=lambda tp: (abs(math.log2(tp / here.tp)), tp))
     for tp in sizes:
         if tp != here.tp:
-            yield parallel(replace(here, tp=tp), f"use --tensor-parallel-size {tp}")
+            yield parallel(replace(here, tp=tp), f"use {now.policy.serve.tensor.format(tp)}")
     yield from _together(now, candidate, verdict)
 
 
 def _together(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """Whole experts on each rank instead of slices."""
-    here = now.problem.parallel
+    here, serve = now.problem.parallel, now.policy.serve
     if not here.ep and here.ranks > 1:
-        yield parallel(
-            replace(here, ep=True), "spread whole experts over the ranks (--enable-expert-parallel)"
-        )
+        yield parallel(replace(here, ep=True), f"spread whole experts over the ranks ({serve.expert})")
     if here.ranks == 1:
-        for name, there in (
-            ("tensor", replace(here, tp=NODE, ep=True)),
-            ("data", replace(here, dp=NODE, ep=True)),
+        for option, there in (
+            (serve.tensor, replace(here, tp=NODE, ep=True)),
+            (serve.data, replace(here, dp=NODE, ep=True)),
         ):
-            yield parallel(there, f"deploy with --{name}-parallel-size {NODE} --enable-expert-parallel")
+            yield parallel(there, f"deploy with {option.format(NODE)} {serve.expert}")
 
 
 def _exchanged(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """Data-parallel ranks that exchange tokens, where none are exchanged."""
-    here = now.problem.parallel
+    here, serve = now.problem.parallel, now.policy.serve
     if here.exchanges:
         return
     ranks = here.ranks if here.ranks > 1 else NODE
     for name in sorted(now.policy.exchanges):
-        flags = f"--data-parallel-size {ranks} --enable-expert-parallel --all2all-backend {name}"
+        flags = " ".join([serve.data.format(ranks), serve.expert, serve.exchange.format(name)])
         yield parallel(replace(here, tp=1, dp=ranks, ep=True, all2all=name), f"deploy with {flags}")
 
 
@@ -188,7 +189,7 @@ def _spread(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[
         yield parallel(replace(here, eplb=False), "turn expert load balancing off")
     if here.exchanges:
         for name in sorted(now.policy.exchanges - {here.all2all}):
-            yield parallel(replace(here, all2all=name), f"use --all2all-backend {name}")
+            yield parallel(replace(here, all2all=name), f"use {now.policy.serve.exchange.format(name)}")
     if here.dp > 1:
         ranks = here.ranks
         yield parallel(
@@ -250,7 +251,9 @@ def _unordered(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterat
 def _dtypes(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     for dtype, flag in (("bf16", "bfloat16"), ("fp16", "float16")):
         if dtype != now.problem.dtype:
-            yield assumption("launch", "dtype", dtype, f"run the model with --dtype {flag}")
+            yield assumption(
+                "launch", "dtype", dtype, f"run the model with {now.policy.serve.dtype.format(flag)}"
+            )
 
 
 def _adapters(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
@@ -259,7 +262,7 @@ def _adapters(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterato
 
 def _variant(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     if now.policy.invariance:
-        yield variable(now.policy.invariance, "0")
+        yield variable(now.policy.invariance.name, "0")
 
 
 def _devices(now: Situation, candidate: Candidate | None, verdict: Verdict | None) -> Iterator[Change]:

@@ -126,7 +126,7 @@ class _Search:
 
     def try_request(self) -> None:
         """Asking by name may change the problem itself (padded slices), so it is tried whatever fails."""
-        change = request(self.name)
+        change = request(self.name, self.start.policy)
         if self.name in self.start.policy.request_names():
             decision = self.decided(self.changed((change,)))
             if decision is not None and self.reached(decision):
@@ -211,7 +211,7 @@ class _Search:
         if now.requested != self.name and self.name in now.policy.request_names():
             ready = not targets or any(c.usable or _only_asked(c) for c in targets)
             if ready:
-                yield request(self.name)
+                yield request(self.name, self.start.policy)
         if not targets:
             yield from new_devices(now)
         for candidate in targets:

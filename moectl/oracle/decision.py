@@ -95,7 +95,7 @@ class Candidate:
             "padded_intermediate": self.dims.padded_intermediate,
             "reasons": {
                 group: [
-                    {"question": v.question, "wanted": v.wanted, "offered": v.offered, "code": v.vllm_code}
+                    {"question": v.question, "wanted": v.wanted, "offered": v.offered, "code": v.code}
                     for v in verdicts
                 ]
                 for group, verdicts in self.reasons().items()

@@ -139,7 +139,7 @@ def _ask(
     name: str | None = None,
 ) -> Ask:
     weight = problem.scheme.weight
-    invariant = bool(policy.invariance) and is_on(packages, policy.invariance)
+    invariant = policy.invariance is not None and is_on(packages, policy.invariance)
     declared = route.declares(problem, invariant) if route.declares else problem.scheme.act
     return Ask(
         problem=problem,
@@ -157,7 +157,7 @@ def _ask(
         routing=policy.routing(problem),
         invariant=invariant,
         request=name or "",
-        by_expert=name in route.sorts,
+        batched=name in route.sorts or policy.batches_tokens(problem),
     )
 
 

@@ -77,10 +77,10 @@ def test_a_backend_that_cannot_serve_is_refused_with_its_reasons():
 
 
 def test_every_request_of_the_grid_can_be_asked():
-    from moectl.environment import PROFILES_FILE
     from moectl.oracle import policy_named
+    from moectl.oracle.engines.vllm_0_33_0.data import GRID
 
-    forced = json.loads(PROFILES_FILE.read_text())["FORCED"]
+    forced = json.loads(GRID.read_text())["FORCED"]
     asked = {name for _, names in forced.values() for name in names}
     assert asked <= set(policy_named().request_names())
     done = moectl("explain", GPT, "--gpu", "b200", "--backend", "flashinfer_trtllm_afp8", "--offline", code=1)

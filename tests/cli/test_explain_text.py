@@ -236,8 +236,9 @@ def test_names_complete_behind_a_comma_too(typed, offered):
 
 def test_reasons_say_equal_things_once():
     from moectl.checkpoint import open_checkpoint
-    from moectl.environment import find_device, packages_from
+    from moectl.environment import find_device
     from moectl.oracle import policy_named, select
+    from moectl.oracle.machine_packages import packages_from
 
     problem = open_checkpoint(KIMI, offline=True).groups[0].problem
     decision = select(problem, find_device("h200"), packages_from("none"), policy_named())

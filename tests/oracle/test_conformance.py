@@ -52,7 +52,7 @@ def test_every_recorded_decision_agrees(records: list[tuple[int, dict[str, Any]]
 
 def test_the_sample_holds_every_kind_of_outcome(records: list[tuple[int, dict[str, Any]]]) -> None:
     recorded = [record for _, record in records]
-    gates = {gate_kind(text) for record in recorded for text in record["gates"]}
+    gates = {gate_kind(text, engine_named()) for record in recorded for text in record["gates"]}
     assert gates == {CAPABILITY, DTYPE, PLATFORM, NAME}
     errors = {record["error"] for record in recorded if record["error"]}
     assert errors == {"ValueError", "NotImplementedError", "AssertionError"}

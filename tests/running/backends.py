@@ -16,7 +16,7 @@ from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import route
 from moectl.kernels.runners import Runner, runner_for
 from moectl.oracle import registry
-from moectl.oracle.backends.native import TORCH
+from moectl.oracle.engines.moectl.own import TORCH
 from moectl.run import POLICY, Machine
 
 CPU = Machine(torch.device("cpu"), detect_cpu(), Packages())
@@ -48,7 +48,8 @@ def register(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **fi
 def offer(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **fields: Any) -> None:
     """As `register`, and the tool's policy has it before all others, for every layer and device."""
     register(patch, name, compute, **fields)
-    policy = registry.POLICIES[POLICY]
+    engine = registry.ENGINES[POLICY]
+    policy = engine.policy
     (route_,) = policy.routes
     (order,) = route_.orders
     backend = replace(TORCH, name=name, engine_name=name, runner=name)
@@ -57,4 +58,5 @@ def offer(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **field
         orders=(replace(order, backends=(backend, *order.backends)),),
         names={name: (backend,), **route_.names},
     )
-    patch.setitem(registry.POLICIES, POLICY, replace(policy, routes=(wider,)))
+    wider_policy = replace(policy, routes=(wider,))
+    patch.setitem(registry.ENGINES, POLICY, replace(engine, policy=wider_policy))

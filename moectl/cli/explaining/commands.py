@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from ...environment import Device, find_device
 from ...explain.changes import Change
 from ...explain.explanation import Question
-from ...explain.machines import PROFILE_OF, Machine
+from ...explain.machines import Machine
+from ...oracle.machine_packages import default_profile
+from ...oracle.registry import engine_named
 from ...problem import Parallel
 
 ABSENT = "no"
@@ -34,7 +36,7 @@ class Asked:
             "--gpu": self.machine.key or ABSENT,
             "--packages": ABSENT if self.machine.assumed else self.machine.spec,
             **{f"--env {key}": f"{key}={value}" for key, value in self.env},
-            **_parallel(parallel),
+            **_parallel(parallel, question.policy.default_exchange),
             "--backend": question.backend or ABSENT,
             "--allow-fallback": "" if question.allow_fallback else ABSENT,
             **{f"--assume {key}": f"{key}={value}" for key, value in question.assumptions.items()},
@@ -49,44 +51,39 @@ class Asked:
             for name, value in change.options:
                 if name == "--gpu":
                     device = find_device(value)
-                options |= _changed(options, name, value, self.machine, device)
+                options |= self._changed(options, name, value, device)
         words = ["moectl", "explain", self.checkpoint]
         for name, value in options.items():
             if value != ABSENT:
                 words += [name.split(" ")[0], *([value] if value else [])]
         return shlex.join(words)
 
+    def _changed(self, options: dict[str, str], name: str, value: str, device: Device) -> dict[str, str]:
+        """The entries of `options` that one changed option replaces, for a command about `device`."""
+        machine, policy = self.machine, self.question.policy
+        if name in ("--env", "--assume"):
+            return {f"{name} {value.split('=')[0]}": value}
+        if name == "--packages":
+            stated = not machine.assumed and device.platform == machine.device.platform
+            usual = default_profile(device.platform, engine_named(policy.name))
+            default = machine.spec if stated else usual
+            before = default if options[name] == ABSENT else options[name]
+            return {name: value if before == "none" else f"{before},{value}"}
+        if name == "--gpu" and device.platform != machine.device.platform:
+            # Packages that were stated are those of the platform that was asked about.
+            return {name: value, "--packages": ABSENT}
+        if name in ("--tp", "--dp") and value == "1":
+            value = ABSENT
+        if name == "--all2all" and value == policy.default_exchange:
+            value = ABSENT
+        return {name: value}
 
-def _parallel(parallel: Parallel) -> dict[str, str]:
+
+def _parallel(parallel: Parallel, usual: str) -> dict[str, str]:
     return {
         "--tp": str(parallel.tp) if parallel.tp > 1 else ABSENT,
         "--dp": str(parallel.dp) if parallel.dp > 1 else ABSENT,
         "--ep": "" if parallel.ep else ABSENT,
-        "--all2all": _exchange(parallel.all2all) if parallel.exchanges else ABSENT,
+        "--all2all": parallel.all2all if parallel.exchanges and parallel.all2all != usual else ABSENT,
         "--eplb": "" if parallel.eplb else ABSENT,
     }
-
-
-def _exchange(name: str) -> str:
-    return ABSENT if name == Parallel().all2all else name
-
-
-def _changed(
-    options: dict[str, str], name: str, value: str, machine: Machine, device: Device
-) -> dict[str, str]:
-    """The entries of `options` that one changed option replaces."""
-    if name in ("--env", "--assume"):
-        return {f"{name} {value.split('=')[0]}": value}
-    if name == "--packages":
-        stated = not machine.assumed and device.platform == machine.device.platform
-        default = machine.spec if stated else PROFILE_OF.get(device.platform, "none")
-        before = default if options[name] == ABSENT else options[name]
-        return {name: value if before == "none" else f"{before},{value}"}
-    if name == "--gpu" and device.platform != machine.device.platform:
-        # Packages that were stated are those of the platform that was asked about.
-        return {name: value, "--packages": ABSENT}
-    if name in ("--tp", "--dp") and value == "1":
-        value = ABSENT
-    if name == "--all2all":
-        value = _exchange(value)
-    return {name: value}

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...environment import Packages
 from ...environment.installed import distribution_version
-from ...environment.variables import SET, Finding, judge_variables
-from ...environment.vllm_0_33_0 import other_names
+from ...environment.variables import SET, Finding
 from ...explain import Explanation
-from ...oracle.backends.flashinfer import KERNELS
 from ...oracle.decision import Decision
-from ...oracle.registry import policy_named
+from ...oracle.registry import engine_named
+from ...oracle.tuned_files import TunedFiles, TunedStatus, tuned_status
 from ...ranges import ranges
-from ...tuned import FOLDER, SHIPPED, TunedStatus, file_remark, listed_folders, tuned_status
 from ..blocks import Block, Facts, Heading
 
 if TYPE_CHECKING:
@@ -39,22 +37,20 @@ def environment_blocks(explanation: Explanation, view: View) -> Iterator[Block]:
 
 def environment_document(explanation: Explanation) -> dict[str, Any]:
     """The same as plain data."""
+    files = engine_named(explanation.policy).tuned_files
     return {
         "variables": [finding.to_json() for finding in variables(explanation.policy, explanation.packages)],
         "packages": list(package_sentences(explanation)),
         "tuned": [
-            {"layers": list(group.layers), **status.to_json(), "remark": _file_remark(status) or None}
+            {"layers": list(group.layers), **status.to_json(), "remark": _file_remark(status, files) or None}
             for group, status in zip(explanation.groups, _statuses(explanation), strict=True)
         ],
     }
 
 
 def variables(policy: str, packages: Packages) -> tuple[Finding, ...]:
-    """What the policy's engine makes of each variable that is set; nothing for a policy without an engine."""
-    known = policy_named(policy).variables
-    if not known:
-        return ()
-    return judge_variables(packages.env, known, policy, others=other_names())
+    """What the policy's engine makes of each of its variables that is set."""
+    return engine_named(policy).judge(packages.env)
 
 
 def notes_of(decision: Decision) -> tuple[str, ...]:
@@ -75,11 +71,12 @@ def package_sentences(explanation: Explanation) -> Iterator[str]:
     """What is wrong with the packages that a decision counts on."""
     packages = explanation.packages
     yield from packages.remarks
-    if packages.has("flashinfer") and not KERNELS.met(packages):
-        yield (
-            "FlashInfer has neither compiled kernels (flashinfer-cubin) nor nvcc and ninja to compile "
-            "them: none of its backends is used"
-        )
+    for row in engine_named(explanation.policy).compiled_kernels:
+        if packages.has(row.package) and not row.need.met(packages):
+            yield (
+                f"{row.title} has neither {row.kernels} nor {' and '.join(row.need.instead)} to compile "
+                "them: none of its backends is used"
+            )
     lacking: dict[str, list[str]] = {}
     for entry in sorted(packages.missing):
         name, _, symbol = entry.partition(":")
@@ -89,16 +86,18 @@ def package_sentences(explanation: Explanation) -> Iterator[str]:
 
 
 def _statuses(explanation: Explanation) -> list[TunedStatus]:
-    folders = listed_folders(explanation.packages.env)
-    return [tuned_status(group.decision, folders) for group in explanation.groups]
+    files = engine_named(explanation.policy).tuned_files
+    folders = files.listed(explanation.packages.env) if files else {}
+    return [tuned_status(group.decision, files, folders) for group in explanation.groups]
 
 
 def tuned_sentences(explanation: Explanation) -> Iterator[str]:
     """One sentence for each layer group whose choice looks for a file; equal ones stand once."""
+    files = engine_named(explanation.policy).tuned_files
     found: dict[str, list[int]] = {}
     for group, status in zip(explanation.groups, _statuses(explanation), strict=True):
         if group.decision.chosen is not None:
-            found.setdefault(tuned_sentence(status), []).extend(group.layers)
+            found.setdefault(tuned_sentence(status, files), []).extend(group.layers)
     for sentence, layers in found.items():
         where = f"layers {ranges(tuple(sorted(layers)))}: " if len(found) > 1 else ""
         yield where + sentence
@@ -106,18 +105,19 @@ def tuned_sentences(explanation: Explanation) -> Iterator[str]:
 
 def file_sentences(explanation: Explanation) -> Iterator[str]:
     """What is odd about the tuned files that are read from a user's folder, each once."""
-    yield from dict.fromkeys(filter(None, map(_file_remark, _statuses(explanation))))
+    files = engine_named(explanation.policy).tuned_files
+    yield from dict.fromkeys(filter(None, (_file_remark(status, files) for status in _statuses(explanation))))
 
 
-def _file_remark(status: TunedStatus) -> str:
-    if status.found in ("", SHIPPED):
+def _file_remark(status: TunedStatus, files: TunedFiles | None) -> str:
+    if files is None or status.found in ("", files.shipped):
         return ""
-    return file_remark(Path(status.found) / str(status.wanted), distribution_version("triton"))
+    return files.remark(Path(status.found) / str(status.wanted), distribution_version("triton"))
 
 
-def tuned_sentence(status: TunedStatus) -> str:
+def tuned_sentence(status: TunedStatus, files: TunedFiles | None) -> str:
     """How tuned files stand for one decision: found, missing with near misses, or not read at all."""
-    if not status.reads:
+    if files is None or not status.reads:
         return status.why
     when = f"{status.why}, " if status.why else ""
     if status.found:
@@ -126,11 +126,11 @@ def tuned_sentence(status: TunedStatus) -> str:
     if status.other_gpus:
         near.append(f"the same shape is tuned for {', '.join(name.gpu for name in status.other_gpus)}")
     if status.other_shapes:
-        shapes = ", ".join(f"E={name.experts},N={name.size}" for name in status.other_shapes)
+        shapes = ", ".join(name.shape for name in status.other_shapes)
         near.append(f"this GPU has {shapes}")
     also = f"; {', and '.join(near)}" if near else ""
     places = ", ".join(status.folders)
     return (
         f"{when}{status.wanted} is looked for and missing (in {places}): default launch choices are used, "
-        f"which is no error{also}. A folder named by {FOLDER} may hold it"
+        f"which is no error{also}. A folder named by {files.variable} may hold it"
     )

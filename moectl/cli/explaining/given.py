@@ -39,23 +39,23 @@ def gpu_names() -> list[str]:
 
 def backend_names() -> list[str]:
     """What --backend and --why take, under any policy."""
-    from ...oracle.registry import POLICIES
+    from ...oracle.registry import ENGINES
 
-    return sorted({name for policy in POLICIES.values() for name in policy.request_names()})
+    return sorted({name for engine in ENGINES.values() for name in engine.policy.request_names()})
 
 
 def exchange_names() -> list[str]:
     """What --all2all takes."""
-    from ...oracle.registry import policy_named
+    from ...oracle.registry import ENGINES
 
-    return sorted(policy_named().exchanges)
+    return sorted({name for engine in ENGINES.values() for name in engine.policy.exchanges})
 
 
 def policy_names() -> list[str]:
     """What --policy takes."""
-    from ...oracle.registry import NEWEST, POLICIES
+    from ...oracle.registry import engine_names
 
-    return [*POLICIES, NEWEST]
+    return engine_names()
 
 
 ALL = "all"
@@ -173,16 +173,18 @@ class Given:
     @property
     def switches(self) -> dict[str, str]:
         """Engine variables."""
-        return pairs(self.env or [], "--env", "VLLM_USE_DEEP_GEMM=0")
+        from ...oracle.registry import engine_named
+
+        return pairs(self.env or [], "--env", engine_named(self.policy or "").env_example)
 
     def policies(self) -> "tuple[Policy, tuple[Policy, ...]]":
         """The policy that is asked, and others that are shown beside it."""
-        from ...oracle.registry import NEWEST, POLICIES, policy_named
+        from ...oracle.registry import newest_engines, policy_named
 
         if self.policy is not None:
             return policy_named(pick(self.policy, policy_names(), "policy")), ()
-        first = policy_named(NEWEST)
-        return first, tuple(policy for policy in POLICIES.values() if policy is not first)
+        first, *others = (engine.policy for engine in newest_engines())
+        return first, tuple(others)
 
     def parallels(self, policy: "Policy") -> "tuple[Parallel, ...]":
         """Every deployment; UsageError for ranks that are no numbers and unknown exchanges."""
@@ -190,7 +192,7 @@ class Given:
 
         exchange = self.all2all and pick(self.all2all, policy.exchanges, "exchange")
         return tuple(
-            Parallel(tp, dp, self.ep, exchange or Parallel().all2all, self.eplb)
+            Parallel(tp, dp, self.ep, exchange or policy.default_exchange, self.eplb)
             for dp in numbers(self.dp, "--dp")
             for tp in numbers(self.tp, "--tp")
         )
@@ -199,11 +201,13 @@ class Given:
         """Every machine; UsageError for unknown names, and for more cells than a matrix may have."""
         from ...environment import device_names
         from ...explain.machines import machine
+        from ...oracle.registry import engine_named
 
         names: list[str | None] = [None]
         if self.gpu is not None:
             names = [*device_names()] if self.gpu == ALL else [*named(self.gpu, "--gpu")]
-        return tuple(machine(name, self.packages, self.switches) for name in dict.fromkeys(names))
+        engine = engine_named(self.policy or "")
+        return tuple(machine(name, self.packages, self.switches, engine) for name in dict.fromkeys(names))
 
     def question(self, policy: "Policy", parallel: "Parallel", others: "tuple[Policy, ...]") -> "Question":
         """What is asked of every layer group."""
