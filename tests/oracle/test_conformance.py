@@ -21,7 +21,7 @@ from moectl.conformance import (
 )
 from moectl.conformance.fields import FIELDS
 from moectl.errors import UsageError
-from moectl.oracle import policy_named
+from moectl.oracle import engine_named, policy_named
 from moectl.oracle.decision import CAPABILITY, DTYPE, NAME, PLATFORM
 from moectl.padding import padding
 
