@@ -10,7 +10,7 @@ from ....schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, MXFP4, MXFP8, 
 from ...archs import SM90, sm
 from ...backend import Ask, Backend, Capability, Choice, Form, Need, Offer, Rule, Variant, only
 from ...keys import exact_key
-from .own import GATE, NAIVE
+from .own import GATE, INTEGERS, NAIVE
 
 
 def _dtype(ask: Ask) -> bool:
@@ -34,11 +34,6 @@ WEIGHT_AT_THE_END = Rule(
     offered="at the end",
 )
 
-_HUMMING_INTEGERS = (
-    int_format(bits, group, zero_point=zero)
-    for bits, group, zero in product((4, 8), (32, 64, 128, FULL), (False, True))
-)
-
 
 def _whole_words(ask: Ask) -> bool:
     dims = ask.problem.dims
@@ -54,7 +49,7 @@ HUMMING = Backend(
             Capability(
                 arch=(sm(80),),
                 needs=(Need("humming", "forward.humming_forward", instead=(f"{PREFIX}humming",)),),
-                offers=(Offer(frozenset(map(exact_key, (MXFP4, *_HUMMING_INTEGERS)))),),
+                offers=(Offer(frozenset(map(exact_key, (MXFP4, *INTEGERS)))),),
                 spread=NAIVE,
                 act_order=False,
                 scales=only("E8M0", "BF16", "F16"),

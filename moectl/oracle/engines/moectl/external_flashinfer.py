@@ -55,17 +55,17 @@ _TO_ROUTERS: Mapping[Unfit, tuple[str, str]] = {
 """Questions to kernels that route by themselves."""
 
 
-def needs(functions: Iterable[str]) -> tuple[Need, ...]:
+def _needs(functions: Iterable[str]) -> tuple[Need, ...]:
     """FlashInfer with these functions of its fused MoE, and kernels that are compiled or can be."""
     return (*(Need("flashinfer", f"fused_moe.{name}") for name in sorted(set(functions))), KERNELS)
 
 
-def offers(kernels: Kernels) -> tuple[Offer, ...]:
+def _offers(kernels: Kernels) -> tuple[Offer, ...]:
     """The pairs of number formats of `kernels`."""
     return tuple(Offer(frozenset({exact_key(k.weight)}), only(act_key(k.act))) for k in kernels)
 
 
-def forms(kernels: Kernels) -> tuple[Form, ...]:
+def _forms(kernels: Kernels) -> tuple[Form, ...]:
     """The layouts of `kernels`, by the key of their weights."""
     return tuple(
         Form(layout, partial(padding, layout), scaled=only(exact_key(kernel.weight)))
@@ -73,7 +73,7 @@ def forms(kernels: Kernels) -> tuple[Form, ...]:
     )
 
 
-def rules(find: Find, *, routes: bool = False) -> tuple[Rule, ...]:
+def _rules(find: Find, *, routes: bool = False) -> tuple[Rule, ...]:
     """A rule for each question to the kernel that `find` has for a problem; `routes`: of its routing, too."""
     asked: list[tuple[Unfit, tuple[str, str]]] = [(unfit, _NAMED[unfit]) for unfit in QUESTIONS]
     if routes:
@@ -96,7 +96,7 @@ def _rule(find: Find, unfit: Unfit, question: str, group: str) -> Rule:
     )
 
 
-def declared(kernels: Kernels) -> Find:
+def _declared(kernels: Kernels) -> Find:
     """The kernel for the activations that a checkpoint declares."""
     return lambda problem: kernel_of(kernels, problem.scheme.weight, problem.scheme.act)
 
@@ -109,15 +109,15 @@ FLASHINFER_CUTLASS = Backend(
             "cutlass_fused_moe",
             Capability(
                 arch=(SM90,),
-                needs=needs(kernel.routed for kernel in CUTLASS),
-                offers=offers(CUTLASS),
+                needs=_needs(kernel.routed for kernel in CUTLASS),
+                offers=_offers(CUTLASS),
                 spread=NAIVE,
                 act_order=False,
-                rules=rules(declared(CUTLASS)),
+                rules=_rules(_declared(CUTLASS)),
             ),
         ),
     ),
-    forms=forms(CUTLASS),
+    forms=_forms(CUTLASS),
     runner="flashinfer_cutlass",
     verified=(SM90,),
     note="FlashInfer compiles these kernels when they are first called, for many minutes, unless they are "
@@ -145,16 +145,16 @@ def _backend(
                 "logits" if logits else "ids and weights",
                 Capability(
                     arch=(SM10X,),
-                    needs=needs(functions),
+                    needs=_needs(functions),
                     offers=pairs,
                     spread=NAIVE,
                     act_order=False,
-                    rules=rules(find, routes=logits),
+                    rules=_rules(find, routes=logits),
                 ),
                 monolithic=logits,
             ),
         ),
-        forms=forms(kernels),
+        forms=_forms(kernels),
         runner=name,
         note=note,
     )
@@ -164,10 +164,10 @@ _ANY_TOKENS = (Offer(frozenset({exact_key(MXFP4)}), only("a16", "mxfp8")),)
 _FP8_NOTE = "Tokens are rounded to MXFP8, which the checkpoint does not ask for: only when asked for by name."
 
 FLASHINFER_TRTLLM = _backend(
-    "flashinfer_trtllm", TRTLLM, declared(TRTLLM), offers(TRTLLM), logits=False, note=""
+    "flashinfer_trtllm", TRTLLM, _declared(TRTLLM), _offers(TRTLLM), logits=False, note=""
 )
 FLASHINFER_TRTLLM_MONOLITHIC = _backend(
-    "flashinfer_trtllm_monolithic", TRTLLM, declared(TRTLLM), offers(TRTLLM), logits=True, note=""
+    "flashinfer_trtllm_monolithic", TRTLLM, _declared(TRTLLM), _offers(TRTLLM), logits=True, note=""
 )
 FLASHINFER_TRTLLM_FP8 = _backend(
     "flashinfer_trtllm_afp8", _MXFP4_FP8, _with_fp8_tokens, _ANY_TOKENS, logits=False, note=_FP8_NOTE

@@ -15,11 +15,11 @@ NAIVE = Spread(exchange=only("none", "allgather_reducescatter"), eplb=False)
 No expert moves between calls: there is no balancing.
 """
 
-_INTEGERS = (
+INTEGERS = tuple(
     int_format(bits, group, zero_point=zero)
     for bits, group, zero in product((4, 8), (32, 64, 128, FULL), (False, True))
 )
-_OFFERS = (Offer(frozenset(map(exact_key, (MXFP4, *_INTEGERS)))),)
+_OFFERS = (Offer(frozenset(map(exact_key, (MXFP4, *INTEGERS)))),)
 _GATED, _UNGATED = only("silu", "swigluoai", "gelu_tanh"), only("relu2")
 
 

@@ -85,7 +85,7 @@ def gpu_in_names(device: Device) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class FileReader:
     """How an experts class looks a file up.
 
     Attributes:
@@ -99,17 +99,17 @@ class Reader:
     when: str = ""
 
 
-_DECODED = Reader(plain=True)
-READERS: Mapping[str, Reader] = {
-    "TritonExperts": Reader(),
-    "TritonWNA16Experts": Reader(),
-    "BatchedTritonExperts": Reader(),
-    "TritonOrDeepGemmExperts": Reader(when="calls whose sizes DeepGEMM does not take"),
-    "TritonOrCutlassExperts": Reader(when="calls whose sizes CUTLASS does not take"),
+_DECODED = FileReader(plain=True)
+READERS: Mapping[str, FileReader] = {
+    "TritonExperts": FileReader(),
+    "TritonWNA16Experts": FileReader(),
+    "BatchedTritonExperts": FileReader(),
+    "TritonOrDeepGemmExperts": FileReader(when="calls whose sizes DeepGEMM does not take"),
+    "TritonOrCutlassExperts": FileReader(when="calls whose sizes CUTLASS does not take"),
     "Int4EmulationTritonExperts": _DECODED,
     "Mxfp8EmulationTritonExperts": _DECODED,
     "OCP_MXQuantizationEmulationTritonExperts": _DECODED,
-    "Nvfp4QuantizationEmulationTritonExperts": Reader(plain=True, codes=2),
+    "Nvfp4QuantizationEmulationTritonExperts": FileReader(plain=True, codes=2),
 }
 """vLLM's experts classes that look for a tuned file. No other class does."""
 
@@ -154,7 +154,7 @@ def lookup(decision: Decision, folders: Mapping[str, Iterable[str]]) -> TunedSta
     )
 
 
-def _wanted(decision: Decision, reader: Reader) -> TunedName:
+def _wanted(decision: Decision, reader: FileReader) -> TunedName:
     problem = decision.problem
     scheme = problem.scheme
     size = problem.dims.padded_intermediate // reader.codes
