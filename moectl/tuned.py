@@ -164,7 +164,7 @@ def tuned_status(decision: Decision, folders: Mapping[str, Iterable[str]] | None
     if reader is None:
         name = f"{chosen.backend.name} ({chosen.variant.experts})"
         return TunedStatus(False, f"{name} reads no tuned files")
-    if is_on(decision.packages, "VLLM_BATCH_INVARIANT"):
+    if is_on(decision.inputs.packages, "VLLM_BATCH_INVARIANT"):
         return TunedStatus(False, "VLLM_BATCH_INVARIANT leaves tuned files unread")
     wanted = _wanted(decision, reader)
     listed = {place: tuple(names) for place, names in (folders or {}).items()}
@@ -178,7 +178,7 @@ def tuned_status(decision: Decision, folders: Mapping[str, Iterable[str]] | None
         wanted=wanted,
         found=found,
         folders=tuple(there),
-        other_gpus=() if found else _other_gpus(wanted, decision.device, known),
+        other_gpus=() if found else _other_gpus(wanted, decision.inputs.device, known),
         other_shapes=() if found else _other_shapes(wanted, known),
     )
 
@@ -187,7 +187,7 @@ def _wanted(decision: Decision, reader: Reader) -> TunedName:
     problem = decision.problem
     scheme = problem.scheme
     size = problem.dims.padded_intermediate // reader.codes
-    gpu = gpu_in_names(decision.device)
+    gpu = gpu_in_names(decision.inputs.device)
     if reader.plain:
         return TunedName(problem.local_experts, size, gpu)
     dtype = _DTYPES.get((scheme.weight.name, scheme.act.name), "")

@@ -146,10 +146,8 @@ def answered(
         told = tuple((name, text) for name, text in stated.items() if text is not None)
         switches = tuple(given.switches.items())
         asked = Asked(checkpoint, machine, question, switches, given.policy or "", told)
-        situations = [
-            question.situation(group.problem, machine.device, machine.packages) for group in source.groups
-        ]
-        return shown.why(explanation, situations, asked, backend)
+        inputs = [group.decision.inputs for group in explanation.groups]
+        return shown.why(explanation, inputs, asked, backend)
     return shown.diff(explanation, diff) if diff else shown.explanation(explanation)
 
 
@@ -174,6 +172,7 @@ def replayed(path: Path, diff: Path | None, why: str | None, shown: "Shown") -> 
     from ..explain.explanation import Question
     from ..explain.machines import Machine
     from ..explain.replay import read_document, replay, replay_matrix
+    from ..oracle.registry import policy_named
     from .explaining.commands import Asked
 
     document = read_document(path)
@@ -181,12 +180,12 @@ def replayed(path: Path, diff: Path | None, why: str | None, shown: "Shown") -> 
         if why or diff:
             raise UsageError("--why and --diff take the document of one GPU and one deployment")
         return shown.matrix(replay_matrix(document))
-    explanation, situations = replay(document)
+    explanation, recorded = replay(document)
     if why:
-        first = situations[0]
-        question = Question(first.policy, first.problem.parallel, first.requested, first.allow_fallback)
+        first, policy = recorded[0], policy_named(recorded[0].policy)
+        question = Question(policy, first.problem.parallel, first.requested, first.allow_fallback)
         machine = Machine(first.device, first.packages, first.device.name, "installed", True)
         asked = Asked(explanation.origin.name, machine, question, tuple(first.packages.env.items()))
-        name = pick(why, first.policy.request_names(), "backend")
-        return shown.why(explanation, situations, asked, name)
+        name = pick(why, policy.request_names(), "backend")
+        return shown.why(explanation, recorded, asked, name)
     return shown.diff(explanation, diff) if diff else shown.explanation(explanation)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moectl.environment import Device, Packages, find_device, packages_from
-from moectl.oracle import POLICIES, OutOfScope, replay_inputs, select
+from moectl.oracle import POLICIES, OutOfScope, decide, replay_inputs, select
 from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
 from moectl.schemes import BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 
@@ -137,14 +137,6 @@ def test_every_question_has_an_answer(
         assert candidate.dims.padded_hidden >= problem.dims.hidden
         assert candidate.dims.padded_intermediate >= problem.dims.intermediate
     document = json.loads(json.dumps(decision.to_json()))
-    inputs = replay_inputs(document)
-    again = select(
-        inputs.problem,
-        inputs.device,
-        inputs.packages,
-        POLICIES[inputs.policy],
-        inputs.requested,
-        inputs.allow_fallback,
-    )
+    again = decide(replay_inputs(document))
     assert again.to_json()["chosen"] == document["chosen"]
     assert again.to_json()["candidates"] == document["candidates"]

@@ -57,7 +57,7 @@ def rows_of(decision: Decision) -> tuple[Row, ...]:
     """The candidates of `decision` in order, merged."""
     found: list[Row] = []
     for candidate in decision.candidates:
-        untried = candidate.usable and candidate.backend.untried(decision.device)
+        untried = candidate.usable and candidate.backend.untried(decision.inputs.device)
         row = Row((candidate,), answer_of(candidate, decision), reasons(candidate), untried)
         last = found[-1] if found else None
         if (
@@ -73,7 +73,7 @@ def rows_of(decision: Decision) -> tuple[Row, ...]:
 
 def elsewhere(row: Row, decision: Decision) -> bool:
     """True when every class of `row` is for other platforms than the decision's device."""
-    platform = decision.device.platform
+    platform = decision.inputs.device.platform
     return all(
         not c.usable
         and c.variant.offers.arch is not None
@@ -100,4 +100,4 @@ def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | Li
         yield Line(f"Would serve too, but come later: {named}.")
     if hidden:
         names = ", ".join(dict.fromkeys(row.first.backend.name for row in hidden))
-        yield Line(f"Not for {decision.device.platform} devices: {names} (-v lists their reasons).")
+        yield Line(f"Not for {decision.inputs.device.platform} devices: {names} (-v lists their reasons).")

@@ -59,7 +59,7 @@ def variables(policy: str, packages: Packages) -> tuple[Finding, ...]:
 
 def notes_of(decision: Decision) -> tuple[str, ...]:
     """The notes of a decision, without what this section says of variables."""
-    told = {finding.remark for finding in variables(decision.policy, decision.packages)}
+    told = {finding.remark for finding in variables(decision.inputs.policy, decision.inputs.packages)}
     return tuple(note for note in decision.notes if note not in told)
 
 

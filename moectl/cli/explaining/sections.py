@@ -157,7 +157,7 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
         layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
     yield Facts(
         (
-            ("backend", backend_words(chosen.backend, decision.device)),
+            ("backend", backend_words(chosen.backend, decision.inputs.device)),
             ("because", because(decision)),
             ("fallback", fallback_words(group)),
             ("experts", f"{chosen.variant.experts}, takes {kind}"),
@@ -210,7 +210,7 @@ def because(decision: Decision) -> str:
     note = f" {chosen.backend.note}" if chosen.backend.note else ""
     if chosen.assigned:
         return f"the method takes it on this device without asking the others.{note}"
-    if serves_request(decision, policy_named(decision.policy)):
+    if serves_request(decision, policy_named(decision.inputs.policy)):
         return f"it was asked for by name and serves this.{note}"
     if decision.ranking is not None:
         return f"{decision.ranking}.{note}"

@@ -10,8 +10,8 @@ from ...explain import Explanation
 from ...explain.diff import diff
 from ...explain.matrix import Matrix
 from ...explain.replay import read_document
-from ...explain.situation import Situation
 from ...explain.why import why
+from ...oracle.selection_inputs import SelectionInputs
 from ...ranges import ranges
 from .. import blocks as drawing
 from ..output import Output
@@ -59,12 +59,12 @@ class Shown:
         return ExitCode.DONE if good else ExitCode.FOUND
 
     def why(
-        self, explanation: Explanation, situations: Iterable[Situation], asked: Asked, name: str
+        self, explanation: Explanation, inputs: Iterable[SelectionInputs], asked: Asked, name: str
     ) -> ExitCode:
         """What would have to change; 1 where nothing helps some layers."""
         found = tuple(
-            (group.layers, why(situation, name))
-            for group, situation in zip(explanation.groups, situations, strict=True)
+            (group.layers, why(recorded, name))
+            for group, recorded in zip(explanation.groups, inputs, strict=True)
         )
         whole = {**document(explanation), "why": why_document(asked, found)}
         self.show(whole, why_blocks(asked, found), why_lines(asked, found))

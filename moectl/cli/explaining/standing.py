@@ -21,8 +21,8 @@ def fallback_words(answer: GroupExplanation) -> str:
     if fallback.kind == "none":
         return failure(decision)
     if fallback.kind == "request":
-        name = str(decision.requested)
-        meant = policy_named(decision.policy).meant(name)
+        name = str(decision.inputs.requested)
+        meant = policy_named(decision.inputs.policy).meant(name)
         failing = [c for c in decision.candidates if c.failed and c.backend.name in meant]
         nearest = min(failing, key=lambda c: len(c.failed), default=None)
         return f"{name} was asked for, but {_lacks(nearest) if nearest else 'is not what runs'}"
@@ -36,7 +36,7 @@ def fallback_words(answer: GroupExplanation) -> str:
 def refusals(decision: Decision) -> Iterator[str]:
     """What stands against `decision`, a sentence each; of a request by name, what its nearest class lacks."""
     yield from map(str, decision.gates)
-    asked = decision.requested if decision.chosen is None and not decision.gates else None
+    asked = decision.inputs.requested if decision.chosen is None and not decision.gates else None
     if asked and decision.candidates:
         nearest = min(decision.candidates, key=lambda c: len(c.failed))
         yield f"{asked} was asked for by name, but it {_lacks(nearest)}"
@@ -57,6 +57,6 @@ def failure(decision: Decision) -> str:
     near = [c for c in decision.candidates if "arch" not in c.reasons()]
     near = sorted(near, key=lambda c: len(c.failed))[:CLOSEST]
     if not near:
-        return f"no candidate of {decision.route} serves {decision.device.arch}"
+        return f"no candidate of {decision.route} serves {decision.inputs.device.arch}"
     said = (f"{c.backend.name} {_lacks(c)}" for c in near)
     return ". ".join(dict.fromkeys(said))
