@@ -110,26 +110,23 @@ def _inputs(decision: Mapping[str, Any]) -> SelectionInputs:
     return replace(inputs, problem=problem, policy=policy_named(inputs.policy).name)
 
 
-def replay(document: Mapping[str, Any]) -> tuple[Explanation, tuple[SelectionInputs, ...]]:
-    """The explanation that the inputs in `document` give now, and what each layer group rests on.
+def replay(document: Mapping[str, Any]) -> Explanation:
+    """The explanation that the inputs in `document` give now.
 
     Raises UsageError when the document is not whole.
     """
     groups: list[GroupExplanation] = []
-    recorded = []
     for found in _objects(document, "groups"):
         inputs = _inputs(_of(found, "decision", dict))
         others = [policy_named(str(other.get("policy"))) for other in _objects(found, "others")]
         layers = _layers(found)
         notes = tuple(map(str, _of(found, "notes", list)))
         details = {str(name): str(value) for name, value in _of(found, "details", dict).items()}
-        sources = _of(found, "sources", dict)
-        groups.append(explained(layers, inputs, sources, notes, others, details))
-        recorded.append(inputs)
-    if not recorded:
+        groups.append(explained(layers, inputs, _of(found, "sources", dict), notes, others, details))
+    if not groups:
         raise UsageError("the document has no layer groups, so there is nothing to decide again")
-    first = recorded[0]
-    explanation = Explanation(
+    first = groups[0].decision.inputs
+    return Explanation(
         _origin(document),
         first.device,
         first.packages,
@@ -137,7 +134,6 @@ def replay(document: Mapping[str, Any]) -> tuple[Explanation, tuple[SelectionInp
         first.policy,
         tuple(groups),
     )
-    return explanation, tuple(recorded)
 
 
 def replay_matrix(document: Mapping[str, Any]) -> Matrix:

@@ -12,7 +12,7 @@ from backends import CPU, offer, right
 from torch import Tensor
 
 from moectl.checkpoint import open_checkpoint
-from moectl.cli.source import pick_layers
+from moectl.cli.checkpoint_argument import pick_layers
 from moectl.convert.layout import layout_for
 from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from moectl.checkpoint import open_checkpoint
-from moectl.cli.converting import Asked, planner
+from moectl.cli.convert.converting import Asked, planner
 from moectl.cli.main import app
 from moectl.convert import layer_work
 from moectl.convert.portable.parts import PART, read_report

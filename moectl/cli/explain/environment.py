@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...environment import Packages
 from ...environment.installed import distribution_version
@@ -16,18 +16,15 @@ from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
 from ...ranges import ranges
 from ...tuned import FOLDER, SHIPPED, TunedStatus, file_remark, listed_folders, tuned_status
-from ..blocks import Block, Facts, Heading
-
-if TYPE_CHECKING:
-    from .sections import View
+from ..text_blocks import Block, Facts, Heading
 
 
-def environment_blocks(explanation: Explanation, view: View) -> Iterator[Block]:
+def environment_blocks(explanation: Explanation, verbose: bool) -> Iterator[Block]:
     """What is odd about variables and packages, and how tuned files stand; what is set with `verbose`."""
     rows = [
         (finding.verdict, _told(finding))
         for finding in variables(explanation.policy, explanation.packages)
-        if view.verbose or finding.verdict != SET
+        if verbose or finding.verdict != SET
     ]
     rows += [("package", sentence) for sentence in package_sentences(explanation)]
     rows += [("tuned files", sentence) for sentence in tuned_sentences(explanation)]

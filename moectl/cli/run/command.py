@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import ExitCode, UsageError
-from . import running
-from .options import (
+from ...errors import ExitCode, UsageError
+from ..checkpoint_argument import DEVICES, backend_names, find_source, pick_layers, remarks
+from ..options import (
     MAX_TOKENS,
     Activation,
     Device,
@@ -20,13 +20,13 @@ from .options import (
     option,
     pick,
 )
-from .output import Output
-from .outputs import check_writable
-from .source import DEVICES, backend_names, find_source, pick_layers, remarks
+from ..output import Output
+from ..output_paths import check_writable
+from . import text
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
-    from ..run import LayerRun, Machine, RunPlan
+    from ...checkpoint import Checkpoint
+    from ...run import LayerRun, Machine, RunPlan
 
 EXAMPLES = (
     "moectl run ./gpt-oss-20b --layer 3 --tokens 64",
@@ -88,7 +88,7 @@ class How:
 
     def plan(self) -> "RunPlan":
         """How layers are run, from options that are `spelled`."""
-        from ..run import RunPlan
+        from ...run import RunPlan
 
         return RunPlan(
             tuple(backend_names(self.backend)),
@@ -132,14 +132,14 @@ def run(
     for note in remarks(source):
         out.note(note)
 
-    from ..run import left_out, this_machine
+    from ...run import left_out, this_machine
 
     machine, plan, several = this_machine(how.device), how.plan(), layers is not None
-    found: list[running.Data] = []
+    found: list[text.Data] = []
     written: dict[str, Any] = {}
     for done in _runs(source, layer, layers, machine, plan, out):
         unused = left_out(done.layer.problem, machine) if how.every and done.layer else None
-        found.append(running.layer_data(done, unused))
+        found.append(text.layer_data(done, unused))
         if how.output is not None:
             written |= tensors(done, prefix=f"layers.{done.number}." if several else "")
     if how.output is not None:
@@ -147,11 +147,11 @@ def run(
     head = {"checkpoint": checkpoint, "device": machine.device.name}
     shape = {"several": several, "compares": plan.compares}
     out.result(
-        running.document(head, found, **shape),
-        lambda console: running.draw(head, found, console, **shape),
-        running.brief(found, **shape),
+        text.document(head, found, **shape),
+        lambda console: text.draw(head, found, console, **shape),
+        text.brief(found, **shape),
     )
-    return running.exit_code(found)
+    return text.exit_code(found)
 
 
 def _runs(
@@ -163,7 +163,7 @@ def _runs(
     out: Output,
 ) -> "Iterator[LayerRun]":
     """Each layer's run; of one layer alone its errors are raised."""
-    from ..run import every_layer, layer_numbers, measured_choice, open_layer, open_source, run_one
+    from ...run import every_layer, layer_numbers, measured_choice, open_layer, open_source, run_one
 
     with out.progress("running", unit="layers") as progress:
         if layers is None:
@@ -172,14 +172,14 @@ def _runs(
             asked = plan.backends or plan.compares
             if not asked and (why := measured_choice(opened.problem, machine, opened.layout)):
                 out.note(why)
-            yield run_one(opened, machine, plan, lambda text: progress(0, 1, text))
+            yield run_one(opened, machine, plan, lambda doing: progress(0, 1, doing))
             return
         opened_source = open_source(source)
         numbers = pick_layers(layers, layer_numbers(opened_source))
         finished = 0
 
-        def told(text: str) -> None:
-            progress(finished, len(numbers), f"layer {numbers[finished]}: {text}")
+        def told(doing: str) -> None:
+            progress(finished, len(numbers), f"layer {numbers[finished]}: {doing}")
 
         for done in every_layer(opened_source, numbers, machine, plan, told):
             finished += 1
@@ -208,6 +208,6 @@ def tensors(done: "LayerRun", prefix: str = "") -> dict[str, Any]:
 def _write(path: Path, found: dict[str, Any]) -> None:
     from safetensors.torch import save
 
-    from ..files.atomic import write_file
+    from ...files.atomic import write_file
 
     write_file(path, save({name: tensor.contiguous() for name, tensor in found.items()}))

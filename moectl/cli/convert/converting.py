@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
-from ..portable import CONTAINERS, PORTABLE
-from .options import pick
-from .output import table
+from ...errors import UsageError
+from ...portable import CONTAINERS, PORTABLE
+from ..options import pick
+from ..output import table
 
 if TYPE_CHECKING:
-    from ..checkpoint.model import Checkpoint
-    from ..convert.plan import Plan
-    from ..convert.shards import Shard
+    from ...checkpoint.model import Checkpoint
+    from ...convert.plan import Plan
+    from ...convert.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def planner(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
         },
         "goes with portable formats only",
     )
-    from ..convert.layout import layout_for
-    from ..convert.planning import plan_conversion
+    from ...convert.layout import layout_for
+    from ...convert.planning import plan_conversion
 
     layout = layout_for(asked.to, source.groups[0].problem.scheme.weight, asked.arch, asked.act)
     if asked.requantize:
@@ -75,11 +75,11 @@ def planner(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
 def _portable(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
     asked.refuse({"--arch": asked.arch, "--act": asked.act}, "goes with kernel layouts only")
 
-    from ..convert.codecs import E8M0_RULES
-    from ..convert.portable.plan import Portable, plan_portable
-    from ..convert.quantize import METHODS
-    from ..convert.quantize.calibration import Calibration
-    from ..kernels.activation import activate
+    from ...convert.codecs import E8M0_RULES
+    from ...convert.portable.plan import Portable, plan_portable
+    from ...convert.quantize import METHODS
+    from ...convert.quantize.calibration import Calibration
+    from ...kernels.activation import activate
 
     container = None if asked.container is None else pick(asked.container, CONTAINERS, "container")
     default = METHODS[0] if asked.calibration is None else "gptq"
@@ -116,7 +116,7 @@ def _portable(source: "Checkpoint", asked: Asked) -> "Callable[[Shard], Plan]":
 
 def draw_costs(folder: Path, console: Any) -> None:
     """The summary of the report that a portable output holds."""
-    from ..convert.portable.parts import CostTable, read_report
+    from ...convert.portable.parts import CostTable, read_report
 
     costs = CostTable(read_report(folder)["layers"])
     made = table(*costs.columns)

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import CheckpointError, UsageError
-from ..portable import CONTAINERS, PORTABLE
-from ..targets import ACTS, LAYOUTS, TARGETS
-from .converted import draw_done, draw_plans, finished_document, plan_document, ranks_document
+from ...errors import CheckpointError, UsageError
+from ...portable import CONTAINERS, PORTABLE
+from ...targets import ACTS, LAYOUTS, TARGETS
+from ..checkpoint_argument import remarks
+from ..options import Activation, CheckpointArg, Offline, Routing, framed, option, pick
+from ..output import Output, count, size
 from .converting import Asked, planner
-from .options import Activation, CheckpointArg, Offline, Routing, framed, option, pick
-from .output import Output, count, size
-from .source import remarks
+from .text import draw_done, draw_plans, finished_document, plan_document, ranks_document
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..convert.rank_plans import RankPlan
-    from ..convert.stream import Summary
+    from ...convert.rank_plans import RankPlan
+    from ...convert.stream import Summary
 
 EXAMPLES = (
     "moectl convert ./gpt-oss-20b ./marlin --to marlin",
@@ -145,15 +145,15 @@ def convert(
     asked = wanted.asked()
     doing.check()
 
-    from ..checkpoint import open_checkpoint
-    from ..checkpoint.stated import parse_stated
+    from ...checkpoint import open_checkpoint
+    from ...checkpoint.stated import parse_stated
 
     source = open_checkpoint(checkpoint, offline=offline, stated=parse_stated(activation, routing))
     if not source.groups:
         raise CheckpointError(f"{checkpoint} has no MoE layers", hint="`moectl explain` shows what it holds")
 
-    from ..convert.portions import portion_of
-    from ..convert.rank_plans import check_outputs, plan_ranks
+    from ...convert.portions import portion_of
+    from ...convert.rank_plans import check_outputs, plan_ranks
 
     plans = plan_ranks(target, ranks.tp_size, ranks.ep_size, ranks.rank, planner(source, asked))
     if doing.finish:
@@ -189,7 +189,7 @@ def convert(
 
 def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
     """Completes what all parts have written."""
-    from ..convert.stream import complete
+    from ...convert.stream import complete
 
     summaries = [complete(item.plan, item.folder) for item in plans]
     layout = plans[0].plan.layout.name
@@ -210,7 +210,7 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
 
 def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None:
     """Shows what would be done."""
-    from ..convert.estimate import measured_rate
+    from ...convert.estimate import measured_rate
 
     rate = measured_rate(plans[0].plan, threads)
     estimates = [
@@ -227,8 +227,8 @@ def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None
 
 def _convert(plans: "Sequence[RankPlan]", doing: Doing, target: Path, out: Output) -> "list[Summary]":
     """Converts one rank after the other."""
-    from ..convert.rank_plans import convert_ranks
-    from ..convert.stream import convert as library
+    from ...convert.rank_plans import convert_ranks
+    from ...convert.stream import convert as library
 
     read, written = (
         sum(sizes) for sizes in zip(*((it.own.bytes_in, it.own.bytes_out) for it in plans), strict=True)

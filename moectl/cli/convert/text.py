@@ -4,17 +4,17 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ranges import ranges
+from ...ranges import ranges
+from ..output import count, duration, size, table
 from .converting import draw_costs
-from .output import count, duration, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..convert.estimate import Rate
-    from ..convert.plan import Plan
-    from ..convert.rank_plans import RankPlan
-    from ..convert.stream import Summary
+    from ...convert.estimate import Rate
+    from ...convert.plan import Plan
+    from ...convert.rank_plans import RankPlan
+    from ...convert.stream import Summary
 
 
 def ranks_document(documents: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench import parse_counts
-from ..errors import ExitCode, Unavailable, UsageError
-from .options import Activation, Offline, framed, named, option, pick
-from .output import Output, count
-from .outputs import check_spared
-from .tuned_launches import draw_list, draw_search, listed, search_document, tile_words
+from ...bench import parse_counts
+from ...errors import ExitCode, Unavailable, UsageError
+from ..options import Activation, Offline, framed, named, option, pick
+from ..output import Output, count
+from ..output_paths import check_spared
+from .text import draw_list, draw_search, listed, search_document, tile_words
 
 if TYPE_CHECKING:
-    from ..tuning.here import Tuning
-    from ..tuning.layers import Layer
-    from ..tuning.search import Plan, Progress
+    from ...tuning.here import Tuning
+    from ...tuning.layers import Layer
+    from ...tuning.search import Plan, Progress
 
 EXAMPLES = (
     "moectl tune --model qwen3-30b -m 16,1024 --budget 5m",
@@ -52,11 +52,11 @@ class Of:
 
     def layers(self, checkpoint: str | None) -> "list[Layer]":
         """The layers that are asked for, one rank's share of each."""
-        from ..checkpoint import open_checkpoint
-        from ..checkpoint.stated import parse_stated
-        from ..models import MODELS
-        from ..problem import Parallel
-        from ..tuning.layers import checkpoint_layers, named_layers
+        from ...checkpoint import open_checkpoint
+        from ...checkpoint.stated import parse_stated
+        from ...models import MODELS
+        from ...problem import Parallel
+        from ...tuning.layers import checkpoint_layers, named_layers
 
         parallel = Parallel(self.tp, ep=self.ep)
         if (checkpoint is None) == (self.model is None):
@@ -146,7 +146,7 @@ def tune(
         asked = checkpoint is not None or of.model is not None
         return _listed(of.layers(checkpoint) if asked else None, kept, out)
     place = search.engine_place(checkpoint)
-    from ..tuning.here import tune_layers
+    from ...tuning.here import tune_layers
 
     layers = of.layers(checkpoint)
     plan = partial(_plan, seconds, search.repeats, out)
@@ -184,7 +184,7 @@ def parse_budget(text: str) -> float:
 
 def _families(text: str | None) -> list[str]:
     """The families of kernels that are asked for."""
-    from ..kernels.triton.runner import REGIMES
+    from ...kernels.triton.runner import REGIMES
 
     names = list(REGIMES) if text is None else named(text, "--families")
     return [pick(name, REGIMES, "family") for name in names]
@@ -194,7 +194,7 @@ def _plan(seconds: float, repeats: int, out: Output, progress: Any) -> "Plan":
     """How the search is run, told to a bar; what is left out is noted with its reason."""
     import time
 
-    from ..tuning.search import Plan
+    from ...tuning.search import Plan
 
     def report(at: "Progress") -> None:
         best = f"{at.best[0]:.1f} us {at.best[1].regime}" if at.best else "nothing right yet"
@@ -214,9 +214,9 @@ def _write_for_engine(
     out: Output,
 ) -> ExitCode:
     """Tunes the engine's choices, and writes the file of each layer from all that is known of it."""
-    from ..cache.keys import built
-    from ..environment import detect_device, packages_from
-    from ..tuning.engine_files import (
+    from ...cache.keys import built
+    from ...environment import detect_device, packages_from
+    from ...tuning.engine_files import (
         check_choices,
         check_some_gpu,
         misnamed,
@@ -224,7 +224,7 @@ def _write_for_engine(
         target_of,
         write_choices,
     )
-    from ..tuning.here import known_choices, this_gpu, tune_for_engine
+    from ...tuning.here import known_choices, this_gpu, tune_for_engine
 
     packages = packages_from(None)
     known = packages.has("vllm")

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench import Settings, parse_counts
-from ..errors import ExitCode, UsageError
-from ..models import FORMATS as WEIGHTS
-from ..models import MODELS
-from .benching import Placed, Shown
-from .options import Activation, Device, Offline, Seed, framed, named, option, pick, typed
-from .output import Output, count
-from .source import DEVICES, backend_names, find_source, remarks
+from ...bench import Settings, parse_counts
+from ...errors import ExitCode, UsageError
+from ...models import FORMATS as WEIGHTS
+from ...models import MODELS
+from ..checkpoint_argument import DEVICES, backend_names, find_source, remarks
+from ..options import Activation, Device, Offline, Seed, framed, named, option, pick, typed
+from ..output import Output, count
+from .output import Placed, Shown
 
 if TYPE_CHECKING:
-    from ..bench.journal import Journal
-    from ..bench.measure import Bench
-    from ..bench.rows import Key, Row
-    from ..checkpoint import Checkpoint
+    from ...bench.journal import Journal
+    from ...bench.measure import Bench
+    from ...bench.rows import Key, Row
+    from ...checkpoint import Checkpoint
 
 EXAMPLES = (
     "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
@@ -185,7 +185,7 @@ def _check_together(context: typer.Context, given: Mapping[str, Any]) -> None:
 
 
 def _from_rows(paths: Sequence[Path], others: tuple[str | None, ...], shown: Shown, out: Output) -> ExitCode:
-    from ..bench.reading import read_rows
+    from ...bench.reading import read_rows
 
     if any(others):
         raise UsageError("--rows shows rows that are there, and CKPT and --model measure new ones")
@@ -205,7 +205,7 @@ def _from_rows(paths: Sequence[Path], others: tuple[str | None, ...], shown: Sho
 
 
 def _compile(settings: Settings, source: "Checkpoint | Path | None", jobs: int, out: Output) -> ExitCode:
-    from ..bench.compiling import compile_parts
+    from ...bench.compiling import compile_parts
 
     lines: list[str] = []
     failed = False
@@ -223,10 +223,10 @@ def _measure(
     settings: Settings, source: "Checkpoint | Path | None", path: Path | None, doing: Doing, out: Output
 ) -> "tuple[Mapping[str, Any], Sequence[Row]]":
     """What rows were taken on, as plain data, and all rows; they go into a journal at `path` as they come."""
-    from ..bench.about import about, rates_of
-    from ..bench.journal import Journal, Run
-    from ..bench.keeping import keep
-    from ..bench.opening import open_bench
+    from ...bench.about import about, rates_of
+    from ...bench.journal import Journal, Run
+    from ...bench.keeping import keep
+    from ...bench.opening import open_bench
 
     with ExitStack() as stack:
         journal = stack.enter_context(Journal.open(path, resume=doing.resume)) if path else None
