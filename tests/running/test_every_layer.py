@@ -18,7 +18,8 @@ from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 from moectl.errors import BackendFailed, CheckpointError, UsageError
 from moectl.kernels.prepared import PreparedMoE
-from moectl.run import RunPlan, every_layer, layer_numbers, open_source
+from moectl.run import RunPlan, layer_numbers, open_source
+from moectl.run.every_layer import every_layer
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ READ_BACK = (".jsonl", ".json", ".csv")
 
 
 @dataclass(frozen=True)
-class Placed:
+class RowOutputOptions:
     """Options that say where rows go."""
 
     format: Annotated[
@@ -36,9 +36,11 @@ class Placed:
     ] = None
     plot: Annotated[Path | None, option("--plot", help="Draw latency and roofline: .svg or .png.")] = None
 
-    def shown(self, as_json: bool) -> "Shown":
+    def output_of(self, as_json: bool) -> "RowOutput":
         """The places; UsageError for an unknown format, or one that ``--json`` contradicts."""
-        return Shown(stdout_format(self.format, self.output, as_json), tuple(self.output or ()), self.plot)
+        return RowOutput(
+            stdout_format(self.format, self.output, as_json), tuple(self.output or ()), self.plot
+        )
 
 
 def stdout_format(format: str | None, output: Sequence[Path] | None, as_json: bool) -> str | None:
@@ -56,7 +58,7 @@ def stdout_format(format: str | None, output: Sequence[Path] | None, as_json: bo
 
 
 @dataclass(frozen=True)
-class Shown:
+class RowOutput:
     """Where rows go: the format of stdout, files by their suffixes, and a plot."""
 
     stdout: str | None
