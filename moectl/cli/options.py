@@ -236,7 +236,7 @@ def framed(name: str) -> Callable[[Command], Command]:
                 if CONTEXT.name in signature:
                     kwargs[CONTEXT.name] = context
                 made = {
-                    one: options.bound({name: kwargs.pop(name) for name in options.names})
+                    one: options.bound({field: kwargs.pop(field) for field in options.names})
                     for one, options in records.items()
                 }
                 made |= {one: make() for one, make in made.items() if is_dataclass(signature[one].annotation)}
