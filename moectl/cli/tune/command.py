@@ -1,9 +1,8 @@
 """`moectl tune`: the fastest launches of moectl's kernels for a layer on this device, kept for this user."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +38,7 @@ DEFAULT_TOKENS = "1-8192*2"
 
 
 @dataclass(frozen=True)
-class Of:
+class TunedLayerOptions:
     """Options that say whose share of which layers is meant."""
 
     model: Annotated[
@@ -73,7 +72,7 @@ class Of:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchOptions:
     """Options that say what is searched, and for how long."""
 
     tokens: Annotated[
@@ -97,6 +96,20 @@ class Search:
         ),
     ] = None
 
+    def plan(self, out: Output, progress: Any) -> "Plan":
+        """How the search is run, reported to a bar; what is left out is noted with its reason."""
+        import time
+
+        from ...tuning.search import Plan
+
+        def report(at: "Progress") -> None:
+            best = f"{at.best[0]:.1f} us {at.best[1].regime}" if at.best else "nothing right yet"
+            progress(at.tried, at.launches, f"{at.cell} ({at.number + 1} of {at.cells}): {best}")
+            if at.last and at.last.why:
+                out.note(f"{at.cell}: {at.last.regime} {tile_words(at.last.tile)}: {at.last.why}")
+
+        return Plan(parse_budget(self.budget), time.monotonic, self.repeats, report)
+
     def engine_place(self, checkpoint: str | None) -> Path | None:
         """Where the engine's files go; None where they are not asked for."""
         if self.to is None:
@@ -110,7 +123,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptOptions:
     """Options that say what is done with what earlier searches have found."""
 
     list: Annotated[bool, option("--list", own=True, help="Show what is kept.")] = False
@@ -129,9 +142,9 @@ def tune(
         ),
     ] = None,
     *,
-    of: Of,
-    search: Search,
-    kept: Kept,
+    tuned: TunedLayerOptions,
+    search: SearchOptions,
+    kept: KeptOptions,
     out: Output,
 ) -> ExitCode:
     """Find the fastest launches of moectl's kernels on this GPU.
@@ -139,28 +152,28 @@ def tune(
     Of these layers every legal launch is held to the portable kernels' result first; what fails or is wrong
     gets no time. Then it is timed with cold caches. Runs of these layers here take what was found.
     """
-    counts, seconds = parse_counts(search.tokens), parse_budget(search.budget)
+    counts = parse_counts(search.tokens)
+    parse_budget(search.budget)  # refused before the work
     if kept.stale and not (kept.list or kept.clear):
         raise UsageError("--stale goes with --list or --clear", hint="moectl tune --list --stale")
     if kept.list or kept.clear:
-        asked = checkpoint is not None or of.model is not None
-        return _listed(of.layers(checkpoint) if asked else None, kept, out)
+        asked = checkpoint is not None or tuned.model is not None
+        return _listed(tuned.layers(checkpoint) if asked else None, kept, out)
     place = search.engine_place(checkpoint)
     from ...tuning.here import tune_layers
 
-    layers = of.layers(checkpoint)
-    plan = partial(_plan, seconds, search.repeats, out)
+    layers = tuned.layers(checkpoint)
     if place is not None:
-        return _write_for_engine(layers, counts, plan, search.again, place, out)
+        return _write_for_engine(layers, counts, search, place, out)
     chosen = _families(search.families)
     with out.progress("tuning", unit="launches") as progress:
-        tuning = tune_layers(layers, counts, chosen, plan(progress), search.again)
+        tuning = tune_layers(layers, counts, chosen, search.plan(out, progress), search.again)
     for name, reason in tuning.refused.items():
         out.note(f"{name} is left out: {reason}")
     return _shown(tuning, search_document(tuning), out)
 
 
-def _listed(layers: "Sequence[Layer] | None", kept: Kept, out: Output) -> ExitCode:
+def _listed(layers: "Sequence[Layer] | None", kept: KeptOptions, out: Output) -> ExitCode:
     """Shows what is kept of `layers`, or of all, and drops it where that is asked for."""
     found = listed(layers, kept.stale)
     dropped = found.clear() if kept.clear else 0
@@ -190,26 +203,10 @@ def _families(text: str | None) -> list[str]:
     return [pick(name, REGIMES, "family") for name in names]
 
 
-def _plan(seconds: float, repeats: int, out: Output, progress: Any) -> "Plan":
-    """How the search is run, told to a bar; what is left out is noted with its reason."""
-    import time
-
-    from ...tuning.search import Plan
-
-    def report(at: "Progress") -> None:
-        best = f"{at.best[0]:.1f} us {at.best[1].regime}" if at.best else "nothing right yet"
-        progress(at.tried, at.launches, f"{at.cell} ({at.number + 1} of {at.cells}): {best}")
-        if at.last and at.last.why:
-            out.note(f"{at.cell}: {at.last.regime} {tile_words(at.last.tile)}: {at.last.why}")
-
-    return Plan(seconds, time.monotonic, repeats, report)
-
-
 def _write_for_engine(
     layers: "Sequence[Layer]",
     counts: Sequence[int],
-    plan: "Callable[[Any], Plan]",
-    again: bool,
+    search: SearchOptions,
     target: Path,
     out: Output,
 ) -> ExitCode:
@@ -247,7 +244,7 @@ def _write_for_engine(
     for place in places.values():
         check_choices(place, built()["triton"])
     with out.progress("tuning", unit="launches") as progress:
-        tuning = tune_for_engine(targets, counts, plan(progress), again)
+        tuning = tune_for_engine(targets, counts, search.plan(out, progress), search.again)
     written = []
     for name, rows in known_choices(targets).items():
         if rows:
