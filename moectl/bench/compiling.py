@@ -15,6 +15,7 @@ from typing import IO
 
 from ..checkpoint import Checkpoint
 from ..errors import ExitCode, MoectlError, Unavailable
+from .rows import Compiled
 from .settings import Settings
 
 WORK = "from moectl.bench.compiling import work; work()"
@@ -29,14 +30,6 @@ class Job:
     source: Checkpoint | Path | None
     part: int
     parts: int
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A line about what was compiled, or about what `failed`."""
-
-    text: str
-    failed: bool = False
 
 
 def compile_parts(settings: Settings, source: Checkpoint | Path | None, processes: int) -> Iterator[Compiled]:

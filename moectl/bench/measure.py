@@ -22,10 +22,9 @@ from ..kernels.tolerance import Tolerance, tolerance_for
 from ..kernels.turns import Turn, alive, make_turn, quartiles, take_turns
 from ..run import Machine, choose_backends, none_serves
 from .cells import Case, Cell, Judged, judge, make_case, plan_cells
-from .compiling import Compiled
 from .preparing import Memory, Ready, call_bytes, first_lines, make_ready
 from .routing import Sets, routing_of
-from .rows import Key, Row
+from .rows import Compiled, Key, Row
 from .settings import ROUTER, TRACE, Settings
 from .targets import Target
 

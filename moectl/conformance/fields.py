@@ -72,7 +72,7 @@ def gate_kind(text: str, engine: Engine) -> str:
 
 
 def _recorded_gates(pair: Pair) -> list[str]:
-    engine = engine_named(pair.decision.policy)
+    engine = engine_named(pair.decision.inputs.policy)
     return sorted(gate_kind(text, engine) for text in pair.record["gates"])
 
 

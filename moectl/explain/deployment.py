@@ -41,7 +41,7 @@ class Memory:
 def memory_of(decision: Decision) -> Memory:
     """Bytes of one layer under `decision`; as stored where nothing is chosen."""
     problem = decision.problem
-    row = engine_named(decision.policy).repacked(decision.chosen.layout if decision.chosen else "")
+    row = engine_named(decision.inputs.policy).repacked(decision.chosen.layout if decision.chosen else "")
     w13, w2 = problem.matrix_bytes(padded=True)
     return Memory(
         problem.expert_bytes() * problem.local_experts,

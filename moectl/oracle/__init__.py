@@ -1,10 +1,11 @@
 """Choosing a backend: one function over tables of data."""
 
-from .decision import Candidate, Decision, Gate, Inputs, replay_inputs
+from .decision import Candidate, Decision, Gate
 from .engine import Engine
 from .machine_packages import packages_from
 from .registry import ENGINES, engine_named, policy_named
-from .select import OutOfScope, select
+from .select import OutOfScope, decide, select
+from .selection_inputs import SelectionInputs, replay_inputs
 
 __all__ = [
     "ENGINES",
@@ -12,8 +13,9 @@ __all__ = [
     "Decision",
     "Engine",
     "Gate",
-    "Inputs",
     "OutOfScope",
+    "SelectionInputs",
+    "decide",
     "engine_named",
     "packages_from",
     "policy_named",

@@ -51,18 +51,10 @@ def test_winners(model, options, experts, monolithic, padded):
 
 
 def test_the_document_holds_enough_to_decide_again():
-    from moectl.oracle import policy_named, replay_inputs, select
+    from moectl.oracle import decide, replay_inputs
 
     decision = ask(GPT, "--gpu", "h200", "--tp", "2")["groups"][0]["decision"]
-    inputs = replay_inputs(decision)
-    again = select(
-        inputs.problem,
-        inputs.device,
-        inputs.packages,
-        policy_named(inputs.policy),
-        inputs.requested,
-        inputs.allow_fallback,
-    )
+    again = decide(replay_inputs(decision))
     assert json.loads(json.dumps(again.to_json())) == decision
 
 

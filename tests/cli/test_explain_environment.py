@@ -6,7 +6,7 @@ from dataclasses import replace
 from invoking import moectl
 
 from moectl.checkpoint import open_checkpoint
-from moectl.cli.explaining.environment import package_sentences, tuned_sentence
+from moectl.cli.explain.environment import package_sentences, tuned_sentence
 from moectl.environment import Packages, find_device
 from moectl.explain import Question, explain
 from moectl.oracle.engines.vllm_0_33_0.tuned import TUNED_FILES, TunedName

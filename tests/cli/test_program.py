@@ -15,7 +15,7 @@ HEAVY = ("torch", "triton", "flashinfer")
 PROBE = """
 import sys
 sys.argv = ["moectl", *{argv!r}]
-from moectl.program import main
+from moectl.__main__ import main
 try:
     main()
 except SystemExit as stop:

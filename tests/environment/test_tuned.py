@@ -41,7 +41,7 @@ def decided(experts: str, scheme: Scheme, gpu: str, size: int = 768, n: int = 12
     chosen = decision.require()
     return replace(
         decision,
-        device=find_device(gpu),
+        inputs=replace(decision.inputs, device=find_device(gpu)),
         problem=replace(problem, scheme=scheme),
         chosen=replace(chosen, variant=replace(chosen.variant, experts=experts)),
     )
@@ -113,8 +113,9 @@ def test_what_reads_none_is_told_so() -> None:
     nothing = status_of(replace(decided("TritonExperts", Scheme(BF16), "h100"), chosen=None))
     assert not nothing.reads
     decision = decided("TritonExperts", Scheme(BF16), "h100")
-    packages = replace(decision.packages, env={"VLLM_BATCH_INVARIANT": "1"})
-    assert "BATCH_INVARIANT" in status_of(replace(decision, packages=packages)).why
+    packages = replace(decision.inputs.packages, env={"VLLM_BATCH_INVARIANT": "1"})
+    invariant = replace(decision, inputs=replace(decision.inputs, packages=packages))
+    assert "BATCH_INVARIANT" in status_of(invariant).why
     fallback = status_of(decided("TritonOrDeepGemmExperts", FP8_BLOCK, "h200"))
     assert fallback.reads
     assert "DeepGEMM does not take" in fallback.why

@@ -15,10 +15,10 @@ from moectl.explain.evidence import cached
 from moectl.explain.fallback import fallback_of
 from moectl.measured import Measured, Timed
 from moectl.models import MODELS
-from moectl.oracle.decision import replay_inputs
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
+from moectl.oracle.selection_inputs import replay_inputs
 from moectl.run.machine import Machine, choose_backends, measured_choice
 
 KIMI = MODELS["kimi-k2"]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moectl.environment import Device, Packages, find_device
-from moectl.oracle import ENGINES, OutOfScope, policy_named, replay_inputs, select
+from moectl.oracle import ENGINES, OutOfScope, decide, policy_named, replay_inputs, select
 from moectl.oracle.machine_packages import packages_from
 from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
 from moectl.schemes import BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
@@ -138,14 +138,6 @@ def test_every_question_has_an_answer(
         assert candidate.dims.padded_hidden >= problem.dims.hidden
         assert candidate.dims.padded_intermediate >= problem.dims.intermediate
     document = json.loads(json.dumps(decision.to_json()))
-    inputs = replay_inputs(document)
-    again = select(
-        inputs.problem,
-        inputs.device,
-        inputs.packages,
-        policy_named(inputs.policy),
-        inputs.requested,
-        inputs.allow_fallback,
-    )
+    again = decide(replay_inputs(document))
     assert again.to_json()["chosen"] == document["chosen"]
     assert again.to_json()["candidates"] == document["candidates"]

@@ -9,7 +9,7 @@ import pytest
 
 from moectl.environment import Device, Packages, find_device
 from moectl.errors import NoBackend, UsageError
-from moectl.oracle import Decision, OutOfScope, policy_named, replay_inputs, select
+from moectl.oracle import Decision, OutOfScope, decide, policy_named, replay_inputs, select
 from moectl.oracle.backend import GROUPS
 from moectl.oracle.checks import CHECKS
 from moectl.oracle.decision import CAPABILITY, DTYPE
@@ -258,15 +258,7 @@ def test_decisions_are_equal_for_equal_arguments_and_can_be_made_again() -> None
     for problem, gpu, only in cases:
         first = ask(problem, gpu, only=only).to_json()
         assert first == ask(problem, gpu, only=only).to_json()
-        inputs = replay_inputs(json.loads(json.dumps(first)))
-        again = select(
-            inputs.problem,
-            inputs.device,
-            inputs.packages,
-            policy_named(inputs.policy),
-            inputs.requested,
-            inputs.allow_fallback,
-        )
+        again = decide(replay_inputs(json.loads(json.dumps(first))))
         assert again.to_json() == first
 
 

@@ -135,7 +135,7 @@ def lookup(decision: Decision, folders: Mapping[str, Iterable[str]]) -> TunedSta
     reader = READERS.get(chosen.variant.experts)
     if reader is None:
         return reads_none(decision)
-    if is_on(decision.packages, VARIABLES["VLLM_BATCH_INVARIANT"]):
+    if is_on(decision.inputs.packages, VARIABLES["VLLM_BATCH_INVARIANT"]):
         return TunedStatus(False, "VLLM_BATCH_INVARIANT leaves tuned files unread")
     wanted = _wanted(decision, reader)
     listed = {place: tuple(names) for place, names in folders.items()}
@@ -149,7 +149,7 @@ def lookup(decision: Decision, folders: Mapping[str, Iterable[str]]) -> TunedSta
         wanted=wanted,
         found=found,
         folders=tuple(there),
-        other_gpus=() if found else _other_gpus(wanted, decision.device, known),
+        other_gpus=() if found else _other_gpus(wanted, decision.inputs.device, known),
         other_shapes=() if found else _other_shapes(wanted, known),
     )
 
@@ -158,7 +158,7 @@ def _wanted(decision: Decision, reader: FileReader) -> TunedName:
     problem = decision.problem
     scheme = problem.scheme
     size = problem.dims.padded_intermediate // reader.codes
-    gpu = gpu_in_names(decision.device)
+    gpu = gpu_in_names(decision.inputs.device)
     if reader.plain:
         return TunedName(problem.local_experts, size, gpu)
     dtype = _DTYPES.get((scheme.weight.name, scheme.act.name), "")

@@ -10,34 +10,30 @@ from ...explain import Explanation
 from ...explain.diff import diff
 from ...explain.matrix import Matrix
 from ...explain.replay import read_document
-from ...explain.situation import Situation
 from ...explain.why import why
 from ...ranges import ranges
-from .. import blocks as drawing
+from .. import text_blocks
 from ..output import Output
-from .changes import difference_blocks
-from .commands import Asked
-from .counterfactual import why_blocks, why_document, why_lines
-from .grid import matrix_blocks, matrix_lines
-from .sections import View, document, sections
+from .command_line import ExplainCommand
+from .options import AnswerOptions
+from .sections import ExplanationView, document, sections
+from .text import difference_blocks, matrix_blocks, matrix_lines, why_blocks, why_document, why_lines
 
 
-class Shown:
+class AnswerOutput:
     """Results in the form asked for, with their exit codes."""
 
-    def __init__(
-        self, out: Output, markdown: bool, verbose: bool, strict: bool, measured: bool = False
-    ) -> None:
-        self.out, self.markdown, self.strict = out, markdown, strict
-        self.view = View(verbose, measured)
+    def __init__(self, out: Output, options: AnswerOptions) -> None:
+        self.out, self.markdown, self.strict = out, options.md, options.strict
+        self.view = ExplanationView(options.verbose, bool(options.measured))
 
-    def show(self, document: dict[str, Any], blocks: Iterable[drawing.Block], brief: list[str]) -> None:
+    def show(self, document: dict[str, Any], blocks: Iterable[text_blocks.Block], brief: list[str]) -> None:
         """JSON, one line each, markdown, or text."""
         made = list(blocks)
         if self.markdown and not (self.out.as_json or self.out.quiet):
-            self.out.text(drawing.markdown(made))
+            self.out.text(text_blocks.markdown(made))
         else:
-            self.out.result(document, lambda console: drawing.draw(made, console), brief)
+            self.out.result(document, lambda console: text_blocks.draw(made, console), brief)
 
     def code(self, explanation: Explanation) -> ExitCode:
         """1 where nothing serves, or under --strict a fallback does."""
@@ -53,21 +49,16 @@ class Shown:
 
     def matrix(self, found: Matrix) -> ExitCode:
         """The table; 1 where nothing serves every layer, or under --strict a cell is no first choice."""
-        width = 10_000 if self.markdown else drawing.columns_here()
+        width = 10_000 if self.markdown else text_blocks.columns_here()
         self.show(found.to_json(), matrix_blocks(found, width), matrix_lines(found))
         good = found.clean if self.strict else found.usable
         return ExitCode.DONE if good else ExitCode.FOUND
 
-    def why(
-        self, explanation: Explanation, situations: Iterable[Situation], asked: Asked, name: str
-    ) -> ExitCode:
+    def why(self, explanation: Explanation, command: ExplainCommand, name: str) -> ExitCode:
         """What would have to change; 1 where nothing helps some layers."""
-        found = tuple(
-            (group.layers, why(situation, name))
-            for group, situation in zip(explanation.groups, situations, strict=True)
-        )
-        whole = {**document(explanation), "why": why_document(asked, found)}
-        self.show(whole, why_blocks(asked, found), why_lines(asked, found))
+        found = tuple((group.layers, why(group.decision.inputs, name)) for group in explanation.groups)
+        whole = {**document(explanation), "why": why_document(command, found)}
+        self.show(whole, why_blocks(command, found), why_lines(command, found))
         helped = all(answer.chosen or answer.answers for _, answer in found)
         return ExitCode.DONE if helped else ExitCode.FOUND
 

@@ -1,6 +1,6 @@
 """`moectl bench`: backends on layers' real shapes, correctness first."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -8,20 +8,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench import Settings, parse_counts
-from ..errors import ExitCode, UsageError
-from ..models import FORMATS as WEIGHTS
-from ..models import MODELS
-from .benching import Placed, Shown
-from .options import Activation, Device, Offline, Seed, framed, named, option, pick, typed
-from .output import Output, count
-from .source import DEVICES, backend_names, find_source, remarks
+from ...bench import Settings, parse_counts
+from ...errors import ExitCode, UsageError
+from ...models import FORMATS as WEIGHTS
+from ...models import MODELS
+from ..checkpoint_argument import DEVICE, backend_names, find_source, remarks
+from ..options import (
+    SEED,
+    Activation,
+    Offline,
+    ParsedOption,
+    RecordOptions,
+    framed,
+    named,
+    option,
+    pick,
+    typed,
+)
+from ..output import Output, count
+from .output import RowOutput, RowOutputOptions
 
 if TYPE_CHECKING:
-    from ..bench.journal import Journal
-    from ..bench.measure import Bench
-    from ..bench.rows import Key, Row
-    from ..checkpoint import Checkpoint
+    from ...bench.journal import Journal
+    from ...bench.measure import Bench
+    from ...bench.rows import Key, Row
+    from ...checkpoint import Checkpoint
 
 EXAMPLES = (
     "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
@@ -36,60 +47,48 @@ MORE = (
 )
 
 
-@dataclass(frozen=True)
-class Measuring:
-    """Options that say what is measured; rows of an earlier bench have been."""
-
-    tokens: Annotated[
-        str, option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024.")
-    ] = "1,8,64"
-    backend: Annotated[
-        str, option("--backend", own=True, help="Names with commas; all: every usable one.")
-    ] = "all"
-    layer: Annotated[
-        int | None, option("--layer", help="Layer number; default: the first of each group.", min=0)
-    ] = None
-    tp: Annotated[int, option("--tp", "--tp-size", help="Slices of each expert.", min=1)] = 1
-    ep: Annotated[int, option("--ep", "--ep-size", help="Ranks that share the experts.", min=1)] = 1
-    device: Device = None
-    routing: Annotated[
-        str,
+SETTINGS = RecordOptions(
+    Settings,
+    tokens=ParsedOption(
+        option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024."),
+        parse_counts,
+        kind=str,
+        default="1,8,64",
+    ),
+    backends=ParsedOption(
+        option("--backend", own=True, help="Names with commas; all: every usable one."),
+        lambda text: tuple(backend_names(text)),
+        kind=str,
+        default="all",
+    ),
+    layer=option("--layer", help="Layer number; default: the first of each group.", min=0),
+    tp=option("--tp", "--tp-size", help="Slices of each expert.", min=1),
+    ep=option("--ep", "--ep-size", help="Ranks that share the experts.", min=1),
+    device=DEVICE,
+    routings=ParsedOption(
         option(
             "--routing",
             own=True,
             help="uniform, balanced, zipf:A, hot:N:F, experts:N, trace:FILE, router; several with commas.",
         ),
-    ] = "uniform"
-    input: Annotated[
-        Path | None, option("--input", help="safetensors file with x, for --routing router.")
-    ] = None
-    warm: Annotated[bool, option("--warm", help="Leave weights in the cache.")] = False
-    repeats: Annotated[int, option("--repeats", help="Rounds per row.", min=1)] = 11
-    seed: Seed = 0
-    activation: Activation = None
-    offline: Offline = False
-
-    def settings(self, checkpoint: str | None, model: str | None) -> Settings:
-        """The bench that is asked for; UsageError for what makes no sense."""
-        return Settings(
-            checkpoint=checkpoint or "",
-            models=_models(model),
-            tokens=parse_counts(self.tokens),
-            routings=tuple(dict.fromkeys(named(self.routing, "--routing"))),
-            backends=tuple(backend_names(self.backend)),
-            layer=self.layer,
-            tp=self.tp,
-            ep=self.ep,
-            input=str(self.input or ""),
-            device=pick(self.device, DEVICES, "device") if self.device else "",
-            rounds=self.repeats,
-            warm=self.warm,
-            seed=self.seed,
-        )
+        lambda text: tuple(dict.fromkeys(named(text, "--routing"))),
+        kind=str,
+        default="uniform",
+    ),
+    input=ParsedOption(
+        option("--input", help="safetensors file with x, for --routing router."),
+        lambda path: str(path or ""),
+        kind=Path | None,
+    ),
+    warm=option("--warm", help="Leave weights in the cache."),
+    rounds=option("--repeats", help="Rounds per row.", min=1),
+    seed=SEED,
+)
+"""Options that say what is measured; rows of an earlier bench have been."""
 
 
 @dataclass(frozen=True)
-class Doing:
+class ActionOptions:
     """Options that say what is done with what is measured, or instead of it."""
 
     resume: Annotated[bool, option("--resume", help="Add what -o FILE.jsonl does not have yet.")] = False
@@ -104,7 +103,7 @@ class Doing:
 
 IGNORED = {
     "rows": (
-        tuple(field.name for kind in (Measuring, Doing) for field in fields(kind)),
+        (*SETTINGS.names, "activation", "offline", *(field.name for field in fields(ActionOptions))),
         "--rows shows rows that are there",
     ),
     "compile_only": (("resume", "save", "output", "plot", "format"), "--compile-only measures nothing"),
@@ -134,9 +133,11 @@ def bench(
         list[Path] | None, option("--rows", own=True, help="Instead of CKPT: show rows of an earlier bench.")
     ] = None,
     *,
-    measuring: Measuring,
-    placed: Placed,
-    doing: Doing,
+    measured: Annotated[Callable[..., Settings], SETTINGS],
+    activation: Activation = None,
+    offline: Offline = False,
+    rows_to: RowOutputOptions,
+    actions: ActionOptions,
     out: Output,
 ) -> ExitCode:
     """Time backends on layers' real shapes.
@@ -144,25 +145,24 @@ def bench(
     Against the floor that the device's bandwidth and matrix rate set. Each is compared with the
     reference first; a result that is wrong gets no time. Exit code 1 when one was wrong, or failed.
     """
-    shown = placed.shown(out.as_json)
-    _check_together(context, {"rows": rows, "compile_only": doing.compile_only, "model": model})
+    shown = rows_to.output_of(out.as_json)
+    _check_together(context, {"rows": rows, "compile_only": actions.compile_only, "model": model})
     if rows:
         return _from_rows(rows, (checkpoint, model), shown, out)
-    settings = measuring.settings(checkpoint, model)
+    settings = measured(checkpoint=checkpoint or "", models=_models(model))
     source = None
     if checkpoint:
-        layer, activation = measuring.layer, measuring.activation
-        source = find_source(checkpoint, layer, offline=measuring.offline, activation=activation)
+        source = find_source(checkpoint, settings.layer, offline=offline, activation=activation)
     shown.check([*settings.files, *([checkpoint] if checkpoint else [])])
-    if doing.compile_only:
-        return _compile(settings, source, doing.jobs, out)
-    if doing.resume and shown.journal is None:
+    if actions.compile_only:
+        return _compile(settings, source, actions.jobs, out)
+    if actions.resume and shown.journal is None:
         raise UsageError("--resume goes on with rows in a file", hint="give -o FILE.jsonl")
     for note in remarks(source) if source else ():
         out.note(note)
-    about, measured = _measure(settings, source, shown.journal, doing, out)
-    shown.show(about, measured, out)
-    return ExitCode.FOUND if any(row.failed for row in measured) else ExitCode.DONE
+    about, taken = _measure(settings, source, shown.journal, actions, out)
+    shown.show(about, taken, out)
+    return ExitCode.FOUND if any(row.failed for row in taken) else ExitCode.DONE
 
 
 def _models(text: str | None) -> tuple[str, ...]:
@@ -184,8 +184,10 @@ def _check_together(context: typer.Context, given: Mapping[str, Any]) -> None:
         raise UsageError("--jobs is of --compile-only, which is not asked for", hint="add --compile-only")
 
 
-def _from_rows(paths: Sequence[Path], others: tuple[str | None, ...], shown: Shown, out: Output) -> ExitCode:
-    from ..bench.reading import read_rows
+def _from_rows(
+    paths: Sequence[Path], others: tuple[str | None, ...], shown: RowOutput, out: Output
+) -> ExitCode:
+    from ...bench.reading import read_rows
 
     if any(others):
         raise UsageError("--rows shows rows that are there, and CKPT and --model measure new ones")
@@ -205,7 +207,7 @@ def _from_rows(paths: Sequence[Path], others: tuple[str | None, ...], shown: Sho
 
 
 def _compile(settings: Settings, source: "Checkpoint | Path | None", jobs: int, out: Output) -> ExitCode:
-    from ..bench.compiling import compile_parts
+    from ...bench.compiling import compile_parts
 
     lines: list[str] = []
     failed = False
@@ -220,16 +222,20 @@ def _compile(settings: Settings, source: "Checkpoint | Path | None", jobs: int, 
 
 
 def _measure(
-    settings: Settings, source: "Checkpoint | Path | None", path: Path | None, doing: Doing, out: Output
+    settings: Settings,
+    source: "Checkpoint | Path | None",
+    path: Path | None,
+    actions: ActionOptions,
+    out: Output,
 ) -> "tuple[Mapping[str, Any], Sequence[Row]]":
     """What rows were taken on, as plain data, and all rows; they go into a journal at `path` as they come."""
-    from ..bench.about import about, rates_of
-    from ..bench.journal import Journal, Run
-    from ..bench.keeping import keep
-    from ..bench.opening import open_bench
+    from ...bench.about import about, rates_of
+    from ...bench.journal import Journal, Run
+    from ...bench.keeping import keep
+    from ...bench.opening import open_bench
 
     with ExitStack() as stack:
-        journal = stack.enter_context(Journal.open(path, resume=doing.resume)) if path else None
+        journal = stack.enter_context(Journal.open(path, resume=actions.resume)) if path else None
         before = journal.before if journal else None
         rates = rates_of(before.about) if before else None
         opened = open_bench(settings, source, rates=rates, say=out.note)
@@ -241,7 +247,7 @@ def _measure(
                 f"{count(len(there), 'row')} of {path} {'is' if len(there) == 1 else 'are'} there already"
             )
         new = list(_measured(opened, frozenset(row.key for row in there), journal, out))
-    if doing.save:
+    if actions.save:
         kept = (*keep(opened, there, str(told.get("begun", ""))), *keep(opened, new))
         for file in dict.fromkeys(kept):
             out.note(f"kept in {file}")

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..cache.folder import Kind, device_key
-from ..cache.keys import layer_key, layer_words
-from ..cache.launches import KINDS, Entry, Found, Row, clear, load
-from .output import count, table
+from ...cache.folder import Kind, device_key
+from ...cache.keys import layer_key, layer_words
+from ...cache.launches import KINDS, Entry, Found, Row, clear, load
+from ..output import count, table
 
 if TYPE_CHECKING:
-    from ..tuning.here import Tuning
-    from ..tuning.layers import Layer
+    from ...tuning.here import Tuning
+    from ...tuning.layers import Layer
 
 
 def tile_words(tile: Any) -> str:

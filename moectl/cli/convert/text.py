@@ -4,17 +4,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ranges import ranges
-from .converting import draw_costs
-from .output import count, duration, size, table
+from ...ranges import ranges
+from ..output import count, duration, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..convert.estimate import Rate
-    from ..convert.plan import Plan
-    from ..convert.rank_plans import RankPlan
-    from ..convert.stream import Summary
+    from ...convert.estimate import Rate
+    from ...convert.plan import Plan
+    from ...convert.rank_plans import RankPlan
+    from ...convert.stream import Summary
 
 
 def ranks_document(documents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -160,3 +159,14 @@ def draw_done(
         console.print(f"left out: {name}", markup=False)
     if costs:
         draw_costs(target, console)
+
+
+def draw_costs(folder: Path, console: Any) -> None:
+    """The summary of the report that a portable output holds."""
+    from ...convert.portable.parts import CostTable, read_report
+
+    costs = CostTable(read_report(folder)["layers"])
+    made = table(*costs.columns)
+    for row in costs.rows():
+        made.add_row(*row)
+    console.print(made)

@@ -1,26 +1,25 @@
 """`moectl tune`: the fastest launches of moectl's kernels for a layer on this device, kept for this user."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench import parse_counts
-from ..errors import ExitCode, Unavailable, UsageError
-from .options import Activation, Offline, framed, named, option, pick
-from .output import Output, count
-from .outputs import check_spared
-from .tuned_launches import draw_list, draw_search, listed, search_document, tile_words
+from ...bench import parse_counts
+from ...errors import ExitCode, Unavailable, UsageError
+from ..options import Activation, Offline, framed, named, option, pick
+from ..output import Output, count
+from ..output_paths import check_spared
+from .text import draw_list, draw_search, listed, search_document, tile_words
 
 if TYPE_CHECKING:
-    from ..oracle.engine import Engine
-    from ..tuning.here import Tuning
-    from ..tuning.layers import Layer
-    from ..tuning.search import Plan, Progress
+    from ...oracle.engine import Engine
+    from ...tuning.here import Tuning
+    from ...tuning.layers import Layer
+    from ...tuning.search import Plan, Progress
 
 EXAMPLES = (
     "moectl tune --model qwen3-30b -m 16,1024 --budget 5m",
@@ -38,7 +37,7 @@ DEFAULT_TOKENS = "1-8192*2"
 
 
 @dataclass(frozen=True)
-class Of:
+class TunedLayerOptions:
     """Options that say whose share of which layers is meant."""
 
     model: Annotated[
@@ -51,11 +50,11 @@ class Of:
 
     def layers(self, checkpoint: str | None) -> "list[Layer]":
         """The layers that are asked for, one rank's share of each."""
-        from ..checkpoint import open_checkpoint
-        from ..checkpoint.stated import parse_stated
-        from ..models import MODELS
-        from ..problem import Parallel
-        from ..tuning.layers import checkpoint_layers, named_layers
+        from ...checkpoint import open_checkpoint
+        from ...checkpoint.stated import parse_stated
+        from ...models import MODELS
+        from ...problem import Parallel
+        from ...tuning.layers import checkpoint_layers, named_layers
 
         parallel = Parallel(self.tp, ep=self.ep)
         if (checkpoint is None) == (self.model is None):
@@ -72,7 +71,7 @@ class Of:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchOptions:
     """Options that say what is searched, and for how long."""
 
     tokens: Annotated[
@@ -96,11 +95,25 @@ class Search:
         ),
     ] = None
 
+    def plan(self, out: Output, progress: Any) -> "Plan":
+        """How the search is run, reported to a bar; what is left out is noted with its reason."""
+        import time
+
+        from ...tuning.search import Plan
+
+        def report(at: "Progress") -> None:
+            best = f"{at.best[0]:.1f} us {at.best[1].regime}" if at.best else "nothing right yet"
+            progress(at.tried, at.launches, f"{at.cell} ({at.number + 1} of {at.cells}): {best}")
+            if at.last and at.last.why:
+                out.note(f"{at.cell}: {at.last.regime} {tile_words(at.last.tile)}: {at.last.why}")
+
+        return Plan(parse_budget(self.budget), time.monotonic, self.repeats, report)
+
     def engine_place(self, checkpoint: str | None) -> "tuple[Engine, Path] | None":
         """The engine whose files are asked for, and where they go; None where they are not."""
         if self.to is None:
             return None
-        from ..tuning.engine_files import tunable_engines
+        from ...tuning.engine_files import tunable_engines
 
         engines = tunable_engines()
         engine = engines[pick(self.to[0], engines, "engine")]
@@ -112,7 +125,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptOptions:
     """Options that say what is done with what earlier searches have found."""
 
     list: Annotated[bool, option("--list", own=True, help="Show what is kept.")] = False
@@ -131,9 +144,9 @@ def tune(
         ),
     ] = None,
     *,
-    of: Of,
-    search: Search,
-    kept: Kept,
+    tuned: TunedLayerOptions,
+    search: SearchOptions,
+    kept: KeptOptions,
     out: Output,
 ) -> ExitCode:
     """Find the fastest launches of moectl's kernels on this GPU.
@@ -141,28 +154,28 @@ def tune(
     Of these layers every legal launch is held to the portable kernels' result first; what fails or is wrong
     gets no time. Then it is timed with cold caches. Runs of these layers here take what was found.
     """
-    counts, seconds = parse_counts(search.tokens), parse_budget(search.budget)
+    counts = parse_counts(search.tokens)
+    parse_budget(search.budget)  # refused before the work
     if kept.stale and not (kept.list or kept.clear):
         raise UsageError("--stale goes with --list or --clear", hint="moectl tune --list --stale")
     if kept.list or kept.clear:
-        asked = checkpoint is not None or of.model is not None
-        return _listed(of.layers(checkpoint) if asked else None, kept, out)
+        asked = checkpoint is not None or tuned.model is not None
+        return _listed(tuned.layers(checkpoint) if asked else None, kept, out)
     place = search.engine_place(checkpoint)
-    from ..tuning.here import tune_layers
+    from ...tuning.here import tune_layers
 
-    layers = of.layers(checkpoint)
-    plan = partial(_plan, seconds, search.repeats, out)
+    layers = tuned.layers(checkpoint)
     if place is not None:
-        return _write_for_engine(layers, counts, plan, search.again, *place, out)
+        return _write_for_engine(layers, counts, search, *place, out)
     chosen = _families(search.families)
     with out.progress("tuning", unit="launches") as progress:
-        tuning = tune_layers(layers, counts, chosen, plan(progress), search.again)
+        tuning = tune_layers(layers, counts, chosen, search.plan(out, progress), search.again)
     for name, reason in tuning.refused.items():
         out.note(f"{name} is left out: {reason}")
     return _shown(tuning, search_document(tuning), out)
 
 
-def _listed(layers: "Sequence[Layer] | None", kept: Kept, out: Output) -> ExitCode:
+def _listed(layers: "Sequence[Layer] | None", kept: KeptOptions, out: Output) -> ExitCode:
     """Shows what is kept of `layers`, or of all, and drops it where that is asked for."""
     found = listed(layers, kept.stale)
     dropped = found.clear() if kept.clear else 0
@@ -186,41 +199,25 @@ def parse_budget(text: str) -> float:
 
 def _families(text: str | None) -> list[str]:
     """The families of kernels that are asked for."""
-    from ..kernels.triton.runner import REGIMES
+    from ...kernels.triton.runner import REGIMES
 
     names = list(REGIMES) if text is None else named(text, "--families")
     return [pick(name, REGIMES, "family") for name in names]
 
 
-def _plan(seconds: float, repeats: int, out: Output, progress: Any) -> "Plan":
-    """How the search is run, told to a bar; what is left out is noted with its reason."""
-    import time
-
-    from ..tuning.search import Plan
-
-    def report(at: "Progress") -> None:
-        best = f"{at.best[0]:.1f} us {at.best[1].regime}" if at.best else "nothing right yet"
-        progress(at.tried, at.launches, f"{at.cell} ({at.number + 1} of {at.cells}): {best}")
-        if at.last and at.last.why:
-            out.note(f"{at.cell}: {at.last.regime} {tile_words(at.last.tile)}: {at.last.why}")
-
-    return Plan(seconds, time.monotonic, repeats, report)
-
-
 def _write_for_engine(
     layers: "Sequence[Layer]",
     counts: Sequence[int],
-    plan: "Callable[[Any], Plan]",
-    again: bool,
+    search: SearchOptions,
     engine: "Engine",
     target: Path,
     out: Output,
 ) -> ExitCode:
     """Tunes the engine's choices, and writes the file of each layer from all that is known of it."""
-    from ..cache.keys import built
-    from ..environment import detect_device
-    from ..oracle.machine_packages import default_profile, packages_from
-    from ..tuning.engine_files import (
+    from ...cache.keys import built
+    from ...environment import detect_device
+    from ...oracle.machine_packages import default_profile, packages_from
+    from ...tuning.engine_files import (
         check_choices,
         check_some_gpu,
         files_of,
@@ -229,7 +226,7 @@ def _write_for_engine(
         target_of,
         write_choices,
     )
-    from ..tuning.here import known_choices, this_gpu, tune_for_engine
+    from ...tuning.here import known_choices, this_gpu, tune_for_engine
 
     packages = packages_from(None)
     known = packages.has(engine.package)
@@ -254,7 +251,7 @@ def _write_for_engine(
     for place in places.values():
         check_choices(place, built()["triton"], engine)
     with out.progress("tuning", unit="launches") as progress:
-        tuning = tune_for_engine(targets, counts, plan(progress), again)
+        tuning = tune_for_engine(targets, counts, search.plan(out, progress), search.again)
     written = []
     for name, rows in known_choices(targets).items():
         if rows:

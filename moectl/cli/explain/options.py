@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...errors import UsageError
-from ..options import named, option, pick
+from ..options import Activation, Offline, Routing, named, option, pick
 
 if TYPE_CHECKING:
     from ...explain.explanation import Question
@@ -60,7 +60,10 @@ def policy_names() -> list[str]:
 
 ALL = "all"
 
-Ckpt = Annotated[
+MOST_CELLS = 2000
+"""Decisions in one matrix at most."""
+
+ExplainedCheckpoint = Annotated[
     str | None,
     typer.Argument(
         metavar="[CKPT]",
@@ -68,107 +71,70 @@ Ckpt = Annotated[
         show_default=False,
     ),
 ]
-Gpu = Annotated[
-    str | None,
-    option(
-        "--gpu",
-        help="h200, b200, sm90, gfx942, cpu; a list; all. Default: this one.",
-        autocompletion=completed(gpu_names),
-    ),
-]
-Tp = Annotated[
-    str, option("--tp", "-tp", "--tensor-parallel-size", help="Tensor-parallel ranks; a list: 1,2,4.")
-]
-Dp = Annotated[str, option("--dp", "-dp", "--data-parallel-size", help="Data-parallel ranks; a list.")]
-Ep = Annotated[
-    bool, option("--ep", "-ep", "--enable-expert-parallel", help="Spread whole experts over all ranks.")
-]
-All2all = Annotated[
-    str | None,
-    option(
-        "--all2all",
-        "--all2all-backend",
-        help="Exchange kernels for --dp with --ep.",
-        autocompletion=completed(exchange_names),
-    ),
-]
-Eplb = Annotated[bool, option("--eplb", "--enable-eplb", help="Expert load balancing.")]
-PackagesOption = Annotated[
-    str | None, option("--packages", help="Profiles (full, bare, ...), a,b=1.2, or installed.")
-]
-Env = Annotated[list[str] | None, option("--env", help="Engine switch K=V; repeatable.")]
-BackendOption = Annotated[
-    str | None,
-    option(
-        "--backend",
-        "--moe-backend",
-        own=True,
-        help="Ask for a backend by its engine's name.",
-        autocompletion=completed(backend_names),
-    ),
-]
-AllowFallback = Annotated[
-    bool, option("--allow-fallback", help="Take the automatic order if --backend cannot serve.")
-]
-PolicyOption = Annotated[
-    str | None,
-    option(
-        "--policy",
-        help="vllm-0.33.0, or moectl: what this tool runs. Default: both, vLLM's first.",
-        autocompletion=completed(policy_names),
-    ),
-]
-Assumed = Annotated[
-    list[str] | None,
-    option("--assume", help="hidden=, act=, dtype=, ... instead of the checkpoint's."),
-]
-WhyOption = Annotated[
-    str | None,
-    option(
-        "--why",
-        own=True,
-        help="What would have to change for this backend to be chosen.",
-        autocompletion=completed(backend_names),
-    ),
-]
-Replay = Annotated[
-    Path | None, option("--replay", own=True, help="Decide again from a --json document, without CKPT.")
-]
-Diff = Annotated[Path | None, option("--diff", own=True, help="What changed since this --json document.")]
-Strict = Annotated[bool, option("--strict", own=True, help="Exit code 1 on a fallback: see docs/explain.md.")]
-Markdown = Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")]
-MeasuredOption = Annotated[
-    bool | None,
-    option(
-        "--measured/--no-measured",
-        own=True,
-        help="Show what was measured here; or ignore it.",
-        show_default=False,
-    ),
-]
-Verbose = Annotated[bool, option("--verbose", "-v", help="Every fact with its source, and every candidate.")]
-
-MOST_CELLS = 2000
-"""Decisions in one matrix at most."""
 
 
 @dataclass(frozen=True)
-class Given:
-    """The options that say what is asked, as they were typed."""
+class DecisionOptions:
+    """Options that say what is decided; a document of --json holds them."""
 
-    gpu: str | None
-    tp: str
-    dp: str
-    ep: bool
-    all2all: str | None
-    eplb: bool
-    packages: str | None
-    env: list[str] | None
-    backend: str | None
-    allow_fallback: bool
-    policy: str | None
-    assumed: list[str] | None
-    measured: bool | None = None
+    gpu: Annotated[
+        str | None,
+        option(
+            "--gpu",
+            help="h200, b200, sm90, gfx942, cpu; a list; all. Default: this one.",
+            autocompletion=completed(gpu_names),
+        ),
+    ] = None
+    tp: Annotated[
+        str, option("--tp", "-tp", "--tensor-parallel-size", help="Tensor-parallel ranks; a list: 1,2,4.")
+    ] = "1"
+    dp: Annotated[str, option("--dp", "-dp", "--data-parallel-size", help="Data-parallel ranks; a list.")] = (
+        "1"
+    )
+    ep: Annotated[
+        bool, option("--ep", "-ep", "--enable-expert-parallel", help="Spread whole experts over all ranks.")
+    ] = False
+    all2all: Annotated[
+        str | None,
+        option(
+            "--all2all",
+            "--all2all-backend",
+            help="Exchange kernels for --dp with --ep.",
+            autocompletion=completed(exchange_names),
+        ),
+    ] = None
+    eplb: Annotated[bool, option("--eplb", "--enable-eplb", help="Expert load balancing.")] = False
+    packages: Annotated[
+        str | None, option("--packages", help="Profiles (full, bare, ...), a,b=1.2, or installed.")
+    ] = None
+    env: Annotated[list[str] | None, option("--env", help="Engine switch K=V; repeatable.")] = None
+    backend: Annotated[
+        str | None,
+        option(
+            "--backend",
+            "--moe-backend",
+            own=True,
+            help="Ask for a backend by its engine's name.",
+            autocompletion=completed(backend_names),
+        ),
+    ] = None
+    allow_fallback: Annotated[
+        bool, option("--allow-fallback", help="Take the automatic order if --backend cannot serve.")
+    ] = False
+    policy: Annotated[
+        str | None,
+        option(
+            "--policy",
+            help="vllm-0.33.0, or moectl: what this tool runs. Default: both, vLLM's first.",
+            autocompletion=completed(policy_names),
+        ),
+    ] = None
+    assume: Annotated[
+        list[str] | None,
+        option("--assume", help="hidden=, act=, dtype=, ... instead of the checkpoint's."),
+    ] = None
+    activation: Activation = None
+    routing: Routing = None
 
     @property
     def switches(self) -> dict[str, str]:
@@ -209,16 +175,30 @@ class Given:
         engine = engine_named(self.policy or "")
         return tuple(machine(name, self.packages, self.switches, engine) for name in dict.fromkeys(names))
 
-    def question(self, policy: "Policy", parallel: "Parallel", others: "tuple[Policy, ...]") -> "Question":
-        """What is asked of every layer group."""
+    def stated(self) -> dict[str, str]:
+        """What a config does not say, by option."""
+        options = {"--activation": self.activation, "--routing": self.routing}
+        return {name: text for name, text in options.items() if text is not None}
+
+    def question(
+        self, policy: "Policy", parallel: "Parallel", others: "tuple[Policy, ...]", measured: bool
+    ) -> "Question":
+        """What is asked of every layer group; with times of this user's cache where `measured`."""
         from ...explain.evidence import cached, nothing
         from ...explain.explanation import Question
 
         name = self.backend and pick(self.backend, policy.request_names(), "backend")
-        assumptions = pairs(self.assumed or [], "--assume", "act=mxfp8")
+        assumptions = pairs(self.assume or [], "--assume", "act=mxfp8")
         asked = None if name in (None, "", "auto") else name
-        known = nothing if self.measured is False else cached
-        return Question(policy, parallel, asked, self.allow_fallback, assumptions, others, known)
+        return Question(
+            policy,
+            parallel,
+            backend=asked,
+            allow_fallback=self.allow_fallback,
+            assumptions=assumptions,
+            others=others,
+            known=cached if measured else nothing,
+        )
 
     def remarks(self, policy: "Policy", parallels: "tuple[Parallel, ...]") -> list[str]:
         """What a user should know of options that change nothing."""
@@ -231,6 +211,45 @@ class Given:
                 also = f"; did you mean {near[0]}?" if near else ""
                 found.append(f"no rule of {policy.name} reads the switch {name}{also}")
         return found
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Options that say which answer is given, and how it is shown."""
+
+    why: Annotated[
+        str | None,
+        option(
+            "--why",
+            own=True,
+            help="What would have to change for this backend to be chosen.",
+            autocompletion=completed(backend_names),
+        ),
+    ] = None
+    measured: Annotated[
+        bool | None,
+        option(
+            "--measured/--no-measured",
+            own=True,
+            help="Show what was measured here; or ignore it.",
+            show_default=False,
+        ),
+    ] = None
+    replay: Annotated[
+        Path | None,
+        option("--replay", own=True, help="Decide again from a --json document, without CKPT."),
+    ] = None
+    diff: Annotated[
+        Path | None, option("--diff", own=True, help="What changed since this --json document.")
+    ] = None
+    strict: Annotated[
+        bool, option("--strict", own=True, help="Exit code 1 on a fallback: see docs/explain.md.")
+    ] = False
+    md: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False
+    verbose: Annotated[
+        bool, option("--verbose", "-v", help="Every fact with its source, and every candidate.")
+    ] = False
+    offline: Offline = False
 
 
 def numbers(text: str, name: str) -> list[int]:

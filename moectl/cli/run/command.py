@@ -1,32 +1,33 @@
 """`moectl run`: layers on real weights, checked against the reference and compared with each other."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import ExitCode, UsageError
-from . import running
-from .options import (
+from ...errors import ExitCode, UsageError
+from ...run.plan import EVERY, RunPlan
+from ..checkpoint_argument import DEVICE, backend_names, find_source, pick_layers, remarks
+from ..options import (
     MAX_TOKENS,
+    SEED,
     Activation,
-    Device,
     Layer,
     Offline,
+    ParsedOption,
+    RecordOptions,
     Routing,
-    Seed,
     WeightsArg,
     framed,
     option,
     pick,
 )
-from .output import Output
-from .outputs import check_writable
-from .source import DEVICES, backend_names, find_source, pick_layers, remarks
+from ..output import Output
+from ..output_paths import check_writable
+from . import text
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
-    from ..run import LayerRun, Machine, RunPlan
+    from ...checkpoint import Checkpoint
+    from ...run import LayerRun, Machine
 
 EXAMPLES = (
     "moectl run ./gpt-oss-20b --layer 3 --tokens 64",
@@ -37,69 +38,28 @@ EXAMPLES = (
 DTYPES = ("bf16", "fp16")
 
 
-@dataclass(frozen=True)
-class How:
-    """Options that say how each layer is run."""
-
-    tokens: Annotated[int, option("--tokens", own=True, help="Random tokens.", min=0, max=MAX_TOKENS)] = 8
-    seed: Seed = 0
-    backend: Annotated[
-        str | None,
+PLAN = RecordOptions(
+    RunPlan,
+    tokens=option("--tokens", own=True, help="Random tokens.", min=0, max=MAX_TOKENS),
+    seed=SEED,
+    backends=ParsedOption(
         option(
             "--backend",
             own=True,
             help="A name, several with commas, or all that can run here; default: the best one.",
         ),
-    ] = None
-    allow_fallback: Annotated[
-        bool, option("--allow-fallback", own=True, help="If it fails, the next one that can serve runs.")
-    ] = False
-    stress: Annotated[
-        bool, option("--stress", help="Also what is easy to get wrong: odd sizes, empty experts, ties, ...")
-    ] = False
-    dtype: Annotated[
-        str | None,
+        lambda text: EVERY if text == "all" else tuple(backend_names(text)),
+    ),
+    fallback=option("--allow-fallback", own=True, help="If it fails, the next one that can serve runs."),
+    stress=option("--stress", help="Also what is easy to get wrong: odd sizes, empty experts, ties, ..."),
+    dtype=ParsedOption(
         option("--dtype", own=True, help="Of the activations: bf16 or fp16; default: the model's."),
-    ] = None
-    device: Device = None
-    input: Annotated[
-        Path | None, option("--input", help="safetensors file with x, or x, ids and weights.")
-    ] = None
-    output: Annotated[
-        Path | None,
-        option("--output", own=True, help="Write y (y.NAME of several), x, ids, weights to this file."),
-    ] = None
-
-    @property
-    def every(self) -> bool:
-        """Whether all backends that can serve are asked for."""
-        return self.backend is not None and not backend_names(self.backend)
-
-    def spelled(self) -> "How":
-        """The same with names as they are known; UsageError for what is not, or makes no sense together."""
-        names = backend_names(self.backend)
-        if self.allow_fallback and (self.every or len(names) > 1):
-            raise UsageError(
-                "--allow-fallback is for one backend, got several",
-                hint="leave it out: each one's failure is shown",
-            )
-        device = pick(self.device, DEVICES, "device") if self.device else None
-        return replace(self, device=device, dtype=pick(self.dtype, DTYPES, "dtype") if self.dtype else None)
-
-    def plan(self) -> "RunPlan":
-        """How layers are run, from options that are `spelled`."""
-        from ..run import RunPlan
-
-        return RunPlan(
-            tuple(backend_names(self.backend)),
-            self.every,
-            self.allow_fallback,
-            self.dtype or "",
-            tokens=self.tokens,
-            seed=self.seed,
-            source=self.input,
-            stress=self.stress,
-        )
+        lambda text: pick(text, DTYPES, "dtype") if text else "",
+    ),
+    device=DEVICE,
+    source=option("--input", help="safetensors file with x, or x, ids and weights."),
+)
+"""Options that say how each layer is run."""
 
 
 @framed("run")
@@ -110,7 +70,11 @@ def run(
         str | None, option("--layers", own=True, help="Several of them: all, or 0,3,5-9.")
     ] = None,
     *,
-    how: How,
+    plan_of: Annotated[Callable[..., RunPlan], PLAN],
+    output: Annotated[
+        Path | None,
+        option("--output", own=True, help="Write y (y.NAME of several), x, ids, weights to this file."),
+    ] = None,
     activation: Activation = None,
     routing: Routing = None,
     offline: Offline = False,
@@ -123,35 +87,40 @@ def run(
     a converted folder: layers then run from their prepared weights. Of one rank's folder, the partial sum
     that this rank computes is what runs and is checked.
     """
-    how = how.spelled()
+    plan = plan_of()
+    if plan.fallback and plan.compares:
+        raise UsageError(
+            "--allow-fallback is for one backend, got several",
+            hint="leave it out: each one's failure is shown",
+        )
     if layers is not None and layer is not None:
         raise UsageError("--layer and --layers ask for different things", hint="leave one of them out")
     source = find_source(checkpoint, layer, offline=offline, activation=activation, routing=routing)
-    if how.output is not None:
-        check_writable(how.output, [checkpoint, *([how.input] if how.input else [])])
+    if output is not None:
+        check_writable(output, [checkpoint, *([plan.source] if plan.source else [])])
     for note in remarks(source):
         out.note(note)
 
-    from ..run import left_out, this_machine
+    from ...run import left_out, this_machine
 
-    machine, plan, several = this_machine(how.device), how.plan(), layers is not None
-    found: list[running.Data] = []
+    machine, several = this_machine(plan.device), layers is not None
+    found: list[text.Data] = []
     written: dict[str, Any] = {}
     for done in _runs(source, layer, layers, machine, plan, out):
-        unused = left_out(done.layer.problem, machine) if how.every and done.layer else None
-        found.append(running.layer_data(done, unused))
-        if how.output is not None:
+        unused = left_out(done.layer.problem, machine) if plan.every and done.layer else None
+        found.append(text.layer_data(done, unused))
+        if output is not None:
             written |= tensors(done, prefix=f"layers.{done.number}." if several else "")
-    if how.output is not None:
-        _write(how.output, written)
+    if output is not None:
+        _write(output, written)
     head = {"checkpoint": checkpoint, "device": machine.device.name}
     shape = {"several": several, "compares": plan.compares}
     out.result(
-        running.document(head, found, **shape),
-        lambda console: running.draw(head, found, console, **shape),
-        running.brief(found, **shape),
+        text.document(head, found, **shape),
+        lambda console: text.draw(head, found, console, **shape),
+        text.brief(found, **shape),
     )
-    return running.exit_code(found)
+    return text.exit_code(found)
 
 
 def _runs(
@@ -163,7 +132,8 @@ def _runs(
     out: Output,
 ) -> "Iterator[LayerRun]":
     """Each layer's run; of one layer alone its errors are raised."""
-    from ..run import every_layer, layer_numbers, measured_choice, open_layer, open_source, run_one
+    from ...run import layer_numbers, measured_choice, open_layer, open_source, run_one
+    from ...run.every_layer import every_layer
 
     with out.progress("running", unit="layers") as progress:
         if layers is None:
@@ -172,14 +142,14 @@ def _runs(
             asked = plan.backends or plan.compares
             if not asked and (why := measured_choice(opened.problem, machine, opened.layout)):
                 out.note(why)
-            yield run_one(opened, machine, plan, lambda text: progress(0, 1, text))
+            yield run_one(opened, machine, plan, lambda doing: progress(0, 1, doing))
             return
         opened_source = open_source(source)
         numbers = pick_layers(layers, layer_numbers(opened_source))
         finished = 0
 
-        def told(text: str) -> None:
-            progress(finished, len(numbers), f"layer {numbers[finished]}: {text}")
+        def told(doing: str) -> None:
+            progress(finished, len(numbers), f"layer {numbers[finished]}: {doing}")
 
         for done in every_layer(opened_source, numbers, machine, plan, told):
             finished += 1
@@ -208,6 +178,6 @@ def tensors(done: "LayerRun", prefix: str = "") -> dict[str, Any]:
 def _write(path: Path, found: dict[str, Any]) -> None:
     from safetensors.torch import save
 
-    from ..files.atomic import write_file
+    from ...files.atomic import write_file
 
     write_file(path, save({name: tensor.contiguous() for name, tensor in found.items()}))

@@ -2,26 +2,27 @@
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import CheckpointError, UsageError
-from ..portable import CONTAINERS, PORTABLE
-from ..targets import ACTS, LAYOUTS, TARGETS
-from .converted import draw_done, draw_plans, finished_document, plan_document, ranks_document
-from .converting import Asked, planner
-from .options import Activation, CheckpointArg, Offline, Routing, framed, option, pick
-from .output import Output, count, size
-from .source import remarks
+from ...convert.portable.options import PortableOptions
+from ...errors import CheckpointError, UsageError
+from ...portable import CONTAINERS, PORTABLE
+from ..checkpoint_argument import remarks
+from ..options import Activation, CheckpointArg, Offline, RecordOptions, Routing, framed, option
+from ..output import Output, count, size
+from .planner import TargetOptions, planner
+from .text import draw_done, draw_plans, finished_document, plan_document, ranks_document
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..convert.rank_plans import RankPlan
-    from ..convert.stream import Summary
+    from ...convert.rank_plans import RankPlan
+    from ...convert.stream import Summary
 
 EXAMPLES = (
     "moectl convert ./gpt-oss-20b ./marlin --to marlin",
@@ -32,65 +33,19 @@ EXAMPLES = (
 MORE = ["Who reads what: moectl list layouts, moectl list formats"]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Options that say what is made."""
-
-    to: Annotated[
-        str,
-        option(
-            "--to",
-            help=f"Layout: {', '.join(TARGETS)}; or portable format: {', '.join(PORTABLE)}.",
-            show_default=False,
-        ),
-    ]
-    arch: Annotated[str | None, option("--arch", help="sm90, sm100, ...: where --to alone is ambiguous.")] = (
-        None
-    )
-    act: Annotated[str | None, option("--act", help=f"Activations the layout is for: {', '.join(ACTS)}.")] = (
-        None
-    )
-    experts_only: Annotated[bool, option("--experts-only", help="Leave out tensors that are no experts.")] = (
-        False
-    )
-    container: Annotated[
-        str | None, option("--container", help=f"Of a portable format: {', '.join(CONTAINERS)}.")
-    ] = None
-    method: Annotated[
-        str | None, option("--method", help="search (default), rtn; gptq (default with --calibration).")
-    ] = None
-    mx_scale: Annotated[
-        str | None, option("--mx-scale", help="MXFP4's block scales: floor (default), even, up.")
-    ] = None
-    calibration: Annotated[
-        Path | None, option("--calibration", help="Safetensors with activations x [tokens, hidden].")
-    ] = None
-    requantize: Annotated[
-        bool, option("--requantize", help="Let weights that were quantized before lose more.")
-    ] = False
-    max_memory: Annotated[
-        str | None, option("--max-memory", help="Bound such as 2GB; default: a quarter of RAM.")
-    ] = None
-
-    def asked(self) -> Asked:
-        """The same in the spelling of what is known; UsageError for what is not."""
-        archs = sorted({a for facts in LAYOUTS.values() for a in facts.archs})
-        return Asked(
-            pick(self.to, [*TARGETS, *PORTABLE], "layout or format"),
-            None if self.arch is None else pick(self.arch, archs, "architecture"),
-            None if self.act is None else pick(self.act, ACTS, "activation format"),
-            self.container,
-            self.method,
-            self.mx_scale,
-            self.calibration,
-            self.requantize,
-            None if self.max_memory is None else parse_size(self.max_memory),
-            self.experts_only,
-        )
+PORTABLE_OPTIONS = RecordOptions(
+    PortableOptions,
+    container=option("--container", help=f"Of a portable format: {', '.join(CONTAINERS)}."),
+    method=option("--method", help="search (default), rtn; gptq (default with --calibration)."),
+    rule=option("--mx-scale", help="MXFP4's block scales: floor (default), even, up."),
+    calibration=option("--calibration", help="Safetensors with activations x [tokens, hidden]."),
+    requantize=option("--requantize", help="Let weights that were quantized before lose more."),
+)
+"""Options of portable formats; `requantize` is one of layouts, too."""
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankOptions:
     """Options that say whose share of the experts is converted."""
 
     tp_size: Annotated[int, option("--tp-size", help="Slice each expert over so many ranks.", min=1)] = 1
@@ -101,7 +56,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Doing:
+class ExecutionOptions:
     """Options that say how far a conversion goes, and with what."""
 
     dry_run: Annotated[bool, option("--dry-run", help="Plan from headers alone; write nothing.")] = False
@@ -129,9 +84,13 @@ def convert(
     checkpoint: CheckpointArg,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.", show_default=False)],
     *,
-    wanted: Wanted,
-    ranks: Ranks,
-    doing: Doing,
+    making: TargetOptions,
+    portable: Annotated[Callable[..., PortableOptions], PORTABLE_OPTIONS],
+    max_memory: Annotated[
+        str | None, option("--max-memory", help="Bound such as 2GB; default: a quarter of RAM.")
+    ] = None,
+    ranks: RankOptions,
+    execution: ExecutionOptions,
     activation: Activation = None,
     routing: Routing = None,
     offline: Offline = False,
@@ -142,33 +101,35 @@ def convert(
     Streamed layer by layer and resumable. A layout is a cache for its backend, bit-exactly reversible;
     a portable format is an ordinary checkpoint. Ranks (--tp-size, --ep-size) get folders of their own.
     """
-    asked = wanted.asked()
-    doing.check()
+    making = making.spelled()
+    memory = None if max_memory is None else parse_size(max_memory)
+    execution.check()
 
-    from ..checkpoint import open_checkpoint
-    from ..checkpoint.stated import parse_stated
+    from ...checkpoint import open_checkpoint
+    from ...checkpoint.stated import parse_stated
 
     source = open_checkpoint(checkpoint, offline=offline, stated=parse_stated(activation, routing))
     if not source.groups:
         raise CheckpointError(f"{checkpoint} has no MoE layers", hint="`moectl explain` shows what it holds")
 
-    from ..convert.portions import portion_of
-    from ..convert.rank_plans import check_outputs, plan_ranks
+    from ...convert.portions import portion_of
+    from ...convert.rank_plans import check_outputs, plan_ranks
 
-    plans = plan_ranks(target, ranks.tp_size, ranks.ep_size, ranks.rank, planner(source, asked))
-    if doing.finish:
+    plan = planner(source, making, portable(target=making.to), memory)
+    plans = plan_ranks(target, ranks.tp_size, ranks.ep_size, ranks.rank, plan)
+    if execution.finish:
         return _finish(plans, target, out)
-    portion = None if doing.part is None else portion_of(doing.part)
+    portion = None if execution.part is None else portion_of(execution.part)
     plans = tuple(replace(item, portion=portion) for item in plans)
-    check_outputs(source.folder, target, plans, doing.resume)
+    check_outputs(source.folder, target, plans, execution.resume)
     if source.origin.note:
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
     for note in remarks(source):
         out.note(note)
-    if doing.dry_run:
-        return _plan(plans, doing.threads, out)
+    if execution.dry_run:
+        return _plan(plans, execution.threads, out)
     begin = time.perf_counter()
-    summaries = _convert(plans, doing, target, out)
+    summaries = _convert(plans, execution, target, out)
     seconds = time.perf_counter() - begin
     documents = [
         finished_document(item, summary, seconds) for item, summary in zip(plans, summaries, strict=True)
@@ -176,7 +137,7 @@ def convert(
     out.result(
         ranks_document(documents),
         lambda console: draw_done(
-            target, plans, summaries, seconds, console, costs=asked.to in PORTABLE and portion is None
+            target, plans, summaries, seconds, console, costs=making.to in PORTABLE and portion is None
         ),
         str(target),
     )
@@ -189,7 +150,7 @@ def convert(
 
 def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
     """Completes what all parts have written."""
-    from ..convert.stream import complete
+    from ...convert.stream import complete
 
     summaries = [complete(item.plan, item.folder) for item in plans]
     layout = plans[0].plan.layout.name
@@ -210,7 +171,7 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
 
 def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None:
     """Shows what would be done."""
-    from ..convert.estimate import measured_rate
+    from ...convert.estimate import measured_rate
 
     rate = measured_rate(plans[0].plan, threads)
     estimates = [
@@ -225,10 +186,12 @@ def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None
     out.result(ranks_document(estimates), lambda console: draw_plans(plans, rate, console), str(written))
 
 
-def _convert(plans: "Sequence[RankPlan]", doing: Doing, target: Path, out: Output) -> "list[Summary]":
+def _convert(
+    plans: "Sequence[RankPlan]", execution: ExecutionOptions, target: Path, out: Output
+) -> "list[Summary]":
     """Converts one rank after the other."""
-    from ..convert.rank_plans import convert_ranks
-    from ..convert.stream import convert as library
+    from ...convert.rank_plans import convert_ranks
+    from ...convert.stream import convert as library
 
     read, written = (
         sum(sizes) for sizes in zip(*((it.own.bytes_in, it.own.bytes_out) for it in plans), strict=True)
@@ -241,10 +204,10 @@ def _convert(plans: "Sequence[RankPlan]", doing: Doing, target: Path, out: Outpu
                 lambda item, tell: library(
                     item.plan,
                     item.folder,
-                    resume=doing.resume,
+                    resume=execution.resume,
                     progress=tell,
-                    threads=doing.threads,
-                    device=doing.device,
+                    threads=execution.threads,
+                    device=execution.device,
                     portion=item.portion,
                 ),
                 progress,

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ExitCode, MoectlError
-from .output import count, duration, size, table
+from ...errors import ExitCode, MoectlError
+from ..output import count, duration, size, table
 
 if TYPE_CHECKING:
-    from ..run import LayerRun, Outcome
-    from ..run.difference import Difference
-    from ..run.stress import CaseResult
+    from ...run import LayerRun, Outcome
+    from ...run.difference import Difference
+    from ...run.stress import CaseResult
 
 Data = dict[str, Any]
 

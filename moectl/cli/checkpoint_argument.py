@@ -1,4 +1,4 @@
-"""What a CKPT argument of `run` and `bench` names, found before anything heavy is imported."""
+"""What `run` and `bench` take: a CKPT argument, its layers, backends, a device. Imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, UsageError
 from ..ranges import ranges
-from .options import named, pick
+from .options import ParsedOption, named, option, pick
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
 DEVICES = ("cpu", "cuda")
+DEVICE = ParsedOption(
+    option("--device", help="cpu or cuda; default: a GPU if there is one."),
+    lambda text: pick(text, DEVICES, "device") if text else "",
+)
 POLICY = "moectl"
 """The policy whose backends this tool runs itself."""
 

@@ -1,4 +1,4 @@
-"""The command that asks a changed question, spelled out."""
+"""The `moectl explain` command of a question, and of the question with changes made."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ABSENT = "no"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How a question was asked, so that its command can be spelled."""
+class ExplainCommand:
+    """How a question was asked on the command line."""
 
     checkpoint: str
     machine: Machine
@@ -44,7 +44,7 @@ class Asked:
             **dict(self.stated),
         }
 
-    def command(self, changes: Iterable[Change]) -> str:
+    def changed(self, changes: Iterable[Change]) -> str:
         """The `moectl explain` command with `changes` made, largest first as they are applied."""
         options, device = self.options(), self.machine.device
         for change in sorted(changes, key=lambda c: -c.size):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...environment import Packages
 from ...environment.installed import distribution_version
@@ -14,18 +14,15 @@ from ...oracle.decision import Decision
 from ...oracle.registry import engine_named
 from ...oracle.tuned_files import TunedFiles, TunedStatus, tuned_status
 from ...ranges import ranges
-from ..blocks import Block, Facts, Heading
-
-if TYPE_CHECKING:
-    from .sections import View
+from ..text_blocks import Block, Facts, Heading
 
 
-def environment_blocks(explanation: Explanation, view: View) -> Iterator[Block]:
+def environment_blocks(explanation: Explanation, verbose: bool) -> Iterator[Block]:
     """What is odd about variables and packages, and how tuned files stand; what is set with `verbose`."""
     rows = [
         (finding.verdict, _told(finding))
         for finding in variables(explanation.policy, explanation.packages)
-        if view.verbose or finding.verdict != SET
+        if verbose or finding.verdict != SET
     ]
     rows += [("package", sentence) for sentence in package_sentences(explanation)]
     rows += [("tuned files", sentence) for sentence in tuned_sentences(explanation)]
@@ -55,7 +52,7 @@ def variables(policy: str, packages: Packages) -> tuple[Finding, ...]:
 
 def notes_of(decision: Decision) -> tuple[str, ...]:
     """The notes of a decision, without what this section says of variables."""
-    told = {finding.remark for finding in variables(decision.policy, decision.packages)}
+    told = {finding.remark for finding in variables(decision.inputs.policy, decision.inputs.packages)}
     return tuple(note for note in decision.notes if note not in told)
 
 

@@ -29,7 +29,7 @@ class Kind(str, Enum):
 
 
 @framed("list")
-def known(
+def list_names(
     kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[WORD]...", help="Only names with all of these in them.")

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import UsageError
-from .options import option, pick
-from .output import Output, count, table
-from .outputs import check_writable
+from ...errors import UsageError
+from ..options import option, pick
+from ..output import Output, count, table
+from ..output_paths import check_writable
 
 if TYPE_CHECKING:
-    from ..bench.rows import Row
+    from ...bench.rows import Row
 
 FORMATS = ("md", "csv", "json", "jsonl")
 READ_BACK = (".jsonl", ".json", ".csv")
@@ -19,7 +19,7 @@ READ_BACK = (".jsonl", ".json", ".csv")
 
 
 @dataclass(frozen=True)
-class Placed:
+class RowOutputOptions:
     """Options that say where rows go."""
 
     format: Annotated[
@@ -36,9 +36,11 @@ class Placed:
     ] = None
     plot: Annotated[Path | None, option("--plot", help="Draw latency and roofline: .svg or .png.")] = None
 
-    def shown(self, as_json: bool) -> "Shown":
+    def output_of(self, as_json: bool) -> "RowOutput":
         """The places; UsageError for an unknown format, or one that ``--json`` contradicts."""
-        return Shown(stdout_format(self.format, self.output, as_json), tuple(self.output or ()), self.plot)
+        return RowOutput(
+            stdout_format(self.format, self.output, as_json), tuple(self.output or ()), self.plot
+        )
 
 
 def stdout_format(format: str | None, output: Sequence[Path] | None, as_json: bool) -> str | None:
@@ -56,7 +58,7 @@ def stdout_format(format: str | None, output: Sequence[Path] | None, as_json: bo
 
 
 @dataclass(frozen=True)
-class Shown:
+class RowOutput:
     """Where rows go: the format of stdout, files by their suffixes, and a plot."""
 
     stdout: str | None
@@ -80,22 +82,22 @@ class Shown:
         if sum(path.suffix.lower() == ".jsonl" for path in self.files) > 1:
             raise UsageError("rows go into one .jsonl file as they come, and several are asked for")
         if self.plot is not None:
-            from ..bench.plot import check_plot
+            from ...bench.plot import check_plot
 
             check_writable(self.plot, reads)
             check_plot(self.plot)
 
     def show(self, about: Mapping[str, Any], rows: "Sequence[Row]", out: Output) -> None:
         """Writes files other than the journal, the plot, and stdout."""
-        from ..bench.render import brief, document
-        from ..files.atomic import write_file
+        from ...bench.render import brief, document
+        from ...files.atomic import write_file
 
         for path in self.files:
             if path != self.journal:
                 text = render(path.suffix.lstrip(".").lower(), about, rows, out)
                 write_file(path, text.encode())
         if self.plot is not None:
-            from ..bench.plot import draw
+            from ...bench.plot import draw
 
             draw(self.plot, about, rows)
             out.note(f"wrote {self.plot}")
@@ -121,7 +123,7 @@ class Shown:
 
 def render(format: str, about: Mapping[str, Any], rows: "Sequence[Row]", out: Output) -> str:
     """The whole result in one of `FORMATS`."""
-    from ..bench.render import as_csv, document, markdown
+    from ...bench.render import as_csv, document, markdown
 
     if format == "json":
         return out.json(document(about, rows)) + "\n"
@@ -133,8 +135,8 @@ def render(format: str, about: Mapping[str, Any], rows: "Sequence[Row]", out: Ou
 
 def draw_table(about: Mapping[str, Any], rows: "Sequence[Row]", console: Any) -> None:
     """Tables of times and costs, what they rest on, and latency as characters."""
-    from ..bench.plot import text_plots
-    from ..bench.render import COLUMNS, COSTS, cost_rows, footer, served, shown
+    from ...bench.plot import text_plots
+    from ...bench.render import COLUMNS, COSTS, cost_rows, footer, served, shown
 
     for columns, some in ((COLUMNS, served(rows)), (COSTS, cost_rows(rows))):
         if not some:

@@ -18,19 +18,17 @@ from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
 from ...oracle.sentences import sentence
 from ...problem import MoEProblem, Parallel
-from ...ranges import ranges
 from ...targets import LAYOUTS
-from ..blocks import Block, Facts, Grid, Heading, Line
 from ..output import duration, size
-from .candidates import candidate_blocks
+from ..text_blocks import Block, Facts, Grid, Heading, Line
 from .environment import environment_blocks, environment_document, notes_of
-from .standing import fallback_words, refusals
+from .text import candidate_blocks, fallback_words, layers_line, refusals
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ExplanationView:
     """How much is shown: every candidate and source with `verbose`, every time with `measured`."""
 
     verbose: bool = False
@@ -42,7 +40,7 @@ class Section:
     """A part that speaks of the whole explanation; `detail` ones are shown with `verbose` only."""
 
     name: str
-    blocks: Callable[[Explanation, View], Iterable[Block]]
+    blocks: Callable[[Explanation, ExplanationView], Iterable[Block]]
     detail: bool = False
     document: Callable[[Explanation], Any] | None = None
 
@@ -52,11 +50,11 @@ class GroupSection:
     """A part that speaks of one layer group."""
 
     name: str
-    blocks: Callable[[GroupExplanation, View], Iterable[Block]]
+    blocks: Callable[[GroupExplanation, ExplanationView], Iterable[Block]]
     detail: bool = False
 
 
-def sections(explanation: Explanation, view: View = View()) -> Iterator[Block]:
+def sections(explanation: Explanation, view: ExplanationView = ExplanationView()) -> Iterator[Block]:
     """Every block that is shown, in order."""
     for section in BEFORE:
         if view.verbose or not section.detail:
@@ -78,11 +76,6 @@ def document(explanation: Explanation) -> dict[str, Any]:
         if section.document is not None
     }
     return {**explanation.to_json(), **added}
-
-
-def layers_line(layers: tuple[int, ...]) -> str:
-    """``(0-27, 29-47): 47 x``, as engines print models."""
-    return f"({ranges(layers)}): {len(layers)} x"
 
 
 def shape_words(problem: MoEProblem) -> str:
@@ -118,7 +111,7 @@ def device_words(device: Device) -> str:
     return ", ".join([device.name, device.arch, *(fact for fact, there in known.items() if there)])
 
 
-def _head(explanation: Explanation, view: View) -> Iterator[Block]:
+def _head(explanation: Explanation, view: ExplanationView) -> Iterator[Block]:
     origin, packages = explanation.origin, explanation.packages
     yield Heading(f"{origin.name} on {explanation.device.name} under {explanation.policy}", 1)
     revision = f", revision {origin.revision}" if origin.revision else ""
@@ -143,7 +136,7 @@ def _memory(explanation: Explanation) -> str:
     return f"{verdict}expert weights take {size(explanation.expert_bytes)}{of} per rank{loading}"
 
 
-def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
+def _choice(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     decision, memory, layers = group.decision, group.memory, len(group.layers)
     yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
     chosen, dims = decision.chosen, decision.problem.dims
@@ -157,7 +150,7 @@ def _choice(group: GroupExplanation, view: View) -> Iterator[Block]:
         layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
     yield Facts(
         (
-            ("backend", backend_words(chosen.backend, decision.device)),
+            ("backend", backend_words(chosen.backend, decision.inputs.device)),
             ("because", because(decision)),
             ("fallback", fallback_words(group)),
             ("experts", f"{chosen.variant.experts}, takes {kind}"),
@@ -210,7 +203,7 @@ def because(decision: Decision) -> str:
     note = f" {chosen.backend.note}" if chosen.backend.note else ""
     if chosen.assigned:
         return f"the method takes it on this device without asking the others.{note}"
-    if serves_request(decision, policy_named(decision.policy)):
+    if serves_request(decision, policy_named(decision.inputs.policy)):
         return f"it was asked for by name and serves this.{note}"
     if decision.ranking is not None:
         return f"{decision.ranking}.{note}"
@@ -226,13 +219,13 @@ def because(decision: Decision) -> str:
     return f"it is the first in the order that can serve; before it and failing: {said}.{note}"
 
 
-def _notes(group: GroupExplanation, view: View) -> Iterator[Block]:
+def _notes(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     rows = tuple(("note", note) for note in (*notes_of(group.decision), *group.notes))
     if rows:
         yield Facts(rows)
 
 
-def _others(group: GroupExplanation, view: View) -> Iterator[Block]:
+def _others(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     rows = tuple((other.policy, other_words(other)) for other in group.others)
     if rows:
         yield Facts(rows)
@@ -256,7 +249,7 @@ def other_words(other: OtherAnswer) -> str:
 TIMES = ("backend", "M", "routing", "us", "+-", "caches", "error", "tactic", "when")
 
 
-def _measured(group: GroupExplanation, view: View) -> Iterator[Block]:
+def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     """Times and launches of this device, where they are asked for."""
     if not view.measured:
         return
@@ -286,7 +279,7 @@ def _measured(group: GroupExplanation, view: View) -> Iterator[Block]:
     )
 
 
-def _facts(group: GroupExplanation, view: View) -> Iterator[Block]:
+def _facts(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     yield Heading("what the layers are", 3)
     yield Grid(
         ("fact", "value", "source"),
@@ -294,7 +287,7 @@ def _facts(group: GroupExplanation, view: View) -> Iterator[Block]:
     )
 
 
-def _candidates(group: GroupExplanation, view: View) -> Iterator[Block]:
+def _candidates(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     if group.decision.candidates:
         yield Heading("candidates, in the order asked", 3)
         yield from candidate_blocks(group.decision, view.verbose)
@@ -313,5 +306,11 @@ GROUP_SECTIONS: tuple[GroupSection, ...] = (
 )
 """Sections of each layer group."""
 
-AFTER: tuple[Section, ...] = (Section("environment", environment_blocks, document=environment_document),)
+AFTER: tuple[Section, ...] = (
+    Section(
+        "environment",
+        lambda explanation, view: environment_blocks(explanation, view.verbose),
+        document=environment_document,
+    ),
+)
 """Sections below the layer groups."""
