@@ -163,13 +163,15 @@ def _together(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> I
     """Whole experts on each rank instead of slices."""
     here, serve = now.problem.parallel, policy_named(now.policy).serve
     if not here.ep and here.ranks > 1:
-        yield parallel(replace(here, ep=True), f"spread whole experts over the ranks ({serve.expert})")
+        yield parallel(
+            replace(here, ep=True), f"spread whole experts over the ranks ({serve.expert.format(here.ranks)})"
+        )
     if here.ranks == 1:
         for option, there in (
             (serve.tensor, replace(here, tp=NODE, ep=True)),
             (serve.data, replace(here, dp=NODE, ep=True)),
         ):
-            yield parallel(there, f"deploy with {option.format(NODE)} {serve.expert}")
+            yield parallel(there, f"deploy with {option.format(NODE)} {serve.expert.format(NODE)}")
 
 
 def _exchanged(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
@@ -180,7 +182,7 @@ def _exchanged(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> 
     ranks = here.ranks if here.ranks > 1 else NODE
     policy = policy_named(now.policy)
     for name in sorted(policy.exchanges):
-        flags = " ".join([serve.data.format(ranks), serve.expert, serve.exchange.format(name)])
+        flags = " ".join([serve.data.format(ranks), serve.expert.format(ranks), serve.exchange.format(name)])
         yield parallel(replace(here, tp=1, dp=ranks, ep=True, all2all=name), f"deploy with {flags}")
 
 

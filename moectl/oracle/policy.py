@@ -40,7 +40,7 @@ class ServeOptions:
     Attributes:
         backend: the command that asks for a backend by name.
         tensor, data: ranks of tensor and of data parallelism.
-        expert: whole experts on each rank; `exchange` names the all2all kernels.
+        expert: whole experts, spread over so many ranks; `exchange` names the all2all kernels.
         dtype: the model's dtype, as torch spells it.
     """
 

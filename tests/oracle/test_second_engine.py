@@ -12,10 +12,15 @@ from acme_1_0 import ACME
 from acme_1_0.backends import BATCHED, QUICK, STEADY
 
 import moectl as package
+from moectl.checkpoint import open_checkpoint
 from moectl.conformance import compare, compare_rounding, read_grid
 from moectl.doctor import examine
+from moectl.environment import Packages, find_device
 from moectl.errors import UsageError
+from moectl.explain.changes import proposals
+from moectl.explain.situation import Situation
 from moectl.oracle import ENGINES, engine_named, policy_named
+from moectl.oracle.checks import Verdict
 from moectl.oracle.registry import engine_names, known_packages, newest_engines
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
@@ -104,6 +109,20 @@ def test_why_spells_its_command_line() -> None:
     assert "--all2all mesh" in batched["command"]
 
 
+def test_changes_of_a_deployment_are_its_options() -> None:
+    problem = open_checkpoint(GPT, offline=True).groups[0].problem
+    situation = Situation(problem, find_device("h200"), Packages(), ACME.policy)
+    candidate, verdict = (
+        situation.decide().candidates[0],
+        Verdict("token exchange", "parallel", "", "", False),
+    )
+    texts = {change.text for change in proposals(situation, candidate, verdict)}
+    assert "deploy with --copies 8 --spread 8 --over mesh" in texts
+    verdict = Verdict("experts over ranks", "parallel", "", "", False)
+    texts = {change.text for change in proposals(situation, candidate, verdict)}
+    assert texts == {"deploy with --slices 8 --spread 8", "deploy with --copies 8 --spread 8"}
+
+
 def test_diff_and_replay_read_its_documents(tmp_path: Path) -> None:
     before = tmp_path / "before.json"
     before.write_text(json.dumps(explain()))
@@ -121,7 +140,7 @@ def test_diff_and_replay_read_its_documents(tmp_path: Path) -> None:
 def test_text_and_matrix_name_it() -> None:
     said = moectl("explain", GPT, "--offline", "--gpu", "h200", "--policy", "acme").words
     assert "under acme-1.0" in said and "w2 is turned over twice" in said
-    table = moectl("explain", GPT, "--offline", "--gpu", "h200,a100", "--policy", "acme-1.0", "--quiet")
+    table = moectl("explain", GPT, "--offline", "--gpu", "h200,a100", "--policy", "ACME_1.0", "--quiet")
     assert [line.split("\t")[-1] for line in table.stdout.splitlines()] == ["quick", "steady"]
     missing = moectl("explain", GPT, "--gpu", "h200", "--packages", "acme_kernels", "--policy", "acme").words
     assert "Acme's library has neither kernels (acme-cubin) nor nvcc to compile them" in missing
@@ -186,8 +205,8 @@ def test_conformance_reads_its_recordings() -> None:
 
 
 SHOWN_TO_USERS = {
-    ("cli/explaining/given.py", "vllm-0.33.0, or moectl: what this tool runs. Default: both, vLLM's first."),
-    ("cli/tune.py", "moectl tune Qwen/Qwen3-30B-A3B --to vllm ./tuned"),
+    ("cli/explain/options.py", "vllm-0.33.0, or moectl: what this tool runs. Default: both, vLLM's first."),
+    ("cli/tune/command.py", "moectl tune Qwen/Qwen3-30B-A3B --to vllm ./tuned"),
 }
 """Texts of --help that name an engine."""
 ROOMS = ("doctor", "environment", "tuning", "cli", "explain", "conformance")

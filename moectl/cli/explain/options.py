@@ -14,6 +14,7 @@ from ..options import Activation, Offline, Routing, named, option, pick
 if TYPE_CHECKING:
     from ...explain.explanation import Question
     from ...explain.machines import Machine
+    from ...oracle.engine import Engine
     from ...oracle.policy import Policy
     from ...problem import Parallel
 
@@ -139,18 +140,22 @@ class DecisionOptions:
     @property
     def switches(self) -> dict[str, str]:
         """Engine variables."""
+        return pairs(self.env or [], "--env", self.engine.env_example)
+
+    @property
+    def engine(self) -> "Engine":
+        """The engine whose policy is asked; UsageError for a name that none has."""
         from ...oracle.registry import engine_named
 
-        return pairs(self.env or [], "--env", engine_named(self.policy or "").env_example)
+        return engine_named("" if self.policy is None else pick(self.policy, policy_names(), "policy"))
 
     def policies(self) -> "tuple[Policy, tuple[Policy, ...]]":
         """The policy that is asked, and others that are shown beside it."""
-        from ...oracle.registry import newest_engines, policy_named
+        from ...oracle.registry import newest_engines
 
-        if self.policy is not None:
-            return policy_named(pick(self.policy, policy_names(), "policy")), ()
-        first, *others = (engine.policy for engine in newest_engines())
-        return first, tuple(others)
+        first = self.engine
+        others = newest_engines() if self.policy is None else ()
+        return first.policy, tuple(engine.policy for engine in others if engine is not first)
 
     def parallels(self, policy: "Policy") -> "tuple[Parallel, ...]":
         """Every deployment; UsageError for ranks that are no numbers and unknown exchanges."""
@@ -167,13 +172,12 @@ class DecisionOptions:
         """Every machine; UsageError for unknown names, and for more cells than a matrix may have."""
         from ...environment import device_names
         from ...explain.machines import machine
-        from ...oracle.registry import engine_named
 
         names: list[str | None] = [None]
         if self.gpu is not None:
             names = [*device_names()] if self.gpu == ALL else [*named(self.gpu, "--gpu")]
-        engine = engine_named(self.policy or "")
-        return tuple(machine(name, self.packages, self.switches, engine) for name in dict.fromkeys(names))
+        engine, switches = self.engine, self.switches
+        return tuple(machine(name, self.packages, switches, engine) for name in dict.fromkeys(names))
 
     def stated(self) -> dict[str, str]:
         """What a config does not say, by option."""

@@ -33,7 +33,7 @@ POLICY = Policy(
         backend="acme up --runner {}",
         tensor="--slices {}",
         data="--copies {}",
-        expert="--whole",
+        expert="--spread {}",
         exchange="--over {}",
         dtype="--as {}",
     ),
