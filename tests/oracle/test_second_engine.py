@@ -18,8 +18,7 @@ from moectl.doctor import examine
 from moectl.environment import Packages, find_device
 from moectl.errors import UsageError
 from moectl.explain.changes import proposals
-from moectl.explain.situation import Situation
-from moectl.oracle import ENGINES, engine_named, policy_named
+from moectl.oracle import ENGINES, SelectionInputs, decide, engine_named, policy_named
 from moectl.oracle.checks import Verdict
 from moectl.oracle.registry import engine_names, known_packages, newest_engines
 
@@ -111,15 +110,15 @@ def test_why_spells_its_command_line() -> None:
 
 def test_changes_of_a_deployment_are_its_options() -> None:
     problem = open_checkpoint(GPT, offline=True).groups[0].problem
-    situation = Situation(problem, find_device("h200"), Packages(), ACME.policy)
+    inputs = SelectionInputs(problem, find_device("h200"), Packages(), ACME.policy.name)
     candidate, verdict = (
-        situation.decide().candidates[0],
+        decide(inputs).candidates[0],
         Verdict("token exchange", "parallel", "", "", False),
     )
-    texts = {change.text for change in proposals(situation, candidate, verdict)}
+    texts = {change.text for change in proposals(inputs, candidate, verdict)}
     assert "deploy with --copies 8 --spread 8 --over mesh" in texts
     verdict = Verdict("experts over ranks", "parallel", "", "", False)
-    texts = {change.text for change in proposals(situation, candidate, verdict)}
+    texts = {change.text for change in proposals(inputs, candidate, verdict)}
     assert texts == {"deploy with --slices 8 --spread 8", "deploy with --copies 8 --spread 8"}
 
 
