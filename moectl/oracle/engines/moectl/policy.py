@@ -70,6 +70,8 @@ POLICY = Policy(
     accepted_names=ANY,
     exchanges=frozenset({Parallel().all2all}),
     default_exchange=Parallel().all2all,
+    # It is shown beside engines whose exchanges these are, and takes tokens of none of them.
+    batching_exchanges=frozenset({"deepep_low_latency", "nixl_ep"}),
     serve=ServeOptions(
         backend="moectl run CKPT --backend {}",
         tensor="--tensor-parallel-size {}",
