@@ -1,4 +1,4 @@
-"""Records (dataclasses) to JSON and to table rows, and back: one set of rules, taken from the field types.
+"""Records (dataclasses, named tuples) to JSON or table rows and back: one set of rules, from field types.
 
 Written by hand, as msgspec 0.22 was measured and does not replace it: it ignores unknown fields of a
 dataclass, stops at the first fault, and does not say which value it found.
@@ -28,8 +28,9 @@ def to_json(value: Any) -> Any:
         >>> to_json(Dims(2880, 2880))
         {'hidden': 2880, 'intermediate': 2880, 'padded_hidden': 2880, 'padded_intermediate': 2880}
     """
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    kind: Any = type(value)
+    if _is_record(kind):
+        return {name: to_json(getattr(value, name)) for name in _kinds(kind)}
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -40,7 +41,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(record: type[Record], data: Any, where: str, refusal: Refusal = CheckpointError) -> Record:
-    """The `record` (a dataclass type) that `data` describes, built only when every field has its type.
+    """The `record` that `data` describes, built only when every field has its type.
 
     Field types may be str, int, float, bool, Any, records, unions of these with None, tuples, frozen sets
     and mappings of these with string keys. A bool is no int here; a whole number may stand for a float, and
@@ -75,15 +76,25 @@ def _mismatch(where: str, expected: str, got: Any) -> _Mismatch:
 
 
 @cache
+def _is_record(kind: Any) -> bool:
+    return is_dataclass(kind) or (
+        isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+    )
+
+
+@cache
 def _kinds(record: Any) -> Mapping[str, Any]:
     """The type of each field of a record."""
     hints = get_type_hints(record)
-    return {field.name: hints[field.name] for field in fields(record)}
+    names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields
+    return {name: hints[name] for name in names}
 
 
 @cache
 def _required(record: Any) -> frozenset[str]:
     """The fields of a record that have no default."""
+    if not is_dataclass(record):
+        return frozenset(name for name in record._fields if name not in record._field_defaults)
     return frozenset(
         field.name
         for field in fields(record)
@@ -91,7 +102,7 @@ def _required(record: Any) -> frozenset[str]:
     )
 
 
-def _record(record: type, data: Any, where: str) -> Any:
+def _record(record: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise _mismatch(where, "an object", data)
     kinds, required = _kinds(record), _required(record)
@@ -110,8 +121,8 @@ def _record(record: type, data: Any, where: str) -> Any:
 def _value(kind: Any, data: Any, where: str) -> Any:
     if kind is Any:
         return data
-    if is_dataclass(kind):
-        return _record(kind, data, where)  # type: ignore[arg-type]
+    if _is_record(kind):
+        return _record(kind, data, where)
     origin, args = get_origin(kind), get_args(kind)
     if origin is None:
         return _scalar(kind, data, where)

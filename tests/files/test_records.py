@@ -13,6 +13,7 @@ import pytest
 from moectl.errors import CheckpointError, UsageError
 from moectl.files import records
 from moectl.files.records import from_cells, from_json, to_cells, to_json
+from moectl.files.tensor_table import TensorType
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,16 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], words: str
     for refusal in (CheckpointError, UsageError):
         with pytest.raises(refusal, match=words):
             from_json(Outer, SMALL | change, "here", refusal)
+
+
+def test_a_named_tuple_is_a_record() -> None:
+    kind = TensorType("BF16", (2, 3))
+    assert to_json({"w": kind}) == {"w": {"dtype": "BF16", "shape": [2, 3]}}
+    assert from_json(TensorType, to_json(kind), "w") == kind
+    with pytest.raises(CheckpointError, match="w is incomplete: it lacks shape"):
+        from_json(TensorType, {"dtype": "BF16"}, "w")
+    with pytest.raises(CheckpointError, match="w must be an object, got list"):
+        from_json(TensorType, ["BF16", [2, 3]], "w")
 
 
 @dataclass(frozen=True)
