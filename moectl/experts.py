@@ -110,7 +110,7 @@ class ExpertLayer:
         stored = {name: recipe.stored[name] for name in recipe.outputs}
         out = {
             name: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
-            for name, (shape, dtype) in stored.items()
+            for name, (dtype, shape) in stored.items()
         }
         facts: Facts = {}
         for ids in self._batches() if recipe.facts else ():
@@ -160,7 +160,7 @@ def unfilled(problem: MoEProblem, backend: str, device: torch.device | str = "me
     stored = layout_recipe(name, Share(problem), canonical_shapes(problem, problem.local_experts)).stored
     weights = {
         role: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
-        for role, (shape, dtype) in stored.items()
+        for role, (dtype, shape) in stored.items()
     }
 
     def dense(ids: Ids) -> DenseExperts:

@@ -104,7 +104,7 @@ def read_experts(
     ids = list(map(int, experts))
     batch = {
         role: torch.empty((len(ids), *shape[1:]), dtype=TORCH_DTYPES[dtype])
-        for role, (shape, dtype) in mapped.shapes.items()
+        for role, (dtype, shape) in mapped.shapes.items()
     }
     for first, last in _runs(ids):
         at = {role: t[first:last] for role, t in batch.items()}
@@ -212,7 +212,7 @@ def _check_scales(experts: int, manifest: Manifest, recipe: Recipe, places: Mapp
     # Scales that come back only with other roles take the whole recipe.
     whole = not set(scales.kept) <= set(recipe.kept)
     with FolderReader(manifest.folder) as reader:
-        for role, (shape, dtype) in scales.shapes.items():
+        for role, (dtype, shape) in scales.shapes.items():
             size = manifest.problem.expert_bytes() * experts if whole else nbytes(dtype, shape)
             step = max(1, SCALES_AT_ONCE * experts // size)
             for first in range(0, experts, step):

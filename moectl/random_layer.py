@@ -81,7 +81,7 @@ class RandomLayer:
         """Canonical roles of some experts."""
         shapes = canonical_shapes(self.problem, 1)
         drawn: dict[str, Tensor] = {}
-        for role, (shape, dtype) in shapes.items():
+        for role, (dtype, shape) in shapes.items():
             out = torch.empty(len(ids), *shape[1:], dtype=TORCH_DTYPES[dtype], device=self.device)
             for i, expert in enumerate(map(int, ids)):
                 generator = torch.Generator(self.device).manual_seed(seed_of(role, expert))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, get_type_hints
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import UsageError
+from ..files.records import from_cells, to_cells
 
 Key = tuple[str, str, str, str, int, str, str]
 """Model, layers, scheme, backend, tokens, routing and parallel: what makes two rows the same cell."""
@@ -157,14 +157,12 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """As flat data, costs among the rest; numbers that are not finite are None."""
-        flat = {**asdict(self), **asdict(self.costs)}
-        del flat["costs"]
-        return {name: _finite(value) for name, value in flat.items()}
+        return to_cells(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> Row:
         """The row that flat `data` describes; UsageError when it describes none."""
-        row = cls(**_typed(cls, data, where), costs=Costs(**_typed(Costs, data, where)))
+        row = from_cells(cls, data, where, "row of a bench", UsageError)
         for name in TIMES:
             value = getattr(row, name)
             if value is not None and value <= 0:
@@ -174,57 +172,6 @@ class Row:
         if row.q1_us is not None and row.q3_us is not None and row.q1_us > row.q3_us:
             raise UsageError(f"{where}: q1_us {row.q1_us:g} is above q3_us {row.q3_us:g}")
         return row
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _typed(kind: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of the record `kind` that `data` has, in their types; texts of a CSV file are read."""
-    hints, found = get_type_hints(kind), {}
-    for it in fields(kind):
-        if it.name == "costs" or it.name not in data:
-            continue
-        wanted = [t for t in (str, bool, int, float) if t in _kinds(hints[it.name])]
-        try:
-            found[it.name] = _read(data[it.name], wanted, type(None) in _kinds(hints[it.name]))
-        except ValueError as error:
-            raise UsageError(f"{where}: {it.name} must not be {data[it.name]!r}") from error
-    needed = {"model", "layers", "layer", "scheme", "backend", "tokens", "routing"}
-    if kind is Row and not needed <= found.keys():
-        raise UsageError(f"{where} is no row of a bench: it lacks {', '.join(sorted(needed - found.keys()))}")
-    return found
-
-
-def _kinds(hint: Any) -> tuple[type, ...]:
-    return getattr(hint, "__args__", (hint,))
-
-
-_WORDS = {"True": True, "true": True, "False": False, "false": False}
-
-
-def _read(value: Any, wanted: Sequence[type], optional: bool) -> Any:
-    if value is None or (value == "" and str not in wanted):
-        if optional:
-            return None
-        raise ValueError(value)
-    kind = wanted[0]
-    if kind is str:
-        if not isinstance(value, str):
-            raise ValueError(value)
-        return value
-    if kind is bool:
-        found = _WORDS.get(str(value))
-        if found is None:
-            raise ValueError(value)
-        return found
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(value)
-    number = float(value)
-    if not math.isfinite(number) or (kind is int and number != int(number)):
-        raise ValueError(value)
-    return kind(value) if not isinstance(value, str) or kind is float else int(number)
 
 
 @dataclass(frozen=True)

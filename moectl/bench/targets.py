@@ -110,8 +110,7 @@ def shared(layer: ExpertLayer, shard: Shard) -> ExpertLayer:
     share = Share(layer.problem, shard)
     first, last = share.experts
     shapes = {
-        role: ((last - first, *shape[1:]), dtype)
-        for role, (shape, dtype) in share.shapes(layer.recipe.shapes).items()
+        role: kind.with_first_axis(last - first) for role, kind in share.shapes(layer.recipe.shapes).items()
     }
 
     def canonical(ids: Ids) -> dict[str, torch.Tensor]:

@@ -7,13 +7,14 @@ what was tried so far (`Attempt`), so that tuning goes on where it was stopped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..environment import Device
 from ..errors import Unavailable
+from ..files.records import from_json, to_json
 from ..problem import MoEProblem
 from .folder import Document, Kind, change, device_key, read
 from .keys import built, layer_key
@@ -84,13 +85,10 @@ class Entry:
     def to_json(self) -> Document:
         """Plain data."""
         return {
-            "built": dict(self.software),
-            "layer": dict(self.layer),
-            "rows": [asdict(row) for row in self.rows],
-            "unfinished": {
-                str(tokens): [asdict(attempt) for attempt in attempts]
-                for tokens, attempts in self.unfinished.items()
-            },
+            "built": to_json(self.software),
+            "layer": to_json(self.layer),
+            "rows": to_json(self.rows),
+            "unfinished": to_json(self.unfinished),
         }
 
 
@@ -138,36 +136,18 @@ def _entry(item: Mapping[str, Any]) -> Entry:
     software, layer = dict(item["built"]), dict(item["layer"])
     if not all(isinstance(value, str) for value in software.values()):
         raise ValueError("a version is no text")
-    unfinished = {int(tokens): tuple(map(_attempt, tried)) for tokens, tried in item["unfinished"].items()}
+    unfinished = {
+        int(tokens): tuple(from_json(Attempt, one, "an attempt", ValueError) for one in tried)
+        for tokens, tried in item["unfinished"].items()
+    }
     return Entry(software, layer, tuple(map(_row, item["rows"])), unfinished)
 
 
-def _row(item: Mapping[str, Any]) -> Row:
-    row = Row(**item)
-    _check_launch(row.regime, row.tile)
-    numbers = (row.us, row.before_us, row.error, row.tokens, row.tried, row.rejected)
-    if not all(_is_number(value) for value in numbers) or row.tokens < 1 or row.us <= 0:
-        raise ValueError(f"a row of {row.tokens!r} tokens has a number that is none")
+def _row(item: Any) -> Row:
+    row = from_json(Row, item, "a row", ValueError)
+    if row.tokens < 1 or row.us <= 0:
+        raise ValueError(f"a row has {row.tokens} tokens in {row.us} us")
     return row
-
-
-def _attempt(item: Mapping[str, Any]) -> Attempt:
-    attempt = Attempt(**item)
-    _check_launch(attempt.regime, attempt.tile)
-    if not all(value is None or _is_number(value) for value in (attempt.us, attempt.error)):
-        raise ValueError("an attempt has a time that is no number")
-    return attempt
-
-
-def _check_launch(regime: object, tile: object) -> None:
-    if not isinstance(regime, str) or not isinstance(tile, dict):
-        raise ValueError(f"{regime!r} with {tile!r} is no launch")
-    if not all(type(value) is int for value in tile.values()):
-        raise ValueError(f"the tile {tile!r} has a field that is no number")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ..environment import Device
 from ..errors import UsageError
+from ..files.records import from_json, to_json
 from ..measured import Measured, Timed
 from ..problem import MoEProblem
 from .folder import Kind, change, device_key, read
@@ -69,20 +70,20 @@ def save(
         same = [item for item in entries if item["built"] == software and item["layer"] == layer]
         merged: list[Timed] = []
         for item in same:
-            kept = [
-                old
-                for old in (Timed(**fields) for fields in item["rows"])
-                if (old.backend, old.cell) not in fresh
-            ]
-            item["rows"] = [asdict(old) for old in kept]
+            kept = [old for old in map(_timed, item["rows"]) if (old.backend, old.cell) not in fresh]
+            item["rows"] = to_json(kept)
             if item["versions"] == own["versions"]:
                 merged += kept
         done = [item for item in same if not item["rows"] or item["versions"] == own["versions"]]
         entries[:] = [item for item in entries if item not in done]
-        entries.append({**own, "rows": [asdict(timed) for timed in (*merged, *stamped)]})
+        entries.append({**own, "rows": to_json((*merged, *stamped))})
 
     change(path, KIND, device_key(device), edit)
     return path
+
+
+def _timed(item: Any) -> Timed:
+    return from_json(Timed, item, "a row", ValueError)
 
 
 def _digest(versions: Mapping[str, str]) -> str:
@@ -105,7 +106,7 @@ def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | Non
         for item in document["entries"]:
             if item["layer"] != key:
                 continue
-            made = [Timed(**row) for row in item["rows"]]
+            made = [_timed(row) for row in item["rows"]]
             if not all(row.us > 0 and row.tokens > 0 for row in made):
                 raise ValueError("a time is not positive")
             changed = [name for name, value in built().items() if item["built"].get(name) != value]

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import CheckpointError, UsageError
 from ..files.safetensors_header import DTYPE_BITS
 from ..files.strict_json import parse_json_object, shown
-from ..files.tensor_table import Form, TensorTable
+from ..files.tensor_table import TensorTable, TensorType
 from ..ranges import ranges
 from .declared import declared_layers
 from .storage import Extent, format_sizes, parse_shape
@@ -117,19 +117,19 @@ class Entry:
                 rows.setdefault(layer, []).append(schema)
         shapes = {schema: tuple(axis.value(sizes) for axis in schema.shape) for schema in self.tensors}
         names: list[str] = []
-        forms: list[Form] = []
+        types: list[TensorType] = []
         for layer in (*sorted(rows.keys() - {-1}), *(rows.keys() & {-1})):
             for schema in rows[layer]:
                 names += schema.names(layer, experts)
-                forms += repeat((schema.dtype, shapes[schema]), len(names) - len(forms))
-        return _without_files(names, forms)
+                types += repeat(TensorType(schema.dtype, shapes[schema]), len(names) - len(types))
+        return _without_files(names, types)
 
 
-def _without_files(names: list[str], forms: list[Form]) -> TensorTable:
+def _without_files(names: list[str], types: list[TensorType]) -> TensorTable:
     """A table of these tensors, each at the start of no file."""
-    known = {form: kind for kind, form in enumerate(dict.fromkeys(forms))}
+    known = {each: kind for kind, each in enumerate(dict.fromkeys(types))}
     sizes = [math.prod(shape) * DTYPE_BITS[dtype] // 8 for dtype, shape in known]
-    kinds = list(map(known.__getitem__, forms))
+    kinds = list(map(known.__getitem__, types))
     starts = array("q", bytes(8 * len(names)))
     return TensorTable(
         names, list(known), kinds, starts, array("q", map(sizes.__getitem__, kinds)), [""], [0]

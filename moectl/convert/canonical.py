@@ -19,9 +19,10 @@ from __future__ import annotations
 import math
 
 from ..errors import NoBackend
+from ..files.tensor_table import TensorType
 from ..problem import MoEProblem
 from ..schemes import FULL, WeightFormat
-from .transforms import Flip, Pad, Rearrange, Shape, Step
+from .transforms import Flip, Pad, Rearrange, Step
 
 INTERLEAVED, CONCATENATED = "interleaved", "concatenated"
 
@@ -62,9 +63,7 @@ def has_input_scales(problem: MoEProblem) -> bool:
     return act.name == "nvfp4" or (act.bits < 16 and not act.dynamic)
 
 
-def canonical_shapes(
-    problem: MoEProblem, experts: int, inputs: bool | None = None
-) -> dict[str, tuple[Shape, str]]:
+def canonical_shapes(problem: MoEProblem, experts: int, inputs: bool | None = None) -> dict[str, TensorType]:
     """Shape and storage dtype of every canonical role of `problem`, for a batch of `experts`.
 
     Sizes are the logical ones; `inputs` says whether there are static scales of activations, where the
@@ -74,21 +73,21 @@ def canonical_shapes(
     _check_groups(problem)
     with_inputs = has_input_scales(problem) if inputs is None else inputs
     dtype = "U8" if weight.bits <= 8 else MODEL_DTYPE[problem.dtype]
-    shapes: dict[str, tuple[Shape, str]] = {}
+    shapes: dict[str, TensorType] = {}
     for role, n, k in (("w13", inter, hidden), ("w2", hidden, inter)):
         stacked = halves(problem, role)
-        shapes[role] = ((experts, stacked * n, k * min(weight.bits, 8) // 8), dtype)
+        shapes[role] = TensorType(dtype, (experts, stacked * n, k * min(weight.bits, 8) // 8))
         if weight.block != (0, 0):
             blocks = (experts, stacked * scale_rows(weight, n), groups(weight, k))
-            shapes[f"{role}_scale"] = (blocks, scale_dtype(problem))
+            shapes[f"{role}_scale"] = TensorType(scale_dtype(problem), blocks)
             if weight.zero_point:
-                shapes[f"{role}_zero"] = (blocks, "U8")
+                shapes[f"{role}_zero"] = TensorType("U8", blocks)
         if weight.name == "nvfp4":
-            shapes[f"{role}_global"] = ((experts, stacked, 1), "F32")
+            shapes[f"{role}_global"] = TensorType("F32", (experts, stacked, 1))
         if with_inputs:
-            shapes[f"{role}_input"] = ((experts, stacked, 1), "F32")
+            shapes[f"{role}_input"] = TensorType("F32", (experts, stacked, 1))
         if problem.bias:
-            shapes[f"{role}_bias"] = ((experts, stacked * n), MODEL_DTYPE[problem.dtype])
+            shapes[f"{role}_bias"] = TensorType(MODEL_DTYPE[problem.dtype], (experts, stacked * n))
     return shapes
 
 

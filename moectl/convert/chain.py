@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files.safetensors_writer import nbytes
+from ..files.tensor_table import TensorType
 from .passes import one_pass
-from .transforms import DTYPES, Shape, Step, dtype_name, step_from_json, step_to_json
+from .transforms import DTYPES, Shape, Step, dtype_name, step_from_json, step_to_json, type_of
 
 MAX_STEPS = 64
 MAX_BYTES = 1 << 42
@@ -33,48 +34,48 @@ class Chain:
 
     steps: tuple[Step, ...] = ()
 
-    def trace(self, shape: Shape, dtype: str) -> tuple[tuple[Shape, str], ...]:
-        """Shape and dtype before every step and after the last; CheckpointError when they do not fit."""
-        seen = [(tuple(shape), dtype)]
+    def trace(self, dtype: str, shape: Shape) -> tuple[TensorType, ...]:
+        """Dtype and shape before every step and after the last; CheckpointError when they do not fit."""
+        seen = [TensorType(dtype, tuple(shape))]
         for step in self.steps:
-            seen.append(step.shape(*seen[-1]))
-        for form, kind in seen:
-            if nbytes(kind, form) > MAX_BYTES:
-                raise CheckpointError(f"a tensor of {kind} {form} is larger than any MoE layer.")
+            seen.append(step.output_type(*seen[-1]))
+        for kind, size in seen:
+            if nbytes(kind, size) > MAX_BYTES:
+                raise CheckpointError(f"a tensor of {kind} {size} is larger than any MoE layer.")
         return tuple(seen)
 
-    def storage_shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        """Shape and dtype in which a canonical tensor of `shape` and `dtype` is stored."""
-        return self.trace(shape, dtype)[-1]
+    def stored_type(self, dtype: str, shape: Shape) -> TensorType:
+        """Dtype and shape in which a canonical tensor of `shape` and `dtype` is stored."""
+        return self.trace(dtype, shape)[-1]
 
     def apply(self, t: Tensor, out: Tensor | None = None) -> Tensor:
         """The stored form of canonical `t`, in `out` where given: contiguous, on the device of `t`."""
-        shape, dtype = self.storage_shape(tuple(t.shape), dtype_name(t.dtype))
-        made = _output(t, shape, dtype, out)
-        if one_pass(self.steps, t, made, tuple(t.shape), dtype_name(t.dtype)):
+        made = _output(t, self.stored_type(*type_of(t)), out)
+        if one_pass(self.steps, t, made, type_of(t)):
             return made
         return self._blocks(t, made, self._forward)
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, out: Tensor | None = None) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, out: Tensor | None = None) -> Tensor:
         """The canonical tensor of `shape` and `dtype` that is stored as `t`.
 
         Raises CheckpointError when a tensor of that shape would be stored otherwise than `t` is.
         """
-        stored = self.storage_shape(shape, dtype)
-        if (tuple(t.shape), dtype_name(t.dtype)) != stored:
+        stored = self.stored_type(dtype, shape)
+        if type_of(t) != stored:
             raise CheckpointError(
-                f"a {dtype} tensor {tuple(shape)} is stored as {stored[1]} {stored[0]}, "
+                f"a {dtype} tensor {tuple(shape)} is stored as {stored.dtype} {stored.shape}, "
                 f"got {dtype_name(t.dtype)} {tuple(t.shape)}."
             )
 
         def backward(block: Tensor) -> Tensor:
-            at = self.trace((block.shape[0], *shape[1:]), dtype)
-            for step, (before, kind) in zip(reversed(self.steps), reversed(at[:-1]), strict=True):
-                block = step.undo(block, before, kind)
+            at = self.trace(dtype, (block.shape[0], *shape[1:]))
+            for step, before in zip(reversed(self.steps), reversed(at[:-1]), strict=True):
+                block = step.undo(block, *before)
             return block
 
-        made = _output(t, tuple(shape), dtype, out)
-        if one_pass(self.steps, t, made, tuple(shape), dtype, back=True):
+        canonical = TensorType(dtype, tuple(shape))
+        made = _output(t, canonical, out)
+        if one_pass(self.steps, t, made, canonical, back=True):
             return made
         return self._blocks(t, made, backward)
 
@@ -103,7 +104,8 @@ class Chain:
         return cls(tuple(step_from_json(item, f"chain step {i}") for i, item in enumerate(data)))
 
 
-def _output(t: Tensor, shape: Shape, dtype: str, out: Tensor | None) -> Tensor:
+def _output(t: Tensor, wanted: TensorType, out: Tensor | None) -> Tensor:
+    dtype, shape = wanted
     if out is None:
         return torch.empty(shape, dtype=DTYPES[dtype], device=t.device)
     if tuple(out.shape) != shape or out.dtype is not DTYPES[dtype]:

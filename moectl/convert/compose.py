@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from ..files.tensor_table import TensorType
 from .bitview import BitView
 from .digits import Atom, NotComposable
 from .program import Loop, Program, Slot, Word
 from .rearrange import Axes, Pattern
-from .transforms import Add, Bits, Codes, Flip, Pad, Rearrange, Shape, Step, View, Widen, Xor, itemsize
+from .transforms import Add, Bits, Codes, Flip, Pad, Rearrange, Step, View, Widen, Xor, itemsize
 
 WIDTHS = (4, 8, 2, 1)
 """Bytes of a word, the preferred first."""
@@ -28,15 +29,13 @@ WIDTHS = (4, 8, 2, 1)
 MOST_WORDS = 64
 """Words of a program beyond which tables outgrow the cache."""
 
-Form = tuple[Shape, str]
-
 
 @dataclass(frozen=True)
 class AsView:
     """What a step does to a view: forth, and back to the form that it is given."""
 
-    apply: Callable[[Any, BitView, Form], None]
-    undo: Callable[[Any, BitView, Form], None]
+    apply: Callable[[Any, BitView, TensorType], None]
+    undo: Callable[[Any, BitView, TensorType], None]
 
 
 def _rearrange(view: BitView, left: Axes, right: Axes, sizes: Mapping[str, int]) -> None:
@@ -47,27 +46,27 @@ def _rearrange(view: BitView, left: Axes, right: Axes, sizes: Mapping[str, int])
     )
 
 
-def _rearranged(step: Rearrange, view: BitView, before: Form) -> None:
+def _rearranged(step: Rearrange, view: BitView, before: TensorType) -> None:
     pattern = Pattern.parse(step.pattern)
-    _rearrange(view, pattern.left, pattern.right, pattern.sizes(before[0], step.sizes))
+    _rearrange(view, pattern.left, pattern.right, pattern.sizes(before.shape, step.sizes))
 
 
-def _rearranged_back(step: Rearrange, view: BitView, before: Form) -> None:
+def _rearranged_back(step: Rearrange, view: BitView, before: TensorType) -> None:
     pattern = Pattern.parse(step.pattern)
-    _rearrange(view, pattern.right, pattern.left, pattern.sizes(before[0], step.sizes))
+    _rearrange(view, pattern.right, pattern.left, pattern.sizes(before.shape, step.sizes))
 
 
-def _padded(step: Pad, view: BitView, before: Form) -> None:
-    if step.fill and before[1] != "U8":
+def _padded(step: Pad, view: BitView, before: TensorType) -> None:
+    if step.fill and before.dtype != "U8":
         raise NotComposable
     view.pad(step.axis, step.to, [step.fill >> i & 1 if i < 8 else 0 for i in range(view.bits)])
 
 
-def _cut(step: Pad, view: BitView, before: Form) -> None:
-    view.cut(step.axis, before[0][step.axis])
+def _cut(step: Pad, view: BitView, before: TensorType) -> None:
+    view.cut(step.axis, before.shape[step.axis])
 
 
-def _flipped(step: Flip, view: BitView, before: Form) -> None:
+def _flipped(step: Flip, view: BitView, before: TensorType) -> None:
     view.flip(step.axis)
 
 
@@ -81,31 +80,31 @@ def _packed(bits: int, view: BitView) -> None:
     view.contract(8 // bits)
 
 
-def _codes(step: Codes, view: BitView, before: Form) -> None:
+def _codes(step: Codes, view: BitView, before: TensorType) -> None:
     (_unpacked if step.unpack else _packed)(step.bits, view)
 
 
-def _codes_back(step: Codes, view: BitView, before: Form) -> None:
+def _codes_back(step: Codes, view: BitView, before: TensorType) -> None:
     (_packed if step.unpack else _unpacked)(step.bits, view)
 
 
-def _inverted(step: Xor, view: BitView, before: Form) -> None:
+def _inverted(step: Xor, view: BitView, before: TensorType) -> None:
     view.xor([step.mask >> i & 1 for i in range(8)])
 
 
-def _added(step: Add, view: BitView, before: Form) -> None:
+def _added(step: Add, view: BitView, before: TensorType) -> None:
     view.add(step.amount)
 
 
-def _added_back(step: Add, view: BitView, before: Form) -> None:
+def _added_back(step: Add, view: BitView, before: TensorType) -> None:
     view.add(-step.amount % 256)
 
 
-def _ordered(step: Bits, view: BitView, before: Form) -> None:
+def _ordered(step: Bits, view: BitView, before: TensorType) -> None:
     view.order(step.order)
 
 
-def _ordered_back(step: Bits, view: BitView, before: Form) -> None:
+def _ordered_back(step: Bits, view: BitView, before: TensorType) -> None:
     view.order([int(i) for i in np.argsort(step.order)])
 
 
@@ -117,21 +116,21 @@ def _sized(view: BitView, size: int) -> None:
         view.contract(8 * size // view.bits)
 
 
-def _viewed(step: View, view: BitView, before: Form) -> None:
+def _viewed(step: View, view: BitView, before: TensorType) -> None:
     _sized(view, itemsize(step.target))
 
 
-def _viewed_back(step: View, view: BitView, before: Form) -> None:
+def _viewed_back(step: View, view: BitView, before: TensorType) -> None:
     _sized(view, itemsize(step.source))
 
 
-def _widened(step: Widen, view: BitView, before: Form) -> None:
+def _widened(step: Widen, view: BitView, before: TensorType) -> None:
     if step.source != "BF16":
         raise NotComposable  # a half's exponent is another one in F32
     view.shift_up(16)
 
 
-def _widened_back(step: Widen, view: BitView, before: Form) -> None:
+def _widened_back(step: Widen, view: BitView, before: TensorType) -> None:
     if step.source != "BF16":
         raise NotComposable
     view.order(range(16, 32))
@@ -152,20 +151,20 @@ STEPS_AS_VIEWS: Mapping[type[Step], AsView] = {
 
 
 @lru_cache(maxsize=512)
-def compose(steps: tuple[Step, ...], shape: Shape, dtype: str, *, back: bool = False) -> Program | None:
-    """One pass that does all `steps` on an expert of `shape` (its axis 0 is 1) and `dtype`, or undoes them.
+def compose(steps: tuple[Step, ...], canonical: TensorType, *, back: bool = False) -> Program | None:
+    """One pass that does all `steps` on one expert of type `canonical` (its axis 0 is 1), or undoes them.
 
     None when the steps, on this shape, are not one pass.
     """
-    forms = [(shape, dtype)]
+    types = [canonical]
     for step in steps:
-        forms.append(step.shape(*forms[-1]))
-    if not all(type(step) in STEPS_AS_VIEWS for step in steps) or any(0 in form for form, _ in forms):
+        types.append(step.output_type(*types[-1]))
+    if not all(type(step) in STEPS_AS_VIEWS for step in steps) or any(0 in shape for _, shape in types):
         return None
-    start = forms[-1 if back else 0]
-    view = BitView(start[0], itemsize(start[1]))
+    start = types[-1 if back else 0]
+    view = BitView(start.shape, itemsize(start.dtype))
     try:
-        todo = list(zip(steps, forms, strict=False))
+        todo = list(zip(steps, types, strict=False))
         if back:
             todo.reverse()
         while todo and _keeps_order(todo[-1][0]):
@@ -173,7 +172,7 @@ def compose(steps: tuple[Step, ...], shape: Shape, dtype: str, *, back: bool = F
         for step, before in todo:
             row = STEPS_AS_VIEWS[type(step)]
             (row.undo if back else row.apply)(step, view, before)
-        ends = [math.prod(form) * itemsize(kind) for form, kind in (forms[0], forms[-1])]
+        ends = [math.prod(shape) * itemsize(dtype) for dtype, shape in (types[0], types[-1])]
         return program_of(view, *(reversed(ends) if back else ends))
     except NotComposable:
         return None

@@ -10,6 +10,7 @@ from ..checkpoint.fields import LIMITS
 from ..errors import MoectlError
 from ..files.safetensors_header import DTYPE_BITS
 from ..files.safetensors_writer import nbytes
+from ..files.tensor_table import TensorType
 from ..schemes import FULL
 from .canonical import MODEL_DTYPE, canonical_shapes
 from .manifest_record import (
@@ -21,7 +22,6 @@ from .manifest_record import (
     LayerRecord,
     ManifestRecord,
     RoleRecord,
-    TensorForm,
     group_parts,
     group_recipe,
     group_share,
@@ -32,7 +32,6 @@ from .recipe import Recipe
 from .safetensors_file import TORCH_DTYPES
 from .shards import Shard
 from .sources import PartForm, output_name
-from .transforms import Shape
 
 _MAX_SIZE = 1 << 48
 LARGEST_GROWTH = 16
@@ -75,7 +74,7 @@ def check_manifest(record: ManifestRecord) -> list[str]:
     return wrong
 
 
-def _sizes_ok(form: TensorForm | RoleRecord) -> bool:
+def _sizes_ok(form: TensorType | RoleRecord) -> bool:
     return (
         form.dtype in TORCH_DTYPES
         and all(size > 0 for size in form.shape)
@@ -88,7 +87,7 @@ def _check_group(group: GroupRecord, shard: Shard) -> list[str]:
     if wrong:
         return wrong
     experts = group.experts[1] - group.experts[0]
-    forms: list[tuple[str, RoleRecord | TensorForm]] = [*group.roles.items(), *group.canonical.items()]
+    forms: list[tuple[str, RoleRecord | TensorType]] = [*group.roles.items(), *group.canonical.items()]
     forms += [(key, part.raw) for key, part in group.parts.items()]
     wrong = [f"{name} has no possible dtype and shape" for name, form in forms if not _sizes_ok(form)]
     if len({part.template for part in group.parts.values()}) != len(group.parts):
@@ -112,8 +111,8 @@ def _check_group(group: GroupRecord, shard: Shard) -> list[str]:
 def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, PartForm]) -> list[str]:
     """Stored roles must be what the recipe and the kept parts say, and no form of them absurdly large."""
     experts = group.experts[1] - group.experts[0]
-    kept = {f.part.side: ((experts, *f.shape), f.dtype) for f in parts.values() if f.part.kept}
-    listed = {role: (item.shape, item.dtype) for role, item in group.roles.items()}
+    kept = {f.part.side: f.of_experts(experts) for f in parts.values() if f.part.kept}
+    listed = {role: item.type for role, item in group.roles.items()}
     if listed != {**recipe.stored, **kept}:
         return ["its stored roles are not what its recipe gives"]
     wrong = []
@@ -129,21 +128,20 @@ def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, PartFo
         elif _grows(part, experts):
             wrong.append(f"part {key[:80]} grows to more than {LARGEST_GROWTH} times what it is made of")
     for name, output in recipe.outputs.items():
-        shape, dtype = recipe.shapes[output.role]
-        stored, kind = recipe.stored[name]
-        bound = LARGEST_GROWTH * max(nbytes(dtype, shape), nbytes(kind, stored))
-        steps = (*output.steps(shape, dtype), *output.chain.trace(*output.steps(shape, dtype)[-1]))
-        if any(nbytes(held, form) > bound for form, held in steps):
+        canonical, stored = recipe.shapes[output.role], recipe.stored[name]
+        bound = LARGEST_GROWTH * max(nbytes(*canonical), nbytes(*stored))
+        steps = (*output.steps(*canonical), *output.chain.trace(*output.steps(*canonical)[-1]))
+        if any(nbytes(*step) > bound for step in steps):
             wrong.append(f"role {name} grows to more than {LARGEST_GROWTH} times what it is made of")
     return wrong
 
 
 def _grows(part: PartForm, experts: int) -> bool:
     """True when a form between a stored part and its canonical rows is absurdly larger than both."""
-    forms = list(part.part.chain.trace((experts, *part.shape), part.dtype))
+    forms = list(part.part.chain.trace(part.dtype, (experts, *part.shape)))
     for value in part.part.values:
-        forms.append(value.shape(*forms[-1]))
-    sizes = [nbytes(dtype, shape) for shape, dtype in forms]
+        forms.append(value.output_type(*forms[-1]))
+    sizes = [nbytes(dtype, shape) for dtype, shape in forms]
     return max(sizes) > LARGEST_GROWTH * max(sizes[0], sizes[-1])
 
 
@@ -184,16 +182,16 @@ def _check_problem(group: GroupRecord) -> list[str]:
     return wrong
 
 
-def _check_cover(role: str, form: tuple[Shape, str], parts: Mapping[str, PartForm]) -> list[str]:
+def _check_cover(role: str, form: TensorType, parts: Mapping[str, PartForm]) -> list[str]:
     """Parts must fill an expert's matrix exactly: rows in order without gap, and as many bytes."""
-    (_, rows, *columns), canonical = form
+    canonical, (_, rows, *columns) = form
     own = {key: part for key, part in parts.items() if part.part.role == role}
     row = nbytes(canonical, tuple(columns))
     at = 0
     for key, part in sorted(own.items(), key=lambda item: item[1].rows):
-        shape, dtype = part.part.chain.storage_shape((1, *part.shape), part.dtype)
+        dtype, shape = part.part.chain.stored_type(part.dtype, (1, *part.shape))
         for value in part.part.values:
-            shape, dtype = value.shape(shape, dtype)
+            dtype, shape = value.output_type(dtype, shape)
         if part.rows[0] != at or dtype != canonical or nbytes(dtype, shape) != (part.rows[1] - at) * row:
             return [f"part {key[:80]} does not fill rows {list(part.rows)} of role {role}"]
         at = part.rows[1]

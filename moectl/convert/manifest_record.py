@@ -14,6 +14,7 @@ from ..checkpoint.shards import CONFIG as CONFIG
 from ..checkpoint.shards import INDEX as INDEX
 from ..errors import CheckpointError
 from ..files.records import to_json
+from ..files.tensor_table import TensorType
 from ..problem import Dims, MoEProblem
 from .chain import Chain
 from .recipe import Output, Recipe
@@ -68,14 +69,6 @@ class LayoutRecord:
 
 
 @dataclass(frozen=True)
-class TensorForm:
-    """Storage dtype and shape of a tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class RoleRecord:
     """One stored role of a layer group.
 
@@ -89,6 +82,10 @@ class RoleRecord:
     shape: tuple[int, ...]
     logical_dtype: str
     made: Any
+
+    @property
+    def type(self) -> TensorType:
+        return TensorType(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class PartRecord:
     role: str
     dtype: str
     shape: tuple[int, ...]
-    raw: TensorForm
+    raw: TensorType
     rows: tuple[int, int]
     shared: bool
     chain: Any
@@ -124,7 +121,7 @@ def part_record(part: PartMap, template: str) -> PartRecord:
         role=part.part.role,
         dtype=info.dtype,
         shape=info.shape,
-        raw=TensorForm(form.dtype, form.shape),
+        raw=form.type,
         rows=form.rows,
         shared=form.shared,
         chain=part.part.chain.to_json(),
@@ -158,7 +155,7 @@ class GroupRecord:
     whole_intermediate: int
     pad_value: int
     prefix: str
-    canonical: Mapping[str, TensorForm]
+    canonical: Mapping[str, TensorType]
     roles: Mapping[str, RoleRecord]
     parts: Mapping[str, PartRecord]
     router: Mapping[str, str]
@@ -182,7 +179,7 @@ def group_recipe(group: GroupRecord) -> Recipe:
         for role, record in group.roles.items()
         if record.made is not None
     }
-    return Recipe({role: (form.shape, form.dtype) for role, form in group.canonical.items()}, outputs)
+    return Recipe(group.canonical, outputs)
 
 
 def group_parts(group: GroupRecord) -> dict[str, PartForm]:

@@ -15,8 +15,9 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
+from ..files.tensor_table import TensorType
 from .compose import compose
-from .transforms import Rearrange, Shape, Step, Xor
+from .transforms import Rearrange, Step, Xor
 
 SMALLEST = 1 << 20
 """Bytes of output from which loading compiled code pays."""
@@ -41,18 +42,18 @@ _COPIED: tuple[Step, ...] = (Xor(1),)
 
 
 def one_pass(
-    steps: tuple[Step, ...], source: Tensor, target: Tensor, shape: Shape, dtype: str, *, back: bool = False
+    steps: tuple[Step, ...], source: Tensor, target: Tensor, canonical: TensorType, *, back: bool = False
 ) -> bool:
     """True when `target` now holds `source` with all `steps` done, or with `back` undone.
 
-    Otherwise it is untouched. `shape` and `dtype` are the canonical tensor's.
+    Otherwise it is untouched. `canonical` is the canonical tensor's type.
     """
     if not steps or target.numel() * target.element_size() < SMALLEST or source.device != target.device:
         return False
     if not (source.is_contiguous() and target.is_contiguous()):
         return False
     run = load(source.device.type)[0]
-    program = compose(steps, (1, *shape[1:]), dtype, back=back) if run is not None else None
+    program = compose(steps, canonical.with_first_axis(1), back=back) if run is not None else None
     if run is None or program is None:
         return False
     return run(program, source, target)
@@ -65,7 +66,7 @@ def warm_up(kind: str = "cpu") -> None:
     """
     run = load(kind)[0]
     for steps in (_TURNED, _COPIED):
-        program = compose(steps, (1, 16, 16), "U8")
+        program = compose(steps, TensorType("U8", (1, 16, 16)))
         if run is not None and program is not None:
             t = torch.zeros((1, 16, 16), dtype=torch.uint8, device=kind)
             run(program, t, torch.empty_like(t))

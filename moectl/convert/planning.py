@@ -17,7 +17,6 @@ from .manifest_record import (
     GroupRecord,
     LayoutRecord,
     RoleRecord,
-    TensorForm,
     is_plain_name,
     part_record,
 )
@@ -104,7 +103,7 @@ def _plan_group(
     problem = share.padded(layout.pad)
     maps = [mapped.of_experts(*share.experts) for mapped in whole]
     recipe = layout.recipe(problem, share.shapes(maps[0].shapes))
-    for role, (shape, dtype) in recipe.stored.items():
+    for role, (dtype, shape) in recipe.stored.items():
         if dtype not in TORCH_DTYPES:
             raise UsageError(
                 f"layout {layout.name} stores {role} as {dtype} {list(shape)}, which has no place."
@@ -156,9 +155,9 @@ def _group_record(
         whole_intermediate=share.whole.dims.intermediate,
         pad_value=0,
         prefix=output_prefix(names[mapped.parts[0].part.stored]),
-        canonical={role: TensorForm(dtype, shape) for role, (shape, dtype) in recipe.shapes.items()},
+        canonical=dict(recipe.shapes),
         roles={role: role_record(role, recipe, layout) for role in recipe.stored}
-        | {role: RoleRecord(dtype, shape, dtype, None) for role, (shape, dtype) in mapped.kept.items()},
+        | {role: RoleRecord(dtype, shape, dtype, None) for role, (dtype, shape) in mapped.kept.items()},
         parts={part.part.stored: part_record(part, names[part.part.stored]) for part in mapped.parts},
         router=dict(group.names.router),
     )
@@ -166,7 +165,7 @@ def _group_record(
 
 def role_record(role: str, recipe: Recipe, layout: WeightLayout) -> RoleRecord:
     """The record of a stored role of `recipe`."""
-    shape, dtype = recipe.stored[role]
+    dtype, shape = recipe.stored[role]
     made = recipe.outputs[role].to_json() if role in recipe.outputs else None
     return RoleRecord(dtype, shape, layout.logical_dtypes.get(role, dtype), made)
 

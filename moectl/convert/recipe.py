@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..files.tensor_table import TensorType
 from . import rescale as rescale  # registers value steps that a manifest may name
 from . import sums as sums  # registers value steps that a manifest may name
 from .chain import Chain
@@ -48,17 +49,17 @@ class Output:
         """True when weights are replaced by others and their source is not kept."""
         return any(value.lossy for value in self.values)
 
-    def steps(self, shape: Shape, dtype: str) -> tuple[tuple[Shape, str], ...]:
+    def steps(self, dtype: str, shape: Shape) -> tuple[TensorType, ...]:
         """Shape and dtype before every value step and after the last."""
-        seen = [(shape, dtype)]
+        seen = [TensorType(dtype, shape)]
         for value in self.values:
-            seen.append(value.shape(*seen[-1]))
+            seen.append(value.output_type(*seen[-1]))
         return tuple(seen)
 
-    def stored(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def stored(self, dtype: str, shape: Shape) -> TensorType:
         """Shape and dtype as stored, for a canonical role of `shape` and `dtype`."""
-        found, kind = self.chain.storage_shape(*self.steps(shape, dtype)[-1])
-        return (found[1:] if self.per_layer else found), kind
+        dtype, shape = self.chain.stored_type(*self.steps(dtype, shape)[-1])
+        return TensorType(dtype, shape[1:] if self.per_layer else shape)
 
     def apply(self, batch: Tensors, facts: Facts, out: Tensor | None = None) -> Tensor:
         """The stored tensor of a batch of experts, in `out` where given."""
@@ -72,12 +73,12 @@ class Output:
             return self.chain.apply(t, out)
         return t if out is None else out.copy_(t)
 
-    def undo(self, stored: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, stored: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         """The canonical role of `shape` and `dtype` that a batch of experts is stored of; needs `exact`."""
-        at = self.steps(shape, dtype)
+        at = self.steps(dtype, shape)
         t = self.chain.undo(stored, *at[-1]) if self.chain.steps else stored
-        for value, (before, kind) in zip(reversed(self.values), reversed(at[:-1]), strict=True):
-            t = value.undo(t, before, kind, others)
+        for value, before in zip(reversed(self.values), reversed(at[:-1]), strict=True):
+            t = value.undo(t, *before, others)
         return t
 
     def to_json(self) -> dict[str, Any]:
@@ -188,7 +189,6 @@ class Recipe:
         """
         canonical = {role: stored[self.side(role)] for role in self.kept}
         for role, name in self._back.items():
-            shape, dtype = self.shapes[role]
-            output = self.outputs[name]
-            canonical[role] = output.undo(stored[name], (experts, *shape[1:]), dtype, canonical)
+            wanted = self.shapes[role].with_first_axis(experts)
+            canonical[role] = self.outputs[name].undo(stored[name], *wanted, canonical)
         return canonical

@@ -30,7 +30,7 @@ from .layouts import marlin, triton_blackwell, triton_hopper
 from .recipe import Output, Recipe
 from .recorded_inputs import AWQ, FP8, GPT_OSS, NUMBERS, OUTPUTS, PLAIN, Inputs, integers, layer
 from .recordings import Mismatch, Recording, Unsupported
-from .transforms import dtype_name
+from .transforms import type_of
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,7 @@ def _case(
     """The whole layer that a recording converts, in one layout, with sizes and padding checked."""
     layout = layout_named(layout_name)
     problem, canonical = layer(recording, layout, weight, rows, inputs)
-    whole = layout.recipe(
-        problem, {role: (tuple(t.shape), dtype_name(t.dtype)) for role, t in canonical.items()}
-    )
+    whole = layout.recipe(problem, {role: type_of(t) for role, t in canonical.items()})
     names = {name: OUTPUTS.get(name, name) for name in whole.outputs}
     return Case(problem, whole, canonical, names, layout.logical_dtypes)
 
@@ -259,7 +257,7 @@ def _triton_kernels(recording: Recording) -> Case:
     extra = sorted(set(recording.inputs) - set(outputs))
     if extra:
         raise Mismatch(f"tensors nobody compares: {', '.join(extra)}")
-    shapes = {name: (tuple(t.shape), dtype_name(t.dtype)) for name, t in canonical.items()}
+    shapes = {name: type_of(t) for name, t in canonical.items()}
     problem = MoEProblem(Dims(columns, rows), experts, 1, Scheme(MXFP4))
     names = {"weight": "value_storage", "scale": "scale_storage"}
     joined = frozenset() if arch == 90 else frozenset({"scale"})

@@ -106,7 +106,7 @@ def compare_forms(recording: Recording, packings: Iterator[Packing]) -> str:
         found = Chain(steps).apply(words)
         if found.shape != canonical.shape or not torch.equal(found, canonical):
             raise Mismatch(f"{name}: the codes differ")
-        packed = Chain(steps).undo(canonical, tuple(words.shape), "I32")
+        packed = Chain(steps).undo(canonical, "I32", tuple(words.shape))
         if not torch.equal(packed, words):
             raise Mismatch(f"{name}: packing the codes gives other words")
         seen.add(name)

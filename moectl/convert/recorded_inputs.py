@@ -189,7 +189,7 @@ def _shaped(problem: MoEProblem, tensors: Mapping[str, Tensor]) -> dict[str, Ten
         raise Mismatch(f"inputs missing: {', '.join(absent)}")
     made: dict[str, Tensor] = {}
     for role, t in tensors.items():
-        shape, dtype = shapes[role]
+        dtype, shape = shapes[role]
         if len(shape) == 3 and shape[2] == 1 and t.ndim < 3 and shape[1] <= 2:
             t = _per_half(t, shape[0], shape[1], largest=role == "w13_input")
         elif t.ndim == 2 and len(shape) == 3 and shape[2] == 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..files.tensor_table import TensorType
 from .transforms import DTYPES, Shape
 from .values import Exact, Fact, Facts, Kept, Tensors, named, need
 
@@ -47,7 +48,7 @@ class Times(Exact):
         )
         return made
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         return t * 2.0**-self.exponent
 
 
@@ -61,8 +62,8 @@ class Round(Kept):
     def __post_init__(self) -> None:
         _known(self.to)
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        return shape, self.to
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
+        return TensorType(self.to, shape)
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         made = t.to(DTYPES[self.to])
@@ -82,17 +83,17 @@ class RepeatRows(Exact):
     def __post_init__(self) -> None:
         need(self.times > 0 and self.rows > 0, f"{self} repeats nothing.")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         blocks = _grid(shape, self.halves, self)
         need(blocks == -(-self.rows // self.times), f"{self} does not fit {blocks} blocks.")
-        return (shape[0], self.halves * self.rows, *shape[2:]), dtype
+        return TensorType(dtype, (shape[0], self.halves * self.rows, *shape[2:]))
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         blocks = t.reshape(t.shape[0], self.halves, -1, *t.shape[2:])
         rows: Tensor = blocks.repeat_interleave(self.times, 2)[:, :, : self.rows]
         return rows.flatten(1, 2)
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         rows = t.reshape(t.shape[0], self.halves, -1, *t.shape[2:])
         return rows[:, :, :: self.times].reshape(shape)
 
@@ -125,7 +126,7 @@ class AtMost(Exact):
         need(largest <= self.most, f"{self.why}: at most {self.most} has a place, got {largest}.")
         return t
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         return t
 
 
@@ -151,9 +152,9 @@ class Int16OfLargest(Kept):
     def facts(self) -> tuple[Fact, ...]:
         return (Fact(self.role, "max"),)
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         need(dtype in ("BF16", "F16"), f"{self} needs 16-bit scales, got {dtype}.")
-        return shape, dtype
+        return TensorType(dtype, shape)
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         largest = facts[self.facts[0]].to(t.device)
@@ -177,8 +178,8 @@ class Largest4096th(Kept):
     def facts(self) -> tuple[Fact, ...]:
         return (Fact(self.role, "max"),)
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        return shape[:1], "F32"
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
+        return TensorType("F32", shape[:1])
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         return (facts[self.facts[0]].float() / _INT16_UNIT).to(t.device).repeat(t.shape[0])
@@ -198,9 +199,9 @@ class DistanceCodes(Exact):
     def reads(self) -> tuple[str, ...]:
         return (self.zero,) if self.zero else ()
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         need(dtype == "U8", f"{self} needs packed codes, got {dtype}.")
-        return shape, dtype
+        return TensorType(dtype, shape)
 
     def _zeros(self, t: Tensor, others: Tensors) -> Tensor | int:
         if not self.zero:
@@ -218,7 +219,7 @@ class DistanceCodes(Exact):
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         return self._mapped(t, others, True)
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         return self._mapped(t, others, False)
 
 
@@ -261,9 +262,9 @@ class S0E5M3(_OfScales):
     role: str
     half: bool
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         need(dtype == "U8", f"{self} needs E4M3 bytes, got {dtype}.")
-        return shape, dtype
+        return TensorType(dtype, shape)
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         scale = t.view(torch.float8_e4m3fn).float()
@@ -315,9 +316,9 @@ class PerExpert(Exact):
     def lossy(self) -> bool:
         return self.halves == 2 and self.take == "requantized"
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         need(shape[1:] == (self.halves, 1), f"{self} does not fit a tensor {shape}.")
-        return shape[:1], dtype
+        return TensorType(dtype, shape[:1])
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         numbers = t.flatten(1)
@@ -329,7 +330,7 @@ class PerExpert(Exact):
             )
         return numbers.amax(1) if self.take in ("largest", "requantized") else numbers[:, 0].clone()
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         return t.unsqueeze(1).expand(-1, self.halves).reshape(shape)
 
 
@@ -344,8 +345,8 @@ class OfLayer(Kept):
     def facts(self) -> tuple[Fact, ...]:
         return (Fact(self.role, "max"),)
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        return shape[:1], dtype
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
+        return TensorType(dtype, shape[:1])
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         return facts[self.facts[0]].to(t.device).repeat(t.shape[0])
@@ -369,9 +370,9 @@ class Requantize(Exact):
     def lossy(self) -> bool:
         return True
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         need(dtype == "U8" and _grid(shape, 2, self) > 0, f"{self} needs E4M3 bytes, got {dtype}.")
-        return shape, dtype
+        return TensorType(dtype, shape)
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         scale = others[self.scale].float()
@@ -383,5 +384,5 @@ class Requantize(Exact):
                 out.copy_(numbers.clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8))
         return made
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         return t

@@ -143,7 +143,7 @@ class LayerRestorer:
         """Stored roles with an expert axis; the others are only hashed."""
         whole = {name for name, output in self.recipe.outputs.items() if output.per_layer}
         roles = self.manifest.group_of(self.layer).roles
-        return {role: (r.shape, r.dtype) for role, r in roles.items() if role not in whole}
+        return {role: r.type for role, r in roles.items() if role not in whole}
 
     def _read(self, place: TensorInfo, view: memoryview, first: int, last: int, experts: int) -> None:
         each = place.nbytes // experts

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from ..files.tensor_table import TensorType
 from ..problem import Dims, MoEProblem, expert_range
 from ..schemes import FULL, WeightFormat
 from .batches import as_bytes
@@ -170,9 +171,9 @@ class Share:
     def shapes(self, whole: Shapes) -> Shapes:
         """Canonical shapes of the rank's slices, of whole experts' shapes."""
         made = {}
-        for role, (shape, dtype) in whole.items():
+        for role, (dtype, shape) in whole.items():
             place = self._place(role, self.intermediate)
-            made[role] = (shape if place is None else _resized(shape, place), dtype)
+            made[role] = TensorType(dtype, shape if place is None else _resized(shape, place))
         return made
 
     def cut(self, batch: Tensors) -> Tensors:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..files.tensor_table import TensorType
 from .chain import Chain
 from .transforms import DTYPES, Codes, Rearrange, Shape, View
 from .values import Exact, Facts, Kept, Tensors, named, need
@@ -63,15 +64,15 @@ class CodesAndSums(Exact):
     def _sums(self) -> Chain:
         return Chain((*self.sums, View("I32", "U8")))
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         need(
             dtype == "U8" and len(shape) == 3 and 2 * shape[2] % self.columns == 0,
             f"{dtype} {shape} are no packed codes in blocks of {self.columns} columns.",
         )
-        codes, _ = self._codes.storage_shape(shape, dtype)
-        sums, _ = self._sums.storage_shape((*shape[:2], 2 * shape[2] // self.columns), "I32")
+        _, codes = self._codes.stored_type(dtype, shape)
+        _, sums = self._sums.stored_type("I32", (*shape[:2], 2 * shape[2] // self.columns))
         need(codes[:-1] == sums[:-1], f"codes in blocks {codes[:-1]} have no sums in blocks {sums[:-1]}.")
-        return (*codes[:-1], codes[-1] + sums[-1]), dtype
+        return TensorType(dtype, (*codes[:-1], codes[-1] + sums[-1]))
 
     def _summed(self, t: Tensor, others: Tensors) -> Tensor:
         pairs = (t & 15).add_(t >> 4)
@@ -87,10 +88,10 @@ class CodesAndSums(Exact):
         sums = self._sums.apply(self._summed(t, others))
         return torch.cat((self._codes.apply(t), sums), -1)
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         chain = self._codes
-        codes, _ = chain.storage_shape(shape, dtype)
-        return chain.undo(t[..., : codes[-1]].contiguous(), shape, dtype)
+        _, codes = chain.stored_type(dtype, shape)
+        return chain.undo(t[..., : codes[-1]].contiguous(), dtype, shape)
 
 
 @named("fill")
@@ -104,8 +105,8 @@ class Fill(Kept):
     def __post_init__(self) -> None:
         need(self.dtype in ("U8", "I8") and 0 <= self.number <= 127, f"{self} is no number of one byte.")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        return shape, self.dtype
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
+        return TensorType(self.dtype, shape)
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         return torch.full_like(t, self.number, dtype=DTYPES[self.dtype])

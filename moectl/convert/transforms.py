@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files.records import from_json, to_json
+from ..files.tensor_table import TensorType
 from .rearrange import Pattern
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -44,6 +45,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     raise CheckpointError(f"tensors of {dtype} cannot be laid out; known are {', '.join(DTYPES)}.")
 
 
+def type_of(t: Tensor) -> TensorType:
+    """Safetensors dtype and shape of `t`; CheckpointError for a dtype that no step knows."""
+    return TensorType(dtype_name(t.dtype), tuple(t.shape))
+
+
 def itemsize(dtype: str) -> int:
     """Bytes of one element of a storage dtype."""
     if dtype not in DTYPES:
@@ -55,13 +61,13 @@ def itemsize(dtype: str) -> int:
 class Step(Protocol):
     """One reversible change of a tensor whose axis 0 is the expert."""
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         """What comes out for an input of `shape` and `dtype`; CheckpointError if it cannot be."""
 
     def apply(self, t: Tensor) -> Tensor:
         """The changed tensor."""
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
         """The input, of `shape` and `dtype`, that `apply` turns into `t`."""
 
 
@@ -86,20 +92,20 @@ class Pad:
         _need(1 <= self.axis <= 8 and 1 <= self.to <= MAX_AXIS, self, "axis or size out of range")
         _need(0 <= self.fill <= 255, self, "the fill must be 0 to 255")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         _need(self.axis < len(shape) and shape[self.axis] <= self.to, self, f"cannot pad {shape}")
-        return (*shape[: self.axis], self.to, *shape[self.axis + 1 :]), dtype
+        return TensorType(dtype, (*shape[: self.axis], self.to, *shape[self.axis + 1 :]))
 
     def apply(self, t: Tensor) -> Tensor:
         size = t.shape[self.axis]
         if size == self.to:
             return t
-        out = t.new_empty(self.shape(tuple(t.shape), "")[0])
+        out = t.new_empty(self.output_type("", tuple(t.shape)).shape)
         out.narrow(self.axis, 0, size).copy_(t)
         out.narrow(self.axis, size, self.to - size).fill_(self.fill)
         return out
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
         return t.narrow(self.axis, 0, shape[self.axis])
 
 
@@ -112,15 +118,15 @@ class Flip:
     def __post_init__(self) -> None:
         _need(1 <= self.axis <= 8, self, "axis out of range")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         _need(self.axis < len(shape) and shape[self.axis] % 2 == 0, self, f"no halves in {shape}")
-        return shape, dtype
+        return TensorType(dtype, shape)
 
     def apply(self, t: Tensor) -> Tensor:
         first, second = t.chunk(2, self.axis)
         return torch.cat((second, first), self.axis)
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
         return self.apply(t)
 
 
@@ -148,15 +154,15 @@ class Rearrange:
     def __hash__(self) -> int:
         return hash((self.pattern, tuple(sorted(self.sizes.items()))))
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         parsed = self._parsed()
-        return parsed.shape(parsed.sizes(shape, self.sizes)), dtype
+        return TensorType(dtype, parsed.shape(parsed.sizes(shape, self.sizes)))
 
     def apply(self, t: Tensor) -> Tensor:
         parsed = self._parsed()
         return parsed.apply(t, parsed.sizes(tuple(t.shape), self.sizes))
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
         parsed = self._parsed()
         return parsed.reverse.apply(t, parsed.sizes(shape, self.sizes))
 
@@ -171,16 +177,16 @@ class Codes:
     def __post_init__(self) -> None:
         _need(self.bits in (1, 2, 4), self, "codes of 1, 2 or 4 bits share a byte")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         per = 8 // self.bits
         _need(dtype == "U8" and len(shape) > 1, self, f"needs bytes, got {dtype} {shape}")
         _need(self.unpack or shape[-1] % per == 0, self, f"{shape[-1]} codes do not fill bytes")
-        return _swap_last(shape, shape[-1] * per if self.unpack else shape[-1] // per), dtype
+        return TensorType(dtype, _swap_last(shape, shape[-1] * per if self.unpack else shape[-1] // per))
 
     def apply(self, t: Tensor) -> Tensor:
         return self._unpack(t) if self.unpack else self._pack(t)
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
         return self._pack(t) if self.unpack else self._unpack(t)
 
     def _unpack(self, t: Tensor) -> Tensor:
@@ -205,14 +211,14 @@ class Xor:
     def __post_init__(self) -> None:
         _need(0 <= self.mask <= 255, self, "the mask is one byte")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         _need(dtype == "U8", self, f"needs bytes, got {dtype}")
-        return shape, dtype
+        return TensorType(dtype, shape)
 
     def apply(self, t: Tensor) -> Tensor:
         return t ^ self.mask
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
         return t ^ self.mask
 
 
@@ -225,14 +231,14 @@ class Add:
     def __post_init__(self) -> None:
         _need(0 <= self.amount <= 255, self, "the amount is one byte")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         _need(dtype == "U8", self, f"needs bytes, got {dtype}")
-        return shape, dtype
+        return TensorType(dtype, shape)
 
     def apply(self, t: Tensor) -> Tensor:
         return t + self.amount
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
         return t - self.amount
 
 
@@ -245,14 +251,14 @@ class Bits:
     def __post_init__(self) -> None:
         _need(sorted(self.order) == list(range(32)), self, "the order must name bits 0 to 31 once each")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         _need(dtype == "I32", self, f"needs 32-bit words, got {dtype}")
-        return shape, dtype
+        return TensorType(dtype, shape)
 
     def apply(self, t: Tensor) -> Tensor:
         return _permute_bits(t, self.order)
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
         inverse = [0] * 32
         for target, source in enumerate(self.order):
             inverse[source] = target
@@ -291,16 +297,16 @@ class View:
     def __post_init__(self) -> None:
         _need({self.source, self.target} <= set(DTYPES), self, f"dtypes must be among {', '.join(DTYPES)}")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         _need(dtype == self.source, self, f"needs {self.source}, got {dtype}")
         nbytes, size = shape[-1] * itemsize(self.source), itemsize(self.target)
         _need(nbytes % size == 0, self, f"rows of {nbytes} bytes do not hold whole elements")
-        return _swap_last(shape, nbytes // size), self.target
+        return TensorType(self.target, _swap_last(shape, nbytes // size))
 
     def apply(self, t: Tensor) -> Tensor:
         return _view(t, self.target)
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
         return _view(t, self.source)
 
 
@@ -322,14 +328,14 @@ class Widen:
     def __post_init__(self) -> None:
         _need(self.source in ("BF16", "F16"), self, "only BF16 and F16 widen to F32")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         _need(dtype == self.source, self, f"needs {self.source}, got {dtype}")
-        return shape, "F32"
+        return TensorType("F32", shape)
 
     def apply(self, t: Tensor) -> Tensor:
         return t.float()
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
         if self.source == "F16":
             return t.half()
         return (_view(t, "I32") >> 16).to(torch.int16).view(torch.bfloat16)  # rounding would change NaNs

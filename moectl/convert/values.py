@@ -18,10 +18,11 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files.records import from_json, to_json
+from ..files.tensor_table import TensorType
 from .transforms import Shape
 
 Tensors = Mapping[str, Tensor]
-Shapes = Mapping[str, tuple[Shape, str]]
+Shapes = Mapping[str, TensorType]
 """Shape and storage dtype by role, experts first."""
 
 
@@ -80,13 +81,13 @@ class Value(Protocol):
     def lossy(self) -> bool:
         """True when what it loses is not kept."""
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         """What comes out for an input of `shape` and `dtype`; CheckpointError if it cannot be."""
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         """The changed tensor; CheckpointError for a number that has no place in the result."""
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         """The input, of `shape` and `dtype`, that `apply` turns into `t`; only where `exact`."""
 
 
@@ -109,8 +110,8 @@ class Exact:
     def lossy(self) -> bool:
         return False
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        return shape, dtype
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
+        return TensorType(dtype, shape)
 
 
 class Kept(Exact):
@@ -120,7 +121,7 @@ class Kept(Exact):
     def exact(self) -> bool:
         return False
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         raise AssertionError(f"{self} is not undone")
 
 

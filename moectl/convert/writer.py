@@ -75,7 +75,7 @@ class PreparedWriter:
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(
             TensorSpec(output_name(self.prefix, role), dtype, shape)
-            for role, (shape, dtype) in self.roles.items()
+            for role, (dtype, shape) in self.roles.items()
         )
 
     @property
@@ -97,7 +97,7 @@ class PreparedWriter:
     def _each(self) -> list[int]:
         """Bytes of one expert in every tensor, canonical or stored."""
         every = [*self.recipe.shapes.values(), *self._made.values()]
-        return [nbytes(dtype, (1, *shape[1:])) for shape, dtype in every]
+        return [nbytes(*each.with_first_axis(1)) for each in every]
 
     def _block(self, experts: int) -> int:
         """Experts that are worked on at once."""

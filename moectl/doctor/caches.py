@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..environment.detection import usable_cores
+from ..files.records import to_json
 from ..oracle.engine import CacheFolder
 from ..oracle.registry import newest_engines
 
@@ -94,10 +95,6 @@ class Cache:
     def remote(self) -> bool:
         """True on a file system of another machine."""
         return self.filesystem in NETWORK
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, every field."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def find_caches(env: Env) -> tuple[Cache, ...]:
@@ -180,7 +177,7 @@ class Jobs:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, every field."""
-        return {**{name: getattr(self, name) for name in self.__slots__}, "too_many": self.too_many}
+        return {**to_json(self), "too_many": self.too_many}
 
 
 def find_jobs(env: Env) -> Jobs:

@@ -10,6 +10,7 @@ from ..environment import Device
 from ..environment.gpus import Gpu
 from ..environment.installed import Installed
 from ..environment.variables import SET, Finding
+from ..files.records import to_json
 from .backends import BackendStatus
 from .caches import Cache, Jobs
 from .software import Software, TorchView
@@ -26,10 +27,6 @@ class Remark:
     about: str
     says: str
     do: str = ""
-
-    def to_json(self) -> dict[str, str]:
-        """Plain data, every field."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Plain data: everything that is shown, and more."""
         return {
-            "software": self.software.to_json(),
+            "software": to_json(self.software),
             "driver": self.driver,
             "driver_cuda": self.driver_cuda,
             "gpus": [_gpu_json(gpu, gpu in self.shown) for gpu in self.gpus],
@@ -104,11 +101,11 @@ class Report:
             "packages": [_package_json(found, self.imports) for found in self.packages],
             "imports": dict(self.imports),
             "torch_devices": self.torch_view.devices if self.torch_view else None,
-            "caches": [cache.to_json() for cache in self.caches],
+            "caches": to_json(self.caches),
             "jobs": self.jobs.to_json(),
-            "variables": [finding.to_json() for finding in self.variables],
+            "variables": to_json(self.variables),
             "backends": [status.to_json() for status in self.backends],
-            "remarks": [remark.to_json() for remark in self.remarks],
+            "remarks": to_json(self.remarks),
         }
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from .. import __version__
 from ..environment.installed import distribution_version, package_folder
@@ -50,10 +49,6 @@ class Software:
     system: str
     libraries: Mapping[str, str]
     torch_built: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, every field."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
     @property
     def torch_cuda(self) -> str:

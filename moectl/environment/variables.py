@@ -118,10 +118,6 @@ class Finding:
     remark: str = ""
     instead: str = ""
 
-    def to_json(self) -> dict[str, str]:
-        """Plain data, every field."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 def judge_variable(variable: Variable, text: str, engine: str) -> Finding:
     """What `engine` makes of `variable` set to `text`."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..cache import launches, measurements
 from ..environment import Device, Packages
+from ..files.records import to_json
 from ..measured import Measured
 from ..problem import MoEProblem
 
@@ -30,7 +31,7 @@ class Evidence:
         """Plain data."""
         return {
             "rows": self.measured.to_json(),
-            "tuned": [asdict(row) for row in self.tuned],
+            "tuned": to_json(self.tuned),
             "notes": list(self.notes),
         }
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from ..checkpoint.model import Checkpoint, Origin
 from ..environment import Device, Packages
 from ..errors import NoBackend
+from ..files.records import to_json
 from ..oracle.decision import Decision
 from ..oracle.policy import Policy
 from ..oracle.registry import policy_named
@@ -132,9 +133,9 @@ class Explanation:
                 "path": str(origin.path) if origin.path else None,
                 "note": origin.note,
             },
-            "device": {**asdict(self.device), "features": sorted(self.device.features)},
+            "device": to_json(self.device),
             "packages": {"versions": dict(self.packages.versions), "env": dict(self.packages.env)},
-            "parallel": asdict(self.parallel),
+            "parallel": to_json(self.parallel),
             "policy": self.policy,
             "usable": self.usable,
             "expert_bytes": self.expert_bytes,

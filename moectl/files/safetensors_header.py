@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
 from .strict_json import FETCH_AGAIN, LFS_POINTER, parse_json_object, refuse_lfs_pointer, shown
-from .tensor_table import Form, TensorInfo, TensorTable, table_of
+from .tensor_table import TensorInfo, TensorTable, TensorType, table_of
 
 LENGTH_BYTES = 8
 """A file starts with the header's length, 64 bits, little-endian."""
@@ -222,7 +222,7 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _forms(spelled: list[str]) -> dict[str, tuple[Form, int]] | None:
+def _forms(spelled: list[str]) -> dict[str, tuple[TensorType, int]] | None:
     """Dtype and shape, and the bytes of such a tensor, by their text; None when one of them is wrong."""
     found = {}
     for text in dict.fromkeys(spelled):
@@ -234,7 +234,7 @@ def _forms(spelled: list[str]) -> dict[str, tuple[Form, int]] | None:
         bits = math.prod(shape) * DTYPE_BITS[dtype]
         if bits % 8:
             return None
-        found[text] = (dtype, shape), bits // 8
+        found[text] = TensorType(dtype, shape), bits // 8
     return found
 
 

@@ -7,7 +7,22 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Set, ValuesView
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple
+
+
+class TensorType(NamedTuple):
+    """Safetensors dtype (``U8``, ``BF16``, ``F8_E8M0``, ...) and shape of a tensor.
+
+    Example:
+        >>> dtype, shape = TensorType("BF16", (2880, 2880))
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def with_first_axis(self, size: int) -> TensorType:
+        """The same for another number of experts, which are the first axis."""
+        return TensorType(self.dtype, (size, *self.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +44,9 @@ class TensorInfo:
     def nbytes(self) -> int:
         return self.end - self.start
 
-
-Form: TypeAlias = tuple[str, tuple[int, ...]]
-"""Dtype and shape; a model has few of them."""
+    @property
+    def type(self) -> TensorType:
+        return TensorType(self.dtype, self.shape)
 
 
 @dataclass(eq=False)
@@ -40,14 +55,14 @@ class TensorTable(Mapping[str, TensorInfo]):
 
     Attributes:
         names: one for each row, all different.
-        forms: the dtypes and shapes that occur.
-        kinds: for each row the index of its form.
+        types: the dtypes and shapes that occur; a model has few.
+        kinds: for each row the index of its type.
         starts, ends: for each row its byte offsets in the file, as in `TensorInfo`.
         files: the files, and `firsts` the row at which each begins.
     """
 
     names: list[str]
-    forms: list[Form]
+    types: list[TensorType]
     kinds: list[int]
     starts: array[int]
     ends: array[int]
@@ -114,7 +129,7 @@ class TensorTable(Mapping[str, TensorInfo]):
         return self.files[bisect_right(self.firsts, row) - 1]
 
     def _at(self, row: int) -> TensorInfo:
-        dtype, shape = self.forms[self.kinds[row]]
+        dtype, shape = self.types[self.kinds[row]]
         return TensorInfo(self.names[row], dtype, shape, self._file(row), self.starts[row], self.ends[row])
 
 
@@ -146,33 +161,33 @@ def names_beginning(tensors: Mapping[str, TensorInfo], prefixes: Iterable[str]) 
 
 def table_of(infos: Iterable[TensorInfo]) -> TensorTable:
     """The table of these tensors, whose names differ; those of one file must stand together."""
-    forms: dict[Form, int] = {}
+    types: dict[TensorType, int] = {}
     table = TensorTable([], [], [], array("q"), array("q"), [], [])
     for row, info in enumerate(infos):
         if not table.files or table.files[-1] != info.file:
             table.files.append(info.file)
             table.firsts.append(row)
         table.names.append(info.name)
-        table.kinds.append(forms.setdefault((info.dtype, info.shape), len(forms)))
+        table.kinds.append(types.setdefault(info.type, len(types)))
         table.starts.append(info.start)
         table.ends.append(info.end)
-    table.forms = list(forms)
+    table.types = list(types)
     table.__post_init__()
     return table
 
 
 def joined(tables: Iterable[TensorTable]) -> TensorTable:
     """One table of all rows; `TensorTable.repeated` says whether a name occurs twice."""
-    forms: dict[Form, int] = {}
+    types: dict[TensorType, int] = {}
     whole = TensorTable([], [], [], array("q"), array("q"), [], [])
     for table in tables:
-        into = [forms.setdefault(form, len(forms)) for form in table.forms]
+        into = [types.setdefault(kind, len(types)) for kind in table.types]
         whole.files += table.files
         whole.firsts += [len(whole.names) + first for first in table.firsts]
         whole.names += table.names
         whole.kinds += map(into.__getitem__, table.kinds)
         whole.starts += table.starts
         whole.ends += table.ends
-    whole.forms = list(forms)
+    whole.types = list(types)
     whole.__post_init__()
     return whole

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from ..errors import NoBackend
+from ..files.records import to_json
 from ..measured import Ranking
 from ..problem import Dims, MoEProblem
 from .backend import GROUPS, Backend, Variant
 from .checks import Verdict
-from .selection_inputs import SelectionInputs, plain
+from .selection_inputs import SelectionInputs
 
 CAPABILITY, DTYPE, PLATFORM, NAME = "minimum capability", "model dtype", "platform", "backend name"
 """Kinds of `Gate`."""
@@ -171,5 +172,5 @@ class Decision:
             "order": list(self.order),
             "stand_in": self.stand_in or None,
             "notes": list(self.notes),
-            "ranking": plain(asdict(self.ranking)) if self.ranking else None,
+            "ranking": to_json(self.ranking),
         }

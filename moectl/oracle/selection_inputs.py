@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..environment import Device, Packages
 from ..errors import UsageError
-from ..measured import Measured, Timed
-from ..problem import Activation, Dims, MoEProblem, Parallel, Routing
-from ..schemes import ActFormat, Scheme, WeightFormat
+from ..files.records import from_json, to_json
+from ..measured import Measured
+from ..problem import MoEProblem
 
 FORMAT = "moectl-decision-1"
 """Version of the JSON document."""
@@ -42,8 +42,8 @@ class SelectionInputs:
         return {
             "format": FORMAT,
             "inputs": {
-                "problem": plain(asdict(self.problem)),
-                "device": plain(asdict(self.device)),
+                "problem": to_json(self.problem),
+                "device": to_json(self.device),
                 "packages": {
                     "versions": dict(self.packages.versions),
                     "missing": sorted(self.packages.missing),
@@ -57,68 +57,6 @@ class SelectionInputs:
         }
 
 
-def plain(value: Any) -> Any:
-    """`value` as JSON can say it: sets as sorted lists."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
-
-
-_NESTED: dict[str, Any] = {
-    "dims": Dims,
-    "scheme": Scheme,
-    "weight": WeightFormat,
-    "act": ActFormat,
-    "activation": Activation,
-    "routing": Routing,
-    "parallel": Parallel,
-}
-
-
-_JSON_TYPES: dict[str, Callable[[Any], bool]] = {
-    "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "float": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
-    "bool": lambda value: isinstance(value, bool),
-    "str": lambda value: isinstance(value, str),
-    "None": lambda value: value is None,
-    "tuple[int, int]": lambda value: isinstance(value, list) and [type(item) for item in value] == [int, int],
-    "frozenset[str]": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-}
-"""What a JSON value of a field with this annotation is."""
-
-
-def _is_a(value: Any, annotation: str) -> bool:
-    return any(_JSON_TYPES[part](value) for part in annotation.split(" | "))
-
-
-def _record(kind: Any, data: object, where: str) -> Any:
-    """`data` as a record of `kind`; UsageError names the field that does not fit."""
-    if not isinstance(data, Mapping):
-        raise UsageError(f"{where} must be an object, got {type(data).__name__}")
-    known = {item.name: str(item.type) for item in fields(kind)}
-    if unknown := sorted(set(data) - known.keys()):
-        raise UsageError(f"{where} has unknown fields {', '.join(unknown)}")
-    values: dict[str, Any] = {}
-    for name, value in data.items():
-        if name in _NESTED and known[name] != "str":
-            value = _record(_NESTED[name], value, f"{where}.{name}")
-        elif not _is_a(value, known[name]):
-            raise UsageError(f"{where}.{name} must be {known[name]}, got {value!r}")
-        elif name == "features":
-            value = frozenset(value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        values[name] = value
-    try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{where} is incomplete: {error}") from error
-
-
 def _name(value: object) -> str | None:
     """A request by name; UsageError for anything else."""
     if value is None or isinstance(value, str):
@@ -128,12 +66,10 @@ def _name(value: object) -> str | None:
 
 def _measured(rows: object) -> Measured:
     """Recorded times; none in documents of before there were any."""
-    if not isinstance(rows, list):
-        raise UsageError(f"inputs.measured must be a list, got {type(rows).__name__}")
-    times = tuple(_record(Timed, row, f"inputs.measured[{place}]") for place, row in enumerate(rows))
-    if not all(time.us > 0 for time in times):
+    measured = from_json(Measured, {"rows": rows}, "inputs.measured", UsageError)
+    if not all(time.us > 0 for time in measured.rows):
         raise UsageError("inputs.measured holds a time that is not positive")
-    return Measured(times)
+    return measured
 
 
 def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
@@ -154,8 +90,8 @@ def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
     ):
         raise UsageError("inputs.packages must be an object with objects versions and env, and missing")
     return SelectionInputs(
-        problem=_record(MoEProblem, inputs.get("problem"), "inputs.problem"),
-        device=_record(Device, inputs.get("device"), "inputs.device"),
+        problem=from_json(MoEProblem, inputs.get("problem"), "inputs.problem", UsageError),
+        device=from_json(Device, inputs.get("device"), "inputs.device", UsageError),
         packages=Packages(
             versions={str(k): str(v) for k, v in dict(packages.get("versions", {})).items()},
             missing=frozenset(map(str, packages.get("missing", ()))),

@@ -16,6 +16,7 @@ from ..convert.shards import Share, shard_of
 from ..convert.values import Shapes
 from ..errors import UsageError
 from ..experts import ExpertLayer, Ids, decode
+from ..files.tensor_table import TensorType
 from ..kernels.prepared import CANONICAL, DenseExpert, PreparedMoE
 from ..kernels.runners import runner_for
 from ..padding import pad
@@ -58,8 +59,8 @@ def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
         return {role: _rounded(t, role, layer, dtype) if changes(role) else t for role, t in batch.items()}
 
     shapes = {
-        role: (shape, MODEL_DTYPE[dtype] if changes(role) else kind)
-        for role, (shape, kind) in layer.recipe.shapes.items()
+        role: TensorType(MODEL_DTYPE[dtype] if changes(role) else kind, shape)
+        for role, (kind, shape) in layer.recipe.shapes.items()
     }
     share = layer.share and replace(layer.share, whole=moved(layer.share.whole))
     return _plain(replace(layer, problem=moved(old), share=share), shapes, canonical)
@@ -113,7 +114,7 @@ def _taken(layer: ExpertLayer, share: Share, numbers: Sequence[int]) -> ExpertLa
         return dict(layer.canonical([numbers[int(i)] for i in ids]))
 
     count = share.problem.local_experts
-    shapes = {role: ((count, *shape[1:]), kind) for role, (shape, kind) in layer.recipe.shapes.items()}
+    shapes = {role: kind.with_first_axis(count) for role, kind in layer.recipe.shapes.items()}
     return _plain(replace(layer, problem=share.problem, share=share), shapes, canonical)
 
 
@@ -136,10 +137,7 @@ def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         return {role: chains[role].apply(t) for role, t in layer.canonical(ids).items()}
 
-    shapes = {
-        role: chains[role].storage_shape(tuple(shape), kind)
-        for role, (shape, kind) in layer.recipe.shapes.items()
-    }
+    shapes = {role: chains[role].stored_type(*kind) for role, kind in layer.recipe.shapes.items()}
     # A rank's experts as a layer of their own: how experts are spread is no matter of the layout.
     whole = replace(old, dims=sizes, experts=old.local_experts)
     larger = _plain(replace(layer, problem=whole, share=None), shapes, canonical)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moectl.convert.recipe import Output, Recipe
 from moectl.experts import ExpertLayer
+from moectl.files.tensor_table import TensorType
 from moectl.kernels.inputs import Inputs, make_inputs
 from moectl.kernels.prepared import CANONICAL, PreparedMoE
 from moectl.kernels.reference import moe_reference
@@ -88,7 +89,7 @@ SPELLED = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 def layer_of(problem: MoEProblem, roles: Mapping[str, Tensor]) -> ExpertLayer:
     """A layer that holds `roles` in memory."""
-    shapes = {role: (tuple(t.shape), SPELLED[t.dtype]) for role, t in roles.items()}
+    shapes = {role: TensorType(SPELLED[t.dtype], tuple(t.shape)) for role, t in roles.items()}
     return ExpertLayer(
         problem,
         0,

@@ -39,7 +39,7 @@ def without_weights(problem: MoEProblem) -> PreparedMoE:
     stored = layout.recipe(layout.pad(problem)).stored
     weights = {
         role: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device="meta")
-        for role, (shape, dtype) in stored.items()
+        for role, (dtype, shape) in stored.items()
     }
 
     def dense(ids: object) -> None:

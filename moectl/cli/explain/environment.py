@@ -10,6 +10,7 @@ from ...environment import Packages
 from ...environment.installed import distribution_version
 from ...environment.variables import SET, Finding
 from ...explain import Explanation
+from ...files.records import to_json
 from ...oracle.decision import Decision
 from ...oracle.registry import engine_named
 from ...oracle.tuned_files import TunedFiles, TunedStatus, tuned_status
@@ -36,7 +37,7 @@ def environment_document(explanation: Explanation) -> dict[str, Any]:
     """The same as plain data."""
     files = engine_named(explanation.policy).tuned_files
     return {
-        "variables": [finding.to_json() for finding in variables(explanation.policy, explanation.packages)],
+        "variables": [to_json(finding) for finding in variables(explanation.policy, explanation.packages)],
         "packages": list(package_sentences(explanation)),
         "tuned": [
             {"layers": list(group.layers), **status.to_json(), "remark": _file_remark(status, files) or None}

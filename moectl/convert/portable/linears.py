@@ -14,7 +14,7 @@ from ...checkpoint.quantization import zeros_less_one
 from ...checkpoint.specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
 from ...checkpoint.storage import PER_EXPERT, Storage, format_sizes, parse_shape
 from ...errors import UsageError
-from ...files.tensor_table import TensorInfo
+from ...files.tensor_table import TensorInfo, TensorType
 from ...portable import PORTABLE
 from ...problem import Activation, Dims, MoEProblem
 from ...schemes import ActFormat, Scheme, WeightFormat
@@ -210,8 +210,8 @@ def plan_linears(
     `dtype` is the model's. UsageError when the container has no place for them.
     """
     parts: list[PartMap] = []
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    made: dict[str, tuple[tuple[int, ...], str]] = {}
+    shapes: dict[str, TensorType] = {}
+    made: dict[str, TensorType] = {}
     found: list[Slot] = []
     matrices: dict[str, Work] = {}
     problems: dict[str, MoEProblem] = {}
@@ -271,7 +271,7 @@ def _change(
     return source, replace(problem, scheme=Scheme(target, linear.scheme.act)), Kept(weight, target)
 
 
-def _renamed(shapes: Shapes, role: str) -> dict[str, tuple[tuple[int, ...], str]]:
+def _renamed(shapes: Shapes, role: str) -> dict[str, TensorType]:
     """The first matrix's roles under another name."""
     return {name.replace("w13", role, 1): form for name, form in shapes.items() if name.startswith("w13")}
 
@@ -285,5 +285,5 @@ def _parts(linear: Linear, problem: MoEProblem, role: str, shapes: Shapes, less:
         part = part_of(f"w1{kind}", dtype, info.shape, storage, packing, problem, less)
         name = part.role.replace("w13", role, 1)
         part = replace(part, stored=f"{role}{kind}", role=name, half=None)
-        rows = shapes[name][0][1] if name else 0
+        rows = shapes[name].shape[1] if name else 0
         yield PartMap(PartForm(part, dtype, info.shape, (0, rows)), (info,), True)

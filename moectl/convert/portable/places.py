@@ -97,16 +97,16 @@ def _fused_slots(
         numbers |= {"experts": problem.experts, **format_sizes(problem.scheme)}
         for leaf, (role, _, text) in GPT_OSS.tensors.items():
             if role in shapes:
-                (_, total, *_), dtype = shapes[role]
+                dtype, (_, total, *_) = shapes[role]
                 _, *shape = (axis.value(numbers) for axis in parse_shape(text))
                 name = templates[role.split("_")[0]] + leaf
                 yield Slot(name, role.partition("_")[2], role, (0, total), dtype, tuple(shape), fused=True)
         return
     for role, name in FUSED.items():
-        (_, n, k), dtype = shapes[role]
+        dtype, (_, n, k) = shapes[role]
         yield Slot(templates[role] + name, "", role, (0, n), dtype, (k, n), TRANSPOSED, dtype, fused=True)
         if f"{role}_bias" in shapes:
-            (_, n), dtype = shapes[f"{role}_bias"]
+            dtype, (_, n) = shapes[f"{role}_bias"]
             yield Slot(
                 f"{templates[role]}{name}_bias", "_bias", f"{role}_bias", (0, n), dtype, (n,), fused=True
             )

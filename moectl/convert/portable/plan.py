@@ -214,7 +214,7 @@ def _plan_group(
 def _decide(group: LayerGroup, mapped: LayerMap, asked: PortableOptions, storage: str) -> GroupPlan:
     problem, dims = group.problem, group.problem.dims
     stored = problem.scheme.weight
-    if "w13_scale" in mapped.shapes and (dtype := mapped.shapes["w13_scale"][1]) != "U8":
+    if "w13_scale" in mapped.shapes and (dtype := mapped.shapes["w13_scale"].dtype) != "U8":
         stored = replace(stored, scale_dtype=dtype)
     sizes = ((dims.intermediate, dims.hidden), (dims.hidden, dims.intermediate))
     weight, change = change_for(stored, asked, sizes, MODEL_DTYPE[problem.dtype])
@@ -272,7 +272,7 @@ def _writer(problem: MoEProblem, mapped: LayerMap, plan: GroupPlan, seen: Seen |
 
 def _check_covered(shapes: Shapes, found: tuple[Slot, ...], layer: int) -> None:
     """Raises UsageError when the container has no tensor for a part of what there is to store."""
-    for role, (shape, _) in shapes.items():
+    for role, (_, shape) in shapes.items():
         rows = {row for slot in found if slot.role == role for row in range(*slot.rows)}
         if len(rows) != shape[1]:
             raise UsageError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...checkpoint.formats import FORMATS, SHOWN, Format, Suffix
 from ...checkpoint.storage import format_sizes, parse_shape
 from ...errors import UsageError
+from ...files.tensor_table import TensorType
 from ...schemes import FULL, Scheme, WeightFormat
 from ..chain import Chain
 from ..sources.packings import PACKINGS
@@ -70,7 +71,7 @@ class Slot:
             rows = rows.reciprocal()
         if not self.steps:
             return rows.reshape(shape)
-        return Chain(self.steps).undo(rows.contiguous(), shape, self.raw)
+        return Chain(self.steps).undo(rows.contiguous(), self.raw, shape)
 
     def _check_limits(self, rows: Tensor) -> None:
         low, high = (int(found) for found in rows.aminmax())
@@ -128,7 +129,7 @@ def slots(
     scheme: Scheme,
     module: str,
     sizes: Sizes,
-    shapes: Mapping[str, tuple[Shape, str]],
+    shapes: Mapping[str, TensorType],
 ) -> Iterator[Slot]:
     """The tensors of one matrix in a container, with names that begin with `module`.
 
@@ -142,7 +143,7 @@ def slots(
         shape = tuple(axis.value(numbers) for axis in parse_shape(_text(stored, form)))
         name = f"{module}.{suffix}"
         if role in shapes:
-            (_, total, *_), raw = shapes[role]
+            raw, (_, total, *_) = shapes[role]
             dtype = DTYPE.get(weight.name, {}).get(kind, raw) if raw == "U8" else raw
             moved = steps.get(kind.removeprefix("_"), ())
             packed = "I32" if moved and kind in ("", "_zero") else raw

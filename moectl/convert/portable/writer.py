@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...files.safetensors_writer import TensorSpec, nbytes
+from ...files.tensor_table import TensorType
 from ..batches import Piece
 from ..budget import CHAIN_COPIES
 from ..chain import BLOCK_BYTES, Chain
@@ -62,7 +63,7 @@ class PortableWriter:
 
     @property
     def experts(self) -> int:
-        return next(iter(self.shapes.values()))[0][0]
+        return next(iter(self.shapes.values())).shape[0]
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -83,7 +84,7 @@ class PortableWriter:
 
     @property
     def _made(self) -> Shapes:
-        return {slot.template: ((self.experts, *slot.shape), slot.dtype) for slot in self.slots}
+        return {slot.template: TensorType(slot.dtype, (self.experts, *slot.shape)) for slot in self.slots}
 
     def buffer_bytes(self, experts: int) -> int:
         return carved_bytes(self._made, experts)

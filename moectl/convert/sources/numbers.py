@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...files.tensor_table import TensorType
 from ..transforms import DTYPES, Shape
 from ..values import Exact, Facts, Tensors, named
 
@@ -24,15 +25,15 @@ class Repeated(Exact):
         if not 1 <= self.times <= 1 << 16:
             raise CheckpointError(f"{self}: a number is repeated 1 to 65536 times.")
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         if math.prod(shape[1:]) != 1:
             raise CheckpointError(f"{self}: needs one number an expert, got {list(shape)}.")
-        return (shape[0], self.times, 1), dtype
+        return TensorType(dtype, (shape[0], self.times, 1))
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         return t.reshape(-1, 1, 1).expand(-1, self.times, 1)
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         return t[:, :1].reshape(shape)
 
 
@@ -45,10 +46,10 @@ class Reciprocal(Exact):
     def exact(self) -> bool:
         return False
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         if dtype != "F32":
             raise CheckpointError(f"{self}: needs F32, got {dtype}.")
-        return shape, dtype
+        return TensorType(dtype, shape)
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         if not bool((torch.isfinite(t) & (t > 0)).all()):
@@ -58,7 +59,7 @@ class Reciprocal(Exact):
             )
         return t.reciprocal()
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         return t.reciprocal().reshape(shape)
 
 
@@ -78,10 +79,10 @@ class Rounded(Exact):
     def exact(self) -> bool:
         return False
 
-    def shape(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def output_type(self, dtype: str, shape: Shape) -> TensorType:
         if dtype != self.source:
             raise CheckpointError(f"{self}: needs {self.source}, got {dtype}.")
-        return shape, self.target
+        return TensorType(self.target, shape)
 
     def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
         rounded = t.to(DTYPES[self.target])
@@ -92,5 +93,5 @@ class Rounded(Exact):
             )
         return rounded
 
-    def undo(self, t: Tensor, shape: Shape, dtype: str, others: Tensors) -> Tensor:
+    def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         return t.to(DTYPES[self.source]).reshape(shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...files.safetensors_writer import nbytes
-from ...files.tensor_table import TensorInfo
+from ...files.tensor_table import TensorInfo, TensorType
 from ...problem import MoEProblem
 from ..chain import BLOCK_BYTES, Chain
 from ..recipe import SIDE
@@ -50,11 +50,11 @@ class Part:
         """The role under which it is kept aside."""
         return STORED + self.stored
 
-    def form(self, shape: Shape, dtype: str) -> tuple[Shape, str]:
+    def form(self, dtype: str, shape: Shape) -> TensorType:
         """Shape and dtype of the canonical rows of stored tensors, axes as the steps leave them."""
-        found = self.chain.storage_shape(shape, dtype)
+        found = self.chain.stored_type(dtype, shape)
         for value in self.values:
-            found = value.shape(*found)
+            found = value.output_type(*found)
         return found
 
     @property
@@ -80,9 +80,18 @@ class PartForm:
     shared: bool = False
 
     @property
+    def type(self) -> TensorType:
+        """One expert's stored tensor."""
+        return TensorType(self.dtype, self.shape)
+
+    @property
     def each(self) -> int:
         """Bytes of one expert's stored tensor."""
         return nbytes(self.dtype, self.shape)
+
+    def of_experts(self, experts: int) -> TensorType:
+        """The stored tensors of so many experts in one."""
+        return TensorType(self.dtype, (experts, *self.shape))
 
     def canonical(self, raw: Tensor) -> Tensor:
         """Canonical rows of stored tensors ``[e, *shape]``; axes may be split otherwise than the role's."""
@@ -103,13 +112,13 @@ class PartForm:
         Where a value step is not exact, numbers near those that `canonical` had.
         """
         shape = (len(rows), *self.shape)
-        forms = [self.part.chain.storage_shape(shape, self.dtype)]
+        types = [self.part.chain.stored_type(self.dtype, shape)]
         for value in self.part.values:
-            forms.append(value.shape(*forms[-1]))
-        t = rows.reshape(forms[-1][0])
-        for value, (before, dtype) in zip(reversed(self.part.values), reversed(forms[:-1]), strict=True):
-            t = value.undo(t, before, dtype, {})
-        return self.part.chain.undo(t.contiguous(), shape, self.dtype) if self.part.chain.steps else t
+            types.append(value.output_type(*types[-1]))
+        t = rows.reshape(types[-1].shape)
+        for value, before in zip(reversed(self.part.values), reversed(types[:-1]), strict=True):
+            t = value.undo(t, *before, {})
+        return self.part.chain.undo(t.contiguous(), self.dtype, shape) if self.part.chain.steps else t
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,7 @@ class LayerMap:
     @property
     def experts(self) -> int:
         """Experts of the layer."""
-        return next(iter(self.shapes.values()))[0][0]
+        return next(iter(self.shapes.values())).shape[0]
 
     @property
     def tensors(self) -> Iterator[TensorInfo]:
@@ -190,17 +199,13 @@ class LayerMap:
     def of_experts(self, first: int, last: int) -> LayerMap:
         """The same for experts `first` to `last` (exclusive) alone."""
         parts = tuple(part.of_experts(first, last) for part in self.parts)
-        shapes = {role: ((last - first, *shape[1:]), dtype) for role, (shape, dtype) in self.shapes.items()}
+        shapes = {role: kind.with_first_axis(last - first) for role, kind in self.shapes.items()}
         return replace(self, parts=parts, shapes=shapes)
 
     @property
     def kept(self) -> Shapes:
         """Shape and dtype of stored tensors kept aside, by role, for all experts."""
-        return {
-            part.part.side: ((self.experts, *part.form.shape), part.form.dtype)
-            for part in self.parts
-            if part.part.kept
-        }
+        return {part.part.side: part.form.of_experts(self.experts) for part in self.parts if part.part.kept}
 
     @property
     def batch_shapes(self) -> Shapes:
@@ -213,9 +218,7 @@ class LayerMap:
         part, and the other stored tensors by `Part.side`."""
         direct = {part.part.role for part in self.parts if part.part.direct}
         sides = {
-            part.part.side: ((self.experts, *part.form.shape), part.form.dtype)
-            for part in self.parts
-            if not part.part.direct
+            part.part.side: part.form.of_experts(self.experts) for part in self.parts if not part.part.direct
         }
         return {role: form for role, form in self.shapes.items() if role in direct} | sides
 
@@ -243,17 +246,17 @@ def carve(buffer: Tensor, shapes: Shapes, experts: int) -> dict[str, Tensor]:
     """Tensors of `shapes` for `experts`, one after the other in a uint8 `buffer`, each aligned."""
     found: dict[str, Tensor] = {}
     at = 0
-    for role, (shape, dtype) in shapes.items():
-        form = (experts, *shape[1:])
-        size = nbytes(dtype, form)
-        found[role] = buffer[at : at + size].view(TORCH_DTYPES[dtype]).reshape(form)
+    for role, each in shapes.items():
+        dtype, shape = each.with_first_axis(experts)
+        size = nbytes(dtype, shape)
+        found[role] = buffer[at : at + size].view(TORCH_DTYPES[dtype]).reshape(shape)
         at += -(-size // ALIGN) * ALIGN
     return found
 
 
 def carved_bytes(shapes: Shapes, experts: int) -> int:
     """Bytes of the buffer that `carve` needs."""
-    sizes = (nbytes(dtype, (experts, *shape[1:])) for shape, dtype in shapes.values())
+    sizes = (nbytes(*each.with_first_axis(experts)) for each in shapes.values())
     return sum(-(-size // ALIGN) * ALIGN for size in sizes)
 
 

@@ -162,7 +162,7 @@ def map_layer(source: Source, checkpoint: Checkpoint, group: LayerGroup, layer: 
         _map_part(source, role, template, checkpoint, problem, layer, shapes)
         for role, template in templates.items()
     )
-    for role, (shape, _) in shapes.items():
+    for role, (_, shape) in shapes.items():
         _check_filled(role, shape[1], [m for m in mapped if m.part.role == role], layer)
     consumed = {info.name for m in mapped for info in m.tensors}
     _refuse_extra(checkpoint, {expert_prefix(name, layer) for name in templates.values()}, consumed, layer)
@@ -224,8 +224,8 @@ def _height(part: Part, info: TensorInfo, dtype: str, shape: tuple[int, ...], sh
             f"tensor {info.name} is a {part.role}, which experts as the config describes them do not have.",
             hint="Check the checkpoint's quantization config.",
         )
-    found, kind = part.form((1, *shape), dtype)
-    (_, *wanted), expected = shapes[part.role]
+    kind, found = part.form(dtype, (1, *shape))
+    expected, (_, *wanted) = shapes[part.role]
     if kind != expected:
         raise CheckpointError(
             f"tensor {info.name} must be {expected} like the rest of the model, got {info.dtype}."

@@ -65,7 +65,7 @@ def canonical_tensors(problem: MoEProblem, seed: int = 0, alike: bool = False) -
     `alike`: gate and up have the same scale, where there is one for a matrix.
     """
     tensors = {}
-    for i, (role, (shape, dtype)) in enumerate(canonical_shapes(problem, problem.experts).items()):
+    for i, (role, (dtype, shape)) in enumerate(canonical_shapes(problem, problem.experts).items()):
         t = random_bytes(shape, dtype, seed + i)
         kind = role.partition("_")[2]
         if t.is_floating_point():
@@ -123,7 +123,7 @@ def moved(layout: WeightLayout, problem: MoEProblem) -> Iterator[tuple[str, Chai
 def back(chain: Chain, t: Tensor, like: Tensor) -> Tensor:
     """`t` undone to the shape and dtype of `like`."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    return chain.undo(t, tuple(like.shape), names[like.dtype])
+    return chain.undo(t, names[like.dtype], tuple(like.shape))
 
 
 EVERY_LAYOUT = [

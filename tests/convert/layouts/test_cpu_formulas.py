@@ -130,7 +130,7 @@ def test_a_manifest_cannot_ask_for_other_blocks(columns, codes, sums, message):
     }
     data = {"role": "w2", "values": [step], "chain": [], "per_layer": False}
     with pytest.raises(CheckpointError, match=message):
-        Output.from_json(json.loads(json.dumps(data)), "w2").stored((1, 64, 32), "U8")
+        Output.from_json(json.loads(json.dumps(data)), "w2").stored("U8", (1, 64, 32))
 
 
 @pytest.mark.parametrize("code", [0, 15])

@@ -99,7 +99,7 @@ def test_scales_are_grouped_when_padding_makes_a_second_group():
     layout = layout_named("marlin-int4")
     problem = problem_for(layout, int_format(4, 32), "concatenated", 128, 32)
     chain = layout.chains(problem)["w2_scale"]
-    assert chain.storage_shape((1, 128, 1), "BF16") == ((1, 2, 128), "BF16")
+    assert chain.stored_type("BF16", (1, 128, 1)) == ("BF16", (1, 2, 128))
     assert chain.steps[-1] == marlin.SCALES_GROUPED
 
 

@@ -40,7 +40,7 @@ def test_the_way_back_gives_the_same_bytes(layout, weight, rows):
         tensors, recipe = tensors_for(layout, problem), layout.recipe(problem)
         forms = stored(layout, problem, tensors)
         assert {name: (tuple(t.shape), t.dtype) for name, t in forms.items()} == {
-            name: (shape, DTYPES[dtype]) for name, (shape, dtype) in recipe.stored.items()
+            name: (shape, DTYPES[dtype]) for name, (dtype, shape) in recipe.stored.items()
         }
         assert not recipe.lossy
         outputs = {
@@ -78,7 +78,7 @@ def test_padded_lanes_are_zero_in_each_half(layout, weight, rows):
         problem = problem_for(layout, weight, rows, hidden, intermediate, experts=1)
         recipe, wide = layout.recipe(problem), layout.recipe(unpadded(problem))
         tensors = {
-            role: poisoned(shape, dtype, role, weight) for role, (shape, dtype) in recipe.shapes.items()
+            role: poisoned(shape, dtype, role, weight) for role, (dtype, shape) in recipe.shapes.items()
         }
         facts = recipe.look(tensors, {})
         for name, output in recipe.outputs.items():
@@ -86,8 +86,7 @@ def test_padded_lanes_are_zero_in_each_half(layout, weight, rows):
             if output.per_layer or poison.ndim == 1:
                 continue
             form, other = output.chain.apply(poison), wide.outputs[name]
-            wide_shape, dtype = other.steps(*wide.shapes[other.role])[-1]
-            seen = other.chain.undo(form, wide_shape, dtype)
+            seen = other.chain.undo(form, *other.steps(*wide.shapes[other.role])[-1])
             _only_padding_is_added(problem, name, poison, seen, PAD_BYTES.get((layout.name, name), 0))
 
 
@@ -204,7 +203,7 @@ def test_sizes_that_were_not_padded_are_refused():
 def test_padding_beyond_the_rule_is_kept():
     layout = layout_named("trtllm-mxfp4")
     problem = MoEProblem(Dims(256, 128, 1024, 512), 2, 1, Scheme(MXFP4))
-    assert layout.chains(problem)["w13"].storage_shape((2, 256, 128), "U8") == ((2, 1024, 512), "U8")
+    assert layout.chains(problem)["w13"].stored_type("U8", (2, 256, 128)) == ("U8", (2, 1024, 512))
 
 
 PADDING = [

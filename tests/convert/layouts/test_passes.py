@@ -38,9 +38,10 @@ from moectl.convert.transforms import (
     View,
     Widen,
     Xor,
-    dtype_name,
+    type_of,
 )
 from moectl.errors import CheckpointError
+from moectl.files.tensor_table import TensorType
 
 from .layers import EVERY_LAYOUT, as_bytes, moved, problem_for, random_bytes, same
 
@@ -56,11 +57,11 @@ def check_both_ways(
     chain: Chain, t: torch.Tensor, *, needed: bool, run: Run = cpu_pass.run, device: str = "cpu"
 ) -> int:
     """How many of the two directions compose; each then gives the bytes of the steps."""
-    shape, dtype = tuple(t.shape), dtype_name(t.dtype)
+    dtype, shape = type_of(t)
     stored = chain.apply(t)
     done = 0
-    for back, source, wanted in ((False, t, stored), (True, stored, chain.undo(stored, shape, dtype))):
-        program = compose(chain.steps, (1, *shape[1:]), dtype, back=back)
+    for back, source, wanted in ((False, t, stored), (True, stored, chain.undo(stored, dtype, shape))):
+        program = compose(chain.steps, TensorType(dtype, (1, *shape[1:])), back=back)
         assert program is not None or not needed
         if program is not None:
             made = poisoned(wanted).to(device)
@@ -82,7 +83,7 @@ def test_every_layout_is_one_pass_each_way(layout, weight, rows, hidden, interme
 def test_every_layout_has_a_launch_for_gpus(layout, weight, rows):
     for _name, chain, t in moved(layout, problem_for(layout, weight, rows, 288, 96)):
         for back in (False, True):
-            program = compose(chain.steps, (1, *t.shape[1:]), dtype_name(t.dtype), back=back)
+            program = compose(chain.steps, type_of(t).with_first_axis(1), back=back)
             assert program is None or cuda_pass.plan(program, 8).constants["SLOTS"]
 
 
@@ -103,12 +104,12 @@ def chains(draw):
     for _ in range(draw(st.integers(1, 6))):
         step = draw(_step(shape, kind))
         try:
-            after = step.shape(shape, kind)
+            after = step.output_type(kind, shape)
         except CheckpointError:
             continue
-        if math.prod(after[0]) < 20_000:
+        if math.prod(after.shape) < 20_000:
             made.append(step)
-            shape, kind = after
+            kind, shape = after
     return Chain(tuple(made)), start, dtype
 
 
@@ -193,7 +194,7 @@ def test_a_long_prime_axis_is_cut_into_tiles():
 def test_chains_that_would_need_huge_tables_go_step_by_step(steps, shape):
     tracemalloc.start()
     try:
-        assert compose(steps, shape, "U8") is None
+        assert compose(steps, TensorType("U8", shape)) is None
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
@@ -204,7 +205,7 @@ def test_every_step_that_moves_bits_has_a_row():
 
 
 def test_steps_that_compute_values_do_not_compose():
-    assert compose((Widen("F16"),), (1, 4), "F16") is None
+    assert compose((Widen("F16"),), TensorType("F16", (1, 4))) is None
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -217,7 +218,7 @@ def test_large_tensors_take_the_one_pass(threads, monkeypatch):
     monkeypatch.setattr(cpu_pass, "thread_count", lambda: threads)
     monkeypatch.setattr(Chain, "_blocks", lambda *_: ran.append("steps"))
     assert same(chain.apply(t), slow)
-    assert same(chain.undo(slow, tuple(t.shape), "U8"), t)
+    assert same(chain.undo(slow, *type_of(t)), t)
     out = torch.full_like(slow, 1)
     assert chain.apply(t, out) is out
     assert same(out, slow)
@@ -301,7 +302,7 @@ def test_tiles_for_gpus_touch_few_sectors(name, back):
     """A tile of a layer of 2880 x 2880 uses what it touches of the memory's 32-byte sectors."""
     layout = layout_named(name)
     problem = problem_for(layout, layout.weights[0], "interleaved", 2880, 2880, experts=1)
-    program = compose(layout.chains(problem)["w13"].steps, (1, 5760, 1440), "U8", back=back)
+    program = compose(layout.chains(problem)["w13"].steps, TensorType("U8", (1, 5760, 1440)), back=back)
     launch = cuda_pass.plan(program, 8)
     assert launch.constants["TILE"] == cuda_pass.TILE_WORDS
     for fields, some, size in (("READ", "SLOTS", launch.unit), ("WRITE", "WORDS", launch.width)):
@@ -340,7 +341,7 @@ def test_compiled_for_a_gpu_that_is_not_here(name, tmp_path):
 
     layout = layout_named(name)
     problem = problem_for(layout, layout.weights[0], "interleaved", 2880, 2880, experts=1)
-    program = compose(layout.chains(problem)["w13"].steps, (1, 5760, 1440), "U8")
+    program = compose(layout.chains(problem)["w13"].steps, TensorType("U8", (1, 5760, 1440)))
     launch = cuda_pass.plan(program, 8)
     kinds = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*u64"}
     signature = {"source": kinds[launch.unit], "target": kinds[launch.width]}

@@ -70,10 +70,10 @@ def test_every_step_goes_back(case, seed):
     if isinstance(step, Widen) and dtype == "F16":
         t = torch.nan_to_num(t)  # only a half's NaN may change its bits
     out = step.apply(t)
-    assert step.shape(shape, dtype) == (tuple(out.shape), dtype_name(out.dtype))
-    assert same(step.undo(out, shape, dtype).contiguous(), t)
+    assert step.output_type(dtype, shape) == (dtype_name(out.dtype), tuple(out.shape))
+    assert same(step.undo(out, dtype, shape).contiguous(), t)
     chain = Chain((step,))
-    assert same(chain.undo(chain.apply(t), shape, dtype), t)
+    assert same(chain.undo(chain.apply(t), dtype, shape), t)
     assert Chain.from_json(json.loads(json.dumps(chain.to_json()))) == chain
 
 
@@ -109,13 +109,13 @@ def test_nibbles_apart():
 def test_widening_keeps_nans():
     t = torch.tensor([[0x7F81, 0x7FC0, -1, 0x3F80]], dtype=torch.int16).view(torch.bfloat16)
     step = Widen("BF16")
-    assert same(step.undo(step.apply(t), (1, 4), "BF16"), t)
+    assert same(step.undo(step.apply(t), "BF16", (1, 4)), t)
 
 
 def test_a_view_of_bytes_that_start_anywhere():
     t = random_bytes((1, 1, 9), "U8")[..., 1:]
     chain = Chain((View("U8", "I32"),))
-    assert same(chain.undo(chain.apply(t), (1, 1, 8), "U8"), t.contiguous())
+    assert same(chain.undo(chain.apply(t), "U8", (1, 1, 8)), t.contiguous())
 
 
 def test_output_may_be_given():
@@ -152,13 +152,13 @@ def test_an_empty_chain_copies():
 )
 def test_shapes_that_a_chain_cannot_take(chain, shape, dtype, message):
     with pytest.raises(CheckpointError, match=message):
-        chain.storage_shape(shape, dtype)
+        chain.stored_type(dtype, shape)
 
 
 def test_the_way_back_refuses_another_shape():
     chain = Chain((Pad(1, 8),))
     with pytest.raises(CheckpointError, match=r"stored as U8 \(2, 8\), got U8 \(2, 9\)"):
-        chain.undo(random_bytes((2, 9), "U8"), (2, 5), "U8")
+        chain.undo(random_bytes((2, 9), "U8"), "U8", (2, 5))
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_unknown_dtypes_are_refused():
     with pytest.raises(CheckpointError, match=r"tensors of torch.float64 cannot be laid out"):
         Chain().apply(torch.zeros(2, 2, dtype=torch.float64))
     with pytest.raises(CheckpointError, match="unknown dtype 'Q9'"):
-        Chain().storage_shape((2, 2), "Q9")
-    assert Chain().storage_shape((2, 2), "I64") == ((2, 2), "I64"), "what no step touches is stored as it is"
+        Chain().stored_type("Q9", (2, 2))
+    assert Chain().stored_type("I64", (2, 2)) == ("I64", (2, 2)), "what no step touches is stored as it is"
 
 
 def test_memory_does_not_grow_with_the_batch(monkeypatch):

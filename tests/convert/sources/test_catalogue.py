@@ -16,7 +16,7 @@ def test_every_built_in_model_is_mapped(name: str) -> None:
         layer = group.layers[0]
         mapped = map_layer(source_for(checkpoint, group), checkpoint, group, layer)
         assert {part.part.stored for part in mapped.parts} == group.names.experts.keys()
-        for role, (shape, _) in mapped.shapes.items():
+        for role, (_, shape) in mapped.shapes.items():
             rows = sorted(part.form.rows for part in mapped.parts if part.part.role == role)
             assert [first for first, _ in rows] == [0, *(last for _, last in rows[:-1])]
             assert rows[-1][1] == shape[1]

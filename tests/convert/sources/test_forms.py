@@ -32,7 +32,7 @@ def code(packed, k, bits):
 def both_ways(steps, stored):
     chain = Chain(steps)
     found = chain.apply(stored)
-    assert torch.equal(chain.undo(found, tuple(stored.shape), "I32"), stored)
+    assert torch.equal(chain.undo(found, "I32", tuple(stored.shape)), stored)
     return found
 
 
@@ -70,7 +70,7 @@ def test_a_zero_point_of_the_first_version_may_be_sixteen():
     found = both_ways(forms.gptq_zeros(4, one_less=True), stored)
     assert (found == 16).all()
     with pytest.raises(CheckpointError, match="more bits"):
-        Chain(forms.gptq_zeros(4)).undo(found, (1, 1, 1), "I32")
+        Chain(forms.gptq_zeros(4)).undo(found, "I32", (1, 1, 1))
 
 
 def test_awq_columns():

@@ -33,7 +33,7 @@ def test_slices_lead_back_to_the_stored_tensors(storage: Storage) -> None:
             shapes = canonical_shapes(share.problem, EXPERTS, inputs)
             assert share.shapes(mapped.shapes) == shapes
             assert {role: (tuple(cut[role].shape), cut[role].dtype) for role in shapes} == {
-                role: (shape, TORCH_DTYPES[dtype]) for role, (shape, dtype) in shapes.items()
+                role: (shape, TORCH_DTYPES[dtype]) for role, (dtype, shape) in shapes.items()
             }
         joined = shares[0].join(slices, list(mapped.shapes))
         for part in mapped.parts:
@@ -59,7 +59,7 @@ def test_a_range_of_experts_is_read_from_its_own_bytes(storage: Storage) -> None
 
     piece = {
         role: torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-        for role, (shape, dtype) in mapped.batch_shapes.items()
+        for role, (dtype, shape) in mapped.batch_shapes.items()
     }
     read_batch(mapped, 0, 1, fill, piece)
     assert seen == {name: stop - start for name, (start, stop) in extents.items()}

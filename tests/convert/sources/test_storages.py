@@ -38,7 +38,7 @@ def read(layer: Layer, first: int = 0, last: int = EXPERTS) -> tuple[LayerMap, d
     mapped = map_layer(source_for(checkpoint, layer.group), checkpoint, layer.group, LAYER)
     batch = {
         role: torch.empty((last - first, *shape[1:]), dtype=TORCH_DTYPES[dtype])
-        for role, (shape, dtype) in mapped.batch_shapes.items()
+        for role, (dtype, shape) in mapped.batch_shapes.items()
     }
 
     def fill(info, at, view):

@@ -54,7 +54,7 @@ def tensors(problem: MoEProblem, experts: int = 3) -> dict[str, Tensor]:
     """Canonical tensors of random bytes, of which none stand for a NaN."""
     generator = torch.Generator().manual_seed(7)
     made = {}
-    for role, (shape, dtype) in canonical_shapes(problem, experts).items():
+    for role, (dtype, shape) in canonical_shapes(problem, experts).items():
         kind = TORCH_DTYPES[dtype]
         data = torch.randint(
             0, 120, (math.prod(shape) * kind.itemsize,), dtype=torch.uint8, generator=generator
@@ -96,7 +96,7 @@ def test_a_slice_has_the_lanes_of_its_rank(name: str, rows: str, gated: bool) ->
         cut = share.cut(whole)
         assert {role: (tuple(t.shape), t.dtype) for role, t in cut.items()} == {
             role: (shape, TORCH_DTYPES[dtype])
-            for role, (shape, dtype) in canonical_shapes(share.problem, 3).items()
+            for role, (dtype, shape) in canonical_shapes(share.problem, 3).items()
         }
         for role, t in whole.items():
             found = lanes(problem, role)
