@@ -16,13 +16,13 @@ from torch import Tensor
 
 from .convert.canonical import canonical_shapes
 from .convert.recipe import Output, Recipe
-from .convert.safetensors_file import TORCH_DTYPES
 from .experts import ExpertLayer, Ids
-from .kernels.inputs import DTYPES, random_logits
+from .kernels.inputs import random_logits
 from .kernels.prepared import CANONICAL, local_ids
 from .kernels.reference import moe_reference
 from .problem import MoEProblem
 from .seeds import seed_of
+from .torch_dtypes import MODEL_TORCH_DTYPES, TORCH_DTYPES
 
 CODES_RMS: Mapping[str, float] = {"mxfp4": 2.9, "nvfp4": 2.9, "int4": 4.6, "int8": 74.0}
 """Root mean square of the numbers that random codes stand for, integers without their offset.
@@ -60,7 +60,7 @@ def tokens_of(problem: MoEProblem, tokens: int, device: torch.device) -> Tensor:
     """``[tokens, hidden]`` random input in the model's dtype."""
     generator = torch.Generator(device).manual_seed(seed_of("tokens", tokens))
     x = torch.randn(tokens, problem.dims.hidden, generator=generator, device=device)
-    return x.to(DTYPES[problem.dtype])
+    return x.to(MODEL_TORCH_DTYPES[problem.dtype])
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import math
 
+from ..dtypes import MODEL_DTYPES
 from ..errors import NoBackend
 from ..problem import MoEProblem
 from ..schemes import FULL, WeightFormat
 from .transforms import Flip, Pad, Rearrange, Shape, Step
 
 INTERLEAVED, CONCATENATED = "interleaved", "concatenated"
-
-MODEL_DTYPE = {"bf16": "BF16", "fp16": "F16"}
 
 
 def halves(problem: MoEProblem, role: str) -> int:
@@ -38,7 +37,7 @@ def scale_dtype(problem: MoEProblem) -> str:
     weight = problem.scheme.weight
     if weight.name.startswith("mx") or weight.name == "nvfp4" or weight.scale_dtype == "E8M0":
         return "U8"
-    return weight.scale_dtype or MODEL_DTYPE[problem.dtype]
+    return weight.scale_dtype or MODEL_DTYPES[problem.dtype]
 
 
 def byte_scales(problem: MoEProblem) -> str:
@@ -73,7 +72,7 @@ def canonical_shapes(
     hidden, inter, weight = problem.dims.hidden, problem.dims.intermediate, problem.scheme.weight
     _check_groups(problem)
     with_inputs = has_input_scales(problem) if inputs is None else inputs
-    dtype = "U8" if weight.bits <= 8 else MODEL_DTYPE[problem.dtype]
+    dtype = "U8" if weight.bits <= 8 else MODEL_DTYPES[problem.dtype]
     shapes: dict[str, tuple[Shape, str]] = {}
     for role, n, k in (("w13", inter, hidden), ("w2", hidden, inter)):
         stacked = halves(problem, role)
@@ -88,7 +87,7 @@ def canonical_shapes(
         if with_inputs:
             shapes[f"{role}_input"] = ((experts, stacked, 1), "F32")
         if problem.bias:
-            shapes[f"{role}_bias"] = ((experts, stacked * n), MODEL_DTYPE[problem.dtype])
+            shapes[f"{role}_bias"] = ((experts, stacked * n), MODEL_DTYPES[problem.dtype])
     return shapes
 
 

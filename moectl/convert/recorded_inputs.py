@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..dtypes import CONFIG_DTYPES
 from ..errors import CheckpointError
 from ..problem import Activation, Dims, MoEProblem
 from ..schemes import A16, NVFP4, NVFP4_ACT, Scheme, WeightFormat
@@ -144,12 +145,11 @@ def layer(
 
 def _dtype(recording: Recording, tensors: Mapping[str, Tensor]) -> str:
     """The model's dtype: as the parameters state it, else that of biases, else bf16."""
-    known = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
     stated = recording.text("dtype")
-    if stated and stated not in known:
+    if stated and stated not in CONFIG_DTYPES:
         raise Unsupported(f"models of dtype {stated}")
     halves = any(t.dtype is torch.float16 for role, t in tensors.items() if role.endswith("_bias"))
-    return known[stated] if stated else "fp16" if halves else "bf16"
+    return CONFIG_DTYPES[stated] if stated else "fp16" if halves else "bf16"
 
 
 def _rows_of(

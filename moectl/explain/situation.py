@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ..dtypes import MODEL_DTYPES
 from ..errors import UsageError
 from ..oracle.keys import act_key
 from ..problem import Dims, MoEProblem
@@ -78,7 +79,7 @@ def _act_order(problem: MoEProblem, value: str) -> MoEProblem:
 
 
 def _dtype(problem: MoEProblem, value: str) -> MoEProblem:
-    return replace(problem, dtype=_of(value, "dtype", ("bf16", "fp16")))
+    return replace(problem, dtype=_of(value, "dtype", MODEL_DTYPES))
 
 
 def _lora(problem: MoEProblem, value: str) -> MoEProblem:

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from ..checkpoint.model import Checkpoint, ExpertNames, LayerGroup
 from ..checkpoint.storage import PER_EXPERT
-from ..convert.canonical import MODEL_DTYPE
 from ..convert.codecs import codec_for
-from ..convert.safetensors_file import TORCH_DTYPES
 from ..convert.sources import PartForm, map_layer, source_for
 from ..convert.sources.extras import extra_values
 from ..files.tensor_table import TensorInfo
 from ..problem import Dims, MoEProblem
 from ..schemes import FULL, Scheme, WeightFormat
 from ..seeds import seed_of
+from ..torch_dtypes import TORCH_DTYPES
 from .resize import fit_shared
 
 BANK_ROWS = 4096
@@ -224,7 +223,7 @@ class Maker:
             assert source is not None, "the format has scales and, where they are stored, zeros"
             return source[chosen].roll(turn, dims=1)
         codes = bank.codes[chosen].roll(turn, dims=2).reshape(len(chosen) * tall, -1)[:rows]
-        return codes.to(TORCH_DTYPES[MODEL_DTYPE[made.problem.dtype]]) if weight.bits == 16 else codes
+        return codes.to(TORCH_DTYPES[MODEL_DTYPES[made.problem.dtype]]) if weight.bits == 16 else codes
 
     def _own(self, matrix: str, layer: int, expert: int) -> Tensor:
         """``[1, 1]``: a factor near 1 that gate and up share, of one expert."""
@@ -241,7 +240,7 @@ class Maker:
     def _bias(self, made: _Experts, matrix: str, layer: int, expert: int) -> Tensor:
         generator = self._generator(matrix, "bias", layer, expert)
         values = torch.randn(_extents(made.problem, matrix)[0], generator=generator) * BIAS_SPREAD
-        return values.to(TORCH_DTYPES[MODEL_DTYPE[made.problem.dtype]])
+        return values.to(TORCH_DTYPES[MODEL_DTYPES[made.problem.dtype]])
 
 
 def _experts(checkpoint: Checkpoint, group: LayerGroup) -> _Experts:

@@ -13,6 +13,7 @@ from ...checkpoint.model import Checkpoint
 from ...checkpoint.quantization import zeros_less_one
 from ...checkpoint.specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
 from ...checkpoint.storage import PER_EXPERT, Storage, format_sizes, parse_shape
+from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...files.tensor_table import TensorInfo
 from ...portable import PORTABLE
@@ -260,7 +261,7 @@ def _change(
     source = replace(problem, scheme=Scheme(weight, linear.scheme.act))
     if storage == "plain":
         bf16 = PORTABLE["bf16"].weight
-        dtype = {"bf16": "BF16", "fp16": "F16"}[problem.dtype]
+        dtype = MODEL_DTYPES[problem.dtype]
         rounds = requantize or weight.name in ("fp8", "mxfp8")
         return source, replace(problem, scheme=Scheme(bf16)), Decoded(weight, dtype, rounds)
     target = (
