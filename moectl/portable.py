@@ -31,7 +31,7 @@ class PortableFormat:
     @property
     def has_scale_rules(self) -> bool:
         """True when block scales are powers of two, for which there are several usual choices."""
-        return self.weight.scale_dtype == MXFP4.scale_dtype
+        return self.weight.number.byte_scale == "E8M0"
 
     @property
     def readers(self) -> tuple[Reader, ...]:

@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from ..files.strict_json import shown
 from ..schemes import (
     A16,
     FULL,
     MXFP4,
-    MXFP4_ACT,
     MXFP8,
     MXFP8_ACT,
     NVFP4,
@@ -20,7 +19,11 @@ from ..schemes import (
     ActFormat,
     Scheme,
     WeightFormat,
+    act_format,
+    block_formats,
+    float_format,
     int_format,
+    weight_format,
 )
 
 Config = Mapping[str, Any]
@@ -135,6 +138,14 @@ def modelopt_scheme(name: object, key: str) -> Scheme:
     return MODELOPT_ALGORITHMS[name.upper()]
 
 
+def modelopt_algorithm(scheme: Scheme) -> str:
+    """What ModelOpt calls `scheme`: the first name for it; UsageError when it has none."""
+    for name, known in MODELOPT_ALGORITHMS.items():
+        if known == scheme:
+            return name
+    raise UsageError(f"ModelOpt has no name for {scheme}.", hint="Choose another --container.")
+
+
 def group_scheme(group: Config, where: str) -> Scheme:
     """The scheme of one of compressed-tensors' config_groups; CheckpointError, naming `where` it stands."""
     weights, inputs = mapping(group, "weights"), mapping(group, "input_activations")
@@ -158,18 +169,18 @@ def _compressed_weight(spec: Config, where: str) -> WeightFormat:
     block = _blocks(spec, where)
     if kind == "int" and bits in (4, 8) and block[0] == 1:
         return int_format(bits, block[1], zero_point=spec.get("symmetric") is False)
-    if (kind, bits) == ("float", 4):
-        return _float4(spec, block, where)
-    if (kind, bits) == ("float", 8):
-        return MXFP8 if block == (1, 32) else WeightFormat("fp8", 8, block, "F32")
+    if kind == "float" and bits in (4, 8):
+        weight = float_format(bits, block)
+        if weight is None:
+            raise refuse(f"{where}group_size", _spelled_groups(bits), block[1])
+        return weight
     raise refuse(f"{where}type", "int (4 or 8 bits, groups or channels) or float (4 or 8 bits)", kind)
 
 
-def _float4(spec: Config, block: tuple[int, int], where: str) -> WeightFormat:
-    formats = {(1, 32): MXFP4, (1, 16): NVFP4}
-    if block not in formats:
-        raise refuse(f"{where}group_size", "32 (MXFP4) or 16 (NVFP4)", block[1])
-    return formats[block]
+def _spelled_groups(bits: int) -> str:
+    """The groups in which there are floats of so many bits: ``32 (MXFP4) or 16 (NVFP4)``."""
+    found = [number for number in block_formats() if number.bits == bits and not number.grid.integer]
+    return " or ".join(f"{weight_format(number.name).group} ({number.name.upper()})" for number in found)
 
 
 def _compressed_act(spec: Config, where: str) -> ActFormat:
@@ -179,13 +190,9 @@ def _compressed_act(spec: Config, where: str) -> ActFormat:
     if bits == 16:
         return A16
     block = _blocks(spec, f"{where}.input_activations.")
-    names = {
-        ("float", 8, (1, 32)): MXFP8_ACT,
-        ("float", 4, (1, 32)): MXFP4_ACT,
-        ("float", 4, (1, 16)): NVFP4_ACT,
-    }
-    if (kind, bits, block) in names:
-        return names[kind, bits, block]
+    weight = float_format(bits, block) if kind == "float" else None
+    if weight is not None and weight.number.block:
+        return act_format(weight.name)
     if bits != 8 or kind not in ("int", "float"):
         raise refuse(f"{where}.input_activations.num_bits", "8, or 4-bit floats in groups of 16 or 32", bits)
     return ActFormat({"int": "int8", "float": "fp8"}[kind], 8, block, bool(spec.get("dynamic", False)))

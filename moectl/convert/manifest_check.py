@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from ..checkpoint.fields import LIMITS
-from ..dtypes import DTYPE_BITS
+from ..dtypes import DTYPE_BITS, MODEL_DTYPES
 from ..errors import MoectlError
 from ..files.safetensors_writer import nbytes
 from ..schemes import FULL

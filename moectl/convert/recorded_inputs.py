@@ -11,7 +11,7 @@ from torch import Tensor
 from ..dtypes import CONFIG_DTYPES
 from ..errors import CheckpointError
 from ..problem import Activation, Dims, MoEProblem
-from ..schemes import A16, NVFP4, NVFP4_ACT, Scheme, WeightFormat
+from ..schemes import A16, Scheme, WeightFormat, act_format
 from .canonical import canonical_shapes, scale_dtype
 from .chain import Chain
 from .recordings import Mismatch, Recording, Unsupported
@@ -132,7 +132,7 @@ def layer(
         Dims(hidden, inter),
         experts,
         1,
-        Scheme(weight, NVFP4_ACT if weight == NVFP4 else A16),
+        Scheme(weight, act_format(weight.name) if weight.number.global_scale else A16),
         Activation("silu") if gated else Activation("relu2", gated=False),
         rows=rows,
         bias=any(role.endswith("_bias") for role in tensors),

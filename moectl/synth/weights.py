@@ -14,6 +14,7 @@ from ..checkpoint.storage import PER_EXPERT
 from ..convert.codecs import codec_for
 from ..convert.sources import PartForm, map_layer, source_for
 from ..convert.sources.extras import extra_values
+from ..dtypes import MODEL_DTYPES
 from ..files.tensor_table import TensorInfo
 from ..problem import Dims, MoEProblem
 from ..schemes import FULL, Scheme, WeightFormat
@@ -35,9 +36,6 @@ BIAS_SPREAD = 0.05
 
 LARGEST_INPUT = 8.0
 """Largest magnitude of activations that static scales are made for."""
-
-INPUT_LARGEST: Mapping[str, float] = {"fp8": 448.0, "nvfp4": 6.0 * 448.0, "int8": 127.0}
-"""What a static scale maps `LARGEST_INPUT` to, by activation format; another format's is 1."""
 
 SCALE_SPREAD = 0.125
 """How far the one scale of a matrix is from its bank's, at most, so that every expert has its own."""
@@ -79,7 +77,7 @@ def _bank(weight: WeightFormat, weights: Tensor) -> _Bank:
     group = 1 if weight.bits == 16 else columns if weight.group in (FULL, 0) else weight.group
     groups = columns // group if columns % group == 0 else 1
     scale = joined("scale")
-    single = joined("global_scale") if weight.name == "nvfp4" else scale if _is_single(weight) else None
+    single = joined("global_scale") if weight.number.global_scale else scale if _is_single(weight) else None
     return _Bank(codes.view(rows // tall, tall, groups, -1), scale, joined("zero"), single)
 
 
@@ -201,7 +199,7 @@ class Maker:
     def _bank_of(self, made: _Experts, columns: int) -> _Bank:
         weight = made.problem.scheme.weight
         if (weight, columns) not in self._banks:
-            rows = PIECE_ROWS if _is_single(weight) or weight.name == "nvfp4" else BANK_ROWS
+            rows = PIECE_ROWS if _is_single(weight) or weight.number.global_scale else BANK_ROWS
             drawn = torch.randn(1, rows, columns, generator=self._generator("bank", columns))
             self._banks[weight, columns] = _bank(weight, drawn[0] / math.sqrt(columns))
         return self._banks[weight, columns]
@@ -233,7 +231,7 @@ class Maker:
 
     def _input(self, made: _Experts, matrix: str, layer: int, expert: int) -> Tensor:
         """Static scales of the activations that enter a matrix."""
-        largest = INPUT_LARGEST.get(made.problem.scheme.act.name, LARGEST_INPUT)
+        largest = made.problem.scheme.act.number.input_largest or LARGEST_INPUT
         scale = LARGEST_INPUT / largest * self._own(f"input {matrix}", layer, expert)
         return scale.expand(_halves(made.problem, matrix), 1)
 

@@ -45,8 +45,8 @@ REST_PREFIX = "rest-"
 LINEARS_PREFIX = "linears-"
 """Files of other quantized matrices begin so."""
 
-KEPT_ACTS = frozenset(("a16", "mxfp4", "nvfp4"))
-"""Activation formats that every container of their weight format can state."""
+KEPT_ACT_BITS = frozenset((4, 16))
+"""Bits of activations that every container of their weight format can state."""
 
 
 ActivationFunction = Callable[[Tensor, MoEProblem, str], Tensor]
@@ -233,7 +233,7 @@ def _decide(group: LayerGroup, mapped: LayerMap, asked: PortableOptions, storage
 
 def _act(source: Scheme, weight: WeightFormat, target: PortableFormat) -> ActFormat:
     """The source's activations where the weight format stays, else what goes with the format."""
-    same = source.weight.name == weight.name and source.act.name in KEPT_ACTS
+    same = source.weight.name == weight.name and source.act.bits in KEPT_ACT_BITS
     return source.act if same else target.act
 
 
