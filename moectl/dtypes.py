@@ -76,3 +76,6 @@ CONFIG_DTYPES: Mapping[str, str] = {
 
 WIDE_CONFIG_DTYPES = DTYPES["F32"].config_names
 """The config's spellings of a dtype that models are stored in and that engines round to 16 bits."""
+
+ONE_BYTE = frozenset(name for name, dtype in DTYPES.items() if dtype.bits == 8 and name != "BOOL")
+"""Dtypes whose tensors are read as bytes: what a tensor is for, not its dtype, says what they mean."""

@@ -100,15 +100,16 @@ class RandomLayer:
 
 
 def _codes(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
-    """Random codes of packed formats; 16-bit weights are numbers, and FP8 ones the bytes of numbers."""
-    if problem.scheme.weight.number.grid.rms:
+    """Random codes of packed formats; 16-bit weights are numbers, FP8 ones the bytes of numbers."""
+    grid = problem.scheme.weight.number.grid
+    if grid.rms:
         out.random_(0, 256, generator=generator)
         return
     numbers = torch.empty(out.shape, device=out.device).normal_(generator=generator)
     if out.dtype != torch.uint8:
         out.copy_(numbers / math.sqrt(k))
     else:
-        out.copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
+        out.copy_(numbers.to(TORCH_DTYPES[grid.dtype]).view(torch.uint8))
 
 
 def _scales(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
