@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .errors import UsageError
-from .schemes import A16, BF16, FULL, MXFP4, NVFP4, ActFormat, WeightFormat, int_format
+from .schemes import (
+    A16,
+    BF16,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FULL,
+    MXFP4,
+    NVFP4,
+    ActFormat,
+    WeightFormat,
+    act_format,
+    int_format,
+)
 from .targets import Reader
 
 COMPRESSED, GPTQ, NATIVE = "compressed-tensors", "gptq", "native"
@@ -74,16 +86,16 @@ PORTABLE: Mapping[str, PortableFormat] = {
         },
     ),
     "fp8-block": PortableFormat(
-        WeightFormat("fp8", 8, (128, 128), "F32"),
-        ActFormat("fp8", 8, (1, 128)),
+        FP8_BLOCK,
+        act_format("fp8", (1, 128)),
         {
             COMPRESSED: (COMPRESSED, _CT),
             NATIVE: ("fp8", (_vllm("fp8"), Reader("transformers", ("FineGrainedFP8Config",)))),
         },
     ),
     "fp8-channel": PortableFormat(
-        WeightFormat("fp8", 8, (1, FULL), "F32"),
-        ActFormat("fp8", 8, (1, FULL)),
+        FP8_CHANNEL,
+        act_format("fp8", (1, FULL)),
         {COMPRESSED: (COMPRESSED, _CT_TRANSFORMERS)},
     ),
     "bf16": PortableFormat(

@@ -10,6 +10,8 @@ from ..errors import CheckpointError, UsageError
 from ..files.strict_json import shown
 from ..schemes import (
     A16,
+    FP8_BLOCK,
+    FP8_CHANNEL,
     FULL,
     MXFP4,
     MXFP8,
@@ -28,9 +30,9 @@ from ..schemes import (
 
 Config = Mapping[str, Any]
 
-FP8_TENSOR = ActFormat("fp8", 8, (FULL, FULL))
-FP8_TENSOR_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
-FP8_TENSOR_WEIGHT = WeightFormat("fp8", 8, (FULL, FULL), "F32")
+FP8_TENSOR = act_format("fp8", (FULL, FULL))
+FP8_TENSOR_STATIC = act_format("fp8", (FULL, FULL), dynamic=False)
+FP8_TENSOR_WEIGHT = weight_format("fp8", (FULL, FULL))
 
 
 _DIGITS = re.compile(r"-?[0-9]{1,9}")
@@ -120,10 +122,8 @@ MODELOPT_ALGORITHMS = {
     "FP8": Scheme(FP8_TENSOR_WEIGHT, FP8_TENSOR_STATIC),
     "NVFP4": Scheme(NVFP4, NVFP4_ACT),
     "NVFP4_AWQ": Scheme(NVFP4, NVFP4_ACT),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(
-        WeightFormat("fp8", 8, (1, FULL), "F32"), ActFormat("fp8", 8, (1, FULL))
-    ),
-    "FP8_PB_WO": Scheme(WeightFormat("fp8", 8, (128, 128), "F32"), ActFormat("fp8", 8, (1, 128))),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(FP8_CHANNEL, act_format("fp8", (1, FULL))),
+    "FP8_PB_WO": Scheme(FP8_BLOCK, act_format("fp8", (1, 128))),
     "W4A16_NVFP4": Scheme(NVFP4),
     "MXFP8": Scheme(MXFP8, MXFP8_ACT),
     "MXFP4": Scheme(MXFP4),
@@ -195,7 +195,7 @@ def _compressed_act(spec: Config, where: str) -> ActFormat:
         return act_format(weight.name)
     if bits != 8 or kind not in ("int", "float"):
         raise refuse(f"{where}.input_activations.num_bits", "8, or 4-bit floats in groups of 16 or 32", bits)
-    return ActFormat({"int": "int8", "float": "fp8"}[kind], 8, block, bool(spec.get("dynamic", False)))
+    return act_format({"int": "int8", "float": "fp8"}[kind], block, bool(spec.get("dynamic", False)))
 
 
 def quark_scheme(rule: Config, where: str) -> Scheme:
@@ -234,8 +234,8 @@ def _quark_weight(spec: Config, where: str) -> WeightFormat:
         ("int4", block): int_format(4, block[1], "F32"),
         ("int8", block): int_format(8, block[1], "F32"),
         ("fp8_e4m3", (FULL, FULL)): FP8_TENSOR_WEIGHT,
-        ("fp8_e4m3", (1, FULL)): WeightFormat("fp8", 8, (1, FULL), "F32"),
-        **({("fp8_e4m3", block): WeightFormat("fp8", 8, block, "F32")} if block[0] > 1 else {}),
+        ("fp8_e4m3", (1, FULL)): FP8_CHANNEL,
+        **({("fp8_e4m3", block): weight_format("fp8", block)} if block[0] > 1 else {}),
     }
     key = (str(spec.get("dtype")), block)
     if key not in formats:
@@ -247,9 +247,8 @@ def _quark_act(spec: Config, where: str) -> ActFormat:
     if not spec:
         return A16
     block, dynamic = _quark_block(spec, f"{where}.input_tensors."), bool(spec.get("is_dynamic"))
-    kinds = {"fp4": ("mxfp4", 4), "fp8_e4m3": ("fp8", 8), "int8": ("int8", 8)}
+    kinds = {"fp4": "mxfp4", "fp8_e4m3": "fp8", "int8": "int8"}
     kind = str(spec.get("dtype"))
     if kind not in kinds or (kind == "fp4" and block != (1, 32)):
         raise refuse(f"{where}.input_tensors.dtype", "fp4 in groups of 32, fp8_e4m3 or int8", kind)
-    name, bits = kinds[kind]
-    return ActFormat("mxfp8" if (name, block) == ("fp8", (1, 32)) else name, bits, block, dynamic)
+    return act_format("mxfp8" if (kind, block) == ("fp8_e4m3", (1, 32)) else kinds[kind], block, dynamic)
