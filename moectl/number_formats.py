@@ -6,7 +6,6 @@ said there; how one file format or config spells it, in `moectl.checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,7 +41,7 @@ class CodeGrid:
         return self.name.startswith("INT")
 
 
-class TokenError(NamedTuple):
+class TokenTolerance(NamedTuple):
     """What quantized activations may cost a layer's result, relative to the RMS of the reference.
 
     Attributes:
@@ -70,7 +69,7 @@ class NumberFormat:
         within_row: no block spans rows.
         global_scale: scales of blocks are multiplied with a float32 number of the whole matrix, which
             checkpoints also store for activations.
-        token_error: what activations in this format may cost; None where nothing quantizes them.
+        token_tolerance: what activations in this format may cost; None where nothing quantizes them.
         compressed_tensors: ``format`` in a config of compressed-tensors; empty where it has none.
     """
 
@@ -80,7 +79,7 @@ class NumberFormat:
     block: tuple[int, int] | None = None
     within_row: bool = True
     global_scale: bool = False
-    token_error: TokenError | None = None
+    token_tolerance: TokenTolerance | None = None
     compressed_tensors: str = ""
 
     @property
@@ -96,7 +95,7 @@ class NumberFormat:
     @property
     def scale_bytes(self) -> int:
         """Bytes of one scale."""
-        return DTYPE_BITS[SCALE_DTYPES.get(self.scale, self.scale)] // 8
+        return DTYPE_BITS["F8_E8M0" if self.scale == "E8M0" else self.scale] // 8
 
     @property
     def decoding(self) -> str:
@@ -114,9 +113,6 @@ class NumberFormat:
         return self.grid.largest * (E4M3.largest if self.global_scale else 1.0)
 
 
-SCALE_DTYPES: Mapping[str, str] = {"E8M0": "F8_E8M0"}
-"""The safetensors spelling of scale dtypes that schemes call otherwise."""
-
 PLAIN = CodeGrid("BF16", 16, "BF16", 3.3895313892515355e38, matrix_unit="bf16")
 E4M3 = CodeGrid("E4M3", 8, "F8_E4M3", 448.0, matrix_unit="fp8")
 E2M1 = CodeGrid("E2M1", 4, "U8", 6.0, 2.9, "fp4")
@@ -124,7 +120,7 @@ INT8 = CodeGrid("INT8", 8, "U8", 127.0, 74.0)
 INT4 = CodeGrid("INT4", 4, "U8", 7.0, 4.6)
 
 _ROUNDED_ONCE = "what enters each GEMM is rounded once, with normal tokens and weights:"
-_THREE_BITS = TokenError(0.8, 0.1, f"{_ROUNDED_ONCE} 3 bits of mantissa cost 5.0e-2 RMS at most, doubled")
+_THREE_BITS = TokenTolerance(0.8, 0.1, f"{_ROUNDED_ONCE} 3 bits of mantissa cost 5.0e-2 RMS at most, doubled")
 
 NUMBER_FORMATS: dict[str, NumberFormat] = {
     number.name: number
@@ -135,18 +131,18 @@ NUMBER_FORMATS: dict[str, NumberFormat] = {
             E4M3,
             "F32",
             within_row=False,
-            token_error=_THREE_BITS,
+            token_tolerance=_THREE_BITS,
             compressed_tensors="float-quantized",
         ),
         NumberFormat(
-            "mxfp8", E4M3, "E8M0", (1, 32), token_error=_THREE_BITS, compressed_tensors="mxfp8-quantized"
+            "mxfp8", E4M3, "E8M0", (1, 32), token_tolerance=_THREE_BITS, compressed_tensors="mxfp8-quantized"
         ),
         NumberFormat(
             "mxfp4",
             E2M1,
             "E8M0",
             (1, 32),
-            token_error=TokenError(
+            token_tolerance=TokenTolerance(
                 2.0, 0.43, f"{_ROUNDED_ONCE} 1 bit of mantissa in blocks of 32 costs 2.1e-1 RMS, doubled"
             ),
             compressed_tensors="mxfp4-pack-quantized",
@@ -157,7 +153,7 @@ NUMBER_FORMATS: dict[str, NumberFormat] = {
             "F8_E4M3",
             (1, 16),
             global_scale=True,
-            token_error=TokenError(
+            token_tolerance=TokenTolerance(
                 1.6, 0.34, f"{_ROUNDED_ONCE} 1 bit of mantissa in blocks of 16 costs 1.7e-1 RMS, doubled"
             ),
             compressed_tensors="nvfp4-pack-quantized",
@@ -166,7 +162,7 @@ NUMBER_FORMATS: dict[str, NumberFormat] = {
             "int8",
             INT8,
             "BF16",
-            token_error=TokenError(
+            token_tolerance=TokenTolerance(
                 0.25, 0.04, f"{_ROUNDED_ONCE} 127 steps to a token's largest cost 2.0e-2 RMS, doubled"
             ),
             compressed_tensors="pack-quantized",

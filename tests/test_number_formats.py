@@ -25,7 +25,7 @@ from moectl.number_formats import (
     NUMBER_FORMATS,
     CodeGrid,
     NumberFormat,
-    TokenError,
+    TokenTolerance,
     number_format,
 )
 from moectl.problem import SILU, Dims, MoEProblem
@@ -45,7 +45,7 @@ NEW = {
         E2M1,
         "E8M0",
         (1, 64),
-        token_error=TokenError(2.4, 0.5, "blocks are twice as long as MXFP4's"),
+        token_tolerance=TokenTolerance(2.4, 0.5, "blocks are twice as long as MXFP4's"),
         compressed_tensors="mxfp4x64-pack-quantized",
     ),
 }
@@ -129,7 +129,7 @@ def test_a_new_format_is_written_and_read(new: NumberFormat) -> None:
 def test_tokens_in_a_new_format_need_a_quantizer(new: NumberFormat) -> None:
     form = act_format(new.name)
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
-    if new.token_error is None:
+    if new.token_tolerance is None:
         assert refusal(form, 256).startswith("there are quantizers to fp8,")
         return
     lost = (dequantize(quantize(x, form)) - x).square().mean().sqrt()
@@ -140,7 +140,7 @@ def test_tokens_in_a_new_format_need_a_quantizer(new: NumberFormat) -> None:
     y = runner_for("emulation").run(prepared, inputs.x, inputs.ids, inputs.weights)
     expected = moe_reference(inputs.x, inputs.ids, inputs.weights, prepared.expert, problem)
     found = check(y, expected, tolerance_for(problem, "declared"))
-    assert found.ok and found.rms > new.token_error.rms / 8
+    assert found.ok and found.rms > new.token_tolerance.rms / 8
 
 
 def test_a_new_format_has_a_roofline(new: NumberFormat) -> None:

@@ -21,7 +21,7 @@ ACTIVATIONS: Mapping[str, ActFormat] = {
         act_format("fp8", (1, 128)),
         act_format("int8", (1, FULL)),
         act_format("int8", (FULL, FULL)),
-        *(act_format(number.name) for number in block_formats() if number.token_error),
+        *(act_format(number.name) for number in block_formats() if number.token_tolerance),
     )
 }
 """Activation formats by the names that questions use."""

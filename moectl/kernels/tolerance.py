@@ -81,10 +81,10 @@ def tolerance_for(problem: MoEProblem, accumulation: str = "fp32") -> Tolerance:
     """What a result may differ by; NoBackend when no row says it.
 
     `accumulation` is ``fp32``, or the format of activations that are quantized before they are multiplied
-    and summed in fp32: one with a `token_error`, or `DECLARED` for the checkpoint's.
+    and summed in fp32: one with a `token_tolerance`, or `DECLARED` for the checkpoint's.
     """
     act = problem.scheme.act.name if accumulation == DECLARED else accumulation
-    tokens = NUMBER_FORMATS[act].token_error if act in NUMBER_FORMATS else None
+    tokens = NUMBER_FORMATS[act].token_tolerance if act in NUMBER_FORMATS else None
     if tokens is not None:
         exact = tolerance_for(problem)
         return Tolerance(

@@ -81,7 +81,7 @@ def test_is_as_far_off_as_its_activations_are_coarse(scheme: str, activation: st
     result = check(y, exact, tolerance_for(problem, RUNNER.accumulation))
     assert result.ok, result
     # Half of what the row allows was measured: an activation left out would be far below.
-    allowed = problem.scheme.act.number.token_error
+    allowed = problem.scheme.act.number.token_tolerance
     assert allowed is not None and result.rms > allowed.rms / 8, result
 
 
@@ -204,7 +204,7 @@ def test_refuses_with_the_reason(change: dict[str, object], reason: str) -> None
 @pytest.mark.parametrize("name", NUMBER_FORMATS)
 def test_what_is_quantized_has_a_tolerance(name: str) -> None:
     number = NUMBER_FORMATS[name]
-    assert (refusal(act_format(name, (1, 32)), 64) == "") == (number.token_error is not None)
+    assert (refusal(act_format(name, (1, 32)), 64) == "") == (number.token_tolerance is not None)
 
 
 def test_experts_are_decoded_as_stored() -> None:
