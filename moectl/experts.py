@@ -12,13 +12,13 @@ from .convert.canonical import CONCATENATED, INTERLEAVED, canonical_shapes, halv
 from .convert.codecs import decode_role
 from .convert.layout import layout_named
 from .convert.recipe import Output, Recipe
-from .convert.safetensors_file import TORCH_DTYPES
 from .convert.shards import Share
 from .convert.values import Facts, Shapes
 from .errors import Unavailable, UsageError
 from .kernels.prepared import CANONICAL, DenseExpert, DenseExperts, PreparedMoE, Router, local_ids
 from .kernels.runners import runner_for
 from .problem import MoEProblem
+from .torch_dtypes import TORCH_DTYPES
 
 BATCH_BYTES = 256 << 20
 """Canonical bytes that are moved through a chain at a time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .environment import Device
+from .number_formats import number_format
 from .problem import MoEProblem
 
 ACTIVATION_BYTES = 2
@@ -80,8 +81,11 @@ def floor_of(work: Work, rates: Rates) -> Floor:
     return Floor(memory, "memory") if memory >= compute else Floor(compute, "compute")
 
 
-_UNITS = {"fp4": ("fp4_flops", "fp8_flops", "bf16_flops"), "fp8": ("fp8_flops", "bf16_flops")}
-_WIDTHS = {"nvfp4": "fp4", "mxfp4": "fp4", "fp8": "fp8", "mxfp8": "fp8"}
+_UNITS = {
+    "fp4": ("fp4_flops", "fp8_flops", "bf16_flops"),
+    "fp8": ("fp8_flops", "bf16_flops"),
+    "bf16": ("bf16_flops",),
+}
 _LOWEST = {"fp8_flops": 89, "fp4_flops": 100}
 """Lowest CUDA capability with a matrix unit for the format."""
 _WITH_UNIT = {
@@ -97,7 +101,7 @@ def published_rates(device: Device, act: str) -> Rates:
     Narrow activations are computed by the narrowest unit that the device has. Rates that no source
     states are 0.
     """
-    for unit in _UNITS.get(_WIDTHS.get(act, ""), ("bf16_flops",) if act == "a16" else ()):
+    for unit in _UNITS.get(number_format(act).grid.matrix_unit, ()):
         if _has_unit(device, unit):
             return Rates(
                 device.bandwidth, float(getattr(device, unit)), f"published, {unit[:-6]} matrix rate"

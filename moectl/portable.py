@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .errors import UsageError
-from .schemes import A16, BF16, FULL, MXFP4, NVFP4, ActFormat, WeightFormat, int_format
+from .schemes import (
+    A16,
+    BF16,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FULL,
+    MXFP4,
+    NVFP4,
+    ActFormat,
+    WeightFormat,
+    act_format,
+    int_format,
+)
 from .targets import Reader
 
 COMPRESSED, GPTQ, NATIVE = "compressed-tensors", "gptq", "native"
@@ -31,7 +43,7 @@ class PortableFormat:
     @property
     def has_scale_rules(self) -> bool:
         """True when block scales are powers of two, for which there are several usual choices."""
-        return self.weight.scale_dtype == MXFP4.scale_dtype
+        return self.weight.number.byte_scale == "E8M0"
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -74,16 +86,16 @@ PORTABLE: Mapping[str, PortableFormat] = {
         },
     ),
     "fp8-block": PortableFormat(
-        WeightFormat("fp8", 8, (128, 128), "F32"),
-        ActFormat("fp8", 8, (1, 128)),
+        FP8_BLOCK,
+        act_format("fp8", (1, 128)),
         {
             COMPRESSED: (COMPRESSED, _CT),
             NATIVE: ("fp8", (_vllm("fp8"), Reader("transformers", ("FineGrainedFP8Config",)))),
         },
     ),
     "fp8-channel": PortableFormat(
-        WeightFormat("fp8", 8, (1, FULL), "F32"),
-        ActFormat("fp8", 8, (1, FULL)),
+        FP8_CHANNEL,
+        act_format("fp8", (1, FULL)),
         {COMPRESSED: (COMPRESSED, _CT_TRANSFORMERS)},
     ),
     "bf16": PortableFormat(

@@ -23,7 +23,6 @@ from .convert.manifest import (
 from .convert.manifest_record import group_recipe, group_share, unpadded
 from .convert.ranks import ranks_in
 from .convert.recipe import Output, Recipe
-from .convert.safetensors_file import TORCH_DTYPES
 from .convert.sources import LayerMap, map_layer, read_batch, source_for
 from .errors import CheckpointError, NoBackend, Unavailable, UsageError
 from .experts import ExpertLayer, Ids
@@ -31,6 +30,7 @@ from .files.safetensors_writer import nbytes
 from .files.tensor_table import TensorInfo
 from .kernels.prepared import CANONICAL, PreparedMoE, Router
 from .kernels.runners import ANY_LAYOUT, RUNNERS, runner_for
+from .torch_dtypes import TORCH_DTYPES
 
 SCALES_AT_ONCE = 16 << 20
 """Stored bytes of scales that are looked at together."""

@@ -67,9 +67,6 @@ class Activation:
         return ", ".join([self.name, *([] if self.gated else ["not gated"]), *known])
 
 
-SCALE_BYTES = {"mxfp4": 1, "mxfp8": 1, "nvfp4": 1, "fp8": 4}
-"""Bytes of one scale, where it is not the model's 16-bit dtype."""
-
 SILU = Activation("silu")
 SWIGLU_OAI = Activation("swigluoai", alpha=1.702, limit=7.0)
 
@@ -224,7 +221,7 @@ class MoEProblem:
     def expert_bytes(self, padded: bool = False) -> int:
         """Bytes of one expert's two matrices with their scales, zero points and biases on this rank.
 
-        Scales count two bytes unless the format says otherwise (one for MX formats and NVFP4).
+        Scales count as many bytes as the number format's usual ones, whatever dtype a checkpoint has.
         """
         return sum(self.matrix_bytes(padded))
 
@@ -242,7 +239,7 @@ class MoEProblem:
         if weight.block != (0, 0):
             rows, columns = (full if b == FULL else b for b, full in zip(weight.block, (n, k), strict=True))
             scales = math.ceil(n / rows) * math.ceil(k / columns)
-            total += scales * SCALE_BYTES.get(weight.name, 2)
+            total += scales * weight.number.scale_bytes
             if weight.zero_point:
                 total += scales * weight.bits // 8
         return total

@@ -16,19 +16,13 @@ from torch import Tensor
 
 from .convert.canonical import canonical_shapes
 from .convert.recipe import Output, Recipe
-from .convert.safetensors_file import TORCH_DTYPES
 from .experts import ExpertLayer, Ids
-from .kernels.inputs import DTYPES, random_logits
+from .kernels.inputs import random_logits
 from .kernels.prepared import CANONICAL, local_ids
 from .kernels.reference import moe_reference
 from .problem import MoEProblem
 from .seeds import seed_of
-
-CODES_RMS: Mapping[str, float] = {"mxfp4": 2.9, "nvfp4": 2.9, "int4": 4.6, "int8": 74.0}
-"""Root mean square of the numbers that random codes stand for, integers without their offset.
-
-Numbers of every other format are drawn with one of 1.
-"""
+from .torch_dtypes import MODEL_TORCH_DTYPES, TORCH_DTYPES
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,7 @@ def tokens_of(problem: MoEProblem, tokens: int, device: torch.device) -> Tensor:
     """``[tokens, hidden]`` random input in the model's dtype."""
     generator = torch.Generator(device).manual_seed(seed_of("tokens", tokens))
     x = torch.randn(tokens, problem.dims.hidden, generator=generator, device=device)
-    return x.to(DTYPES[problem.dtype])
+    return x.to(MODEL_TORCH_DTYPES[problem.dtype])
 
 
 @dataclass(frozen=True)
@@ -106,22 +100,23 @@ class RandomLayer:
 
 
 def _codes(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
-    """Random codes of packed formats; 16-bit weights are numbers, and FP8 ones the bytes of numbers."""
-    name = problem.scheme.weight.name
-    if name in CODES_RMS:
+    """Random codes of packed formats; 16-bit weights are numbers, FP8 ones the bytes of numbers."""
+    grid = problem.scheme.weight.number.grid
+    if grid.rms:
         out.random_(0, 256, generator=generator)
         return
     numbers = torch.empty(out.shape, device=out.device).normal_(generator=generator)
     if out.dtype != torch.uint8:
         out.copy_(numbers / math.sqrt(k))
     else:
-        out.copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
+        out.copy_(numbers.to(TORCH_DTYPES[grid.dtype]).view(torch.uint8))
 
 
 def _scales(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
-    """What codes are multiplied with; of NVFP4 the bytes of numbers around one."""
-    size = CODES_RMS.get(problem.scheme.weight.name, 1.0) * math.sqrt(k)
-    if problem.scheme.weight.name == "nvfp4":
+    """What codes are multiplied with; of scales below a global one the bytes of numbers around one."""
+    number = problem.scheme.weight.number
+    size = (number.grid.rms or 1.0) * math.sqrt(k)
+    if number.byte_scale == "F8_E4M3":
         near = torch.empty(out.shape, device=out.device).uniform_(0.5, 1.5, generator=generator)
         out.copy_(near.to(torch.float8_e4m3fn).view(torch.uint8))
     elif out.dtype == torch.uint8:
@@ -137,7 +132,7 @@ def _zeros(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int)
 
 
 def _globals(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
-    out.fill_(1 / (CODES_RMS[problem.scheme.weight.name] * math.sqrt(k)))
+    out.fill_(1 / (problem.scheme.weight.number.grid.rms * math.sqrt(k)))
 
 
 def _inputs(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:

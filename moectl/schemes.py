@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .number_formats import NUMBER_FORMATS, NumberFormat, number_format
+
 FULL = -1
 """In a block shape: the whole extent of that axis shares one scale."""
 
@@ -13,7 +15,7 @@ class WeightFormat:
     """How an expert weight matrix `[out, in]` is stored.
 
     Attributes:
-        name: ``bf16``, ``fp8``, ``mxfp8``, ``nvfp4``, ``mxfp4``, ``int8`` or ``int4``.
+        name: one of `NUMBER_FORMATS`.
         bits: bits per weight, scales not counted.
         block: (rows, columns) that share one scale; `FULL` is the whole axis, so ``(1, 32)`` is
             group 32 along the reduction axis, ``(1, FULL)`` per output channel, ``(FULL, FULL)``
@@ -28,6 +30,11 @@ class WeightFormat:
     block: tuple[int, int] = (0, 0)
     scale_dtype: str = field(default="", compare=False)
     zero_point: bool = False
+
+    @property
+    def number(self) -> NumberFormat:
+        """What holds for the number format everywhere."""
+        return number_format(self.name)
 
     @property
     def group(self) -> int:
@@ -54,7 +61,7 @@ class ActFormat:
     """How activations enter the expert GEMMs.
 
     Attributes:
-        name: ``a16`` (the model's 16-bit dtype), ``fp8``, ``mxfp8``, ``mxfp4``, ``nvfp4``, ``int8``.
+        name: ``a16`` (the model's 16-bit dtype), or one of `NUMBER_FORMATS`.
         bits: bits per value.
         block: as in `WeightFormat`, over ``[tokens, features]``.
         dynamic: True when scales are computed at run time.
@@ -64,6 +71,11 @@ class ActFormat:
     bits: int = 16
     block: tuple[int, int] = (0, 0)
     dynamic: bool = True
+
+    @property
+    def number(self) -> NumberFormat:
+        """What holds for the number format everywhere."""
+        return number_format(self.name)
 
     def __str__(self) -> str:
         return self.name if self.name == "a16" else f"{self.name} {'dynamic' if self.dynamic else 'static'}"
@@ -80,19 +92,44 @@ class Scheme:
         return f"{self.weight}, {self.act} activations"
 
 
+def weight_format(name: str, block: tuple[int, int] | None = None) -> WeightFormat:
+    """The weight format `name`; `block` is for those that have no block of their own."""
+    number = number_format(name)
+    return WeightFormat(name, number.bits, block or number.block or (0, 0), number.scale)
+
+
+def act_format(name: str, block: tuple[int, int] | None = None, dynamic: bool = True) -> ActFormat:
+    """The activation format `name`; `block` is for those that have no block of their own."""
+    number = number_format(name)
+    return ActFormat(name, number.bits, block or number.block or (0, 0), dynamic)
+
+
 A16 = ActFormat()
-BF16 = WeightFormat("bf16", 16)
-MXFP4 = WeightFormat("mxfp4", 4, (1, 32), "E8M0")
-NVFP4 = WeightFormat("nvfp4", 4, (1, 16), "F8_E4M3")
-MXFP8 = WeightFormat("mxfp8", 8, (1, 32), "E8M0")
-FP8_TENSOR = WeightFormat("fp8", 8, (FULL, FULL), "F32")
-FP8_CHANNEL = WeightFormat("fp8", 8, (1, FULL), "F32")
-FP8_BLOCK = WeightFormat("fp8", 8, (128, 128), "F32")
-MXFP8_ACT = ActFormat("mxfp8", 8, (1, 32))
-MXFP4_ACT = ActFormat("mxfp4", 4, (1, 32))
-NVFP4_ACT = ActFormat("nvfp4", 4, (1, 16))
+BF16 = weight_format("bf16")
+MXFP4 = weight_format("mxfp4")
+NVFP4 = weight_format("nvfp4")
+MXFP8 = weight_format("mxfp8")
+FP8_TENSOR = weight_format("fp8", (FULL, FULL))
+FP8_CHANNEL = weight_format("fp8", (1, FULL))
+FP8_BLOCK = weight_format("fp8", (128, 128))
+MXFP8_ACT = act_format("mxfp8")
+MXFP4_ACT = act_format("mxfp4")
+NVFP4_ACT = act_format("nvfp4")
 
 
 def int_format(bits: int, group: int, scale_dtype: str = "BF16", zero_point: bool = False) -> WeightFormat:
     """The `bits`-bit integer format with one scale per `group` weights (`FULL`: per channel)."""
     return WeightFormat(f"int{bits}", bits, (1, group), scale_dtype, zero_point)
+
+
+def block_formats() -> tuple[NumberFormat, ...]:
+    """Number formats that have one block and no other: a block and the bits of a code tell them apart."""
+    return tuple(number for number in NUMBER_FORMATS.values() if number.block)
+
+
+def float_format(bits: int, block: tuple[int, int]) -> WeightFormat | None:
+    """Floats of so many bits in such blocks; None where no format has them."""
+    for number in block_formats():
+        if (number.bits, number.block) == (bits, block) and not number.grid.integer:
+            return weight_format(number.name)
+    return weight_format("fp8", block) if bits == 8 else None

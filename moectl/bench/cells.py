@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ..floors import Work
-from ..kernels.inputs import DTYPES, Inputs
+from ..kernels.inputs import Inputs
 from ..kernels.reference import moe_reference
 from ..kernels.roofline import work_of
 from ..kernels.timing import last_level_cache
 from ..kernels.tolerance import CheckResult, Tolerance, check
 from ..run.variants import experts_on
 from ..seeds import seed_of
+from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .routing import Sets, warm_share
 from .settings import Settings
 from .targets import Target
@@ -142,7 +143,7 @@ def make_case(
     target: Target, cell: Cell, sets: Sets, settings: Settings, device: torch.device, judged: bool = True
 ) -> Case:
     """The inputs of `cell`; in a warm bench every call has the same. Without `judged` nothing is expected."""
-    problem, dtype = target.problem, DTYPES[target.problem.dtype]
+    problem, dtype = target.problem, MODEL_TORCH_DTYPES[target.problem.dtype]
     distinct = 1 if settings.warm else cell.calls
     drawn = sets(cell.tokens, distinct)
     generator = torch.Generator(device).manual_seed(seed_of("tokens", settings.seed, cell.tokens))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..dtypes import SHORT_NAMES
 from ..errors import CheckpointError
 from ..files.strict_json import FETCH_AGAIN, shown
 from ..files.tensor_table import TensorInfo
@@ -11,7 +12,7 @@ from ..problem import MoEProblem
 from .declared import Declared
 from .found import RENAME, FoundLayer
 from .model import ExpertNames
-from .storage import BESIDE, HEADER_DTYPES, SPELLED, SUFFIX_ROLES, Storage
+from .storage import BESIDE, SPELLED, SUFFIX_ROLES, Storage
 
 _GATE = "shared_expert_gate.weight"
 """A gate of all shared experts together."""
@@ -119,7 +120,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
 
 def router_dtype(info: TensorInfo | None, problem: MoEProblem) -> str:
     """The router's dtype; the model's where no tensor shows it, or a packed one."""
-    return problem.dtype if info is None else HEADER_DTYPES.get(info.dtype, problem.dtype)
+    return problem.dtype if info is None else SHORT_NAMES.get(info.dtype, problem.dtype)
 
 
 def count_shared(layer: FoundLayer, names: ExpertNames, declared: Declared, intermediate: int) -> int:

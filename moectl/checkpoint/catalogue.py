@@ -16,8 +16,8 @@ from importlib.resources import files
 from itertools import repeat
 from typing import Any
 
+from ..dtypes import DTYPE_BITS
 from ..errors import CheckpointError, UsageError
-from ..files.safetensors_header import DTYPE_BITS
 from ..files.strict_json import parse_json_object, shown
 from ..files.tensor_table import TensorTable, TensorType
 from ..ranges import ranges

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..dtypes import CONFIG_DTYPES, WIDE_CONFIG_DTYPES
 from ..errors import CheckpointError
 from ..files.strict_json import shown
 from ..problem import Activation, Dims, MoEProblem, Routing
 from .families import ACTIVATIONS, Family, family_of
-from .fields import DTYPES, KEYS, WIDE, Fields, Take
+from .fields import KEYS, Fields, Take
 from .model import ExpertNames, LayerGroup
 from .moe_layers import layer_count, moe_layers
 from .precision import Precision, read_precision
@@ -281,16 +282,16 @@ def _dtype(fields: Fields, notes: list[str]) -> str:
             value = values.get(key)
             if value is None:
                 continue
-            if isinstance(value, str) and value in WIDE:
+            if isinstance(value, str) and value in WIDE_CONFIG_DTYPES:
                 notes.append(f"the config says {value}, which engines round; bf16 is assumed")
                 break
-            if not isinstance(value, str) or value not in DTYPES:
+            if not isinstance(value, str) or value not in CONFIG_DTYPES:
+                spellings = ", ".join((*CONFIG_DTYPES, *WIDE_CONFIG_DTYPES))
                 raise CheckpointError(
-                    f"config.json: {prefix}{key} must be one of {', '.join((*DTYPES, *WIDE))}, "
-                    f"got {shown(value)}.",
+                    f"config.json: {prefix}{key} must be one of {spellings}, got {shown(value)}.",
                     hint="Check config.json.",
                 )
             fields.sources["dtype"] = f"config:{prefix}{key}"
-            return DTYPES[value]
+            return CONFIG_DTYPES[value]
     fields.sources["dtype"] = "assumed"
     return "bf16"

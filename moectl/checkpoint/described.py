@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..dtypes import DTYPE_BITS
 from ..errors import CheckpointError
-from ..files.safetensors_header import DTYPE_BITS
 from ..files.strict_json import shown
 from .catalogue import Entry, Schema, spell_layers
 from .extra_layers import extra_schemas

@@ -71,17 +71,6 @@ LIMITS: Mapping[str, int] = {
 }
 """Largest values that a config may ask for, far above any model, so that a wrong one costs nothing."""
 
-DTYPES: Mapping[str, str] = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-}
-"""`MoEProblem.dtype` by the config's spelling."""
-
-WIDE = ("float32", "torch.float32")
-"""A dtype that models are stored in and that engines round to 16 bits."""
-
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config.text_config")
 """Where a multimodal model's config keeps the text model's."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointError
-from ..schemes import BF16, FULL, MXFP4, MXFP8, MXFP8_ACT, ActFormat, Scheme, WeightFormat, int_format
+from ..schemes import BF16, FULL, MXFP4, MXFP8, MXFP8_ACT, Scheme, act_format, int_format, weight_format
 from .specs import (
     FP8_TENSOR,
     FP8_TENSOR_STATIC,
@@ -114,17 +114,8 @@ def _fp8(config: Config, model_type: str) -> Parsed:
         return "modelopt", scheme, "", {"storage": "moe_quant_algo", "scheme": "moe_quant_algo"}, ignore
     if config.get("weight_block_size") is not None:
         rows, columns = pair(config, "weight_block_size", "")
-        weight, act = (
-            WeightFormat("fp8", 8, (rows, columns), "F32"),
-            ActFormat("fp8", 8, (1, columns)),
-        )
-        return (
-            "fp8",
-            Scheme(weight, act),
-            "",
-            {"storage": "quant_method", "scheme": "weight_block_size"},
-            ignore,
-        )
+        scheme = Scheme(weight_format("fp8", (rows, columns)), act_format("fp8", (1, columns)))
+        return "fp8", scheme, "", {"storage": "quant_method", "scheme": "weight_block_size"}, ignore
     activations = {"static": FP8_TENSOR_STATIC, "dynamic": FP8_TENSOR}
     name = word(config, "activation_scheme", "dynamic")
     if name not in activations:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..dtypes import SHORT_NAMES
 from ..errors import CheckpointError
 from ..files.strict_json import FETCH_AGAIN, shown
 from ..files.tensor_table import TensorInfo
@@ -16,7 +17,7 @@ from .fit import CONFIG_HINT, Fit, fit
 from .found import FoundLayer
 from .model import ExpertNames, LayerGroup
 from .stated import Stated
-from .storage import BESIDE, HEADER_DTYPES
+from .storage import BESIDE
 
 
 def read_layer(layer: FoundLayer, declared: Declared, stated: Stated = Stated()) -> LayerGroup:
@@ -145,7 +146,7 @@ def _routing(said: MoEProblem, names: ExpertNames, stated: Stated) -> Routing:
 
 def _model_dtype(said: MoEProblem, router: TensorInfo | None, sources: dict[str, str]) -> str:
     """The model's dtype; where the config does not say it, the router's, if that has 16 bits."""
-    found = HEADER_DTYPES.get(router.dtype) if router else None
+    found = SHORT_NAMES.get(router.dtype) if router else None
     if router is None or sources["dtype"] != "assumed" or found not in ("bf16", "fp16"):
         return said.dtype
     sources["dtype"] = f"header:{router.name}"
@@ -172,7 +173,7 @@ def _check_latent(layer: FoundLayer, names: ExpertNames, said: MoEProblem, found
     for role, shape in wanted.items():
         template = names.latent.get(role)
         info = next((it for it in layer.beside.values() if layer.template(it.name) == template), None)
-        if info is not None and info.dtype in HEADER_DTYPES and info.shape != shape:
+        if info is not None and info.dtype in SHORT_NAMES and info.shape != shape:
             raise CheckpointError(
                 f"{info.file}: tensor {shown(info.name)} must be {list(shape)} between the model and its "
                 f"experts, got shape {list(info.shape)}.",

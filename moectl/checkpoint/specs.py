@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from ..files.strict_json import shown
 from ..schemes import (
     A16,
+    FP8_BLOCK,
+    FP8_CHANNEL,
     FULL,
     MXFP4,
-    MXFP4_ACT,
     MXFP8,
     MXFP8_ACT,
     NVFP4,
@@ -20,14 +21,18 @@ from ..schemes import (
     ActFormat,
     Scheme,
     WeightFormat,
+    act_format,
+    block_formats,
+    float_format,
     int_format,
+    weight_format,
 )
 
 Config = Mapping[str, Any]
 
-FP8_TENSOR = ActFormat("fp8", 8, (FULL, FULL))
-FP8_TENSOR_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
-FP8_TENSOR_WEIGHT = WeightFormat("fp8", 8, (FULL, FULL), "F32")
+FP8_TENSOR = act_format("fp8", (FULL, FULL))
+FP8_TENSOR_STATIC = act_format("fp8", (FULL, FULL), dynamic=False)
+FP8_TENSOR_WEIGHT = weight_format("fp8", (FULL, FULL))
 
 
 _DIGITS = re.compile(r"-?[0-9]{1,9}")
@@ -117,10 +122,8 @@ MODELOPT_ALGORITHMS = {
     "FP8": Scheme(FP8_TENSOR_WEIGHT, FP8_TENSOR_STATIC),
     "NVFP4": Scheme(NVFP4, NVFP4_ACT),
     "NVFP4_AWQ": Scheme(NVFP4, NVFP4_ACT),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(
-        WeightFormat("fp8", 8, (1, FULL), "F32"), ActFormat("fp8", 8, (1, FULL))
-    ),
-    "FP8_PB_WO": Scheme(WeightFormat("fp8", 8, (128, 128), "F32"), ActFormat("fp8", 8, (1, 128))),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(FP8_CHANNEL, act_format("fp8", (1, FULL))),
+    "FP8_PB_WO": Scheme(FP8_BLOCK, act_format("fp8", (1, 128))),
     "W4A16_NVFP4": Scheme(NVFP4),
     "MXFP8": Scheme(MXFP8, MXFP8_ACT),
     "MXFP4": Scheme(MXFP4),
@@ -133,6 +136,14 @@ def modelopt_scheme(name: object, key: str) -> Scheme:
     if not isinstance(name, str) or name.upper() not in MODELOPT_ALGORITHMS:
         raise refuse(key, f"one of {', '.join(MODELOPT_ALGORITHMS)}", name)
     return MODELOPT_ALGORITHMS[name.upper()]
+
+
+def modelopt_algorithm(scheme: Scheme) -> str:
+    """What ModelOpt calls `scheme`: the first name for it; UsageError when it has none."""
+    for name, known in MODELOPT_ALGORITHMS.items():
+        if known == scheme:
+            return name
+    raise UsageError(f"ModelOpt has no name for {scheme}.", hint="Choose another --container.")
 
 
 def group_scheme(group: Config, where: str) -> Scheme:
@@ -158,18 +169,18 @@ def _compressed_weight(spec: Config, where: str) -> WeightFormat:
     block = _blocks(spec, where)
     if kind == "int" and bits in (4, 8) and block[0] == 1:
         return int_format(bits, block[1], zero_point=spec.get("symmetric") is False)
-    if (kind, bits) == ("float", 4):
-        return _float4(spec, block, where)
-    if (kind, bits) == ("float", 8):
-        return MXFP8 if block == (1, 32) else WeightFormat("fp8", 8, block, "F32")
+    if kind == "float" and bits in (4, 8):
+        weight = float_format(bits, block)
+        if weight is None:
+            raise refuse(f"{where}group_size", _spelled_groups(bits), block[1])
+        return weight
     raise refuse(f"{where}type", "int (4 or 8 bits, groups or channels) or float (4 or 8 bits)", kind)
 
 
-def _float4(spec: Config, block: tuple[int, int], where: str) -> WeightFormat:
-    formats = {(1, 32): MXFP4, (1, 16): NVFP4}
-    if block not in formats:
-        raise refuse(f"{where}group_size", "32 (MXFP4) or 16 (NVFP4)", block[1])
-    return formats[block]
+def _spelled_groups(bits: int) -> str:
+    """The groups in which there are floats of so many bits: ``32 (MXFP4) or 16 (NVFP4)``."""
+    found = [number for number in block_formats() if number.bits == bits and not number.grid.integer]
+    return " or ".join(f"{weight_format(number.name).group} ({number.name.upper()})" for number in found)
 
 
 def _compressed_act(spec: Config, where: str) -> ActFormat:
@@ -179,16 +190,12 @@ def _compressed_act(spec: Config, where: str) -> ActFormat:
     if bits == 16:
         return A16
     block = _blocks(spec, f"{where}.input_activations.")
-    names = {
-        ("float", 8, (1, 32)): MXFP8_ACT,
-        ("float", 4, (1, 32)): MXFP4_ACT,
-        ("float", 4, (1, 16)): NVFP4_ACT,
-    }
-    if (kind, bits, block) in names:
-        return names[kind, bits, block]
+    weight = float_format(bits, block) if kind == "float" else None
+    if weight is not None and weight.number.block:
+        return act_format(weight.name)
     if bits != 8 or kind not in ("int", "float"):
         raise refuse(f"{where}.input_activations.num_bits", "8, or 4-bit floats in groups of 16 or 32", bits)
-    return ActFormat({"int": "int8", "float": "fp8"}[kind], 8, block, bool(spec.get("dynamic", False)))
+    return act_format({"int": "int8", "float": "fp8"}[kind], block, bool(spec.get("dynamic", False)))
 
 
 def quark_scheme(rule: Config, where: str) -> Scheme:
@@ -227,8 +234,8 @@ def _quark_weight(spec: Config, where: str) -> WeightFormat:
         ("int4", block): int_format(4, block[1], "F32"),
         ("int8", block): int_format(8, block[1], "F32"),
         ("fp8_e4m3", (FULL, FULL)): FP8_TENSOR_WEIGHT,
-        ("fp8_e4m3", (1, FULL)): WeightFormat("fp8", 8, (1, FULL), "F32"),
-        **({("fp8_e4m3", block): WeightFormat("fp8", 8, block, "F32")} if block[0] > 1 else {}),
+        ("fp8_e4m3", (1, FULL)): FP8_CHANNEL,
+        **({("fp8_e4m3", block): weight_format("fp8", block)} if block[0] > 1 else {}),
     }
     key = (str(spec.get("dtype")), block)
     if key not in formats:
@@ -240,9 +247,8 @@ def _quark_act(spec: Config, where: str) -> ActFormat:
     if not spec:
         return A16
     block, dynamic = _quark_block(spec, f"{where}.input_tensors."), bool(spec.get("is_dynamic"))
-    kinds = {"fp4": ("mxfp4", 4), "fp8_e4m3": ("fp8", 8), "int8": ("int8", 8)}
+    kinds = {"fp4": "mxfp4", "fp8_e4m3": "fp8", "int8": "int8"}
     kind = str(spec.get("dtype"))
     if kind not in kinds or (kind == "fp4" and block != (1, 32)):
         raise refuse(f"{where}.input_tensors.dtype", "fp4 in groups of 32, fp8_e4m3 or int8", kind)
-    name, bits = kinds[kind]
-    return ActFormat("mxfp8" if (name, block) == ("fp8", (1, 32)) else name, bits, block, dynamic)
+    return act_format("mxfp8" if (kind, block) == ("fp8_e4m3", (1, 32)) else kinds[kind], block, dynamic)

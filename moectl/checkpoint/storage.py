@@ -122,9 +122,6 @@ class Storage:
 
 PER_EXPERT = "per_expert"
 
-HEADER_DTYPES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-"""`MoEProblem.router_dtype` by a tensor's dtype; the first two may be the model's."""
-
 _N = {"w1": "intermediate", "w3": "intermediate", "w13": "2*intermediate", "w2": "hidden"}
 _K = {"w1": "hidden", "w3": "hidden", "w13": "hidden", "w2": "intermediate"}
 

@@ -14,7 +14,7 @@ import torch
 
 from ..files.safe_reading import open_regular, read_exactly
 from ..files.safetensors_writer import nbytes
-from .safetensors_file import TORCH_DTYPES
+from ..torch_dtypes import TORCH_DTYPES
 
 
 class FolderReader(AbstractContextManager["FolderReader"]):

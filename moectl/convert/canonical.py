@@ -7,9 +7,9 @@ One role is one tensor of a batch of experts, experts first:
   numbers are bytes; 16-bit weights are what they are. Int codes are offset codes ``q + 2**(bits - 1)``.
 - ``*_scale`` ``[e, rows, columns]``: one value per block of the format. Blocks of several rows, or one for
   the whole matrix, are counted in gate and in up by themselves, gate first: per tensor, `w13` has two.
-  E8M0 scales and NVFP4's E4M3 ones are bytes.
+  E8M0 scales and E4M3 ones are bytes.
 - ``*_zero`` like ``*_scale``: codes of zero, one to a byte.
-- ``*_global`` F32 ``[e, halves, 1]``: NVFP4's factor on the scales, one for gate and one for up.
+- ``*_global`` F32 ``[e, halves, 1]``: the factor on two-level scales (NVFP4's), one for gate and one for up.
 - ``*_input`` F32 ``[e, halves, 1]``: static scales of the activations that enter.
 - ``*_bias`` ``[e, rows]``.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 
+from ..dtypes import MODEL_DTYPES
 from ..errors import NoBackend
 from ..files.tensor_table import TensorType
 from ..problem import MoEProblem
@@ -26,8 +27,6 @@ from .transforms import Flip, Pad, Rearrange, Step
 
 INTERLEAVED, CONCATENATED = "interleaved", "concatenated"
 
-MODEL_DTYPE = {"bf16": "BF16", "fp16": "F16"}
-
 
 def halves(problem: MoEProblem, role: str) -> int:
     """Matrices that are stacked in `role`: gate and up in that of gated experts, else one."""
@@ -35,16 +34,16 @@ def halves(problem: MoEProblem, role: str) -> int:
 
 
 def scale_dtype(problem: MoEProblem) -> str:
-    """Storage dtype of the canonical scales: bytes for E8M0 and NVFP4's E4M3, else stated or the model's."""
+    """Storage dtype of the canonical scales: bytes for E8M0 and E4M3 ones, else stated or the model's."""
     weight = problem.scheme.weight
-    if weight.name.startswith("mx") or weight.name == "nvfp4" or weight.scale_dtype == "E8M0":
+    if weight.number.byte_scale or weight.scale_dtype == "E8M0":
         return "U8"
-    return weight.scale_dtype or MODEL_DTYPE[problem.dtype]
+    return weight.scale_dtype or MODEL_DTYPES[problem.dtype]
 
 
 def byte_scales(problem: MoEProblem) -> str:
     """What canonical scales that are bytes mean, as codecs spell it."""
-    return "F8_E4M3" if problem.scheme.weight.name == "nvfp4" else "E8M0"
+    return problem.scheme.weight.number.byte_scale or "E8M0"
 
 
 def groups(weight: WeightFormat, k: int) -> int:
@@ -60,7 +59,7 @@ def scale_rows(weight: WeightFormat, n: int) -> int:
 def has_input_scales(problem: MoEProblem) -> bool:
     """True when the scheme's activations have scales that are known ahead."""
     act = problem.scheme.act
-    return act.name == "nvfp4" or (act.bits < 16 and not act.dynamic)
+    return act.number.global_scale or (act.bits < 16 and not act.dynamic)
 
 
 def canonical_shapes(problem: MoEProblem, experts: int, inputs: bool | None = None) -> dict[str, TensorType]:
@@ -72,7 +71,7 @@ def canonical_shapes(problem: MoEProblem, experts: int, inputs: bool | None = No
     hidden, inter, weight = problem.dims.hidden, problem.dims.intermediate, problem.scheme.weight
     _check_groups(problem)
     with_inputs = has_input_scales(problem) if inputs is None else inputs
-    dtype = "U8" if weight.bits <= 8 else MODEL_DTYPE[problem.dtype]
+    dtype = "U8" if weight.bits <= 8 else MODEL_DTYPES[problem.dtype]
     shapes: dict[str, TensorType] = {}
     for role, n, k in (("w13", inter, hidden), ("w2", hidden, inter)):
         stacked = halves(problem, role)
@@ -82,12 +81,12 @@ def canonical_shapes(problem: MoEProblem, experts: int, inputs: bool | None = No
             shapes[f"{role}_scale"] = TensorType(scale_dtype(problem), blocks)
             if weight.zero_point:
                 shapes[f"{role}_zero"] = TensorType("U8", blocks)
-        if weight.name == "nvfp4":
+        if weight.number.global_scale:
             shapes[f"{role}_global"] = TensorType("F32", (experts, stacked, 1))
         if with_inputs:
             shapes[f"{role}_input"] = TensorType("F32", (experts, stacked, 1))
         if problem.bias:
-            shapes[f"{role}_bias"] = TensorType(MODEL_DTYPE[problem.dtype], (experts, stacked * n))
+            shapes[f"{role}_bias"] = TensorType(MODEL_DTYPES[problem.dtype], (experts, stacked * n))
     return shapes
 
 

@@ -19,6 +19,7 @@ from ..files.safetensors_writer import TensorSpec
 from ..files.strict_json import parse_json_object
 from ..files.tensor_table import TensorInfo
 from ..problem import MoEProblem
+from ..torch_dtypes import TORCH_DTYPES
 from .batches import FolderReader
 from .manifest_check import check_manifest
 from .manifest_record import (
@@ -36,7 +37,6 @@ from .manifest_record import (
 )
 from .portions import portions_in
 from .recipe import SIDE
-from .safetensors_file import TORCH_DTYPES
 from .sources import output_name
 
 

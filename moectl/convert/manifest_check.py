@@ -7,12 +7,13 @@ import re
 from collections.abc import Mapping
 
 from ..checkpoint.fields import LIMITS
+from ..dtypes import DTYPE_BITS, MODEL_DTYPES
 from ..errors import MoectlError
-from ..files.safetensors_header import DTYPE_BITS
 from ..files.safetensors_writer import nbytes
 from ..files.tensor_table import TensorType
 from ..schemes import FULL
-from .canonical import MODEL_DTYPE, canonical_shapes
+from ..torch_dtypes import TORCH_DTYPES
+from .canonical import canonical_shapes
 from .manifest_record import (
     CONFIG,
     INDEX,
@@ -29,7 +30,6 @@ from .manifest_record import (
     unpadded,
 )
 from .recipe import Recipe
-from .safetensors_file import TORCH_DTYPES
 from .shards import Shard
 from .sources import PartForm, output_name
 
@@ -177,7 +177,7 @@ def _check_problem(group: GroupRecord) -> list[str]:
         wrong.append(f"weights have {weight.bits} bits")
     if weight.block != (0, 0) and not all(size == FULL or 1 <= size <= _MAX_SIZE for size in weight.block):
         wrong.append(f"a scale is shared by {weight.block} weights")
-    if problem.dtype not in MODEL_DTYPE:
+    if problem.dtype not in MODEL_DTYPES:
         wrong.append(f"the model's dtype is {problem.dtype[:80]!r}")
     return wrong
 

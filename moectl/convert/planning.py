@@ -10,6 +10,7 @@ from ..errors import CheckpointError, Unavailable, UsageError
 from ..files.safetensors_writer import TensorSpec, plan_file
 from ..files.tensor_table import TensorInfo, files_of
 from ..problem import MoEProblem
+from ..torch_dtypes import TORCH_DTYPES
 from .budget import default_memory, plan_batch
 from .layout import WeightLayout
 from .manifest_record import (
@@ -22,7 +23,6 @@ from .manifest_record import (
 )
 from .plan import RESERVED, LayerPlan, Plan, RestPlan, layer_file
 from .recipe import Recipe
-from .safetensors_file import TORCH_DTYPES
 from .shards import Shard, Share
 from .sources import LayerMap, map_layer, output_name, output_prefix, source_for
 from .writer import prepared_writer

@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..dtypes import CONFIG_DTYPES
 from ..errors import CheckpointError
 from ..problem import Activation, Dims, MoEProblem
-from ..schemes import A16, NVFP4, NVFP4_ACT, Scheme, WeightFormat
+from ..schemes import A16, Scheme, WeightFormat, act_format
 from .canonical import canonical_shapes, scale_dtype
 from .chain import Chain
 from .recordings import Mismatch, Recording, Unsupported
@@ -131,7 +132,7 @@ def layer(
         Dims(hidden, inter),
         experts,
         1,
-        Scheme(weight, NVFP4_ACT if weight == NVFP4 else A16),
+        Scheme(weight, act_format(weight.name) if weight.number.global_scale else A16),
         Activation("silu") if gated else Activation("relu2", gated=False),
         rows=rows,
         bias=any(role.endswith("_bias") for role in tensors),
@@ -144,12 +145,11 @@ def layer(
 
 def _dtype(recording: Recording, tensors: Mapping[str, Tensor]) -> str:
     """The model's dtype: as the parameters state it, else that of biases, else bf16."""
-    known = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
     stated = recording.text("dtype")
-    if stated and stated not in known:
+    if stated and stated not in CONFIG_DTYPES:
         raise Unsupported(f"models of dtype {stated}")
     halves = any(t.dtype is torch.float16 for role, t in tensors.items() if role.endswith("_bias"))
-    return known[stated] if stated else "fp16" if halves else "bf16"
+    return CONFIG_DTYPES[stated] if stated else "fp16" if halves else "bf16"
 
 
 def _rows_of(

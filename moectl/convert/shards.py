@@ -23,10 +23,6 @@ from .batches import as_bytes
 from .canonical import INTERLEAVED, groups, halves, scale_rows
 from .values import Shapes, Tensors
 
-BLOCKWISE = ("mx",)
-"""Formats, by the beginning of their name, whose blocks are dealt out as gpt-oss is: as many to each rank
-as the first needs, and fewer to the last. Others are cut into equal slices, as engines cut them."""
-
 Place = tuple[int, int, int, int]
 """An axis, how many matrices are stacked along it, and the first and last element (exclusive) of each."""
 
@@ -90,13 +86,16 @@ def slice_unit(weight: WeightFormat) -> int:
 def slice_size(problem: MoEProblem, tp_size: int) -> int:
     """Lanes of `problem`'s intermediate size that the first of `tp_size` ranks holds.
 
+    Blocks with scales that are powers of two (MX formats) are dealt out as gpt-oss is: as many to each rank
+    as the first needs, and fewer to the last. Others are cut into equal slices, as engines cut them.
+
     Raises UsageError when they are no whole scale blocks, or a rank would hold nothing.
     """
     whole, weight = problem.dims.intermediate, problem.scheme.weight
     unit = slice_unit(weight)
     if tp_size == 1:
         return whole
-    if weight.name.startswith(BLOCKWISE):
+    if weight.number.byte_scale == "E8M0":
         each = unit * math.ceil(math.ceil(whole / unit) / tp_size)
         if each * (tp_size - 1) >= whole:
             raise UsageError(

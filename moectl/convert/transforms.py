@@ -16,16 +16,11 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..files.records import from_json, to_json
 from ..files.tensor_table import TensorType
+from ..torch_dtypes import TORCH_DTYPES
 from .rearrange import Pattern
 
 DTYPES: Mapping[str, torch.dtype] = {
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
+    name: TORCH_DTYPES[name] for name in ("U8", "I8", "I16", "I32", "BF16", "F16", "F32")
 }
 """Storage dtypes of canonical and converted tensors, by their safetensors spelling."""
 

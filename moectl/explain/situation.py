@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ..dtypes import MODEL_DTYPES
 from ..errors import UsageError
 from ..oracle.keys import act_key
 from ..problem import Dims, MoEProblem
-from ..schemes import A16, FULL, ActFormat
+from ..schemes import A16, FULL, ActFormat, act_format, block_formats
 
 ACTIVATIONS: Mapping[str, ActFormat] = {
     act_key(form): form
     for form in (
         A16,
-        ActFormat("fp8", 8, (FULL, FULL), dynamic=False),
-        ActFormat("fp8", 8, (FULL, FULL)),
-        ActFormat("fp8", 8, (1, FULL)),
-        ActFormat("fp8", 8, (1, 128)),
-        ActFormat("int8", 8, (1, FULL)),
-        ActFormat("int8", 8, (FULL, FULL)),
-        ActFormat("mxfp8", 8, (1, 32)),
-        ActFormat("mxfp4", 4, (1, 32)),
-        ActFormat("nvfp4", 4, (1, 16)),
+        act_format("fp8", (FULL, FULL), dynamic=False),
+        act_format("fp8", (FULL, FULL)),
+        act_format("fp8", (1, FULL)),
+        act_format("fp8", (1, 128)),
+        act_format("int8", (1, FULL)),
+        act_format("int8", (FULL, FULL)),
+        *(act_format(number.name) for number in block_formats() if number.token_tolerance),
     )
 }
 """Activation formats by the names that questions use."""
@@ -78,7 +77,7 @@ def _act_order(problem: MoEProblem, value: str) -> MoEProblem:
 
 
 def _dtype(problem: MoEProblem, value: str) -> MoEProblem:
-    return replace(problem, dtype=_of(value, "dtype", ("bf16", "fp16")))
+    return replace(problem, dtype=_of(value, "dtype", MODEL_DTYPES))
 
 
 def _lora(problem: MoEProblem, value: str) -> MoEProblem:

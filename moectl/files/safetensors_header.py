@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+from ..dtypes import DTYPE_BITS
 from ..errors import CheckpointError
 from .strict_json import FETCH_AGAIN, LFS_POINTER, parse_json_object, refuse_lfs_pointer, shown
 from .tensor_table import TensorInfo, TensorTable, TensorType, table_of
@@ -35,32 +36,6 @@ RANK_LIMIT = 32
 
 NAME_LIMIT = 1024
 """Longest tensor name, characters."""
-
-DTYPE_BITS: Mapping[str, int] = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
-"""Bits per element of every safetensors dtype."""
 
 
 class Budget:

@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ..dtypes import DTYPE_BITS
 from ..errors import CheckpointError
-from .safetensors_header import DTYPE_BITS, METADATA
+from .safetensors_header import METADATA
 from .tensor_table import TensorInfo
 
 _ORDER = {dtype: place for place, dtype in enumerate(DTYPE_BITS)}

@@ -18,7 +18,7 @@ from ..problem import MoEProblem
 from ..schemes import A16, FULL, ActFormat
 from .activation import activate, unknown
 from .prepared import DenseExpert, PreparedMoE
-from .quantize import LARGEST, dequantize, quantize, refusal
+from .quantize import dequantize, quantize, refusal
 from .runners import Runner
 from .tolerance import DECLARED
 from .torch_runner import DECODE_BYTES, DEVICES
@@ -29,7 +29,7 @@ NAME = "emulation"
 def rounded(x: Tensor, form: ActFormat, scale: Tensor | None = None) -> Tensor:
     """``[tokens, columns]`` fp32: `x` after it was quantized to `form`; `x` itself for 16-bit activations.
 
-    `scale` is one number: of a format with one scale for everything, and NVFP4's global one.
+    `scale` is one number: the only scale of a static format, or the global one of a two-level format.
     """
     x = x.float()
     return x if form == A16 else dequantize(quantize(x, form, scale), scale)
@@ -50,11 +50,12 @@ class _Rounding:
 def _rounding(prepared: PreparedMoE, role: str, everything: Tensor) -> _Rounding:
     """Of what enters the matrix `role`; `everything` that does decides a scale made at run time for all."""
     act = prepared.problem.scheme.act
-    if act.name == "nvfp4" or not act.dynamic:
+    if act.number.global_scale or not act.dynamic:
         return _Rounding(act, stored_scales(prepared, role))
     if act.block != (FULL, FULL):
         return _Rounding(act, None)
-    scale = everything.float().abs().amax().clamp(min=torch.finfo(torch.float32).tiny) / LARGEST[act.name]
+    largest = everything.float().abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    scale = largest / act.number.grid.largest
     return _Rounding(replace(act, dynamic=False), scale.expand(prepared.problem.local_experts))
 
 

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..problem import MoEProblem
+from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .distributions import parse_distribution
 from .reference import route
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Torch dtype by the name in `MoEProblem.dtype`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def make_inputs(
     x = torch.randn(tokens, problem.dims.hidden, generator=generator)
     logits = random_logits(problem, tokens, distribution, generator)
     # A correction bias of zero: the distribution asked for is that of the choice.
-    made = inputs_from(problem, x.to(DTYPES[problem.dtype]), logits, no_bias(problem))
+    made = inputs_from(problem, x.to(MODEL_TORCH_DTYPES[problem.dtype]), logits, no_bias(problem))
     return Inputs(*(t.to(device) for t in (made.x, made.ids, made.weights, made.logits)))
 
 
@@ -80,7 +78,7 @@ def check_tokens(x: Tensor | None, problem: MoEProblem, what: str) -> None:
     if x is None or x.ndim != 2 or x.shape[1] != problem.dims.hidden or not x.is_floating_point():
         got = "none" if x is None else f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
         raise UsageError(f"{what} must be floats [tokens, {problem.dims.hidden}], got {got}")
-    wrong = ~torch.isfinite(x.float().to(DTYPES[problem.dtype])).all(1)
+    wrong = ~torch.isfinite(x.float().to(MODEL_TORCH_DTYPES[problem.dtype])).all(1)
     if bool(wrong.any()):
         raise UsageError(
             f"{what} must be finite in {problem.dtype}, token {int(wrong.nonzero()[0])} is not",

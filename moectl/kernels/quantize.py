@@ -14,23 +14,12 @@ import torch
 from torch import Tensor
 
 from ..errors import NoBackend, UsageError
+from ..number_formats import E2M1, E4M3, INT8, NUMBER_FORMATS, NumberFormat
 from ..schemes import FULL, ActFormat
 from .quantized import Quantized
 
-E4M3_LARGEST = 448.0
-E2M1_LARGEST = 6.0
 SMALLEST_E4M3 = 2.0**-9
-INT8_LARGEST = 127.0
 TINY = torch.finfo(torch.float32).tiny
-
-LARGEST: dict[str, float] = {
-    "fp8": E4M3_LARGEST,
-    "mxfp8": E4M3_LARGEST,
-    "nvfp4": E2M1_LARGEST,
-    "mxfp4": E2M1_LARGEST,
-    "int8": INT8_LARGEST,
-}
-"""Largest value of a code by the name of an activation format."""
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 """Scales of one tile, as tensor cores of SM100 and CUTLASS read them."""
@@ -44,9 +33,9 @@ def quantize(x: Tensor, form: ActFormat, global_scale: Tensor | None = None) -> 
 
     Args:
         form: ``fp8`` by token, by blocks of a token, or with one static scale; ``int8`` likewise;
-            ``mxfp8``; ``mxfp4``; ``nvfp4``.
+            ``mxfp8``; ``mxfp4``; ``nvfp4``; any other whose codes and scales are a row of `QUANTIZERS`.
         global_scale: one number in a tensor on x's device, by which a decoded value is multiplied last:
-            of NVFP4 (1 for None), and the scale itself of a static format, which must have one.
+            of a two-level format (1 for None), and the scale itself of a static format, which must have one.
 
     Raises:
         NoBackend: no quantizer for `form`.
@@ -57,18 +46,18 @@ def quantize(x: Tensor, form: ActFormat, global_scale: Tensor | None = None) -> 
         raise NoBackend(f"tokens cannot be quantized to {form}: {reason}")
     if not form.dynamic and global_scale is None:
         raise UsageError(f"tokens in {form} need the layer's scale of inputs, got none")
-    if global_scale is not None and form.dynamic and form.name != "nvfp4":
+    if global_scale is not None and form.dynamic and not form.number.global_scale:
         raise UsageError(f"tokens in {form} have no scale of the whole layer, got one")
     block = x.shape[-1] if form.block[1] == FULL else form.block[1]
     blocks = _split(x.float(), block)
-    codes, scales = QUANTIZERS[form.name](blocks, global_scale)
+    codes, scales = QUANTIZERS[_coding(form.number)](blocks, global_scale)
     return Quantized(codes.flatten(-2), scales, form)
 
 
 def refusal(form: ActFormat, hidden: int) -> str:
     """Why tokens of `hidden` columns cannot be quantized to `form`, a clause; empty when they can."""
-    if form.name not in QUANTIZERS:
-        return f"there are quantizers to {', '.join(QUANTIZERS)}"
+    if not _is_known(form):
+        return f"there are quantizers to {_known()}"
     rows, columns = form.block
     static = (FULL, FULL)
     if (form.block == static) == form.dynamic or (rows != 1 and form.block != static):
@@ -82,14 +71,14 @@ def refusal(form: ActFormat, hidden: int) -> str:
 
 def _fp8(blocks: Tensor, scale: Tensor | None) -> Coded:
     """E4M3 codes with an fp32 scale that maps a block's largest magnitude to E4M3's."""
-    scales = _float_scales(blocks, scale, E4M3_LARGEST)
+    scales = _float_scales(blocks, scale, E4M3.largest)
     return _e4m3(blocks / scales.unsqueeze(-1)), scales
 
 
 def _int8(blocks: Tensor, scale: Tensor | None) -> Coded:
     """Codes from -127 to 127 with an fp32 scale that maps a block's largest magnitude to 127."""
-    scales = _float_scales(blocks, scale, INT8_LARGEST)
-    codes = (blocks / scales.unsqueeze(-1)).round().clamp(-INT8_LARGEST, INT8_LARGEST)
+    scales = _float_scales(blocks, scale, INT8.largest)
+    codes = (blocks / scales.unsqueeze(-1)).round().clamp(-INT8.largest, INT8.largest)
     return codes.to(torch.int8), scales
 
 
@@ -102,7 +91,7 @@ def _float_scales(blocks: Tensor, scale: Tensor | None, largest: float) -> Tenso
 
 def _mxfp8(blocks: Tensor, scale: Tensor | None) -> Coded:
     """E4M3 codes with the least E8M0 scale under which none saturates (NVIDIA's rule), uint8."""
-    fraction, exponent = torch.frexp(_quotient(blocks.abs().amax(-1), E4M3_LARGEST))
+    fraction, exponent = torch.frexp(_quotient(blocks.abs().amax(-1), E4M3.largest))
     # frexp's fraction is from 0.5 on: exactly 0.5 is a power of two, anything above is rounded up.
     power = (exponent - 1 + (fraction > 0.5).int() + 127).clamp(1, 253)
     inverse = ((254 - power) << 23).view(torch.float32)
@@ -113,7 +102,7 @@ def _nvfp4(blocks: Tensor, scale: Tensor | None) -> Coded:
     """E2M1 codes, two to a byte and the even column low, with E4M3 scales of blocks under a global one."""
     if scale is not None:
         blocks = blocks / scale.float().reshape(1, 1, 1)
-    wanted = _quotient(blocks.abs().amax(-1), E2M1_LARGEST).clamp(SMALLEST_E4M3, E4M3_LARGEST)
+    wanted = _quotient(blocks.abs().amax(-1), E2M1.largest).clamp(SMALLEST_E4M3, E4M3.largest)
     scales = wanted.to(torch.float8_e4m3fn)
     codes = _e2m1(blocks / scales.float().unsqueeze(-1))
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scales.view(torch.uint8)
@@ -132,14 +121,29 @@ def _mxfp4(blocks: Tensor, scale: Tensor | None) -> Coded:
     return codes[..., 0::2] | (codes[..., 1::2] << 4), power.to(torch.uint8)
 
 
-QUANTIZERS: dict[str, Callable[[Tensor, Tensor | None], Coded]] = {
-    "fp8": _fp8,
-    "mxfp8": _mxfp8,
-    "mxfp4": _mxfp4,
-    "nvfp4": _nvfp4,
-    "int8": _int8,
+Coding = tuple[str, str]
+"""What codes stand for, as `CodeGrid.name`, and `NumberFormat.byte_scale`."""
+
+QUANTIZERS: dict[Coding, Callable[[Tensor, Tensor | None], Coded]] = {
+    ("E4M3", ""): _fp8,
+    ("E4M3", "E8M0"): _mxfp8,
+    ("E2M1", "E8M0"): _mxfp4,
+    ("E2M1", "F8_E4M3"): _nvfp4,
+    ("INT8", ""): _int8,
 }
-"""Codes and scales of blocks ``[tokens, blocks, block]`` by the name of an activation format."""
+"""Codes and scales of blocks ``[tokens, blocks, block]`` by what codes and scales are."""
+
+
+def _coding(number: NumberFormat) -> Coding:
+    return number.grid.name, number.byte_scale
+
+
+def _is_known(form: ActFormat) -> bool:
+    return form.name in NUMBER_FORMATS and _coding(form.number) in QUANTIZERS
+
+
+def _known() -> str:
+    return ", ".join(name for name, number in NUMBER_FORMATS.items() if _coding(number) in QUANTIZERS)
 
 
 def _split(t: Tensor, block: int) -> Tensor:
@@ -153,7 +157,7 @@ def _quotient(x: Tensor, number: float) -> Tensor:
 
 
 def _e4m3(x: Tensor) -> Tensor:
-    return x.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+    return x.clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
 
 
 def _e2m1(x: Tensor) -> Tensor:
@@ -173,9 +177,10 @@ def dequantize(tokens: Quantized, global_scale: Tensor | None = None) -> Tensor:
     Exact for MXFP8; one rounding to fp32 for each other factor, as the codec of the same weight format.
     """
     form = tokens.format
-    if form.name not in VALUES:
-        raise NoBackend(f"tokens in {form} cannot be decoded: there are decoders of {', '.join(VALUES)}")
-    values, scales = VALUES[form.name](tokens.values), SCALES[form.name](tokens.scales)
+    if not _is_known(form):
+        raise NoBackend(f"tokens in {form} cannot be decoded: there are decoders of {_known()}")
+    grid, scale = _coding(form.number)
+    values, scales = VALUES[grid](tokens.values), SCALES[scale](tokens.scales)
     decoded = _split(values, values.shape[-1] // scales.shape[-1]).mul(scales.unsqueeze(-1)).flatten(-2)
     return decoded if global_scale is None or not form.dynamic else decoded * global_scale.float().reshape(())
 
@@ -194,22 +199,18 @@ def _from_e8m0(scales: Tensor) -> Tensor:
 
 
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "fp8": lambda codes: codes.float(),
-    "mxfp8": lambda codes: codes.float(),
-    "mxfp4": _from_e2m1,
-    "nvfp4": _from_e2m1,
-    "int8": lambda codes: codes.float(),
+    "E4M3": lambda codes: codes.float(),
+    "E2M1": _from_e2m1,
+    "INT8": lambda codes: codes.float(),
 }
-"""Float32 values of codes by the name of an activation format."""
+"""Float32 values of codes by `CodeGrid.name`."""
 
 SCALES: dict[str, Callable[[Tensor], Tensor]] = {
-    "fp8": lambda scales: scales,
-    "mxfp8": _from_e8m0,
-    "mxfp4": _from_e8m0,
-    "int8": lambda scales: scales,
-    "nvfp4": lambda scales: scales.view(torch.float8_e4m3fn).float(),
+    "": lambda scales: scales,
+    "E8M0": _from_e8m0,
+    "F8_E4M3": lambda scales: scales.view(torch.float8_e4m3fn).float(),
 }
-"""Float32 values of scales by the name of an activation format."""
+"""Float32 values of scales by `NumberFormat.byte_scale`."""
 
 
 def in_tiles(scales: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NoBackend, UsageError
+from ..number_formats import NUMBER_FORMATS
 from ..problem import MoEProblem
 
 
@@ -40,37 +41,17 @@ _STEPS = Tolerance(
 )
 
 TOLERANCES: dict[tuple[str, str], Tolerance] = {
-    ("bf16", "fp32"): _EXACT,
-    ("mxfp4", "fp32"): _EXACT,
-    ("mxfp8", "fp32"): _EXACT,
-    ("nvfp4", "fp32"): _ROUNDED,
-    ("fp8", "fp32"): _ROUNDED,
-    ("int4", "fp32"): _ROUNDED,
-    ("int8", "fp32"): _ROUNDED,
-    ("mxfp4", "steps"): _STEPS,
-    ("int4", "steps"): _STEPS,
-    ("int8", "steps"): _STEPS,
-    ("nvfp4", "steps"): _STEPS,
-    ("mxfp8", "steps"): _STEPS,
-    ("fp8", "steps"): _STEPS,
+    ("plain", "fp32"): _EXACT,
+    ("exact", "fp32"): _EXACT,
+    ("rounded", "fp32"): _ROUNDED,
+    ("exact", "steps"): _STEPS,
+    ("rounded", "steps"): _STEPS,
 }
-"""(weight format, accumulation) -> tolerance; ``steps`` accumulates in fp32 too.
+"""(`NumberFormat.decoding` of the weights, accumulation) -> tolerance; ``steps`` accumulates in fp32 too.
 
 An element's error is near normal, so the largest of 1e8 elements is about six times the RMS; tokens whose
 experts cancel need the rest of `max`.
 """
-
-
-_TWICE = "what enters each GEMM is rounded once, with normal tokens and weights:"
-
-TOKENS: dict[str, Tolerance] = {
-    "fp8": Tolerance(0.8, 0.1, f"{_TWICE} 3 bits of mantissa cost 5.0e-2 RMS at most, doubled"),
-    "mxfp8": Tolerance(0.8, 0.1, f"{_TWICE} 3 bits of mantissa cost 5.0e-2 RMS at most, doubled"),
-    "int8": Tolerance(0.25, 0.04, f"{_TWICE} 127 steps to a token's largest cost 2.0e-2 RMS, doubled"),
-    "nvfp4": Tolerance(1.6, 0.34, f"{_TWICE} 1 bit of mantissa in blocks of 16 costs 1.7e-1 RMS, doubled"),
-    "mxfp4": Tolerance(2.0, 0.43, f"{_TWICE} 1 bit of mantissa in blocks of 32 costs 2.1e-1 RMS, doubled"),
-}
-"""Format of quantized activations -> what their rounding may cost beside a row of `TOLERANCES`."""
 
 DECLARED = "declared"
 """As `accumulation`: in fp32, of activations in the format that the checkpoint declares."""
@@ -100,23 +81,32 @@ def tolerance_for(problem: MoEProblem, accumulation: str = "fp32") -> Tolerance:
     """What a result may differ by; NoBackend when no row says it.
 
     `accumulation` is ``fp32``, or the format of activations that are quantized before they are multiplied
-    and summed in fp32: a row of `TOKENS`, or `DECLARED` for the checkpoint's.
+    and summed in fp32: one with a `token_tolerance`, or `DECLARED` for the checkpoint's.
     """
     act = problem.scheme.act.name if accumulation == DECLARED else accumulation
-    if act in TOKENS:
-        exact, tokens = tolerance_for(problem), TOKENS[act]
+    tokens = NUMBER_FORMATS[act].token_tolerance if act in NUMBER_FORMATS else None
+    if tokens is not None:
+        exact = tolerance_for(problem)
         return Tolerance(
             exact.max + tokens.max, math.hypot(exact.rms, tokens.rms), f"{tokens.reason}; {exact.reason}"
         )
     if accumulation == DECLARED:
         return tolerance_for(problem)
-    key = (problem.scheme.weight.name, accumulation)
-    if key not in TOLERANCES:
-        rows = ", ".join(f"{weight}/{acc}" for weight, acc in TOLERANCES)
+    weight = problem.scheme.weight.name
+    number = NUMBER_FORMATS.get(weight)
+    found = TOLERANCES.get((number.decoding, accumulation)) if number else None
+    if found is None:
+        stated = [
+            f"{name}/{sums}"
+            for name, known in NUMBER_FORMATS.items()
+            for decoding, sums in TOLERANCES
+            if decoding == known.decoding
+        ]
         raise NoBackend(
-            f"no tolerance is stated for {key[0]} weights with {key[1]} accumulation; rows: {rows}"
+            f"no tolerance is stated for {weight} weights with {accumulation} accumulation; "
+            f"rows: {', '.join(stated)}"
         )
-    return TOLERANCES[key]
+    return found
 
 
 def check(y: Tensor, reference: Tensor, tolerance: Tolerance) -> CheckResult:

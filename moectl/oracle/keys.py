@@ -10,7 +10,7 @@ from ..schemes import FULL, ActFormat, WeightFormat
 @cache
 def act_key(act: ActFormat) -> str:
     """An activation format as rows of `Offer` name it: ``a16``, ``fp8 per tensor static``, ``mxfp8``."""
-    if act.name not in ("fp8", "int8"):
+    if act.bits == 16 or act.number.block:
         return act.name
     extent = {(FULL, FULL): "per tensor", (1, FULL): "per token"}.get(act.block, f"group {act.block[1]}")
     return f"{act.name} {extent} {'dynamic' if act.dynamic else 'static'}"
@@ -25,9 +25,9 @@ def exact_key(weight: WeightFormat) -> str:
 @cache
 def group32_key(weight: WeightFormat) -> str:
     """As `exact_key`, but integer formats tell only group 32 from every other group or channel."""
-    if weight.name not in ("int4", "int8"):
+    if not weight.number.grid.integer:
         return str(weight)
-    group = "group 32" if weight.name == "int4" and weight.group == 32 else "group"
+    group = "group 32" if (weight.bits, weight.group) == (4, 32) else "group"
     return f"{weight.name} {group}{' with zero points' if weight.zero_point else ''}"
 
 

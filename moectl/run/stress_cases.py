@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..kernels.inputs import DTYPES, inputs_from
+from ..kernels.inputs import inputs_from
 from ..problem import MoEProblem
+from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .workload import Workload
 
 SOME = 65
@@ -37,7 +38,9 @@ class Draw:
 
     def x(self, tokens: int, scale: float = 1.0) -> Tensor:
         """``[tokens, hidden]`` activations in the layer's dtype, N(0, scale)."""
-        return (self.random(tokens, self.problem.dims.hidden) * scale).to(DTYPES[self.problem.dtype])
+        return (self.random(tokens, self.problem.dims.hidden) * scale).to(
+            MODEL_TORCH_DTYPES[self.problem.dtype]
+        )
 
     def logits(self, tokens: int) -> Tensor:
         """``[tokens, experts]`` router logits, N(0, 1)."""

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..convert.canonical import MODEL_DTYPE, padded, scale_dtype
+from ..convert.canonical import padded, scale_dtype
 from ..convert.chain import Chain
 from ..convert.recipe import Output, Recipe
-from ..convert.safetensors_file import TORCH_DTYPES
 from ..convert.shards import Share, shard_of
 from ..convert.values import Shapes
+from ..dtypes import MODEL_DTYPES
 from ..errors import UsageError
 from ..experts import ExpertLayer, Ids, decode
 from ..files.tensor_table import TensorType
@@ -21,6 +21,7 @@ from ..kernels.prepared import CANONICAL, DenseExpert, PreparedMoE
 from ..kernels.runners import runner_for
 from ..padding import pad
 from ..problem import Dims, MoEProblem
+from ..torch_dtypes import TORCH_DTYPES
 
 FILL = 0x7A
 """What padded lanes are filled with: codes, scale bytes and numbers that are all finite and not zero."""
@@ -59,7 +60,7 @@ def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
         return {role: _rounded(t, role, layer, dtype) if changes(role) else t for role, t in batch.items()}
 
     shapes = {
-        role: TensorType(MODEL_DTYPE[dtype] if changes(role) else kind, shape)
+        role: TensorType(MODEL_DTYPES[dtype] if changes(role) else kind, shape)
         for role, (kind, shape) in layer.recipe.shapes.items()
     }
     share = layer.share and replace(layer.share, whole=moved(layer.share.whole))
@@ -73,7 +74,7 @@ def _own_scales(problem: MoEProblem) -> bool:
 
 
 def _rounded(t: Tensor, role: str, layer: ExpertLayer, dtype: str) -> Tensor:
-    made = t.to(TORCH_DTYPES[MODEL_DTYPE[dtype]])
+    made = t.to(TORCH_DTYPES[MODEL_DTYPES[dtype]])
     if not bool(torch.isfinite(made).all()):
         raise UsageError(
             f"{role} of layer {layer.layer} has numbers up to {float(t.abs().max()):.3g}, which {dtype} does "

@@ -11,12 +11,13 @@ from torch import Tensor
 from ..errors import UsageError
 from ..experts import ExpertLayer
 from ..files.safe_reading import unreadable
-from ..kernels.inputs import DTYPES, Inputs, check_ids, check_tokens, make_inputs, no_bias
+from ..kernels.inputs import Inputs, check_ids, check_tokens, make_inputs, no_bias
 from ..kernels.prepared import PreparedMoE
 from ..kernels.reference import moe_reference
 from ..kernels.routing import route_by
 from ..problem import MoEProblem
 from ..seeds import seed_of
+from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .variants import experts_on
 
 
@@ -109,8 +110,8 @@ def _read_input(source: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | Non
             wanted = [len(x), problem.top_k]
             raise UsageError(f"{name} in {source} must be {wanted}, got {list(given.shape)}")
     if ids is None or weights is None:
-        return x.to(DTYPES[problem.dtype]), None, None
+        return x.to(MODEL_TORCH_DTYPES[problem.dtype]), None, None
     check_ids(ids, problem, f"ids in {source}", none=True)
     if weights.is_complex() or weights.dtype == torch.bool or not bool(torch.isfinite(weights.float()).all()):
         raise UsageError(f"weights in {source} must be finite numbers")
-    return x.to(DTYPES[problem.dtype]), ids.to(torch.int32), weights.float()
+    return x.to(MODEL_TORCH_DTYPES[problem.dtype]), ids.to(torch.int32), weights.float()

@@ -11,8 +11,8 @@ from typing import Any
 from ..checkpoint.catalogue import built_in
 from ..checkpoint.model import Checkpoint, LayerGroup, Origin
 from ..checkpoint.shards import CONFIG, INDEX
-from ..convert.canonical import MODEL_DTYPE
 from ..convert.progress import Meter, Progress, silent
+from ..dtypes import MODEL_DTYPES
 from ..files.atomic import disk_errors, replacing, write_exactly, write_file
 from ..files.output_folder import all_or_none, refuse_filled, refuse_small_disk
 from ..files.safetensors_writer import FilePlan, TensorSpec, plan_file
@@ -89,7 +89,7 @@ def synthesize(
 
 def _rest(group: LayerGroup) -> dict[str, TensorInfo]:
     """Tensors that belong to no MoE layer: a small embedding and the last norm, with no file yet."""
-    hidden, dtype = group.problem.model_hidden, MODEL_DTYPE[group.problem.dtype]
+    hidden, dtype = group.problem.model_hidden, MODEL_DTYPES[group.problem.dtype]
     root = re.split(r"(?:layers|blocks)\.\{layer\}", group.names.experts["w2"])[0]
     shapes = {f"{root}embed_tokens.weight": (VOCABULARY, hidden), f"{root}norm.weight": (hidden,)}
     return {

@@ -17,8 +17,8 @@ from ..checkpoint.model import LayerGroup
 from ..checkpoint.moe_layers import KIND_LISTS, layer_count, moe_layers
 from ..checkpoint.shards import quantization_apart
 from ..checkpoint.storage import Shape, Storage, find_storage, format_sizes, parse_shape
+from ..dtypes import DTYPE_BITS
 from ..errors import UsageError
-from ..files.safetensors_header import DTYPE_BITS
 from ..files.tensor_table import TensorInfo
 from ..schemes import WeightFormat
 

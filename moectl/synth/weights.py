@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ..checkpoint.model import Checkpoint, ExpertNames, LayerGroup
 from ..checkpoint.storage import PER_EXPERT
-from ..convert.canonical import MODEL_DTYPE
 from ..convert.codecs import codec_for
-from ..convert.safetensors_file import TORCH_DTYPES
 from ..convert.sources import PartForm, map_layer, source_for
 from ..convert.sources.extras import extra_values
+from ..dtypes import MODEL_DTYPES
 from ..files.tensor_table import TensorInfo
 from ..problem import Dims, MoEProblem
 from ..schemes import FULL, Scheme, WeightFormat
 from ..seeds import seed_of
+from ..torch_dtypes import TORCH_DTYPES
 from .resize import fit_shared
 
 BANK_ROWS = 4096
@@ -36,9 +36,6 @@ BIAS_SPREAD = 0.05
 
 LARGEST_INPUT = 8.0
 """Largest magnitude of activations that static scales are made for."""
-
-INPUT_LARGEST: Mapping[str, float] = {"fp8": 448.0, "nvfp4": 6.0 * 448.0, "int8": 127.0}
-"""What a static scale maps `LARGEST_INPUT` to, by activation format; another format's is 1."""
 
 SCALE_SPREAD = 0.125
 """How far the one scale of a matrix is from its bank's, at most, so that every expert has its own."""
@@ -80,7 +77,7 @@ def _bank(weight: WeightFormat, weights: Tensor) -> _Bank:
     group = 1 if weight.bits == 16 else columns if weight.group in (FULL, 0) else weight.group
     groups = columns // group if columns % group == 0 else 1
     scale = joined("scale")
-    single = joined("global_scale") if weight.name == "nvfp4" else scale if _is_single(weight) else None
+    single = joined("global_scale") if weight.number.global_scale else scale if _is_single(weight) else None
     return _Bank(codes.view(rows // tall, tall, groups, -1), scale, joined("zero"), single)
 
 
@@ -202,7 +199,7 @@ class Maker:
     def _bank_of(self, made: _Experts, columns: int) -> _Bank:
         weight = made.problem.scheme.weight
         if (weight, columns) not in self._banks:
-            rows = PIECE_ROWS if _is_single(weight) or weight.name == "nvfp4" else BANK_ROWS
+            rows = PIECE_ROWS if _is_single(weight) or weight.number.global_scale else BANK_ROWS
             drawn = torch.randn(1, rows, columns, generator=self._generator("bank", columns))
             self._banks[weight, columns] = _bank(weight, drawn[0] / math.sqrt(columns))
         return self._banks[weight, columns]
@@ -224,7 +221,7 @@ class Maker:
             assert source is not None, "the format has scales and, where they are stored, zeros"
             return source[chosen].roll(turn, dims=1)
         codes = bank.codes[chosen].roll(turn, dims=2).reshape(len(chosen) * tall, -1)[:rows]
-        return codes.to(TORCH_DTYPES[MODEL_DTYPE[made.problem.dtype]]) if weight.bits == 16 else codes
+        return codes.to(TORCH_DTYPES[MODEL_DTYPES[made.problem.dtype]]) if weight.bits == 16 else codes
 
     def _own(self, matrix: str, layer: int, expert: int) -> Tensor:
         """``[1, 1]``: a factor near 1 that gate and up share, of one expert."""
@@ -234,14 +231,14 @@ class Maker:
 
     def _input(self, made: _Experts, matrix: str, layer: int, expert: int) -> Tensor:
         """Static scales of the activations that enter a matrix."""
-        largest = INPUT_LARGEST.get(made.problem.scheme.act.name, LARGEST_INPUT)
+        largest = made.problem.scheme.act.number.input_largest or LARGEST_INPUT
         scale = LARGEST_INPUT / largest * self._own(f"input {matrix}", layer, expert)
         return scale.expand(_halves(made.problem, matrix), 1)
 
     def _bias(self, made: _Experts, matrix: str, layer: int, expert: int) -> Tensor:
         generator = self._generator(matrix, "bias", layer, expert)
         values = torch.randn(_extents(made.problem, matrix)[0], generator=generator) * BIAS_SPREAD
-        return values.to(TORCH_DTYPES[MODEL_DTYPE[made.problem.dtype]])
+        return values.to(TORCH_DTYPES[MODEL_DTYPES[made.problem.dtype]])
 
 
 def _experts(checkpoint: Checkpoint, group: LayerGroup) -> _Experts:

@@ -177,7 +177,7 @@ def test_a_wrong_result_is_exit_1(tiny_gpt_oss, monkeypatch):
     from moectl.kernels import tolerance
 
     strict = tolerance.Tolerance(1e-9, 1e-9, "no bf16 result is that close")
-    monkeypatch.setitem(tolerance.TOLERANCES, ("mxfp4", "fp32"), strict)
+    monkeypatch.setitem(tolerance.TOLERANCES, ("exact", "fp32"), strict)
     done = moectl("bench", tiny_gpt_oss, "-m", "1", "--device", "cpu", "--format", "csv", code=1)
     row = next(csv.DictReader(io.StringIO(done.stdout)))
     assert row["ok"] == "False" and row["median_us"] == "" and "wrong result" in row["reason"]

@@ -16,8 +16,8 @@ from moectl.checkpoint.catalogue import read_entry
 from moectl.checkpoint.fields import KEYS
 from moectl.checkpoint.moe_layers import LAYER_RULES
 from moectl.checkpoint.opening import QUANTIZATION_FILES
+from moectl.dtypes import DTYPE_BITS
 from moectl.errors import MoectlError
-from moectl.files.safetensors_header import DTYPE_BITS
 from moectl.files.tensor_table import table_of
 from moectl.problem import MoEProblem
 

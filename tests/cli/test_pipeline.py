@@ -135,7 +135,7 @@ def test_run_ends_with_1_when_the_result_is_too_far_from_the_reference(tiny_gpt_
     from moectl.kernels import tolerance
 
     strict = tolerance.Tolerance(1e-9, 1e-9, "no bf16 result is that close")
-    monkeypatch.setitem(tolerance.TOLERANCES, ("mxfp4", "fp32"), strict)
+    monkeypatch.setitem(tolerance.TOLERANCES, ("exact", "fp32"), strict)
     done = moectl("run", tiny_gpt_oss, "--device", "cpu", code=1)
     assert "FAILED" in done.stdout
     done = moectl("bench", tiny_gpt_oss, "-m", "1", "--device", "cpu", "--format", "csv", code=1)

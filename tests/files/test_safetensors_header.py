@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moectl.checkpoint import TensorInfo, read_header
+from moectl.dtypes import DTYPE_BITS
 from moectl.errors import CheckpointError, ExitCode
 from moectl.files import safetensors_header as header_module
-from moectl.files.safetensors_header import DTYPE_BITS, HEADER_LIMIT, Budget
+from moectl.files.safetensors_header import HEADER_LIMIT, Budget
 from moectl.files.tensor_table import TensorTable
 
 

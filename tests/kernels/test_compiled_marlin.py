@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from moectl.convert.layout import layout_named
-from moectl.convert.safetensors_file import TORCH_DTYPES
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.triton.inspection.report import KernelReport, report_of
 from moectl.kernels.triton.inspection.standin import STAND_INS, Launched, standing_in
 from moectl.kernels.triton.marlin import LAYOUT, MarlinTile, run_with, tile_for
 from moectl.problem import Dims, MoEProblem
 from moectl.schemes import Scheme, int_format
+from moectl.torch_dtypes import TORCH_DTYPES
 
 from .layers import DTYPES
 from .marlin_cases import FORMATS, TILES

@@ -13,10 +13,11 @@ from moectl.errors import NoBackend
 from moectl.kernels.emulation import RUNNER, rounded
 from moectl.kernels.inputs import Inputs, make_inputs
 from moectl.kernels.prepared import DenseExpert, PreparedMoE
-from moectl.kernels.quantize import QUANTIZERS
+from moectl.kernels.quantize import refusal
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.runners import runner_for
-from moectl.kernels.tolerance import TOKENS, check, tolerance_for
+from moectl.kernels.tolerance import check, tolerance_for
+from moectl.number_formats import NUMBER_FORMATS
 from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.random_layer import RandomLayer
 from moectl.schemes import (
@@ -34,6 +35,7 @@ from moectl.schemes import (
     ActFormat,
     Scheme,
     WeightFormat,
+    act_format,
     int_format,
 )
 
@@ -79,7 +81,8 @@ def test_is_as_far_off_as_its_activations_are_coarse(scheme: str, activation: st
     result = check(y, exact, tolerance_for(problem, RUNNER.accumulation))
     assert result.ok, result
     # Half of what the row allows was measured: an activation left out would be far below.
-    assert result.rms > TOKENS[problem.scheme.act.name].rms / 8, result
+    allowed = problem.scheme.act.number.token_tolerance
+    assert allowed is not None and result.rms > allowed.rms / 8, result
 
 
 @pytest.mark.parametrize("weight_on_input", [False, True])
@@ -198,8 +201,10 @@ def test_refuses_with_the_reason(change: dict[str, object], reason: str) -> None
     assert reason in said if reason else not said
 
 
-def test_every_quantizer_has_a_tolerance() -> None:
-    assert QUANTIZERS.keys() == TOKENS.keys()
+@pytest.mark.parametrize("name", NUMBER_FORMATS)
+def test_what_is_quantized_has_a_tolerance(name: str) -> None:
+    number = NUMBER_FORMATS[name]
+    assert (refusal(act_format(name, (1, 32)), 64) == "") == (number.token_tolerance is not None)
 
 
 def test_experts_are_decoded_as_stored() -> None:

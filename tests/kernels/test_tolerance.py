@@ -76,6 +76,6 @@ def test_no_tokens_pass_and_shapes_must_agree() -> None:
 def test_every_tolerance_has_a_reason_and_a_missing_one_is_refused() -> None:
     assert all(t.reason and t.rms < t.max < 0.5 for t in TOLERANCES.values())
     problem = MoEProblem(Dims(64, 64), 4, 2, Scheme(MXFP4))
-    assert tolerance_for(problem) is TOLERANCES["mxfp4", "fp32"]
+    assert tolerance_for(problem) is TOLERANCES["exact", "fp32"]
     with pytest.raises(NoBackend, match="int3 weights with fp32"):
         tolerance_for(MoEProblem(Dims(64, 64), 4, 2, Scheme(WeightFormat("int3", 3))))

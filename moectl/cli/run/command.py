@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ...dtypes import MODEL_DTYPES
 from ...errors import ExitCode, UsageError
 from ...run.plan import EVERY, RunPlan
 from ..checkpoint_argument import DEVICE, backend_names, find_source, pick_layers, remarks
@@ -35,7 +36,7 @@ EXAMPLES = (
     "moectl run ./gpt-oss-20b --layers all --backend triton,torch",
     "moectl run ./kimi --input x.safetensors --output y.safetensors",
 )
-DTYPES = ("bf16", "fp16")
+DTYPES = tuple(MODEL_DTYPES)
 
 
 PLAN = RecordOptions(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from ...errors import UsageError
+from ...number_formats import NUMBER_FORMATS
 from ...schemes import WeightFormat
 from .codec import Codec, Encoded, check_scales, check_weights, from_halves, in_halves
-from .grids import E2M1, E4M3, INT4, INT8
+from .grids import GRIDS
 from .plain import Plain
 from .scaled import Scaled
 from .scales import E8M0_RULES, scale_store
@@ -27,34 +28,25 @@ __all__ = [
     "in_halves",
 ]
 
-CODECS: Mapping[str, Callable[[WeightFormat, str], Codec]] = {
-    "bf16": lambda weight, rule: Plain(weight),
-    "mxfp4": lambda weight, rule: Scaled(weight, E2M1, scale_store(weight, "E8M0", rule)),
-    "mxfp8": lambda weight, rule: Scaled(weight, E4M3, scale_store(weight, "E8M0", rule)),
-    "nvfp4": lambda weight, rule: Scaled(weight, E2M1, scale_store(weight, "F8_E4M3"), two_level=True),
-    "fp8": lambda weight, rule: Scaled(weight, E4M3, scale_store(weight, "F32", rule)),
-    "int4": lambda weight, rule: Scaled(weight, INT4, scale_store(weight, "BF16")),
-    "int8": lambda weight, rule: Scaled(weight, INT8, scale_store(weight, "BF16")),
-}
-"""Codecs by the name of the weight format, from it and the rule for scales that are powers of two."""
-
-BY_ROW_ONLY = frozenset({"mxfp4", "mxfp8", "nvfp4", "int4", "int8"})
-"""Formats whose blocks lie within one row."""
-
 
 def codec_for(weight: WeightFormat, rule: str = "floor") -> Codec:
     """The codec of `weight`; UsageError for a format without one.
 
     `rule` is how encoding chooses scales that are powers of two: one of `E8M0_RULES`.
     """
-    if weight.name not in CODECS or (weight.name in BY_ROW_ONLY and weight.block[0] != 1):
+    number = NUMBER_FORMATS.get(weight.name)
+    if number is None or (number.within_row and weight.block[0] != 1):
+        by_row = sorted(name for name, known in NUMBER_FORMATS.items() if known.within_row)
         raise UsageError(
-            f"no codec knows {weight}; known are {', '.join(CODECS)}, "
-            f"{', '.join(sorted(BY_ROW_ONLY))} in groups along a row."
+            f"no codec knows {weight}; known are {', '.join(NUMBER_FORMATS)}, "
+            f"{', '.join(by_row)} in groups along a row."
         )
     if rule not in E8M0_RULES:
         raise UsageError(f"no rule for scales is called {rule!r}; choose one of {', '.join(E8M0_RULES)}.")
-    return CODECS[weight.name](weight, rule)
+    if not number.scale:
+        return Plain(weight)
+    store = scale_store(weight, number.scale, rule)
+    return Scaled(weight, GRIDS[number.grid.name], store, two_level=number.global_scale)
 
 
 def decode_role(weight: WeightFormat, roles: Mapping[str, Tensor], role: str, halves: int = 1) -> Tensor:

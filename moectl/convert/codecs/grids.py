@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -136,6 +136,9 @@ E2M1 = Minifloat(4, 1, 0, 6.0)
 E4M3 = Minifloat(8, 3, -6, 448.0)
 INT4 = Integers(4)
 INT8 = Integers(8)
+
+GRIDS: Mapping[str, Grid] = {"E2M1": E2M1, "E4M3": E4M3, "INT4": INT4, "INT8": INT8}
+"""Grids by `CodeGrid.name`."""
 
 
 @lru_cache(maxsize=32)

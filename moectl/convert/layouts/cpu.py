@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...dtypes import MODEL_DTYPES
 from ...problem import MoEProblem
 from ...schemes import BF16, FP8_BLOCK, FULL, MXFP4, int_format
-from ..canonical import MODEL_DTYPE, gate_then_up, padded, scale_dtype
+from ..canonical import gate_then_up, padded, scale_dtype
 from ..chain import Chain
 from ..recipe import Output
 from ..rescale import AtMost
@@ -62,7 +63,7 @@ def _fp8(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     start = _start(problem, role)
     if role.endswith("_bias"):
-        return (*start, Widen(MODEL_DTYPE[problem.dtype]))
+        return (*start, Widen(MODEL_DTYPES[problem.dtype]))
     if role.endswith("_scale"):
         return (*start, _ROWS_OF_32)
     codes = Rearrange("e (o h m) (k d) -> e o k (m d h)", {"h": 2, "m": 16, "d": 2})

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ...dtypes import MODEL_DTYPES
 from ...problem import MoEProblem
 from ...schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4
-from ..canonical import MODEL_DTYPE, gate_then_up, groups, halves, padded, up_then_gate
+from ..canonical import gate_then_up, groups, halves, padded, up_then_gate
 from ..chain import Chain
 from ..recipe import Output
 from ..rescale import Round
@@ -85,7 +86,7 @@ def _mxfp4(rows: Steps, weights: Steps, scales: Steps) -> Build:
         for role in shapes:
             kind = role.partition("_")[2]
             if kind == "bias":
-                values = () if MODEL_DTYPE[problem.dtype] == "BF16" else (Round("BF16"),)
+                values = () if MODEL_DTYPES[problem.dtype] == "BF16" else (Round("BF16"),)
                 made[role] = Output(role, values, Chain(rows(problem, role)))
             elif kind in ("", "scale"):
                 steps = scales if kind else weights

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...dtypes import MODEL_DTYPES
 from ...problem import MoEProblem
 from ...schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, MXFP4, MXFP8, NVFP4
-from ..canonical import MODEL_DTYPE, halves, padded, scale_dtype
+from ..canonical import halves, padded, scale_dtype
 from ..chain import Chain
 from ..recipe import Output
 from ..rescale import S0E5M3, AtMost, GlobalOfS0E5M3, HalfE8M0, PerExpert, RepeatRows, Round, Times
@@ -87,7 +88,7 @@ def _nvfp4(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str
 
 def _fp8_scale(problem: MoEProblem, role: str) -> Output:
     """Scales of one row and column block in the model's dtype, whatever blocks of rows they stand for."""
-    weight, dtype = problem.scheme.weight, MODEL_DTYPE[problem.dtype]
+    weight, dtype = problem.scheme.weight, MODEL_DTYPES[problem.dtype]
     values: tuple[Value, ...] = () if scale_dtype(problem) == dtype else (Round(dtype),)
     values += (Times(_EXPONENTS[problem.dtype]),)
     if weight.block[0] != 1:

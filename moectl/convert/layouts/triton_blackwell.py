@@ -12,9 +12,10 @@ Stored per expert, with N rows and K columns, row-major (the kernel sees the tra
 
 from __future__ import annotations
 
+from ...dtypes import MODEL_DTYPES
 from ...problem import MoEProblem
 from ...schemes import MXFP4
-from ..canonical import MODEL_DTYPE, halves, in_pairs, padded
+from ..canonical import halves, in_pairs, padded
 from ..transforms import Pad, Rearrange, Step, Widen
 from ..weight_layout import WeightLayout, by_role
 
@@ -43,7 +44,7 @@ def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     n, k = sizes if role.startswith("w13") else sizes[::-1]
     start = (*padded(problem, role), *in_pairs(problem, role))
     if role.endswith("_bias"):
-        return (*start, Widen(MODEL_DTYPE[problem.dtype]))
+        return (*start, Widen(MODEL_DTYPES[problem.dtype]))
     if role.endswith("_scale"):
         return (*start, *scale_steps(halves(problem, role) * n, k // 32))
     return (*start, *value_steps(k // 2))

@@ -12,9 +12,10 @@ Stored per expert, with N rows and K columns, row-major (the kernel sees the tra
 
 from __future__ import annotations
 
+from ...dtypes import MODEL_DTYPES
 from ...problem import MoEProblem
 from ...schemes import MXFP4
-from ..canonical import MODEL_DTYPE, in_pairs, padded
+from ..canonical import in_pairs, padded
 from ..transforms import Pad, Rearrange, Step, Widen
 from ..weight_layout import WeightLayout, by_role
 from .words import BYTES, E2M1_SHIFTED, WORDS
@@ -60,7 +61,7 @@ def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     )
     start = (*padded(problem, role), *in_pairs(problem, role))
     if role.endswith("_bias"):
-        return (*start, Widen(MODEL_DTYPE[problem.dtype]))
+        return (*start, Widen(MODEL_DTYPES[problem.dtype]))
     if role.endswith("_scale"):
         return (*start, *scale_steps(rows, k // 32))
     return (*start, *value_steps(rows, k // 2))

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...dtypes import MODEL_DTYPES
 from ...problem import MoEProblem
 from ...schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, MXFP8, NVFP4, int_format
-from ..canonical import MODEL_DTYPE, groups, halves, padded, up_then_gate
+from ..canonical import groups, halves, padded, up_then_gate
 from ..transforms import Rearrange, Step, Widen, Xor
 from ..weight_layout import WeightLayout, by_role
 from .numbers import fp8_block, fp8_tensor, nvfp4
@@ -56,7 +57,7 @@ def _in_blocks(width: int) -> Rearrange:
 def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     rows = shuffled_rows(problem, role)
     if role.endswith("_bias"):
-        return (*rows, Widen(MODEL_DTYPE[problem.dtype]))
+        return (*rows, Widen(MODEL_DTYPES[problem.dtype]))
     return (*rows, *tiled(problem, role)) if role.endswith("_scale") else rows
 
 

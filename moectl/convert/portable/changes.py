@@ -188,8 +188,8 @@ class Quantized:
             hessian = self.activations.hessians(
                 batch, matrix.role, matrix.first, self.source, self.w13_halves
             )
-        # NVFP4: engines take one global scale for gate and up.
-        shared = self.quantizer.weight.name == "nvfp4"
+        # Engines take one global scale for gate and up.
+        shared = self.quantizer.weight.number.global_scale
         done = quantize(
             weights,
             self.quantizer,

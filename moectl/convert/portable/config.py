@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import __version__
+from ...checkpoint.specs import modelopt_algorithm
+from ...dtypes import DTYPES
 from ...errors import UsageError
+from ...number_formats import NumberFormat
 from ...schemes import FULL, ActFormat, Scheme, WeightFormat
 
 Json = dict[str, Any]
@@ -77,7 +80,7 @@ def _compressed(description: Description) -> Json:
     for i, described in enumerate(every):
         scheme = described.scheme
         groups[f"group_{i}"] = {
-            "format": _compressed_format(scheme.weight),
+            "format": scheme.weight.number.compressed_tensors,
             "input_activations": _compressed_act(scheme.act),
             "output_activations": None,
             "targets": list(described.targets) if every[1:] else ["Linear"],
@@ -95,20 +98,6 @@ def _compressed(description: Description) -> Json:
     }
 
 
-_FORMATS: Mapping[str, str] = {
-    "int4": "pack-quantized",
-    "int8": "pack-quantized",
-    "mxfp4": "mxfp4-pack-quantized",
-    "nvfp4": "nvfp4-pack-quantized",
-    "mxfp8": "mxfp8-quantized",
-    "fp8": "float-quantized",
-}
-
-
-def _compressed_format(weight: WeightFormat) -> str:
-    return _FORMATS[weight.name]
-
-
 def _strategy(block: tuple[int, int], rows: str, two_level: bool = False) -> Json:
     """How compressed-tensors spells a block; `rows` is its word for one scale for each row."""
     if block == (FULL, FULL):
@@ -124,6 +113,10 @@ def _strategy(block: tuple[int, int], rows: str, two_level: bool = False) -> Jso
     return {"strategy": "block", "group_size": None, "block_structure": list(block)}
 
 
+def _kind(number: NumberFormat) -> str:
+    return "int" if number.grid.integer else "float"
+
+
 def _compressed_weight(weight: WeightFormat) -> Json:
     found = {
         "actorder": None,
@@ -132,11 +125,13 @@ def _compressed_weight(weight: WeightFormat) -> Json:
         "observer": "minmax",
         "observer_kwargs": {},
         "symmetric": not weight.zero_point,
-        "type": "int" if weight.name.startswith("int") else "float",
-        **_strategy(weight.block, "channel", weight.name == "nvfp4"),
+        "type": _kind(weight.number),
+        **_strategy(weight.block, "channel", weight.number.global_scale),
     }
-    scales = {"mxfp4": "torch.uint8", "mxfp8": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}
-    return found | ({"scale_dtype": scales[weight.name]} if weight.name in scales else {})
+    if not weight.number.byte_scale:
+        return found
+    scale = "U8" if weight.number.byte_scale == "E8M0" else weight.number.byte_scale
+    return found | {"scale_dtype": f"torch.{DTYPES[scale].torch}"}
 
 
 def _compressed_act(act: ActFormat) -> Json | None:
@@ -144,13 +139,13 @@ def _compressed_act(act: ActFormat) -> Json | None:
         return None
     return {
         "actorder": None,
-        "dynamic": act.dynamic if act.name != "nvfp4" else "local",
+        "dynamic": "local" if act.number.global_scale else act.dynamic,
         "num_bits": act.bits,
         "observer": None,
         "observer_kwargs": {},
         "symmetric": True,
-        "type": "int" if act.name == "int8" else "float",
-        **_strategy(act.block, "token", act.name == "nvfp4"),
+        "type": _kind(act.number),
+        **_strategy(act.block, "token", act.number.global_scale),
     }
 
 
@@ -170,11 +165,11 @@ def _gptq(description: Description) -> Json:
 
 
 def _modelopt(description: Description) -> Json:
-    algorithm = "W4A16_NVFP4" if description.single.act.bits == 16 else "NVFP4"
+    scheme = description.single
     return {
         "quant_method": "modelopt",
-        "quant_algo": algorithm,
-        "group_size": 16,
+        "quant_algo": modelopt_algorithm(scheme),
+        "group_size": scheme.weight.group,
         "ignore": sorted({*description.plain, "lm_head"}),
         "producer": {"name": "moectl", "version": __version__},
     }

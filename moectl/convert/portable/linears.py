@@ -13,6 +13,7 @@ from ...checkpoint.model import Checkpoint
 from ...checkpoint.quantization import zeros_less_one
 from ...checkpoint.specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
 from ...checkpoint.storage import PER_EXPERT, Storage, format_sizes, parse_shape
+from ...dtypes import MODEL_DTYPES, ONE_BYTE
 from ...errors import UsageError
 from ...files.tensor_table import TensorInfo, TensorType
 from ...portable import PORTABLE
@@ -260,7 +261,7 @@ def _change(
     source = replace(problem, scheme=Scheme(weight, linear.scheme.act))
     if storage == "plain":
         bf16 = PORTABLE["bf16"].weight
-        dtype = {"bf16": "BF16", "fp16": "F16"}[problem.dtype]
+        dtype = MODEL_DTYPES[problem.dtype]
         rounds = requantize or weight.name in ("fp8", "mxfp8")
         return source, replace(problem, scheme=Scheme(bf16)), Decoded(weight, dtype, rounds)
     target = (
@@ -280,7 +281,7 @@ def _parts(linear: Linear, problem: MoEProblem, role: str, shapes: Shapes, less:
     storage = Storage(linear.form, PER_EXPERT, {})
     for suffix, info in linear.tensors.items():
         kind = linear.form.suffixes[suffix].role
-        dtype = "U8" if info.dtype in ("U8", "I8", "F8_E4M3", "F8_E8M0") else info.dtype
+        dtype = "U8" if info.dtype in ONE_BYTE else info.dtype
         packing = PACKINGS[linear.form.packing]
         part = part_of(f"w1{kind}", dtype, info.shape, storage, packing, problem, less)
         name = part.role.replace("w13", role, 1)

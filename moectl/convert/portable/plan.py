@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ...checkpoint.model import Checkpoint, LayerGroup
+from ...dtypes import MODEL_DTYPES
 from ...errors import CheckpointError, NoBackend, UsageError
 from ...files.safe_reading import file_sha256
 from ...files.safetensors_writer import plan_file
@@ -15,14 +16,7 @@ from ...portable import NATIVE, PortableFormat, container_of
 from ...problem import MoEProblem
 from ...schemes import ActFormat, Scheme, WeightFormat
 from ..budget import default_memory, plan_batch
-from ..canonical import (
-    CONCATENATED,
-    MODEL_DTYPE,
-    canonical_shapes,
-    gate_then_up,
-    halves,
-    has_input_scales,
-)
+from ..canonical import CONCATENATED, canonical_shapes, gate_then_up, halves, has_input_scales
 from ..manifest_record import LayoutRecord
 from ..plan import LayerPlan, Plan
 from ..planning import check_plannable, map_group, plan_rest
@@ -51,8 +45,8 @@ REST_PREFIX = "rest-"
 LINEARS_PREFIX = "linears-"
 """Files of other quantized matrices begin so."""
 
-KEPT_ACTS = frozenset(("a16", "mxfp4", "nvfp4"))
-"""Activation formats that every container of their weight format can state."""
+KEPT_ACT_BITS = frozenset((4, 16))
+"""Bits of activations that every container of their weight format can state."""
 
 
 ActivationFunction = Callable[[Tensor, MoEProblem, str], Tensor]
@@ -217,7 +211,7 @@ def _decide(group: LayerGroup, mapped: LayerMap, asked: PortableOptions, storage
     if "w13_scale" in mapped.shapes and (dtype := mapped.shapes["w13_scale"].dtype) != "U8":
         stored = replace(stored, scale_dtype=dtype)
     sizes = ((dims.intermediate, dims.hidden), (dims.hidden, dims.intermediate))
-    weight, change = change_for(stored, asked, sizes, MODEL_DTYPE[problem.dtype])
+    weight, change = change_for(stored, asked, sizes, MODEL_DTYPES[problem.dtype])
     act = _act(problem.scheme, weight, asked.format)
     inputs = has_input_scales(replace(problem, scheme=Scheme(weight, act))) and "w2_input" in mapped.shapes
     place = place_of(group, storage, Scheme(weight, act), asked.container == NATIVE or storage == "plain")
@@ -239,7 +233,7 @@ def _decide(group: LayerGroup, mapped: LayerMap, asked: PortableOptions, storage
 
 def _act(source: Scheme, weight: WeightFormat, target: PortableFormat) -> ActFormat:
     """The source's activations where the weight format stays, else what goes with the format."""
-    same = source.weight.name == weight.name and source.act.name in KEPT_ACTS
+    same = source.weight.name == weight.name and source.act.bits in KEPT_ACT_BITS
     return source.act if same else target.act
 
 

@@ -10,9 +10,6 @@ from ...schemes import WeightFormat
 from .changes import Change, Decoded, Kept, Mxfp4ToNvfp4, Quantized, Widened, refines
 from .options import PortableOptions
 
-FLOATING = frozenset(("bf16", "fp8", "mxfp8"))
-"""Formats of enough values to quantize from."""
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -40,9 +37,14 @@ def _kept_target(source: WeightFormat, options: PortableOptions, dtype: str) -> 
     return replace(source, block=options.format.weight.block, scale_dtype=scale or source.scale_dtype)
 
 
+def _is_wide(source: WeightFormat) -> bool:
+    """True for formats of enough values to quantize from: floats of 8 bits and more."""
+    return source.bits >= 8 and not source.number.grid.integer
+
+
 def _fresh(source: WeightFormat, options: PortableOptions, dtype: str) -> WeightFormat:
     target = options.format.weight
-    return replace(target, scale_dtype=dtype) if target.name.startswith("int") else target
+    return replace(target, scale_dtype=dtype) if target.number.grid.integer else target
 
 
 RULES: tuple[Rule, ...] = (
@@ -66,12 +68,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda source, options, sizes: options.format.weight.name == "bf16",
         lambda source, options, dtype: options.format.weight,
-        lambda source, target, options, dtype: Decoded(
-            source, dtype, options.requantize or source.name in FLOATING
-        ),
+        lambda source, target, options, dtype: Decoded(source, dtype, options.requantize or _is_wide(source)),
     ),
     Rule(
-        lambda source, options, sizes: source.name in FLOATING or options.requantize,
+        lambda source, options, sizes: _is_wide(source) or options.requantize,
         _fresh,
         lambda source, target, options, dtype: Quantized(source, replace(options.quantizer, weight=target)),
     ),

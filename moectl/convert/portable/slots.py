@@ -12,18 +12,12 @@ from ...checkpoint.formats import FORMATS, SHOWN, Format, Suffix
 from ...checkpoint.storage import format_sizes, parse_shape
 from ...errors import UsageError
 from ...files.tensor_table import TensorType
+from ...number_formats import NumberFormat
 from ...schemes import FULL, Scheme, WeightFormat
 from ..chain import Chain
 from ..sources.packings import PACKINGS
 from ..transforms import DTYPES, Shape, Step
 from ..values import Tensors
-
-DTYPE: Mapping[str, Mapping[str, str]] = {
-    "fp8": {"": "F8_E4M3"},
-    "mxfp8": {"": "F8_E4M3"},
-    "nvfp4": {"_scale": "F8_E4M3", "_global": "F32", "_input": "F32"},
-}
-"""Safetensors dtypes of bytes that are numbers, by format and role; U8 where nothing stands here."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ def slots(
         name = f"{module}.{suffix}"
         if role in shapes:
             raw, (_, total, *_) = shapes[role]
-            dtype = DTYPE.get(weight.name, {}).get(kind, raw) if raw == "U8" else raw
+            dtype = _stated(weight.number, kind) if raw == "U8" else raw
             moved = steps.get(kind.removeprefix("_"), ())
             packed = "I32" if moved and kind in ("", "_zero") else raw
             yield Slot(
@@ -162,6 +156,13 @@ def slots(
         elif (filled := _filled(form, kind, weight, sizes)) is not None:
             dtype, numbers_of = filled
             yield Slot(name, kind, "", (0, 0), dtype, shape, raw=dtype, fill=numbers_of)
+
+
+def _stated(number: NumberFormat, kind: str) -> str:
+    """The safetensors dtype of bytes of one kind: of numbers by themselves their own, else U8."""
+    if kind == "_scale" and number.byte_scale == "F8_E4M3":
+        return number.byte_scale
+    return number.grid.dtype if not kind else "U8"
 
 
 def _limits(form: Format, kind: str, weight: WeightFormat) -> tuple[int, int] | None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...files.safetensors_writer import nbytes
 from ...files.tensor_table import TensorInfo, TensorType
 from ...problem import MoEProblem
+from ...torch_dtypes import TORCH_DTYPES
 from ..chain import BLOCK_BYTES, Chain
 from ..recipe import SIDE
-from ..safetensors_file import TORCH_DTYPES
 from ..transforms import Shape, View
 from ..values import Shapes, Value
 from .extras import check_extra

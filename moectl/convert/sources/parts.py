@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 
 from ...checkpoint.storage import Storage
+from ...dtypes import MODEL_DTYPES
 from ...problem import MoEProblem
 from ...schemes import FULL
-from ..canonical import MODEL_DTYPE, halves
+from ..canonical import halves
 from ..chain import Chain
 from ..transforms import Shape, Step, Widen
 from ..values import Value
@@ -77,7 +78,7 @@ def _dtype_change(kind: str, dtype: str, problem: MoEProblem) -> tuple[tuple[Ste
     if kind in NUMBERS:
         target = "F32"
     elif kind == "bias" or (kind == "" and problem.scheme.weight.bits == 16):
-        target = MODEL_DTYPE[problem.dtype]
+        target = MODEL_DTYPES[problem.dtype]
     else:
         return (), ()
     if dtype == target:

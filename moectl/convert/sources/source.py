@@ -13,6 +13,7 @@ from ...checkpoint.model import Checkpoint, LayerGroup
 from ...checkpoint.quantization import zeros_less_one
 from ...checkpoint.storage import Shape as Axes
 from ...checkpoint.storage import Storage, Stored, find_storage, format_sizes
+from ...dtypes import ONE_BYTE
 from ...errors import CheckpointError, UsageError
 from ...files.safetensors_writer import nbytes
 from ...files.tensor_table import TensorInfo, names_beginning
@@ -34,9 +35,6 @@ ROLES: Mapping[str, str] = {
     "w2_bias": "w2_bias",
 }
 """Roles and the parameter names that engines use for them; others are called by their role."""
-
-ONE_BYTE = frozenset(("U8", "I8", "F8_E4M3", "F8_E8M0"))
-"""Dtypes whose tensors are read as bytes: the part, not the dtype, says what they mean."""
 
 
 @dataclass(frozen=True)

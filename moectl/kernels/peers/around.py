@@ -12,9 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
+from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...problem import MoEProblem
-from ..inputs import DTYPES
+from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..triton.layer import activation_numbers
 from ..triton.routing import FEW, INTERPRETED, SUMS, launch_options, sort_by_expert
 from ..triton.runner import GATED, UNGATED
@@ -172,7 +173,7 @@ def device_refusal(device: torch.device, lowest: tuple[int, int], highest: tuple
 
 def scale_refusal(problem: MoEProblem) -> str:
     """Why scales of 16 bits are refused that are not of the model's own dtype; empty where they are."""
-    weight, wanted = problem.scheme.weight, {"bf16": "BF16", "fp16": "F16"}[problem.dtype]
+    weight, wanted = problem.scheme.weight, MODEL_DTYPES[problem.dtype]
     if weight.scale_dtype in ("", "E8M0", wanted):
         return ""
     return f"it reads scales in the model's dtype, {wanted}, the layer has {weight.scale_dtype}"
@@ -180,7 +181,6 @@ def scale_refusal(problem: MoEProblem) -> str:
 
 def check_dtype(problem: MoEProblem, x: Tensor) -> None:
     """UsageError when tokens are not of the model's dtype, which scales and biases have too."""
-    if x.dtype != DTYPES[problem.dtype]:
-        raise UsageError(
-            f"x must be {DTYPES[problem.dtype]}, the model's dtype, got {x.dtype}; cast it before the call"
-        )
+    expected = MODEL_TORCH_DTYPES[problem.dtype]
+    if x.dtype != expected:
+        raise UsageError(f"x must be {expected}, the model's dtype, got {x.dtype}; cast it before the call")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...flashinfer_terms import CUTLASS, Kernel, function_of, kernel_of, refusal
 from ...problem import MoEProblem
-from ..inputs import DTYPES
+from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared import PreparedMoE
 from ..runners import Runner
 from ..tolerance import DECLARED
@@ -78,7 +78,7 @@ def layer_arguments(prepared: PreparedMoE) -> Arguments:
         **WEIGHTS[prepared.layout](weights),
         "fc1_expert_biases": weights.get("w13_bias"),
         "fc2_expert_biases": weights.get("w2_bias"),
-        "output_dtype": DTYPES[problem.dtype],
+        "output_dtype": MODEL_TORCH_DTYPES[problem.dtype],
         "activation_type": flashinfer.activation_member(problem),
         **given,
         # Sums of a token's experts inside the second GEMM come in any order: other bits in every call.

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dtypes import DTYPES, MODEL_DTYPES
 from ...errors import Unavailable
 from ...problem import MoEProblem
 from ...schemes import FULL
-from ..inputs import DTYPES
+from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared import CANONICAL, PreparedMoE
 from ..runners import Runner
 from .around import (
@@ -137,7 +138,7 @@ def rows_for(rows: Sequence[Any], counts: Sequence[int]) -> list[Any]:
 
 def schema_arguments(problem: MoEProblem) -> dict[str, Any]:
     """What its record of a weight format is made of, by name, with dtypes spelled as it spells them."""
-    weight, model = problem.scheme.weight, {"bf16": "bfloat16", "fp16": "float16"}[problem.dtype]
+    weight, model = problem.scheme.weight, DTYPES[MODEL_DTYPES[problem.dtype]].torch
     return {
         "b_dtype": KINDS[weight.name].dtype,
         "bs_dtype": "float8e8m0" if weight.name == "mxfp4" else model,
@@ -187,7 +188,7 @@ def _matrix(prepared: PreparedMoE, role: str) -> Matrix:
     def config(count: int) -> Any:
         return found.transform.prepare_layer_config(
             shape_n=n, shape_k=k, weight_schema=schema, num_experts=count, has_bias=problem.bias,
-            pad_n_to_multiple=PAD_N, pad_k_to_multiple=PAD_K, torch_dtype=DTYPES[problem.dtype],
+            pad_n_to_multiple=PAD_N, pad_k_to_multiple=PAD_K, torch_dtype=MODEL_TORCH_DTYPES[problem.dtype],
             device=prepared.device,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...problem import Activation, MoEProblem
 from ...schemes import FULL
@@ -94,7 +95,7 @@ def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
     return Matrix(codes, scales, zeros, bias, n, k, exponents)
 
 
-_FLOATS = {"BF16": "bf16", "F16": "fp16"}
+_FLOATS = {name: short for short, name in MODEL_DTYPES.items()}
 
 
 def scale_name(problem: MoEProblem) -> str:

@@ -16,10 +16,10 @@ from torch import Tensor
 from moectl.checkpoint.formats import SHOWN
 from moectl.checkpoint.model import Checkpoint, ExpertNames, LayerGroup, Origin
 from moectl.checkpoint.storage import Shape, Storage, format_sizes
-from moectl.convert.safetensors_file import TORCH_DTYPES
 from moectl.files.tensor_table import TensorInfo
 from moectl.problem import Activation, Dims, MoEProblem
 from moectl.schemes import FULL, Scheme, WeightFormat
+from moectl.torch_dtypes import TORCH_DTYPES
 
 EXPERTS, LAYER = 2, 7
 PREFIX = "model.layers.{layer}.mlp.experts."

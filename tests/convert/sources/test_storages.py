@@ -10,9 +10,9 @@ import torch
 
 from moectl.checkpoint.storage import STORAGES, Storage
 from moectl.convert.codecs import decode_role
-from moectl.convert.safetensors_file import TORCH_DTYPES
 from moectl.convert.sources import LayerMap, map_layer, read_batch, source_for
 from moectl.errors import CheckpointError, NoBackend, UsageError
+from moectl.torch_dtypes import TORCH_DTYPES
 
 from .stored import EXPERTS, LAYER, Layer, cases, judge, make_layer
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moectl.convert.canonical import canonical_shapes
 from moectl.convert.layout import layout_named
-from moectl.convert.safetensors_file import TORCH_DTYPES
 from moectl.convert.shards import Share, SliceHashes, shard_of
 from moectl.errors import NoBackend, UsageError
 from moectl.problem import Activation, Dims, MoEProblem, Parallel, expert_range
@@ -26,6 +25,7 @@ from moectl.schemes import (
     WeightFormat,
     int_format,
 )
+from moectl.torch_dtypes import TORCH_DTYPES
 
 FP8_BLOCK = WeightFormat("fp8", 8, (128, 128), "F32")
 FP8_CHANNEL = WeightFormat("fp8", 8, (1, FULL), "F32")

@@ -1,6 +1,7 @@
 """What moectl itself runs on one machine: its order of backends."""
 
 from ....environment import Device
+from ....number_formats import NUMBER_FORMATS
 from ....problem import MoEProblem, Parallel
 from ...archs import OUT_OF_TREE, TPU
 from ...backend import ANY, Backend
@@ -48,7 +49,7 @@ POLICY = Policy(
             name="every format",
             method="moectl",
             storages=ANY,
-            weights=frozenset({"bf16", "fp8", "mxfp8", "nvfp4", "mxfp4", "int8", "int4"}),
+            weights=frozenset(NUMBER_FORMATS),
             act=DECLARED_ACT,
             rounds=True,
             orders=(Order(BACKENDS),),
