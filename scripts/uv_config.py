@@ -13,7 +13,9 @@ def pip_settings() -> dict[str, str]:
     """What pip's configuration files and PIP_ variables say; a variable comes before a file."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    found = [match for line in lines if (match := re.fullmatch(r"(:env:|global|install)\.([\w-]+)='(.*)'", line))]
+    found = [
+        match for line in lines if (match := re.fullmatch(r"(:env:|global|install)\.([\w-]+)='(.*)'", line))
+    ]
     found.sort(key=lambda match: match[1] == ":env:")
     return {match[2]: match[3] for match in found}
 

@@ -8,9 +8,8 @@ import pytest
 
 from moectl.kernels.triton.runner import INTERPRETED
 from moectl.schemes import WeightFormat
-
-from . import kernel_cases as cases
-from .grid import CHOICES, FEWER_CASES, FORMATS, Case
+from support import kernel_cases as cases
+from support.kernel_grid import CHOICES, FEWER_CASES, FORMATS, Case
 
 LAUNCHES = cases.LAUNCHES
 FLOATS = CHOICES["floats"]

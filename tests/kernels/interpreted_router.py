@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moectl.kernels.triton.routing import INTERPRETED
-
-from . import router_cases as cases
+from support import router_cases as cases
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinities in numpy
 

@@ -9,8 +9,7 @@ from moectl.kernels.triton import router
 from moectl.kernels.triton.inspection.report import report_of
 from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
 from moectl.kernels.triton.routing import order_of_counts
-
-from .router_cases import METHODS, case_of
+from support.router_cases import METHODS, case_of
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])

@@ -23,7 +23,7 @@ from moectl.oracle.checks import Verdict
 from moectl.oracle.registry import engine_names, known_packages, newest_engines
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
-from invoking import moectl
+from support.invoking import moectl
 
 GPT = "openai/gpt-oss-120b"
 ROOT = Path(package.__file__).parent

@@ -41,8 +41,7 @@ from moectl.convert.transforms import (
     dtype_name,
 )
 from moectl.errors import CheckpointError
-
-from .layers import EVERY_LAYOUT, as_bytes, moved, problem_for, random_bytes, same
+from support.layout_cases import EVERY_LAYOUT, as_bytes, moved, problem_for, random_bytes, same
 
 Run = Callable[[Program, torch.Tensor, torch.Tensor], bool]
 

@@ -18,8 +18,8 @@ from moectl.convert.stream import convert
 from moectl.convert.verify import verify
 from moectl.errors import CheckpointError, ExitCode, MoectlError, Unavailable, UsageError
 from moectl.files.atomic import replacing, write_exactly
+from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint
 
-from .checkpoints import folder_bytes, gpt_oss_checkpoint
 from .conftest import plan_of
 
 Drive = Callable[..., tuple[int, dict[str, Any]]]
