@@ -29,7 +29,13 @@ def test_agrees_in_the_grid(case: Case) -> None:
     cases.agrees_in(case, list(LAUNCHES.values())[case.launch % len(LAUNCHES)], "cpu")
 
 
-@pytest.mark.parametrize(("weight", "floats"), list(zip(2 * FORMATS, cycle(FLOATS))), ids=str)
+@pytest.mark.parametrize(
+    ("weight", "floats"),
+    [
+        pytest.param(*row, id=" ".join(map(str, row)), marks=pytest.mark.slow if turn >= len(FORMATS) else ())
+        for turn, row in enumerate(zip(2 * FORMATS, cycle(FLOATS)))
+    ],
+)
 def test_decodes_exactly(weight: WeightFormat, floats: tuple[str, str]) -> None:
     cases.decodes_exactly(weight, floats, LAUNCHES["grouped 64x128x64 tails"], "cpu")
 
