@@ -348,3 +348,12 @@ def test_experts_without_gating_are_asked_for_as_such() -> None:
     for answers, all_hold in ((decision, False), (gated, True)):
         holds = [v.holds for c in answers.candidates for v in c.verdicts if v.question == "gating"]
         assert holds and all(holds) == all_hold
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_kernels_that_route_by_themselves_refuse_routing_by_token_id(hashed: bool) -> None:
+    routing = replace(GPT_OSS.routing, hashed=hashed)
+    decision = ask(replace(GPT_OSS, routing=routing), "b200")
+    fused = [c for c in decision.candidates if c.variant.monolithic and not c.variant.offers.hashed]
+    answers = {v.holds for c in fused for v in c.verdicts if v.question == "hash routing"}
+    assert answers == {not hashed}
