@@ -37,7 +37,7 @@ FIRST = (
 
 def pytest_configure() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from interpreting import replace_functions_once
+        from support.interpreting import replace_functions_once
 
         replace_functions_once()
 

@@ -2,13 +2,11 @@
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "cli"))
 
 
 def console_lines(text):
@@ -19,7 +17,7 @@ def console_lines(text):
 
 @pytest.mark.parametrize(("document", "least"), [("README.md", 10), ("docs/run.md", 5)])
 def test_every_command_works(document, least, tmp_path, monkeypatch):
-    from invoking import moectl
+    from support.invoking import moectl
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MOECTL_OFFLINE", "1")

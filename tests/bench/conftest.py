@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bench_layers import RATES, settings_of
-from kernels.layers import GPT_OSS, random_layer
 
 from moectl.bench.measure import Bench
 from moectl.bench.targets import Target
@@ -16,6 +14,8 @@ from moectl.experts import ExpertLayer
 from moectl.kernels import runners
 from moectl.kernels.runners import Runner, runner_for
 from moectl.run import this_machine
+from support.bench_rows import RATES, settings_of
+from support.random_layers import GPT_OSS, random_layer
 
 
 @pytest.fixture

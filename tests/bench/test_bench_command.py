@@ -17,11 +17,9 @@ from pathlib import Path
 import pytest
 
 from moectl.bench.compare import VERDICTS
+from support.invoking import moectl
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "cli"))
-
-from invoking import moectl  # noqa: E402
 
 QUICK = ["-m", "1,3", "--repeats", 3, "--device", "cpu", "--warm", "--backend", "torch"]
 

@@ -7,12 +7,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from bench_layers import FAILED, MACHINE, ROWS, row_of, run, settings_of, timed, write
 
 from moectl.bench.compare import VERDICTS, compare, judge
 from moectl.bench.reading import Rows, read_rows
 from moectl.bench.render import as_csv, document
 from moectl.bench.rows import UNSTEADY
+from support.bench_rows import FAILED, MACHINE, ROWS, row_of, run, settings_of, timed, write
 
 
 def test_a_spread_of_the_threshold_is_what_its_reason_says():

@@ -8,8 +8,6 @@ from itertools import groupby
 
 import pytest
 import torch
-from bench_layers import RATES, settings_of
-from kernels.layers import GPT_OSS
 
 from moectl.bench.measure import Bench, gpu_name
 from moectl.bench.targets import Target
@@ -18,6 +16,8 @@ from moectl.kernels.timing import LEAD_SECONDS
 from moectl.problem import Dims
 from moectl.random_layer import RandomLayer
 from moectl.run import this_machine
+from support.bench_rows import RATES, settings_of
+from support.random_layers import GPT_OSS
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from bench_layers import RATES, settings_of
-from kernels.layers import GPT_OSS, KIMI, canonical_roles, layer_of, random_layer
 
 from moectl.bench.about import versions_of
 from moectl.bench.cells import Cell, make_case, plan_cells, spread
@@ -31,6 +29,8 @@ from moectl.kernels.runners import runner_for
 from moectl.kernels.turns import Turn, quartiles, take_turns
 from moectl.problem import Routing
 from moectl.run import this_machine
+from support.bench_rows import RATES, settings_of
+from support.random_layers import GPT_OSS, KIMI, canonical_roles, layer_of, random_layer
 
 CPU = torch.device("cpu")
 

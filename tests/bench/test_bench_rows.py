@@ -12,7 +12,6 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
-from bench_layers import FAILED, MACHINE, ROWS, row_of, run, settings_of, timed, write
 
 from moectl.bench import plot
 from moectl.bench.journal import Journal, Run
@@ -21,6 +20,7 @@ from moectl.bench.render import as_csv, document, markdown, number
 from moectl.bench.rows import UNSTEADY, Costs, Row
 from moectl.bench.settings import Settings, parse_counts
 from moectl.errors import Unavailable, UsageError
+from support.bench_rows import FAILED, MACHINE, ROWS, row_of, run, settings_of, timed, write
 
 COSTS = Costs(0.5, 0.25, 0.75, 0.125, 10**9, 10**9, 2 * 10**9)
 

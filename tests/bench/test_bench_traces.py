@@ -6,14 +6,14 @@ import json
 
 import pytest
 import torch
-from bench_layers import settings_of
-from kernels.layers import GPT_OSS, KIMI, random_layer
 from safetensors.torch import save_file
 
 from moectl.bench.routing import read_trace, routing_of
 from moectl.bench.settings import check_routing
 from moectl.errors import UsageError
 from moectl.kernels.reference import route
+from support.bench_rows import settings_of
+from support.random_layers import GPT_OSS, KIMI, random_layer
 
 IDS = [[0, 1, 2, 3], [5, 4, 3, 2], [1, 0, 5, 4]]
 

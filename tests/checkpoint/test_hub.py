@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import COMMIT, TOKEN, Hub, serve
 
 from moectl.checkpoint import open_checkpoint
+from support.hub_server import COMMIT, TOKEN, Hub, serve
 
 SCRIPT = """
 import json, sys

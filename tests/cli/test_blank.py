@@ -2,9 +2,9 @@
 
 import pytest
 import typer
-from invoking import moectl
 
 from moectl.cli.main import app
+from support.invoking import moectl
 
 COMMANDS = typer.main.get_command(app).commands
 OPTIONS = [

@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
-from invoking import moectl
 
 from moectl.cli.doctor import against
 from moectl.cli.env import HIDDEN, described, shown_value, written
 from moectl.doctor import examine
 from moectl.doctor.backends import BackendStatus
 from moectl.oracle.checks import Verdict
+from support.invoking import moectl
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,10 @@ import ast
 from pathlib import Path
 
 import pytest
-from invoking import moectl
 
 from moectl import errors
 from moectl.errors import COMMANDS, BackendFailed, MoectlError, UsageError, sentence
+from support.invoking import moectl
 
 MOECTL = Path(errors.__file__).parent
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type)}

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from invoking import moectl
+
+from support.invoking import moectl
 
 GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
 

@@ -2,14 +2,13 @@
 
 from dataclasses import asdict
 
-from invoking import moectl
-
 from moectl.cache import measurements
 from moectl.cache.launches import KIND, Row, Store
 from moectl.checkpoint import open_checkpoint
 from moectl.environment import find_device
 from moectl.kernels.triton.launch import Tile
 from moectl.measured import Timed
+from support.invoking import moectl
 
 MODEL = "Qwen/Qwen3-30B-A3B-GPTQ-Int4"
 ASKED = ("explain", MODEL, "--offline", "--gpu", "h200", "--packages", "none")

@@ -5,11 +5,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from invoking import moectl
 
 from moectl.errors import MoectlError
 from moectl.explain.diff import diff
 from moectl.explain.replay import replay, replay_matrix
+from support.invoking import moectl
 
 GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
 

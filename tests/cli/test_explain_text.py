@@ -1,10 +1,10 @@
 """What a person reads: short by default, inside 80 columns, sentences instead of pairs."""
 
 import pytest
-from invoking import moectl
 
 from moectl.oracle.checks import CHECKS, Verdict
 from moectl.oracle.sentences import SENTENCES, reasons, sentence
+from support.invoking import moectl
 
 GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
 

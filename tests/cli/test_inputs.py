@@ -3,7 +3,8 @@
 import os
 
 import pytest
-from invoking import moectl
+
+from support.invoking import moectl
 
 CPU = ("--device", "cpu")
 BENCH = ("bench", "CKPT", *CPU, "-m", 1, "--repeats", 1, "--warm", "--backend", "torch", "--routing")

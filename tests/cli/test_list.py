@@ -1,9 +1,8 @@
 """`moectl list`: names of models and GPUs."""
 
-from invoking import moectl
-
 from moectl.checkpoint.catalogue import model_names
 from moectl.environment.devices import find_device, gpu_names
+from support.invoking import moectl
 
 
 def test_models():

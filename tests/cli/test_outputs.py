@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from invoking import moectl
 from safetensors.torch import save_file
 
 from moectl.cli.output_paths import check_spared, check_writable
 from moectl.errors import Unavailable, UsageError
+from support.invoking import moectl
 
 
 @pytest.fixture

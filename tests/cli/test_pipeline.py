@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 import torch
-from invoking import moectl
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from moectl.errors import UsageError
+from support.invoking import moectl
 
 TARGETS = {
     "tiny_gpt_oss": ["marlin", "trtllm", "triton-hopper", "cutlass-sm90", "moectl"],

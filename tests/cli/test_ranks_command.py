@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from invoking import moectl
 from safetensors.torch import load_file
 
 from moectl import load_prepared
@@ -10,6 +9,7 @@ from moectl.checkpoint import open_checkpoint
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.reference import moe_reference
 from moectl.prepare import checkpoint_layer
+from support.invoking import moectl
 
 CONVERT = ("--to", "moectl", "--tp-size", 2, "--ep-size", 2)
 

@@ -1,19 +1,14 @@
 """`moectl run`: several backends, stress, whole checkpoints, files, fallback, exit codes."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from invoking import moectl
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "running"))
-
-from backends import offer, right
-
 from moectl.run.stress_cases import CASES
+from support.fake_backends import offer, right
+from support.invoking import moectl
 
 
 def louder(prepared, x, ids, weights):

@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from invoking import moectl
 
 from moectl.cache import launches
 from moectl.cache.keys import built
@@ -17,6 +16,7 @@ from moectl.kernels.triton.launch import Launch, Tile
 from moectl.kernels.triton.plain_gemm import Blocks
 from moectl.models import MODELS
 from moectl.tuning import here
+from support.invoking import moectl
 
 H200 = find_device("h200")
 TILE = Tile(16, 128, 64, stages=4, warps=4)

@@ -2,13 +2,11 @@
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "cli"))
 TEXT = (ROOT / "docs" / "environment.md").read_text()
 
 COMMANDS = [
@@ -21,7 +19,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("command", "output"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_commands_print_what_is_shown(command: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from invoking import moectl
+    from support.invoking import moectl
 
     monkeypatch.setenv("MOECTL_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "80")

@@ -133,7 +133,7 @@ def commands():
 
 @pytest.mark.parametrize(("model", "options", "backend"), list(commands()))
 def test_the_commands_that_are_printed_get_the_backend(model, options, backend):
-    from invoking import moectl
+    from support.invoking import moectl
 
     document = moectl("explain", model, "--offline", "--json", *options, "--why", backend).document
     answers = document["why"][0]["answers"]
@@ -149,7 +149,7 @@ def test_the_commands_that_are_printed_get_the_backend(model, options, backend):
 
 @pytest.mark.parametrize("backend", [name for name in policy_named().request_names() if name != "auto"])
 def test_every_name_that_may_be_asked_for_gets_answers_or_a_reason(backend):
-    from invoking import moectl
+    from support.invoking import moectl
 
     found = moectl("explain", GPT, "--gpu", "h200", "--offline", "--json", "--why", backend, code=None)
     assert found.code in (0, 1), found.words

@@ -13,10 +13,9 @@ from moectl.kernels.triton.marlin import TILES
 from moectl.kernels.triton.routing import INTERPRETED
 from moectl.kernels.triton.warpwise import WarpwiseTile
 from moectl.problem import Dims
-
-from . import batch_cases as cases
-from . import kernel_cases
-from .layers import GPT_OSS, KIMI, QWEN, inputs_of, judged, random_layer, skipping
+from support import batch_cases as cases
+from support import kernel_cases
+from support.random_layers import GPT_OSS, KIMI, QWEN, inputs_of, judged, random_layer, skipping
 
 SMALL = {
     "mxfp4": replace(GPT_OSS, dims=Dims(96, 64), experts=4, local_experts=4, top_k=2),

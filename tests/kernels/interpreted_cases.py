@@ -8,9 +8,8 @@ import pytest
 
 from moectl.kernels.triton.runner import INTERPRETED
 from moectl.schemes import WeightFormat
-
-from . import kernel_cases as cases
-from .grid import CHOICES, FEWER_CASES, FORMATS, Case
+from support import kernel_cases as cases
+from support.kernel_grid import CHOICES, FEWER_CASES, FORMATS, Case
 
 LAUNCHES = cases.LAUNCHES
 FLOATS = CHOICES["floats"]
@@ -30,7 +29,13 @@ def test_agrees_in_the_grid(case: Case) -> None:
     cases.agrees_in(case, list(LAUNCHES.values())[case.launch % len(LAUNCHES)], "cpu")
 
 
-@pytest.mark.parametrize(("weight", "floats"), list(zip(2 * FORMATS, cycle(FLOATS))), ids=str)
+@pytest.mark.parametrize(
+    ("weight", "floats"),
+    [
+        pytest.param(*row, id=" ".join(map(str, row)), marks=pytest.mark.slow if turn >= len(FORMATS) else ())
+        for turn, row in enumerate(zip(2 * FORMATS, cycle(FLOATS)))
+    ],
+)
 def test_decodes_exactly(weight: WeightFormat, floats: tuple[str, str]) -> None:
     cases.decodes_exactly(weight, floats, LAUNCHES["grouped 64x128x64 tails"], "cpu")
 

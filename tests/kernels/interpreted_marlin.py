@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moectl.kernels.triton.routing import INTERPRETED
-
-from . import marlin_cases as cases
-from .kernel_cases import poison_new_memory
+from support import marlin_cases as cases
+from support.kernel_cases import poison_new_memory
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,9 @@ from moectl.kernels.peers import humming, marlin
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.triton.routing import INTERPRETED
 from moectl.problem import SILU, SWIGLU_OAI, Activation
-
-from . import peer_cases as cases
-from .kernel_cases import poison_new_memory
-from .layers import inputs_of, judged, random_layer
+from support import peer_cases as cases
+from support.kernel_cases import poison_new_memory
+from support.random_layers import inputs_of, judged, random_layer
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moectl.kernels.triton.routing import INTERPRETED
-
-from . import router_cases as cases
+from support import router_cases as cases
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinities in numpy
 
@@ -28,8 +27,19 @@ def test_runs_in_the_interpreter() -> None:
     assert INTERPRETED
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
-@pytest.mark.parametrize("name", cases.METHODS)
+def kinds_in_turn() -> list[object]:
+    """Every method with random logits and two other kinds in turn; the other kinds are slow tests."""
+    others = [kind for kind in cases.KINDS if kind != "random"]
+    rows = []
+    for turn, name in enumerate(cases.METHODS):
+        usual = {"random", others[2 * turn % len(others)], others[(2 * turn + 1) % len(others)]}
+        rows += [
+            pytest.param(name, kind, marks=() if kind in usual else pytest.mark.slow) for kind in cases.KINDS
+        ]
+    return rows
+
+
+@pytest.mark.parametrize(("name", "kind"), kinds_in_turn())
 def test_agrees(name: str, kind: str) -> None:
     turn = list(cases.METHODS).index(name) + cases.KINDS.index(kind)
     cases.agrees(name, kind, 4, DTYPES[turn % 3], "cpu")

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moectl.kernels.triton.routing import INTERPRETED, Sum
-
-from . import kernel_cases, routing_cases
+from support import kernel_cases, routing_cases
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from .scripts import loaded
+from support.scripts import loaded
 
 
 def test_configurations_run_and_are_judged(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,7 @@ from moectl.run import Machine, plan_stress
 from moectl.run.layer import hold
 from moectl.run.stress import stress
 from moectl.run.stress_cases import CASES, Case, Draw
-
-from .layers import GPT_OSS, KIMI, random_layer
+from support.random_layers import GPT_OSS, KIMI, random_layer
 
 FEW = {
     *("empty experts", "one expert", "skipped ids", "no ids", "rank's share", "expert map"),

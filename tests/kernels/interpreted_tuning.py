@@ -12,9 +12,8 @@ from moectl.kernels.triton.launch import Launch
 from moectl.problem import MoEProblem, Parallel
 from moectl.tuning.cells import Cell
 from moectl.tuning.measure import AGREE, GpuBench
-
-from .kernel_cases import LAUNCHES
-from .layers import GPT_OSS, KIMI
+from support.kernel_cases import LAUNCHES
+from support.random_layers import GPT_OSS, KIMI
 
 LAYERS = {
     "whole": KIMI,

@@ -9,9 +9,8 @@ import pytest
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.warpwise import WarpwiseTile
 from moectl.schemes import WeightFormat
-
-from . import kernel_cases as cases
-from .grid import CHOICES, FEWER_CASES, FORMATS, Case
+from support import kernel_cases as cases
+from support.kernel_grid import CHOICES, FEWER_CASES, FORMATS, Case
 
 LAUNCHES = {
     "8 warps": Launch("warpwise", WarpwiseTile(8, 1, 2, 8, 2, 4)),

@@ -17,8 +17,7 @@ from moectl.bench.rows import Row
 from moectl.bench.settings import Settings
 from moectl.floors import Rates
 from moectl.kernels.runners import RUNNERS
-
-from .scripts import SCRIPTS, loaded
+from support.scripts import SCRIPTS, loaded
 
 script = loaded("bench_peers")
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from moectl.kernels import reference
-
-from .router_cases import problem_of
-from .scripts import loaded
+from support.router_cases import problem_of
+from support.scripts import loaded
 
 
 @pytest.mark.parametrize("name", loaded("bench_router").ROUTINGS)

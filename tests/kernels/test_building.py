@@ -21,10 +21,9 @@ from moectl.oracle.decision import Decision
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import OutOfScope, select
 from moectl.problem import MoEProblem, Parallel, Routing
-
-from .layers import GPT_OSS, KIMI, inputs_of, judged, random_layer
-from .rank_cases import decision_for
-from .runners_for_tests import MONOLITHIC, TORCH
+from support.fake_runners import MONOLITHIC, TORCH
+from support.random_layers import GPT_OSS, KIMI, inputs_of, judged, random_layer
+from support.rank_cases import decision_for
 
 ONE = Parallel()
 SHARING = replace(KIMI, shared_experts=1)

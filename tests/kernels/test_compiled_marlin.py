@@ -15,9 +15,8 @@ from moectl.kernels.triton.marlin import LAYOUT, MarlinTile, run_with, tile_for
 from moectl.problem import Dims, MoEProblem
 from moectl.schemes import Scheme, int_format
 from moectl.torch_dtypes import TORCH_DTYPES
-
-from .layers import DTYPES
-from .marlin_cases import FORMATS, TILES
+from support.marlin_cases import FORMATS, TILES
+from support.random_layers import DTYPES
 
 KIMI_K2 = MoEProblem(Dims(7168, 2048), 384, 8, Scheme(int_format(4, 32)))
 QWEN3 = MoEProblem(Dims(2048, 768), 128, 8, Scheme(int_format(4, 128)))

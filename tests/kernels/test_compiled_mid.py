@@ -13,8 +13,7 @@ from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.triton.hopper.mid import MID_REGIME, WIDTHS, MidTile
 from moectl.kernels.triton.launch import Launch
 from moectl.schemes import Scheme, int_format
-
-from .shared_places import BOXES, COPIES, READ, Ptx, gemms
+from support.ptx_places import BOXES, COPIES, READ, Ptx, gemms
 
 GPT_OSS = layer_without_weights("openai/gpt-oss-20b")
 KIMI = layer_without_weights("moonshotai/Kimi-K2-Thinking")

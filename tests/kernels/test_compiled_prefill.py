@@ -22,8 +22,8 @@ from moectl.kernels.triton.inspection.shipped import inspect
 from moectl.kernels.triton.inspection.standin import STAND_INS
 from moectl.kernels.triton.launch import Launch
 from moectl.schemes import Scheme, int_format
+from support.ptx_places import COPIES, READ, Place, Ptx, gemms
 
-from .shared_places import COPIES, READ, Place, Ptx, gemms
 from .test_compiled import VARIANTS, check
 
 GPT_OSS, KIMI = "openai/gpt-oss-20b", "moonshotai/Kimi-K2-Thinking"

@@ -17,8 +17,7 @@ from moectl.convert.rank_plans import convert_ranks, plan_ranks
 from moectl.convert.stream import convert
 from moectl.kernels.dispatch.batching import batches_of
 from moectl.kernels.dispatch.exchange import Alone
-
-from .rank_cases import CASES, run_rank
+from support.rank_cases import CASES, run_rank
 
 SIZES = (2, 4)
 

@@ -38,8 +38,7 @@ from moectl.schemes import (
     act_format,
     int_format,
 )
-
-from .layers import skipping
+from support.random_layers import skipping
 
 BY_TOKEN, BY_128 = ActFormat("fp8", 8, (1, FULL)), ActFormat("fp8", 8, (1, 128))
 STATIC, ALL = ActFormat("fp8", 8, (FULL, FULL), dynamic=False), ActFormat("fp8", 8, (FULL, FULL))

@@ -17,9 +17,8 @@ from moectl.kernels.triton.launch import DECODE, GROUPED, Launch
 from moectl.kernels.triton.runner import run_with
 from moectl.problem import Dims
 from moectl.schemes import Scheme, int_format
-
-from . import kernel_cases as cases
-from .layers import GPT_OSS, KIMI, canonical_roles, inputs_of, layer_of
+from support import kernel_cases as cases
+from support.random_layers import GPT_OSS, KIMI, canonical_roles, inputs_of, layer_of
 
 pytestmark = pytest.mark.gpu
 

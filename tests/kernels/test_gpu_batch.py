@@ -14,10 +14,9 @@ from moectl.kernels.triton.marlin import TILES
 from moectl.kernels.triton.runner import REGIMES, is_runnable, run_batch_with
 from moectl.padding import pad
 from moectl.problem import Dims
-
-from . import batch_cases as cases
-from . import kernel_cases
-from .layers import GPT_OSS, KIMI, QWEN, layer_among_others, random_layer
+from support import batch_cases as cases
+from support import kernel_cases
+from support.random_layers import GPT_OSS, KIMI, QWEN, layer_among_others, random_layer
 
 pytestmark = pytest.mark.gpu
 

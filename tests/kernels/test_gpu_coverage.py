@@ -11,9 +11,9 @@ import torch
 from moectl.kernels.triton.inspection.shipped import of_each_kind
 from moectl.kernels.triton.runner import REGIMES
 from moectl.schemes import MXFP4, int_format
+from support.kernel_cases import nearly, probe, surplus
+from support.kernel_grid import FEWER_CASES, FORMATS
 
-from .grid import FEWER_CASES, FORMATS
-from .kernel_cases import nearly, probe, surplus
 from .test_gpu_formats import PROBES, kind, launches_in, tiles_in
 from .test_gpu_stability import LAYERS, tiles_of
 

@@ -21,9 +21,8 @@ from moectl.kernels.tolerance import check, tolerance_for
 from moectl.problem import SWIGLU_OAI, Dims, MoEProblem, Routing
 from moectl.random_layer import RandomLayer
 from moectl.schemes import BF16, FP8_BLOCK, MXFP4, NVFP4, NVFP4_ACT, Scheme
-
-from .layers import skipping
-from .machines import skip_if_absent
+from support.absent_backends import skip_if_absent
+from support.random_layers import skipping
 
 pytestmark = pytest.mark.gpu
 

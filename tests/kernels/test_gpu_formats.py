@@ -19,10 +19,9 @@ from moectl.kernels.triton.runner import REGIMES, run_with
 from moectl.padding import pad
 from moectl.problem import SILU, Dims, MoEProblem
 from moectl.schemes import WeightFormat
-
-from . import kernel_cases as cases
-from .grid import CASES, CHOICES, FEWER_CASES, FORMATS, Case
-from .layers import inputs_of, random_layer
+from support import kernel_cases as cases
+from support.kernel_grid import CASES, CHOICES, FEWER_CASES, FORMATS, Case
+from support.random_layers import inputs_of, random_layer
 
 pytestmark = pytest.mark.gpu
 

@@ -12,10 +12,9 @@ from moectl.kernels.runners import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.kernels.triton.marlin import tile_for
 from moectl.problem import Dims
-
-from . import marlin_cases as cases
-from .kernel_cases import poison_new_memory
-from .layers import canonical_roles, inputs_of, layer_of
+from support import marlin_cases as cases
+from support.kernel_cases import poison_new_memory
+from support.random_layers import canonical_roles, inputs_of, layer_of
 
 pytestmark = pytest.mark.gpu
 

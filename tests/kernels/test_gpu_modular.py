@@ -20,8 +20,8 @@ from moectl.kernels.reference import route
 from moectl.kernels.runners import Form, Runner, runner_for
 from moectl.problem import Dims, MoEProblem
 from moectl.schemes import MXFP8_ACT, NVFP4_ACT, ActFormat
+from support.random_layers import GPT_OSS, KIMI, canonical_roles, inputs_of, judged, layer_of
 
-from .layers import GPT_OSS, KIMI, canonical_roles, inputs_of, judged, layer_of
 from .test_gpu_stability import poison_cached_memory, same_bits
 from .test_quantize import BY_BLOCK, BY_TOKEN, tokens
 

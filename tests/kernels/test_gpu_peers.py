@@ -14,11 +14,10 @@ from moectl.kernels.modular import FusedMoEKernel
 from moectl.kernels.reference import route
 from moectl.kernels.runners import Form, Runner, runner_for
 from moectl.problem import Routing
-
-from . import peer_cases as cases
-from .kernel_cases import poison_new_memory
-from .layers import inputs_of, judged, random_layer
-from .machines import skip_if_absent
+from support import peer_cases as cases
+from support.absent_backends import skip_if_absent
+from support.kernel_cases import poison_new_memory
+from support.random_layers import inputs_of, judged, random_layer
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from .gpu_rank_cases import CASES, LAYERS, run_rank
+from support.gpu_rank_cases import CASES, LAYERS, run_rank
 
 RANKS = 2
 

@@ -8,8 +8,7 @@ import torch
 from moectl.kernels import reference
 from moectl.kernels.routing import route
 from moectl.kernels.triton import router
-
-from . import router_cases as cases
+from support import router_cases as cases
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moectl.kernels.triton.routing import SUMS, combine, sort_by_expert
-
-from . import kernel_cases, routing_cases
+from support import kernel_cases, routing_cases
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,7 @@ from moectl.kernels.triton.inspection.shipped import of_each_kind
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.runner import REGIMES, run_with
 from moectl.problem import Dims, MoEProblem
-
-from .layers import GPT_OSS, KIMI, QWEN, canonical_roles, inputs_of, layer_of
+from support.random_layers import GPT_OSS, KIMI, QWEN, canonical_roles, inputs_of, layer_of
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from moectl.problem import Dims
 from moectl.random_layer import RandomLayer, routings, tokens_of
 from moectl.tuning.cells import Cell
 from moectl.tuning.engine_bench import EngineBench
-from moectl.tuning.engine_files import FORMS
+from moectl.tuning.engine_files import files_of, tunable_engines
 from moectl.tuning.here import tune_layers
 from moectl.tuning.layers import Layer
 from moectl.tuning.search import Plan
@@ -53,7 +53,11 @@ def vars_of(launch: Launch) -> dict[str, int]:
     return {name: getattr(launch.tile, name) for name in launch.tile.__dataclass_fields__}
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=lambda form: form.says)
+@pytest.mark.parametrize(
+    "form",
+    [kernel for engine in tunable_engines().values() for kernel in files_of(engine).kernels],
+    ids=lambda form: form.says,
+)
 def test_choices_for_tuned_files_are_right(form: object) -> None:
     if form.scaled and torch.cuda.get_device_capability() < (8, 9):  # type: ignore[attr-defined]
         pytest.skip("this GPU multiplies no FP8 numbers")

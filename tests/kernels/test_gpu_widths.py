@@ -14,9 +14,8 @@ from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.runner import REGIMES
 from moectl.problem import Dims
 from moectl.schemes import FULL, Scheme, int_format
-
-from . import kernel_cases as cases
-from .layers import GPT_OSS, KIMI, QWEN, inputs_of, judged, random_layer
+from support import kernel_cases as cases
+from support.random_layers import GPT_OSS, KIMI, QWEN, inputs_of, judged, random_layer
 
 pytestmark = pytest.mark.gpu
 

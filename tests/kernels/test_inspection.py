@@ -17,8 +17,7 @@ from moectl.kernels.triton.inspection.hazards import a_registers, hazards, resul
 from moectl.kernels.triton.inspection.report import KernelReport, _serialized, report_of
 from moectl.kernels.triton.inspection.sass import Code, parse
 from moectl.kernels.triton.inspection.standin import STAND_INS, Launched, standing_in
-
-from .pinned_kernels import _bytes_by_bf16_kernel
+from support.pinned_kernels import _bytes_by_bf16_kernel
 
 OVERWRITES_IN_A_LOOP = """
 .text._kernel:

@@ -1,73 +1,108 @@
 """Runs the kernel cases in Triton's interpreter, which has to be chosen before Triton is imported.
 
-One process runs the cases of all files that are asked for: each would spend seconds on imports.
+One process runs all cases that are asked for: each process would spend seconds on imports. It writes outcomes
+as they come, and each test here waits for those of one function.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 HERE = Path(__file__).parent
+LONGEST = 1200.0
+"""Seconds after which a process that wrote nothing more has hung."""
+
+
+def functions_in(file: Path) -> list[str]:
+    """The test functions of a file, which cannot be imported here."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [it.name for it in tree.body if isinstance(it, ast.FunctionDef) and it.name.startswith("test_")]
 
 
 CASES = [
-    "interpreted_batch.py",
-    "interpreted_cases.py",
-    "interpreted_marlin.py",
-    "interpreted_peers.py",
-    "interpreted_plain_gemm.py",
-    "interpreted_prefill.py",
-    "interpreted_router.py",
-    "interpreted_routing.py",
-    "interpreted_sanitize.py",
-    "interpreted_stress.py",
-    "interpreted_tuning.py",
-    "interpreted_warpwise.py",
+    f"{file.name}::{function}"
+    for file in sorted(HERE.glob("interpreted_*.py"))
+    for function in functions_in(file)
 ]
 
 
+@dataclass
+class Interpreter:
+    """The process that runs the cases, and the file of its outcomes."""
+
+    process: subprocess.Popen[bytes]
+    lines: Path
+    output: Path
+
+    def outcomes(self) -> list[dict[str, object]]:
+        """All that was written up to now; a line that is being written does not count."""
+        text = self.lines.read_text(encoding="utf-8") if self.lines.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def wait_for(self, function: str) -> tuple[int, list[str]]:
+        """How many cases of a function ran, and what is wrong with each that is not well."""
+        last, size = time.monotonic(), -1
+        while True:
+            over = self.process.poll() is not None
+            found = self.outcomes()
+            broken = [str(it["text"]) for it in found if it.get("broken") == function.partition("::")[0]]
+            wanted = next((it["cases"].get(function, 0) for it in found if "cases" in it), None)  # type: ignore[attr-defined]
+            mine = [it for it in found if it.get("done") == function]
+            ended = sum(it["when"] == "teardown" for it in mine)
+            wrong = broken + [f"{it['case']}: {it['text']}" for it in mine if it["text"]]
+            if broken or (wanted is not None and ended >= wanted):
+                return ended, wrong
+            if over:
+                return ended, [*wrong, f"the process ended early: {self.output.read_text()[-6000:]}"]
+            if len(found) != size:
+                last, size = time.monotonic(), len(found)
+            assert time.monotonic() - last < LONGEST, "the interpreter hangs"
+            time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
-def outcomes(
+def interpreter(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[str, Mapping[str, str]]:
-    """Of each file that a test asks for, its cases and what is wrong with each; empty when all is well."""
-    asked = [item for item in request.session.items if item.path == request.path]
-    files = [str(HERE / item.callspec.params["cases"]) for item in asked]  # type: ignore[attr-defined]
-    root, report = HERE.parents[1], tmp_path_factory.mktemp("interpreted") / "report.xml"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+) -> Iterator[Interpreter]:
+    asked = [item.callspec.params["cases"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
+    root, folder = HERE.parents[1], tmp_path_factory.mktemp("interpreted")
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests"))),
+        "OUTCOME_LINES": str(folder / "outcomes.jsonl"),
+    }
     environment.pop("PYTEST_ADDOPTS", None)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--continue-on-collection-errors"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *files],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert report.exists() and done.returncode in (0, 1), done.stdout[-6000:] + done.stderr[-2000:]
-    found: dict[str, dict[str, str]] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        # A file that cannot be imported is a case without a class, its name that of the file.
-        name = case.get("name", "")
-        file = (case.get("classname") or name).rpartition(".")[2]
-        wrong = [
-            f"{it.get('message')}\n{it.text}" for it in case if it.tag in ("failure", "error", "skipped")
-        ]
-        of_file = found.setdefault(f"{file}.py", {})
-        of_file[name] = "\n".join([of_file.get(name, ""), *wrong]).strip()
-    return found
+    slow = request.config.getoption("--slow")
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "support.outcome_lines"]
+    options += ["--continue-on-collection-errors", *(["--slow"] if slow else ["-m", "not slow"])]
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in asked)],
+            cwd=root,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield Interpreter(process, folder / "outcomes.jsonl", folder / "output")
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("cases", CASES)
-def test_kernels_in_the_interpreter(cases: str, outcomes: Mapping[str, Mapping[str, str]]) -> None:
-    found = outcomes.get(cases, {})
-    wrong = {name: text for name, text in found.items() if text}
-    assert not wrong, "\n\n".join(f"{name}: {text[-3000:]}" for name, text in wrong.items())
-    assert found, f"no case of {cases} ran"
+def test_kernels_in_the_interpreter(cases: str, interpreter: Interpreter) -> None:
+    ran, wrong = interpreter.wait_for(cases)
+    assert not wrong, "\n\n".join(wrong)
+    assert ran, f"no case of {cases} ran"

@@ -19,8 +19,7 @@ from moectl.kernels.triton.runner import REGIMES, choose_shipped
 from moectl.kernels.triton.table import Entry, Gpu, Measured, Spread, nearest, unlikeness
 from moectl.problem import Dims
 from moectl.schemes import FULL, Scheme, int_format
-
-from .layers import GPT_OSS, KIMI
+from support.random_layers import GPT_OSS, KIMI
 
 H200 = Gpu((9, 0), 132)
 

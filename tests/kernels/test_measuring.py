@@ -17,8 +17,7 @@ from moectl.kernels.reference import route
 from moectl.kernels.roofline import work_of
 from moectl.kernels.timing import measured_rates, time_calls
 from moectl.problem import Dims
-
-from .layers import GPT_OSS, KIMI
+from support.random_layers import GPT_OSS, KIMI
 
 CPU = torch.device("cpu")
 MANY = replace(KIMI, experts=64, local_experts=64, top_k=4)

@@ -19,8 +19,8 @@ from moectl.kernels.quantize import dequantize, quantize
 from moectl.kernels.runners import RUNNERS, Form, Runner, runner_for
 from moectl.problem import MoEProblem
 from moectl.schemes import ActFormat
-
-from .layers import (
+from support.fake_runners import FP8, MONOLITHIC, MXFP8, NVFP4, STATIC, TORCH, UNWEIGHED, wanting
+from support.random_layers import (
     FAMILIES,
     GPT_OSS,
     KIMI,
@@ -32,7 +32,6 @@ from .layers import (
     random_layer,
     skipping,
 )
-from .runners_for_tests import FP8, MONOLITHIC, MXFP8, NVFP4, STATIC, TORCH, UNWEIGHED, wanting
 
 ON_INPUT = replace(KIMI, routing=replace(KIMI.routing, weight_on_input=True))
 

@@ -20,9 +20,8 @@ from moectl.kernels.runners import RUNNERS, runner_for
 from moectl.oracle.machine_packages import packages_from
 from moectl.problem import Activation, Dims, MoEProblem, Routing
 from moectl.schemes import BF16, FP8_BLOCK, FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format
-
-from . import peer_cases as cases
-from .layers import canonical_roles, random_layer
+from support import peer_cases as cases
+from support.random_layers import canonical_roles, random_layer
 
 CPU = torch.device("cpu")
 INT4, MX = cases.FORMATS["int4"], cases.MX

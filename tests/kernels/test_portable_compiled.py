@@ -12,10 +12,9 @@ from moectl.kernels.triton.inspection.standin import STAND_INS
 from moectl.kernels.triton.launch import Launch
 from moectl.problem import SILU
 from moectl.schemes import FULL, MXFP4, WeightFormat, int_format
-
-from .grid import CHOICES, FORMATS, Case
-from .kernel_cases import LAUNCHES
-from .layers import layer_among_others
+from support.kernel_cases import LAUNCHES
+from support.kernel_grid import CHOICES, FORMATS, Case
+from support.random_layers import layer_among_others
 
 SOME = [
     (int_format(4, 32, zero_point=True), ("fp16", "BF16")),

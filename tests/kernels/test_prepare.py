@@ -32,8 +32,7 @@ from moectl.prepare import (
 from moectl.run.workload import workload_of
 from moectl.schemes import MXFP4, int_format
 from moectl.synth import synthesize
-
-from .layers import inputs_of, judged
+from support.random_layers import inputs_of, judged
 
 CHECKPOINTS = ("tiny_gpt_oss", "tiny_kimi")
 

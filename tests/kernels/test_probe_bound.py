@@ -7,9 +7,8 @@ import torch
 
 from moectl.kernels.triton.items import BASES
 from moectl.schemes import int_format
-
-from . import kernel_cases as cases
-from .layers import DTYPES
+from support import kernel_cases as cases
+from support.random_layers import DTYPES
 
 KEPT = 25
 """Bits after the first of the largest number that are kept of all when Hopper's tensor cores align them."""

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from .scripts import loaded
+from support.scripts import loaded
 
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 ROWS = [

@@ -16,8 +16,7 @@ from moectl.kernels import reference
 from moectl.kernels.prepared import Router
 from moectl.kernels.routing import route, route_by
 from moectl.problem import MoEProblem, Routing
-
-from .router_cases import KINDS, METHODS, VOCABULARY, case_of, expected, problem_of
+from support.router_cases import KINDS, METHODS, VOCABULARY, case_of, expected, problem_of
 
 LARGEST = float(np.finfo(np.float32).max)
 NAN, INF = float("nan"), float("inf")

@@ -15,8 +15,7 @@ from moectl.kernels.triton.marlin import TILES as MARLIN_TILES
 from moectl.kernels.triton.runner import REGIMES
 from moectl.kernels.triton.table import entries
 from moectl.schemes import FULL
-
-from .scripts import loaded
+from support.scripts import loaded
 
 
 @pytest.fixture

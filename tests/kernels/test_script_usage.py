@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from .scripts import SCRIPTS, loaded
+from support.scripts import SCRIPTS, loaded
 
 Ended = Callable[..., tuple[int, str]]
 

@@ -12,8 +12,7 @@ from moectl.kernels import torch_runner
 from moectl.kernels.prepared import DenseExperts, PreparedMoE
 from moectl.kernels.runners import RUNNERS, runner_for
 from moectl.problem import Activation, Dims, MoEProblem
-
-from .layers import FAMILIES, GPT_OSS, KIMI, inputs_of, judged, random_layer, skipping
+from support.random_layers import FAMILIES, GPT_OSS, KIMI, inputs_of, judged, random_layer, skipping
 
 PROBLEMS = {
     **FAMILIES,

@@ -14,9 +14,8 @@ from moectl.kernels.triton.hopper.products import exact_weights
 from moectl.kernels.triton.layer import exponents_of, layer_of
 from moectl.kernels.triton.runner import aligned
 from moectl.schemes import Scheme, int_format
-
-from .layers import GPT_OSS, KIMI, canonical_roles
-from .layers import layer_of as expert_layer
+from support.random_layers import GPT_OSS, KIMI, canonical_roles
+from support.random_layers import layer_of as expert_layer
 
 
 def test_the_range_of_e8m0_scales_leaves_padding_out() -> None:

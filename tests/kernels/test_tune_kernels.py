@@ -13,8 +13,7 @@ from moectl.kernels.triton.launch import Launch, Tile
 from moectl.models import MODELS
 from moectl.tuning.cells import Cell
 from moectl.tuning.search import DeviceBroken, Wrong
-
-from .scripts import loaded
+from support.scripts import loaded
 
 script = loaded("tune_kernels")
 

@@ -180,7 +180,7 @@ KILLED = """
 import os, sys
 from dataclasses import asdict
 sys.path.insert(0, {tests!r})
-from tests.kernels.test_tuning import Fake, _cells, _run, _times, LAUNCHES
+from kernels.test_tuning import Fake, _cells, _run, _times, LAUNCHES
 class Dies(Fake):
     def time(self, cell, launch, repeats):
         if launch == LAUNCHES[3]:
@@ -193,7 +193,7 @@ _run(Dies(_times()), _cells(16))
 def test_a_search_that_is_killed_goes_on(user_cache: Path) -> None:
     root = Path(__file__).parents[2]
     ended = subprocess.run(
-        [sys.executable, "-c", KILLED.format(tests=str(root))],
+        [sys.executable, "-c", KILLED.format(tests=str(root / "tests"))],
         cwd=root,
         env={**os.environ, "MOECTL_CACHE": str(user_cache)},
         check=False,

@@ -25,10 +25,10 @@ from moectl.kernels.triton.workspace import SMALLEST
 from moectl.models import model_problem
 from moectl.padding import pad
 from moectl.problem import MoEProblem
+from support.asked_memory import asked_for
+from support.fake_runners import FP8, MXFP8, NVFP4, TORCH
+from support.random_layers import KIMI, QWEN, inputs_of, random_layer
 
-from .layers import KIMI, QWEN, inputs_of, random_layer
-from .memory import asked_for
-from .runners_for_tests import FP8, MXFP8, NVFP4, TORCH
 from .test_compiled_marlin import without_weights
 
 MODELS = ("gpt-oss-20b", "kimi-k2", "qwen3-30b")

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ from moectl.explain.changes import proposals
 from moectl.oracle import ENGINES, SelectionInputs, decide, engine_named, policy_named
 from moectl.oracle.checks import Verdict
 from moectl.oracle.registry import engine_names, known_packages, newest_engines
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
-from invoking import moectl
+from support.invoking import moectl
 
 GPT = "openai/gpt-oss-120b"
 ROOT = Path(package.__file__).parent

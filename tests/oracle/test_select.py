@@ -332,3 +332,28 @@ def test_the_oracle_imports_no_heavy_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_fused_routers_serve_one_data_parallel_rank_alone(dp: int) -> None:
+    decision = ask(replace(GPT_OSS, parallel=Parallel(dp=dp)), "b200")
+    fused = [c for c in decision.candidates if c.variant and not c.variant.offers.spread.dp]
+    answers = {v.holds for c in fused for v in c.verdicts if v.question == "data parallel ranks"}
+    assert answers == {dp == 1}
+
+
+def test_experts_without_gating_are_asked_for_as_such() -> None:
+    decision = ask(replace(GPT_OSS, activation=Activation("relu2", gated=False)), "b200")
+    gated = ask(GPT_OSS, "b200")
+    for answers, all_hold in ((decision, False), (gated, True)):
+        holds = [v.holds for c in answers.candidates for v in c.verdicts if v.question == "gating"]
+        assert holds and all(holds) == all_hold
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_kernels_that_route_by_themselves_refuse_routing_by_token_id(hashed: bool) -> None:
+    routing = replace(GPT_OSS.routing, hashed=hashed)
+    decision = ask(replace(GPT_OSS, routing=routing), "b200")
+    fused = [c for c in decision.candidates if c.variant.monolithic and not c.variant.offers.hashed]
+    answers = {v.holds for c in fused for v in c.verdicts if v.question == "hash routing"}
+    assert answers == {not hashed}

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backends import CPU, register, right, routing
-from kernels.layers import FAMILIES, GPT_OSS, KIMI, QWEN, inputs_of, random_layer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,6 +21,8 @@ from moectl.run.difference import difference
 from moectl.run.failures import guarded
 from moectl.run.variants import in_dtype, rank_share
 from moectl.run.workload import expected_of
+from support.fake_backends import CPU, register, right, routing
+from support.random_layers import FAMILIES, GPT_OSS, KIMI, QWEN, inputs_of, random_layer
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import weakref
 from pathlib import Path
 
 import pytest
-from backends import CPU, offer, right
 from torch import Tensor
 
 from moectl.checkpoint import open_checkpoint
@@ -20,6 +19,7 @@ from moectl.errors import BackendFailed, CheckpointError, UsageError
 from moectl.kernels.prepared import PreparedMoE
 from moectl.run import RunPlan, layer_numbers, open_source
 from moectl.run.every_layer import every_layer
+from support.fake_backends import CPU, offer, right
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import CPU, Compute, register, right, routing
-from kernels.layers import GPT_OSS, KIMI, random_layer
-from kernels.machines import refusals, skip_if_absent
 from torch import Tensor
 
 from moectl.experts import ExpertLayer
@@ -26,6 +23,9 @@ from moectl.run.layer import hold
 from moectl.run.stress import CaseResult, Planned, poisoned_memory, stress
 from moectl.run.stress_cases import CASES
 from moectl.run.variants import poisoned_padding
+from support.absent_backends import refusals, skip_if_absent
+from support.fake_backends import CPU, Compute, register, right, routing
+from support.random_layers import GPT_OSS, KIMI, random_layer
 
 SMALL = replace(KIMI, dims=Dims(64, 32), experts=5, local_experts=5, top_k=2)
 """Without biases, so that a token of tiny or zero activations gives next to nothing."""

@@ -8,8 +8,8 @@ from moectl.convert import cuda_pass
 from moectl.convert.chain import Chain
 from moectl.convert.layout import layout_named
 from moectl.convert.transforms import Add, Bits, Codes, Flip, Pad, Rearrange, View, Xor
+from support.layout_cases import canonical_tensors, problem_for, random_bytes
 
-from .layers import canonical_tensors, problem_for, random_bytes
 from .test_passes import check_both_ways
 
 REVERSED = Bits(tuple(reversed(range(32))))

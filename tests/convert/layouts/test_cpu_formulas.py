@@ -15,8 +15,7 @@ from moectl.convert.sums import CodesAndSums
 from moectl.convert.transforms import Rearrange
 from moectl.errors import CheckpointError, NoBackend
 from moectl.schemes import BF16, FULL, int_format
-
-from .layers import problem_for, same, stored, tensors_for
+from support.layout_cases import problem_for, same, stored, tensors_for
 
 INT4 = layout_named("cpu-amx-int4")
 

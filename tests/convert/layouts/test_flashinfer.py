@@ -10,8 +10,7 @@ import torch
 from moectl.convert.layout import Chain, layout_named
 from moectl.convert.layouts import cutlass, trtllm
 from moectl.schemes import MXFP4, int_format
-
-from .layers import canonical_tensors, problem_for, random_bytes, same
+from support.layout_cases import canonical_tensors, problem_for, random_bytes, same
 
 try:
     distribution("flashinfer-python")

@@ -10,8 +10,7 @@ from moectl.convert.layout import Chain, layout_named
 from moectl.convert.layouts import marlin, triton_hopper
 from moectl.convert.transforms import Codes, Rearrange, View
 from moectl.schemes import FULL, MXFP4, int_format
-
-from .layers import canonical_tensors, problem_for, random_bytes, same
+from support.layout_cases import canonical_tensors, problem_for, random_bytes, same
 
 
 def codes_of(t: torch.Tensor, bits: int) -> np.ndarray:

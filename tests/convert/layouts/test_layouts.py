@@ -19,8 +19,7 @@ from moectl.errors import CheckpointError, NoBackend, UsageError
 from moectl.padding import padding, size_rule
 from moectl.problem import Activation, Align, Dims, MoEProblem
 from moectl.schemes import FULL, MXFP4, NVFP4, Scheme, WeightFormat, int_format
-
-from .layers import (
+from support.layout_cases import (
     EVERY_LAYOUT,
     LARGEST,
     SIZES,

@@ -8,8 +8,8 @@ import torch
 
 from moectl.convert.layout import layout_named
 from moectl.schemes import FULL, MXFP4, int_format
+from support.layout_cases import canonical_tensors, problem_for
 
-from .layers import canonical_tensors, problem_for
 from .test_formulas import codes_of, interleaved
 
 LAYOUT = layout_named("moectl-mtile64")

@@ -42,8 +42,7 @@ from moectl.convert.transforms import (
 )
 from moectl.errors import CheckpointError
 from moectl.files.tensor_table import TensorType
-
-from .layers import EVERY_LAYOUT, as_bytes, moved, problem_for, random_bytes, same
+from support.layout_cases import EVERY_LAYOUT, as_bytes, moved, problem_for, random_bytes, same
 
 Run = Callable[[Program, torch.Tensor, torch.Tensor], bool]
 

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from moectl.convert.vectors import Status, check_file
-
-from . import recorder
+from support import kernel_recorder as recorder
 
 INT8, FP8 = "torch.int8", "torch.float8_e4m3fn"
 HALF = torch.float16

@@ -27,8 +27,7 @@ from moectl.convert.transforms import (
     dtype_name,
 )
 from moectl.errors import CheckpointError
-
-from .layers import random_bytes, same
+from support.layout_cases import random_bytes, same
 
 
 @st.composite

@@ -10,8 +10,7 @@ import torch
 from moectl.convert.layout import layout_named
 from moectl.errors import CheckpointError
 from moectl.schemes import FP8_TENSOR, MXFP4, NVFP4, int_format
-
-from .layers import problem_for, same, tensors_for
+from support.layout_cases import problem_for, same, tensors_for
 
 
 def refused(name, weight, role, value, message, dtype="bf16"):

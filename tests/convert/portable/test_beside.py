@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from sources.stored import make_layer
 
 from moectl.convert.portable.verify import verify_portable
 from moectl.errors import UsageError
 from moectl.schemes import BF16, MXFP4, NVFP4, WeightFormat, int_format
-
-from .folders import case_of, contents, converted, random_layer, storage_of
+from support.portable_folders import case_of, contents, converted, random_layer, storage_of
+from support.stored_layers import make_layer
 
 INT4, INT4_ZERO = int_format(4, 32), int_format(4, 32, zero_point=True)
 FP8_BLOCK = WeightFormat("fp8", 8, (128, 128), "F32")

@@ -23,8 +23,7 @@ from moectl.errors import CheckpointError, UsageError
 from moectl.kernels.activation import activate
 from moectl.problem import Dims
 from moectl.schemes import BF16, MXFP4
-
-from .folders import converted, random_layer, write_folder
+from support.portable_folders import converted, random_layer, write_folder
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sources.stored import EXPERTS, LAYER, judge
 
 from moectl.convert.portable.parts import read_report
 from moectl.errors import UsageError
 from moectl.schemes import BF16, FULL, MXFP4, MXFP8, NVFP4, WeightFormat, int_format
-
-from .folders import contents, converted, layer_in, random_layer, storage_of
+from support.portable_folders import contents, converted, layer_in, random_layer, storage_of
+from support.stored_layers import EXPERTS, LAYER, judge
 
 INT4, INT4_ZERO = int_format(4, 32), int_format(4, 32, zero_point=True)
 INT4_128, INT8 = int_format(4, 128), int_format(8, 64)

@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sources.stored import EXPERTS, judge
 
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.portable.options import PortableOptions
 from moectl.convert.portable.plan import plan_portable
 from moectl.convert.stream import convert
 from moectl.schemes import BF16, MXFP4, int_format
-
-from .folders import contents, converted, layer_in, random_layer, storage_of
+from support.portable_folders import contents, converted, layer_in, random_layer, storage_of
+from support.stored_layers import EXPERTS, judge
 
 CT = "compressed-tensors"
 PLAIN = ("plain", BF16)

@@ -7,8 +7,7 @@ import torch
 
 from moectl.convert.codecs import codec_for, decode_role
 from moectl.convert.quantize import Quantizer, hessian, quantize
-
-from .peers import FORMATS, tensors
+from support.quantizers import FORMATS, tensors
 
 pytestmark = pytest.mark.gpu
 W = torch.stack([t.bfloat16() for t in tensors(256, 512).values()])

@@ -7,8 +7,7 @@ import torch
 
 from moectl.convert.codecs import decode_role
 from moectl.convert.quantize import Quantizer, quantize
-
-from .peers import FORMATS, PEERS, tensors
+from support.quantizers import FORMATS, PEERS, tensors
 
 TENSORS = tensors(256, 1024)
 

@@ -14,8 +14,8 @@ from moectl.convert.layout import layout_named
 from moectl.convert.manifest import read_file_header
 from moectl.prepare import checkpoint_layer
 from moectl.run import choose_backends, run_layer, this_machine
+from support.stored_layers import cases, make_layer
 
-from .stored import cases, make_layer
 from .test_storages import READABLE, storage_id
 
 ONE_EACH: dict[object, Storage] = {

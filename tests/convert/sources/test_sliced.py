@@ -14,8 +14,8 @@ from moectl.convert.shards import Share, shard_of, slice_unit
 from moectl.convert.sources import map_layer, read_batch, source_for
 from moectl.problem import Dims
 from moectl.torch_dtypes import TORCH_DTYPES
+from support.stored_layers import EXPERTS, LAYER, cases, make_layer
 
-from .stored import EXPERTS, LAYER, cases, make_layer
 from .test_storages import READABLE, read, storage_id
 
 

@@ -13,8 +13,7 @@ from moectl.convert.codecs import decode_role
 from moectl.convert.sources import LayerMap, map_layer, read_batch, source_for
 from moectl.errors import CheckpointError, NoBackend, UsageError
 from moectl.torch_dtypes import TORCH_DTYPES
-
-from .stored import EXPERTS, LAYER, Layer, cases, judge, make_layer
+from support.stored_layers import EXPERTS, LAYER, Layer, cases, judge, make_layer
 
 
 def storage_id(storage: Storage) -> str:

@@ -17,8 +17,7 @@ from moectl.convert.layout import layout_for
 from moectl.convert.plan import Plan
 from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
-
-from .checkpoints import CHECKPOINTS
+from support.stream_checkpoints import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = Path(__file__).with_name("driver.py")

@@ -12,8 +12,8 @@ from moectl.convert.shards import shard_of
 from moectl.convert.stream import convert
 from moectl.convert.verify import verify
 from moectl.errors import Unavailable, UsageError
+from support.stream_checkpoints import CHECKPOINTS, folder_bytes
 
-from .checkpoints import CHECKPOINTS, folder_bytes
 from .conftest import plan_of
 from .test_round_trip import TARGETS
 

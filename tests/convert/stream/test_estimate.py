@@ -10,8 +10,8 @@ import pytest
 from moectl.convert import estimate
 from moectl.convert.estimate import measured_rate
 from moectl.errors import CheckpointError
+from support.stream_checkpoints import folder_bytes
 
-from .checkpoints import folder_bytes
 from .conftest import plan_of
 
 

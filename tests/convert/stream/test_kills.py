@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .checkpoints import folder_bytes, gpt_oss_checkpoint
+from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint
+
 from .conftest import ROOT
 
 KILLS = Path(__file__).with_name("kills.py")

@@ -14,8 +14,8 @@ from moectl.convert.portions import Portion
 from moectl.convert.progress import open_log
 from moectl.convert.stream import complete, convert
 from moectl.errors import Unavailable, UsageError
+from support.stream_checkpoints import folder_bytes
 
-from .checkpoints import folder_bytes
 from .conftest import plan_of
 
 Edit = Callable[[dict[str, Any]], None]

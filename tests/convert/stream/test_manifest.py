@@ -17,8 +17,8 @@ from moectl.convert.stream import convert
 from moectl.convert.unconvert import unconvert
 from moectl.convert.verify import verify
 from moectl.errors import CheckpointError, MoectlError, UsageError
+from support.stream_checkpoints import folder_bytes
 
-from .checkpoints import folder_bytes
 from .conftest import plan_of
 
 Edit = Callable[[dict[str, Any]], None]

@@ -19,8 +19,8 @@ from moectl.convert.stream import complete, convert
 from moectl.convert.verify import verify
 from moectl.errors import CheckpointError, Unavailable, UsageError
 from moectl.files.lock import Lock
+from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint
 
-from .checkpoints import folder_bytes, gpt_oss_checkpoint
 from .conftest import plan_of
 
 Drive = Callable[..., tuple[int, dict[str, Any]]]

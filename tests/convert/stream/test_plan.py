@@ -18,8 +18,8 @@ from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 from moectl.errors import CheckpointError, ExitCode, MoectlError, NoBackend, Unavailable, UsageError
 from moectl.problem import MoEProblem
+from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint, kimi_checkpoint
 
-from .checkpoints import folder_bytes, gpt_oss_checkpoint, kimi_checkpoint
 from .conftest import plan_of
 
 EXPERTS = "model.layers.1.mlp.experts."

@@ -33,8 +33,13 @@ from moectl.kernels.inputs import make_inputs
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.runners import runner_for
 from moectl.prepare import checkpoint_layer, load_prepared
-
-from .checkpoints import all_tensors, folder_bytes, gpt_oss_checkpoint, kimi_checkpoint, same_tensors
+from support.stream_checkpoints import (
+    all_tensors,
+    folder_bytes,
+    gpt_oss_checkpoint,
+    kimi_checkpoint,
+    same_tensors,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 MAKE: dict[str, Callable[..., Path]] = {"gpt_oss": gpt_oss_checkpoint, "kimi": kimi_checkpoint}

@@ -18,8 +18,8 @@ from moectl.convert.manifest import load_layer, load_manifest
 from moectl.convert.stream import convert
 from moectl.convert.unconvert import unconvert
 from moectl.convert.verify import verify
+from support.stream_checkpoints import CHECKPOINTS, all_tensors, folder_bytes, kimi_checkpoint, same_tensors
 
-from .checkpoints import CHECKPOINTS, all_tensors, folder_bytes, kimi_checkpoint, same_tensors
 from .conftest import plan_of
 
 TARGETS = [

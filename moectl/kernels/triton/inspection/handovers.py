@@ -48,23 +48,25 @@ def early_handovers(code: Code) -> tuple[Handover, ...]:
     places = code.instructions
     if not any(i.op.startswith(ARRIVAL) for i in places):
         return ()
-    before: dict[int, frozenset[int]] = {0: frozenset()}
+    # The accesses that can come before each instruction, as bits of an integer by their place.
+    before = {0: 0}
     todo = [0]
     while todo:
         place = todo.pop()
         instruction, after = places[place], before[place]
         if instruction.op.startswith(BARRIER) and not instruction.guard:
-            after = frozenset()
+            after = 0
         elif is_access(instruction):
-            after |= {place}
+            after |= 1 << place
         for following in code.following[place]:
             known = before.get(following)
-            if known is None or not after <= known:
-                before[following] = after | (known or frozenset())
+            if known is None or after & ~known:
+                before[following] = after | (known or 0)
                 todo.append(following)
     return tuple(
         Handover(str(places[place]), str(places[access]))
         for place, reached in sorted(before.items())
         if places[place].op.startswith(ARRIVAL)
-        for access in sorted(reached)
+        for access in range(reached.bit_length())
+        if reached >> access & 1
     )

@@ -27,8 +27,7 @@ from moectl.schemes import (
     Scheme,
     int_format,
 )
-
-from .layers import GPT_OSS, KIMI, inputs_of, judged, random_layer, skipping
+from support.random_layers import GPT_OSS, KIMI, inputs_of, judged, random_layer, skipping
 
 MX = replace(GPT_OSS, dims=Dims(320, 192))
 INT = replace(KIMI, dims=Dims(256, 128), experts=7, top_k=3, local_experts=7, routing=Routing())

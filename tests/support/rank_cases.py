@@ -34,9 +34,8 @@ from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
 from moectl.prepare import checkpoint_layer, load_prepared
 from moectl.problem import Dims, MoEProblem, Parallel
-
-from .layers import GPT_OSS, KIMI, QWEN, canonical_roles, layer_of, skipping
-from .runners_for_tests import FP8, MONOLITHIC, MXFP8, NVFP4, TORCH, UNWEIGHED
+from support.fake_runners import FP8, MONOLITHIC, MXFP8, NVFP4, TORCH, UNWEIGHED
+from support.random_layers import GPT_OSS, KIMI, QWEN, canonical_roles, layer_of, skipping
 
 FP8_BOUND = Tolerance(0.4, 0.06, "E4M3 rounds tokens by 2.6e-2 RMS, gate and up both: 3.7e-2, and weights")
 

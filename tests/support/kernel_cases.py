@@ -21,9 +21,8 @@ from moectl.kernels.triton.launch import Launch, Tile
 from moectl.kernels.triton.runner import run_with
 from moectl.problem import Activation, Dims, MoEProblem
 from moectl.schemes import MXFP4, WeightFormat
-
-from .grid import Case
-from .layers import (
+from support.kernel_grid import Case
+from support.random_layers import (
     DTYPES,
     E8M0_ONE,
     FAMILIES,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from sources.stored import EXPERTS, LAYER, PREFIX, Case, Layer, make_layer
 from torch import Tensor
 
 from moectl.checkpoint.model import Checkpoint, Origin
@@ -18,6 +17,7 @@ from moectl.convert.stream import convert
 from moectl.files.safetensors_header import read_header
 from moectl.problem import Dims
 from moectl.schemes import WeightFormat
+from support.stored_layers import EXPERTS, LAYER, PREFIX, Case, Layer, make_layer
 
 FILE = "model.safetensors"
 DIMS = Dims(128, 256)

@@ -20,9 +20,8 @@ from moectl.kernels.modular import FusedMoEKernel
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.problem import Dims, MoEProblem, Parallel
-
-from .layers import GPT_OSS, KIMI, canonical_roles, layer_of
-from .rank_cases import decision_for
+from support.random_layers import GPT_OSS, KIMI, canonical_roles, layer_of
+from support.rank_cases import decision_for
 
 LAYERS: dict[str, MoEProblem] = {
     "gpt-oss": replace(GPT_OSS, dims=Dims(2880, 1440), experts=8, local_experts=8),

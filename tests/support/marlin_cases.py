@@ -15,8 +15,7 @@ from moectl.kernels.triton.marlin import TILES as TILES_IN_USE
 from moectl.kernels.triton.marlin import MarlinTile, run_with
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.schemes import FULL, Scheme, int_format
-
-from .layers import KIMI, canonical_roles, inputs_of, judged, layer_of, random_layer, skipping
+from support.random_layers import KIMI, canonical_roles, inputs_of, judged, layer_of, random_layer, skipping
 
 SMALL = replace(KIMI, dims=Dims(128, 64), experts=5, top_k=2, routing=Routing())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -126,10 +126,38 @@ def back(chain: Chain, t: Tensor, like: Tensor) -> Tensor:
     return chain.undo(t, names[like.dtype], tuple(like.shape))
 
 
-EVERY_LAYOUT = [
-    pytest.param(layout, weight, rows, id=f"{layout.name}-{weight}-{rows}".replace(" ", "_"))
+def covering_pairs(cases: Sequence[tuple[WeightLayout, WeightFormat, str]]) -> set[int]:
+    """Indices of cases in which every two of layout, format and rows that occur together in some case do so.
+
+    Greedy: each is the first of those that add the most pairs which the others do not have.
+    """
+    pairs = [
+        {(layout.name, str(weight)), (layout.name, rows), (str(weight), rows)}
+        for layout, weight, rows in cases
+    ]
+    left, chosen = set().union(*pairs), set[int]()
+    while left:
+        best = max(range(len(cases)), key=lambda i: len(pairs[i] & left))
+        chosen.add(best)
+        left -= pairs[best]
+    return chosen
+
+
+_PRODUCT = [
+    (layout, weight, rows)
     for layout in LAYOUTS
     for weight in layout.weights
     for rows in ROWS
     if rows != "single" or layout.ungated
 ]
+_BY_DEFAULT = covering_pairs(_PRODUCT)
+
+EVERY_LAYOUT = [
+    pytest.param(
+        *case,
+        id="-".join((case[0].name, str(case[1]), case[2])).replace(" ", "_"),
+        marks=() if i in _BY_DEFAULT else pytest.mark.slow,
+    )
+    for i, case in enumerate(_PRODUCT)
+]
+"""Every layout with each of its formats and orders of rows; those that add no pair are slow tests."""

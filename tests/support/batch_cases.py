@@ -13,8 +13,7 @@ from moectl.kernels.triton import marlin, runner
 from moectl.kernels.triton.batch import one_each
 from moectl.kernels.triton.routing import order_of_counts
 from moectl.problem import MoEProblem
-
-from .layers import DTYPES, layer_among_others, random_layer
+from support.random_layers import DTYPES, layer_among_others, random_layer
 
 COUNTS = ("uneven", "full", "none", "last alone", "one each")
 """How many tokens the experts of a batch have."""
