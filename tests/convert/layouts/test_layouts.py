@@ -18,7 +18,7 @@ from moectl.convert.transforms import DTYPES
 from moectl.errors import CheckpointError, NoBackend, UsageError
 from moectl.padding import padding, size_rule
 from moectl.problem import Activation, Align, Dims, MoEProblem
-from moectl.schemes import FULL, MXFP4, NVFP4, Scheme, WeightFormat, int_format
+from moectl.schemes import BF16, FP8_TENSOR, FULL, MXFP4, NVFP4, Scheme, WeightFormat, int_format
 from support.layout_cases import (
     EVERY_LAYOUT,
     LARGEST,
@@ -217,6 +217,11 @@ PADDING = [
     ("moectl-mtile64", MXFP4, Align(64, 64)),
     ("moectl-mtile64", int_format(4, 128), Align(128, 128)),
     ("moectl-mtile64", int_format(8, FULL, zero_point=True), Align(64, 64)),
+    ("marlin-nvfp4", NVFP4, Align(1, 64)),
+    ("trtllm-fp8-tensor", FP8_TENSOR, Align(1, 16)),
+    ("cutlass-fp8-tensor", FP8_TENSOR, Align(1, 16)),
+    ("trtllm-bf16", BF16, Align(1, 128)),
+    ("cpu-amx-mxfp4", MXFP4, Align(32, 32)),
 ]
 
 
