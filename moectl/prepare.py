@@ -30,7 +30,7 @@ from .experts import ExpertLayer, Ids
 from .files.safetensors_writer import nbytes
 from .files.tensor_table import TensorInfo
 from .kernels.prepared import CANONICAL, PreparedMoE, Router
-from .kernels.runners import ANY_LAYOUT, RUNNERS, runner_for
+from .kernels.registry import ANY_LAYOUT, RUNNERS, runner_for
 
 SCALES_AT_ONCE = 16 << 20
 """Stored bytes of scales that are looked at together."""

@@ -8,7 +8,7 @@ import torch
 
 from moectl.convert.layout import layout_named
 from moectl.environment import Packages, find_device
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.oracle import policy_named, select
 from moectl.padding import padding
 from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem

@@ -17,7 +17,7 @@ from ..convert.values import Shapes
 from ..errors import UsageError
 from ..experts import ExpertLayer, Ids, decode
 from ..kernels.prepared import CANONICAL, DenseExpert, PreparedMoE
-from ..kernels.runners import runner_for
+from ..kernels.registry import runner_for
 from ..padding import pad
 from ..problem import Dims, MoEProblem
 

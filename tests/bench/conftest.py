@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from bench_layers import RATES, settings_of
 from kernels.layers import GPT_OSS, random_layer
+from support.runners import register_runner
 
 from moectl.bench.measure import Bench
 from moectl.bench.targets import Target
 from moectl.experts import ExpertLayer
-from moectl.kernels import runners
-from moectl.kernels.runners import Runner, runner_for
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import Runner
 from moectl.run import this_machine
 
 
@@ -41,7 +42,7 @@ def add_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runner]:
 
     def add(name: str, **changes: Any) -> Runner:
         runner = replace(runner_for("torch"), name=name, **changes)
-        monkeypatch.setitem(runners.RUNNERS, name, lambda: runner)
+        register_runner(monkeypatch, runner)
         return runner
 
     return add

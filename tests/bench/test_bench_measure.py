@@ -27,7 +27,7 @@ from moectl.kernels import turns
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.modular import kernel_of
 from moectl.kernels.reference import moe_reference, route
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.turns import Turn, quartiles, take_turns
 from moectl.problem import Routing
 from moectl.run import this_machine

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.runners import apply
 
 from moectl.convert.shards import Share, shard_of
 from moectl.kernels.inputs import Inputs
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.items import BASES
 from moectl.kernels.triton.launch import Launch, Tile
 from moectl.kernels.triton.runner import run_with
@@ -286,5 +287,5 @@ def no_tokens_and_the_table(device: str) -> None:
     prepared = layer.prepared("triton", device)
     for tokens in (0, 2):
         inputs = inputs_of(KIMI, tokens, device=device)
-        y = runner_for("triton").run(prepared, inputs.x, inputs.ids, inputs.weights)
+        y = apply(runner_for("triton"), prepared, inputs.x, inputs.ids, inputs.weights)
         assert y.shape == inputs.x.shape and judged(layer, prepared, y, inputs).ok

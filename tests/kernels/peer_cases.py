@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from support.runners import apply
 
 from moectl.experts import ExpertLayer
 from moectl.kernels.activation import activate as judge_activate
 from moectl.kernels.inputs import Inputs
 from moectl.kernels.peers.around import activate, blocks_of, most_slots, ragged_of, weighted_sum
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.runners import Runner
+from moectl.kernels.runner import Runner
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.random_layer import RandomLayer
 from moectl.schemes import (
@@ -172,8 +173,8 @@ def agrees(runner: Runner, problem: MoEProblem, tokens: int, kind: str, device: 
 def run_agrees(runner: Runner, layer: object, prepared: PreparedMoE, tokens: int, kind: str) -> float:
     problem, device = prepared.problem, prepared.device.type
     inputs = with_ids(inputs_of(problem, tokens, device=device), kind, problem.local_experts)
-    y = runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
-    again = runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
+    y = apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
+    again = apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
     assert torch.equal(y.view(torch.int16), again.view(torch.int16)), "not repeatable"
     if kind == "none":
         assert not y.any()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.runners import apply
 
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.layout import layout_for
@@ -16,7 +17,7 @@ from moectl.environment import Packages, find_device
 from moectl.errors import NoBackend, UsageError
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.marlin import matrix_of
 from moectl.prepare import _reader_of, converted_layer, load_prepared
 from moectl.run import Machine, choose_backends
@@ -55,7 +56,7 @@ def test_without_a_gpu_it_says_so(folder: Path) -> None:
     prepared = load_prepared(folder, backend="triton_marlin")
     inputs = make_inputs(prepared.problem, 2, seed=0)
     with pytest.raises(NoBackend, match="needs a CUDA GPU"):
-        runner_for("triton_marlin").run(prepared, inputs.x, inputs.ids, inputs.weights)
+        apply(runner_for("triton_marlin"), prepared, inputs.x, inputs.ids, inputs.weights)
 
 
 def test_tensors_that_do_not_fit_are_refused(folder: Path) -> None:

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from moectl.capabilities.flashinfer import CUTLASS, TRTLLM, kernel_of, refusal
 from moectl.environment import Packages, find_device, packages_from
-from moectl.flashinfer_terms import CUTLASS, TRTLLM, kernel_of, refusal
 from moectl.oracle.decision import Candidate, Decision
 from moectl.oracle.policies.native import MOECTL
 from moectl.oracle.select import select

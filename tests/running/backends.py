@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.runners import register_runner
 from torch import Tensor
 
 from moectl.environment import Packages, detect_cpu
-from moectl.kernels import runners
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import route
-from moectl.kernels.runners import Runner, runner_for
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import Runner
 from moectl.oracle import registry
 from moectl.oracle.backends.native import TORCH
 from moectl.run import POLICY, Machine
@@ -41,7 +42,7 @@ def register(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **fi
     """A backend called `name` that computes so, on any device and in any layout unless `fields` say else."""
     base = replace(runner_for("torch"), name=name, compute=compute)
     runner = replace(base, **fields)
-    patch.setitem(runners.RUNNERS, name, lambda: runner)
+    register_runner(patch, runner)
     return runner
 
 

@@ -22,7 +22,7 @@ from ...problem import MoEProblem
 from ...schemes import FULL
 from ..inputs import DTYPES
 from ..prepared import CANONICAL, PreparedMoE
-from ..runners import Runner
+from ..runner import Runner
 from .around import (
     Blocks,
     activate,
@@ -248,7 +248,7 @@ def gemm_arguments(
 
 
 def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """``[tokens, hidden]`` in x's dtype; arguments as of `Runner.run`."""
+    """``[tokens, hidden]`` in x's dtype; arguments as of `FusedMoEKernel.apply`."""
     problem = prepared.problem
     check_dtype(problem, x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

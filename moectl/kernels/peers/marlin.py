@@ -20,7 +20,7 @@ from ...errors import Unavailable
 from ...problem import MoEProblem
 from ...schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, WeightFormat
 from ..prepared import PreparedMoE
-from ..runners import Runner
+from ..runner import Runner
 from ..triton.layer import multiprocessors
 from .around import (
     Blocks,
@@ -209,7 +209,7 @@ def ready(prepared: PreparedMoE) -> tuple[Matrix, Matrix]:
 
 
 def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """``[tokens, hidden]`` in x's dtype; arguments as of `Runner.run`."""
+    """``[tokens, hidden]`` in x's dtype; arguments as of `FusedMoEKernel.apply`."""
     problem = prepared.problem
     check_dtype(problem, x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

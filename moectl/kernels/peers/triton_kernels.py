@@ -19,7 +19,7 @@ from ...errors import NoBackend, Unavailable
 from ...padding import pad
 from ...problem import MoEProblem, Routing
 from ..prepared import PreparedMoE
-from ..runners import LIBRARY, Runner, chosen_by
+from ..runner import LIBRARY, Runner, chosen_by
 from .around import activate, activation_refusal, check_dtype, device_refusal, ragged_of
 from .libraries import failing_as, module, package, why_not
 
@@ -153,7 +153,7 @@ def routing_of(ids: Tensor, weights: Tensor, experts: int, top_k: int) -> tuple[
 
 
 def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """``[tokens, hidden]`` in x's dtype; arguments as of `Runner.run`."""
+    """``[tokens, hidden]`` in x's dtype; arguments as of `FusedMoEKernel.apply`."""
     problem = prepared.problem
     check_dtype(problem, x)
     if not len(x):

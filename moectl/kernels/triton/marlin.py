@@ -21,7 +21,7 @@ from ...errors import UsageError
 from ...problem import MoEProblem
 from ...schemes import FULL
 from ..prepared import PreparedMoE
-from ..runners import Form, Runner
+from ..runner import ActivationFormat, Runner
 from . import marlin_kernels as kernels
 from .batch import compute_batch, one_each
 from .items import BASES, items_of, overlapping
@@ -184,7 +184,7 @@ class _Arguments:
 
 
 def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, tile: MarlinTile) -> Tensor:
-    """`Runner.run` with a tile of one's own, for tuning and tests."""
+    """`Runner.compute` with a tile of one's own, for tuning and tests."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not len(x):
         return y
@@ -247,9 +247,9 @@ def _tactic(prepared: PreparedMoE, tokens: int) -> str:
     return tile_words(tile_for(prepared.problem, tokens)) if tokens else ""
 
 
-def _workspace(prepared: PreparedMoE, tokens: int, form: Form) -> int:
+def _workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> int:
     problem = prepared.problem
-    batched = form is Form.BATCHED
+    batched = form is ActivationFormat.BATCHED
     tile = (
         tile_for(one_each(problem), tokens * problem.local_experts) if batched else tile_for(problem, tokens)
     )

@@ -21,7 +21,7 @@ from ...errors import UsageError
 from ...problem import MoEProblem
 from ...schemes import FULL
 from ..prepared import PreparedMoE
-from ..runners import Form, Runner
+from ..runner import ActivationFormat, Runner
 from .batch import compute_batch, layer_one_each, one_each
 from .hopper.mid import MID_REGIME
 from .hopper.prefill import PREFILL_REGIME
@@ -52,7 +52,7 @@ REGIMES: dict[str, Regime] = {
 
 
 def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, launch: Launch) -> Tensor:
-    """`Runner.run` with a launch of one's own, for tuning and tests; UsageError when it is not legal."""
+    """`Runner.compute` with a launch of one's own, for tuning and tests; UsageError when it is not legal."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return run_into(y, prepared, x, ids, weights, launch)
 
@@ -209,8 +209,8 @@ def _tactic(prepared: PreparedMoE, tokens: int) -> str:
     return str(launch_on(prepared, tokens))
 
 
-def _workspace(prepared: PreparedMoE, tokens: int, form: Form) -> int:
-    if form is Form.BATCHED:
+def _workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> int:
+    if form is ActivationFormat.BATCHED:
         rows = tokens * prepared.problem.local_experts
         return workspace(prepared, tokens, form, launch_on(layer_one_each(prepared), rows))
     return workspace(prepared, tokens, form, launch_on(prepared, tokens))

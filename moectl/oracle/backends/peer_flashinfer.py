@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from ...flashinfer_terms import (
+from ...capabilities.flashinfer import (
     QUESTIONS,
     Kernel,
     kernel_of,

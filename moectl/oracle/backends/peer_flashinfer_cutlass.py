@@ -1,6 +1,6 @@
 """FlashInfer's CUTLASS fused MoE on SM90, as this tool calls it."""
 
-from ...flashinfer_terms import CUTLASS
+from ...capabilities.flashinfer import CUTLASS
 from ..archs import SM90
 from ..backend import NAIVE, Backend, Capability, Variant
 from .peer_flashinfer import declared, forms, needs, offers, rules

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ...flashinfer_terms import TRTLLM, Kernel, kernel_of
+from ...capabilities.flashinfer import TRTLLM, Kernel, kernel_of
 from ...problem import MoEProblem
 from ...schemes import A16, MXFP4, MXFP8_ACT
 from ..archs import SM10X
