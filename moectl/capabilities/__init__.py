@@ -1,1 +1,1 @@
-"""What kernels compute, as data that needs no torch: the oracle's records and the runners' refusals derive from it."""
+"""What kernels compute, as data without torch: the oracle's records and the runners' refusals use it."""

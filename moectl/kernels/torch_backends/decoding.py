@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ...capabilities.own_kernels import TORCH_PLATFORMS
 from ...problem import MoEProblem
 from ..activation import unknown
 from ..prepared import DenseExpert, PreparedMoE
@@ -14,7 +15,7 @@ from ..prepared import DenseExpert, PreparedMoE
 DECODE_BYTES = 512 << 20
 """Bound on the fp32 experts that are decoded at a time; a single expert may be larger."""
 
-DEVICES = ("cpu", "cuda")
+DEVICES = sorted(set(TORCH_PLATFORMS.values()))
 
 
 def refusal(problem: MoEProblem, device: torch.device) -> str:

@@ -1,24 +1,16 @@
 """Humming's kernels as moectl calls them, from the package humming-kernels."""
 
-from itertools import product
-
+from ...capabilities.external_kernels import HUMMING
 from ...environment.peers import PREFIX
-from ...schemes import FULL, MXFP4, int_format
-from ..archs import SM90, sm
-from ..backend import NAIVE, Ask, Backend, Capability, Need, Offer, Rule, Variant, only
-from ..keys import exact_key
+from ..archs import SM90
+from ..backend import NAIVE, Ask, Backend, Capability, Need, Rule, Variant
 from .native import GATE
-from .peer_rules import MODEL_DTYPE, WEIGHT_AT_THE_END
-
-_INTEGERS = (
-    int_format(bits, group, zero_point=zero)
-    for bits, group, zero in product((4, 8), (32, 64, 128, FULL), (False, True))
-)
+from .peer_rules import MODEL_DTYPE, WEIGHT_AT_THE_END, archs_of, offers_of, scales_of
 
 
 def _words(ask: Ask) -> bool:
     dims = ask.problem.dims
-    return dims.hidden % 32 == 0 and dims.intermediate % 32 == 0
+    return dims.hidden % HUMMING.multiple == 0 and dims.intermediate % HUMMING.multiple == 0
 
 
 PEER_HUMMING = Backend(
@@ -28,12 +20,12 @@ PEER_HUMMING = Backend(
         Variant(
             "indexed",
             Capability(
-                arch=(sm(80),),
+                arch=archs_of(HUMMING),
                 needs=(Need("humming", "forward.humming_forward", instead=(f"{PREFIX}humming",)),),
-                offers=(Offer(frozenset(map(exact_key, (MXFP4, *_INTEGERS)))),),
+                offers=offers_of(HUMMING),
                 spread=NAIVE,
                 act_order=False,
-                scales=only("E8M0", "BF16", "F16"),
+                scales=scales_of(HUMMING),
                 rules=(
                     GATE,
                     Rule(
@@ -42,7 +34,7 @@ PEER_HUMMING = Backend(
                         vllm_code="other",
                         holds=_words,
                         wanted=lambda ask: f"{ask.problem.dims.hidden} and {ask.problem.dims.intermediate}",
-                        offered="multiples of 32",
+                        offered=f"multiples of {HUMMING.multiple}",
                     ),
                     MODEL_DTYPE,
                     WEIGHT_AT_THE_END,

@@ -1,24 +1,17 @@
 """vLLM's Marlin MoE kernels as moectl calls them: the library file alone, without the engine."""
 
 from functools import partial
-from itertools import product
 
+from ...capabilities.external_kernels import MARLIN
 from ...environment.peers import PREFIX
 from ...environment.probes import MARLIN_LIBRARY
 from ...padding import padding, size_rule
-from ...schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, MXFP4, MXFP8, NVFP4, int_format
-from ..archs import SM90, sm
-from ..backend import NAIVE, Ask, Backend, Capability, Choice, Form, Need, Offer, Rule, Variant
-from ..keys import exact_key
+from ..archs import SM90
+from ..backend import NAIVE, Ask, Backend, Capability, Form, Need, Rule, Variant
 from .native import GATE
-from .peer_rules import MODEL_DTYPE
+from .peer_rules import MODEL_DTYPE, archs_of, offers_of
 
-_LAYOUTS = {name: f"marlin-{name}" for name in ("int4", "int8", "mxfp4", "nvfp4", "mxfp8", "fp8")}
-_GROUPS = (32, 64, 128, FULL)
-_INT4 = (int_format(4, group, zero_point=zero) for group, zero in product(_GROUPS, (False, True)))
-_INT8 = (int_format(8, group) for group in _GROUPS)
-_FLOATS = (NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
-"""Computed with 16-bit activations, whatever the checkpoint declares."""
+_LAYOUTS = {row.formats[0].name: row.layout for row in MARLIN.weights}
 
 
 def _sizes(ask: Ask) -> bool:
@@ -47,12 +40,9 @@ PEER_MARLIN = Backend(
         Variant(
             "moe_wna16_marlin_gemm",
             Capability(
-                arch=(sm(80),),
+                arch=archs_of(MARLIN),
                 needs=(Need("vllm", MARLIN_LIBRARY, instead=(f"{PREFIX}vllm",)),),
-                offers=(
-                    Offer(frozenset(map(exact_key, (MXFP4, *_INT4, *_INT8)))),
-                    Offer(frozenset(map(exact_key, _FLOATS)), Choice()),
-                ),
+                offers=offers_of(MARLIN),
                 spread=NAIVE,
                 act_order=False,
                 rules=(

@@ -1,6 +1,28 @@
-"""Questions that moectl's own policy puts to kernels of others."""
+"""Parts of records that are made of what kernels compute, and questions to other projects' kernels."""
 
-from ..backend import Ask, Rule
+from ...capabilities.kernel_support import KernelSupport
+from ..archs import Archs, sm
+from ..backend import ANY, Ask, Choice, Offer, Rule, only
+from ..keys import exact_key
+
+
+def archs_of(support: KernelSupport) -> Archs:
+    """The devices that the kernels run on."""
+    low, high = (10 * major + minor for major, minor in (support.lowest, support.highest or (0, 0)))
+    return (sm(low, high),)
+
+
+def offers_of(support: KernelSupport) -> tuple[Offer, ...]:
+    """The weight formats, with 16-bit activations alone before those with any."""
+    rows = {any_act: [row for row in support.weights if row.any_act == any_act] for any_act in (False, True)}
+    keys = {act: frozenset(exact_key(it) for row in some for it in row.formats) for act, some in rows.items()}
+    exact, any_act = (Offer(keys[False]),), (Offer(keys[True], Choice()),)
+    return (*(exact if keys[False] else ()), *(any_act if keys[True] else ()))
+
+
+def scales_of(support: KernelSupport) -> Choice:
+    """The dtypes of scales that are read."""
+    return ANY if support.scales is None else only(*support.scales)
 
 
 def _dtype(ask: Ask) -> bool:

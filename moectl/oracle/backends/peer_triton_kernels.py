@@ -2,16 +2,15 @@
 
 from functools import partial
 
+from ...capabilities.external_kernels import TRITON_KERNELS
 from ...environment.peers import PREFIX
 from ...padding import padding
-from ...schemes import MXFP4
 from ..archs import SM90
-from ..backend import NAIVE, Backend, Capability, Form, Need, Offer, Variant, only
-from ..keys import exact_key
+from ..backend import NAIVE, Backend, Capability, Form, Need, Variant, only
 from .native import GATE
-from .peer_rules import WEIGHT_AT_THE_END
+from .peer_rules import WEIGHT_AT_THE_END, archs_of, offers_of
 
-_LAYOUT = "triton-hopper"
+_LAYOUT = TRITON_KERNELS.weights[0].layout
 
 PEER_TRITON_KERNELS = Backend(
     name="triton_kernels",
@@ -20,15 +19,15 @@ PEER_TRITON_KERNELS = Backend(
         Variant(
             "matmul_ogs",
             Capability(
-                arch=(SM90,),
+                arch=archs_of(TRITON_KERNELS),
                 needs=(
                     Need("triton_kernels", "routing.compute_expt_data", instead=(f"{PREFIX}triton_kernels",)),
                 ),
-                offers=(Offer(frozenset({exact_key(MXFP4)})),),
-                ungated=False,
+                offers=offers_of(TRITON_KERNELS),
+                ungated=bool(TRITON_KERNELS.ungated),
                 spread=NAIVE,
                 act_order=False,
-                dtypes=only("bf16"),
+                dtypes=only(*TRITON_KERNELS.weights[0].dtypes),
                 rules=(
                     GATE,
                     WEIGHT_AT_THE_END,
