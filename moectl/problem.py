@@ -70,6 +70,9 @@ class Activation:
 SCALE_BYTES = {"mxfp4": 1, "mxfp8": 1, "nvfp4": 1, "fp8": 4}
 """Bytes of one scale, where it is not the model's 16-bit dtype."""
 
+MAX_TOKENS = 1 << 20
+"""Most tokens of one call that inputs are made for."""
+
 SILU = Activation("silu")
 SWIGLU_OAI = Activation("swigluoai", alpha=1.702, limit=7.0)
 

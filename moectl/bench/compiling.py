@@ -10,11 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
-from ..checkpoint import Checkpoint
 from ..errors import ExitCode, MoectlError, Unavailable
+from ..layer.source import LayerSource
 from .settings import Settings
 
 WORK = "from moectl.bench.compiling import work; work()"
@@ -26,7 +25,7 @@ class Job:
     """What one process compiles: its part of a bench's layers, backends and numbers of tokens."""
 
     settings: Settings
-    source: Checkpoint | Path | None
+    source: LayerSource | None
     part: int
     parts: int
 
@@ -39,7 +38,7 @@ class Compiled:
     failed: bool = False
 
 
-def compile_parts(settings: Settings, source: Checkpoint | Path | None, processes: int) -> Iterator[Compiled]:
+def compile_parts(settings: Settings, source: LayerSource | None, processes: int) -> Iterator[Compiled]:
     """Runs every cell of a bench once, spread over `processes`; says what each has done, as it ends.
 
     What is compiled lies in the caches of the libraries, such as TRITON_CACHE_DIR. A process that fails

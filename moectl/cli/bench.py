@@ -15,13 +15,13 @@ from ..models import MODELS
 from .benching import Placed, Shown
 from .options import Activation, Device, Offline, Seed, framed, named, option, pick, typed
 from .output import Output, count
-from .source import DEVICES, backend_names, find_source, remarks
+from .source import DEVICES, backend_names, find_source
 
 if TYPE_CHECKING:
     from ..bench.journal import Journal
     from ..bench.measure import Bench
     from ..bench.rows import Key, Row
-    from ..checkpoint import Checkpoint
+    from ..layer.source import LayerSource
 
 EXAMPLES = (
     "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
@@ -158,7 +158,7 @@ def bench(
         return _compile(settings, source, doing.jobs, out)
     if doing.resume and shown.journal is None:
         raise UsageError("--resume goes on with rows in a file", hint="give -o FILE.jsonl")
-    for note in remarks(source) if source else ():
+    for note in source.notes if source else ():
         out.note(note)
     about, measured = _measure(settings, source, shown.journal, doing, out)
     shown.show(about, measured, out)
@@ -204,7 +204,7 @@ def _from_rows(paths: Sequence[Path], others: tuple[str | None, ...], shown: Sho
     return ExitCode.DONE
 
 
-def _compile(settings: Settings, source: "Checkpoint | Path | None", jobs: int, out: Output) -> ExitCode:
+def _compile(settings: Settings, source: "LayerSource | None", jobs: int, out: Output) -> ExitCode:
     from ..bench.compiling import compile_parts
 
     lines: list[str] = []
@@ -220,7 +220,7 @@ def _compile(settings: Settings, source: "Checkpoint | Path | None", jobs: int, 
 
 
 def _measure(
-    settings: Settings, source: "Checkpoint | Path | None", path: Path | None, doing: Doing, out: Output
+    settings: Settings, source: "LayerSource | None", path: Path | None, doing: Doing, out: Output
 ) -> "tuple[Mapping[str, Any], Sequence[Row]]":
     """What rows were taken on, as plain data, and all rows; they go into a journal at `path` as they come."""
     from ..bench.about import about, rates_of

@@ -15,7 +15,6 @@ from .converted import draw_done, draw_plans, finished_document, plan_document, 
 from .converting import Asked, planner
 from .options import Activation, CheckpointArg, Offline, Routing, framed, option, pick
 from .output import Output, count, size
-from .source import remarks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,7 +162,7 @@ def convert(
     check_outputs(source.folder, target, plans, doing.resume)
     if source.origin.note:
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
-    for note in remarks(source):
+    for note in source.notes:
         out.note(note)
     if doing.dry_run:
         return _plan(plans, doing.threads, out)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import ExitCode, UsageError
+from ..problem import MAX_TOKENS
 from . import running
 from .options import (
-    MAX_TOKENS,
     Activation,
     Device,
     Layer,
@@ -22,10 +22,10 @@ from .options import (
 )
 from .output import Output
 from .outputs import check_writable
-from .source import DEVICES, backend_names, find_source, pick_layers, remarks
+from .source import DEVICES, backend_names, find_source, pick_layers
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..layer.source import LayerSource
     from ..run import LayerRun, Machine, RunPlan
 
 EXAMPLES = (
@@ -129,16 +129,16 @@ def run(
     source = find_source(checkpoint, layer, offline=offline, activation=activation, routing=routing)
     if how.output is not None:
         check_writable(how.output, [checkpoint, *([how.input] if how.input else [])])
-    for note in remarks(source):
+    for note in source.notes:
         out.note(note)
 
-    from ..run import left_out, this_machine
+    from ..run import this_machine
 
     machine, plan, several = this_machine(how.device), how.plan(), layers is not None
     found: list[running.Data] = []
     written: dict[str, Any] = {}
     for done in _runs(source, layer, layers, machine, plan, out):
-        unused = left_out(done.layer.problem, machine) if how.every and done.layer else None
+        unused = done.choice.left_out if how.every and done.choice else None
         found.append(running.layer_data(done, unused))
         if how.output is not None:
             written |= tensors(done, prefix=f"layers.{done.number}." if several else "")
@@ -155,7 +155,7 @@ def run(
 
 
 def _runs(
-    source: "Checkpoint | Path",
+    source: "LayerSource",
     layer: int | None,
     layers: str | None,
     machine: "Machine",
@@ -163,25 +163,21 @@ def _runs(
     out: Output,
 ) -> "Iterator[LayerRun]":
     """Each layer's run; of one layer alone its errors are raised."""
-    from ..run import every_layer, layer_numbers, measured_choice, open_layer, open_source, run_one
+    from ..run import every_layer, run_one
 
     with out.progress("running", unit="layers") as progress:
         if layers is None:
-            opened = open_layer(source, layer)
+            opened = source.layer(layer)
             out.note(f"layer {opened.layer}, {machine.device.name}")
-            asked = plan.backends or plan.compares
-            if not asked and (why := measured_choice(opened.problem, machine, opened.layout)):
-                out.note(why)
-            yield run_one(opened, machine, plan, lambda text: progress(0, 1, text))
+            yield run_one(opened, machine, plan, lambda text: progress(0, 1, text), out.note)
             return
-        opened_source = open_source(source)
-        numbers = pick_layers(layers, layer_numbers(opened_source))
+        numbers = pick_layers(layers, source.layers())
         finished = 0
 
         def told(text: str) -> None:
             progress(finished, len(numbers), f"layer {numbers[finished]}: {text}")
 
-        for done in every_layer(opened_source, numbers, machine, plan, told):
+        for done in every_layer(source, numbers, machine, plan, told):
             finished += 1
             _tell_tried(done, out)
             yield done

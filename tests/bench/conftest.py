@@ -16,7 +16,7 @@ from moectl.bench.targets import Target
 from moectl.experts import ExpertLayer
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
-from moectl.run import this_machine
+from moectl.run import BackendChoice, this_machine
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def bench_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench]:
         says: Callable[[str], None] = lambda text: None,
         **changes: Any,
     ) -> Bench:
-        monkeypatch.setattr("moectl.bench.measure.choose_backends", lambda *_: list(names))
+        monkeypatch.setattr("moectl.bench.measure.choose_backends", lambda *_: BackendChoice(tuple(names)))
         target = Target("tiny", "-", "1", layer or random_layer(GPT_OSS))
         return Bench(settings_of(**changes), this_machine("cpu"), (target,), RATES, says)
 

@@ -88,7 +88,8 @@ for name, run, at in (("crashes", lambda: os._exit(9), 2), ("hangs", hangs, 5)):
     globals()[name + "_runner"] = replace(torch_runner, name=name, compute=fails(run, at=at))
     registry.RUNNERS[name] = registry.RunnerEntry("__main__:" + name + "_runner")
 import moectl.bench.measure
-moectl.bench.measure.choose_backends = lambda problem, machine, names, stored: list(names)
+from moectl.run import BackendChoice
+moectl.bench.measure.choose_backends = lambda problem, machine, names, stored: BackendChoice(tuple(names))
 from moe_workers import work
 sys.exit(work(json.load(sys.stdin)))
 """

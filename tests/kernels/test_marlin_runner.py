@@ -38,8 +38,9 @@ def test_its_own_backend_comes_first(folder: Path, monkeypatch: pytest.MonkeyPat
     assert _reader_of(layer, torch.device("cuda")) == "triton_marlin"
     assert _reader_of(layer, torch.device("cpu")) == "torch"
     machine = Machine(torch.device("cuda"), find_device("h200"), Packages())
-    assert choose_backends(layer.problem, machine)[0] == "triton"
-    assert choose_backends(layer.problem, machine, stored=layer.layout)[:2] == ["triton_marlin", "triton"]
+    assert choose_backends(layer.problem, machine).names[0] == "triton"
+    choice = choose_backends(layer.problem, machine, stored=layer.layout)
+    assert choice.names[:2] == ("triton_marlin", "triton")
 
 
 def test_it_is_loaded_as_it_is(folder: Path) -> None:

@@ -17,6 +17,7 @@ from moectl.kernels.reference import route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
 from moectl.oracle import registry
+from moectl.oracle.backend import Backend
 from moectl.oracle.backends.native import TORCH
 from moectl.run import POLICY, Machine
 
@@ -49,13 +50,17 @@ def register(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **fi
 def offer(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **fields: Any) -> None:
     """As `register`, and the tool's policy has it before all others, for every layer and device."""
     register(patch, name, compute, **fields)
+    add_record(patch, replace(TORCH, name=name, engine_name=name, runner=name))
+
+
+def add_record(patch: pytest.MonkeyPatch, backend: Backend) -> None:
+    """Puts a record before all others of the tool's policy."""
     policy = registry.POLICIES[POLICY]
     (route_,) = policy.routes
     (order,) = route_.orders
-    backend = replace(TORCH, name=name, engine_name=name, runner=name)
     wider = replace(
         route_,
         orders=(replace(order, backends=(backend, *order.backends)),),
-        names={name: (backend,), **route_.names},
+        names={backend.name: (backend,), **route_.names},
     )
     patch.setitem(registry.POLICIES, POLICY, replace(policy, routes=(wider,)))

@@ -5,7 +5,7 @@ from ...environment.peers import PREFIX
 from ..archs import SM90
 from ..backend import NAIVE, Ask, Backend, Capability, Need, Rule, Variant
 from .native import GATE
-from .peer_rules import MODEL_DTYPE, WEIGHT_AT_THE_END, archs_of, offers_of, scales_of
+from .peer_rules import MODEL_DTYPE, SCALE_DTYPE, WEIGHT_AT_THE_END, archs_of, offers_of, scales_of
 
 
 def _words(ask: Ask) -> bool:
@@ -37,6 +37,7 @@ PEER_HUMMING = Backend(
                         offered=f"multiples of {HUMMING.multiple}",
                     ),
                     MODEL_DTYPE,
+                    SCALE_DTYPE,
                     WEIGHT_AT_THE_END,
                 ),
             ),

@@ -9,7 +9,7 @@ from ...padding import padding, size_rule
 from ..archs import SM90
 from ..backend import NAIVE, Ask, Backend, Capability, Form, Need, Rule, Variant
 from .native import GATE
-from .peer_rules import MODEL_DTYPE, archs_of, offers_of
+from .peer_rules import MODEL_DTYPE, SCALE_DTYPE, archs_of, offers_of
 
 _LAYOUTS = {row.formats[0].name: row.layout for row in MARLIN.weights}
 
@@ -20,13 +20,6 @@ def _sizes(ask: Ask) -> bool:
     weight, gated, hidden = problem.scheme.weight, problem.activation.gated, problem.dims.hidden
     name = _LAYOUTS.get(weight.name)
     return name is None or hidden % size_rule(name, weight, gated, hidden).needs.hidden == 0
-
-
-def _scales(ask: Ask) -> bool:
-    """True when scales of integers are of the model's dtype; those of other formats are made anew."""
-    weight = ask.problem.scheme.weight
-    model = {"bf16": "BF16", "fp16": "F16"}.get(ask.problem.dtype)
-    return not weight.name.startswith("int") or weight.scale_dtype in ("", model)
 
 
 def _weight_on_input(ask: Ask) -> bool:
@@ -56,16 +49,7 @@ PEER_MARLIN = Backend(
                         offered="a multiple of 128 (integers) or 64 and of the scales' group; any for MXFP4",
                     ),
                     MODEL_DTYPE,
-                    Rule(
-                        question="scale dtype by weights",
-                        group="scheme",
-                        vllm_code="other",
-                        holds=_scales,
-                        wanted=lambda ask: (
-                            f"{ask.problem.scheme.weight.scale_dtype}, {ask.problem.dtype} model"
-                        ),
-                        offered="the model's dtype for integers",
-                    ),
+                    SCALE_DTYPE,
                     Rule(
                         question="router's weight on the input",
                         group="scheme",

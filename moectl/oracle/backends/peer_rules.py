@@ -37,6 +37,23 @@ MODEL_DTYPE = Rule(
     wanted=lambda ask: f"{ask.dtype}, {ask.problem.scheme.weight}",
     offered="bf16, and fp16 for integers",
 )
+
+
+def _scale_dtype(ask: Ask) -> bool:
+    """True when scales of integers are of the model's dtype; those of other formats are made anew."""
+    weight = ask.problem.scheme.weight
+    model = {"bf16": "BF16", "fp16": "F16"}.get(ask.problem.dtype)
+    return not weight.name.startswith("int") or weight.scale_dtype in ("", model)
+
+
+SCALE_DTYPE = Rule(
+    question="scale dtype by weights",
+    group="scheme",
+    vllm_code="other",
+    holds=_scale_dtype,
+    wanted=lambda ask: f"{ask.problem.scheme.weight.scale_dtype}, {ask.problem.dtype} model",
+    offered="the model's dtype for integers",
+)
 WEIGHT_AT_THE_END = Rule(
     question="router's weight",
     group="scheme",
