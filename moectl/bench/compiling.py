@@ -94,9 +94,10 @@ def work() -> None:
 
     failed = False
     try:
-        for line in open_bench(job.settings, job.source, measure_rates=False).compiled(job.part, job.parts):
-            failed |= line.failed
-            print(line.text, flush=True)
+        bench = open_bench(job.settings, job.source, measure_rates=False)
+        for text, wrong in bench.compiled(job.part, job.parts):
+            failed |= wrong
+            print(text, flush=True)
     except MoectlError as error:
         print("\n".join(part for part in (error.what, error.reason, error.hint) if part), flush=True)
         sys.exit(int(error.exit_code))
