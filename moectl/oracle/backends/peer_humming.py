@@ -5,7 +5,7 @@ from ...environment.peers import PREFIX
 from ..archs import SM90
 from ..backend import NAIVE, Ask, Backend, Capability, Need, Rule, Variant
 from .native import GATE
-from .peer_rules import MODEL_DTYPE, SCALE_DTYPE, WEIGHT_AT_THE_END, archs_of, offers_of, scales_of
+from .peer_rules import SCALE_DTYPE, archs_of, model_dtype, offers_of, scales_of, weighting
 
 
 def _words(ask: Ask) -> bool:
@@ -36,9 +36,9 @@ PEER_HUMMING = Backend(
                         wanted=lambda ask: f"{ask.problem.dims.hidden} and {ask.problem.dims.intermediate}",
                         offered=f"multiples of {HUMMING.multiple}",
                     ),
-                    MODEL_DTYPE,
+                    model_dtype(HUMMING),
                     SCALE_DTYPE,
-                    WEIGHT_AT_THE_END,
+                    *weighting(HUMMING),
                 ),
             ),
         ),

@@ -9,7 +9,7 @@ from ...padding import padding, size_rule
 from ..archs import SM90
 from ..backend import NAIVE, Ask, Backend, Capability, Form, Need, Rule, Variant
 from .native import GATE
-from .peer_rules import MODEL_DTYPE, SCALE_DTYPE, archs_of, offers_of
+from .peer_rules import SCALE_DTYPE, archs_of, model_dtype, offers_of
 
 _LAYOUTS = {row.formats[0].name: row.layout for row in MARLIN.weights}
 
@@ -48,7 +48,7 @@ PEER_MARLIN = Backend(
                         wanted=lambda ask: f"{ask.problem.dims.hidden}, {ask.problem.scheme.weight}",
                         offered="a multiple of 128 (integers) or 64 and of the scales' group; any for MXFP4",
                     ),
-                    MODEL_DTYPE,
+                    model_dtype(MARLIN),
                     SCALE_DTYPE,
                     Rule(
                         question="router's weight on the input",

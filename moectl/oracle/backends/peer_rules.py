@@ -25,18 +25,21 @@ def scales_of(support: KernelSupport) -> Choice:
     return ANY if support.scales is None else only(*support.scales)
 
 
-def _dtype(ask: Ask) -> bool:
-    return ask.dtype == "bf16" or (ask.dtype == "fp16" and ask.problem.scheme.weight.name.startswith("int"))
+def model_dtype(support: KernelSupport) -> Rule:
+    """The model's dtype, of kernels that take fp16 with integers alone."""
 
+    def holds(ask: Ask) -> bool:
+        row = support.row(ask.problem.scheme.weight.name)
+        return ask.dtype in (row.dtypes if row else ("bf16",))
 
-MODEL_DTYPE = Rule(
-    question="model dtype by weights",
-    group="scheme",
-    vllm_code="other",
-    holds=_dtype,
-    wanted=lambda ask: f"{ask.dtype}, {ask.problem.scheme.weight}",
-    offered="bf16, and fp16 for integers",
-)
+    return Rule(
+        question="model dtype by weights",
+        group="scheme",
+        vllm_code="other",
+        holds=holds,
+        wanted=lambda ask: f"{ask.dtype}, {ask.problem.scheme.weight}",
+        offered="bf16, and fp16 for integers",
+    )
 
 
 def _scale_dtype(ask: Ask) -> bool:
@@ -54,7 +57,7 @@ SCALE_DTYPE = Rule(
     wanted=lambda ask: f"{ask.problem.scheme.weight.scale_dtype}, {ask.problem.dtype} model",
     offered="the model's dtype for integers",
 )
-WEIGHT_AT_THE_END = Rule(
+_WEIGHT_AT_THE_END = Rule(
     question="router's weight",
     group="scheme",
     vllm_code="other",
@@ -62,3 +65,8 @@ WEIGHT_AT_THE_END = Rule(
     wanted=lambda ask: "on the input" if ask.problem.routing.weight_on_input else "at the end",
     offered="at the end",
 )
+
+
+def weighting(support: KernelSupport) -> tuple[Rule, ...]:
+    """Where the router's weight multiplies, of kernels that do so at the end alone."""
+    return () if support.weight_on_input else (_WEIGHT_AT_THE_END,)

@@ -8,7 +8,7 @@ from ...padding import padding
 from ..archs import SM90
 from ..backend import NAIVE, Backend, Capability, Form, Need, Variant, only
 from .native import GATE
-from .peer_rules import WEIGHT_AT_THE_END, archs_of, offers_of
+from .peer_rules import archs_of, offers_of, weighting
 
 _LAYOUT = TRITON_KERNELS.weights[0].layout
 
@@ -30,7 +30,7 @@ PEER_TRITON_KERNELS = Backend(
                 dtypes=only(*TRITON_KERNELS.weights[0].dtypes),
                 rules=(
                     GATE,
-                    WEIGHT_AT_THE_END,
+                    *weighting(TRITON_KERNELS),
                 ),
             ),
         ),
