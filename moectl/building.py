@@ -152,8 +152,8 @@ def _no_runner(asked: Asked) -> MoectlError | None:
     if asked.chosen.backend.runner:
         return None
     return NoBackend(
-        f"policy {asked.decision.policy} chose {asked.chosen.variant.experts} experts, which this tool has "
-        "no kernel for",
+        f"policy {asked.decision.inputs.policy} chose {asked.chosen.variant.experts} experts, "
+        "which this tool has no kernel for",
         hint="select with the moectl policy, which names what runs here",
     )
 

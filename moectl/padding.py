@@ -61,6 +61,8 @@ def _cpu_int4(weight: WeightFormat) -> SizeRule:
 
 _WIDE = SizeRule(Align(256, 128))
 _WIDE_NVFP4 = SizeRule(Align(256, 64), ungated=_WIDE)
+_WIDE_NVFP4_PER_TOKEN = SizeRule(Align(256, 64), ungated=SizeRule(Align(512, 128)))
+"""FlashInfer's rule where each token has a global scale of its own."""
 _SWIZZLED_NVFP4 = SizeRule(needs=Align(1, 64), ungated=SizeRule(Align(1, 128)))
 """Gate and up together must be whole tiles of 128 rows; only one matrix alone is padded."""
 _MXFP4_128 = SizeRule(Align(128, 128))
@@ -84,6 +86,7 @@ RULES: Mapping[str, SizeRule | Callable[[WeightFormat], SizeRule]] = {
     "trtllm-mxfp4": _WIDE,
     "trtllm-mxint4": SizeRule(needs=Align(256, 256)),
     "trtllm-nvfp4": _WIDE_NVFP4,
+    "trtllm-nvfp4-act-nvfp4-per-token": _WIDE_NVFP4_PER_TOKEN,
     "trtllm-fp8-tensor": SizeRule(
         Align(1, 16), needs=Align(32, 1), ungated=SizeRule(Align(1, 128), needs=Align(32, 1))
     ),

@@ -25,7 +25,8 @@ class LayoutFacts:
         target: what a user asks for; the scheme, then the activations and the architecture, pick the layout.
         archs: device architectures whose kernels read it.
         readers: engines and backends that read it.
-        acts: activation formats that the kernels take with it, the usual one first.
+        acts: activation formats that the kernels take with it, the usual one first; ``-per-token`` where
+            each token has a global scale of its own.
         instead_of: the layout that engines take unless they are told to use other activations.
         verified: False when it is transcribed from sources and no recorded conversion has confirmed it.
     """
@@ -98,6 +99,14 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     ),
     "trtllm-mxint4": _trtllm("trtllm_mxint4_block_scale_moe", "a16"),
     "trtllm-nvfp4": _trtllm("trtllm_fp4_block_scale_moe", "nvfp4"),
+    "trtllm-nvfp4-act-nvfp4-per-token": LayoutFacts(
+        "trtllm",
+        _TRTLLM_ARCHS,
+        (_vllm("flashinfer_trtllm"), _flashinfer("trtllm_fp4_block_scale_moe")),
+        ("nvfp4-per-token",),
+        "trtllm-nvfp4",
+        verified=False,
+    ),
     "trtllm-fp8-block": _trtllm("trtllm_fp8_block_scale_moe", "fp8"),
     "trtllm-fp8-tensor": _trtllm("trtllm_fp8_per_tensor_scale_moe", "fp8"),
     "trtllm-mxfp8": _trtllm("trtllm_fp8_block_scale_moe", "mxfp8"),

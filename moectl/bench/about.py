@@ -13,8 +13,8 @@ import torch
 
 from .. import __version__
 from ..cache.keys import kernel_hash
+from ..capabilities.unpacked import PLACES, PREFIX
 from ..environment import detect_gpus
-from ..environment.peers import PLACES, PREFIX
 from ..floors import Rates
 from ..kernels.timing import last_level_cache
 from ..run import Machine

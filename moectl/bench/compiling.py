@@ -14,6 +14,7 @@ from typing import IO
 
 from ..errors import ExitCode, MoectlError, Unavailable
 from ..layer.source import LayerSource
+from .rows import Compiled
 from .settings import Settings
 
 WORK = "from moectl.bench.compiling import work; work()"
@@ -28,14 +29,6 @@ class Job:
     source: LayerSource | None
     part: int
     parts: int
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A line about what was compiled, or about what `failed`."""
-
-    text: str
-    failed: bool = False
 
 
 def compile_parts(settings: Settings, source: LayerSource | None, processes: int) -> Iterator[Compiled]:
@@ -95,9 +88,9 @@ def work() -> None:
     failed = False
     try:
         bench = open_bench(job.settings, job.source, measure_rates=False)
-        for text, wrong in bench.compiled(job.part, job.parts):
-            failed |= wrong
-            print(text, flush=True)
+        for line in bench.compiled(job.part, job.parts):
+            failed |= line.failed
+            print(line.text, flush=True)
     except MoectlError as error:
         print("\n".join(part for part in (error.what, error.reason, error.hint) if part), flush=True)
         sys.exit(int(error.exit_code))

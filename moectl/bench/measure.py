@@ -24,7 +24,7 @@ from ..run import BackendChoice, Machine, choose_backends, none_serves
 from .cells import Case, Cell, Judged, judge, make_case, plan_cells
 from .preparing import Memory, Ready, call_bytes, first_lines, make_ready
 from .routing import Sets, routing_of
-from .rows import Key, Row
+from .rows import Compiled, Key, Row
 from .settings import ROUTER, TRACE, Settings
 from .targets import Target
 
@@ -104,8 +104,8 @@ class Bench:
                 ).rows()
                 release(self.machine.torch)
 
-    def compiled(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, bool]]:
-        """Runs cells once each, without timing, so that kernels are compiled: lines, and whether they failed.
+    def compiled(self, part: int = 0, parts: int = 1) -> Iterator[Compiled]:
+        """Runs cells once each, without timing, so that their kernels are compiled; says which.
 
         The `part`-th of `parts` shares: layers and backends are dealt out with a few token counts each.
         """
@@ -120,12 +120,12 @@ class Bench:
 
     def _compile(
         self, target: Target, backend: str, routing: str, sets: Sets, counts: Sequence[int]
-    ) -> Iterator[tuple[str, bool]]:
+    ) -> Iterator[Compiled]:
         device, what = self.machine.torch, f"{target.model} {target.layers} {backend}"
         try:
             ready = make_ready(target, backend, device, 1, costs=False)
         except Exception as error:  # whatever a library raises is told
-            yield f"{what}: {first_lines(error)}", True
+            yield Compiled(f"{what}: {first_lines(error)}", failed=True)
             return
         for tokens in counts:
             case = make_case(target, Cell(routing, tokens, 1), sets, self.settings, device, judged=False)
@@ -135,9 +135,9 @@ class Bench:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
             except Exception as error:
-                yield f"{what} M={tokens}: {first_lines(error)}", True
+                yield Compiled(f"{what} M={tokens}: {first_lines(error)}", failed=True)
                 continue
-            yield f"{what} M={tokens}: {time.monotonic() - begin:.1f} s", False
+            yield Compiled(f"{what} M={tokens}: {time.monotonic() - begin:.1f} s")
 
 
 TOKENS_OF_A_PART = 4

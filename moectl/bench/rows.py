@@ -223,3 +223,11 @@ def _read(value: Any, wanted: Sequence[type], optional: bool) -> Any:
     if not math.isfinite(number) or (kind is int and number != int(number)):
         raise ValueError(value)
     return kind(value) if not isinstance(value, str) or kind is float else int(number)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A line about what was compiled, or about what `failed`."""
+
+    text: str
+    failed: bool = False

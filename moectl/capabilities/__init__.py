@@ -1,1 +1,1 @@
-"""What kernels compute, as data without torch: the oracle's records and the runners' refusals use it."""
+"""What kernels compute and what their libraries hold, as data that the oracle and the kernels both read."""

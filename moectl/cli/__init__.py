@@ -1,1 +1,1 @@
-"""The command line: one file per command."""
+"""The command line: a file for each command, or a folder where it has more than one."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..doctor import Report
     from ..doctor.backends import BackendStatus
     from ..environment.installed import Installed
-    from .blocks import Block
+    from .text_blocks import Block
 
 EXAMPLES = (
     "moectl doctor",
@@ -40,15 +40,15 @@ def doctor(
     judged by their files.
     """
     from ..doctor import examine
-    from . import blocks
+    from . import text_blocks
 
     report = examine(os.environ, deep=deep)
     made = list(drawn(report, verbose))
     if md and not (out.as_json or out.quiet):
-        out.text(blocks.markdown(made))
+        out.text(text_blocks.markdown(made))
     else:
         brief = [f"{remark.about}: {remark.says}" for remark in report.problems]
-        out.result(report.to_json(), lambda console: blocks.draw(made, console), brief or "no problems")
+        out.result(report.to_json(), lambda console: text_blocks.draw(made, console), brief or "no problems")
     return ExitCode.FOUND if report.problems else ExitCode.DONE
 
 
@@ -63,7 +63,7 @@ def drawn(report: "Report", verbose: bool = False) -> "Iterator[Block]":
 
 
 def _remarks(report: "Report") -> "Iterator[Block]":
-    from .blocks import Entry, Heading, Line, Listing
+    from .text_blocks import Entry, Heading, Line, Listing
 
     problems = len(report.problems)
     yield Heading(count(problems, "problem") if problems else "no problems", 1)
@@ -80,7 +80,7 @@ def _remarks(report: "Report") -> "Iterator[Block]":
 
 
 def _machine(report: "Report") -> "Iterator[Block]":
-    from .blocks import Facts, Heading
+    from .text_blocks import Facts, Heading
 
     yield Heading("machine")
     rows = [("device", f"{report.device.name}, {report.device.arch}: decisions are made for it")]
@@ -125,7 +125,7 @@ def software_words(report: "Report") -> list[str]:
 
 def _backends(report: "Report", verbose: bool) -> "Iterator[Block]":
     from ..oracle.backend import UNTRIED
-    from .blocks import Entry, Heading, Line, Listing
+    from .text_blocks import Entry, Heading, Line, Listing
 
     for policy in dict.fromkeys(status.policy for status in report.backends):
         mine = [status for status in report.backends if status.policy == policy]
@@ -164,7 +164,7 @@ def against(status: "BackendStatus") -> tuple[tuple[str, str], ...]:
 
 
 def _packages(report: "Report", verbose: bool) -> "Iterator[Block]":
-    from .blocks import Grid, Heading, Line
+    from .text_blocks import Grid, Heading, Line
 
     yield Heading("optional packages and tools")
     shown = [found for found in report.packages if verbose or found.present or found.wrong]
@@ -192,7 +192,7 @@ def _state(report: "Report", found: "Installed") -> str:
 
 
 def _variables(report: "Report") -> "Iterator[Block]":
-    from .blocks import Entry, Heading, Listing
+    from .text_blocks import Entry, Heading, Listing
 
     if report.variables:
         yield Heading("engine variables")
@@ -209,7 +209,7 @@ def _variables(report: "Report") -> "Iterator[Block]":
 
 
 def _caches(report: "Report", verbose: bool) -> "Iterator[Block]":
-    from .blocks import Grid, Heading, Line
+    from .text_blocks import Grid, Heading, Line
 
     yield Heading("compiled kernels")
     shown = [cache for cache in report.caches if verbose or cache.there]

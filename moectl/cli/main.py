@@ -10,10 +10,20 @@ import typer
 
 from .. import __version__
 from ..errors import ExitCode
-from . import bench, compare, convert, doctor, env, explain, known, synth, tune, unconvert, verify
-from . import run as run_command
+from .bench.command import bench
+from .compare import compare
+from .convert.command import convert
+from .doctor import doctor
+from .env import env
+from .explain.command import explain
+from .list import list_names
 from .options import Remembering
 from .output import drop_stdout
+from .run.command import run as run_layers
+from .synth import synth
+from .tune.command import tune
+from .unconvert import unconvert
+from .verify import verify
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
@@ -22,18 +32,18 @@ EXAMPLES = (
 )
 
 COMMANDS = (
-    (explain.explain, "explain"),
-    (convert.convert, "convert"),
-    (verify.verify, "verify"),
-    (unconvert.unconvert, "unconvert"),
-    (run_command.run, "run"),
-    (bench.bench, "bench"),
-    (tune.tune, "tune"),
-    (compare.compare, "compare"),
-    (synth.synth, "synth"),
-    (known.known, "list"),
-    (doctor.doctor, "doctor"),
-    (env.env, "env"),
+    (explain, "explain"),
+    (convert, "convert"),
+    (verify, "verify"),
+    (unconvert, "unconvert"),
+    (run_layers, "run"),
+    (bench, "bench"),
+    (tune, "tune"),
+    (compare, "compare"),
+    (synth, "synth"),
+    (list_names, "list"),
+    (doctor, "doctor"),
+    (env, "env"),
 )
 
 

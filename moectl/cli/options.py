@@ -7,10 +7,10 @@ import inspect
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -65,8 +65,68 @@ Routing = Annotated[
 ]
 Offline = Annotated[bool, option("--offline", help="Do not ask the Hub.")]
 Layer = Annotated[int | None, option("--layer", help="Layer number; default: the first MoE layer.", min=0)]
-Device = Annotated[str | None, option("--device", help="cpu or cuda; default: a GPU if there is one.")]
-Seed = Annotated[int, option("--seed", help="Seed of random data.", min=0)]
+SEED = option("--seed", help="Seed of random data.", min=0)
+Seed = Annotated[int, SEED]
+
+
+@dataclass(frozen=True)
+class ParsedOption:
+    """An option whose value `parse` turns into that of a record's field.
+
+    Attributes:
+        option: made by `option`.
+        parse: from what was typed, or from `default`.
+        kind: the type on the command line.
+        default: what stands for an option that is not given.
+    """
+
+    option: Any
+    parse: Callable[[Any], Any]
+    kind: Any = str | None
+    default: Any = None
+
+
+class RecordOptions:
+    """How a record of the library is given on the command line: an option for each of some of its fields.
+
+    A field's type and default are those of the record, unless it has a `ParsedOption`. A parameter of a
+    command that is annotated with ``Annotated[Callable[..., Record], RecordOptions(Record, ...)]`` stands
+    for all of the options; the command is given a function that makes the record of what was typed, and
+    takes the remaining fields. It raises what parsing raises.
+    """
+
+    def __init__(self, record: Callable[..., Any], **options: Any) -> None:
+        self.record, self.options = record, options
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields that have options."""
+        return tuple(self.options)
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """The options as parameters of a command."""
+        kinds, given = get_type_hints(self.record), {}
+        for field in fields(self.record):  # type: ignore[arg-type]
+            given[field.name] = (kinds[field.name], field.default)
+        return [
+            _parameter(name, Annotated[made.kind, made.option], made.default)
+            if isinstance(made, ParsedOption)
+            else _parameter(name, Annotated[given[name][0], made], given[name][1])
+            for name, made in self.options.items()
+        ]
+
+    def bound(self, values: Mapping[str, Any]) -> Callable[..., Any]:
+        """What makes the record, given the `values` of the options."""
+
+        def make(**others: Any) -> Any:
+            parsed = {
+                name: made.parse(values[name]) if isinstance(made, ParsedOption) else values[name]
+                for name, made in self.options.items()
+            }
+            return self.record(**parsed, **others)
+
+        return make
+
 
 SHARED = tuple(
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, made])
@@ -157,13 +217,13 @@ def framed(name: str) -> Callable[[Command], Command]:
     return an ExitCode. An empty text is refused before. The options that
     every command has (`SHARED`) are added to it here. A parameter whose type is a record of options, a
     dataclass with fields as a command's parameters, stands for all of them: the command is called with
-    the record.
+    the record. One with `RecordOptions` stands for those of a record of the library.
     """
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command).parameters
         asked = [p for p in signature.values() if p.name not in (CONTEXT.name, "out")]
-        records: dict[str, Any] = {p.name: p.annotation for p in asked if is_dataclass(p.annotation)}
+        records = {p.name: options for p in asked if (options := _record_of(p.annotation))}
 
         @functools.wraps(command)
         def run(context: typer.Context, *, json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
@@ -173,9 +233,10 @@ def framed(name: str) -> Callable[[Command], Command]:
                 if CONTEXT.name in signature:
                     kwargs[CONTEXT.name] = context
                 made = {
-                    one: kind(**{field.name: kwargs.pop(field.name) for field in fields(kind)})
-                    for one, kind in records.items()
+                    one: options.bound({field: kwargs.pop(field) for field in options.names})
+                    for one, options in records.items()
                 }
+                made |= {one: make() for one, make in made.items() if is_dataclass(signature[one].annotation)}
                 with _noted(out):
                     code = command(**kwargs, **made, out=out)
             except BrokenPipeError:
@@ -193,7 +254,7 @@ def framed(name: str) -> Callable[[Command], Command]:
                 code = told.exit_code
             raise typer.Exit(int(code or ExitCode.DONE))
 
-        own = [one for p in asked for one in (_options_of(p.annotation) if p.name in records else [p])]
+        own = [one for p in asked for one in (records[p.name].parameters() if p.name in records else [p])]
         parameters = [CONTEXT, *(_of_command(p, name) for p in (*own, *SHARED))]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -221,17 +282,18 @@ def _noted(out: Output) -> Iterator[None]:
         yield
 
 
-def _options_of(record: Any) -> list[inspect.Parameter]:
-    """The fields of a record of options as parameters of a command."""
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=field.type,
-        )
-        for field in fields(record)
-    ]
+def _record_of(annotation: Any) -> RecordOptions | None:
+    """The options that a parameter of a command stands for; None where it is an option itself."""
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        own = {field.name: field for field in fields(annotation)}
+        return RecordOptions(annotation, **{name: get_args(field.type)[1] for name, field in own.items()})
+    found = [item for item in getattr(annotation, "__metadata__", ()) if isinstance(item, RecordOptions)]
+    return found[0] if found else None
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    default = inspect.Parameter.empty if default is MISSING else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _of_command(parameter: inspect.Parameter, command: str) -> inspect.Parameter:

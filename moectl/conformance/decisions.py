@@ -9,7 +9,7 @@ from itertools import repeat
 from pathlib import Path
 
 from ..oracle.policy import Policy
-from ..oracle.registry import policy_named
+from ..oracle.registry import engine_named, policy_named
 from ..oracle.select import OutOfScope
 from .fields import FIELDS, Field, Pair
 from .grid import CELL, Grid, Record, decide, has_meaning, is_direct, read_decisions, read_grid
@@ -26,10 +26,10 @@ def compare(
 
     UsageError when a record uses a name that the grid does not have.
     """
-    report = Report(TITLE)
+    report, engine = Report(TITLE), engine_named(policy.name)
     for line, record in records:
         names = [(axis, str(record[axis])) for axis in AXES]
-        if not has_meaning(grid, record):
+        if not has_meaning(grid, record, engine):
             report.count(names, Tally(without_meaning=1))
             continue
         try:
@@ -62,7 +62,7 @@ def _part(
 ) -> Report:
     records = read_decisions(path, part, parts)
     wanted = [compared for compared in FIELDS if compared.name in fields]
-    return compare(records, read_grid(grid), policy_named(policy), wanted)
+    return compare(records, read_grid(grid, engine_named(policy)), policy_named(policy), wanted)
 
 
 def compare_file(
@@ -87,7 +87,7 @@ def compare_file(
             each = (repeat(value) for value in (path, grid, policy, fields))
             for found in pool.map(_part, *each, range(parts), repeat(parts)):
                 report.add(found)
-    known = read_grid(grid)
+    known = read_grid(grid, engine_named(policy))
     tables = (known.schemes, known.devices, known.parallel)
     for axis, table in zip(AXES, tables, strict=True):
         report.arrange(axis, table)

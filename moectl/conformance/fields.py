@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..oracle.decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision
+from ..oracle.decision import Candidate, Decision
+from ..oracle.engine import Engine
+from ..oracle.registry import engine_named
 from .grid import Record
 
 
@@ -63,22 +65,15 @@ def _our_sizes(pair: Pair) -> tuple[int, int] | None:
     return (dims.padded_hidden, dims.padded_intermediate) if sized else None
 
 
-_GATES = {
-    "min capability": CAPABILITY,
-    "not in supported act dtypes": DTYPE,
-    "currently not supported in": PLATFORM,
-    "not accepted by KernelConfig": NAME,
-}
-"""Words of a recorded gate by our kind."""
-
-
-def gate_kind(text: str) -> str:
-    """Our kind for the text of a recorded gate; the text itself where it is none of ours."""
-    return next((kind for words, kind in _GATES.items() if words in text), text)
+def gate_kind(text: str, engine: Engine) -> str:
+    """Our kind for the text of a gate that `engine` recorded; the text itself where it is none of ours."""
+    known = engine.recordings.gates if engine.recordings else {}
+    return next((kind for words, kind in known.items() if words in text), text)
 
 
 def _recorded_gates(pair: Pair) -> list[str]:
-    return sorted(gate_kind(text) for text in pair.record["gates"])
+    engine = engine_named(pair.decision.inputs.policy)
+    return sorted(gate_kind(text, engine) for text in pair.record["gates"])
 
 
 def _our_gates(pair: Pair) -> list[str]:
@@ -103,7 +98,7 @@ def _kept(pair: Pair) -> list[str]:
     return _distinct(
         c.engine_name
         for c in pair.decision.candidates
-        if not any(v.vllm_code == "filtered" for v in c.failed)
+        if not any(v.code == "filtered" for v in c.failed)
         and not any(v.question == "order" for v in c.failed)
     )
 
@@ -144,7 +139,7 @@ def _our_refusals(pair: Pair) -> list[tuple[str, str | None, str]]:
             for c in pair.decision.candidates
             if c.engine_name == backend and experts in (None, c.variant.experts)
         ]
-        codes = [{verdict.vllm_code for verdict in c.failed} for c in same]
+        codes = [{verdict.code for verdict in c.failed} for c in same]
         agree = codes and all(code in ours for ours in codes)
         found.append((backend, experts, code if agree else f"ours {[sorted(ours) for ours in codes]}"))
     return found

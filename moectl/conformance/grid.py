@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ..checkpoint.quantization import parse_quantization
-from ..environment import PROFILES_FILE, Device, Packages
+from ..environment import Device, Packages
 from ..errors import UsageError
 from ..oracle.decision import Decision
+from ..oracle.engine import Engine
 from ..oracle.policy import Policy
+from ..oracle.registry import engine_named
 from ..oracle.select import select
 from ..problem import Activation, Dims, MoEProblem, Parallel, Routing
 from ..schemes import Scheme, int_format
@@ -61,13 +63,20 @@ class Grid:
         return rows[name]
 
 
-def read_grid(path: Path | None = None) -> Grid:
-    """The grid in `path` (``.json``, or ``.py``, which is run); the built-in one without a path.
+def read_grid(path: Path | None = None, engine: Engine | None = None) -> Grid:
+    """The grid in `path` (``.json``, or ``.py``, which is run); without a path the one that `engine` has.
 
-    UsageError when a table is missing.
+    `engine` is the default one for None. UsageError when there is no grid, or a table is missing.
     """
-    builtin = json.loads(PROFILES_FILE.read_text(encoding="utf-8"))
+    engine = engine or engine_named()
+    builtin: Record = {}
+    if engine.recordings is not None:
+        builtin = json.loads(engine.recordings.grid.read_text(encoding="utf-8"))
     if path is None:
+        if not builtin:
+            raise UsageError(
+                f"{engine.name} has no grid of recorded decisions", hint="Give one with --grid FILE."
+            )
         tables = builtin
     elif path.suffix == ".py":
         tables = runpy.run_path(str(path))
@@ -86,7 +95,7 @@ def read_grid(path: Path | None = None) -> Grid:
         devices=tables["DEVICES"],
         parallel={**tables["PARALLEL"], **tables.get("PARALLEL_EXTRA", {})},
         profiles=tables["PROFILES"],
-        direct=tables.get("DIRECT") or builtin["DIRECT"],
+        direct=tables.get("DIRECT") or builtin.get("DIRECT", {}),
     )
 
 
@@ -197,13 +206,15 @@ def decide(grid: Grid, record: Record, policy: Policy) -> Decision:
     )
 
 
-def has_meaning(grid: Grid, record: Record) -> bool:
-    """False for cells that were never run, and for DeepEP exchange on platforms that have none."""
+def has_meaning(grid: Grid, record: Record, engine: Engine) -> bool:
+    """False for cells that were never run, and for those that say nothing of `engine`."""
     if record.get("not_run"):
         return False
-    kind = grid.row("devices", record["device"])["kind"]
-    deep_ep = str(grid.row("parallel", record["parallel"])["a2a"]).startswith("deepep")
-    return not (deep_ep and kind in ("cpu", "xpu"))
+    if engine.recordings is None:
+        return True
+    platform = grid.row("devices", record["device"])["kind"]
+    exchange = str(grid.row("parallel", record["parallel"])["a2a"])
+    return not engine.recordings.without_meaning(platform, exchange)
 
 
 def is_direct(grid: Grid, record: Record) -> bool:

@@ -11,20 +11,24 @@ from typing import Any
 from ..environment import Packages
 from ..errors import UsageError
 from ..oracle.backend import Ask, Backend
+from ..oracle.engine import Engine
 from ..oracle.policy import Policy
+from ..oracle.registry import engine_named
 from ..problem import Dims, MoEProblem
-from ..schemes import BF16, MXFP4, Scheme, WeightFormat
+from ..schemes import Scheme, WeightFormat
 from .grid import Grid, Record, opened, recorded_device
 from .report import Disagreement, Report, Tally
 
 TITLE = "recorded roundings"
-FAMILIES: Mapping[str, WeightFormat] = {"mxfp4": MXFP4, "unquantized": BF16}
-"""Weight formats whose sizes the engine rounds, by the name in the recorded answers."""
 NEEDED = ("device", "family", "backend", "activation", "hidden", "intermediate", "padded")
 
 
-def read_rounding(path: Path) -> list[Record]:
-    """Recorded answers of a ``.json`` or ``.json.gz`` file; UsageError when it holds none."""
+def read_rounding(path: Path, engine: Engine | None = None) -> list[Record]:
+    """Answers that `engine` (the default one for None) gave, of a ``.json`` or ``.json.gz`` file.
+
+    UsageError when it holds none.
+    """
+    families = _families(engine or engine_named())
     try:
         with opened(path) as text:
             rows: Any = json.load(text)
@@ -35,23 +39,23 @@ def read_rounding(path: Path) -> list[Record]:
     for number, row in enumerate(rows, 1):
         if missing := [name for name in NEEDED if name not in row]:
             raise UsageError(f"{path} answer {number} has no {', '.join(missing)}")
-        if row["family"] not in FAMILIES:
-            known = ", ".join(FAMILIES)
+        if row["family"] not in families:
+            known = ", ".join(families)
             raise UsageError(f"{path} answer {number} is of the family {row['family']!r}, known are {known}")
     return rows
 
 
 def compare_rounding(rows: Iterable[Record], grid: Grid, policy: Policy) -> Report:
     """Agreement of `policy` with recorded roundings; UsageError when the grid lacks a device."""
-    report = Report(TITLE)
-    backends = {family: _backends(policy, weight) for family, weight in FAMILIES.items()}
+    report, families = Report(TITLE), _families(engine_named(policy.name))
+    backends = {family: _backends(policy, weight) for family, weight in families.items()}
     for line, row in enumerate(rows, 1):
         family = row["family"]
         names = [("family", family), ("device", row["device"]), ("backend", f"{family} {row['backend']}")]
-        weight = FAMILIES[family]
-        if not backends[family]:
+        weight = families.get(family)
+        if weight is None or not backends[family]:
             report.count(names, Tally(outside=1))
-            report.out_of_scope[f"{policy.name} has no row for {weight}"] += 1
+            report.out_of_scope[f"{policy.name} has no row for {weight or family}"] += 1
             continue
         backend = backends[family].get(row["backend"], Backend("", "", (), forms=policy.forms(weight)))
         problem = MoEProblem(Dims(row["hidden"], row["intermediate"]), 8, 2, Scheme(weight))
@@ -70,6 +74,11 @@ def compare_rounding(rows: Iterable[Record], grid: Grid, policy: Policy) -> Repo
             cell = " ".join(str(row[name]) for name in NEEDED[:-1])
             report.disagreements.append(Disagreement(line, cell, "padded", recorded, ours))
     return report
+
+
+def _families(engine: Engine) -> Mapping[str, WeightFormat]:
+    """Weight formats whose sizes the engine rounds, by the name in its recorded answers."""
+    return engine.recordings.rounded if engine.recordings else {}
 
 
 def _backends(policy: Policy, weight: WeightFormat) -> dict[str, Backend]:

@@ -5,8 +5,9 @@ Public here: `Chain`, `WeightLayout`, `LAYOUTS`, `layout_for`, `layout_named`.
 
 from __future__ import annotations
 
+from .. import targets
 from ..errors import CheckpointError, UsageError
-from ..schemes import A16, WeightFormat
+from ..schemes import WeightFormat
 from ..targets import TARGETS
 from .chain import BLOCK_BYTES, Chain
 from .layouts.cpu import CPU
@@ -48,7 +49,7 @@ def layout_for(
 ) -> WeightLayout:
     """The layout of `target` that holds `weight`, for kernels of `arch` and activations `act` where given.
 
-    Where activations alone tell layouts apart and none are given, those of 16 bits count. Raises
+    Where activations alone tell layouts apart and none are given, the usual ones count. Raises
     UsageError, naming the choices, when there is no layout, or several that only `arch` tells apart.
     """
     if target not in TARGETS:
@@ -73,7 +74,7 @@ def layout_for(
             hint="Give one of these with --act.",
         )
     if len(taking) > 1:
-        taking = [layout for layout in taking if A16.name in layout.acts]
+        taking = [layout for layout in taking if not targets.LAYOUTS[layout.name].instead_of]
     if len(taking) != 1:
         archs = ", ".join(dict.fromkeys(arch for layout in holding for arch in layout.archs))
         raise UsageError(

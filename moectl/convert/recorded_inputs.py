@@ -98,8 +98,13 @@ def canonical_of(recording: Recording, inputs: Inputs) -> dict[str, Tensor]:
     return found
 
 
-def _per_half(t: Tensor, experts: int, halves: int) -> Tensor:
-    """Numbers of experts, one or one for each half, as ``[e, halves, 1]``."""
+def _per_half(t: Tensor, experts: int, halves: int, largest: bool = False) -> Tensor:
+    """Numbers of experts, one or one for each half, as ``[e, halves, 1]``.
+
+    With `largest`, one of an expert that was recorded twice counts as the larger, as an engine takes it.
+    """
+    if largest and halves == 1 and t.numel() == 2 * experts:
+        t = t.reshape(experts, 2).amax(1)
     if t.numel() not in (experts, halves * experts):
         raise Mismatch(f"{list(t.shape)} are not numbers of {experts} experts")
     return t.reshape(experts, -1, 1).expand(-1, halves, -1).contiguous()
@@ -186,7 +191,7 @@ def _shaped(problem: MoEProblem, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     for role, t in tensors.items():
         shape, dtype = shapes[role]
         if len(shape) == 3 and shape[2] == 1 and t.ndim < 3 and shape[1] <= 2:
-            t = _per_half(t, shape[0], shape[1])
+            t = _per_half(t, shape[0], shape[1], largest=role == "w13_input")
         elif t.ndim == 2 and len(shape) == 3 and shape[2] == 1:
             t = t.unsqueeze(2)
         if tuple(t.shape) != shape or dtype_name(t.dtype) != dtype:

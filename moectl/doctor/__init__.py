@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ..capabilities.unpacked import find_peers, peers_folder
 from ..environment import detect_cpu, detect_gpus
 from ..environment.gpus import VISIBILITY, Gpu, visible_gpus
 from ..environment.installed import Installed, find_all, package_folder
 from ..environment.nvidia import driver_cuda
 from ..environment.packages import packages_of
-from ..environment.peers import find_peers, peers_folder
 from ..environment.probes import TOOLS
-from ..environment.variables import judge_variables
-from ..environment.vllm_0_33_0 import VARIABLES, other_names
 from ..errors import Unavailable, UsageError
-from ..oracle.registry import POLICIES
+from ..oracle.registry import engine_variables, known_packages, newest_engines
 from .backends import backend_statuses
 from .caches import find_caches, find_jobs
 from .remarks import remarks_on
@@ -24,12 +22,9 @@ from .software import installed_software, torch_view, try_import
 
 __all__ = ["NOTE", "PROBLEM", "Remark", "Report", "examine"]
 
-ENGINE = "vllm-0.33.0"
-"""The engine whose environment variables are judged."""
-
 ORDER = "CUDA_DEVICE_ORDER"
-LIBRARIES_TRIED = ("torch", "triton", "vllm")
-"""Libraries that a deep look imports beside the optional packages."""
+LIBRARIES_TRIED = ("torch", "triton")
+"""Libraries that a deep look imports beside the optional packages and the engines."""
 
 
 def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
@@ -41,8 +36,8 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
     gpus = detect_gpus()
     shown, refused = _shown(gpus, env)
     peers, peers_refused = _peers(env)
-    found = (*find_all(), *peers)
-    packages = packages_of(found, {key: value for key, value in env.items() if key.startswith("VLLM_")})
+    found = (*find_all(known_packages()), *peers)
+    packages = packages_of(found, engine_variables(env))
     device = next((gpu.device for gpu in shown if not gpu.remark), None) or detect_cpu()
     installed = installed_software()
     report = Report(
@@ -56,11 +51,11 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
         packages=found,
         caches=find_caches(env),
         jobs=find_jobs(env),
-        variables=judge_variables(env, VARIABLES, ENGINE, others=other_names()),
+        variables=tuple(finding for engine in newest_engines() for finding in engine.judge(env)),
         backends=tuple(
             status
-            for policy in POLICIES.values()
-            for status in backend_statuses(policy, device, packages, installed.libraries)
+            for engine in newest_engines()
+            for status in backend_statuses(engine.policy, device, packages, installed.libraries)
         ),
         imports=_imports(found) if deep else {},
         torch_view=torch_view() if deep else None,
@@ -94,5 +89,6 @@ def _hiding(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> dict[str, str]:
 def _imports(found: tuple[Installed, ...]) -> dict[str, str]:
     """Why each package that is installed cannot be imported; empty for one that can."""
     modules = {one.name: one.module for one in found if one.present and one.name not in TOOLS}
-    modules |= {name: name for name in LIBRARIES_TRIED if package_folder(name)}
+    engines = tuple(engine.package for engine in newest_engines() if engine.package)
+    modules |= {name: name for name in (*LIBRARIES_TRIED, *engines) if package_folder(name)}
     return {name: try_import(module) for name, module in modules.items()}

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..environment.detection import usable_cores
+from ..oracle.engine import CacheFolder
+from ..oracle.registry import newest_engines
 
 SECONDS, FILES = 2.0, 200_000
 """How long, and how many files, one folder is counted for; beyond that its size is a lower bound."""
@@ -32,27 +34,14 @@ PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 Env = Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A cache: the variable that moves it, and where it is without one.
-
-    `default` may begin with ``~`` (the home folder), ``@cache`` (the user's caches) or ``@inductor``.
-    `below` is where it is in the folder that the variable names.
-    """
-
-    name: str
-    variable: str
-    default: str
-    below: str = ""
-
-    def path(self, env: Env) -> Path:
-        """Where it is for a process with `env`."""
-        if named := env.get(self.variable):
-            return Path(named).expanduser() / self.below
-        home = env.get("HOME") or str(Path.home())
-        first, _, rest = self.default.partition("/")
-        roots = {"~": home, "@cache": env.get("XDG_CACHE_HOME") or f"{home}/.cache"}
-        return Path(roots[first] if first in roots else _inductor()) / rest
+def cache_path(folder: CacheFolder, env: Env) -> Path:
+    """Where the cache is for a process with `env`."""
+    if named := env.get(folder.variable):
+        return Path(named).expanduser() / folder.below
+    home = env.get("HOME") or str(Path.home())
+    first, _, rest = folder.default.partition("/")
+    roots = {"~": home, "@cache": env.get("XDG_CACHE_HOME") or f"{home}/.cache"}
+    return Path(roots[first] if first in roots else _inductor()) / rest
 
 
 def _inductor() -> str:
@@ -64,18 +53,18 @@ def _inductor() -> str:
     return f"{tempfile.gettempdir()}/torchinductor_{re.sub(r'[^A-Za-z0-9_.-]', '_', user)}"
 
 
-PLACES = (
-    Place("Triton", "TRITON_CACHE_DIR", "~/.triton/cache"),
-    Place("torch inductor", "TORCHINDUCTOR_CACHE_DIR", "@inductor"),
-    Place("FlashInfer", "FLASHINFER_WORKSPACE_BASE", "~/.cache/flashinfer", ".cache/flashinfer"),
-    Place("DeepGEMM", "DG_JIT_CACHE_DIR", "~/.deep_gemm"),
-    Place("Humming", "HUMMING_CACHE_DIR", "~/.humming/cache"),
-    Place("b12x", "B12X_COMPILE_CACHE_DIR", "@cache/b12x/compile"),
-    Place("AITER", "AITER_JIT_DIR", "~/.aiter/jit"),
-    Place("vLLM", "VLLM_CACHE_ROOT", "@cache/vllm"),
-    Place("CUDA driver", "CUDA_CACHE_PATH", "~/.nv/ComputeCache"),
+CACHES = (
+    CacheFolder("Triton", "TRITON_CACHE_DIR", "~/.triton/cache"),
+    CacheFolder("torch inductor", "TORCHINDUCTOR_CACHE_DIR", "@inductor"),
+    CacheFolder("FlashInfer", "FLASHINFER_WORKSPACE_BASE", "~/.cache/flashinfer", ".cache/flashinfer"),
+    CacheFolder("DeepGEMM", "DG_JIT_CACHE_DIR", "~/.deep_gemm"),
+    CacheFolder("Humming", "HUMMING_CACHE_DIR", "~/.humming/cache"),
+    CacheFolder("b12x", "B12X_COMPILE_CACHE_DIR", "@cache/b12x/compile"),
+    CacheFolder("AITER", "AITER_JIT_DIR", "~/.aiter/jit"),
 )
-"""Every cache of compiled kernels that a MoE layer may go through."""
+"""Caches of compiled kernels that a MoE layer may go through in any engine."""
+
+DRIVER = CacheFolder("CUDA driver", "CUDA_CACHE_PATH", "~/.nv/ComputeCache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +101,13 @@ class Cache:
 
 
 def find_caches(env: Env) -> tuple[Cache, ...]:
-    """Every cache of `PLACES` with `env`."""
+    """Every cache of `CACHES`, of the engines and of the driver, with `env`."""
     mounts = _mounts()
-    return tuple(_cache(place, place.path(env), mounts) for place in PLACES)
+    engines = (folder for engine in newest_engines() for folder in engine.caches)
+    return tuple(_cache(folder, cache_path(folder, env), mounts) for folder in (*CACHES, *engines, DRIVER))
 
 
-def _cache(place: Place, path: Path, mounts: list[tuple[str, str]]) -> Cache:
+def _cache(place: CacheFolder, path: Path, mounts: list[tuple[str, str]]) -> Cache:
     there = path.is_dir()
     nearest = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
     files, nbytes, counted = _count(path) if there else (0, 0, True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..environment import PROBES
+from ..capabilities.unpacked import VARIABLE
 from ..environment.gpus import cut_short
 from ..environment.installed import another_of_the_name
 from ..environment.packages import Packages
-from ..environment.peers import VARIABLE
-from ..oracle.backends.flashinfer import KERNELS
+from ..oracle.engine import Engine
+from ..oracle.registry import known_packages, newest_engines
 from .caches import JOB_BYTES, ROOMY
 from .report import NOTE, PROBLEM, Remark, Report
 
@@ -76,13 +76,16 @@ def _newer(wanted: str, there: str) -> bool:
 
 
 def _engine(report: Report, packages: Packages) -> Iterator[Remark]:
-    if "vllm" not in report.software.libraries:
-        yield Remark(NOTE, "vllm", "vLLM is not installed: its backends are judged by its rules alone")
+    for engine in newest_engines():
+        if engine.package and engine.package not in report.software.libraries:
+            says = f"{engine.title} is not installed: its backends are judged by its rules alone"
+            yield Remark(NOTE, engine.package, says)
 
 
 def _packages(report: Report, packages: Packages) -> Iterator[Remark]:
+    known = known_packages()
     for found in report.packages:
-        probe = PROBES.get(found.name)
+        probe = known.get(found.name)
         if probe is None:
             continue
         if found.wrong:
@@ -124,20 +127,26 @@ def _deep(report: Report, packages: Packages) -> Iterator[Remark]:
         )
 
 
+def _compiled_kernels(report: Report, packages: Packages) -> Iterator[Remark]:
+    for engine in newest_engines():
+        yield from _not_compiled(engine, report, packages)
+
+
+def _not_compiled(engine: Engine, report: Report, packages: Packages) -> Iterator[Remark]:
+    for row in engine.compiled_kernels:
+        if packages.has(row.package) and not row.need.met(packages):
+            lacking = " and ".join(name for name in row.need.instead if not packages.has(name))
+            yield Remark(
+                PROBLEM,
+                row.package,
+                f"{row.title} has neither {row.kernels} nor the means to compile them "
+                f"({lacking} missing): {engine.title} uses none of its backends",
+                row.get.format(version=report.installed(row.package).version or "VERSION"),
+            )
+
+
 def _flashinfer(report: Report, packages: Packages) -> Iterator[Remark]:
-    flashinfer = report.installed("flashinfer")
-    if not flashinfer.present:
-        return
-    cubin = report.installed("flashinfer_cubin")
-    if not KERNELS.met(packages):
-        lacking = " and ".join(name for name in KERNELS.instead if not packages.has(name))
-        yield Remark(
-            PROBLEM,
-            "flashinfer",
-            "FlashInfer has neither compiled kernels (flashinfer-cubin) nor the means to compile them "
-            f"({lacking} missing): vLLM uses none of its backends",
-            f"pip install flashinfer-cubin=={flashinfer.version or 'VERSION'}, or install nvcc and ninja",
-        )
+    flashinfer, cubin = report.installed("flashinfer"), report.installed("flashinfer_cubin")
     if cubin.present and cubin.version and flashinfer.version and cubin.version != flashinfer.version:
         yield Remark(
             PROBLEM,
@@ -199,6 +208,7 @@ CHECKS: tuple[Callable[[Report, Packages], Iterator[Remark]], ...] = (
     _packages,
     _peers,
     _deep,
+    _compiled_kernels,
     _flashinfer,
     _caches,
     _jobs,

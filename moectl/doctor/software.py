@@ -12,11 +12,13 @@ from typing import Any
 
 from .. import __version__
 from ..environment.installed import distribution_version, package_folder
+from ..oracle.registry import newest_engines
 
-LIBRARIES: Mapping[str, tuple[str, ...]] = {
+COMPILERS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "triton": ("triton", "triton-rocm", "pytorch-triton-xpu"),
-    "vllm": ("vllm",),
+}
+LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "transformers": ("transformers",),
     "compressed-tensors": ("compressed-tensors",),
     "safetensors": ("safetensors",),
@@ -39,7 +41,7 @@ class Software:
 
     Attributes:
         moectl, python, system: versions; `system` names the kernel and the machine.
-        libraries: version of each of `LIBRARIES` that is there.
+        libraries: version of each of `COMPILERS`, of the engines and of `LIBRARIES` that is there.
         torch_built: what torch was built for: ``cuda 13.0``, ``hip 7.2``, ``cpu``; empty without torch.
     """
 
@@ -62,7 +64,9 @@ class Software:
 
 def installed_software() -> Software:
     """What is installed here."""
-    found = {name: version for name, names in LIBRARIES.items() if (version := _first(names))}
+    engines = {engine.package: (engine.package,) for engine in newest_engines() if engine.package}
+    known = {**COMPILERS, **engines, **LIBRARIES}
+    found = {name: version for name, names in known.items() if (version := _first(names))}
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     return Software(__version__, sys.version.split()[0], system, found, torch_build())
 

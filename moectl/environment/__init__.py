@@ -2,14 +2,11 @@
 
 from .detection import detect_cpu, detect_device, detect_gpus
 from .devices import DATA, Device, device_names, find_device
-from .packages import INSTALLED, PROFILES_FILE, Packages, packages_from
-from .probes import PROBES
+from .packages import INSTALLED, Packages
 
 __all__ = [
     "DATA",
     "INSTALLED",
-    "PROBES",
-    "PROFILES_FILE",
     "Device",
     "Packages",
     "detect_cpu",
@@ -17,5 +14,4 @@ __all__ = [
     "detect_gpus",
     "device_names",
     "find_device",
-    "packages_from",
 ]

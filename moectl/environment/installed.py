@@ -7,10 +7,11 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .probes import PROBES, TOOLS, Probe
+from .probes import TOOLS, Probe
 
 _DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 _VERSION = re.compile(r"^(?:__version__|version)\s*(?::\s*str\s*)?=\s*[\"']([^\"']+)[\"']", re.MULTILINE)
@@ -27,7 +28,7 @@ class Installed:
         path: its folder, or the tool's file.
         lacks: symbols that are needed and that its source does not name.
         wrong: folder of an unrelated package of the same name, which an engine would import;
-            `wrong_version` is that package's.
+            `wrong_version` is that package's, `other` says who publishes it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Installed:
     lacks: tuple[str, ...] = ()
     wrong: str = ""
     wrong_version: str = ""
+    other: str = ""
 
     @property
     def present(self) -> bool:
@@ -44,14 +46,14 @@ class Installed:
         return bool(self.module)
 
 
-def find_all() -> tuple[Installed, ...]:
-    """Every package of `PROBES`, then every tool, present or not."""
-    return (*(find_package(name) for name in PROBES), *(find_tool(name) for name in TOOLS))
+def find_all(probes: Mapping[str, Probe]) -> tuple[Installed, ...]:
+    """Every package of `probes`, then every tool, present or not."""
+    packages = (find_package(name, probe) for name, probe in probes.items())
+    return (*packages, *(find_tool(name) for name in TOOLS))
 
 
-def find_package(name: str) -> Installed:
-    """The package of `PROBES` called `name`, as it is found here."""
-    probe = PROBES[name]
+def find_package(name: str, probe: Probe) -> Installed:
+    """The package called `name`, as it is found here by `probe`."""
     for module in probe.modules:
         folder = package_folder(module)
         if folder is None:
@@ -59,7 +61,7 @@ def find_package(name: str) -> Installed:
         if probe.marks and not any((folder / mark).exists() for mark in probe.marks):
             # The engine takes the first one that can be imported, so a copy behind it is out of reach.
             version = _metadata_version(module.partition(".")[0]) or source_version(folder)
-            return Installed(name, wrong=str(folder), wrong_version=version)
+            return Installed(name, wrong=str(folder), wrong_version=version, other=probe.other)
         return Installed(name, module, _version(probe, module, folder), str(folder), lacking(probe, folder))
     return Installed(name)
 
@@ -76,9 +78,8 @@ def _holds(folder: Path, item: str) -> bool:
 
 def another_of_the_name(found: Installed) -> str:
     """The sentence for a package that is not the one whose name it has."""
-    probe = PROBES[found.name]
     version = f" {found.wrong_version}" if found.wrong_version else ""
-    other = f", but {probe.other}" if probe.other else ""
+    other = f", but {found.other}" if found.other else ""
     return (
         f"{found.name}{version} in {found.wrong} is not the package that kernels need{other}; it hides the "
         "real one, and an engine takes it for that and fails later"

@@ -159,7 +159,7 @@ def judge_variables(
     variables: Mapping[str, Variable],
     engine: str,
     *,
-    prefix: str = "VLLM_",
+    prefix: str,
     others: Iterable[str] = (),
 ) -> tuple[Finding, ...]:
     """What `engine` makes of each variable of `env` that is in its table or begins with `prefix`.

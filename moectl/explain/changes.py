@@ -9,13 +9,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..environment import PROBES, Packages, device_names, find_device
+from ..environment import Packages, device_names, find_device
 from ..oracle.checks import Verdict
 from ..oracle.decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate
 from ..oracle.keys import act_key
+from ..oracle.policy import Policy
+from ..oracle.registry import engine_named, known_packages, policy_named
+from ..oracle.selection_inputs import SelectionInputs
 from ..problem import Parallel
 from .machines import machine
-from .situation import Situation, assume
+from .situation import assume
 
 KINDS = ("request", "variable", "launch", "package", "parallel", "padding", "checkpoint", "gpu")
 """Kinds of change, the smallest first."""
@@ -39,19 +42,19 @@ class Change:
     slot: str
     text: str
     options: tuple[tuple[str, str], ...]
-    apply: Callable[[Situation], Situation] = field(compare=False)
+    apply: Callable[[SelectionInputs], SelectionInputs] = field(compare=False)
 
     @property
     def size(self) -> int:
         return KINDS.index(self.kind)
 
 
-def request(name: str) -> Change:
-    """Asking for a backend by name."""
+def request(name: str, policy: Policy) -> Change:
+    """Asking for a backend by name, with the command of the policy's engine."""
     return Change(
         "request",
         "request",
-        f"ask for it by name (vllm serve --moe-backend {name})",
+        f"ask for it by name ({policy.serve.backend.format(name)})",
         (("--backend", name),),
         lambda now: replace(now, requested=name),
     )
@@ -60,7 +63,7 @@ def request(name: str) -> Change:
 def variable(name: str, value: str) -> Change:
     """Setting an environment variable of the engine."""
 
-    def apply(now: Situation) -> Situation:
+    def apply(now: SelectionInputs) -> SelectionInputs:
         packages = replace(now.packages, env={**now.packages.env, name: value})
         return replace(now, packages=packages)
 
@@ -70,12 +73,13 @@ def variable(name: str, value: str) -> Change:
 def package(names: tuple[str, ...]) -> Change:
     """Installing packages, complete with every symbol."""
 
-    def apply(now: Situation) -> Situation:
+    def apply(now: SelectionInputs) -> SelectionInputs:
         old = now.packages
         missing = frozenset(symbol for symbol in old.missing if symbol.split(":")[0] not in names)
         return replace(now, packages=Packages({**old.versions, **dict.fromkeys(names, "")}, missing, old.env))
 
-    known = [PROBES[name].get for name in names if name in PROBES and PROBES[name].get]
+    probes = known_packages()
+    known = [probes[name].get for name in names if name in probes and probes[name].get]
     also = f" ({'; '.join(known)})" if known else ""
     return Change(
         "package",
@@ -114,29 +118,29 @@ def assumption(kind: str, name: str, value: str, text: str) -> Change:
 def gpu(name: str) -> Change:
     """Another device; on another platform with the engine's default packages there."""
 
-    def apply(now: Situation) -> Situation:
-        there = machine(name, None, now.packages.env)
+    def apply(now: SelectionInputs) -> SelectionInputs:
+        there = machine(name, None, now.packages.env, engine_named(now.policy))
         same = there.device.platform == now.device.platform
         return replace(now, device=there.device, packages=now.packages if same else there.packages)
 
     return Change("gpu", "gpu", f"use {name} ({find_device(name).arch})", (("--gpu", name),), apply)
 
 
-def _switches(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _switches(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """Values of the switch that the failing question reads."""
     offers = candidate.variant.offers
     for switch in offers.switches:
-        if verdict.question == f"switch {switch.name}":
-            yield variable(switch.name, verdict.wanted)
+        if verdict.question == f"switch {switch.variable.name}":
+            yield variable(switch.variable.name, verdict.wanted)
     for rule in offers.rules:
         if rule.question == verdict.question and rule.switch:
-            known = now.policy.variables.get(rule.switch)
+            known = policy_named(now.policy).variables.get(rule.switch)
             for value in dict.fromkeys((*(known.choices if known else ()), "1", "0")):
                 if value != now.packages.env.get(rule.switch):
                     yield variable(rule.switch, value)
 
 
-def _packages(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _packages(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """What the failing need asks for, and what does instead; every symbol of one package at once."""
     for need in candidate.variant.offers.needs:
         if verdict.question == f"package {need.package}" and not need.met(now.packages):
@@ -145,50 +149,52 @@ def _packages(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterato
                 yield package(need.instead)
 
 
-def _ranks(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _ranks(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """Other tensor-parallel sizes, the nearest first."""
     here = now.problem.parallel
     sizes = sorted((1, 2, 4, 8, 16, 32), key=lambda tp: (abs(math.log2(tp / here.tp)), tp))
     for tp in sizes:
         if tp != here.tp:
-            yield parallel(replace(here, tp=tp), f"use --tensor-parallel-size {tp}")
+            yield parallel(replace(here, tp=tp), f"use {policy_named(now.policy).serve.tensor.format(tp)}")
     yield from _together(now, candidate, verdict)
 
 
-def _together(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _together(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """Whole experts on each rank instead of slices."""
-    here = now.problem.parallel
+    here, serve = now.problem.parallel, policy_named(now.policy).serve
     if not here.ep and here.ranks > 1:
         yield parallel(
-            replace(here, ep=True), "spread whole experts over the ranks (--enable-expert-parallel)"
+            replace(here, ep=True), f"spread whole experts over the ranks ({serve.expert.format(here.ranks)})"
         )
     if here.ranks == 1:
-        for name, there in (
-            ("tensor", replace(here, tp=NODE, ep=True)),
-            ("data", replace(here, dp=NODE, ep=True)),
+        for option, there in (
+            (serve.tensor, replace(here, tp=NODE, ep=True)),
+            (serve.data, replace(here, dp=NODE, ep=True)),
         ):
-            yield parallel(there, f"deploy with --{name}-parallel-size {NODE} --enable-expert-parallel")
+            yield parallel(there, f"deploy with {option.format(NODE)} {serve.expert.format(NODE)}")
 
 
-def _exchanged(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _exchanged(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """Data-parallel ranks that exchange tokens, where none are exchanged."""
-    here = now.problem.parallel
+    here, serve = now.problem.parallel, policy_named(now.policy).serve
     if here.exchanges:
         return
     ranks = here.ranks if here.ranks > 1 else NODE
-    for name in sorted(now.policy.exchanges):
-        flags = f"--data-parallel-size {ranks} --enable-expert-parallel --all2all-backend {name}"
+    policy = policy_named(now.policy)
+    for name in sorted(policy.exchanges):
+        flags = " ".join([serve.data.format(ranks), serve.expert.format(ranks), serve.exchange.format(name)])
         yield parallel(replace(here, tp=1, dp=ranks, ep=True, all2all=name), f"deploy with {flags}")
 
 
-def _spread(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _spread(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """The same ranks used in another way, or with another exchange."""
     here = now.problem.parallel
     if here.eplb:
         yield parallel(replace(here, eplb=False), "turn expert load balancing off")
     if here.exchanges:
-        for name in sorted(now.policy.exchanges - {here.all2all}):
-            yield parallel(replace(here, all2all=name), f"use --all2all-backend {name}")
+        policy = policy_named(now.policy)
+        for name in sorted(policy.exchanges - {here.all2all}):
+            yield parallel(replace(here, all2all=name), f"use {policy.serve.exchange.format(name)}")
     if here.dp > 1:
         ranks = here.ranks
         yield parallel(
@@ -203,7 +209,7 @@ def _spread(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[
         )
 
 
-def _padding(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _padding(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """Sizes rounded up with zeros, the least first."""
     dims, ranks = now.problem.dims, now.problem.parallel.tp_size
     for name, size, factor in (
@@ -216,7 +222,7 @@ def _padding(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator
                 yield assumption("padding", name, str(padded * factor), text)
 
 
-def _act_formats(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _act_formats(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """Activation formats with which the weights' format is offered."""
     key = verdict.wanted.rpartition(" with ")[0]
     declared = {
@@ -237,32 +243,37 @@ def _act_formats(now: Situation, candidate: Candidate, verdict: Verdict) -> Iter
             yield assumption("checkpoint", "act", act, f"use {how} for {what}")
 
 
-def _symmetric(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _symmetric(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     if now.problem.scheme.weight.zero_point:
         yield assumption("checkpoint", "zero_points", "no", "use a checkpoint without zero points")
 
 
-def _unordered(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _unordered(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     if now.problem.act_order:
         yield assumption("checkpoint", "act_order", "none", "use a checkpoint without activation order")
 
 
-def _dtypes(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _dtypes(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     for dtype, flag in (("bf16", "bfloat16"), ("fp16", "float16")):
         if dtype != now.problem.dtype:
-            yield assumption("launch", "dtype", dtype, f"run the model with --dtype {flag}")
+            yield assumption(
+                "launch",
+                "dtype",
+                dtype,
+                f"run the model with {policy_named(now.policy).serve.dtype.format(flag)}",
+            )
 
 
-def _adapters(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def _adapters(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     yield assumption("launch", "lora", "no", "serve without LoRA adapters on experts")
 
 
-def _variant(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
-    if now.policy.invariance:
-        yield variable(now.policy.invariance, "0")
+def _variant(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+    if switch := policy_named(now.policy).invariance:
+        yield variable(switch.name, "0")
 
 
-def _devices(now: Situation, candidate: Candidate | None, verdict: Verdict | None) -> Iterator[Change]:
+def _devices(now: SelectionInputs, candidate: Candidate | None, verdict: Verdict | None) -> Iterator[Change]:
     """One device of each architecture that differs from this one."""
     seen = {(now.device.arch, now.device.features)}
     for name in device_names():
@@ -272,7 +283,7 @@ def _devices(now: Situation, candidate: Candidate | None, verdict: Verdict | Non
             yield gpu(name)
 
 
-Generator = Callable[[Situation, Candidate, Verdict], Iterable[Change]]
+Generator = Callable[[SelectionInputs, Candidate, Verdict], Iterable[Change]]
 
 BY_QUESTION: Mapping[str, tuple[Generator, ...]] = {
     "device": (_devices,),
@@ -317,7 +328,7 @@ BY_GROUP: Mapping[str, tuple[Generator, ...]] = {
 """What may turn a failing question that has no row of its own, by its group."""
 
 
-def proposals(now: Situation, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
+def proposals(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[Change]:
     """Changes that may turn the failing `verdict` of `candidate`."""
     if verdict.question in FIXED:
         return
@@ -337,7 +348,9 @@ ON_FAILURE: tuple[Generator, ...] = (_dtypes, _ranks, _padding, _spread, _symmet
 """What may help when the engine fails though every question of a candidate holds."""
 
 
-def proposals_for_failure(now: Situation, candidate: Candidate, gates: Iterable[str]) -> Iterator[Change]:
+def proposals_for_failure(
+    now: SelectionInputs, candidate: Candidate, gates: Iterable[str]
+) -> Iterator[Change]:
     """Changes that may help when the engine refuses (`gates`) or fails around a good `candidate`."""
     gates = tuple(gates)
     nothing = Verdict("", "shape", "", "", False)
@@ -345,6 +358,6 @@ def proposals_for_failure(now: Situation, candidate: Candidate, gates: Iterable[
         yield from generator(now, candidate, nothing)
 
 
-def new_devices(now: Situation) -> Iterator[Change]:
+def new_devices(now: SelectionInputs) -> Iterator[Change]:
     """Other devices, for a backend that no order here names."""
     yield from _devices(now, None, None)

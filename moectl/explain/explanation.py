@@ -13,12 +13,14 @@ from ..errors import NoBackend
 from ..oracle.decision import Decision
 from ..oracle.policy import Policy
 from ..oracle.registry import policy_named
+from ..oracle.select import decide
+from ..oracle.selection_inputs import SelectionInputs
 from ..problem import MoEProblem, Parallel
 from .deployment import Floors, Memory, floors_of, memory_of
 from .evidence import Evidence, Known, nothing
 from .facts import facts, source_of
 from .fallback import Fallback, fallback_of
-from .situation import Situation, assume
+from .situation import assume
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class GroupExplanation:
     @property
     def fallback(self) -> Fallback | None:
         """Why the choice is a fallback, or None."""
-        return fallback_of(self.decision, policy_named(self.decision.policy))
+        return fallback_of(self.decision, policy_named(self.decision.inputs.policy))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the facts with their sources, the memory, the decision."""
@@ -144,33 +146,33 @@ class Explanation:
 
 def explained(
     layers: tuple[int, ...],
-    situation: Situation,
+    inputs: SelectionInputs,
     sources: Mapping[str, str],
     notes: tuple[str, ...] = (),
     others: Sequence[Policy] = (),
     details: Mapping[str, str] = MappingProxyType({}),
     evidence: Evidence | None = None,
 ) -> GroupExplanation:
-    """The decision for `situation` with its memory and floors, and what `others` say of it unasked."""
-    decision = situation.decide()
+    """The decision that rests on `inputs` with its memory and floors, and what `others` say unasked."""
+    decision = decide(inputs)
     return GroupExplanation(
         layers,
-        situation.problem,
+        inputs.problem,
         decision,
         memory_of(decision),
-        floors_of(situation.problem, decision.device),
+        floors_of(inputs.problem, inputs.device),
         sources,
         notes,
-        tuple(_other(situation, policy) for policy in others),
+        tuple(_other(inputs, policy) for policy in others),
         details,
-        evidence or Evidence(situation.measured),
+        evidence or Evidence(inputs.measured),
     )
 
 
-def _other(situation: Situation, policy: Policy) -> OtherAnswer:
-    asked = replace(situation, policy=policy, requested=None, allow_fallback=False)
+def _other(inputs: SelectionInputs, policy: Policy) -> OtherAnswer:
+    unasked = replace(inputs, policy=policy.name, requested=None, allow_fallback=False)
     try:
-        return OtherAnswer(policy.name, asked.decide())
+        return OtherAnswer(policy.name, decide(unasked))
     except NoBackend as error:
         return OtherAnswer(policy.name, None, error.what)
 
@@ -190,14 +192,16 @@ class Question:
     others: tuple[Policy, ...] = ()
     known: Known = nothing
 
-    def situation(self, problem: MoEProblem, device: Device, packages: Packages) -> Situation:
-        """One rank's share of a layer group's `problem`, assumptions made, with all that decides.
+    def inputs(self, problem: MoEProblem, device: Device, packages: Packages) -> SelectionInputs:
+        """What decides for one rank's share of a layer group's `problem`, assumptions made.
 
         Raises UsageError when the experts cannot be sliced or spread as `parallel` asks.
         """
         share = assume(problem, self.assumptions).on(self.parallel)
         measured = self.known(device, share, packages).measured
-        return Situation(share, device, packages, self.policy, self.backend, self.allow_fallback, measured)
+        return SelectionInputs(
+            share, device, packages, self.policy.name, self.backend, self.allow_fallback, measured
+        )
 
 
 def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question: Question) -> Explanation:
@@ -208,11 +212,11 @@ def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question
     """
     groups = []
     for group in checkpoint.groups:
-        situation = question.situation(group.problem, device, packages)
+        inputs = question.inputs(group.problem, device, packages)
         sources = {**group.sources, **dict.fromkeys(question.assumptions, "assumed")}
-        evidence = question.known(device, situation.problem, packages)
+        evidence = question.known(device, inputs.problem, packages)
         groups.append(
-            explained(group.layers, situation, sources, group.notes, question.others, group.details, evidence)
+            explained(group.layers, inputs, sources, group.notes, question.others, group.details, evidence)
         )
     return Explanation(
         checkpoint.origin, device, packages, question.parallel, question.policy.name, tuple(groups)

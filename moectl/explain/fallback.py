@@ -35,7 +35,7 @@ def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
     chosen = decision.chosen
     if chosen is None or not decision.usable:
         return Fallback("none")
-    if decision.requested not in (None, "", "auto"):
+    if decision.inputs.requested not in (None, "", "auto"):
         return None if serves_request(decision, policy) else Fallback("request")
     if chosen.backend.name == EMULATION:
         return Fallback("emulation")
@@ -51,7 +51,7 @@ def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
 
 def serves_request(decision: Decision, policy: Policy) -> bool:
     """True when a backend was asked for by name, and that is what is chosen for the asking."""
-    chosen, requested = decision.chosen, decision.requested
+    chosen, requested = decision.chosen, decision.inputs.requested
     if chosen is None or decision.ignored or requested in (None, "", "auto"):
         return False
     return chosen.backend.name in policy.meant(str(requested))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..environment import INSTALLED, Device, Packages, detect_device, find_device, packages_from
-
-PROFILE_OF = {"cuda": "full", "rocm": "rocm_default", "cpu": "cpu", "xpu": "xpu"}
-"""Packages that a named device is assumed to have: the engine's default installation there."""
+from ..environment import INSTALLED, Device, Packages, detect_device, find_device
+from ..oracle.engine import Engine
+from ..oracle.machine_packages import default_profile, packages_from
+from ..oracle.registry import engine_named
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,18 @@ class Machine:
     assumed: bool = False
 
 
-def machine(name: str | None, spec: str | None, env: Mapping[str, str]) -> Machine:
+def machine(
+    name: str | None, spec: str | None, env: Mapping[str, str], engine: Engine | None = None
+) -> Machine:
     """The device called `name` (None: this machine's) with the packages of `spec`.
 
-    Without `spec`, a named device has the engine's default packages and this machine what is installed.
+    Without `spec`, a named device has the default packages of `engine` (the default one for None), and
+    this machine what is installed.
     Raises UsageError for unknown names.
     """
+    engine = engine or engine_named()
     device = find_device(name) if name else detect_device()
     assumed = spec is None
     if spec is None:
-        spec = PROFILE_OF.get(device.platform, "none") if name else INSTALLED
-    return Machine(device, packages_from(spec, env), name or "", spec, assumed and bool(name))
+        spec = default_profile(device.platform, engine) if name else INSTALLED
+    return Machine(device, packages_from(spec, env, engine), name or "", spec, assumed and bool(name))

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..checkpoint.model import LayerGroup, Origin
 from ..errors import NoBackend, UsageError
-from ..oracle.decision import FORMAT, plain
+from ..measured import Measured
+from ..oracle.selection_inputs import SelectionInputs
 from ..problem import MoEProblem, Parallel
 from .explanation import GroupExplanation, Question, explained
 from .machines import Machine
@@ -35,6 +36,19 @@ class Cell:
         """True when a backend serves."""
         return self.answer is not None and self.answer.decision.usable
 
+    def inputs(self, question: Question) -> SelectionInputs:
+        """What the cell's decision rests on, or would."""
+        measured = self.answer.decision.inputs.measured if self.answer else Measured()
+        return SelectionInputs(
+            self.problem,
+            self.machine.device,
+            self.machine.packages,
+            question.policy.name,
+            question.backend,
+            question.allow_fallback,
+            measured,
+        )
+
     def to_json(self, question: Question) -> dict[str, Any]:
         """One row of plain data, with the inputs of its decision."""
         row: dict[str, Any] = {
@@ -44,7 +58,7 @@ class Cell:
             "layers": list(self.layers),
             "usable": self.usable,
             "refusal": self.refusal or None,
-            "decision": inputs_json(self, question),
+            "decision": self.inputs(question).to_json(),
         }
         if self.answer is None:
             return row
@@ -142,31 +156,8 @@ def matrix(
 def _cell(group: LayerGroup, machine: Machine, question: Question) -> Cell:
     whole = replace(assume(group.problem, question.assumptions), parallel=question.parallel)
     try:
-        situation = question.situation(group.problem, machine.device, machine.packages)
-        answer = explained(group.layers, situation, group.sources, group.notes, details=group.details)
+        inputs = question.inputs(group.problem, machine.device, machine.packages)
+        answer = explained(group.layers, inputs, group.sources, group.notes, details=group.details)
     except (UsageError, NoBackend) as error:
         return Cell(machine, question.parallel, group.layers, None, error.what, whole)
-    return Cell(machine, question.parallel, group.layers, answer, "", situation.problem)
-
-
-def inputs_json(cell: Cell, question: Question) -> dict[str, Any]:
-    """What the decision of `cell` rests on, as `replay_inputs` reads it."""
-    packages = cell.machine.packages
-    return {
-        "format": FORMAT,
-        "inputs": plain(
-            {
-                "problem": asdict(cell.problem),
-                "device": asdict(cell.machine.device),
-                "packages": {
-                    "versions": packages.versions,
-                    "missing": packages.missing,
-                    "env": packages.env,
-                },
-                "policy": question.policy.name,
-                "requested": question.backend,
-                "allow_fallback": question.allow_fallback,
-                "measured": cell.answer.decision.measured.to_json() if cell.answer else [],
-            }
-        ),
-    }
+    return Cell(machine, question.parallel, group.layers, answer, "", inputs.problem)

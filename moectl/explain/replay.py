@@ -12,14 +12,13 @@ from typing import Any
 from .. import SCHEMA_VERSION
 from ..checkpoint.model import Origin
 from ..errors import UsageError
-from ..oracle.decision import replay_inputs
 from ..oracle.registry import policy_named
+from ..oracle.selection_inputs import SelectionInputs, replay_inputs
 from ..problem import Dims
 from ..schemes import FULL
 from .explanation import Explanation, GroupExplanation, Question, explained
 from .machines import Machine
 from .matrix import Cell, Matrix
-from .situation import Situation
 
 MAX_BYTES = 64 << 20
 """Size above which a file is no document of ours."""
@@ -84,8 +83,8 @@ def _origin(document: Mapping[str, Any]) -> Origin:
     )
 
 
-def _situation(decision: Mapping[str, Any]) -> Situation:
-    """What a recorded decision rests on, held to possible sizes; UsageError names what is not."""
+def _inputs(decision: Mapping[str, Any]) -> SelectionInputs:
+    """What a recorded decision rests on, checked against possible sizes; UsageError names what is not."""
     inputs = replay_inputs(decision)
     problem, device = inputs.problem, inputs.device
     sizes = {
@@ -108,45 +107,33 @@ def _situation(decision: Mapping[str, Any]) -> Situation:
         raise UsageError(f"the document's device has no CUDA architecture: {device.arch!r}")
     # Padded sizes are a result of the recorded decision.
     problem = replace(problem, dims=Dims(problem.dims.hidden, problem.dims.intermediate))
-    return Situation(
-        problem,
-        device,
-        inputs.packages,
-        policy_named(inputs.policy),
-        inputs.requested,
-        inputs.allow_fallback,
-        inputs.measured,
-    )
+    return replace(inputs, problem=problem, policy=policy_named(inputs.policy).name)
 
 
-def replay(document: Mapping[str, Any]) -> tuple[Explanation, tuple[Situation, ...]]:
-    """The explanation that the inputs in `document` give now, and what each layer group rests on.
+def replay(document: Mapping[str, Any]) -> Explanation:
+    """The explanation that the inputs in `document` give now.
 
     Raises UsageError when the document is not whole.
     """
     groups: list[GroupExplanation] = []
-    situations = []
     for found in _objects(document, "groups"):
-        situation = _situation(_of(found, "decision", dict))
+        inputs = _inputs(_of(found, "decision", dict))
         others = [policy_named(str(other.get("policy"))) for other in _objects(found, "others")]
         layers = _layers(found)
         notes = tuple(map(str, _of(found, "notes", list)))
         details = {str(name): str(value) for name, value in _of(found, "details", dict).items()}
-        sources = _of(found, "sources", dict)
-        groups.append(explained(layers, situation, sources, notes, others, details))
-        situations.append(situation)
-    if not situations:
+        groups.append(explained(layers, inputs, _of(found, "sources", dict), notes, others, details))
+    if not groups:
         raise UsageError("the document has no layer groups, so there is nothing to decide again")
-    first = situations[0]
-    explanation = Explanation(
+    first = groups[0].decision.inputs
+    return Explanation(
         _origin(document),
         first.device,
         first.packages,
         first.problem.parallel,
-        first.policy.name,
+        first.policy,
         tuple(groups),
     )
-    return explanation, tuple(situations)
 
 
 def replay_matrix(document: Mapping[str, Any]) -> Matrix:
@@ -154,19 +141,19 @@ def replay_matrix(document: Mapping[str, Any]) -> Matrix:
 
     Raises UsageError when the document is not whole.
     """
-    cells, situations = [], []
+    cells, recorded = [], []
     machines: dict[str, Machine] = {}
     for row in _objects(document, "rows"):
         layers, key = _layers(row), str(row.get("gpu"))
-        situation = _situation(_of(row, "decision", dict))
-        situations.append(situation)
-        machine = machines.setdefault(key, Machine(situation.device, situation.packages, key))
+        inputs = _inputs(_of(row, "decision", dict))
+        recorded.append(inputs)
+        machine = machines.setdefault(key, Machine(inputs.device, inputs.packages, key))
         refusal = str(row.get("refusal") or "")
-        answer = None if refusal else explained(layers, situation, {})
-        cells.append(Cell(machine, situation.problem.parallel, layers, answer, refusal, situation.problem))
+        answer = None if refusal else explained(layers, inputs, {})
+        cells.append(Cell(machine, inputs.problem.parallel, layers, answer, refusal, inputs.problem))
     if not cells:
         raise UsageError("the document has no rows, so there is nothing to decide again")
     parallels = tuple(dict.fromkeys(cell.parallel for cell in cells))
-    first = situations[0]
-    question = Question(first.policy, parallels[0], first.requested, first.allow_fallback)
+    first = recorded[0]
+    question = Question(policy_named(first.policy), parallels[0], first.requested, first.allow_fallback)
     return Matrix(_origin(document), question, tuple(machines.values()), parallels, tuple(cells))

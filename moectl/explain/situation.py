@@ -1,45 +1,14 @@
-"""Everything that a decision rests on, as one value; and what can be assumed of a checkpoint."""
+"""What can be assumed of a layer instead of what the checkpoint says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from ..environment import Device, Packages
 from ..errors import UsageError
-from ..measured import Measured
-from ..oracle.decision import Decision
 from ..oracle.keys import act_key
-from ..oracle.policy import Policy
-from ..oracle.select import select
 from ..problem import Dims, MoEProblem
 from ..schemes import A16, FULL, ActFormat
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Arguments of `select`; `problem` is one rank's share."""
-
-    problem: MoEProblem
-    device: Device
-    packages: Packages
-    policy: Policy
-    requested: str | None = None
-    allow_fallback: bool = False
-    measured: Measured = field(default_factory=Measured)
-
-    def decide(self) -> Decision:
-        """The decision; OutOfScope when the policy has no row for it."""
-        return select(
-            self.problem,
-            self.device,
-            self.packages,
-            self.policy,
-            self.requested,
-            self.allow_fallback,
-            self.measured,
-        )
-
 
 ACTIVATIONS: Mapping[str, ActFormat] = {
     act_key(form): form

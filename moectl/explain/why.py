@@ -11,8 +11,10 @@ from typing import Any
 from ..errors import MoectlError, UsageError
 from ..oracle.checks import Verdict
 from ..oracle.decision import Candidate, Decision
+from ..oracle.registry import policy_named
+from ..oracle.select import decide
+from ..oracle.selection_inputs import SelectionInputs
 from .changes import Change, new_devices, proposals, proposals_for_failure, request
-from .situation import Situation
 
 MOST_DECISIONS = 1500
 """Decisions that one search makes at most."""
@@ -43,7 +45,7 @@ class Answer:
             ],
             "also": [{"kind": c.kind, "text": c.text} for c in self.also],
             "experts": chosen.variant.experts if chosen else None,
-            "device": self.decision.device.name,
+            "device": self.decision.inputs.device.name,
         }
 
 
@@ -87,20 +89,21 @@ class Why:
         }
 
 
-def why(situation: Situation, name: str) -> Why:
-    """What would have to change for backend `name` to serve `situation`."""
-    return _Search(situation, name).run()
+def why(inputs: SelectionInputs, name: str) -> Why:
+    """What would have to change in `inputs` for backend `name` to be chosen."""
+    return _Search(inputs, name).run()
 
 
 class _Search:
     """Best first: the largest change decides, then the next, as `KINDS` orders them."""
 
-    def __init__(self, start: Situation, name: str) -> None:
-        self.start, self.name, self.wanted = start, name, start.policy.meant(name)
+    def __init__(self, start: SelectionInputs, name: str) -> None:
+        self.start, self.name, self.policy = start, name, policy_named(start.policy)
+        self.wanted = self.policy.meant(name)
         if not self.wanted:
             raise UsageError(
-                f"the rules of {start.policy.name} say nothing of a backend {name!r}",
-                hint=f"choose one of {', '.join(start.policy.request_names())}",
+                f"the rules of {start.policy} say nothing of a backend {name!r}",
+                hint=f"choose one of {', '.join(self.policy.request_names())}",
             )
         self.decisions = 0
         self.order = count()
@@ -110,7 +113,7 @@ class _Search:
         self.stuck: dict[tuple[str, str], tuple[Candidate, Verdict]] = {}
 
     def run(self) -> Why:
-        first = self.start.decide()
+        first = decide(self.start)
         if self.reached(first):
             return Why(self.name, True, (), (), True)
         self.try_request()
@@ -126,20 +129,20 @@ class _Search:
 
     def try_request(self) -> None:
         """Asking by name may change the problem itself (padded slices), so it is tried whatever fails."""
-        change = request(self.name)
-        if self.name in self.start.policy.request_names():
+        change = request(self.name, self.policy)
+        if self.name in self.policy.request_names():
             decision = self.decided(self.changed((change,)))
             if decision is not None and self.reached(decision):
                 self.answers.append(Answer((change,), decision))
 
     def reason(self, first: Decision) -> str:
         """Why nothing helps where no candidate is asked: the row has no such backend, or refuses."""
-        policy_rows = self.start.policy.rows()
+        policy_rows = self.policy.rows()
         rows = [row for row in policy_rows if self.wanted & {b.name for b in row.backends()}]
         if all(row.name != first.route for row in rows):
             others = "; ".join(dict.fromkeys(row.name for row in rows))
             return f"this checkpoint is read as {first.route}, and {self.name} is a backend for {others}"
-        by_name = replace(self.start, requested=self.name).decide()
+        by_name = decide(replace(self.start, requested=self.name))
         return "; ".join([*map(str, by_name.gates), *([str(by_name.error)] if by_name.error else [])])
 
     def push(self, changes: tuple[Change, ...]) -> None:
@@ -170,7 +173,7 @@ class _Search:
             if change.slot not in slots:
                 self.push((*changes, change))
 
-    def changed(self, changes: Iterable[Change]) -> Situation | None:
+    def changed(self, changes: Iterable[Change]) -> SelectionInputs | None:
         """The start with `changes` made, largest first; None when they make no sense together."""
         now = self.start
         try:
@@ -180,12 +183,12 @@ class _Search:
             return None
         return now
 
-    def decided(self, now: Situation | None) -> Decision | None:
+    def decided(self, now: SelectionInputs | None) -> Decision | None:
         if now is None:
             return None
         self.decisions += 1
         try:
-            return now.decide()
+            return decide(now)
         except MoectlError:
             # No rule covers the changed input, so it is no answer.
             return None
@@ -206,18 +209,20 @@ class _Search:
                     return Answer(subset, found)
         return Answer(tuple(sorted(changes, key=lambda c: -c.size)), decision)
 
-    def next_changes(self, now: Situation, decision: Decision) -> Iterator[Change]:
+    def next_changes(self, now: SelectionInputs, decision: Decision) -> Iterator[Change]:
         targets = [c for c in decision.candidates if c.backend.name in self.wanted]
-        if now.requested != self.name and self.name in now.policy.request_names():
+        if now.requested != self.name and self.name in self.policy.request_names():
             ready = not targets or any(c.usable or _only_asked(c) for c in targets)
             if ready:
-                yield request(self.name)
+                yield request(self.name, self.policy)
         if not targets:
             yield from new_devices(now)
         for candidate in targets:
             yield from self.for_candidate(now, decision, candidate)
 
-    def for_candidate(self, now: Situation, decision: Decision, candidate: Candidate) -> Iterator[Change]:
+    def for_candidate(
+        self, now: SelectionInputs, decision: Decision, candidate: Candidate
+    ) -> Iterator[Change]:
         """Changes for the failing question that takes the largest change; the others are asked after it.
 
         A candidate with a question that nothing turns is left alone, and remembered.

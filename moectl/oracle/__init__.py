@@ -1,16 +1,23 @@
 """Choosing a backend: one function over tables of data."""
 
-from .decision import Candidate, Decision, Gate, Inputs, replay_inputs
-from .registry import POLICIES, policy_named
-from .select import OutOfScope, select
+from .decision import Candidate, Decision, Gate
+from .engine import Engine
+from .machine_packages import packages_from
+from .registry import ENGINES, engine_named, policy_named
+from .select import OutOfScope, decide, select
+from .selection_inputs import SelectionInputs, replay_inputs
 
 __all__ = [
-    "POLICIES",
+    "ENGINES",
     "Candidate",
     "Decision",
+    "Engine",
     "Gate",
-    "Inputs",
     "OutOfScope",
+    "SelectionInputs",
+    "decide",
+    "engine_named",
+    "packages_from",
     "policy_named",
     "replay_inputs",
     "select",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from ..environment import Device, Packages
-from ..environment.vllm_0_33_0 import VARIABLES
+from ..environment.variables import Variable
 from ..problem import Align, MoEProblem
 from ..schemes import A16, ActFormat, WeightFormat
 from .archs import Archs
@@ -81,21 +81,21 @@ class Need:
     """An importable package, with a symbol where one is needed.
 
     `instead` are packages or tools that together do as well, `switch` an environment switch that says
-    the same. `vllm_code` is the engine's own reason when the need is not met.
+    the same. `code` is the engine's own reason when the need is not met.
     """
 
     package: str
     symbol: str = ""
     instead: tuple[str, ...] = ()
-    switch: str = ""
-    vllm_code: str = "device"
+    switch: Variable | None = None
+    code: str = "device"
 
     def met(self, packages: Packages) -> bool:
         """True when the package, or what stands for it, is there."""
         return (
             packages.has(self.package, self.symbol)
             or (bool(self.instead) and all(packages.has(name) for name in self.instead))
-            or (bool(self.switch) and is_on(packages, self.switch))
+            or (self.switch is not None and is_on(packages, self.switch))
         )
 
     def __str__(self) -> str:
@@ -105,16 +105,16 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An environment switch of the engine, by its name in the engine's table, that must be on or off."""
+    """An environment switch of the engine that must be on or off."""
 
-    name: str
+    variable: Variable
     wanted: bool = True
-    vllm_code: str = "device"
+    code: str = "device"
 
 
-def is_on(packages: Packages, name: str) -> bool:
-    """True when the switch `name` is on: as the engine reads its value, by its default when it is not set."""
-    return VARIABLES[name].is_on(packages.env.get(name))
+def is_on(packages: Packages, switch: Variable) -> bool:
+    """True when `switch` is on: as the engine reads its value, by its default when it is not set."""
+    return switch.is_on(packages.env.get(switch.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +135,6 @@ class Spread:
 
 ALONE = Spread(exchange=only("none"), eplb=False, dp=False)
 """No exchange of tokens, no data parallelism, no dynamic balancing: fused routers."""
-NAIVE = Spread(exchange=only("none", "allgather_reducescatter"), eplb=False)
-"""Ranks that gather all tokens and scatter the sums, around experts that skip those of other ranks.
-
-No expert moves between calls: there is no balancing.
-"""
-NO_NVLINK_EXCHANGE = Spread(
-    exchange=but("flashinfer_nvlink_two_sided", "flashinfer_all2allv", "flashinfer_nvlink_one_sided")
-)
-NO_TWO_SIDED_EXCHANGE = Spread(exchange=but("flashinfer_nvlink_two_sided", "flashinfer_all2allv"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +154,7 @@ class Ask:
         routing: the engine's name of the routing method.
         invariant: results must not depend on the rest of the batch.
         request: the backend asked for by name.
-        by_expert: tokens are handed over expert by expert whatever the exchange, as a request can ask.
+        batched: tokens are handed over expert by expert, as the exchange does or a request asks.
         sliced: one rank's intermediate size in the checkpoint, where the method pads that slice before
             it asks (`problem` then has the padded size); 0 where it does not.
     """
@@ -184,7 +175,7 @@ class Ask:
     routing: str = ""
     invariant: bool = False
     request: str = ""
-    by_expert: bool = False
+    batched: bool = False
     sliced: int = 0
 
     @property
@@ -211,11 +202,6 @@ class Ask:
         """Dtype of the router's logits: that of its weights where they are wider than the model's."""
         return "fp32" if self.problem.router_dtype == "fp32" else self.dtype
 
-    @property
-    def batched(self) -> bool:
-        """True when tokens are handed over expert by expert."""
-        return self.by_expert or self.exchange in ("deepep_low_latency", "nixl_ep")
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -223,7 +209,7 @@ class Rule:
 
     question: str
     group: str
-    vllm_code: str
+    code: str
     holds: Callable[[Ask], bool]
     wanted: Callable[[Ask], str]
     offered: str
@@ -285,9 +271,10 @@ class Capability:
 
     def switch_names(self) -> frozenset[str]:
         """Environment switches that any question reads."""
-        named = [switch.name for switch in self.switches]
-        named += [need.switch for need in self.needs] + [rule.switch for rule in self.rules]
-        return frozenset(filter(None, named))
+        named = [switch.variable.name for switch in self.switches]
+        named += [need.switch.name for need in self.needs if need.switch]
+        named += [rule.switch for rule in self.rules if rule.switch]
+        return frozenset(named)
 
 
 @cache

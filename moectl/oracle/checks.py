@@ -13,7 +13,7 @@ from .backend import Ask, Capability, Variant, is_on, spell_archs, spell_offers
 class Verdict(NamedTuple):
     """One answered question: `holds`, or what was `wanted` against what is `offered`.
 
-    `vllm_code` is the code under which a recorded vLLM decision files the same refusal.
+    `code` is the engine's own code for such a refusal, as recorded decisions have it.
     """
 
     question: str
@@ -21,7 +21,7 @@ class Verdict(NamedTuple):
     wanted: str
     offered: str
     holds: bool
-    vllm_code: str = "other"
+    code: str = "other"
 
     def __str__(self) -> str:
         return f"{self.question}: wanted {self.wanted}, offered {self.offered}"
@@ -36,7 +36,7 @@ class Check:
 
     question: str
     group: str
-    vllm_code: str
+    code: str
     answer: Callable[[Ask, Capability, Variant], Answer]
 
 
@@ -199,15 +199,13 @@ def judge(ask: Ask, variant: Variant) -> tuple[Verdict, ...]:
                 check.question,
                 check.group,
                 *check.answer(ask, offers, variant),
-                offers.codes.get(check.question, check.vllm_code),
+                offers.codes.get(check.question, check.code),
             )
             for check in CHECKS
         ),
         *_installed(ask.packages, offers),
         *(
-            Verdict(
-                rule.question, rule.group, rule.wanted(ask), rule.offered, rule.holds(ask), rule.vllm_code
-            )
+            Verdict(rule.question, rule.group, rule.wanted(ask), rule.offered, rule.holds(ask), rule.code)
             for rule in offers.rules
         ),
     )
@@ -241,15 +239,15 @@ def _installed(packages: Packages, offers: Capability) -> Iterator[Verdict]:
         offered = "installed" if met else "not installed"
         if not met and need.symbol and packages.has(need.package):
             offered = f"{need.package} without it"
-        yield Verdict(f"package {need.package}", "package", str(need), offered, met, need.vllm_code)
+        yield Verdict(f"package {need.package}", "package", str(need), offered, met, need.code)
     for switch in offers.switches:
-        value = is_on(packages, switch.name)
+        value = is_on(packages, switch.variable)
         on = {True: "1", False: "0"}
         yield Verdict(
-            f"switch {switch.name}",
+            f"switch {switch.variable.name}",
             "policy",
             on[switch.wanted],
             on[value],
             value == switch.wanted,
-            switch.vllm_code,
+            switch.code,
         )

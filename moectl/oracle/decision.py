@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from ..environment import Device, Packages
-from ..errors import NoBackend, UsageError
-from ..measured import Measured, Ranking, Timed
-from ..problem import Activation, Dims, MoEProblem, Parallel, Routing
-from ..schemes import ActFormat, Scheme, WeightFormat
+from ..errors import NoBackend
+from ..measured import Ranking
+from ..problem import Dims, MoEProblem
 from .backend import GROUPS, Backend, Variant
 from .checks import Verdict
-
-FORMAT = "moectl-decision-1"
-"""Version of the JSON document."""
-
+from .selection_inputs import SelectionInputs, plain
 
 CAPABILITY, DTYPE, PLATFORM, NAME = "minimum capability", "model dtype", "platform", "backend name"
 """Kinds of `Gate`."""
@@ -95,7 +89,7 @@ class Candidate:
             "padded_intermediate": self.dims.padded_intermediate,
             "reasons": {
                 group: [
-                    {"question": v.question, "wanted": v.wanted, "offered": v.offered, "code": v.vllm_code}
+                    {"question": v.question, "wanted": v.wanted, "offered": v.offered, "code": v.code}
                     for v in verdicts
                 ]
                 for group, verdicts in self.reasons().items()
@@ -108,8 +102,8 @@ class Decision:
     """What is chosen for one problem on one device, and why nothing else is.
 
     Attributes:
-        problem: with the padded sizes of the choice (the logical ones where nothing is chosen).
-        device, packages, policy, requested, allow_fallback: the inputs, enough to choose again.
+        inputs: what was decided from, enough to decide again.
+        problem: that of `inputs` with the padded sizes of the choice; as it is where nothing is chosen.
         route: the policy row that took the problem; `method` the engine's method.
         candidates: every experts class in the order asked, with every answer.
         chosen: the winner, or None.
@@ -122,16 +116,11 @@ class Decision:
         stand_in: the engine's name of what it goes on with where nothing is chosen and nothing fails.
         notes: what a user should know about how the choice came about.
         cut: those of the notes that say what the method does to slices that cut across blocks of weights.
-        measured: the times that were given to choose by, an input too.
         ranking: the times that chose; None where the order did.
     """
 
+    inputs: SelectionInputs
     problem: MoEProblem
-    device: Device
-    packages: Packages
-    policy: str
-    requested: str | None
-    allow_fallback: bool
     route: str
     method: str
     candidates: tuple[Candidate, ...]
@@ -145,7 +134,6 @@ class Decision:
     stand_in: str = ""
     notes: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
-    measured: Measured = field(default_factory=Measured)
     ranking: Ranking | None = None
 
     @property
@@ -163,27 +151,14 @@ class Decision:
         """The chosen candidate; NoBackend with the reasons when the deployment would not work."""
         if self.chosen is not None and self.usable:
             return self.chosen
-        what = self.error or f"policy {self.policy} refuses this: {'; '.join(map(str, self.gates))}"
+        what = self.error or f"policy {self.inputs.policy} refuses this: {'; '.join(map(str, self.gates))}"
         raise NoBackend(what, hint="Every candidate's reasons are in `moectl explain`.")
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the inputs first, so that `replay_inputs` can make the choice again."""
         chosen = self.chosen
         return {
-            "format": FORMAT,
-            "inputs": {
-                "problem": plain(asdict(self.problem)),
-                "device": plain(asdict(self.device)),
-                "packages": {
-                    "versions": dict(self.packages.versions),
-                    "missing": sorted(self.packages.missing),
-                    "env": dict(self.packages.env),
-                },
-                "policy": self.policy,
-                "requested": self.requested,
-                "allow_fallback": self.allow_fallback,
-                "measured": self.measured.to_json(),
-            },
+            **replace(self.inputs, problem=self.problem).to_json(),
             "route": self.route,
             "method": self.method,
             "usable": self.usable,
@@ -198,124 +173,3 @@ class Decision:
             "notes": list(self.notes),
             "ranking": plain(asdict(self.ranking)) if self.ranking else None,
         }
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON can say it: sets as sorted lists."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Arguments of `select`, read back from a document."""
-
-    problem: MoEProblem
-    device: Device
-    packages: Packages
-    policy: str
-    requested: str | None
-    allow_fallback: bool
-    measured: Measured = field(default_factory=Measured)
-
-
-_NESTED: dict[str, Any] = {
-    "dims": Dims,
-    "scheme": Scheme,
-    "weight": WeightFormat,
-    "act": ActFormat,
-    "activation": Activation,
-    "routing": Routing,
-    "parallel": Parallel,
-}
-
-
-_JSON_TYPES: dict[str, Callable[[Any], bool]] = {
-    "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "float": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
-    "bool": lambda value: isinstance(value, bool),
-    "str": lambda value: isinstance(value, str),
-    "None": lambda value: value is None,
-    "tuple[int, int]": lambda value: isinstance(value, list) and [type(item) for item in value] == [int, int],
-    "frozenset[str]": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-}
-"""What a JSON value of a field with this annotation is."""
-
-
-def _is_a(value: Any, annotation: str) -> bool:
-    return any(_JSON_TYPES[part](value) for part in annotation.split(" | "))
-
-
-def _record(kind: Any, data: object, where: str) -> Any:
-    """`data` as a record of `kind`; UsageError names the field that does not fit."""
-    if not isinstance(data, Mapping):
-        raise UsageError(f"{where} must be an object, got {type(data).__name__}")
-    known = {item.name: str(item.type) for item in fields(kind)}
-    if unknown := sorted(set(data) - known.keys()):
-        raise UsageError(f"{where} has unknown fields {', '.join(unknown)}")
-    values: dict[str, Any] = {}
-    for name, value in data.items():
-        if name in _NESTED and known[name] != "str":
-            value = _record(_NESTED[name], value, f"{where}.{name}")
-        elif not _is_a(value, known[name]):
-            raise UsageError(f"{where}.{name} must be {known[name]}, got {value!r}")
-        elif name == "features":
-            value = frozenset(value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        values[name] = value
-    try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{where} is incomplete: {error}") from error
-
-
-def _name(value: object) -> str | None:
-    """A request by name; UsageError for anything else."""
-    if value is None or isinstance(value, str):
-        return value
-    raise UsageError(f"inputs.requested must be a name or null, got {value!r}")
-
-
-def _measured(rows: object) -> Measured:
-    """Recorded times; none in documents of before there were any."""
-    if not isinstance(rows, list):
-        raise UsageError(f"inputs.measured must be a list, got {type(rows).__name__}")
-    times = tuple(_record(Timed, row, f"inputs.measured[{place}]") for place, row in enumerate(rows))
-    if not all(time.us > 0 for time in times):
-        raise UsageError("inputs.measured holds a time that is not positive")
-    return Measured(times)
-
-
-def replay_inputs(document: Mapping[str, Any]) -> Inputs:
-    """The inputs of a document made by `Decision.to_json`; UsageError when it is not one."""
-    if document.get("format") != FORMAT or not isinstance(document.get("inputs"), Mapping):
-        raise UsageError(
-            f"the document is not a decision (format {document.get('format')!r}, expected {FORMAT!r})",
-            hint="Make one with `moectl explain CKPT --json`.",
-        )
-    inputs = document["inputs"]
-    packages = inputs.get("packages")
-    if not isinstance(packages, Mapping) or not all(
-        isinstance(packages.get(key, kind()), kind)
-        for key, kind in (("versions", dict), ("env", dict), ("missing", list))
-    ):
-        raise UsageError("inputs.packages must be an object with objects versions and env, and missing")
-    return Inputs(
-        problem=_record(MoEProblem, inputs.get("problem"), "inputs.problem"),
-        device=_record(Device, inputs.get("device"), "inputs.device"),
-        packages=Packages(
-            versions={str(k): str(v) for k, v in dict(packages.get("versions", {})).items()},
-            missing=frozenset(map(str, packages.get("missing", ()))),
-            env={str(k): str(v) for k, v in dict(packages.get("env", {})).items()},
-        ),
-        policy=str(inputs.get("policy")),
-        requested=_name(inputs.get("requested")),
-        allow_fallback=bool(inputs.get("allow_fallback")),
-        measured=_measured(inputs.get("measured", [])),
-    )

@@ -34,6 +34,25 @@ class ExchangeSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The engine's command line, option by option, with ``{}`` for the value.
+
+    Attributes:
+        backend: the command that asks for a backend by name.
+        tensor, data: ranks of tensor and of data parallelism.
+        expert: whole experts, spread over so many ranks; `exchange` names the all2all kernels.
+        dtype: the model's dtype, as torch spells it.
+    """
+
+    backend: str
+    tensor: str
+    data: str
+    expert: str
+    exchange: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """One engine's preferences, versioned by its name.
 
@@ -43,8 +62,10 @@ class Policy:
         accepted_names: requests that the engine's command line accepts.
         dtype: the engine's 16-bit dtype for a model dtype on a device.
         activation, routing: the engine's names for an activation function and a routing method.
-        exchanges: all2all names that the engine's command line accepts.
+        exchanges: all2all names that the engine's command line accepts, `default_exchange` without one.
+        serve: how a deployment is asked for on that command line.
         exchange_sizes: by all2all name.
+        batching_exchanges: all2all names that hand tokens over expert by expert.
         sequence_exchanges: all2all names that slice tokens over tensor-parallel ranks first.
         default_forms: by weight format name, what sizes are rounded up to for a backend without a rule.
         variables: environment variables that concern experts, also those that it no longer reads.
@@ -63,11 +84,14 @@ class Policy:
     activation: Callable[[MoEProblem], str]
     routing: Callable[[MoEProblem], str]
     exchanges: frozenset[str]
+    default_exchange: str
+    serve: ServeOptions
     exchange_sizes: Mapping[str, ExchangeSizes] = field(default_factory=dict, hash=False)
+    batching_exchanges: frozenset[str] = frozenset()
     sequence_exchanges: frozenset[str] = frozenset()
     default_forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict, hash=False)
     variables: Mapping[str, Variable] = field(default_factory=dict, hash=False)
-    invariance: str = ""
+    invariance: Variable | None = None
     refusals: tuple[Condition, ...] = ()
     balancing: Mapping[str, Choice] = field(default_factory=dict, hash=False)
     measures: bool = False
@@ -76,6 +100,10 @@ class Policy:
         """True when tokens of tensor-parallel ranks are sliced over them before they are exchanged."""
         parallel = problem.parallel
         return parallel.exchanges and parallel.tp > 1 and parallel.all2all in self.sequence_exchanges
+
+    def batches_tokens(self, problem: MoEProblem) -> bool:
+        """True when the exchange hands tokens over expert by expert."""
+        return problem.parallel.exchanges and problem.parallel.all2all in self.batching_exchanges
 
     def forms(self, weight: WeightFormat) -> tuple[Form, ...]:
         """What sizes of `weight` are rounded up to for a backend without a rule of its own."""
@@ -103,7 +131,7 @@ class Policy:
     def switches(self) -> frozenset[str]:
         """Every environment switch that a row reads."""
         read = {name for route in self.routes for name in route.switches()}
-        return frozenset(read | ({self.invariance} - {""}))
+        return frozenset(read | ({self.invariance.name} if self.invariance else set()))
 
     def only_route(self, name: str) -> Policy:
         """This policy with one route that takes every problem and refuses none: a direct question."""

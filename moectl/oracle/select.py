@@ -16,7 +16,9 @@ from .candidates import candidates, carried, exchanged
 from .decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
 from .keys import act_key
 from .policy import Policy
+from .registry import policy_named
 from .route import OWN_ACT, Route
+from .selection_inputs import SelectionInputs
 from .sentences import sentence
 
 NOTHING = Measured()
@@ -45,17 +47,31 @@ def select(
 
     Raises OutOfScope when the policy has no row for the format or the platform.
     """
+    inputs = SelectionInputs(problem, device, packages, policy.name, only, allow_fallback, measured)
+    return _decided(inputs, policy)
+
+
+def decide(inputs: SelectionInputs) -> Decision:
+    """The decision that rests on `inputs`: `select`, by the policy that they name.
+
+    Raises as `select`, and UsageError for a policy that is not known.
+    """
+    return _decided(inputs, policy_named(inputs.policy))
+
+
+def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
+    only = inputs.requested
     name = only.lower().replace("-", "_") if only and only != "auto" else None
-    route = _route(problem, device, packages, policy, name)
-    gates = _gates(_ask(problem, device, packages, policy, route, name), policy, route, name)
+    route = _route(inputs, policy, name)
+    gates = _gates(_ask(inputs, policy, route, name), policy, route, name)
     taken = route.detours.get(name, route) if name else route
-    found = _choose(problem, device, packages, policy, taken, name)
-    if name and allow_fallback and (found.chosen is None or gates):
-        found = _fallen_back(found, _choose(problem, device, packages, policy, taken, None), name, gates)
+    found = _choose(inputs, policy, taken, name)
+    if name and inputs.allow_fallback and (found.chosen is None or gates):
+        found = _fallen_back(found, _choose(inputs, policy, taken, None), name, gates)
         gates = tuple(gate for gate in gates if gate.kind != NAME)
-    found, ranking = _by_time(found, policy, measured)
+    found, ranking = _by_time(found, policy, inputs.measured)
     chosen, failure = found.chosen, found.failure
-    notes = (*found.cut, *found.notes, *_variables(packages, policy))
+    notes = (*found.cut, *found.notes, *_variables(inputs.packages, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
         notes = (*notes, _unasked(policy, chosen))
     notes = (*notes, *_stops(found.ask, chosen), *_unbalanced(policy, taken, found.ask, chosen))
@@ -65,12 +81,8 @@ def select(
         failure = late or failure
     dims = chosen.dims if chosen else carried(found.ask, policy)
     return Decision(
-        problem=replace(problem, dims=dims) if sized else problem,
-        device=device,
-        packages=packages,
-        policy=policy.name,
-        requested=only,
-        allow_fallback=allow_fallback,
+        inputs=inputs,
+        problem=replace(inputs.problem, dims=dims) if sized else inputs.problem,
         ignored=taken.ignores(name),
         route=taken.name,
         method=taken.method,
@@ -84,7 +96,6 @@ def select(
         error_kind=failure.kind if failure else "",
         notes=notes,
         cut=found.cut,
-        measured=measured,
         ranking=ranking,
     )
 
@@ -100,10 +111,9 @@ def _by_time(found: _Outcome, policy: Policy, measured: Measured) -> tuple[_Outc
     return replace(found, chosen=next(c for c in usable if c.backend.name == ranking.best)), ranking
 
 
-def _route(
-    problem: MoEProblem, device: Device, packages: Packages, policy: Policy, name: str | None
-) -> Route:
+def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
     """The first route that takes the problem."""
+    problem, device = inputs.problem, inputs.device
     scheme = problem.scheme
     unspoken = f"the rules of {policy.name} do not cover {device.platform} devices"
     hint = f"name a device of {', '.join(sorted(policy.platforms))} with --gpu"
@@ -114,7 +124,7 @@ def _route(
             route.storages.allows(problem.storage)
             and scheme.weight.name in route.weights
             and route.acts.allows(act_key(scheme.act))
-            and (route.when is None or route.when.holds(_ask(problem, device, packages, policy, route, name)))
+            and (route.when is None or route.when.holds(_ask(inputs, policy, route, name)))
         ):
             if not route.covers.allows(device.platform):
                 covered = ", ".join(p for p in sorted(policy.platforms) if route.covers.allows(p))
@@ -130,16 +140,10 @@ def _route(
     )
 
 
-def _ask(
-    problem: MoEProblem,
-    device: Device,
-    packages: Packages,
-    policy: Policy,
-    route: Route,
-    name: str | None = None,
-) -> Ask:
+def _ask(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None = None) -> Ask:
+    problem, device, packages = inputs.problem, inputs.device, inputs.packages
     weight = problem.scheme.weight
-    invariant = bool(policy.invariance) and is_on(packages, policy.invariance)
+    invariant = policy.invariance is not None and is_on(packages, policy.invariance)
     declared = route.declares(problem, invariant) if route.declares else problem.scheme.act
     return Ask(
         problem=problem,
@@ -157,7 +161,7 @@ def _ask(
         routing=policy.routing(problem),
         invariant=invariant,
         request=name or "",
-        by_expert=name in route.sorts,
+        batched=name in route.sorts or policy.batches_tokens(problem),
     )
 
 
@@ -174,11 +178,10 @@ class _Outcome:
     cut: tuple[str, ...] = ()
 
 
-def _choose(
-    problem: MoEProblem, device: Device, packages: Packages, policy: Policy, route: Route, name: str | None
-) -> _Outcome:
+def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None) -> _Outcome:
     """Judged candidates, the first usable one, why there is none, and notes."""
-    ask = _ask(problem, device, packages, policy, route, name)
+    device = inputs.device
+    ask = _ask(inputs, policy, route, name)
     if early := route.stand_in(device, at_once=True):
         return _Outcome(ask, failure=Failure(early.says, ""), stand_in=early.engine_name)
     refused: Failure | None = None

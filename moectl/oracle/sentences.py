@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..environment import PROBES
 from .checks import Verdict
 from .decision import Candidate
+from .registry import known_packages
 
 SENTENCES: Mapping[str, str] = {
     "device": "needs {offered}, this device is {wanted}",
@@ -107,7 +107,7 @@ def _package(verdict: Verdict, name: str) -> str:
     """What is missing; the package alone where all of it is, so that its symbols are said once."""
     if verdict.offered != "not installed":
         return f"needs {verdict.wanted}, there is {verdict.offered}"
-    known = PROBES.get(name)
+    known = known_packages().get(name)
     get = f" ({known.get})" if known and known.get else ""
     _, *instead = verdict.wanted.split(" or ")
     if instead:

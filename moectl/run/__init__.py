@@ -1,15 +1,28 @@
 """Layers on real weights: given backends, run, compared with the reference, and stressed.
 
 Public here: `Machine`, `this_machine`, `choose_backends`, `run_layer`, `compare_backends`,
-`plan_stress`, `run_one`, `every_layer`.
+`plan_stress`, `run_one`; and `every_layer.every_layer`. All but `RunPlan` needs torch, and is imported when
+it is asked for.
 """
 
-from .comparing import Compared, Outcome, compare_backends
-from .every_layer import LayerRun, RunPlan, every_layer, run_one
-from .layer import RunResult, run_layer
-from .machine import POLICY, BackendChoice, Machine, choose_backends, none_serves, this_machine
-from .stress import plan_stress
-from .workload import Workload, workload_of
+from typing import TYPE_CHECKING, Any
+
+from .plan import RunPlan
+
+if TYPE_CHECKING:
+    from .comparing import Compared, Outcome, compare_backends
+    from .every_layer import LayerRun, run_one
+    from .layer import RunResult, run_layer
+    from .machine import (
+        POLICY,
+        BackendChoice,
+        Machine,
+        choose_backends,
+        none_serves,
+        this_machine,
+    )
+    from .stress import plan_stress
+    from .workload import Workload, workload_of
 
 __all__ = [
     "POLICY",
@@ -23,7 +36,6 @@ __all__ = [
     "Workload",
     "choose_backends",
     "compare_backends",
-    "every_layer",
     "none_serves",
     "plan_stress",
     "run_layer",
@@ -31,3 +43,24 @@ __all__ = [
     "this_machine",
     "workload_of",
 ]
+
+_MODULES = {
+    "comparing": ("Compared", "Outcome", "compare_backends"),
+    "every_layer": ("LayerRun", "layer_numbers", "open_source", "run_one"),
+    "layer": ("RunResult", "open_layer", "run_layer"),
+    "machine": (
+        *("POLICY", "Machine", "choose_backends", "left_out"),
+        *("measured_choice", "none_serves", "this_machine"),
+    ),
+    "stress": ("plan_stress",),
+    "workload": ("Workload", "workload_of"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

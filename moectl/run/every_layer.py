@@ -4,45 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ..errors import MoectlError, Unavailable
 from ..experts import ExpertLayer
 from ..layer.source import LayerSource
 from .comparing import Compared, Outcome, compare_backends, first_that_runs
 from .machine import BackendChoice, Machine, choose_backends
+from .plan import RunPlan
 from .stress import plan_stress
 from .variants import in_dtype
 from .workload import Workload, workload_of
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """How layers are run.
-
-    Attributes:
-        backends: names; none for the best one of each layer.
-        every: all backends that can serve a layer, compared.
-        fallback: where the one that is chosen fails, the next that can serve takes over.
-        dtype: of the activations; empty for the model's.
-        tokens, seed, source: as in `workload_of`.
-        stress: run the stress cases too.
-    """
-
-    backends: tuple[str, ...] = ()
-    every: bool = False
-    fallback: bool = False
-    dtype: str = ""
-    tokens: int = 8
-    seed: int = 0
-    source: Path | None = None
-    stress: bool = False
-    repeats: int = 5
-
-    @property
-    def compares(self) -> bool:
-        """Whether several backends are run, as far as there are several."""
-        return self.every or len(self.backends) > 1
 
 
 @dataclass(frozen=True)

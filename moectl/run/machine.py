@@ -10,9 +10,10 @@ import torch
 
 from ..cache import measurements
 from ..cache.folder import CacheWarning
-from ..environment import Device, Packages, detect_cpu, detect_device, packages_from
+from ..environment import Device, Packages, detect_cpu, detect_device
 from ..errors import MoectlError, NoBackend, Unavailable, UsageError
 from ..oracle.decision import Decision
+from ..oracle.machine_packages import packages_from
 from ..oracle.registry import policy_named
 from ..oracle.select import select
 from ..oracle.sentences import sentence

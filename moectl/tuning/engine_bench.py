@@ -14,11 +14,11 @@ from ..kernels.timing import time_calls
 from ..kernels.tolerance import Tolerance, check
 from ..kernels.triton.launch import Launch
 from ..kernels.triton.plain_gemm import SPAN, Blocks, Sorted, plain_gemm, sort
+from ..oracle.tuned_files import TunedKernel
 from ..problem import MoEProblem
 from ..random_layer import routings
 from ..seeds import seed_of
 from .cells import Cell
-from .engine_files import Form
 from .measure import FEW_TOKENS, ROUTINGS, broken
 from .search import Wrong
 
@@ -38,7 +38,7 @@ ACCUMULATED = range(8, 129)
 """Sums that a thread may keep in registers."""
 
 
-def blocks_for(cell: Cell, form: Form, shared: int) -> list[Blocks]:
+def blocks_for(cell: Cell, form: TunedKernel, shared: int) -> list[Blocks]:
     """Every choice that can be launched and is worth a measurement.
 
     Blocks of rows near the tokens of an expert; blocks go over the columns together only where an expert
@@ -75,7 +75,7 @@ class EngineBench:
     """Measures `Blocks` on `device` for layers whose kernels have the form `form(cell)`."""
 
     device: torch.device
-    form: Callable[[Cell], Form]
+    form: Callable[[Cell], TunedKernel]
     _cell: Cell | None = field(default=None, repr=False)
     _weights: tuple[MoEProblem, list[tuple[Tensor, Tensor | None]]] | None = field(default=None, repr=False)
     _ids: list[Tensor] = field(default_factory=list, repr=False)
@@ -177,7 +177,9 @@ def shapes(problem: MoEProblem) -> tuple[tuple[int, int, int], tuple[int, int, i
     return (experts, gates * inter, hidden), (experts, hidden, inter)
 
 
-def _weight(shape: tuple[int, int, int], form: Form, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _weight(
+    shape: tuple[int, int, int], form: TunedKernel, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
     """Random weights, and scales of FP8 ones; each product has a variance of about one."""
     experts, n, k = shape
     generator = torch.Generator(device).manual_seed(seed_of("weights", n))

@@ -134,7 +134,7 @@ def test_named_layers_need_no_checkpoint(monkeypatch):
     }
     assert small["kimi-k2"].dims == Dims(128, 128)
     monkeypatch.setattr(models, "MODELS", small)
-    monkeypatch.setattr("moectl.cli.bench.MODELS", small)
+    monkeypatch.setattr("moectl.cli.bench.command.MODELS", small)
     document = moectl(
         "bench", "--model", "kimi-k2,qwen3-30b", *QUICK, "--backend", "torch", "--json"
     ).document
@@ -189,7 +189,7 @@ def test_times_are_kept_for_choices_by_measurement(tiny_gpt_oss):
     from moectl.bench.settings import Settings
     from moectl.bench.targets import Target
     from moectl.cache.measurements import known
-    from moectl.cli.source import find_source
+    from moectl.cli.checkpoint_argument import find_source
 
     done = moectl(
         "bench", tiny_gpt_oss, *QUICK, "--repeats", 2, "--routing", "uniform,balanced", "--save", "--json"
@@ -259,7 +259,7 @@ def test_a_part_that_ends_before_it_is_told_its_work_is_a_part_that_fails(monkey
 def test_a_layer_that_cannot_be_prepared_is_a_part_that_fails(tiny_gpt_oss, monkeypatch):
     from moectl.bench.compiling import Job, work
     from moectl.bench.settings import Settings
-    from moectl.cli.source import find_source
+    from moectl.cli.checkpoint_argument import find_source
 
     def failing(*given, **named):
         raise RuntimeError("no such instruction")
@@ -321,7 +321,7 @@ def test_what_makes_no_sense_is_refused_before_the_work(options, words, tmp_path
 
 
 def test_commands_start_without_torch():
-    code = "import sys; import moectl.cli.bench, moectl.cli.compare; print('torch' in sys.modules)"
+    code = "import sys; import moectl.cli.bench.command, moectl.cli.compare; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ
     )

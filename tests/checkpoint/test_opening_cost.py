@@ -22,7 +22,7 @@ TRIES = 3
 
 RUN = """
 import sys
-from moectl.program import main
+from moectl.__main__ import main
 try:
     main()
 finally:

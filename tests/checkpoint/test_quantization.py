@@ -7,11 +7,11 @@ import pytest
 
 from moectl.checkpoint.precision import read_precision
 from moectl.checkpoint.quantization import KNOWN_METHODS, parse_quantization
-from moectl.environment import PROFILES_FILE
 from moectl.errors import CheckpointError
+from moectl.oracle.engines.vllm_0_33_0.data import GRID
 from moectl.schemes import BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 
-SCHEMES = json.loads(PROFILES_FILE.read_text())["SCHEMES"]
+SCHEMES = json.loads(GRID.read_text())["SCHEMES"]
 FP8_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
 MXFP4_ACT = ActFormat("mxfp4", 4, (1, 32))
 MXFP8 = Scheme(WeightFormat("mxfp8", 8, (1, 32)), ActFormat("mxfp8", 8, (1, 32)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moectl.cli.blocks import Entry, Facts, Grid, Heading, Line, Listing, markdown, text_lines
+from moectl.cli.text_blocks import Entry, Facts, Grid, Heading, Line, Listing, markdown, text_lines
 
 WORDS = " ".join(["word"] * 60)
 EVERY = (

@@ -81,7 +81,7 @@ def test_explain_says_which_variable_picks_the_device():
 def test_neither_command_imports_torch():
     code = (
         "import sys; sys.argv = ['moectl', {0!r}]\n"
-        "from moectl.program import main\n"
+        "from moectl.__main__ import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print([m for m in ('torch', 'triton', 'flashinfer', 'numpy') if m in sys.modules])"
     )

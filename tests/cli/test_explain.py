@@ -51,18 +51,10 @@ def test_winners(model, options, experts, monolithic, padded):
 
 
 def test_the_document_holds_enough_to_decide_again():
-    from moectl.oracle import policy_named, replay_inputs, select
+    from moectl.oracle import decide, replay_inputs
 
     decision = ask(GPT, "--gpu", "h200", "--tp", "2")["groups"][0]["decision"]
-    inputs = replay_inputs(decision)
-    again = select(
-        inputs.problem,
-        inputs.device,
-        inputs.packages,
-        policy_named(inputs.policy),
-        inputs.requested,
-        inputs.allow_fallback,
-    )
+    again = decide(replay_inputs(decision))
     assert json.loads(json.dumps(again.to_json())) == decision
 
 
@@ -77,10 +69,10 @@ def test_a_backend_that_cannot_serve_is_refused_with_its_reasons():
 
 
 def test_every_request_of_the_grid_can_be_asked():
-    from moectl.environment import PROFILES_FILE
     from moectl.oracle import policy_named
+    from moectl.oracle.engines.vllm_0_33_0.data import GRID
 
-    forced = json.loads(PROFILES_FILE.read_text())["FORCED"]
+    forced = json.loads(GRID.read_text())["FORCED"]
     asked = {name for _, names in forced.values() for name in names}
     assert asked <= set(policy_named().request_names())
     done = moectl("explain", GPT, "--gpu", "b200", "--backend", "flashinfer_trtllm_afp8", "--offline", code=1)

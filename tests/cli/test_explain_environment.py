@@ -6,11 +6,12 @@ from dataclasses import replace
 from invoking import moectl
 
 from moectl.checkpoint import open_checkpoint
-from moectl.cli.explaining.environment import package_sentences, tuned_sentence
+from moectl.cli.explain.environment import package_sentences, tuned_sentence
 from moectl.environment import Packages, find_device
 from moectl.explain import Question, explain
+from moectl.oracle.engines.vllm_0_33_0.tuned import TUNED_FILES, TunedName
 from moectl.oracle.registry import policy_named
-from moectl.tuned import TunedName, TunedStatus
+from moectl.oracle.tuned_files import TunedStatus
 
 MODEL = ("explain", "Qwen/Qwen3-30B-A3B", "--offline")
 
@@ -101,4 +102,4 @@ def test_sentences_of_packages():
 def test_a_class_that_falls_back_says_for_which_calls():
     status = TunedStatus(True, "for calls that are odd", TunedName(8, 64, "G"), folders=("here",))
     wanted = "for calls that are odd, E=8,N=64,device_name=G.json is looked for and missing (in here)"
-    assert tuned_sentence(status).startswith(wanted)
+    assert tuned_sentence(status, TUNED_FILES).startswith(wanted)

@@ -76,7 +76,7 @@ def test_formats_name_what_is_offered_for_the_same_weights():
 
 
 def test_alternatives_say_once_what_they_share():
-    from moectl.cli.explaining.counterfactual import _alternatives
+    from moectl.cli.explain.text import _alternatives
 
     assert _alternatives(["use b200 (sm100)", "use b300 (sm103)"]) == "use b200 (sm100) or b300 (sm103)"
     assert _alternatives(["set A=1"]) == "set A=1"
@@ -229,15 +229,16 @@ def test_help_fits_a_screen():
 
 @pytest.mark.parametrize(("typed", "offered"), [("h20", "h200"), ("h100,mi3", "h100,mi300x"), ("al", "all")])
 def test_names_complete_behind_a_comma_too(typed, offered):
-    from moectl.cli.explaining.given import completed, gpu_names
+    from moectl.cli.explain.options import completed, gpu_names
 
     assert offered in completed(gpu_names)(typed)
 
 
 def test_reasons_say_equal_things_once():
     from moectl.checkpoint import open_checkpoint
-    from moectl.environment import find_device, packages_from
+    from moectl.environment import find_device
     from moectl.oracle import policy_named, select
+    from moectl.oracle.machine_packages import packages_from
 
     problem = open_checkpoint(KIMI, offline=True).groups[0].problem
     decision = select(problem, find_device("h200"), packages_from("none"), policy_named())

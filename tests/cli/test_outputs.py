@@ -10,7 +10,7 @@ import torch
 from invoking import moectl
 from safetensors.torch import save_file
 
-from moectl.cli.outputs import check_spared, check_writable
+from moectl.cli.output_paths import check_spared, check_writable
 from moectl.errors import Unavailable, UsageError
 
 

@@ -260,14 +260,14 @@ def test_unconverting_experts_alone_says_so(tiny_gpt_oss, tmp_path):
     ("text", "nbytes"), [("1000", 1000), ("2GB", 2 * 10**9), ("512MiB", 512 << 20), ("1.5g", 1_500_000_000)]
 )
 def test_sizes(text, nbytes):
-    from moectl.cli.convert import parse_size
+    from moectl.cli.convert.command import parse_size
 
     assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "-1", "0", "2 apples", "1e9", "GB"])
 def test_bad_sizes(text):
-    from moectl.cli.convert import parse_size
+    from moectl.cli.convert.command import parse_size
 
     with pytest.raises(UsageError):
         parse_size(text)

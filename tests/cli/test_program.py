@@ -15,7 +15,7 @@ HEAVY = ("torch", "triton", "flashinfer")
 PROBE = """
 import sys
 sys.argv = ["moectl", *{argv!r}]
-from moectl.program import main
+from moectl.__main__ import main
 try:
     main()
 except SystemExit as stop:
@@ -108,10 +108,11 @@ def test_every_option_has_an_environment_variable():
     for name, command in commands().items():
         for parameter in command.params:
             if parameter.param_type_name == "option" and parameter.name != "help":
-                seen[name, parameter.name] = parameter.envvar
+                long = next(text for text in parameter.opts if text.startswith("--"))
+                seen[name, long.removeprefix("--").replace("-", "_")] = parameter.envvar
     assert len(seen) > 40
     for (command, name), variables in seen.items():
-        assert variables[0] == f"MOECTL_{command}_{name}".upper().replace("ALL_TO_ALL", "ALL2ALL")
+        assert variables[0] == f"MOECTL_{command}_{name}".upper()
         assert variables[1:] in ([], [f"MOECTL_{name}".upper()])
 
 

@@ -10,7 +10,7 @@ from invoking import moectl
 from moectl.cache import launches
 from moectl.cache.keys import built
 from moectl.cache.launches import Attempt, Row, Store
-from moectl.cli.tune import parse_budget
+from moectl.cli.tune.command import parse_budget
 from moectl.environment import find_device
 from moectl.errors import UsageError
 from moectl.kernels.triton.launch import Launch, Tile

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from moectl.doctor import caches
-from moectl.environment import PROBES, kernel_files
+from moectl.environment import kernel_files
 from moectl.environment.gpus import VISIBILITY
+from moectl.oracle.registry import known_packages
 
 SMI = """#!{python}
 import sys
@@ -68,7 +69,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(kernel_files, "AMDGPU_VERSION", tmp_path / "amdgpu")
     monkeypatch.setattr(caches, "PROC", tmp_path / "proc")
     monkeypatch.setattr(caches, "CGROUP", tmp_path / "cgroup")
-    for probe in PROBES.values():
+    for probe in known_packages().values():
         for module in probe.modules:
             monkeypatch.delitem(sys.modules, module.split(".")[0], raising=False)
     return Bench(tmp_path)

@@ -9,12 +9,12 @@ from types import ModuleType
 
 import pytest
 
+from moectl.capabilities.unpacked import find_peers
 from moectl.doctor import NOTE, PROBLEM, Report, caches, examine
 from moectl.doctor.caches import JOB_BYTES, find_jobs
 from moectl.doctor.remarks import remarks_on
 from moectl.doctor.software import torch_build, try_import
 from moectl.environment import Packages
-from moectl.environment.peers import find_peers
 
 H200 = "0, GPU-aaaa, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
 OLD = "1, GPU-bbbb, Tesla T4, 15360, 7.5, 580.95.05, [N/A]"

@@ -2,9 +2,11 @@
 
 import pytest
 
-from moectl.environment import PROBES
 from moectl.environment.installed import distribution_version, find_all, find_package, find_tool
-from moectl.environment.packages import installed_packages, packages_from
+from moectl.oracle.machine_packages import installed_packages, packages_from
+from moectl.oracle.registry import known_packages
+
+PROBES = known_packages()
 
 
 def test_the_unrelated_package_of_pypi_is_told_by_its_files(bench) -> None:
@@ -12,7 +14,7 @@ def test_the_unrelated_package_of_pypi_is_told_by_its_files(bench) -> None:
     bench.file("triton_kernels/add_vectors.py")
     bench.file("triton_kernels-0.1.0.dist-info/METADATA", "Name: triton-kernels\nVersion: 0.1.0\n")
     bench.file("vllm/third_party/triton_kernels/matmul_ogs.py")
-    found = find_package("triton_kernels")
+    found = find_package("triton_kernels", PROBES["triton_kernels"])
     assert not found.present
     assert (found.wrong, found.wrong_version) == (str(bench.folder / "triton_kernels"), "0.1.0")
     assert PROBES["triton_kernels"].other.startswith("Kernelize AI")
@@ -24,7 +26,7 @@ def test_the_unrelated_package_of_pypi_is_told_by_its_files(bench) -> None:
 
 def test_the_engines_own_copy_counts(bench) -> None:
     bench.file("vllm/third_party/deep_gemm/__init__.py", "__version__ = '2.5.0'\n")
-    found = find_package("deep_gemm")
+    found = find_package("deep_gemm", PROBES["deep_gemm"])
     assert (found.module, found.version) == ("vllm.third_party.deep_gemm", "2.5.0")
     assert found.path == str(bench.folder / "vllm" / "third_party" / "deep_gemm")
 
@@ -32,7 +34,7 @@ def test_the_engines_own_copy_counts(bench) -> None:
 def test_what_a_package_lacks_is_listed(bench) -> None:
     bench.file("flashinfer/__init__.py", "from .x import fp4_quantize\n")
     bench.file("flashinfer/fused_moe.py", "def cutlass_fused_moe(): ...\n")
-    found = find_package("flashinfer")
+    found = find_package("flashinfer", PROBES["flashinfer"])
     assert "fused_moe.cutlass_fused_moe" not in found.lacks
     assert "fused_moe.trtllm_bf16_moe" in found.lacks
     packages = installed_packages({"A": "1"})
@@ -51,7 +53,7 @@ def test_what_a_package_lacks_is_listed(bench) -> None:
 def test_a_version_without_metadata_comes_from_the_source(bench, file: str, text: str) -> None:
     bench.file("hpc/__init__.py")
     bench.file(f"hpc/{file}", text)
-    assert find_package("hpc").version == "1.2"
+    assert find_package("hpc", PROBES["hpc"]).version == "1.2"
     assert distribution_version("no-such-distribution", "hpc") == "1.2"
     assert distribution_version("no-such-distribution") == ""
 
@@ -67,6 +69,6 @@ def test_the_compiler_is_looked_for_where_kernels_are_compiled_with_it(bench, mo
 
 
 def test_everything_is_looked_for_once(bench) -> None:
-    names = [found.name for found in find_all()]
+    names = [found.name for found in find_all(PROBES)]
     assert names == [*PROBES, "nvcc", "ninja"]
-    assert not any(found.present for found in find_all())
+    assert not any(found.present for found in find_all(PROBES))

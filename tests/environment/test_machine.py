@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from moectl import environment
-from moectl.environment import DATA, detect_cpu, detect_device, find_device, packages_from
+from moectl.environment import DATA, detect_cpu, detect_device, find_device
 from moectl.environment.devices import squeeze
 from moectl.errors import Unavailable, UsageError
+from moectl.oracle.machine_packages import packages_from
+from moectl.oracle.registry import known_packages
 
 TABLE = json.loads((DATA / "gpus.json").read_text())
 
@@ -167,7 +169,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("MOECTL_PEERS", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    for probe in environment.PROBES.values():
+    for probe in known_packages().values():
         for module in probe.modules:
             # What another test has imported would be found without looking at the path.
             monkeypatch.delitem(sys.modules, module.split(".")[0], raising=False)

@@ -5,25 +5,30 @@ from pathlib import Path
 
 import pytest
 
-from moectl.environment import find_device, packages_from
+from moectl.environment import find_device
 from moectl.oracle import Decision, policy_named, select
-from moectl.problem import Dims, MoEProblem, Parallel
-from moectl.schemes import A16, BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
-from moectl.tuned import (
+from moectl.oracle.engines.vllm_0_33_0.tuned import (
     SHIPPED,
+    TUNED_FILES,
     file_remark,
     gpu_in_names,
-    listed_folders,
     parse_name,
     shipped,
-    tuned_status,
 )
+from moectl.oracle.machine_packages import packages_from
+from moectl.oracle.tuned_files import TunedStatus, tuned_status
+from moectl.problem import Dims, MoEProblem, Parallel
+from moectl.schemes import A16, BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 
 FP8_BLOCK = Scheme(WeightFormat("fp8", 8, (128, 128)), ActFormat("fp8", 8, (1, 128)))
 FP8_TENSOR = Scheme(WeightFormat("fp8", 8, (FULL, FULL)), ActFormat("fp8", 8, (FULL, FULL)))
 FP8_CHANNEL = Scheme(WeightFormat("fp8", 8, (1, FULL)), ActFormat("fp8", 8, (1, FULL)))
 FP8_SMALL = Scheme(WeightFormat("fp8", 8, (32, 32)), ActFormat("fp8", 8, (1, 32)))
 W8A8 = Scheme(WeightFormat("int8", 8, (1, FULL)), ActFormat("int8", 8, (1, FULL)))
+
+
+def status_of(decision: Decision, folders: dict[str, tuple[str, ...]] | None = None) -> TunedStatus:
+    return tuned_status(decision, TUNED_FILES, folders)
 
 
 def decided(experts: str, scheme: Scheme, gpu: str, size: int = 768, n: int = 128, **changes) -> Decision:
@@ -36,7 +41,7 @@ def decided(experts: str, scheme: Scheme, gpu: str, size: int = 768, n: int = 12
     chosen = decision.require()
     return replace(
         decision,
-        device=find_device(gpu),
+        inputs=replace(decision.inputs, device=find_device(gpu)),
         problem=replace(problem, scheme=scheme),
         chosen=replace(chosen, variant=replace(chosen.variant, experts=experts)),
     )
@@ -85,7 +90,7 @@ def decided(experts: str, scheme: Scheme, gpu: str, size: int = 768, n: int = 12
     ],
 )
 def test_the_name_is_the_engines(experts: str, scheme: Scheme, gpu: str, name: str) -> None:
-    status = tuned_status(decided(experts, scheme, gpu))
+    status = status_of(decided(experts, scheme, gpu))
     assert status.reads
     assert str(status.wanted) == name
     assert parse_name(name) == status.wanted
@@ -96,27 +101,28 @@ def test_padded_sizes_and_one_ranks_experts_stand_in_the_name() -> None:
     spread = {"parallel": Parallel(dp=4, ep=True), "local_experts": 32}
     decision = decided("TritonExperts", Scheme(BF16), "h100", **spread)
     decision = replace(decision, problem=replace(decision.problem, dims=Dims(4096, 700, 4096, 704)))
-    wanted = tuned_status(decision).wanted
+    wanted = status_of(decision).wanted
     assert wanted is not None
     assert (wanted.experts, wanted.size) == (32, 704)
 
 
 def test_what_reads_none_is_told_so() -> None:
-    marlin = tuned_status(decided("MarlinExperts", Scheme(MXFP4), "h100"))
+    marlin = status_of(decided("MarlinExperts", Scheme(MXFP4), "h100"))
     assert not marlin.reads
     assert "reads no tuned files" in marlin.why
-    nothing = tuned_status(replace(decided("TritonExperts", Scheme(BF16), "h100"), chosen=None))
+    nothing = status_of(replace(decided("TritonExperts", Scheme(BF16), "h100"), chosen=None))
     assert not nothing.reads
     decision = decided("TritonExperts", Scheme(BF16), "h100")
-    packages = replace(decision.packages, env={"VLLM_BATCH_INVARIANT": "1"})
-    assert "BATCH_INVARIANT" in tuned_status(replace(decision, packages=packages)).why
-    fallback = tuned_status(decided("TritonOrDeepGemmExperts", FP8_BLOCK, "h200"))
+    packages = replace(decision.inputs.packages, env={"VLLM_BATCH_INVARIANT": "1"})
+    invariant = replace(decision, inputs=replace(decision.inputs, packages=packages))
+    assert "BATCH_INVARIANT" in status_of(invariant).why
+    fallback = status_of(decided("TritonOrDeepGemmExperts", FP8_BLOCK, "h200"))
     assert fallback.reads
     assert "DeepGEMM does not take" in fallback.why
 
 
 def test_a_file_that_ships_is_found() -> None:
-    status = tuned_status(decided("TritonExperts", FP8_BLOCK, "h200", size=512, n=128))
+    status = status_of(decided("TritonExperts", FP8_BLOCK, "h200", size=512, n=128))
     assert status.found == SHIPPED
     assert status.folders == (SHIPPED,)
     assert (status.other_gpus, status.other_shapes) == ((), ())
@@ -124,13 +130,13 @@ def test_a_file_that_ships_is_found() -> None:
 
 
 def test_near_misses_are_like_gpus_and_near_shapes() -> None:
-    status = tuned_status(decided("TritonExperts", Scheme(BF16), "h100-pcie", size=384, n=128))
+    status = status_of(decided("TritonExperts", Scheme(BF16), "h100-pcie", size=384, n=128))
     assert not status.found
     assert status.wanted is not None
     assert status.wanted.gpu == "NVIDIA_H100_PCIe"
     assert "NVIDIA_H100_80GB_HBM3" in [name.gpu for name in status.other_gpus]
     assert all((name.experts, name.size) == (128, 384) for name in status.other_gpus)
-    nearby = tuned_status(decided("TritonExperts", Scheme(BF16), "h200", size=640, n=128))
+    nearby = status_of(decided("TritonExperts", Scheme(BF16), "h200", size=640, n=128))
     assert nearby.other_shapes
     assert all(name.gpu == "NVIDIA_H200" and not name.dtype for name in nearby.other_shapes)
     assert nearby.other_shapes[0].experts == 128
@@ -138,18 +144,18 @@ def test_near_misses_are_like_gpus_and_near_shapes() -> None:
 
 def test_the_users_folder_comes_first(tmp_path: Path) -> None:
     decision = decided("TritonExperts", FP8_BLOCK, "h200", size=512)
-    wanted = str(tuned_status(decision).wanted)
+    wanted = str(status_of(decision).wanted)
     env = {"VLLM_TUNED_CONFIG_FOLDER": str(tmp_path)}
-    assert tuned_status(decision, listed_folders(env)).found == SHIPPED
+    assert status_of(decision, TUNED_FILES.listed(env)).found == SHIPPED
     (tmp_path / wanted).write_text("{}")
     (tmp_path / "notes.txt").write_text("")
-    folders = listed_folders(env)
-    status = tuned_status(decision, folders)
+    folders = TUNED_FILES.listed(env)
+    status = status_of(decision, folders)
     assert status.found == str(tmp_path)
     assert status.folders == (str(tmp_path), SHIPPED)
-    missing = listed_folders({"VLLM_TUNED_CONFIG_FOLDER": str(tmp_path / "nowhere")})
+    missing = TUNED_FILES.listed({"VLLM_TUNED_CONFIG_FOLDER": str(tmp_path / "nowhere")})
     assert missing == {str(tmp_path / "nowhere"): ()}
-    assert listed_folders({}) == {}
+    assert TUNED_FILES.listed({}) == {}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from moectl.environment.variables import (
     judge_variable,
     judge_variables,
 )
-from moectl.environment.vllm_0_33_0 import VARIABLES, other_names
+from moectl.oracle.engines.vllm_0_33_0.variables import VARIABLES, other_names
 from moectl.oracle.registry import policy_named
 
 ENGINE = "vllm-0.33.0"
@@ -84,7 +84,7 @@ def test_names_that_nobody_knows_get_near_matches() -> None:
         "HOME": "/root",
         "VLLM_USE_DEEP_GEMM": "0",
     }
-    found = {f.name: f for f in judge_variables(env, VARIABLES, ENGINE, others=other_names())}
+    found = {f.name: f for f in judge_variables(env, VARIABLES, ENGINE, prefix="VLLM_", others=other_names())}
     assert set(found) == {"VLLM_USE_DEEPGEMM", "VLLM_QQQQQQ", "VLLM_USE_DEEP_GEMM"}
     assert found["VLLM_USE_DEEPGEMM"].verdict == UNKNOWN
     assert "did you mean VLLM_USE_DEEP_GEMM" in found["VLLM_USE_DEEPGEMM"].remark
@@ -94,7 +94,7 @@ def test_names_that_nobody_knows_get_near_matches() -> None:
 
 def test_near_matches_are_names_that_are_read_unless_another_is_nearer() -> None:
     def told(name: str) -> str:
-        (found,) = judge_variables({name: "1"}, VARIABLES, ENGINE, others=other_names())
+        (found,) = judge_variables({name: "1"}, VARIABLES, ENGINE, prefix="VLLM_", others=other_names())
         return found.remark
 
     assert "did you mean VLLM_ROCM_MOE_PADDING or" in told("VLLM_MOE_PADING")

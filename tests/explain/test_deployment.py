@@ -3,28 +3,35 @@
 import pytest
 
 from moectl.checkpoint import open_checkpoint
-from moectl.explain.deployment import REPACKING, memory_of, repacking
+from moectl.explain.deployment import memory_of
 from moectl.explain.machines import machine
 from moectl.oracle import policy_named, select
-from moectl.oracle.registry import POLICIES
+from moectl.oracle.engine import AS_LOADED, ASSUMED
+from moectl.oracle.registry import ENGINES
 
-PREFIXES = [prefix for prefix, _ in REPACKING]
 
-
-def layouts():
-    routes = [route for policy in POLICIES.values() for route in policy.routes]
+def layouts(engine):
+    routes = engine.policy.routes
     return {form.layout for route in routes for b in route.backends() for form in b.forms if form.layout}
 
 
-def test_every_row_is_reached_by_its_own_name():
-    for prefix, row in REPACKING[:-1]:
-        assert repacking(prefix) is row
-    assert PREFIXES[-1] == ""
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+def test_every_row_is_reached_by_its_own_name(engine):
+    assert engine.repacking
+    for prefix, row in engine.repacking:
+        assert engine.repacked(prefix) is row
+    assert engine.repacked("") == AS_LOADED and engine.repacked("no such layout") == ASSUMED
 
 
-def test_rows_are_for_layouts_that_backends_name():
-    for prefix in PREFIXES[:-1]:
-        assert any(layout.startswith(prefix) for layout in layouts()), prefix
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+def test_rows_are_for_layouts_that_backends_name(engine):
+    for prefix, _ in engine.repacking:
+        assert any(layout.startswith(prefix) for layout in layouts(engine)), prefix
+
+
+def test_every_layout_that_moectl_runs_has_a_row():
+    engine = ENGINES["moectl"]
+    assert all(engine.repacked(layout) is not ASSUMED for layout in layouts(engine))
 
 
 @pytest.mark.parametrize(("gpu", "copies"), [("a100", (1, 1)), ("b200", (3, 1)), ("h200", (1, 1))])

@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moectl.cache import measurements
-from moectl.environment import find_device, packages_from
+from moectl.environment import find_device
 from moectl.errors import UsageError
 from moectl.explain.evidence import cached
 from moectl.explain.fallback import fallback_of
 from moectl.measured import Measured, Timed
 from moectl.models import MODELS
-from moectl.oracle.decision import replay_inputs
+from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
+from moectl.oracle.selection_inputs import replay_inputs
 from moectl.run.machine import Machine, choose_backends
 
 KIMI = MODELS["kimi-k2"]

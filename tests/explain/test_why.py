@@ -8,9 +8,8 @@ import pytest
 from moectl.checkpoint import open_checkpoint
 from moectl.explain.changes import BY_GROUP, BY_QUESTION, FIXED, KINDS
 from moectl.explain.machines import machine
-from moectl.explain.situation import Situation
 from moectl.explain.why import why
-from moectl.oracle import policy_named
+from moectl.oracle import SelectionInputs, decide, policy_named
 from moectl.oracle.backend import GROUPS
 from moectl.oracle.checks import CHECKS
 from moectl.problem import Parallel
@@ -22,7 +21,7 @@ LOW_LATENCY = Parallel(dp=8, ep=True, all2all="deepep_low_latency")
 def situation(model, gpu, parallel=Parallel(), packages=None, env=()):
     group = open_checkpoint(model, offline=True).groups[0]
     found = machine(gpu, packages, dict(env))
-    return Situation(group.problem.on(parallel), found.device, found.packages, policy_named())
+    return SelectionInputs(group.problem.on(parallel), found.device, found.packages, policy_named().name)
 
 
 def kinds(answer):
@@ -61,9 +60,9 @@ def test_every_answer_holds_and_needs_each_of_its_changes(start, backend):
         now = start
         for change in sorted(changes, key=lambda c: -c.size):
             now = change.apply(now)
-        decision = now.decide()
+        decision = decide(now)
         chosen = decision.chosen
-        return decision.usable and chosen.backend.name in start.policy.meant(backend)
+        return decision.usable and chosen.backend.name in policy_named(start.policy).meant(backend)
 
     found = why(start, backend)
     assert not found.chosen

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from moectl.checkpoint import open_checkpoint
-from moectl.environment import find_device, packages_from
+from moectl.environment import find_device
 from moectl.errors import NoBackend, Unavailable, UsageError
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.plain_gemm import Blocks
+from moectl.oracle.engines.vllm_0_33_0.tuned import CHOICES, KERNELS, file_remark, parse_name
+from moectl.oracle.machine_packages import packages_from
+from moectl.oracle.registry import engine_named
 from moectl.problem import Dims, MoEProblem, Parallel
-from moectl.tuned import file_remark, parse_name
 from moectl.tuning import engine_bench
 from moectl.tuning.cells import Cell
 from moectl.tuning.engine_bench import EngineBench, blocks_for, shapes
 from moectl.tuning.engine_files import (
-    CHOICES,
-    FORMS,
     Target,
     misnamed,
     place_of,
@@ -35,12 +35,13 @@ from moectl.tuning.search import Wrong
 H200 = find_device("h200")
 FULL = packages_from("full")
 TILE = dict(zip(CHOICES.values(), (16, 64, 128, 1, 4, 4), strict=True))
-PLAIN, BLOCK = FORMS["", (0, 0)], FORMS["fp8_w8a8", (128, 128)]
+PLAIN, BLOCK = KERNELS["", (0, 0)], KERNELS["fp8_w8a8", (128, 128)]
+VLLM = engine_named("vllm")
 
 
 def target(model: str, **parallel: int) -> Target:
     problem = open_checkpoint(model, offline=True).groups[0].problem
-    return target_of(problem.on(Parallel(**parallel)), H200, FULL)
+    return target_of(problem.on(Parallel(**parallel)), H200, FULL, VLLM)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +77,8 @@ def test_a_kernel_of_another_form_is_refused_with_the_reason() -> None:
 def test_a_file_is_what_moectl_reads_of_vllms(tmp_path: Path) -> None:
     name = target("Qwen/Qwen3-30B-A3B").name
     place = place_of(tmp_path / "tuned", name)
-    write_choices(place, {64: TILE, 1: TILE}, "3.6.0")
-    write_choices(place, {8: TILE | {"num_warps": 8}}, "3.6.0")
+    write_choices(place, {64: TILE, 1: TILE}, "3.6.0", VLLM)
+    write_choices(place, {8: TILE | {"num_warps": 8}}, "3.6.0", VLLM)
     document = json.loads(place.read_text())
     assert list(document) == ["triton_version", "1", "8", "64"]
     assert document["8"] == {
@@ -88,14 +89,16 @@ def test_a_file_is_what_moectl_reads_of_vllms(tmp_path: Path) -> None:
         "num_warps": 8,
         "num_stages": 4,
     }
-    assert parse_name(place.name) == name and not file_remark(place, "3.6.0") and not misnamed(place, name)
+    assert (
+        parse_name(place.name) == name and not file_remark(place, "3.6.0") and not misnamed(place, name, VLLM)
+    )
     assert not list(tmp_path.rglob("*.part"))
 
 
 def test_a_file_of_another_name_is_said_to_be_none_that_is_looked_for(tmp_path: Path) -> None:
     name = target("Qwen/Qwen3-30B-A3B").name
     assert place_of(tmp_path / "mine.json", name) == tmp_path / "mine.json"
-    assert misnamed(tmp_path / "mine.json", name) == f"mine.json is not what vLLM looks for: {name}"
+    assert misnamed(tmp_path / "mine.json", name, VLLM) == f"mine.json is not what vLLM looks for: {name}"
 
 
 @pytest.mark.parametrize(
@@ -111,14 +114,14 @@ def test_another_file_is_not_overwritten(tmp_path: Path, text: str, said: str) -
     place = tmp_path / "a.json"
     place.write_text(text)
     with pytest.raises(UsageError, match=said):
-        write_choices(place, {1: TILE}, "3.6.0")
+        write_choices(place, {1: TILE}, "3.6.0", VLLM)
     assert place.read_text() == text
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "in the way").write_text("")
     with pytest.raises(Unavailable, match="cannot write"):
-        write_choices(tmp_path / "in the way" / "a.json", {1: TILE}, "3.6.0")
+        write_choices(tmp_path / "in the way" / "a.json", {1: TILE}, "3.6.0", VLLM)
 
 
 @pytest.mark.parametrize("form", [PLAIN, BLOCK], ids=["16 bit", "fp8"])

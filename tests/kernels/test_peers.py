@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moectl.environment import packages_from
-from moectl.environment.peers import find_peers, library_file, peers_folder
+from moectl.capabilities.unpacked import find_peers, library_file, peers_folder
 from moectl.errors import BackendFailed, NoBackend, Unavailable, UsageError
 from moectl.kernels.peers import humming, libraries, marlin, triton_kernels
 from moectl.kernels.peers.around import Blocks
 from moectl.kernels.prepared import CANONICAL
 from moectl.kernels.registry import RUNNERS, runner_for
+from moectl.oracle.machine_packages import packages_from
 from moectl.problem import Activation, Dims, MoEProblem, Routing
 from moectl.schemes import BF16, FP8_BLOCK, FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moectl.environment import Packages, find_device, packages_from
+from moectl.environment import Packages, find_device
 from moectl.oracle import Decision, OutOfScope, policy_named, select
+from moectl.oracle.machine_packages import packages_from
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
 from moectl.schemes import FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 

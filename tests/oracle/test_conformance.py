@@ -21,7 +21,7 @@ from moectl.conformance import (
 )
 from moectl.conformance.fields import FIELDS
 from moectl.errors import UsageError
-from moectl.oracle import policy_named
+from moectl.oracle import engine_named, policy_named
 from moectl.oracle.decision import CAPABILITY, DTYPE, NAME, PLATFORM
 from moectl.padding import padding
 
@@ -52,7 +52,7 @@ def test_every_recorded_decision_agrees(records: list[tuple[int, dict[str, Any]]
 
 def test_the_sample_holds_every_kind_of_outcome(records: list[tuple[int, dict[str, Any]]]) -> None:
     recorded = [record for _, record in records]
-    gates = {gate_kind(text) for record in recorded for text in record["gates"]}
+    gates = {gate_kind(text, engine_named()) for record in recorded for text in record["gates"]}
     assert gates == {CAPABILITY, DTYPE, PLATFORM, NAME}
     errors = {record["error"] for record in recorded if record["error"]}
     assert errors == {"ValueError", "NotImplementedError", "AssertionError"}

@@ -7,10 +7,11 @@ import pytest
 
 from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.catalogue import model_names
-from moectl.environment import find_device, packages_from
+from moectl.environment import find_device
 from moectl.environment.devices import DATA
 from moectl.errors import UsageError
 from moectl.oracle import policy_named, select
+from moectl.oracle.machine_packages import packages_from
 from moectl.problem import MoEProblem, Parallel
 
 VLLM = policy_named("vllm-0.33.0")

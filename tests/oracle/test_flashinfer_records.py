@@ -8,13 +8,15 @@ from itertools import product
 import pytest
 
 from moectl.capabilities.flashinfer import CUTLASS, TRTLLM, kernel_of, refusal
-from moectl.environment import Packages, find_device, packages_from
+from moectl.environment import Packages, find_device
 from moectl.oracle.decision import Candidate, Decision
-from moectl.oracle.policies.native import MOECTL
+from moectl.oracle.machine_packages import packages_from
+from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
 from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.schemes import MXFP8_ACT, Scheme
 
+MOECTL = policy_named("moectl")
 FULL = packages_from("flashinfer")
 ACTIVATIONS = (
     *(SILU, SWIGLU_OAI, Activation("silu", limit=7.0), Activation("swiglustep", limit=7.0)),

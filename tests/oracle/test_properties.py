@@ -6,8 +6,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moectl.environment import Device, Packages, find_device, packages_from
-from moectl.oracle import POLICIES, OutOfScope, replay_inputs, select
+from moectl.environment import Device, Packages, find_device
+from moectl.oracle import ENGINES, OutOfScope, decide, policy_named, replay_inputs, select
+from moectl.oracle.machine_packages import packages_from
 from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
 from moectl.schemes import BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 
@@ -120,12 +121,12 @@ REQUESTS = st.sampled_from(
 
 
 @settings(max_examples=300, deadline=None)
-@given(PROBLEMS, DEVICES, PACKAGES, REQUESTS, st.booleans(), st.sampled_from([*POLICIES]))
+@given(PROBLEMS, DEVICES, PACKAGES, REQUESTS, st.booleans(), st.sampled_from([*ENGINES]))
 def test_every_question_has_an_answer(
     problem: MoEProblem, device: Device, packages: Packages, only: str | None, fallback: bool, policy: str
 ) -> None:
     try:
-        decision = select(problem, device, packages, POLICIES[policy], only, fallback)
+        decision = select(problem, device, packages, policy_named(policy), only, fallback)
     except OutOfScope:
         return
     assert decision.usable == (decision.chosen is not None and not decision.error and not decision.gates)
@@ -137,14 +138,6 @@ def test_every_question_has_an_answer(
         assert candidate.dims.padded_hidden >= problem.dims.hidden
         assert candidate.dims.padded_intermediate >= problem.dims.intermediate
     document = json.loads(json.dumps(decision.to_json()))
-    inputs = replay_inputs(document)
-    again = select(
-        inputs.problem,
-        inputs.device,
-        inputs.packages,
-        POLICIES[inputs.policy],
-        inputs.requested,
-        inputs.allow_fallback,
-    )
+    again = decide(replay_inputs(document))
     assert again.to_json()["chosen"] == document["chosen"]
     assert again.to_json()["candidates"] == document["candidates"]

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moectl.environment import Packages, find_device, packages_from
+from moectl.environment import Packages, find_device
 from moectl.oracle import Decision, policy_named, select
+from moectl.oracle.machine_packages import packages_from
 from moectl.problem import Activation, Dims, MoEProblem, Parallel, Routing
 from moectl.schemes import (
     FULL,

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from moectl.environment import Device, Packages, find_device, packages_from
+from moectl.environment import Device, Packages, find_device
 from moectl.errors import NoBackend, UsageError
-from moectl.oracle import Decision, OutOfScope, policy_named, replay_inputs, select
+from moectl.oracle import Decision, OutOfScope, decide, policy_named, replay_inputs, select
 from moectl.oracle.backend import GROUPS
 from moectl.oracle.checks import CHECKS
 from moectl.oracle.decision import CAPABILITY, DTYPE
+from moectl.oracle.machine_packages import packages_from
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
 from moectl.schemes import FULL, MXFP4, ActFormat, Scheme, int_format
 
@@ -242,7 +243,7 @@ def test_the_activation_filter_is_shown() -> None:
     )
     decision = ask(declared, "b200")
     assert chosen(decision)[0] == "cutlass"
-    filtered = [c for c in decision.candidates if any(v.vllm_code == "filtered" for v in c.failed)]
+    filtered = [c for c in decision.candidates if any(v.code == "filtered" for v in c.failed)]
     assert {c.backend.name for c in filtered} >= {"flashinfer_trtllm_afp8", "flashinfer_cutlass_afp8"}
     assert all("policy" in c.reasons() for c in filtered)
 
@@ -257,15 +258,7 @@ def test_decisions_are_equal_for_equal_arguments_and_can_be_made_again() -> None
     for problem, gpu, only in cases:
         first = ask(problem, gpu, only=only).to_json()
         assert first == ask(problem, gpu, only=only).to_json()
-        inputs = replay_inputs(json.loads(json.dumps(first)))
-        again = select(
-            inputs.problem,
-            inputs.device,
-            inputs.packages,
-            policy_named(inputs.policy),
-            inputs.requested,
-            inputs.allow_fallback,
-        )
+        again = decide(replay_inputs(json.loads(json.dumps(first))))
         assert again.to_json() == first
 
 
@@ -335,7 +328,7 @@ def test_the_tools_own_policy_refuses_what_it_cannot_run(problem: MoEProblem) ->
 def test_the_oracle_imports_no_heavy_package() -> None:
     code = (
         "import sys; import moectl.oracle, moectl.doctor, moectl.conformance, moectl.environment as e; "
-        "e.packages_from(None); e.detect_device(); "
+        "moectl.oracle.packages_from(None); e.detect_device(); "
         "print(sorted({'torch', 'triton', 'flashinfer', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,22 +5,23 @@ from dataclasses import replace
 
 import pytest
 
-from moectl.environment import PROBES
 from moectl.oracle.backend import GROUPS, Backend, Variant
 from moectl.oracle.checks import CHECKS
+from moectl.oracle.engines.vllm_0_33_0.routes.terms import routing as engine_routing
 from moectl.oracle.keys import exact_key, group32_key
-from moectl.oracle.policies.vllm_0_33_0.terms import routing as engine_routing
-from moectl.oracle.registry import POLICIES
+from moectl.oracle.registry import ENGINES, known_packages
 from moectl.oracle.route import Route
 from moectl.padding import RULES
 from moectl.problem import Dims, MoEProblem, Routing
 from moectl.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
 from moectl.targets import LAYOUTS
 
+PROBES = known_packages()
+
 
 def routes() -> Iterator[Route]:
-    for policy in POLICIES.values():
-        for route in policy.routes:
+    for engine in ENGINES.values():
+        for route in engine.policy.routes:
             yield route
             yield from route.detours.values()
 

@@ -18,7 +18,7 @@ from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
 from moectl.oracle import registry
 from moectl.oracle.backend import Backend
-from moectl.oracle.backends.native import TORCH
+from moectl.oracle.engines.moectl.own import TORCH
 from moectl.run import POLICY, Machine
 
 CPU = Machine(torch.device("cpu"), detect_cpu(), Packages())
@@ -55,7 +55,8 @@ def offer(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **field
 
 def add_record(patch: pytest.MonkeyPatch, backend: Backend) -> None:
     """Puts a record before all others of the tool's policy."""
-    policy = registry.POLICIES[POLICY]
+    engine = registry.ENGINES[POLICY]
+    policy = engine.policy
     (route_,) = policy.routes
     (order,) = route_.orders
     wider = replace(
@@ -63,4 +64,5 @@ def add_record(patch: pytest.MonkeyPatch, backend: Backend) -> None:
         orders=(replace(order, backends=(backend, *order.backends)),),
         names={backend.name: (backend,), **route_.names},
     )
-    patch.setitem(registry.POLICIES, POLICY, replace(policy, routes=(wider,)))
+    wider_policy = replace(policy, routes=(wider,))
+    patch.setitem(registry.ENGINES, POLICY, replace(engine, policy=wider_policy))

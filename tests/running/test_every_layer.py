@@ -12,14 +12,15 @@ from backends import CPU, offer, right
 from torch import Tensor
 
 from moectl.checkpoint import open_checkpoint
-from moectl.cli.source import pick_layers
+from moectl.cli.checkpoint_argument import pick_layers
 from moectl.convert.layout import layout_for
 from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 from moectl.errors import BackendFailed, CheckpointError, UsageError
 from moectl.kernels.prepared import PreparedMoE
 from moectl.layer.source import CheckpointLayers, ConvertedLayers
-from moectl.run import RunPlan, every_layer
+from moectl.run import RunPlan
+from moectl.run.every_layer import every_layer
 
 
 @pytest.mark.parametrize(

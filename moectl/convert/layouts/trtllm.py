@@ -8,7 +8,8 @@ Stored per expert, with N rows and K columns of the padded matrix:
 - block scales in their own dtype, rows shuffled, then in 128 x 4 tiles: the shape is kept (MXINT4: flat),
   the order is not. FP8 block scales are F32, at least 1e-10, `w13` up before gate;
 - FP8 per tensor scales ``[e]`` F32; NVFP4 global scales of weights ``[e]`` F32 (gate's for `w13`) and of
-  activations ``[e]`` F32, the layer's largest for all. Both are apart: a kernel that takes their product
+  activations ``[e]`` F32, the layer's largest for all; with activations that have a global scale for each
+  token, experts that are not gated are padded further. Both are apart: a kernel that takes their product
   gets it from its engine, once;
 - biases ``[N]`` F32, rows shuffled.
 
@@ -17,6 +18,8 @@ MXFP4 kernels label raw E8M0 bytes as E4M3.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ...problem import MoEProblem
 from ...schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, MXFP8, NVFP4, int_format
@@ -102,22 +105,25 @@ TRTLLM_MXINT4 = WeightLayout(
     ungated=False,
 )
 
+TRTLLM_NVFP4 = WeightLayout(
+    name="trtllm-nvfp4",
+    version=1,
+    weights=(NVFP4,),
+    build=nvfp4(
+        shuffled_rows,
+        lambda problem, role: (*shuffled_rows(problem, role), *tiled(problem, role)),
+        inputs="layer",
+    ),
+    logical_dtypes=_F4 | _E4M3_SCALES,
+    scale_dtypes=("U8",),
+    bias=False,
+)
+
 TRTLLM: tuple[WeightLayout, ...] = (
     TRTLLM_MXFP4,
     TRTLLM_MXINT4,
-    WeightLayout(
-        name="trtllm-nvfp4",
-        version=1,
-        weights=(NVFP4,),
-        build=nvfp4(
-            shuffled_rows,
-            lambda problem, role: (*shuffled_rows(problem, role), *tiled(problem, role)),
-            inputs="layer",
-        ),
-        logical_dtypes=_F4 | _E4M3_SCALES,
-        scale_dtypes=("U8",),
-        bias=False,
-    ),
+    TRTLLM_NVFP4,
+    replace(TRTLLM_NVFP4, name="trtllm-nvfp4-act-nvfp4-per-token"),
     WeightLayout(
         name="trtllm-fp8-tensor",
         version=1,

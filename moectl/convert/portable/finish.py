@@ -31,7 +31,7 @@ class PortableEnding:
     """What completes a portable output.
 
     Attributes:
-        target, container: as `Portable`.
+        target, container: as `PortableOptions`.
         config: the model's config with the new quantization.
     """
 

@@ -11,7 +11,7 @@ from ...checkpoint.model import Checkpoint, LayerGroup
 from ...errors import CheckpointError, NoBackend, UsageError
 from ...files.safe_reading import file_sha256
 from ...files.safetensors_writer import plan_file
-from ...portable import NATIVE, PORTABLE, PortableFormat, container_of
+from ...portable import NATIVE, PortableFormat, container_of
 from ...problem import MoEProblem
 from ...schemes import ActFormat, Scheme, WeightFormat
 from ..budget import default_memory, plan_batch
@@ -35,9 +35,10 @@ from .changes import Change, Quantized
 from .config import DOCUMENTS, Described, Description, expert_targets, with_quantization
 from .finish import PortableEnding
 from .linears import Linear, plan_linears, quantized_linears, stays
+from .options import PortableOptions
 from .parts import label_of
 from .places import Place, place_of
-from .rules import Wish, change_for
+from .rules import change_for
 from .slots import Slot
 from .writer import PortableWriter, Work
 
@@ -54,32 +55,11 @@ KEPT_ACTS = frozenset(("a16", "mxfp4", "nvfp4"))
 """Activation formats that every container of their weight format can state."""
 
 
-@dataclass(frozen=True)
-class Portable:
-    """What is asked for.
+ActivationFunction = Callable[[Tensor, MoEProblem, str], Tensor]
+"""Outputs of the experts' first matrix, the problem and the order of its rows to inputs of the second."""
 
-    Attributes:
-        target: a row of `PORTABLE`.
-        container: as `CONTAINERS`; None for the format's first.
-        method, rule, requantize: as `Wish`.
-        calibration: activations for the search or, with ``gptq``, for error feedback.
-        given: options of quantizing that were asked for by name: refused where nothing is quantized.
-        activate: the experts' activation function: outputs of the first matrix, the problem and the
-            order of its rows to inputs of the second.
-    """
-
-    target: str
-    container: str | None = None
-    method: str = "search"
-    rule: str = "floor"
-    requantize: bool = False
-    calibration: Calibration | None = None
-    given: tuple[str, ...] = ()
-    activate: Callable[[Tensor, MoEProblem, str], Tensor] | None = None
-
-    @property
-    def format(self) -> PortableFormat:
-        return PORTABLE[self.target]
+Seen = tuple[Calibration, ActivationFunction]
+"""Activations that quantizers are given, and what makes those of the second matrix of them."""
 
 
 @dataclass(frozen=True)
@@ -103,21 +83,25 @@ class GroupPlan:
 
 def plan_portable(
     checkpoint: Checkpoint,
-    asked: Portable,
+    asked: PortableOptions,
     *,
+    activate: ActivationFunction | None = None,
     max_memory: int | None = None,
     experts_only: bool = False,
 ) -> Plan:
     """The `Plan` to write every MoE layer of `checkpoint` as `asked`, in an ordinary checkpoint.
 
+    `activate` is the experts' activation function, which calibration needs.
+
     Raises as `plan_conversion`, and UsageError when the container cannot say what the checkpoint would
-    hold, or weights would lose what they have not been allowed to.
+    hold, options do not go together, or weights would lose what they have not been allowed to.
     """
     check_plannable(checkpoint)
     memory = default_memory() if max_memory is None else max_memory
     container = container_of(asked.target, asked.container)
     storage, readers = asked.format.containers[container]
-    planned = [_plan_group(checkpoint, group, asked, storage, memory) for group in checkpoint.groups]
+    seen = _seen(asked, activate)
+    planned = [_plan_group(checkpoint, group, asked, seen, storage, memory) for group in checkpoint.groups]
     layers = sorted((layer for _, found in planned for layer in found), key=lambda layer: layer.layer)
     plans = [plan for plan, _ in planned]
     _check_heeded(asked, plans)
@@ -140,21 +124,31 @@ def plan_portable(
     return Plan(checkpoint, record, Shard(), (), tuple(layers), rest, experts_only, memory, ending)
 
 
-def _how(asked: Portable) -> str:
+def _seen(asked: PortableOptions, activate: ActivationFunction | None) -> Seen | None:
+    if asked.calibration is None:
+        return None
+    if activate is None:
+        raise ValueError("calibration needs the experts' activation function, got none")
+    return Calibration(asked.calibration), activate
+
+
+def _how(asked: PortableOptions) -> str:
     """How weights are quantized, so that a conversion is not resumed with something else."""
-    rule = f", {asked.rule}" if asked.format.has_scale_rules else ""
-    seen = "" if asked.calibration is None else f", activations {file_sha256(asked.calibration.path)[:16]}"
-    return f", {asked.method}{rule}{seen}"
+    quantizer = asked.quantizer
+    rule = f", {quantizer.rule}" if asked.format.has_scale_rules else ""
+    seen = "" if asked.calibration is None else f", activations {file_sha256(asked.calibration)[:16]}"
+    return f", {quantizer.method}{rule}{seen}"
 
 
-def _check_heeded(asked: Portable, plans: list[GroupPlan]) -> None:
+def _check_heeded(asked: PortableOptions, plans: list[GroupPlan]) -> None:
     """Raises UsageError for options of quantizing that nothing would heed."""
-    if not asked.given or any(isinstance(plan.change, Quantized) for plan in plans):
+    if not asked.quantizing or any(isinstance(plan.change, Quantized) for plan in plans):
         return
     stored = plans[0].problem.scheme.weight
     raise UsageError(
-        f"{asked.given[0]} says how weights are quantized, but these become {stored} without quantizing.",
-        hint=f"Leave {' and '.join(asked.given)} out.",
+        f"{asked.quantizing[0]} says how weights are quantized, "
+        f"but these become {stored} without quantizing.",
+        hint=f"Leave {' and '.join(asked.quantizing)} out.",
     )
 
 
@@ -197,14 +191,19 @@ def _described(
 
 
 def _plan_group(
-    checkpoint: Checkpoint, group: LayerGroup, asked: Portable, storage: str, memory: int
+    checkpoint: Checkpoint,
+    group: LayerGroup,
+    asked: PortableOptions,
+    seen: Seen | None,
+    storage: str,
+    memory: int,
 ) -> tuple[GroupPlan, list[LayerPlan]]:
     maps = map_group(checkpoint, group)
     plan = _decide(group, maps[0], asked, storage)
     planned: list[LayerPlan] = []
     batch = peak = 0
     for mapped in maps:
-        writer = _writer(group.problem, mapped, plan, asked)
+        writer = _writer(group.problem, mapped, plan, seen)
         if not planned:
             batch, peak = plan_batch(mapped, writer, {}, memory)
         file = plan_file(f"{PREFIX}{mapped.layer:05d}.safetensors", writer.specs, {"format": "pt"})
@@ -212,14 +211,13 @@ def _plan_group(
     return plan, planned
 
 
-def _decide(group: LayerGroup, mapped: LayerMap, asked: Portable, storage: str) -> GroupPlan:
+def _decide(group: LayerGroup, mapped: LayerMap, asked: PortableOptions, storage: str) -> GroupPlan:
     problem, dims = group.problem, group.problem.dims
     stored = problem.scheme.weight
     if "w13_scale" in mapped.shapes and (dtype := mapped.shapes["w13_scale"][1]) != "U8":
         stored = replace(stored, scale_dtype=dtype)
-    wish = Wish(asked.format.weight, MODEL_DTYPE[problem.dtype], asked.method, asked.rule, asked.requantize)
     sizes = ((dims.intermediate, dims.hidden), (dims.hidden, dims.intermediate))
-    weight, change = change_for(stored, wish, sizes)
+    weight, change = change_for(stored, asked, sizes, MODEL_DTYPE[problem.dtype])
     act = _act(problem.scheme, weight, asked.format)
     inputs = has_input_scales(replace(problem, scheme=Scheme(weight, act))) and "w2_input" in mapped.shapes
     place = place_of(group, storage, Scheme(weight, act), asked.container == NATIVE or storage == "plain")
@@ -245,22 +243,25 @@ def _act(source: Scheme, weight: WeightFormat, target: PortableFormat) -> ActFor
     return source.act if same else target.act
 
 
-def _calibrated(change: Change, problem: MoEProblem, plan: GroupPlan, asked: Portable, layer: int) -> Change:
+def _calibrated(
+    change: Change, problem: MoEProblem, plan: GroupPlan, seen: Seen | None, layer: int
+) -> Change:
     """`change` with the activations of one layer, where it can use them and there are any."""
-    if not isinstance(change, Quantized) or asked.calibration is None or asked.activate is None:
+    if not isinstance(change, Quantized) or seen is None:
         return change
-    rows, activate = plan.problem.rows, asked.activate
-    asked.calibration.check(layer, problem.experts, problem.dims.hidden)
-    found = Activations(asked.calibration, lambda h: activate(h, problem, rows), layer, problem.dims.hidden)
+    calibration, activate = seen
+    rows = plan.problem.rows
+    calibration.check(layer, problem.experts, problem.dims.hidden)
+    found = Activations(calibration, lambda h: activate(h, problem, rows), layer, problem.dims.hidden)
     return replace(change, activations=found, w13_halves=halves(problem, "w13") if plan.place.apart else 1)
 
 
-def _writer(problem: MoEProblem, mapped: LayerMap, plan: GroupPlan, asked: Portable) -> PortableWriter:
+def _writer(problem: MoEProblem, mapped: LayerMap, plan: GroupPlan, seen: Seen | None) -> PortableWriter:
     found = plan.place.slots(mapped.layer, plan.problem, plan.shapes)
     _check_covered(plan.shapes, found, mapped.layer)
     stacked = halves(problem, "w13")
     size = problem.dims.hidden * problem.dims.intermediate
-    change = _calibrated(plan.change, problem, plan, asked, mapped.layer)
+    change = _calibrated(plan.change, problem, plan, seen, mapped.layer)
     matrices = {
         "w13": Work(change, stacked if plan.place.apart else 1, stacked * size),
         "w2": Work(change, 1, size),

@@ -7,107 +7,93 @@ from dataclasses import dataclass, replace
 
 from ...errors import UsageError
 from ...schemes import WeightFormat
-from ..quantize import Quantizer
 from .changes import Change, Decoded, Kept, Mxfp4ToNvfp4, Quantized, Widened, refines
+from .options import PortableOptions
 
 FLOATING = frozenset(("bf16", "fp8", "mxfp8"))
 """Formats of enough values to quantize from."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is asked for.
-
-    Attributes:
-        target: the format of the output, as weights are quantized to it.
-        dtype: safetensors dtype of the model's 16-bit weights and scales.
-        method, rule: as `Quantizer`.
-        requantize: weights that have been quantized before may lose more.
-    """
-
-    target: WeightFormat
-    dtype: str = "BF16"
-    method: str = "search"
-    rule: str = "floor"
-    requantize: bool = False
-
-
-@dataclass(frozen=True)
 class Rule:
-    """One way from a source format to a wished one.
+    """One way from a source format to the one asked for.
 
     Attributes:
         holds: whether it applies, for matrices of these sizes ``(n, k)``.
-        target: the format that comes out.
-        change: what is done to tensors.
+        target: the format that comes out, in a model of this dtype.
+        change: what is done to tensors of a model of this dtype.
     """
 
-    holds: Callable[[WeightFormat, Wish, tuple[tuple[int, int], ...]], bool]
-    target: Callable[[WeightFormat, Wish], WeightFormat]
-    change: Callable[[WeightFormat, WeightFormat, Wish], Change]
+    holds: Callable[[WeightFormat, PortableOptions, tuple[tuple[int, int], ...]], bool]
+    target: Callable[[WeightFormat, PortableOptions, str], WeightFormat]
+    change: Callable[[WeightFormat, WeightFormat, PortableOptions, str], Change]
 
 
-def _same(source: WeightFormat, wish: Wish, sizes: tuple[tuple[int, int], ...]) -> bool:
-    wanted = wish.target
+def _same(source: WeightFormat, options: PortableOptions, sizes: tuple[tuple[int, int], ...]) -> bool:
+    wanted = options.format.weight
     return source.name == wanted.name and all(refines(source, wanted, n, k) for n, k in sizes)
 
 
-def _kept_target(source: WeightFormat, wish: Wish) -> WeightFormat:
+def _kept_target(source: WeightFormat, options: PortableOptions, dtype: str) -> WeightFormat:
     # Powers of two as F32 are the same numbers, and read by more engines.
     scale = "F32" if source.name == "fp8" and source.scale_dtype in ("E8M0", "F8_E8M0", "U8") else ""
-    return replace(source, block=wish.target.block, scale_dtype=scale or source.scale_dtype)
+    return replace(source, block=options.format.weight.block, scale_dtype=scale or source.scale_dtype)
 
 
-def _fresh(source: WeightFormat, wish: Wish) -> WeightFormat:
-    target = wish.target
-    return replace(target, scale_dtype=wish.dtype) if target.name.startswith("int") else target
+def _fresh(source: WeightFormat, options: PortableOptions, dtype: str) -> WeightFormat:
+    target = options.format.weight
+    return replace(target, scale_dtype=dtype) if target.name.startswith("int") else target
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(_same, _kept_target, lambda source, target, wish: Kept(source, target)),
+    Rule(_same, _kept_target, lambda source, target, options, dtype: Kept(source, target)),
     # An integer grid of 8 bits takes any blocks.
     Rule(
-        lambda source, wish, sizes: source.name == wish.target.name == "int8",
-        lambda source, wish: source,
-        lambda source, target, wish: Kept(source, target),
+        lambda source, options, sizes: source.name == options.format.weight.name == "int8",
+        lambda source, options, dtype: source,
+        lambda source, target, options, dtype: Kept(source, target),
     ),
     Rule(
-        lambda source, wish, sizes: (source.name, wish.target.name) == ("int4", "int8"),
-        lambda source, wish: replace(source, name="int8", bits=8),
-        lambda source, target, wish: Widened(source),
+        lambda source, options, sizes: (source.name, options.format.weight.name) == ("int4", "int8"),
+        lambda source, options, dtype: replace(source, name="int8", bits=8),
+        lambda source, target, options, dtype: Widened(source),
     ),
     Rule(
-        lambda source, wish, sizes: (source.name, wish.target.name) == ("mxfp4", "nvfp4"),
-        lambda source, wish: wish.target,
-        lambda source, target, wish: Mxfp4ToNvfp4(wish.requantize),
+        lambda source, options, sizes: (source.name, options.format.weight.name) == ("mxfp4", "nvfp4"),
+        lambda source, options, dtype: options.format.weight,
+        lambda source, target, options, dtype: Mxfp4ToNvfp4(options.requantize),
     ),
     Rule(
-        lambda source, wish, sizes: wish.target.name == "bf16",
-        lambda source, wish: wish.target,
-        lambda source, target, wish: Decoded(source, wish.dtype, wish.requantize or source.name in FLOATING),
+        lambda source, options, sizes: options.format.weight.name == "bf16",
+        lambda source, options, dtype: options.format.weight,
+        lambda source, target, options, dtype: Decoded(
+            source, dtype, options.requantize or source.name in FLOATING
+        ),
     ),
     Rule(
-        lambda source, wish, sizes: source.name in FLOATING or wish.requantize,
+        lambda source, options, sizes: source.name in FLOATING or options.requantize,
         _fresh,
-        lambda source, target, wish: Quantized(source, Quantizer(target, wish.method, wish.rule)),
+        lambda source, target, options, dtype: Quantized(source, replace(options.quantizer, weight=target)),
     ),
 )
 """The first that holds is taken."""
 
 
 def change_for(
-    source: WeightFormat, wish: Wish, sizes: tuple[tuple[int, int], ...]
+    source: WeightFormat, options: PortableOptions, sizes: tuple[tuple[int, int], ...], dtype: str = "BF16"
 ) -> tuple[WeightFormat, Change]:
     """The format that comes out for matrices of `sizes` ``(n, k)`` in `source`, and how.
+
+    `dtype` is the safetensors dtype of the model's 16-bit weights and scales.
 
     Raises UsageError when weights that have been quantized before would lose more, unasked.
     """
     for rule in RULES:
-        if rule.holds(source, wish, sizes):
-            target = rule.target(source, wish)
-            return target, rule.change(source, target, wish)
+        if rule.holds(source, options, sizes):
+            target = rule.target(source, options, dtype)
+            return target, rule.change(source, target, options, dtype)
     raise UsageError(
-        f"weights that are {source} have no exact form in {wish.target}.",
+        f"weights that are {source} have no exact form in {options.format.weight}.",
         reason="Quantizing again what has been quantized loses more.",
         hint="Convert from the original weights, or give --requantize.",
     )

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from ...capabilities.kernel_packages import KERNEL_PACKAGES
+from ...capabilities.unpacked import VARIABLE, find_peer, library_file, peers_folder
 from ...environment.installed import another_of_the_name, find_package
-from ...environment.peers import VARIABLE, find_peer, library_file, peers_folder
 from ...errors import BackendFailed, MoectlError, Unavailable
 
 MARLIN_OPERATOR = "moe_wna16_marlin_gemm"
@@ -36,7 +37,7 @@ def package(name: str) -> ModuleType:
     """
     folder = find_peer(name, peers_folder())
     if folder is None:
-        found = find_package(name)
+        found = find_package(name, KERNEL_PACKAGES[name])
         if found.wrong:
             raise Unavailable(another_of_the_name(found))
         if not found.present:

@@ -289,13 +289,13 @@ NVFP4 = {
 }
 
 
-def nvfp4(g, e, h, inter, backend="FLASHINFER_TRTLLM", gate=True):
+def nvfp4(g, e, h, inter, backend="FLASHINFER_TRTLLM", gate=True, twice=False):
     function, hidden = NVFP4[backend]
     own = backend in ("CUTEDSL", "B12X")
     hp, ip = up(h, hidden), up(inter, 64 if gate else 128)
     count = 2 if gate else 1
     inputs = {
-        "a13_scale": torch.rand(e, count, generator=g),
+        "a13_scale": torch.rand(e, 2 if twice else count, generator=g),
         "a2_scale": torch.rand(e, generator=g),
         "w13_scale_2": torch.rand(e, generator=g),
         "w2_scale_2": torch.rand(e, generator=g),

@@ -18,7 +18,7 @@ from moectl.convert.transforms import DTYPES
 from moectl.errors import CheckpointError, NoBackend, UsageError
 from moectl.padding import padding, size_rule
 from moectl.problem import Activation, Align, Dims, MoEProblem
-from moectl.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
+from moectl.schemes import FULL, MXFP4, NVFP4, Scheme, WeightFormat, int_format
 
 from .layers import (
     EVERY_LAYOUT,
@@ -220,6 +220,26 @@ PADDING = [
     ("moectl-mtile64", int_format(4, 128), Align(128, 128)),
     ("moectl-mtile64", int_format(8, FULL, zero_point=True), Align(64, 64)),
 ]
+
+
+@pytest.mark.parametrize(
+    ("act", "gated", "align"),
+    [
+        (None, True, Align(256, 64)),
+        (None, False, Align(256, 128)),
+        ("nvfp4", False, Align(256, 128)),
+        ("nvfp4-per-token", True, Align(256, 64)),
+        ("nvfp4-per-token", False, Align(512, 128)),
+    ],
+)
+def test_activations_scaled_by_token_pad_experts_without_a_gate_further(act, gated, align):
+    layout = layout_for("trtllm", NVFP4, "sm100", act)
+    assert padding(layout.name, NVFP4, gated) == align
+    activation = Activation("silu") if gated else Activation("relu2", gated=False)
+    problem = layout.pad(MoEProblem(Dims(1280, 192), 2, 1, Scheme(NVFP4), activation))
+    assert problem.dims == align.apply(Dims(1280, 192))
+    stored = layout.recipe(problem).stored["w2"][0]
+    assert stored == (2, problem.dims.padded_hidden, problem.dims.padded_intermediate // 2)
 
 
 @pytest.mark.parametrize(("name", "weight", "align"), PADDING)

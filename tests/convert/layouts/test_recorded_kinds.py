@@ -41,6 +41,10 @@ CASES = [
     ),
     *((recorder.nvfp4, (3, 288, 96), {"backend": name}) for name in ("FLASHINFER_TRTLLM", "CUTEDSL")),
     (recorder.nvfp4, (3, 256, 96), {"backend": "FLASHINFER_TRTLLM", "gate": False}),
+    *(
+        (recorder.nvfp4, (2, 256, 96), {"backend": name, "gate": False, "twice": True})
+        for name in ("FLASHINFER_TRTLLM", "VLLM_CUTLASS", "B12X")
+    ),
     (recorder.nvfp4, (2, 512, 160), {"backend": "CUTEDSL", "gate": False}),
     *(
         (recorder.nvfp4, (2, 384, 192), {"backend": name})

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moectl.checkpoint.model import Checkpoint, Origin
 from moectl.checkpoint.storage import PER_EXPERT, STORAGES, Storage
-from moectl.convert.portable.plan import Portable, plan_portable
+from moectl.convert.portable.options import PortableOptions
+from moectl.convert.portable.plan import plan_portable
 from moectl.convert.stream import convert
 from moectl.files.safetensors_header import read_header
 from moectl.problem import Dims
@@ -87,7 +88,7 @@ def converted(
     """A folder with the layer, and a `dense` module as in `write_folder`, in a portable format."""
     checkpoint = write_folder(folder / "source", layer, dense)
     out = folder / "out"
-    convert(plan_portable(checkpoint, Portable(target, container, **asked)), out)
+    convert(plan_portable(checkpoint, PortableOptions(target, container, **asked)), out)
     return out
 
 

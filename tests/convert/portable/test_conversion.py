@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from moectl.checkpoint import open_checkpoint
-from moectl.cli.converting import Asked, planner
+from moectl.cli.convert.planner import TargetOptions, planner
 from moectl.cli.main import app
 from moectl.convert import layer_work
+from moectl.convert.portable.options import PortableOptions
 from moectl.convert.portable.parts import PART, read_report
-from moectl.convert.portable.plan import Portable, plan_portable
+from moectl.convert.portable.plan import plan_portable
 from moectl.convert.portable.verify import verify_portable
-from moectl.convert.quantize.calibration import Calibration
 from moectl.convert.shards import shard_of
 from moectl.convert.stream import convert
 from moectl.errors import CheckpointError, UsageError
@@ -85,7 +85,7 @@ def test_an_interrupted_conversion_is_resumed_to_the_same_bytes(tmp_path, monkey
     checkpoint = open_checkpoint(model(tmp_path / "source"))
 
     def go(out: str, target: str = "nvfp4", method: str = "search", **options: bool) -> None:
-        convert(plan_portable(checkpoint, Portable(target, method=method)), tmp_path / out, **options)
+        convert(plan_portable(checkpoint, PortableOptions(target, method=method)), tmp_path / out, **options)
 
     go("whole")
     record, seen = layer_work.LayerWork.record, []
@@ -128,13 +128,11 @@ def test_calibration_lowers_the_errors_of_outputs(tmp_path):
     save_file({"x": torch.randn(512, 128, generator=generator) @ mixed}, tmp_path / "seen.safetensors")
     found = {}
     for method in ("gptq", "search"):
-        asked = Portable(
-            "int4-g128",
-            method=method,
-            calibration=Calibration(tmp_path / "seen.safetensors"),
-            activate=lambda h, problem, rows: activate(h, problem.activation, rows),
+        asked = PortableOptions("int4-g128", method=method, calibration=tmp_path / "seen.safetensors")
+        plan = plan_portable(
+            checkpoint, asked, activate=lambda h, problem, rows: activate(h, problem.activation, rows)
         )
-        convert(plan_portable(checkpoint, asked), tmp_path / method)
+        convert(plan, tmp_path / method)
         found[method] = read_report(tmp_path / method)["layers"]["7"]
     for role in ("w13", "w2"):
         gptq, search = found["gptq"][role], found["search"][role]
@@ -144,9 +142,10 @@ def test_calibration_lowers_the_errors_of_outputs(tmp_path):
 def test_calibration_of_another_size_is_refused_before_anything_is_written(tmp_path):
     checkpoint = write_folder(tmp_path / "source", random_layer("plain", BF16))
     save_file({"x": torch.randn(8, 96)}, tmp_path / "seen.safetensors")
-    seen = Calibration(tmp_path / "seen.safetensors")
-    asked = Portable("int8", method="gptq", calibration=seen, activate=lambda h, problem, rows: h)
+    asked = PortableOptions("int8", method="gptq", calibration=tmp_path / "seen.safetensors")
     with pytest.raises(CheckpointError, match=r"\[tokens, 128\], got"):
+        plan_portable(checkpoint, asked, activate=lambda h, problem, rows: h)
+    with pytest.raises(ValueError, match="activation function"):
         plan_portable(checkpoint, asked)
 
 
@@ -165,15 +164,17 @@ def test_calibration_of_another_size_is_refused_before_anything_is_written(tmp_p
 def test_options_that_do_not_go_together(words, why, tmp_path):
     source = model(tmp_path / "source")
     given = dict(zip(words[::2], words[1::2], strict=True))
-    keys = ("--to", "--arch", "--act", "--container", "--method", "--mx-scale", "--calibration")
-    asked = Asked(*map(given.get, keys), requantize=False, max_memory=None, experts_only=False)
+    fields = {"--container": "container", "--method": "method", "--mx-scale": "rule"}
+    options = {name: given[key] for key, name in fields.items() if key in given}
+    portable = PortableOptions(given["--to"], **options)
     with pytest.raises(UsageError, match=why):
-        planner(open_checkpoint(source), asked)(shard_of(0, int(given.get("--tp-size", 1))))
+        plan = planner(open_checkpoint(source), TargetOptions(given["--to"]), portable)
+        plan(shard_of(0, int(given.get("--tp-size", 1))))
 
 
 def test_a_repack_heeds_no_quantizer(tmp_path):
     checkpoint = write_folder(tmp_path / "source", random_layer("compressed-tensors", MXFP4))
-    asked = Portable("mxfp4", method="rtn", rule="up", given=("--method", "--mx-scale"))
+    asked = PortableOptions("mxfp4", method="rtn", rule="up")
     with pytest.raises(UsageError, match=r"--method says .* Leave --method and --mx-scale out"):
         plan_portable(checkpoint, asked)
 
@@ -182,12 +183,14 @@ def test_groups_that_do_not_fill_a_row_are_refused(tmp_path):
     layer = random_layer("plain", BF16, dims=Dims(160, 96))
     checkpoint = write_folder(tmp_path / "source", layer)
     with pytest.raises(UsageError, match=r"hidden size 160 is not a whole number of groups of 128 .* --to"):
-        plan_portable(checkpoint, Portable("int4-g128"))
+        plan_portable(checkpoint, PortableOptions("int4-g128"))
 
 
 def test_a_conversion_is_named_by_what_it_heeds(tmp_path):
     checkpoint = write_folder(tmp_path / "source", random_layer("plain", BF16))
-    names = [plan_portable(checkpoint, Portable(target)).layout.name for target in ("int8", "mxfp4", "bf16")]
+    names = [
+        plan_portable(checkpoint, PortableOptions(target)).layout.name for target in ("int8", "mxfp4", "bf16")
+    ]
     assert names == [
         "int8 in compressed-tensors, search",
         "mxfp4 in compressed-tensors, search, floor",

@@ -11,7 +11,8 @@ import torch
 from sources.stored import EXPERTS, judge
 
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.portable.plan import Portable, plan_portable
+from moectl.convert.portable.options import PortableOptions
+from moectl.convert.portable.plan import plan_portable
 from moectl.convert.stream import convert
 from moectl.schemes import BF16, MXFP4, int_format
 
@@ -50,7 +51,7 @@ def test_compressed_tensors_reads_the_same_values(source, target, weight, tmp_pa
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    format_ = weight or Portable(target).format.weight
+    format_ = weight or PortableOptions(target).format.weight
     ours = layer_in(
         out, storage_of(CT, format_, "packed" if format_.bits == 4 or target == "int8" else ""), format_
     )
@@ -108,7 +109,7 @@ def tiny(kind: str, folder: Path) -> Path:
 
 
 def portable(source: Path, out: Path, target: str, **asked: object) -> Path:
-    convert(plan_portable(open_checkpoint(source), Portable(target, **asked)), out)
+    convert(plan_portable(open_checkpoint(source), PortableOptions(target, **asked)), out)
     return out
 
 

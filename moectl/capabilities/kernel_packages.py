@@ -1,0 +1,74 @@
+"""Packages of other makers' kernels that moectl's own runners call, and how each is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..environment.probes import Probe
+
+MARLIN_LIBRARY = "_moe_C*.so"
+"""vLLM's library of MoE kernels, whose name tells how it was built."""
+
+KERNEL_PACKAGES: Mapping[str, Probe] = {
+    "flashinfer": Probe(
+        ("flashinfer",),
+        "flashinfer-python",
+        symbols=(
+            "cute_dsl.blockscaled_gemm.grouped_gemm_nt_masked",
+            "cute_dsl.utils.convert_sf_to_mma_layout",
+            "cute_dsl_fused_moe_nvfp4",
+            "fp4_quantize",
+            "nvfp4_block_scale_interleave",
+            "scaled_fp4_grouped_quantize",
+            "silu_and_mul_scaled_nvfp4_experts_quantize",
+            "fused_moe.b12x_fused_moe",
+            "fused_moe.cutlass_fused_moe",
+            *(
+                f"fused_moe.trtllm_{kind}_{form}"
+                for kind in (
+                    "bf16",
+                    "fp4_block_scale",
+                    "fp8_block_scale",
+                    "fp8_per_tensor_scale",
+                    "mxint4_block_scale",
+                )
+                for form in ("moe", "routed_moe")
+            ),
+            "tllm_enums.Situ",
+        ),
+        serves="TRT-LLM, CUTLASS and CuteDSL kernels",
+        get="pip install flashinfer-python",
+    ),
+    "flashinfer_cubin": Probe(
+        ("flashinfer_cubin",),
+        "flashinfer-cubin",
+        serves="FlashInfer's compiled kernels",
+        get="pip install flashinfer-cubin, in the version of flashinfer-python",
+    ),
+    "triton_kernels": Probe(
+        ("triton_kernels", "vllm.third_party.triton_kernels"),
+        marks=("matmul_ogs.py", "matmul.py"),
+        own=("matmul_ogs.matmul_ogs", "routing.compute_expt_data"),
+        serves="OpenAI's Triton kernels for MXFP4",
+        get="comes with vLLM; its source is python/triton_kernels of github.com/triton-lang/triton",
+        other="Kernelize AI's package of that name on PyPI",
+    ),
+    "humming": Probe(
+        ("humming",),
+        "humming-kernels",
+        marks=("layer.py", "kernel", "ops"),
+        symbols=("schema.HummingWeightSchema", "tune.get_heuristics_config"),
+        own=("forward.humming_forward", "transform.transform_humming_tensors"),
+        serves="weight-only and 8-bit GEMMs",
+        get="pip install humming-kernels",
+        other="a package of that name that is not humming-kernels",
+    ),
+    "vllm": Probe(
+        ("vllm",),
+        "vllm",
+        own=(MARLIN_LIBRARY,),
+        serves="Marlin's MoE kernels, called without the engine",
+        get="pip install vllm==0.33.0",
+    ),
+}
+"""By the name under which `Packages` lists them."""

@@ -1,0 +1,268 @@
+"""`moectl bench`: backends on layers' real shapes, correctness first."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...bench import Settings, parse_counts
+from ...errors import ExitCode, UsageError
+from ...models import FORMATS as WEIGHTS
+from ...models import MODELS
+from ..checkpoint_argument import DEVICE, backend_names, find_source
+from ..options import (
+    SEED,
+    Activation,
+    Offline,
+    ParsedOption,
+    RecordOptions,
+    framed,
+    named,
+    option,
+    pick,
+    typed,
+)
+from ..output import Output, count
+from .output import RowOutput, RowOutputOptions
+
+if TYPE_CHECKING:
+    from ...bench.journal import Journal
+    from ...bench.measure import Bench
+    from ...bench.rows import Key, Row
+    from ...layer.source import LayerSource
+
+EXAMPLES = (
+    "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
+    "moectl bench ./prepared --backend triton,torch --routing uniform,zipf:1.2 -o rows.jsonl",
+    "moectl bench --model gpt-oss-20b,kimi-k2 -m 1-8192*4 -o rows.jsonl --resume --plot out.svg",
+    "moectl bench --rows rows.jsonl --format md",
+)
+MORE = (
+    "Every result is held to the reference first; a wrong one has no time.",
+    "Calls run in CUDA graphs on several routings and copies of small layers, so that weights come from",
+    "memory; backends take turns; ± is half the distance between the quartiles of the rounds.",
+)
+
+
+SETTINGS = RecordOptions(
+    Settings,
+    tokens=ParsedOption(
+        option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024."),
+        parse_counts,
+        kind=str,
+        default="1,8,64",
+    ),
+    backends=ParsedOption(
+        option("--backend", own=True, help="Names with commas; all: every usable one."),
+        lambda text: tuple(backend_names(text)),
+        kind=str,
+        default="all",
+    ),
+    layer=option("--layer", help="Layer number; default: the first of each group.", min=0),
+    tp=option("--tp", "--tp-size", help="Slices of each expert.", min=1),
+    ep=option("--ep", "--ep-size", help="Ranks that share the experts.", min=1),
+    device=DEVICE,
+    routings=ParsedOption(
+        option(
+            "--routing",
+            own=True,
+            help="uniform, balanced, zipf:A, hot:N:F, experts:N, trace:FILE, router; several with commas.",
+        ),
+        lambda text: tuple(dict.fromkeys(named(text, "--routing"))),
+        kind=str,
+        default="uniform",
+    ),
+    input=ParsedOption(
+        option("--input", help="safetensors file with x, for --routing router."),
+        lambda path: str(path or ""),
+        kind=Path | None,
+    ),
+    warm=option("--warm", help="Leave weights in the cache."),
+    rounds=option("--repeats", help="Rounds per row.", min=1),
+    seed=SEED,
+)
+"""Options that say what is measured; rows of an earlier bench have been."""
+
+
+@dataclass(frozen=True)
+class ActionOptions:
+    """Options that say what is done with what is measured, or instead of it."""
+
+    resume: Annotated[bool, option("--resume", help="Add what -o FILE.jsonl does not have yet.")] = False
+    save: Annotated[
+        bool, option("--save", help="Keep times for choices by measurement (`moectl explain --measured`).")
+    ] = False
+    compile_only: Annotated[bool, option("--compile-only", help="Compile what would be timed, and stop.")] = (
+        False
+    )
+    jobs: Annotated[int, option("--jobs", help="Processes of --compile-only.", min=1, max=64)] = 1
+
+
+IGNORED = {
+    "rows": (
+        (*SETTINGS.names, "activation", "offline", *(field.name for field in fields(ActionOptions))),
+        "--rows shows rows that are there",
+    ),
+    "compile_only": (("resume", "save", "output", "plot", "format"), "--compile-only measures nothing"),
+    "model": (("layer", "activation"), "--model times one layer of each model, as it is known"),
+}
+"""Options that have no meaning beside another, and why."""
+
+
+@framed("bench")
+def bench(
+    context: typer.Context,
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CKPT", help="The folder of a checkpoint, or a converted one.", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        option(
+            "--model",
+            own=True,
+            help=f"Instead of CKPT, random weights: of {', '.join(MODELS)}; also NAME:FORMAT.",
+        ),
+    ] = None,
+    rows: Annotated[
+        list[Path] | None, option("--rows", own=True, help="Instead of CKPT: show rows of an earlier bench.")
+    ] = None,
+    *,
+    measured: Annotated[Callable[..., Settings], SETTINGS],
+    activation: Activation = None,
+    offline: Offline = False,
+    rows_to: RowOutputOptions,
+    actions: ActionOptions,
+    out: Output,
+) -> ExitCode:
+    """Time backends on layers' real shapes.
+
+    Against the floor that the device's bandwidth and matrix rate set. Each is compared with the
+    reference first; a result that is wrong gets no time. Exit code 1 when one was wrong, or failed.
+    """
+    shown = rows_to.output_of(out.as_json)
+    _check_together(context, {"rows": rows, "compile_only": actions.compile_only, "model": model})
+    if rows:
+        return _from_rows(rows, (checkpoint, model), shown, out)
+    settings = measured(checkpoint=checkpoint or "", models=_models(model))
+    source = None
+    if checkpoint:
+        source = find_source(checkpoint, settings.layer, offline=offline, activation=activation)
+    shown.check([*settings.files, *([checkpoint] if checkpoint else [])])
+    if actions.compile_only:
+        return _compile(settings, source, actions.jobs, out)
+    if actions.resume and shown.journal is None:
+        raise UsageError("--resume goes on with rows in a file", hint="give -o FILE.jsonl")
+    for note in source.notes if source else ():
+        out.note(note)
+    about, taken = _measure(settings, source, shown.journal, actions, out)
+    shown.show(about, taken, out)
+    return ExitCode.FOUND if any(row.failed for row in taken) else ExitCode.DONE
+
+
+def _models(text: str | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(_model, named(text, "--model") if text is not None else ())))
+
+
+def _model(text: str) -> str:
+    name, colon, format = text.partition(":")
+    known = pick(name, MODELS, "model")
+    return f"{known}:{pick(format, WEIGHTS, 'format')}" if colon else known
+
+
+def _check_together(context: typer.Context, given: Mapping[str, Any]) -> None:
+    """Refuses options on the command line that would have no effect beside the others."""
+    for name, (ignored, why) in IGNORED.items():
+        if given[name] and (found := typed(context, ignored)):
+            raise UsageError(f"{why}, and {', '.join(found)} would be ignored", hint="leave one out")
+    if not given["compile_only"] and typed(context, ("jobs",)):
+        raise UsageError("--jobs is of --compile-only, which is not asked for", hint="add --compile-only")
+
+
+def _from_rows(
+    paths: Sequence[Path], others: tuple[str | None, ...], shown: RowOutput, out: Output
+) -> ExitCode:
+    from ...bench.reading import read_rows
+
+    if any(others):
+        raise UsageError("--rows shows rows that are there, and CKPT and --model measure new ones")
+    if len(paths) > 1:
+        raise UsageError(
+            f"--rows shows one file, got {len(paths)}", hint="hold two against each other by `moectl compare`"
+        )
+    path = paths[0]
+    if shown.journal is not None:
+        raise UsageError(f"{shown.journal} would be a copy of rows", hint="give -o FILE.md, .csv or .json")
+    shown.check([path])
+    found = read_rows(path)
+    for note in found.notes:
+        out.note(note)
+    shown.show(found.about, found.rows, out)
+    return ExitCode.DONE
+
+
+def _compile(settings: Settings, source: "LayerSource | None", jobs: int, out: Output) -> ExitCode:
+    from ...bench.compiling import compile_parts
+
+    lines: list[str] = []
+    failed = False
+    with out.progress("compiling", unit="cells") as progress:
+        for line in compile_parts(settings, source, jobs):
+            lines.append(line.text)
+            failed |= line.failed
+            progress(len(lines), 0, line.text)
+    document = {"settings": settings.to_json(), "lines": lines}
+    out.result(document, lambda console: console.print("\n".join(lines), markup=False), f"{len(lines)}")
+    return ExitCode.FOUND if failed else ExitCode.DONE
+
+
+def _measure(
+    settings: Settings,
+    source: "LayerSource | None",
+    path: Path | None,
+    actions: ActionOptions,
+    out: Output,
+) -> "tuple[Mapping[str, Any], Sequence[Row]]":
+    """What rows were taken on, as plain data, and all rows; they go into a journal at `path` as they come."""
+    from ...bench.about import about, rates_of
+    from ...bench.journal import Journal, Run
+    from ...bench.keeping import keep
+    from ...bench.opening import open_bench
+
+    with ExitStack() as stack:
+        journal = stack.enter_context(Journal.open(path, resume=actions.resume)) if path else None
+        before = journal.before if journal else None
+        rates = rates_of(before.about) if before else None
+        opened = open_bench(settings, source, rates=rates, say=out.note)
+        run = Run(settings.to_json(), about(opened.machine, settings, opened.rates))
+        told = journal.begin(run) if journal else run.to_json()
+        there = before.rows if before else ()
+        if before:
+            out.note(
+                f"{count(len(there), 'row')} of {path} {'is' if len(there) == 1 else 'are'} there already"
+            )
+        new = list(_measured(opened, frozenset(row.key for row in there), journal, out))
+    if actions.save:
+        kept = (*keep(opened, there, str(told.get("begun", ""))), *keep(opened, new))
+        for file in dict.fromkeys(kept):
+            out.note(f"kept in {file}")
+    return told, (*there, *new)
+
+
+def _measured(
+    opened: "Bench", done: "frozenset[Key]", journal: "Journal | None", out: Output
+) -> "Iterator[Row]":
+    """Rows that are not `done`, each in the journal by the time it comes."""
+    left = opened.left(done)
+    with out.progress("measuring", unit="rows") as progress:
+        progress(len(done), len(done) + left, "")
+        for number, row in enumerate(opened.measured(done), len(done) + 1):
+            if journal is not None:
+                journal.add(row)
+            progress(number, len(done) + left, f"{row.model} {row.backend} M={row.tokens}")
+            yield row

@@ -1,0 +1,153 @@
+"""Where the rows of a bench go: to stdout in a format, to files by their suffixes, into a plot."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ...errors import UsageError
+from ..options import option, pick
+from ..output import Output, count, table
+from ..output_paths import check_writable
+
+if TYPE_CHECKING:
+    from ...bench.rows import Row
+
+FORMATS = ("md", "csv", "json", "jsonl")
+READ_BACK = (".jsonl", ".json", ".csv")
+"""Suffixes of files that ``--rows`` shows again."""
+
+
+@dataclass(frozen=True)
+class RowOutputOptions:
+    """Options that say where rows go."""
+
+    format: Annotated[
+        str | None, option("--format", help="md, csv, json or jsonl on stdout.", show_default=False)
+    ] = None
+    output: Annotated[
+        list[Path] | None,
+        option(
+            "--output",
+            "-o",
+            own=True,
+            help="A file by suffix, also several, instead of the table on stdout; .jsonl row by row.",
+        ),
+    ] = None
+    plot: Annotated[Path | None, option("--plot", help="Draw latency and roofline: .svg or .png.")] = None
+
+    def output_of(self, as_json: bool) -> "RowOutput":
+        """The places; UsageError for an unknown format, or one that ``--json`` contradicts."""
+        return RowOutput(
+            stdout_format(self.format, self.output, as_json), tuple(self.output or ()), self.plot
+        )
+
+
+def stdout_format(format: str | None, output: Sequence[Path] | None, as_json: bool) -> str | None:
+    """The format of stdout: by name or ``--json``; ``table``, or None where files take everything.
+
+    Raises UsageError for an unknown or a contradicted format.
+    """
+    if format is not None:
+        format = pick(format, FORMATS, "format")
+    if as_json and format not in (None, "json"):
+        raise UsageError(f"--json and --format {format} ask for two formats", hint="leave one of them out")
+    if as_json:
+        return "json"
+    return format or (None if output else "table")
+
+
+@dataclass(frozen=True)
+class RowOutput:
+    """Where rows go: the format of stdout, files by their suffixes, and a plot."""
+
+    stdout: str | None
+    files: tuple[Path, ...]
+    plot: Path | None
+
+    @property
+    def journal(self) -> Path | None:
+        """The file that rows are written to as they come."""
+        return next((path for path in self.files if path.suffix.lower() == ".jsonl"), None)
+
+    def check(self, reads: Sequence[str | Path]) -> None:
+        """Refuses what cannot be written, or would write over what the command `reads`, before the work."""
+        for path in self.files:
+            if path.suffix.lstrip(".").lower() not in FORMATS:
+                raise UsageError(
+                    f"the suffix of {path} names no format, expected one of {', '.join(FORMATS)}",
+                    hint="give -o rows.jsonl",
+                )
+            check_writable(path, reads, journal=path == self.journal)
+        if sum(path.suffix.lower() == ".jsonl" for path in self.files) > 1:
+            raise UsageError("rows go into one .jsonl file as they come, and several are asked for")
+        if self.plot is not None:
+            from ...bench.plot import check_plot
+
+            check_writable(self.plot, reads)
+            check_plot(self.plot)
+
+    def show(self, about: Mapping[str, Any], rows: "Sequence[Row]", out: Output) -> None:
+        """Writes files other than the journal, the plot, and stdout."""
+        from ...bench.render import brief, document
+        from ...files.atomic import write_file
+
+        for path in self.files:
+            if path != self.journal:
+                text = render(path.suffix.lstrip(".").lower(), about, rows, out)
+                write_file(path, text.encode())
+        if self.plot is not None:
+            from ...bench.plot import draw
+
+            draw(self.plot, about, rows)
+            out.note(f"wrote {self.plot}")
+        if self.files:
+            out.note(self._where(rows))
+        if self.stdout in ("md", "csv", "jsonl"):
+            out.text(render(self.stdout, about, rows, out))
+        elif self.stdout is not None:
+            out.as_json = self.stdout == "json"
+            lines = [brief(row) for row in rows]
+            out.result(document(about, rows), lambda console: draw_table(about, rows, console), lines)
+        elif out.quiet:
+            out.text("\t".join(map(str, self.files)))
+
+    def _where(self, rows: "Sequence[Row]") -> str:
+        """What the files hold, and how it is seen."""
+        failed = sum(row.failed for row in rows)
+        said = f"{count(len(rows), 'row')} in {', '.join(map(str, self.files))}"
+        said += f", {failed} of them failed" if failed else ""
+        again = next((path for path in self.files if path.suffix.lower() in READ_BACK), None)
+        return said if again is None or self.stdout else f"{said}; moectl bench --rows {again} shows them"
+
+
+def render(format: str, about: Mapping[str, Any], rows: "Sequence[Row]", out: Output) -> str:
+    """The whole result in one of `FORMATS`."""
+    from ...bench.render import as_csv, document, markdown
+
+    if format == "json":
+        return out.json(document(about, rows)) + "\n"
+    if format == "jsonl":
+        lines = [{"kind": "run", **about}, *({"kind": "row", **row.to_json()} for row in rows)]
+        return "".join(out.json(line, indent=None) + "\n" for line in lines)
+    return markdown(about, rows) if format == "md" else as_csv(about, rows)
+
+
+def draw_table(about: Mapping[str, Any], rows: "Sequence[Row]", console: Any) -> None:
+    """Tables of times and costs, what they rest on, and latency as characters."""
+    from ...bench.plot import text_plots
+    from ...bench.render import COLUMNS, COSTS, cost_rows, footer, served, shown
+
+    for columns, some in ((COLUMNS, served(rows)), (COSTS, cost_rows(rows))):
+        if not some:
+            continue
+        used = shown(columns, some)
+        made = table(*(c.title for c in used), right=[c.title for c in used if c.number])
+        for row in some:
+            made.add_row(*(column.text(row) for column in used))
+        console.print(made)
+    for line in footer(about, rows):
+        console.print(line, markup=False)
+    plots = text_plots(rows)
+    if plots:
+        console.print("\n" + plots, markup=False)

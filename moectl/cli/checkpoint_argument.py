@@ -1,0 +1,91 @@
+"""What `run` and `bench` take: a CKPT argument, its layers, backends, a device. Imports no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import CheckpointError, UsageError
+from ..layer.source import CheckpointLayers, ConvertedLayers, LayerSource
+from ..ranges import ranges
+from .options import ParsedOption, named, option, pick
+
+DEVICES = ("cpu", "cuda")
+DEVICE = ParsedOption(
+    option("--device", help="cpu or cuda; default: a GPU if there is one."),
+    lambda text: pick(text, DEVICES, "device") if text else "",
+)
+POLICY = "moectl"
+"""The policy whose backends this tool runs itself."""
+
+
+def find_source(
+    ref: str,
+    layer: int | None,
+    *,
+    offline: bool,
+    activation: str | None = None,
+    routing: str | None = None,
+) -> LayerSource:
+    """The layers of the checkpoint or the converted folder that `ref` names.
+
+    `activation` and `routing` state what a config does not say, as `parse_stated` reads them; a
+    converted folder says it all. Raises CheckpointError when there are no MoE layers, UsageError when
+    `layer` is none of them, or a converted folder is told something.
+    """
+    from ..checkpoint import open_checkpoint
+    from ..checkpoint.opening import MANIFEST
+    from ..checkpoint.stated import parse_stated
+
+    if (Path(ref) / MANIFEST).exists():
+        stated = [name for name, text in (("--activation", activation), ("--routing", routing)) if text]
+        if stated:
+            raise UsageError(
+                f"{ref} is a converted folder, which says all that {' and '.join(stated)} would",
+                hint="leave it out; it goes with the checkpoint that is converted",
+            )
+        return ConvertedLayers(Path(ref))
+    found = CheckpointLayers(open_checkpoint(ref, offline=offline, stated=parse_stated(activation, routing)))
+    layers = found.layers()
+    if not layers:
+        raise CheckpointError(f"{ref} has no MoE layers", hint="`moectl explain` shows what it holds")
+    if layer is not None and layer not in layers:
+        raise UsageError(
+            f"layer {layer} has no experts; MoE layers are {layers[0]} to {layers[-1]}",
+            hint="choose one of them with --layer",
+        )
+    return found
+
+
+def backend_names(text: str | None) -> list[str]:
+    """Backends of a list such as ``triton,torch``; none for None or ``all``. UsageError for others."""
+    from ..oracle.registry import policy_named
+
+    if text is None or text == "all":
+        return []
+    known = policy_named(POLICY).request_names()
+    return [pick(name, known, "backend") for name in named(text, "--backend")]
+
+
+def pick_layers(text: str, there: Sequence[int]) -> list[int]:
+    """The layers of ``all`` or of a list such as ``0,3,5-9``, rising, each once.
+
+    Raises UsageError for anything else, and for layers that are not `there`.
+    """
+    if text.strip().lower() == "all":
+        return list(there)
+    picked: set[int] = set()
+    for item in text.split(","):
+        first, dash, last = item.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise UsageError(
+                f"layers must look like all or 0,3,5-9, got {item.strip()!r} in {text!r}",
+                hint=f"there are {ranges(there)}",
+            )
+        span = range(int(first), int(last or first) + 1)
+        absent = span if span[-1] > max(there, default=-1) else [n for n in span if n not in set(there)]
+        if absent:
+            raise UsageError(
+                f"{item.strip()} asks for layers without experts; MoE layers are {ranges(there)}",
+                hint="choose among them with --layers",
+            )
+        picked.update(span)
+    return sorted(picked)

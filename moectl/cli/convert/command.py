@@ -1,0 +1,228 @@
+"""`moectl convert`: expert weights in a backend's kernel layout, ahead of time."""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...convert.portable.options import PortableOptions
+from ...errors import CheckpointError, UsageError
+from ...portable import CONTAINERS, PORTABLE
+from ..options import Activation, CheckpointArg, Offline, RecordOptions, Routing, framed, option
+from ..output import Output, count, size
+from .planner import TargetOptions, planner
+from .text import draw_done, draw_plans, finished_document, plan_document, ranks_document
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ...convert.rank_plans import RankPlan
+    from ...convert.stream import Summary
+
+EXAMPLES = (
+    "moectl convert ./gpt-oss-20b ./marlin --to marlin",
+    "moectl convert ./gpt-oss-20b ./marlin-tp4 --to marlin --tp-size 4",
+    "moectl convert ./Qwen3-30B-A3B ./int4 --to int4-g128",
+    "moectl convert ./kimi ./marlin --to marlin --device cuda --part 2/4",
+)
+MORE = ["Who reads what: moectl list layouts, moectl list formats"]
+
+
+PORTABLE_OPTIONS = RecordOptions(
+    PortableOptions,
+    container=option("--container", help=f"Of a portable format: {', '.join(CONTAINERS)}."),
+    method=option("--method", help="search (default), rtn; gptq (default with --calibration)."),
+    rule=option("--mx-scale", help="MXFP4's block scales: floor (default), even, up."),
+    calibration=option("--calibration", help="Safetensors with activations x [tokens, hidden]."),
+    requantize=option("--requantize", help="Let weights that were quantized before lose more."),
+)
+"""Options of portable formats; `requantize` is one of layouts, too."""
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """Options that say whose share of the experts is converted."""
+
+    tp_size: Annotated[int, option("--tp-size", help="Slice each expert over so many ranks.", min=1)] = 1
+    ep_size: Annotated[int, option("--ep-size", help="Spread experts over so many ranks.", min=1)] = 1
+    rank: Annotated[
+        int | None, option("--rank", help="This rank alone, into OUT; default: all, OUT/rank-00, ...", min=0)
+    ] = None
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """Options that say how far a conversion goes, and with what."""
+
+    dry_run: Annotated[bool, option("--dry-run", help="Plan from headers alone; write nothing.")] = False
+    resume: Annotated[bool, option("--resume", help="Finish a conversion that was interrupted.")] = False
+    part: Annotated[
+        str | None, option("--part", help="2/4: the second of four processes that fill OUT together.")
+    ] = None
+    finish: Annotated[bool, option("--finish", help="Complete OUT when all its parts are there.")] = False
+    threads: Annotated[
+        int | None, option("--threads", help="1: one thing after another; default: all cores.", min=1)
+    ] = None
+    device: Annotated[
+        str,
+        option("--device", help="cpu, cuda, cuda:N, or auto: a GPU if there is one.", own=True),
+    ] = "cpu"
+
+    def check(self) -> None:
+        """UsageError for options that do not go together."""
+        if self.finish and (self.part is not None or self.dry_run or self.resume):
+            raise UsageError("--finish goes with neither --part nor --resume nor --dry-run")
+
+
+@framed("convert")
+def convert(
+    checkpoint: CheckpointArg,
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.", show_default=False)],
+    *,
+    making: TargetOptions,
+    portable: Annotated[Callable[..., PortableOptions], PORTABLE_OPTIONS],
+    max_memory: Annotated[
+        str | None, option("--max-memory", help="Bound such as 2GB; default: a quarter of RAM.")
+    ] = None,
+    ranks: RankOptions,
+    execution: ExecutionOptions,
+    activation: Activation = None,
+    routing: Routing = None,
+    offline: Offline = False,
+    out: Output,
+) -> None:
+    """Write expert weights in a kernel's layout or another format.
+
+    Streamed layer by layer and resumable. A layout is a cache for its backend, bit-exactly reversible;
+    a portable format is an ordinary checkpoint. Ranks (--tp-size, --ep-size) get folders of their own.
+    """
+    making = making.spelled()
+    memory = None if max_memory is None else parse_size(max_memory)
+    execution.check()
+
+    from ...checkpoint import open_checkpoint
+    from ...checkpoint.stated import parse_stated
+
+    source = open_checkpoint(checkpoint, offline=offline, stated=parse_stated(activation, routing))
+    if not source.groups:
+        raise CheckpointError(f"{checkpoint} has no MoE layers", hint="`moectl explain` shows what it holds")
+
+    from ...convert.portions import portion_of
+    from ...convert.rank_plans import check_outputs, plan_ranks
+
+    plan = planner(source, making, portable(target=making.to), memory)
+    plans = plan_ranks(target, ranks.tp_size, ranks.ep_size, ranks.rank, plan)
+    if execution.finish:
+        return _finish(plans, target, out)
+    portion = None if execution.part is None else portion_of(execution.part)
+    plans = tuple(replace(item, portion=portion) for item in plans)
+    check_outputs(source.folder, target, plans, execution.resume)
+    if source.origin.note:
+        out.note(f"read from the {source.origin.kind}: {source.origin.note}")
+    for note in source.notes:
+        out.note(note)
+    if execution.dry_run:
+        return _plan(plans, execution.threads, out)
+    begin = time.perf_counter()
+    summaries = _convert(plans, execution, target, out)
+    seconds = time.perf_counter() - begin
+    documents = [
+        finished_document(item, summary, seconds) for item, summary in zip(plans, summaries, strict=True)
+    ]
+    out.result(
+        ranks_document(documents),
+        lambda console: draw_done(
+            target, plans, summaries, seconds, console, costs=making.to in PORTABLE and portion is None
+        ),
+        str(target),
+    )
+    if portion is None:
+        out.note(f"check it with: moectl verify {target}")
+    else:
+        out.note(f"part {portion} is there; complete {target} with --finish when all parts are")
+    return None
+
+
+def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
+    """Completes what all parts have written."""
+    from ...convert.stream import complete
+
+    summaries = [complete(item.plan, item.folder) for item in plans]
+    layout = plans[0].plan.layout.name
+    documents = [
+        {
+            "folder": str(summary.folder),
+            "layout": layout,
+            "resumed_layers": list(summary.resumed),
+            "skipped_files": list(summary.skipped_files),
+        }
+        for summary in summaries
+    ]
+    layers = sum(len(summary.resumed) for summary in summaries)
+    text = f"{target}: {layout}, complete with {count(layers, 'layer')}"
+    out.result(ranks_document(documents), lambda console: console.print(text, markup=False), str(target))
+    out.note(f"check it with: moectl verify {target}")
+
+
+def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None:
+    """Shows what would be done."""
+    from ...convert.estimate import measured_rate
+
+    rate = measured_rate(plans[0].plan, threads)
+    estimates = [
+        {
+            **plan_document(item.own),
+            "seconds_estimate": item.own.bytes_in / rate.bytes_per_second,
+            "rate_measured": rate.measured,
+        }
+        for item in plans
+    ]
+    written = sum(item.own.bytes_out for item in plans)
+    out.result(ranks_document(estimates), lambda console: draw_plans(plans, rate, console), str(written))
+
+
+def _convert(
+    plans: "Sequence[RankPlan]", execution: ExecutionOptions, target: Path, out: Output
+) -> "list[Summary]":
+    """Converts one rank after the other."""
+    from ...convert.rank_plans import convert_ranks
+    from ...convert.stream import convert as library
+
+    read, written = (
+        sum(sizes) for sizes in zip(*((it.own.bytes_in, it.own.bytes_out) for it in plans), strict=True)
+    )
+    out.note(f"{plans[0].plan.layout.name}: {size(read)} of experts -> {size(written)} in {target}")
+    try:
+        with out.progress("converting") as progress:
+            return convert_ranks(
+                plans,
+                lambda item, tell: library(
+                    item.plan,
+                    item.folder,
+                    resume=execution.resume,
+                    progress=tell,
+                    threads=execution.threads,
+                    device=execution.device,
+                    portion=item.portion,
+                ),
+                progress,
+            )
+    except KeyboardInterrupt:
+        out.note(f"the layers that are finished stay in {target}; --resume goes on from there")
+        raise
+
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``2GB``, ``512MiB``, ``1.5G`` or ``1000000``; UsageError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    if match is None or match[2] not in UNITS or not float(match[1]):
+        raise UsageError(f"a size must look like 2GB, 512MiB or 1000000, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])

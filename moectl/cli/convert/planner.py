@@ -1,0 +1,109 @@
+"""What `moectl convert` plans: a kernel layout or a portable format."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from ...convert.portable.options import PortableOptions, not_for
+from ...errors import UsageError
+from ...portable import CONTAINERS, PORTABLE
+from ...targets import ACTS, LAYOUTS, TARGETS
+from ..options import option, pick
+
+if TYPE_CHECKING:
+    from ...checkpoint.model import Checkpoint
+    from ...convert.plan import Plan
+    from ...convert.shards import Shard
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """Options that say what is made; those of portable formats alone are `PortableOptions`."""
+
+    to: Annotated[
+        str,
+        option(
+            "--to",
+            help=f"Layout: {', '.join(TARGETS)}; or portable format: {', '.join(PORTABLE)}.",
+            show_default=False,
+        ),
+    ]
+    arch: Annotated[str | None, option("--arch", help="sm90, sm100, ...: where --to alone is ambiguous.")] = (
+        None
+    )
+    act: Annotated[str | None, option("--act", help=f"Activations the layout is for: {', '.join(ACTS)}.")] = (
+        None
+    )
+    experts_only: Annotated[bool, option("--experts-only", help="Leave out tensors that are no experts.")] = (
+        False
+    )
+
+    def spelled(self) -> "TargetOptions":
+        """The same in the spelling of what is known; UsageError for what is not."""
+        archs = sorted({a for facts in LAYOUTS.values() for a in facts.archs})
+        return replace(
+            self,
+            to=pick(self.to, [*TARGETS, *PORTABLE], "layout or format"),
+            arch=None if self.arch is None else pick(self.arch, archs, "architecture"),
+            act=None if self.act is None else pick(self.act, ACTS, "activation format"),
+        )
+
+
+def planner(
+    source: "Checkpoint", target: TargetOptions, portable: PortableOptions, max_memory: int | None = None
+) -> "Callable[[Shard], Plan]":
+    """What plans one rank's conversion of `source`. Raises UsageError for options that do not go together."""
+    if target.to in PORTABLE:
+        return _portable(source, target, portable, max_memory)
+    if portable.given:
+        raise not_for(next(iter(portable.given)), target.to, "goes with portable formats only")
+    from ...convert.layout import layout_for
+    from ...convert.planning import plan_conversion
+
+    layout = layout_for(target.to, source.groups[0].problem.scheme.weight, target.arch, target.act)
+    if portable.requantize:
+        layout = layout.requantizing()
+    return lambda shard: plan_conversion(
+        source, layout, max_memory=max_memory, experts_only=target.experts_only, shard=shard
+    )
+
+
+def _portable(
+    source: "Checkpoint", target: TargetOptions, portable: PortableOptions, max_memory: int | None
+) -> "Callable[[Shard], Plan]":
+    for name, value in (("--arch", target.arch), ("--act", target.act)):
+        if value:
+            raise not_for(name, target.to, "goes with kernel layouts only")
+
+    from ...convert.codecs import E8M0_RULES
+    from ...convert.portable.plan import plan_portable
+    from ...convert.quantize import METHODS
+    from ...kernels.activation import activate
+
+    def known(value: str | None, names: tuple[str, ...], what: str) -> str | None:
+        return None if value is None else pick(value, names, what)
+
+    options = replace(
+        portable,
+        container=known(portable.container, tuple(CONTAINERS), "container"),
+        method=known(portable.method, METHODS, "method"),
+    )
+    if options.rule is not None and options.format.has_scale_rules:
+        options = replace(options, rule=pick(options.rule, E8M0_RULES, "rule for scales"))
+    options.check()
+
+    def plan(shard: "Shard") -> "Plan":
+        if shard.ranks > 1:
+            raise UsageError(
+                "a portable checkpoint is whole; engines slice it themselves.",
+                hint="Leave out --tp-size, --ep-size and --rank.",
+            )
+        return plan_portable(
+            source,
+            options,
+            activate=lambda h, problem, rows: activate(h, problem.activation, rows),
+            max_memory=max_memory,
+            experts_only=target.experts_only,
+        )
+
+    return plan

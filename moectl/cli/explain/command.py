@@ -1,0 +1,137 @@
+"""`moectl explain`: which backend a checkpoint gets, and every reason against the others."""
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ...errors import ExitCode, UsageError
+from ..options import framed, pick, typed
+from ..output import Output
+from .options import MOST_CELLS, AnswerOptions, DecisionOptions, ExplainedCheckpoint
+
+if TYPE_CHECKING:
+    from ...explain.machines import Machine
+    from .output import AnswerOutput
+
+EXAMPLES = (
+    "moectl explain openai/gpt-oss-120b --gpu h200",
+    "moectl explain moonshotai/Kimi-K2-Thinking --gpu h100,b200 --tp 1,2,4,8",
+    "moectl explain openai/gpt-oss-120b --gpu h200 --why flashinfer_trtllm",
+    "moectl explain ./ckpt --dp 8 --ep --all2all deepep_low_latency --json > a.json",
+    "moectl explain --replay a.json    moectl explain ./ckpt --diff a.json",
+)
+
+
+INPUTS = (*(field.name for field in fields(DecisionOptions)), "measured")
+"""Options that say what is decided: a document of --json holds them."""
+
+
+@framed("explain")
+def explain(
+    context: typer.Context,
+    checkpoint: ExplainedCheckpoint = None,
+    *,
+    options: DecisionOptions,
+    answer: AnswerOptions,
+    out: Output,
+) -> ExitCode:
+    """Say which fused-MoE backend a checkpoint gets, and why.
+
+    With every reason against each other candidate, from config and tensor headers alone: no weights, no
+    GPU, no engine.
+    """
+    from .output import AnswerOutput
+
+    shown = AnswerOutput(out, answer)
+    if answer.replay is not None:
+        if checkpoint is not None:
+            raise UsageError("--replay takes its inputs from the document", hint="leave CKPT out")
+        if stated_here := typed(context, INPUTS):
+            names = ", ".join(stated_here)
+            raise UsageError("--replay takes its inputs from the document", hint=f"leave {names} out")
+        return replayed(answer.replay, answer, shown)
+    if checkpoint is None:
+        raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --gpu h200")
+    return answered(checkpoint, options, answer, shown)
+
+
+def answered(
+    checkpoint: str, options: DecisionOptions, answer: AnswerOptions, shown: "AnswerOutput"
+) -> ExitCode:
+    """The explanation of a checkpoint, the matrix, what would have to change, or what did."""
+    from ...checkpoint import open_checkpoint
+    from ...checkpoint.stated import parse_stated
+    from ...explain import explain as library
+    from ...explain.matrix import matrix
+    from .command_line import ExplainCommand
+
+    policy, others = options.policies()
+    parallels = options.parallels(policy)
+    question = options.question(policy, parallels[0], others, measured=answer.measured is not False)
+    backend = answer.why and pick(answer.why, policy.request_names(), "backend")
+    machines = options.machines()
+    cells = len(machines) * len(parallels)
+    if cells > 1 and (answer.why or answer.diff):
+        raise UsageError(
+            f"{'--why' if answer.why else '--diff'} takes one GPU and one deployment",
+            hint="give one value each to --gpu, --tp and --dp",
+        )
+    if cells > MOST_CELLS:
+        raise UsageError(f"a matrix has at most {MOST_CELLS} cells, this has {cells}", hint="ask for fewer")
+    stated = parse_stated(options.activation, options.routing)
+    source = open_checkpoint(checkpoint, offline=answer.offline, stated=stated)
+    for note in (*assumed_of(machines), *options.remarks(policy, parallels)):
+        shown.out.note(note)
+    if cells > 1:
+        return shown.matrix(matrix(source.origin, source.groups, machines, parallels, question))
+    machine = machines[0]
+    explanation = library(source, machine.device, machine.packages, question)
+    if backend:
+        switches, told = tuple(options.switches.items()), tuple(options.stated().items())
+        command = ExplainCommand(checkpoint, machine, question, switches, options.policy or "", told)
+        return shown.why(explanation, command, backend)
+    return shown.diff(explanation, answer.diff) if answer.diff else shown.explanation(explanation)
+
+
+def assumed_of(machines: "tuple[Machine, ...]") -> list[str]:
+    """What is assumed of `machines`, and what hides some of this machine's GPUs."""
+    from ...environment import INSTALLED
+    from ...environment.gpus import visibility_set
+
+    found = [
+        f"packages assumed: profile {spec}; --packages {INSTALLED} takes those found here"
+        for spec in dict.fromkeys(machine.spec for machine in machines if machine.assumed)
+    ]
+    here = next((machine for machine in machines if not machine.key), None)
+    if here is not None:
+        for variable, value in visibility_set(os.environ).items():
+            found.append(f"with {variable}={value} this machine's device is {here.device.name}")
+    return found
+
+
+def replayed(path: Path, answer: AnswerOptions, shown: "AnswerOutput") -> ExitCode:
+    """The explanation or matrix in the document at `path`, decided again."""
+    from ...explain.explanation import Question
+    from ...explain.machines import Machine
+    from ...explain.replay import read_document, replay, replay_matrix
+    from ...oracle.registry import policy_named
+    from .command_line import ExplainCommand
+
+    document = read_document(path)
+    if "rows" in document:
+        if answer.why or answer.diff:
+            raise UsageError("--why and --diff take the document of one GPU and one deployment")
+        return shown.matrix(replay_matrix(document))
+    explanation = replay(document)
+    if answer.why:
+        first = explanation.groups[0].decision.inputs
+        policy = policy_named(first.policy)
+        question = Question(policy, first.problem.parallel, first.requested, first.allow_fallback)
+        machine = Machine(first.device, first.packages, first.device.name, "installed", True)
+        switches = tuple(first.packages.env.items())
+        command = ExplainCommand(explanation.origin.name, machine, question, switches)
+        return shown.why(explanation, command, pick(answer.why, policy.request_names(), "backend"))
+    return shown.diff(explanation, answer.diff) if answer.diff else shown.explanation(explanation)

@@ -1,0 +1,89 @@
+"""The `moectl explain` command of a question, and of the question with changes made."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...environment import Device, find_device
+from ...explain.changes import Change
+from ...explain.explanation import Question
+from ...explain.machines import Machine
+from ...oracle.machine_packages import default_profile
+from ...oracle.registry import engine_named
+from ...problem import Parallel
+
+ABSENT = "no"
+"""The value of an option that is left out."""
+
+
+@dataclass(frozen=True)
+class ExplainCommand:
+    """How a question was asked on the command line."""
+
+    checkpoint: str
+    machine: Machine
+    question: Question
+    env: tuple[tuple[str, str], ...] = ()
+    policy: str = ""
+    stated: tuple[tuple[str, str], ...] = ()
+
+    def options(self) -> dict[str, str]:
+        """Options by name; those that repeat have their key behind the name."""
+        question, parallel = self.question, self.question.parallel
+        return {
+            "--gpu": self.machine.key or ABSENT,
+            "--packages": ABSENT if self.machine.assumed else self.machine.spec,
+            **{f"--env {key}": f"{key}={value}" for key, value in self.env},
+            **_parallel(parallel, question.policy.default_exchange),
+            "--backend": question.backend or ABSENT,
+            "--allow-fallback": "" if question.allow_fallback else ABSENT,
+            **{f"--assume {key}": f"{key}={value}" for key, value in question.assumptions.items()},
+            "--policy": self.policy or ABSENT,
+            **dict(self.stated),
+        }
+
+    def changed(self, changes: Iterable[Change]) -> str:
+        """The `moectl explain` command with `changes` made, largest first as they are applied."""
+        options, device = self.options(), self.machine.device
+        for change in sorted(changes, key=lambda c: -c.size):
+            for name, value in change.options:
+                if name == "--gpu":
+                    device = find_device(value)
+                options |= self._changed(options, name, value, device)
+        words = ["moectl", "explain", self.checkpoint]
+        for name, value in options.items():
+            if value != ABSENT:
+                words += [name.split(" ")[0], *([value] if value else [])]
+        return shlex.join(words)
+
+    def _changed(self, options: dict[str, str], name: str, value: str, device: Device) -> dict[str, str]:
+        """The entries of `options` that one changed option replaces, for a command about `device`."""
+        machine, policy = self.machine, self.question.policy
+        if name in ("--env", "--assume"):
+            return {f"{name} {value.split('=')[0]}": value}
+        if name == "--packages":
+            stated = not machine.assumed and device.platform == machine.device.platform
+            usual = default_profile(device.platform, engine_named(policy.name))
+            default = machine.spec if stated else usual
+            before = default if options[name] == ABSENT else options[name]
+            return {name: value if before == "none" else f"{before},{value}"}
+        if name == "--gpu" and device.platform != machine.device.platform:
+            # Packages that were stated are those of the platform that was asked about.
+            return {name: value, "--packages": ABSENT}
+        if name in ("--tp", "--dp") and value == "1":
+            value = ABSENT
+        if name == "--all2all" and value == policy.default_exchange:
+            value = ABSENT
+        return {name: value}
+
+
+def _parallel(parallel: Parallel, usual: str) -> dict[str, str]:
+    return {
+        "--tp": str(parallel.tp) if parallel.tp > 1 else ABSENT,
+        "--dp": str(parallel.dp) if parallel.dp > 1 else ABSENT,
+        "--ep": "" if parallel.ep else ABSENT,
+        "--all2all": parallel.all2all if parallel.exchanges and parallel.all2all != usual else ABSENT,
+        "--eplb": "" if parallel.eplb else ABSENT,
+    }

@@ -1,0 +1,133 @@
+"""What of the environment bears on a decision: engine variables, packages, tuned files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...environment import Packages
+from ...environment.installed import distribution_version
+from ...environment.variables import SET, Finding
+from ...explain import Explanation
+from ...oracle.decision import Decision
+from ...oracle.registry import engine_named
+from ...oracle.tuned_files import TunedFiles, TunedStatus, tuned_status
+from ...ranges import ranges
+from ..text_blocks import Block, Facts, Heading
+
+
+def environment_blocks(explanation: Explanation, verbose: bool) -> Iterator[Block]:
+    """What is odd about variables and packages, and how tuned files stand; what is set with `verbose`."""
+    rows = [
+        (finding.verdict, _told(finding))
+        for finding in variables(explanation.policy, explanation.packages)
+        if verbose or finding.verdict != SET
+    ]
+    rows += [("package", sentence) for sentence in package_sentences(explanation)]
+    rows += [("tuned files", sentence) for sentence in tuned_sentences(explanation)]
+    rows += [("tuned files", sentence) for sentence in file_sentences(explanation)]
+    if rows:
+        yield Heading("environment")
+        yield Facts(tuple(rows))
+
+
+def environment_document(explanation: Explanation) -> dict[str, Any]:
+    """The same as plain data."""
+    files = engine_named(explanation.policy).tuned_files
+    return {
+        "variables": [finding.to_json() for finding in variables(explanation.policy, explanation.packages)],
+        "packages": list(package_sentences(explanation)),
+        "tuned": [
+            {"layers": list(group.layers), **status.to_json(), "remark": _file_remark(status, files) or None}
+            for group, status in zip(explanation.groups, _statuses(explanation), strict=True)
+        ],
+    }
+
+
+def variables(policy: str, packages: Packages) -> tuple[Finding, ...]:
+    """What the policy's engine makes of each of its variables that is set."""
+    return engine_named(policy).judge(packages.env)
+
+
+def notes_of(decision: Decision) -> tuple[str, ...]:
+    """The notes of a decision, without what this section says of variables."""
+    told = {finding.remark for finding in variables(decision.inputs.policy, decision.inputs.packages)}
+    return tuple(note for note in decision.notes if note not in told)
+
+
+def _told(finding: Finding) -> str:
+    """The remark; else what the variable is for and how it is read."""
+    if finding.remark:
+        return finding.remark
+    means = f" ({finding.means})" if finding.means else ""
+    return f"{finding.name}={finding.value}: {finding.does}{means}"
+
+
+def package_sentences(explanation: Explanation) -> Iterator[str]:
+    """What is wrong with the packages that a decision counts on."""
+    packages = explanation.packages
+    yield from packages.remarks
+    for row in engine_named(explanation.policy).compiled_kernels:
+        if packages.has(row.package) and not row.need.met(packages):
+            yield (
+                f"{row.title} has neither {row.kernels} nor {' and '.join(row.need.instead)} to compile "
+                "them: none of its backends is used"
+            )
+    lacking: dict[str, list[str]] = {}
+    for entry in sorted(packages.missing):
+        name, _, symbol = entry.partition(":")
+        lacking.setdefault(name, []).append(symbol)
+    for name, symbols in lacking.items():
+        yield f"{name} {packages.versions.get(name, '')} lacks {', '.join(symbols)}"
+
+
+def _statuses(explanation: Explanation) -> list[TunedStatus]:
+    files = engine_named(explanation.policy).tuned_files
+    folders = files.listed(explanation.packages.env) if files else {}
+    return [tuned_status(group.decision, files, folders) for group in explanation.groups]
+
+
+def tuned_sentences(explanation: Explanation) -> Iterator[str]:
+    """One sentence for each layer group whose choice looks for a file; equal ones stand once."""
+    files = engine_named(explanation.policy).tuned_files
+    found: dict[str, list[int]] = {}
+    for group, status in zip(explanation.groups, _statuses(explanation), strict=True):
+        if group.decision.chosen is not None:
+            found.setdefault(tuned_sentence(status, files), []).extend(group.layers)
+    for sentence, layers in found.items():
+        where = f"layers {ranges(tuple(sorted(layers)))}: " if len(found) > 1 else ""
+        yield where + sentence
+
+
+def file_sentences(explanation: Explanation) -> Iterator[str]:
+    """What is odd about the tuned files that are read from a user's folder, each once."""
+    files = engine_named(explanation.policy).tuned_files
+    yield from dict.fromkeys(filter(None, (_file_remark(status, files) for status in _statuses(explanation))))
+
+
+def _file_remark(status: TunedStatus, files: TunedFiles | None) -> str:
+    if files is None or status.found in ("", files.shipped):
+        return ""
+    return files.remark(Path(status.found) / str(status.wanted), distribution_version("triton"))
+
+
+def tuned_sentence(status: TunedStatus, files: TunedFiles | None) -> str:
+    """How tuned files stand for one decision: found, missing with near misses, or not read at all."""
+    if files is None or not status.reads:
+        return status.why
+    when = f"{status.why}, " if status.why else ""
+    if status.found:
+        return f"{when}{status.wanted} is read (found in {status.found})"
+    near = []
+    if status.other_gpus:
+        near.append(f"the same shape is tuned for {', '.join(name.gpu for name in status.other_gpus)}")
+    if status.other_shapes:
+        shapes = ", ".join(name.shape for name in status.other_shapes)
+        near.append(f"this GPU has {shapes}")
+    also = f"; {', and '.join(near)}" if near else ""
+    places = ", ".join(status.folders)
+    return (
+        f"{when}{status.wanted} is looked for and missing (in {places}): default launch choices are used, "
+        f"which is no error{also}. A folder named by {files.variable} may hold it"
+    )

@@ -1,0 +1,275 @@
+"""Options of `moectl explain`, and what they ask for."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...errors import UsageError
+from ..options import Activation, Offline, Routing, named, option, pick
+
+if TYPE_CHECKING:
+    from ...explain.explanation import Question
+    from ...explain.machines import Machine
+    from ...oracle.engine import Engine
+    from ...oracle.policy import Policy
+    from ...problem import Parallel
+
+Names = Callable[[], Iterable[str]]
+
+
+def completed(names: Names) -> Callable[[str], list[str]]:
+    """Completion of the last name of a comma-separated list."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [before + comma + name for name in names() if name.startswith(last.lower())]
+
+    return complete
+
+
+def gpu_names() -> list[str]:
+    """What --gpu takes."""
+    from ...environment import device_names
+
+    return [*device_names(), ALL]
+
+
+def backend_names() -> list[str]:
+    """What --backend and --why take, under any policy."""
+    from ...oracle.registry import ENGINES
+
+    return sorted({name for engine in ENGINES.values() for name in engine.policy.request_names()})
+
+
+def exchange_names() -> list[str]:
+    """What --all2all takes."""
+    from ...oracle.registry import ENGINES
+
+    return sorted({name for engine in ENGINES.values() for name in engine.policy.exchanges})
+
+
+def policy_names() -> list[str]:
+    """What --policy takes."""
+    from ...oracle.registry import engine_names
+
+    return engine_names()
+
+
+ALL = "all"
+
+MOST_CELLS = 2000
+"""Decisions in one matrix at most."""
+
+ExplainedCheckpoint = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[CKPT]",
+        help="A folder, a config.json, a Hub id org/name[@revision], or a built-in model.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class DecisionOptions:
+    """Options that say what is decided; a document of --json holds them."""
+
+    gpu: Annotated[
+        str | None,
+        option(
+            "--gpu",
+            help="h200, b200, sm90, gfx942, cpu; a list; all. Default: this one.",
+            autocompletion=completed(gpu_names),
+        ),
+    ] = None
+    tp: Annotated[
+        str, option("--tp", "-tp", "--tensor-parallel-size", help="Tensor-parallel ranks; a list: 1,2,4.")
+    ] = "1"
+    dp: Annotated[str, option("--dp", "-dp", "--data-parallel-size", help="Data-parallel ranks; a list.")] = (
+        "1"
+    )
+    ep: Annotated[
+        bool, option("--ep", "-ep", "--enable-expert-parallel", help="Spread whole experts over all ranks.")
+    ] = False
+    all2all: Annotated[
+        str | None,
+        option(
+            "--all2all",
+            "--all2all-backend",
+            help="Exchange kernels for --dp with --ep.",
+            autocompletion=completed(exchange_names),
+        ),
+    ] = None
+    eplb: Annotated[bool, option("--eplb", "--enable-eplb", help="Expert load balancing.")] = False
+    packages: Annotated[
+        str | None, option("--packages", help="Profiles (full, bare, ...), a,b=1.2, or installed.")
+    ] = None
+    env: Annotated[list[str] | None, option("--env", help="Engine switch K=V; repeatable.")] = None
+    backend: Annotated[
+        str | None,
+        option(
+            "--backend",
+            "--moe-backend",
+            own=True,
+            help="Ask for a backend by its engine's name.",
+            autocompletion=completed(backend_names),
+        ),
+    ] = None
+    allow_fallback: Annotated[
+        bool, option("--allow-fallback", help="Take the automatic order if --backend cannot serve.")
+    ] = False
+    policy: Annotated[
+        str | None,
+        option(
+            "--policy",
+            help="vllm-0.33.0, or moectl: what this tool runs. Default: both, vLLM's first.",
+            autocompletion=completed(policy_names),
+        ),
+    ] = None
+    assume: Annotated[
+        list[str] | None,
+        option("--assume", help="hidden=, act=, dtype=, ... instead of the checkpoint's."),
+    ] = None
+    activation: Activation = None
+    routing: Routing = None
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """Engine variables."""
+        return pairs(self.env or [], "--env", self.engine.env_example)
+
+    @property
+    def engine(self) -> "Engine":
+        """The engine whose policy is asked; UsageError for a name that none has."""
+        from ...oracle.registry import engine_named
+
+        return engine_named("" if self.policy is None else pick(self.policy, policy_names(), "policy"))
+
+    def policies(self) -> "tuple[Policy, tuple[Policy, ...]]":
+        """The policy that is asked, and others that are shown beside it."""
+        from ...oracle.registry import newest_engines
+
+        first = self.engine
+        others = newest_engines() if self.policy is None else ()
+        return first.policy, tuple(engine.policy for engine in others if engine is not first)
+
+    def parallels(self, policy: "Policy") -> "tuple[Parallel, ...]":
+        """Every deployment; UsageError for ranks that are no numbers and unknown exchanges."""
+        from ...problem import Parallel
+
+        exchange = self.all2all and pick(self.all2all, policy.exchanges, "exchange")
+        return tuple(
+            Parallel(tp, dp, self.ep, exchange or policy.default_exchange, self.eplb)
+            for dp in numbers(self.dp, "--dp")
+            for tp in numbers(self.tp, "--tp")
+        )
+
+    def machines(self) -> "tuple[Machine, ...]":
+        """Every machine; UsageError for unknown names, and for more cells than a matrix may have."""
+        from ...environment import device_names
+        from ...explain.machines import machine
+
+        names: list[str | None] = [None]
+        if self.gpu is not None:
+            names = [*device_names()] if self.gpu == ALL else [*named(self.gpu, "--gpu")]
+        engine, switches = self.engine, self.switches
+        return tuple(machine(name, self.packages, switches, engine) for name in dict.fromkeys(names))
+
+    def stated(self) -> dict[str, str]:
+        """What a config does not say, by option."""
+        options = {"--activation": self.activation, "--routing": self.routing}
+        return {name: text for name, text in options.items() if text is not None}
+
+    def question(
+        self, policy: "Policy", parallel: "Parallel", others: "tuple[Policy, ...]", measured: bool
+    ) -> "Question":
+        """What is asked of every layer group; with times of this user's cache where `measured`."""
+        from ...explain.evidence import cached, nothing
+        from ...explain.explanation import Question
+
+        name = self.backend and pick(self.backend, policy.request_names(), "backend")
+        assumptions = pairs(self.assume or [], "--assume", "act=mxfp8")
+        asked = None if name in (None, "", "auto") else name
+        return Question(
+            policy,
+            parallel,
+            backend=asked,
+            allow_fallback=self.allow_fallback,
+            assumptions=assumptions,
+            others=others,
+            known=cached if measured else nothing,
+        )
+
+    def remarks(self, policy: "Policy", parallels: "tuple[Parallel, ...]") -> list[str]:
+        """What a user should know of options that change nothing."""
+        found = []
+        if self.all2all is not None and not any(parallel.exchanges for parallel in parallels):
+            found.append("--all2all changes nothing here: tokens travel only with --ep and --dp above 1")
+        for name in self.switches:
+            if name not in policy.variables:
+                near = difflib.get_close_matches(name, policy.variables, n=1, cutoff=0.6)
+                also = f"; did you mean {near[0]}?" if near else ""
+                found.append(f"no rule of {policy.name} reads the switch {name}{also}")
+        return found
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Options that say which answer is given, and how it is shown."""
+
+    why: Annotated[
+        str | None,
+        option(
+            "--why",
+            own=True,
+            help="What would have to change for this backend to be chosen.",
+            autocompletion=completed(backend_names),
+        ),
+    ] = None
+    measured: Annotated[
+        bool | None,
+        option(
+            "--measured/--no-measured",
+            own=True,
+            help="Show what was measured here; or ignore it.",
+            show_default=False,
+        ),
+    ] = None
+    replay: Annotated[
+        Path | None,
+        option("--replay", own=True, help="Decide again from a --json document, without CKPT."),
+    ] = None
+    diff: Annotated[
+        Path | None, option("--diff", own=True, help="What changed since this --json document.")
+    ] = None
+    strict: Annotated[
+        bool, option("--strict", own=True, help="Exit code 1 on a fallback: see docs/explain.md.")
+    ] = False
+    md: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False
+    verbose: Annotated[
+        bool, option("--verbose", "-v", help="Every fact with its source, and every candidate.")
+    ] = False
+    offline: Offline = False
+
+
+def numbers(text: str, name: str) -> list[int]:
+    """Ranks of a list such as ``1,2,4``, each once; UsageError for anything else."""
+    found = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    if not all(0 < number <= 1 << 16 for number in found):
+        raise UsageError(f"{name} takes positive numbers such as 8 or 1,2,4,8, got {text!r}")
+    return list(dict.fromkeys(found))
+
+
+def pairs(given: list[str], name: str, example: str) -> dict[str, str]:
+    """``K=V`` arguments as a mapping; UsageError for one without a name or an equals sign."""
+    found = {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{name} takes K=V, got {pair!r}", hint=f"for example `{name} {example}`")
+        found[key] = value
+    return found

@@ -1,0 +1,316 @@
+"""The sections of an explanation, in two tables: about the whole of it, and about each layer group.
+
+A section turns an explanation into blocks; text and markdown are drawn from the same ones. A section
+with a `document` adds that under its name to the JSON document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...environment import Device
+from ...explain import Explanation, Floors, GroupExplanation, Memory, OtherAnswer, source_of
+from ...explain.fallback import serves_request
+from ...oracle.backend import GROUPS, UNTRIED, Backend
+from ...oracle.decision import Decision
+from ...oracle.registry import policy_named
+from ...oracle.sentences import sentence
+from ...problem import MoEProblem, Parallel
+from ...targets import LAYOUTS
+from ..output import duration, size
+from ..text_blocks import Block, Facts, Grid, Heading, Line
+from .environment import environment_blocks, environment_document, notes_of
+from .text import candidate_blocks, fallback_words, layers_line, refusals
+
+UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExplanationView:
+    """How much is shown: every candidate and source with `verbose`, every time with `measured`."""
+
+    verbose: bool = False
+    measured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part that speaks of the whole explanation; `detail` ones are shown with `verbose` only."""
+
+    name: str
+    blocks: Callable[[Explanation, ExplanationView], Iterable[Block]]
+    detail: bool = False
+    document: Callable[[Explanation], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSection:
+    """A part that speaks of one layer group."""
+
+    name: str
+    blocks: Callable[[GroupExplanation, ExplanationView], Iterable[Block]]
+    detail: bool = False
+
+
+def sections(explanation: Explanation, view: ExplanationView = ExplanationView()) -> Iterator[Block]:
+    """Every block that is shown, in order."""
+    for section in BEFORE:
+        if view.verbose or not section.detail:
+            yield from section.blocks(explanation, view)
+    for group in explanation.groups:
+        for part in GROUP_SECTIONS:
+            if view.verbose or not part.detail:
+                yield from part.blocks(group, view)
+    for section in AFTER:
+        if view.verbose or not section.detail:
+            yield from section.blocks(explanation, view)
+
+
+def document(explanation: Explanation) -> dict[str, Any]:
+    """The explanation as one JSON document, with what the sections add."""
+    added = {
+        section.name: section.document(explanation)
+        for section in (*BEFORE, *AFTER)
+        if section.document is not None
+    }
+    return {**explanation.to_json(), **added}
+
+
+def shape_words(problem: MoEProblem) -> str:
+    """Experts, sizes and number format in one phrase."""
+    dims = problem.dims
+    local = "" if problem.local_experts == problem.experts else f" ({problem.local_experts} on this rank)"
+    return (
+        f"{problem.experts} experts{local}, top-{problem.top_k}, hidden {dims.hidden}, "
+        f"intermediate {dims.intermediate}, {problem.scheme}"
+    )
+
+
+def parallel_words(parallel: Parallel) -> str:
+    """``TP 8, DP 2, EP 16 through deepep_low_latency``; empty for one rank."""
+    if parallel.ranks == 1:
+        return ""
+    parts = [f"TP {parallel.tp}", *([f"DP {parallel.dp}"] if parallel.dp > 1 else [])]
+    exchange = f" through {parallel.all2all}" if parallel.exchanges else ""
+    parts += [f"EP {parallel.ep_size}{exchange}"] if parallel.ep else []
+    return ", ".join([*parts, *(["EPLB"] if parallel.eplb else [])])
+
+
+def device_words(device: Device) -> str:
+    """Name, architecture and what the table of GPUs knows."""
+    known = {
+        f"{device.sms} {UNITS_OF.get(device.platform, 'CUs')}": device.sms,
+        size(device.memory_bytes): device.memory_bytes,
+        f"{device.bandwidth / 1e12:.3g} TB/s": device.bandwidth,
+        f"{device.bf16_flops / 1e12:.4g} bf16 TFLOP/s": device.bf16_flops,
+        f"{device.fp8_flops / 1e12:.4g} fp8 TFLOP/s": device.fp8_flops,
+        f"{device.fp4_flops / 1e12:.4g} fp4 TFLOP/s": device.fp4_flops,
+    }
+    return ", ".join([device.name, device.arch, *(fact for fact, there in known.items() if there)])
+
+
+def _head(explanation: Explanation, view: ExplanationView) -> Iterator[Block]:
+    origin, packages = explanation.origin, explanation.packages
+    yield Heading(f"{origin.name} on {explanation.device.name} under {explanation.policy}", 1)
+    revision = f", revision {origin.revision}" if origin.revision else ""
+    switches = " ".join(f"{key}={value}" for key, value in packages.env.items())
+    yield Facts(
+        (
+            ("checkpoint", f"{origin.name} (read from: {origin.kind}{revision})"),
+            ("device", device_words(explanation.device)),
+            ("parallel", parallel_words(explanation.parallel)),
+            ("packages", ", ".join(sorted(packages.versions)) or "none"),
+            ("switches", switches),
+            ("memory", _memory(explanation)),
+        )
+    )
+
+
+def _memory(explanation: Explanation) -> str:
+    verdict = "does not fit: " if explanation.fits is False else ""
+    of = f" of {size(explanation.device.memory_bytes)}" if explanation.device.memory_bytes else ""
+    peak = explanation.loading_bytes
+    loading = f"; {size(peak)} while loading" if peak > explanation.expert_bytes else ""
+    return f"{verdict}expert weights take {size(explanation.expert_bytes)}{of} per rank{loading}"
+
+
+def _choice(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+    decision, memory, layers = group.decision, group.memory, len(group.layers)
+    yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
+    chosen, dims = decision.chosen, decision.problem.dims
+    if chosen is None or not decision.usable:
+        for said in refusals(decision):
+            yield Line(said if said.startswith("no backend") else f"no backend: {said}", strong=True)
+        return
+    kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
+    layout = chosen.layout
+    if layout in LAYOUTS:
+        layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
+    yield Facts(
+        (
+            ("backend", backend_words(chosen.backend, decision.inputs.device)),
+            ("because", because(decision)),
+            ("fallback", fallback_words(group)),
+            ("experts", f"{chosen.variant.experts}, takes {kind}"),
+            ("route", f"{decision.route} ({decision.method})"),
+            (
+                "padding",
+                f"hidden {dims.hidden} -> {dims.padded_hidden}, "
+                f"intermediate {dims.intermediate} -> {dims.padded_intermediate}",
+            ),
+            ("layout", layout),
+            ("weights", weights_words(memory, layers)),
+            ("floor", floor_words(group.floors)),
+        ),
+        strong=frozenset({"backend"}),
+    )
+
+
+def backend_words(backend: Backend, device: Device) -> str:
+    """Its name, and that nobody has checked it on such a device where that is so."""
+    return f"{backend.name}, {UNTRIED}" if backend.untried(device) else backend.name
+
+
+def weights_words(memory: Memory, layers: int) -> str:
+    """Bytes as stored, as padded, and while they are repacked."""
+    padded = "" if memory.padded == memory.stored else f" as stored, {size(memory.padded * layers)} as padded"
+    extra = f"; {size(memory.repacking)} more while loading ({memory.why})" if memory.repacking else ""
+    return f"{size(memory.stored * layers)}{padded} per rank, {size(memory.padded)} a layer{extra}"
+
+
+def floor_words(floors: Floors) -> str:
+    """The floors of decode and prefill; ``unknown`` where a rate is not published."""
+    if all(step.floor is None for step in (*floors.decode, floors.prefill)):
+        return "unknown: no bandwidth is known for this device"
+    decode = ", ".join(
+        f"{duration(step.floor.seconds)} at M={step.tokens}" for step in floors.decode if step.floor
+    )
+    bounds = "/".join(dict.fromkeys(step.floor.bound for step in floors.decode if step.floor))
+    prefill = "unknown: no matrix rate is known for this device"
+    if floors.prefill.floor:
+        at = f"at M={floors.prefill.tokens} ({floors.prefill.floor.bound})"
+        prefill = f"{duration(floors.prefill.floor.seconds)} {at}"
+    return f"a layer takes at least {decode} ({bounds}); prefill: {prefill}"
+
+
+def because(decision: Decision) -> str:
+    """Why the chosen candidate is the one."""
+    chosen = decision.chosen
+    assert chosen is not None
+    before = [c for c in decision.candidates if c.rank < chosen.rank]
+    note = f" {chosen.backend.note}" if chosen.backend.note else ""
+    if chosen.assigned:
+        return f"the method takes it on this device without asking the others.{note}"
+    if serves_request(decision, policy_named(decision.inputs.policy)):
+        return f"it was asked for by name and serves this.{note}"
+    if decision.ranking is not None:
+        return f"{decision.ranking}.{note}"
+    if not before:
+        return f"it is first in the order, and nothing speaks against it.{note}"
+    against: dict[str, list[str]] = {}
+    for candidate in before:
+        against.setdefault(candidate.backend.name, []).extend(candidate.reasons())
+    said = ", ".join(
+        f"{name} ({', '.join(group for group in GROUPS if group in groups)})"
+        for name, groups in against.items()
+    )
+    return f"it is the first in the order that can serve; before it and failing: {said}.{note}"
+
+
+def _notes(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+    rows = tuple(("note", note) for note in (*notes_of(group.decision), *group.notes))
+    if rows:
+        yield Facts(rows)
+
+
+def _others(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+    rows = tuple((other.policy, other_words(other)) for other in group.others)
+    if rows:
+        yield Facts(rows)
+
+
+def other_words(other: OtherAnswer) -> str:
+    """What another policy runs the layers with, or why it does not."""
+    if other.decision is None:
+        return f"none: {other.refusal}"
+    chosen = other.decision.chosen
+    if chosen is not None and other.decision.usable:
+        layout = f", layout {chosen.layout}" if chosen.layout else ""
+        why = f": {other.decision.ranking}" if other.decision.ranking else ""
+        return f"{chosen.backend.name} ({chosen.variant.experts}{layout}){why}"
+    closest = min(other.decision.candidates, key=lambda c: len(c.failed), default=None)
+    if closest is None or not closest.failed:
+        return f"none: {other.decision.error}"
+    return f"none: {closest.backend.name} {'; '.join(map(sentence, closest.failed))}"
+
+
+TIMES = ("backend", "M", "routing", "us", "+-", "caches", "error", "tactic", "when")
+
+
+def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+    """Times and launches of this device, where they are asked for."""
+    if not view.measured:
+        return
+    evidence = group.evidence
+    yield Heading("measured on this device", 3)
+    if evidence.measured.rows:
+        rows = sorted(evidence.measured.rows, key=lambda row: (row.cell, row.us))
+        yield Grid(
+            TIMES,
+            tuple(
+                (
+                    *(row.backend, str(row.tokens), row.routing, f"{row.us:.1f}", f"{row.spread_us:.1f}"),
+                    *("cold" if row.cold else "warm", f"{row.error:.1e}", row.tactic, row.when),
+                )
+                for row in rows
+            ),
+        )
+        yield Line(f"times of {', '.join(dict.fromkeys(row.source for row in rows))}")
+    else:
+        yield Line("no times of backends: moectl bench --save keeps some")
+    tuned = ", ".join(f"M={row.tokens} {row.regime} {row.us:.1f} us" for row in evidence.tuned)
+    when = max((row.when for row in evidence.tuned), default="")
+    yield Line(
+        f"launches of the triton backend: {tuned} (moectl tune, {when})"
+        if tuned
+        else "no launches of the triton backend: moectl tune finds them"
+    )
+
+
+def _facts(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+    yield Heading("what the layers are", 3)
+    yield Grid(
+        ("fact", "value", "source"),
+        tuple((fact, value, source_of(fact, group.sources)) for fact, value in group.facts.items()),
+    )
+
+
+def _candidates(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+    if group.decision.candidates:
+        yield Heading("candidates, in the order asked", 3)
+        yield from candidate_blocks(group.decision, view.verbose)
+
+
+BEFORE: tuple[Section, ...] = (Section("head", _head),)
+"""Sections above the layer groups."""
+
+GROUP_SECTIONS: tuple[GroupSection, ...] = (
+    GroupSection("choice", _choice),
+    GroupSection("others", _others),
+    GroupSection("measured", _measured),
+    GroupSection("notes", _notes),
+    GroupSection("facts", _facts, detail=True),
+    GroupSection("candidates", _candidates),
+)
+"""Sections of each layer group."""
+
+AFTER: tuple[Section, ...] = (
+    Section(
+        "environment",
+        lambda explanation, view: environment_blocks(explanation, view.verbose),
+        document=environment_document,
+    ),
+)
+"""Sections below the layer groups."""

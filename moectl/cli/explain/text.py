@@ -1,0 +1,455 @@
+"""Explanations, matrices, differences and counterfactuals in words: what the sections and answers say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from ...explain import GroupExplanation
+from ...explain.diff import Cause, Difference, GroupDifference
+from ...explain.matrix import Cell, Matrix
+from ...explain.why import Answer, Why
+from ...oracle.backend import UNTRIED
+from ...oracle.checks import Verdict
+from ...oracle.decision import Candidate, Decision
+from ...oracle.registry import policy_named
+from ...oracle.sentences import reasons, sentence
+from ...problem import Parallel
+from ...ranges import ranges
+from ..text_blocks import Block, Entry, Facts, Grid, Heading, Line, Listing
+from .command_line import ExplainCommand
+
+
+def layers_line(layers: tuple[int, ...]) -> str:
+    """``(0-27, 29-47): 47 x``, as engines print models."""
+    return f"({ranges(layers)}): {len(layers)} x"
+
+
+CLOSEST = 3
+"""Candidates named where nothing serves."""
+
+
+def fallback_words(answer: GroupExplanation) -> str:
+    """Why nothing serves, or what the choice falls back from; empty where it is no fallback."""
+    fallback, decision = answer.fallback, answer.decision
+    if fallback is None:
+        return ""
+    if fallback.kind == "none":
+        return failure(decision)
+    if fallback.kind == "request":
+        name = str(decision.inputs.requested)
+        meant = policy_named(decision.inputs.policy).meant(name)
+        failing = [c for c in decision.candidates if c.failed and c.backend.name in meant]
+        nearest = min(failing, key=lambda c: len(c.failed), default=None)
+        return f"{name} was asked for, but {_lacks(nearest) if nearest else 'is not what runs'}"
+    if fallback.kind == "emulation":
+        return "emulation decodes the weights and multiplies in 16 bits: slow"
+    assert fallback.candidate is not None
+    said = "; ".join(dict.fromkeys(sentence(verdict) for verdict in fallback.verdicts))
+    return f"{fallback.candidate.backend.name} comes before it and fits, but {said}"
+
+
+def refusals(decision: Decision) -> Iterator[str]:
+    """What stands against `decision`, a sentence each; of a request by name, what its nearest class lacks."""
+    yield from map(str, decision.gates)
+    asked = decision.inputs.requested if decision.chosen is None and not decision.gates else None
+    if asked and decision.candidates:
+        nearest = min(decision.candidates, key=lambda c: len(c.failed))
+        yield f"{asked} was asked for by name, but it {_lacks(nearest)}"
+    elif decision.error:
+        yield decision.error
+
+
+def _lacks(candidate: Candidate) -> str:
+    return "; ".join(dict.fromkeys(map(sentence, candidate.failed)))
+
+
+def failure(decision: Decision) -> str:
+    """Why nothing serves: the engine's refusals, or the candidates that come closest with their reasons."""
+    if decision.gates:
+        return "; ".join(map(str, decision.gates))
+    if decision.chosen is not None:
+        return f"{decision.chosen.backend.name} would be chosen, but {decision.error}"
+    near = [c for c in decision.candidates if "arch" not in c.reasons()]
+    near = sorted(near, key=lambda c: len(c.failed))[:CLOSEST]
+    if not near:
+        return f"no candidate of {decision.route} serves {decision.inputs.device.arch}"
+    said = (f"{c.backend.name} {_lacks(c)}" for c in near)
+    return ". ".join(dict.fromkeys(said))
+
+
+LATER = "would serve, comes later"
+
+
+@dataclass(frozen=True)
+class CandidateRow:
+    """Neighbouring experts classes of one backend with the same answer."""
+
+    candidates: tuple[Candidate, ...]
+    answer: str
+    reasons: tuple[tuple[str, str], ...]
+    untried: bool = False
+
+    @property
+    def first(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def mark(self) -> str:
+        """Numbers in the order asked, from 1."""
+        ranks = [candidate.rank + 1 for candidate in self.candidates]
+        return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+    @property
+    def experts(self) -> str:
+        """The classes, each once."""
+        return ", ".join(dict.fromkeys(c.variant.experts for c in self.candidates))
+
+    @property
+    def head(self) -> str:
+        """Backend and classes, with the answer where it is not a list of reasons."""
+        untried = f", {UNTRIED}" if self.untried else ""
+        return (
+            f"{self.first.backend.name} ({self.experts}){untried}{f': {self.answer}' if self.answer else ''}"
+        )
+
+
+def answer_of(candidate: Candidate, decision: Decision) -> str:
+    """``chosen`` or why it is not, where no question fails; else empty."""
+    if decision.chosen is not None and candidate is decision.chosen:
+        return "chosen" if decision.usable else "would be chosen, but see above"
+    return LATER if candidate.usable else ""
+
+
+def rows_of(decision: Decision) -> tuple[CandidateRow, ...]:
+    """The candidates of `decision` in order, merged."""
+    found: list[CandidateRow] = []
+    for candidate in decision.candidates:
+        untried = candidate.usable and candidate.backend.untried(decision.inputs.device)
+        row = CandidateRow((candidate,), answer_of(candidate, decision), reasons(candidate), untried)
+        last = found[-1] if found else None
+        if (
+            last
+            and last.first.backend.name == candidate.backend.name
+            and (last.answer, last.reasons) == (row.answer, row.reasons)
+        ):
+            found[-1] = replace(last, candidates=(*last.candidates, candidate))
+        else:
+            found.append(row)
+    return tuple(found)
+
+
+def on_other_platforms(row: CandidateRow, decision: Decision) -> bool:
+    """True when every class of `row` is for other platforms than the decision's device."""
+    platform = decision.inputs.device.platform
+    return all(
+        not c.usable
+        and c.variant.offers.arch is not None
+        and all(arch.platform != platform for arch in c.variant.offers.arch)
+        for c in row.candidates
+    )
+
+
+def candidate_listing(rows: Iterable[CandidateRow]) -> Listing:
+    """`rows` with their reasons."""
+    return Listing(
+        tuple(Entry(row.mark, row.head, row.reasons, strong=row.answer.startswith("chosen")) for row in rows)
+    )
+
+
+def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | Line]:
+    """The candidates; unless `verbose`, a line for those that come later and one for other platforms."""
+    rows = rows_of(decision)
+    hidden = [] if verbose else [row for row in rows if on_other_platforms(row, decision)]
+    later = [] if verbose else [row for row in rows if row.answer == LATER]
+    yield candidate_listing(row for row in rows if row not in hidden and row not in later)
+    if later:
+        named = ", ".join(f"{row.mark} {replace(row, answer='').head}" for row in later)
+        yield Line(f"Would serve too, but come later: {named}.")
+    if hidden:
+        names = ", ".join(dict.fromkeys(row.first.backend.name for row in hidden))
+        yield Line(f"Not for {decision.inputs.device.platform} devices: {names} (-v lists their reasons).")
+
+
+class _Footnotes:
+    """Footnotes by their text, numbered as they come."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def mark(self, text: str) -> str:
+        return f"[{self.numbers.setdefault(text, len(self.numbers) + 1)}]"
+
+    def listing(self) -> Iterator[Block]:
+        if self.numbers:
+            yield Listing(tuple(Entry(f"[{number}]", text) for text, number in self.numbers.items()))
+
+
+def matrix_blocks(matrix: Matrix, width: int) -> Iterator[Block]:
+    """Every layer group's table; groups with the same cells share one."""
+    yield Heading(f"{matrix.origin.name} under {matrix.question.policy.name}", 1)
+    notes, legend = _Footnotes(), set[str]()
+    size = len(matrix.machines) * len(matrix.parallels)
+    tables: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for start in range(0, len(matrix.cells), size):
+        cells = matrix.cells[start : start + size]
+        rows = _rows(matrix, cells, notes, legend)
+        tables.setdefault(rows, []).extend(cells[0].layers)
+    for rows, layers in tables.items():
+        yield Heading(f"layers {layers_line(tuple(layers))}", 3)
+        yield from _table(matrix, rows, width)
+    for mark, meaning in _LEGEND.items():
+        if mark in legend:
+            yield Line(f"{mark}: {meaning}.")
+    yield from notes.listing()
+
+
+_LEGEND = {
+    "mono": "takes router logits; the others take top-k ids and weights",
+    "!": "the expert weights alone exceed the memory of one GPU",
+    "none": "no backend serves",
+}
+
+
+def _rows(
+    matrix: Matrix, cells: Sequence[Cell], notes: _Footnotes, legend: set[str]
+) -> tuple[tuple[str, ...], ...]:
+    """GPUs with a cell for each deployment; neighbours that agree in all of them share a row."""
+    wide = len(matrix.parallels)
+    found = []
+    for number, machine in enumerate(matrix.machines):
+        row = tuple(_cell(matrix, cell, notes, legend) for cell in cells[number * wide : (number + 1) * wide])
+        found.append((machine.device.arch, row, machine.key or machine.device.name))
+    return tuple(
+        (", ".join(name for _, _, name in same), arch, *row)
+        for (arch, row), same in groupby(found, key=lambda item: (item[0], item[1]))
+    )
+
+
+def _cell(matrix: Matrix, cell: Cell, notes: _Footnotes, legend: set[str]) -> str:
+    over = matrix.fits(cell.machine, cell.parallel) is False
+    marks = ["!"] if over else []
+    if cell.answer is None:
+        text, reason = "none", cell.refusal
+    else:
+        text, reason = (
+            _backend_name(cell.answer),
+            ". ".join(filter(None, (fallback_words(cell.answer), *cell.answer.decision.cut))),
+        )
+    legend |= {mark for mark in (*marks, *text.split(" ")) if mark in _LEGEND}
+    return " ".join([text, *marks, *([notes.mark(reason)] if reason else [])])
+
+
+def _backend_name(answer: GroupExplanation) -> str:
+    chosen = answer.decision.chosen
+    if chosen is None or not answer.decision.usable:
+        return "none"
+    return f"{chosen.backend.name}{' mono' if chosen.variant.monolithic else ''}"
+
+
+def parallel_name(parallel: Parallel) -> str:
+    """``TP 4``, ``TP 1 DP 8 EP``."""
+    dp = f" DP {parallel.dp}" if parallel.dp > 1 else ""
+    return f"TP {parallel.tp}{dp}{' EP' if parallel.ep else ''}"
+
+
+def _table(matrix: Matrix, rows: Sequence[tuple[str, ...]], width: int) -> Iterator[Block]:
+    """A table where it fits into `width`; else a list, deployments that agree together."""
+    names = tuple(parallel_name(parallel) for parallel in matrix.parallels)
+    columns = ("GPU", "arch", *names)
+    needed = 2 + sum(2 + max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns)))
+    if needed <= width:
+        yield Grid(columns, tuple(rows))
+        return
+    yield Listing(tuple(Entry("", f"{arch}: {gpus}", _agreeing(names, cells)) for gpus, arch, *cells in rows))
+
+
+def _agreeing(names: Sequence[str], cells: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    found = []
+    for text, same in groupby(zip(names, cells, strict=True), key=lambda pair: pair[1]):
+        labels = [name for name, _ in same]
+        found.append((labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]}", text))
+    return tuple(found)
+
+
+def matrix_lines(matrix: Matrix) -> list[str]:
+    """One line a cell: GPU, deployment, layers, backend."""
+    return [
+        "\t".join(
+            (
+                cell.machine.key or cell.machine.device.name,
+                parallel_name(cell.parallel),
+                ranges(cell.layers),
+                _backend_name(cell.answer).split(" ")[0] if cell.answer else "none",
+            )
+        )
+        for cell in matrix.cells
+    ]
+
+
+Answers = tuple[tuple[tuple[int, ...], Why], ...]
+"""Layers with what was found for them."""
+
+
+def why_blocks(command: ExplainCommand, found: Answers) -> Iterator[Block]:
+    """The answers for each layer group, equal ones together."""
+    groups: dict[str, tuple[list[int], Why]] = {}
+    for layers, why in found:
+        groups.setdefault(str(why.to_json()), ([], why))[0].extend(layers)
+    for numbers, why in groups.values():
+        yield Heading(f"what would have to change for {why.backend}: layers {layers_line(tuple(numbers))}")
+        yield from _group_answers(command, why)
+
+
+def _group_answers(command: ExplainCommand, why: Why) -> Iterator[Block]:
+    if why.chosen:
+        yield Line(f"Nothing: {why.backend} is chosen.", strong=True)
+    elif why.answers:
+        yield Listing(
+            tuple(_answer_entry(command, number, answer) for number, answer in enumerate(why.answers, 1))
+        )
+        yield Line("Each answer was checked by deciding again with the change made.")
+    else:
+        yield Line("Nothing that can be changed helps.", strong=True)
+        if why.reason:
+            yield Line(f"{why.reason[0].upper()}{why.reason[1:]}.")
+        yield Listing(
+            tuple(
+                Entry("", candidate.variant.experts, (("because", f"it {sentence(verdict)}"),))
+                for candidate, verdict in why.remaining
+            )
+        )
+    if not why.complete:
+        yield Line("The search was cut short; there may be further answers.")
+
+
+def _answer_entry(command: ExplainCommand, number: int, answer: Answer) -> Entry:
+    chosen = answer.decision.chosen
+    largest = max(answer.changes, key=lambda change: change.size)
+    # The largest change comes last, with its alternatives.
+    ordered = sorted(answer.changes, key=lambda change: change.size)
+    also = [change.text for change in answer.also]
+    said = [change.text for change in ordered if change is not largest]
+    said.append(_alternatives([largest.text, *also]))
+    return Entry(
+        str(number),
+        ", and ".join(said),
+        (
+            ("gets", chosen.variant.experts if chosen else ""),
+            ("check", command.changed(answer.changes)),
+        ),
+    )
+
+
+def _alternatives(texts: list[str]) -> str:
+    """``use b200 (sm100) or b300 (sm103)``: texts that begin alike say the words they share once."""
+    alike: dict[str, list[list[str]]] = {}
+    for text in texts:
+        alike.setdefault(text.split(" ")[0], []).append(text.split(" "))
+    return ", or ".join(_merged(words) for words in alike.values())
+
+
+def _merged(texts: list[list[str]]) -> str:
+    shortest = min(map(len, texts)) - 1
+    shared = next((i for i in range(shortest) if len({words[i] for words in texts}) > 1), shortest)
+    first, *rest = (" ".join(words[shared:]) for words in texts)
+    start = " ".join(texts[0][:shared])
+    said = first if not rest else f"{', '.join([first, *rest[:-1]])} or {rest[-1]}"
+    return f"{start} {said}".strip()
+
+
+def why_document(command: ExplainCommand, found: Answers) -> list[dict[str, Any]]:
+    """The answers for each layer group as plain data, each with the command that checks it."""
+    return [
+        {
+            "layers": list(layers),
+            **why.to_json(),
+            "answers": [
+                {**answer.to_json(), "command": command.changed(answer.changes)} for answer in why.answers
+            ],
+        }
+        for layers, why in found
+    ]
+
+
+def why_lines(command: ExplainCommand, found: Answers) -> list[str]:
+    """One line a group: layers, and the command that asks for the smallest change."""
+    lines = []
+    for layers, why in found:
+        said = command.changed(why.answers[0].changes) if why.answers else "nothing helps"
+        lines.append(f"{ranges(layers)}\t{'chosen' if why.chosen else said}")
+    return lines
+
+
+def difference_blocks(found: Difference) -> Iterator[Block]:
+    """Inputs that changed, then each group's choice with the rules that did it."""
+    yield Heading("what changed", 1)
+    if found.empty:
+        yield Line("Nothing: inputs, choices, order and verdicts are the same.", strong=True)
+        return
+    if not found.chosen_otherwise:
+        yield Line("Every layer gets what it got before.", strong=True)
+    if found.inputs:
+        yield Facts(
+            tuple((change.path, f"{_value(change.old)} -> {_value(change.new)}") for change in found.inputs)
+        )
+    for layers, when in ((found.only_old, "before"), (found.only_new, "now")):
+        if layers:
+            yield Line(f"Layers {layers_line(layers)} are there only {when}.")
+    for group in found.groups:
+        yield from _group_difference(group)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return "absent" if value is None else str(value) or "present"
+
+
+def _choice(choice: tuple[str, str] | None) -> str:
+    return f"{choice[0]} ({choice[1]})" if choice else "no backend"
+
+
+def _cause(cause: Cause) -> str:
+    return " ".join([cause.says, *filter(None, ["; ".join(dict.fromkeys(map(sentence, cause.verdicts)))])])
+
+
+def _places(old: int, new: int) -> str:
+    if not old or not new:
+        return f"is new, at place {new}" if new else f"is gone, it was at place {old}"
+    return f"goes from place {old} to {new}"
+
+
+def _group_difference(group: GroupDifference) -> Iterator[Block]:
+    yield Heading(f"layers {layers_line(group.layers)}")
+    if group.old_choice != group.new_choice:
+        rows = [("choice", f"{_choice(group.old_choice)} -> {_choice(group.new_choice)}")]
+        rows += [("because", _cause(rule)) for rule in group.rules]
+        yield Facts(tuple(rows), strong=frozenset({"choice"}))
+    yield Facts(
+        tuple(
+            ("order", f"{move.backend} ({move.experts}) {_places(move.old, move.new)}")
+            for move in group.moved
+        )
+    )
+    if group.failures and group.old_choice == group.new_choice:
+        yield Facts(tuple(zip(("failed with", "fails with"), group.failures, strict=True)))
+    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for change in group.candidates:
+        name = f"{change.backend} ({change.experts})"
+        alike.setdefault(_changed_verdicts(change.old, change.new), []).append(name)
+    if alike:
+        yield Heading("verdicts that changed", 3)
+        yield Listing(tuple(Entry("", ", ".join(names), lines) for lines, names in alike.items()))
+
+
+def _changed_verdicts(old: Sequence[Verdict], new: Sequence[Verdict]) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        dict.fromkeys(
+            (label, sentence(verdict))
+            for label, verdicts in (("no more", old), ("now", new))
+            for verdict in verdicts
+        )
+    )

@@ -1,1 +1,0 @@
-"""What `moectl explain` shows: an explanation as sections of blocks."""

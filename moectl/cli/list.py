@@ -1,0 +1,177 @@
+"""`moectl list`: the models, GPUs and engine variables that can be named."""
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from .options import framed
+from .output import Output, count, size, table
+
+EXAMPLES = (
+    "moectl list models deepseek",
+    "moectl list gpus --json",
+    "moectl list variables removed",
+    "moectl list formats nvfp4",
+    "moectl explain deepseek-v3 --gpu h200",
+)
+
+
+class Kind(str, Enum):
+    """What can be listed."""
+
+    models = "models"
+    gpus = "gpus"
+    variables = "variables"
+    layouts = "layouts"
+    formats = "formats"
+
+
+@framed("list")
+def list_names(
+    kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only names with all of these in them.")
+    ] = None,
+    *,
+    out: Output,
+) -> None:
+    """List what moectl knows by name.
+
+    Models, GPUs, an engine's variables, kernel layouts, portable formats.
+
+    A model's name, with or without its organization, stands for a checkpoint; a GPU's goes to --gpu; a
+    variable, one that an engine reads for its experts, to --env; a layout or a format to convert --to.
+    """
+    wanted = [word.casefold() for word in words or []]
+    rows = [row for row in LISTS[kind]() if all(word in _searched(row) for word in wanted)]
+
+    def draw(console: Any) -> None:
+        if rows:
+            found = table(*COLUMNS[kind])
+            for row in rows:
+                found.add_row(*(_shown(key, row[key]) for key in COLUMNS[kind]))
+            console.print(found)
+        console.print(count(len(rows), kind.value.removesuffix("s")), markup=False)
+
+    out.result({"kind": kind.value, kind.value: rows}, draw, [row["name"] for row in rows])
+
+
+COLUMNS = {
+    Kind.models: ("name", "experts", "layers", "config", "tensors"),
+    Kind.gpus: ("name", "product", "arch", "memory", "bandwidth"),
+    Kind.variables: ("name", "takes", "default", "status", "does", "instead"),
+    Kind.layouts: ("name", "to", "act", "archs", "readers", "verified"),
+    Kind.formats: ("name", "container", "weights", "activations", "readers"),
+}
+"""Keys of a row that a person is shown."""
+
+
+def _models() -> Iterable[dict[str, Any]]:
+    from ..checkpoint.catalogue import model_names, read_entry, spell_layers
+
+    for name in model_names():
+        entry = read_entry(name)
+        config, tensors = entry.provenance.removeprefix("config: ").split("; tensors: ", 1)
+        yield {
+            "name": name,
+            "experts": entry.experts,
+            "layers": spell_layers(entry.layers),
+            "config": config,
+            "tensors": tensors,
+            "revision": entry.revision,
+            "note": entry.note,
+        }
+
+
+def _gpus() -> Iterable[dict[str, Any]]:
+    from ..environment.devices import device_of, gpu_names, spellings
+
+    for name in gpu_names():
+        device = device_of(name)
+        yield {
+            "name": name,
+            "product": device.name,
+            "arch": device.arch,
+            "platform": device.platform,
+            "memory": device.memory_bytes,
+            "bandwidth": device.bandwidth or None,
+            "sms": device.sms or None,
+            "spellings": spellings(name),
+        }
+
+
+def _variables() -> Iterable[dict[str, Any]]:
+    from ..oracle.registry import newest_engines
+
+    for variable in (row for engine in newest_engines() for row in engine.policy.variables.values()):
+        yield {
+            "name": variable.name,
+            "takes": variable.values(),
+            "default": variable.default,
+            "status": variable.status,
+            "does": variable.does,
+            "instead": variable.instead,
+        }
+
+
+def _layouts() -> Iterable[dict[str, Any]]:
+    from ..targets import LAYOUTS
+
+    for name, facts in LAYOUTS.items():
+        yield {
+            "name": name,
+            "to": facts.target,
+            "act": ", ".join(facts.acts),
+            "archs": ", ".join(facts.archs),
+            "readers": "; ".join(map(str, facts.readers)),
+            "verified": "yes" if facts.verified else "unverified",
+        }
+
+
+def _formats() -> Iterable[dict[str, Any]]:
+    from ..portable import PORTABLE
+
+    for name, found in PORTABLE.items():
+        for container, (storage, readers) in found.containers.items():
+            yield {
+                "name": name,
+                "container": container,
+                "storage": storage,
+                "weights": str(found.weight),
+                "activations": str(found.act),
+                "readers": "; ".join(map(str, readers)),
+            }
+
+
+LISTS = {
+    Kind.models: _models,
+    Kind.gpus: _gpus,
+    Kind.variables: _variables,
+    Kind.layouts: _layouts,
+    Kind.formats: _formats,
+}
+
+
+SEARCHED = ("name", "product", "arch", "status", "does", "container", "to")
+"""Keys of a row in which words are looked for."""
+
+
+def _searched(row: dict[str, Any]) -> str:
+    return " ".join(
+        [
+            *(str(row.get(key, "")) for key in SEARCHED),
+            *row.get("spellings", ()),
+        ]
+    ).casefold()
+
+
+def _shown(key: str, value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if key == "memory":
+        return size(value)
+    if key == "config":
+        return str(value).split(" (")[0].removeprefix("a public copy, ")
+    return f"{value / 1e12:.3g} TB/s" if key == "bandwidth" else str(value)

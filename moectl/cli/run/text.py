@@ -1,0 +1,320 @@
+"""What `moectl run` shows, made from plain data: the same that --json prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ExitCode, MoectlError
+from ..output import count, duration, size, table
+
+if TYPE_CHECKING:
+    from ...run import LayerRun, Outcome
+    from ...run.difference import Difference
+    from ...run.stress import CaseResult
+
+Data = dict[str, Any]
+
+COLUMNS = (
+    "backend",
+    "check",
+    "cosine",
+    "rel L2",
+    "max",
+    "worst tokens",
+    "prepare",
+    "weights",
+    "peak",
+    "median",
+)
+PAIRS = ("one", "other", "cosine", "rel L2", "max", "worst tokens")
+
+
+def layer_data(done: LayerRun, unused: Mapping[str, str] | None = None) -> Data:
+    """One layer's run as plain data, without tensors; `unused` are backends that cannot serve it."""
+    if done.layer is None or done.workload is None or done.compared is None:
+        return {"layer": done.number, "ok": False, "error": _told(done.error), "backends": []}
+    problem, compared = done.layer.problem, done.compared
+    return {
+        "layer": done.number,
+        "ok": done.ok,
+        "error": None,
+        "problem": asdict(problem),
+        "scheme": str(problem.scheme),
+        "partial": done.layer.partial,
+        "computed": _computed(problem.shared_experts),
+        "dtype": problem.dtype,
+        "model_dtype": done.model_dtype or problem.dtype,
+        "tokens": done.workload.tokens,
+        "routed_by": done.workload.routed_by,
+        "tried": [{"backend": it.backend, "error": _told(it.error)} for it in compared.tried],
+        "backends": [_outcome_data(it) for it in compared.outcomes],
+        "pairs": [{"backends": [it.one, it.other], **_difference(it.difference)} for it in compared.pairs],
+        "left_out": dict(unused or {}),
+    }
+
+
+def _computed(shared: int) -> str:
+    return "the routed experts" + (f", without {count(shared, 'shared expert')}" if shared else "")
+
+
+def _told(error: MoectlError | None) -> Data | None:
+    if error is None:
+        return None
+    return {
+        "what": error.what,
+        "reason": error.reason,
+        "hint": error.hint,
+        "exit_code": int(error.exit_code),
+    }
+
+
+def _outcome_data(outcome: Outcome) -> Data:
+    found: Data = {"backend": outcome.backend, "ok": outcome.ok, "error": _told(outcome.error)}
+    if outcome.refused:
+        found["refused"] = True
+    result = outcome.result
+    if result is not None:
+        found |= {
+            "layout": result.layout,
+            "relaid": result.relaid,
+            "check": asdict(result.check),
+            **_difference(result.difference),
+            "prepare_seconds": result.prepare_seconds,
+            "first_seconds": result.first_seconds,
+            "median_us": result.median_us,
+            "weight_bytes": result.weight_bytes,
+            "peak_bytes": result.peak_bytes,
+        }
+    return found | ({"stress": [_case_data(case) for case in outcome.stress]} if outcome.stress else {})
+
+
+def _difference(found: Difference) -> Data:
+    worst = [asdict(token) for token in found.worst]
+    return {"cosine": found.cosine, "rel_l2": found.l2, "max_abs": found.max, "worst_tokens": worst}
+
+
+def _case_data(case: CaseResult) -> Data:
+    checked = case.check and {"max": case.check.max, "rms": case.check.rms, "token": case.check.worst_token}
+    return {
+        "case": case.case,
+        "about": case.about,
+        "tokens": case.tokens,
+        "ok": case.ok,
+        "note": case.note,
+        "check": checked,
+    }
+
+
+def document(head: Data, layers: Sequence[Data], *, several: bool, compares: bool) -> Data:
+    """The whole result: one layer's facts at the top, one backend's beside them, or lists of both."""
+    if not several:
+        (only,) = layers
+        if compares:
+            return {**head, **only}
+        rest = {name: value for name, value in only.items() if name not in ("backends", "pairs", "left_out")}
+        return {**head, **rest, **only["backends"][0]}
+    return {**head, "ok": all(it["ok"] for it in layers), "worst": worst(layers), "layers": list(layers)}
+
+
+def worst(layers: Sequence[Data]) -> Data | None:
+    """Layer, backend and RMS error of the result that is furthest from the reference; None without any."""
+    errors = [
+        {"layer": layer["layer"], "backend": it["backend"], "rms": it["check"]["rms"]}
+        for layer in layers
+        for it in layer["backends"]
+        if "check" in it
+    ]
+    # A result that is not finite is worse than any number.
+    return max(errors, key=lambda it: (it["rms"] != it["rms"], it["rms"]), default=None)
+
+
+def exit_code(layers: Sequence[Data]) -> ExitCode:
+    """0 when all is well, the code of a layer that could not be run at all, else 1."""
+    for layer in layers:
+        if layer["error"] is not None:
+            return ExitCode(layer["error"]["exit_code"])
+    return ExitCode.DONE if all(layer["ok"] for layer in layers) else ExitCode.FOUND
+
+
+def brief(layers: Sequence[Data], *, several: bool, compares: bool) -> list[str]:
+    """A line for each layer and backend."""
+    lines = []
+    for layer in layers:
+        start = f"{layer['layer']}\t" if several else ""
+        if layer["error"] is not None:
+            lines.append(f"{start}error\t{layer['error']['what']}")
+        for it in layer["backends"]:
+            rms = f"{it['check']['rms']:.3g}" if "check" in it else "-"
+            word = "ok" if it["ok"] else "refused" if it.get("refused") else "failed"
+            verdict = f"{word} {rms}"
+            lines.append(f"{start}{it['backend']}\t{verdict}" if several or compares else verdict)
+    return lines
+
+
+def draw(head: Data, layers: Sequence[Data], console: Any, *, several: bool, compares: bool) -> None:
+    """Everything, on a rich console."""
+    if several:
+        _draw_layers(head, layers, console)
+    elif compares:
+        _draw_compared(head, layers[0], console)
+    else:
+        _draw_one(head, layers[0], console)
+
+
+def _print_rows(console: Any, rows: Mapping[str, str]) -> None:
+    wide = max(9, *map(len, rows))
+    for label, value in rows.items():
+        if value:
+            console.print(f"{label:<{wide}} {value}", markup=False)
+
+
+def _facts(head: Data, layer: Data) -> dict[str, str]:
+    """What was run, by label."""
+    other = f"{layer['dtype']} activations, the model's are {layer['model_dtype']}"
+    return {
+        "layer": f"{layer['layer']} of {head['checkpoint']}, {layer['scheme']}: {layer['computed']}",
+        "dtype": other if layer["dtype"] != layer["model_dtype"] else "",
+        "tokens": f"{layer['tokens']}, routed by {layer['routed_by']}, top-{layer['problem']['top_k']}",
+        "partial": layer["partial"],
+        **{f"{it['backend']} was tried": it["error"]["what"] for it in layer["tried"]},
+    }
+
+
+def _draw_one(head: Data, layer: Data, console: Any) -> None:
+    (it,) = layer["backends"]
+    checked, some = it["check"], layer["tokens"] > 0
+    limit = checked["tolerance"]
+    moved = f" (laid out anew: {it['relaid']})" if it["relaid"] else ""
+    rows = {
+        **_facts(head, layer),
+        "backend": f"{it['backend']}, weights in layout {it['layout']}{moved}",
+        "error": f"max {checked['max']:.3g} (at most {limit['max']:g}), "
+        f"RMS {checked['rms']:.3g} ({limit['rms']:g}), cosine {_cosine(it['cosine'])}",
+        "worst": "token " + ", ".join(_token(token) for token in it["worst_tokens"]) if some else "",
+        "prepare": duration(it["prepare_seconds"]),
+        "first": f"{duration(it['first_seconds'])} (compilation included)",
+        "warm": f"{duration(it['median_us'] * 1e-6)} (median)" if some else "",
+        "memory": f"{size(it['weight_bytes'])} of weights, peak {size(it['peak_bytes'])}",
+    }
+    _print_rows(console, rows)
+    _draw_stress(layer, console)
+    _draw_trouble(layer, console)
+    _print_rows(console, {"check": "passed" if layer["ok"] else "FAILED"})
+
+
+def _draw_compared(head: Data, layer: Data, console: Any) -> None:
+    _print_rows(console, _facts(head, layer))
+    made = table(*COLUMNS, right=COLUMNS[2:5])
+    for it in layer["backends"]:
+        made.add_row(*_cells(it))
+    console.print(made)
+    if layer["pairs"]:
+        pairs = table(*PAIRS, right=PAIRS[2:5])
+        for it in layer["pairs"]:
+            pairs.add_row(*it["backends"], *_numbers(it))
+        console.print(pairs)
+    for why in dict.fromkeys(layer["left_out"].values()):
+        names = ", ".join(name for name, its in layer["left_out"].items() if its == why)
+        console.print(f"left out  {names}: {why}", markup=False)
+    _draw_stress(layer, console)
+    _draw_trouble(layer, console)
+    _print_rows(console, {"check": "passed" if layer["ok"] else "FAILED"})
+
+
+def _draw_layers(head: Data, layers: Sequence[Data], console: Any) -> None:
+    ran = [layer for layer in layers if layer["backends"]]
+    computed = "; ".join(dict.fromkeys(layer["computed"] for layer in ran))
+    changed = sorted({(it["dtype"], it["model_dtype"]) for it in ran if it["dtype"] != it["model_dtype"]})
+    facts = {
+        "layers": f"{len(layers)} of {head['checkpoint']}{f': {computed}' if computed else ''}",
+        "dtype": "; ".join(f"{used} activations, the model's are {model}" for used, model in changed),
+        "partial": next((layer["partial"] for layer in ran), ""),
+    }
+    _print_rows(console, facts)
+    stressed = any("stress" in it for layer in layers for it in layer["backends"])
+    made = table("layer", *COLUMNS, *(("stress",) if stressed else ()), right=("layer", *COLUMNS[2:5]))
+    for layer in layers:
+        for it in layer["backends"]:
+            made.add_row(str(layer["layer"]), *_cells(it), *((_passed(it),) if stressed else ()))
+        if layer["error"] is not None:
+            made.add_row(str(layer["layer"]), "-", "ERROR", *[""] * (len(COLUMNS) - 2))
+    console.print(made)
+    for layer in layers:
+        _draw_trouble(layer, console, f"layer {layer['layer']}: ")
+    furthest, wrong = worst(layers), sum(not layer["ok"] for layer in layers)
+    found = furthest and f"layer {furthest['layer']} on {furthest['backend']}, RMS {furthest['rms']:.3g}"
+    failed = f"{wrong} of {count(len(layers), 'layer')} FAILED"
+    _print_rows(console, {"worst": found or "", "check": failed if wrong else "passed"})
+
+
+def _cells(it: Data) -> list[str]:
+    """One backend's cells, in the order of `COLUMNS`."""
+    if "check" not in it:
+        word = "refused" if it.get("refused") else "ERROR"
+        return [it["backend"], word, *["-"] * (len(COLUMNS) - 2)]
+    verdict = f"ok {it['check']['rms']:.1e}" if it["check"]["ok"] else f"FAILED {it['check']['rms']:.1e}"
+    times = (duration(it["prepare_seconds"]), size(it["weight_bytes"]), size(it["peak_bytes"]))
+    median = duration(it["median_us"] * 1e-6) if it["median_us"] else "-"
+    return [it["backend"], "ERROR" if it["error"] else verdict, *_numbers(it), *times, median]
+
+
+def _passed(it: Data) -> str:
+    """How many of the stress cases that were asked were answered right: ``19/19``."""
+    asked = [case["ok"] for case in it.get("stress", ()) if case["ok"] is not None]
+    return f"{sum(asked)}/{len(asked)}"
+
+
+def _numbers(it: Data) -> list[str]:
+    tokens = ", ".join(_token(token) for token in it["worst_tokens"])
+    return [_cosine(it["cosine"]), f"{it['rel_l2']:.2e}", f"{it['max_abs']:.2e}", tokens]
+
+
+def _cosine(value: float) -> str:
+    return f"{value:.6f}"
+
+
+def _token(token: Data) -> str:
+    return f"{token['token']} ({token['l2']:.1e})"
+
+
+def _draw_stress(layer: Data, console: Any) -> None:
+    """A row for each case, a column for each backend."""
+    stressed = [it for it in layer["backends"] if it.get("stress")]
+    if not stressed:
+        return
+    about = {case["case"]: case["about"] for it in stressed for case in it["stress"]}
+    made = table("stress", "what", *(it["backend"] for it in stressed))
+    for name, what in about.items():
+        cells = [next((_verdict(c) for c in it["stress"] if c["case"] == name), "") for it in stressed]
+        made.add_row(name, what, *cells)
+    console.print(made)
+    notes = [
+        f"{case['case']}, {it['backend']}: {case['note']}"
+        for it in stressed
+        for case in it["stress"]
+        if case["note"] and case["ok"] is not False
+    ]
+    for note in notes:
+        console.print(f"note      {note}", markup=False)
+
+
+def _verdict(case: Data) -> str:
+    if case["ok"] is None:
+        return "not asked"
+    if not case["ok"]:
+        return "FAILED"
+    return f"ok {case['check']['rms']:.1e}" if case["check"] else "ok"
+
+
+def _draw_trouble(layer: Data, console: Any, start: str = "") -> None:
+    """Errors, and the stress cases that failed, each with its reason."""
+    if layer["error"] is not None:
+        console.print(f"{start}{layer['error']['what']}", markup=False)
+    for it in layer["backends"]:
+        if it["error"] is not None:
+            console.print(f"{start}{it['error']['what']}", markup=False)
+        for case in it.get("stress", ()):
+            if case["ok"] is False:
+                console.print(f"{start}{it['backend']} failed {case['case']!r}: {case['note']}", markup=False)

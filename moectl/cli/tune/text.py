@@ -1,0 +1,141 @@
+"""How tuned launches are shown: what a search found, and what the cache keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...cache.folder import Kind, device_key
+from ...cache.keys import layer_key, layer_words
+from ...cache.launches import KINDS, Entry, Found, Row, clear, load
+from ..output import count, table
+
+if TYPE_CHECKING:
+    from ...tuning.here import Tuning
+    from ...tuning.layers import Layer
+
+
+def tile_words(tile: Any) -> str:
+    """A tile's fields in one phrase."""
+    return " ".join(f"{name}={value}" for name, value in dict(tile).items())
+
+
+def search_document(tuning: Tuning) -> dict[str, Any]:
+    """What a search found, as plain data."""
+    found = tuning.found
+    return {
+        "device": device_key(tuning.device),
+        "cache": str(tuning.path),
+        "refused": dict(tuning.refused),
+        "done": found.done,
+        "rows": [
+            {"layer": cell.name, "state": state, **asdict(row)}
+            for state, rows in (("new", found.rows), ("kept", found.kept))
+            for cell, row in rows
+        ],
+        "left": [{"layer": cell.name, "tokens": cell.tokens} for cell in found.left],
+    }
+
+
+SEARCH = ("layer", "M", "us", "was", "gain", "tried", "out", "launch")
+
+
+def draw_search(tuning: Tuning, console: Any) -> None:
+    """What a search found, as a table."""
+    found = tuning.found
+    made = table(*SEARCH, right=SEARCH[1:-1])
+    rows = [(cell, row, "") for cell, row in found.rows] + [(c, r, " (kept)") for c, r in found.kept]
+    for cell, row, state in sorted(rows, key=lambda item: (item[0].name, item[0].tokens)):
+        made.add_row(cell.name, *_cells(row), f"{row.regime} {tile_words(row.tile)}{state}")
+    for cell in found.left:
+        made.add_row(cell.name, str(cell.tokens), *["-"] * 5, "not done")
+    console.print(made)
+    console.print(f"{tuning.device.name}; kept in {tuning.path}", markup=False)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    gain = f"{100 * (1 - row.us / row.before_us):.0f}%"
+    return (
+        str(row.tokens),
+        f"{row.us:.1f}",
+        f"{row.before_us:.1f}",
+        gain,
+        str(row.tried),
+        str(row.rejected),
+    )
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Entries of the cache with the file each is in, those that were asked for; `ignored` are whole files."""
+
+    entries: tuple[tuple[Kind, Found, Entry], ...]
+    ignored: tuple[tuple[Kind, Found], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "entries": [
+                {
+                    "file": str(file.path),
+                    "of": kind.folder,
+                    "device": dict(file.device),
+                    "stale": entry.stale or None,
+                    **entry.to_json(),
+                }
+                for kind, file, entry in self.entries
+            ],
+            "ignored": [{"file": str(file.path), "why": file.note} for _, file in self.ignored],
+        }
+
+    def brief(self) -> list[str]:
+        """One line an entry: device, sizes, how many rows, and whether it is used."""
+        return [
+            f"{file.device['name']}\t{layer_words(dict(entry.layer))}\t{len(entry.rows)}\t"
+            f"{'stale' if entry.stale else 'used'}"
+            for _, file, entry in self.entries
+        ]
+
+    def clear(self) -> int:
+        """Drops all of it, files that are ignored included; how many entries there were."""
+        wanted = [entry for _, _, entry in self.entries]
+        files = {file.path: kind for kind, file, _ in self.entries}
+        files |= {file.path: kind for kind, file in self.ignored}
+        return sum(clear(path, lambda entry: entry in wanted, kind) for path, kind in files.items())
+
+
+def listed(layers: Sequence[Layer] | None, stale: bool) -> Listed:
+    """What the cache keeps of `layers`, or of all; only what is not used with `stale`."""
+    keys = None if layers is None else [layer_key(layer.problem) for layer in layers]
+    files = [(kind, load(path, kind=kind)) for kind in KINDS for path in kind.files()]
+    return Listed(
+        tuple(
+            (kind, file, entry)
+            for kind, file in files
+            for entry in file.entries
+            if (keys is None or entry.layer in keys) and (not stale or entry.stale)
+        ),
+        tuple((kind, file) for kind, file in files if file.note) if keys is None else (),
+    )
+
+
+def draw_list(found: Listed, dropped: int | None, console: Any) -> None:
+    """The cache as a table, and what was dropped of it."""
+    made = table("device", "layer", "M", "us", "launch", "used", right=("M", "us"))
+    for _, file, entry in found.entries:
+        words, state = layer_words(dict(entry.layer)), f"no: {entry.stale}" if entry.stale else "yes"
+        for row in entry.rows:
+            launch = f"{row.regime} {tile_words(row.tile)}"
+            made.add_row(file.device["name"], words, str(row.tokens), f"{row.us:.1f}", launch, state)
+        for tokens, attempts in entry.unfinished.items():
+            launch = f"{count(len(attempts), 'tile')} tried, not done"
+            made.add_row(file.device["name"], words, str(tokens), "-", launch, state)
+    if found.entries:
+        console.print(made)
+    for _, file in found.ignored:
+        console.print(file.note, markup=False)
+    if dropped is not None:
+        console.print(f"{count(dropped, 'layer')} dropped", markup=False)
+    elif not found.entries:
+        console.print("nothing is kept", markup=False)

@@ -1,0 +1,81 @@
+"""What a portable checkpoint is asked to be, as plain values. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import UsageError
+from ...portable import PORTABLE, PortableFormat
+
+if TYPE_CHECKING:
+    from ..quantize import Quantizer
+
+
+@dataclass(frozen=True)
+class PortableOptions:
+    """One portable output.
+
+    Attributes:
+        target: a row of `PORTABLE`.
+        container: as `CONTAINERS`; None for the format's first.
+        method: as `Quantizer`; None for its default, or with `calibration` for ``gptq``.
+        rule: as `Quantizer`; None for its default.
+        calibration: a file with activations, as `Calibration` reads it: for the search or, with ``gptq``,
+            for error feedback.
+        requantize: weights that have been quantized before may lose more.
+    """
+
+    target: str
+    container: str | None = None
+    method: str | None = None
+    rule: str | None = None
+    calibration: Path | None = None
+    requantize: bool = False
+
+    @property
+    def format(self) -> PortableFormat:
+        return PORTABLE[self.target]
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """How weights are quantized, where they are. Raises as `check`."""
+        from ..quantize import METHODS, Quantizer
+
+        self.check()
+        method = self.method or (METHODS[0] if self.calibration is None else "gptq")
+        if self.rule is None:
+            return Quantizer(self.format.weight, method)
+        return Quantizer(self.format.weight, method, self.rule)
+
+    def check(self) -> None:
+        """Raises UsageError for options that do not go together."""
+        if self.method == "gptq" and self.calibration is None:
+            raise UsageError(
+                "--method gptq needs activations, got none.",
+                hint="Give --calibration FILE, or --method search.",
+            )
+        if self.rule is not None and not self.format.has_scale_rules:
+            raise not_for("--mx-scale", self.target, "is for scales of powers of two, which mxfp4 has")
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The options that were given, by their names on the command line."""
+        options = {
+            "--container": self.container,
+            "--method": self.method,
+            "--mx-scale": self.rule,
+            "--calibration": self.calibration,
+        }
+        return {name: value for name, value in options.items() if value}
+
+    @property
+    def quantizing(self) -> tuple[str, ...]:
+        """Those that say how weights are quantized."""
+        return tuple(name for name in self.given if name != "--container")
+
+
+def not_for(option: str, target: str, why: str) -> UsageError:
+    """The error of an `option` that does not go with a `target`."""
+    return UsageError(f"{option} {why}, got --to {target}.", hint=f"Leave {option} out.")

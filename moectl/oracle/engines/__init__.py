@@ -1,0 +1,1 @@
+"""One folder for each engine and version: all that is known of it. `registry` lists them."""

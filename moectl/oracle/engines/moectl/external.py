@@ -1,0 +1,146 @@
+"""Libraries of others that moectl calls: Humming, vLLM's Marlin without the engine, triton_kernels."""
+
+from functools import partial
+
+from ....capabilities import external_kernels as kernels
+from ....capabilities.kernel_packages import MARLIN_LIBRARY
+from ....capabilities.unpacked import PREFIX
+from ....padding import padding, size_rule
+from ...archs import SM90
+from ...backend import Ask, Backend, Capability, Form, Need, Rule, Variant, only
+from .kernel_rules import SCALE_DTYPE, archs_of, model_dtype, offers_of, scales_of, weighting
+from .own import GATE, NAIVE
+
+
+def _whole_words(ask: Ask) -> bool:
+    dims = ask.problem.dims
+    return dims.hidden % kernels.HUMMING.multiple == 0 and dims.intermediate % kernels.HUMMING.multiple == 0
+
+
+HUMMING = Backend(
+    name="humming",
+    engine_name="humming",
+    variants=(
+        Variant(
+            "indexed",
+            Capability(
+                arch=archs_of(kernels.HUMMING),
+                needs=(Need("humming", "forward.humming_forward", instead=(f"{PREFIX}humming",)),),
+                offers=offers_of(kernels.HUMMING),
+                spread=NAIVE,
+                act_order=False,
+                scales=scales_of(kernels.HUMMING),
+                rules=(
+                    GATE,
+                    Rule(
+                        question="sizes",
+                        group="shape",
+                        code="other",
+                        holds=_whole_words,
+                        wanted=lambda ask: f"{ask.problem.dims.hidden} and {ask.problem.dims.intermediate}",
+                        offered=f"multiples of {kernels.HUMMING.multiple}",
+                    ),
+                    model_dtype(kernels.HUMMING),
+                    SCALE_DTYPE,
+                    *weighting(kernels.HUMMING),
+                ),
+            ),
+        ),
+    ),
+    runner="humming",
+    verified=(SM90,),
+    note="Humming's indexed GEMMs: weights are laid out by its own transformation when a layer is prepared, "
+    "and kernels are compiled when a number of tokens first asks for them.",
+)
+
+_MARLIN_LAYOUTS = {row.formats[0].name: row.layout for row in kernels.MARLIN.weights}
+
+
+def _marlin_sizes(ask: Ask) -> bool:
+    """True when the layout can hold the hidden size, which is rounded up for MXFP4 alone."""
+    problem = ask.problem
+    weight, gated, hidden = problem.scheme.weight, problem.activation.gated, problem.dims.hidden
+    name = _MARLIN_LAYOUTS.get(weight.name)
+    return name is None or hidden % size_rule(name, weight, gated, hidden).needs.hidden == 0
+
+
+def _without_bias(ask: Ask) -> bool:
+    return not (ask.problem.routing.weight_on_input and ask.problem.bias)
+
+
+MARLIN = Backend(
+    name="marlin",
+    engine_name="marlin",
+    variants=(
+        Variant(
+            "moe_wna16_marlin_gemm",
+            Capability(
+                arch=archs_of(kernels.MARLIN),
+                needs=(Need("vllm", MARLIN_LIBRARY, instead=(f"{PREFIX}vllm",)),),
+                offers=offers_of(kernels.MARLIN),
+                spread=NAIVE,
+                act_order=False,
+                rules=(
+                    GATE,
+                    Rule(
+                        question="hidden size",
+                        group="shape",
+                        code="other",
+                        holds=_marlin_sizes,
+                        wanted=lambda ask: f"{ask.problem.dims.hidden}, {ask.problem.scheme.weight}",
+                        offered="a multiple of 128 (integers) or 64 and of the scales' group; any for MXFP4",
+                    ),
+                    model_dtype(kernels.MARLIN),
+                    SCALE_DTYPE,
+                    Rule(
+                        question="router's weight on the input",
+                        group="scheme",
+                        code="other",
+                        holds=_without_bias,
+                        wanted=lambda ask: "with a bias",
+                        offered="without a bias",
+                    ),
+                ),
+            ),
+        ),
+    ),
+    forms=tuple(
+        Form(layout, partial(padding, layout), weights=frozenset({name}))
+        for name, layout in _MARLIN_LAYOUTS.items()
+    ),
+    runner="marlin",
+    verified=(SM90,),
+    note="vLLM's Marlin GEMM, from the engine's library file; its kernels are compiled when they are first "
+    "called, which takes minutes where the library has none for the GPU.",
+)
+
+_HOPPER = kernels.TRITON_KERNELS.weights[0].layout
+
+TRITON_KERNELS = Backend(
+    name="triton_kernels",
+    engine_name="triton_kernels",
+    variants=(
+        Variant(
+            "matmul_ogs",
+            Capability(
+                arch=archs_of(kernels.TRITON_KERNELS),
+                needs=(
+                    Need("triton_kernels", "routing.compute_expt_data", instead=(f"{PREFIX}triton_kernels",)),
+                ),
+                offers=offers_of(kernels.TRITON_KERNELS),
+                ungated=bool(kernels.TRITON_KERNELS.ungated),
+                spread=NAIVE,
+                act_order=False,
+                dtypes=only(*kernels.TRITON_KERNELS.weights[0].dtypes),
+                rules=(
+                    GATE,
+                    *weighting(kernels.TRITON_KERNELS),
+                ),
+            ),
+        ),
+    ),
+    forms=(Form(_HOPPER, partial(padding, _HOPPER)),),
+    runner="triton_kernels",
+    verified=(SM90,),
+    note="The copy that vLLM carries; that of Triton's repository where it has the same functions.",
+)

@@ -1,0 +1,182 @@
+"""FlashInfer's fused MoE as moectl calls it: CUTLASS on SM90, TRT-LLM on SM10x with or without routing."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from ....capabilities.flashinfer import (
+    CUTLASS,
+    QUESTIONS,
+    TRTLLM,
+    Kernel,
+    kernel_of,
+    unfit_activation,
+    unfit_bias,
+    unfit_count,
+    unfit_dtype,
+    unfit_sizes,
+    unfit_weighting,
+    unrouted,
+    unweighted_input,
+)
+from ....environment.variables import Variable
+from ....padding import padding
+from ....problem import MoEProblem
+from ....schemes import A16, MXFP4, MXFP8_ACT
+from ...archs import SM10X, SM90
+from ...backend import Ask, Backend, Capability, Form, Need, Offer, Rule, Variant, only
+from ...keys import act_key, exact_key
+from .own import NAIVE
+
+KERNELS = Need(
+    "flashinfer_cubin",
+    instead=("nvcc", "ninja"),
+    switch=Variable("VLLM_HAS_FLASHINFER_CUBIN", "takes FlashInfer's kernels as present"),
+)
+"""Compiled kernels, or the tools to compile them at run time."""
+
+Kernels = tuple[Kernel, ...]
+Find = Callable[[MoEProblem], Kernel | None]
+Unfit = Callable[[Kernel, MoEProblem], str]
+
+_NAMED: Mapping[Unfit, tuple[str, str]] = {
+    unfit_activation: ("activation in FlashInfer", "scheme"),
+    unfit_bias: ("bias in FlashInfer", "scheme"),
+    unfit_sizes: ("sizes in FlashInfer", "shape"),
+    unfit_dtype: ("model dtype in FlashInfer", "scheme"),
+    unfit_weighting: ("weight on the input in FlashInfer", "scheme"),
+    unfit_count: ("experts in FlashInfer", "shape"),
+}
+"""Each question to a kernel: its name and its group."""
+
+_TO_ROUTERS: Mapping[Unfit, tuple[str, str]] = {
+    lambda kernel, problem: unrouted(problem): ("routing in FlashInfer", "scheme"),
+    unweighted_input: ("routed weight on the input in FlashInfer", "scheme"),
+}
+"""Questions to kernels that route by themselves."""
+
+
+def _needs(functions: Iterable[str]) -> tuple[Need, ...]:
+    """FlashInfer with these functions of its fused MoE, and kernels that are compiled or can be."""
+    return (*(Need("flashinfer", f"fused_moe.{name}") for name in sorted(set(functions))), KERNELS)
+
+
+def _offers(kernels: Kernels) -> tuple[Offer, ...]:
+    """The pairs of number formats of `kernels`."""
+    return tuple(Offer(frozenset({exact_key(k.weight)}), only(act_key(k.act))) for k in kernels)
+
+
+def _forms(kernels: Kernels) -> tuple[Form, ...]:
+    """The layouts of `kernels`, by the key of their weights."""
+    return tuple(
+        Form(layout, partial(padding, layout), scaled=only(exact_key(kernel.weight)))
+        for layout, kernel in {kernel.layout: kernel for kernel in kernels}.items()
+    )
+
+
+def _rules(find: Find, *, routes: bool = False) -> tuple[Rule, ...]:
+    """A rule for each question to the kernel that `find` has for a problem; `routes`: of its routing, too."""
+    asked: list[tuple[Unfit, tuple[str, str]]] = [(unfit, _NAMED[unfit]) for unfit in QUESTIONS]
+    if routes:
+        asked.extend(_TO_ROUTERS.items())
+    return tuple(_rule(find, unfit, *named) for unfit, named in asked)
+
+
+def _rule(find: Find, unfit: Unfit, question: str, group: str) -> Rule:
+    def why(ask: Ask) -> str:
+        kernel = find(ask.problem)
+        return "" if kernel is None else unfit(kernel, ask.problem)
+
+    return Rule(
+        question=question,
+        group=group,
+        code="other",
+        holds=lambda ask: not why(ask),
+        wanted=lambda ask: why(ask) or "what its kernels compute",
+        offered="what its kernels compute",
+    )
+
+
+def _declared(kernels: Kernels) -> Find:
+    """The kernel for the activations that a checkpoint declares."""
+    return lambda problem: kernel_of(kernels, problem.scheme.weight, problem.scheme.act)
+
+
+FLASHINFER_CUTLASS = Backend(
+    name="flashinfer_cutlass",
+    engine_name="flashinfer_cutlass",
+    variants=(
+        Variant(
+            "cutlass_fused_moe",
+            Capability(
+                arch=(SM90,),
+                needs=_needs(kernel.routed for kernel in CUTLASS),
+                offers=_offers(CUTLASS),
+                spread=NAIVE,
+                act_order=False,
+                rules=_rules(_declared(CUTLASS)),
+            ),
+        ),
+    ),
+    forms=_forms(CUTLASS),
+    runner="flashinfer_cutlass",
+    verified=(SM90,),
+    note="FlashInfer compiles these kernels when they are first called, for many minutes, unless they are "
+    "in its cache: it comes last, and is taken when it is asked for.",
+)
+
+_MXFP4_FP8 = tuple(kernel for kernel in TRTLLM if (kernel.weight, kernel.act) == (MXFP4, MXFP8_ACT))
+
+
+def _with_fp8_tokens(problem: MoEProblem) -> Kernel | None:
+    """The kernel for MXFP4 weights and MXFP8 tokens, also of a checkpoint that declares 16-bit ones."""
+    scheme = problem.scheme
+    return kernel_of(_MXFP4_FP8, scheme.weight, MXFP8_ACT) if scheme.act in (A16, MXFP8_ACT) else None
+
+
+def _backend(
+    name: str, kernels: tuple[Kernel, ...], find: Find, pairs: tuple[Offer, ...], *, logits: bool, note: str
+) -> Backend:
+    functions: Iterable[str] = ((kernel.logits if logits else kernel.routed) for kernel in kernels)
+    return Backend(
+        name=name,
+        engine_name=name,
+        variants=(
+            Variant(
+                "logits" if logits else "ids and weights",
+                Capability(
+                    arch=(SM10X,),
+                    needs=_needs(functions),
+                    offers=pairs,
+                    spread=NAIVE,
+                    act_order=False,
+                    rules=_rules(find, routes=logits),
+                ),
+                monolithic=logits,
+            ),
+        ),
+        forms=_forms(kernels),
+        runner=name,
+        note=note,
+    )
+
+
+_ANY_TOKENS = (Offer(frozenset({exact_key(MXFP4)}), only("a16", "mxfp8")),)
+_FP8_NOTE = "Tokens are rounded to MXFP8, which the checkpoint does not ask for: only when asked for by name."
+
+FLASHINFER_TRTLLM = _backend(
+    "flashinfer_trtllm", TRTLLM, _declared(TRTLLM), _offers(TRTLLM), logits=False, note=""
+)
+FLASHINFER_TRTLLM_MONOLITHIC = _backend(
+    "flashinfer_trtllm_monolithic", TRTLLM, _declared(TRTLLM), _offers(TRTLLM), logits=True, note=""
+)
+FLASHINFER_TRTLLM_FP8 = _backend(
+    "flashinfer_trtllm_afp8", _MXFP4_FP8, _with_fp8_tokens, _ANY_TOKENS, logits=False, note=_FP8_NOTE
+)
+FLASHINFER_TRTLLM_FP8_MONOLITHIC = _backend(
+    "flashinfer_trtllm_afp8_monolithic",
+    _MXFP4_FP8,
+    _with_fp8_tokens,
+    _ANY_TOKENS,
+    logits=True,
+    note=_FP8_NOTE,
+)

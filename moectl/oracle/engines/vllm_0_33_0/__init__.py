@@ -1,0 +1,45 @@
+"""vLLM 0.33.0: its rules, backends, variables, packages, tuned files and memory, all in this folder."""
+
+from ....schemes import BF16, MXFP4
+from ...decision import CAPABILITY, DTYPE, NAME, PLATFORM
+from ...engine import CacheFolder, Engine, Recordings
+from .data import GRID
+from .deployment import REPACKING
+from .packages import COMPILED_KERNELS, DEFAULT_PROFILES, PACKAGES, profiles
+from .policy import POLICY
+from .tuned import TUNED_FILES
+from .variables import other_names
+
+
+def _no_deep_ep(platform: str, exchange: str) -> bool:
+    """DeepEP exchange on platforms that have none."""
+    return exchange.startswith("deepep") and platform in ("cpu", "xpu")
+
+
+VLLM_0_33_0 = Engine(
+    policy=POLICY,
+    title="vLLM",
+    family="vllm",
+    package="vllm",
+    env_prefix="VLLM_",
+    env_example="VLLM_USE_DEEP_GEMM=0",
+    other_variables=other_names,
+    packages=PACKAGES,
+    compiled_kernels=COMPILED_KERNELS,
+    profiles=profiles,
+    default_profiles=DEFAULT_PROFILES,
+    caches=(CacheFolder("vLLM", "VLLM_CACHE_ROOT", "@cache/vllm"),),
+    repacking=REPACKING,
+    tuned_files=TUNED_FILES,
+    recordings=Recordings(
+        GRID,
+        gates={
+            "min capability": CAPABILITY,
+            "not in supported act dtypes": DTYPE,
+            "currently not supported in": PLATFORM,
+            "not accepted by KernelConfig": NAME,
+        },
+        rounded={"mxfp4": MXFP4, "unquantized": BF16},
+        without_meaning=_no_deep_ep,
+    ),
+)

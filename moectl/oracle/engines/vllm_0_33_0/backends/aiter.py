@@ -1,0 +1,221 @@
+"""AITER: AMD's kernels. On other platforms they stand in the ranking and are refused."""
+
+from .....problem import SWIGLU_OAI, Align
+from .....schemes import MXFP4_ACT, MXFP8_ACT, ActFormat
+from ....archs import ROCM, gfx
+from ....backend import (
+    ALONE,
+    Ask,
+    Backend,
+    Capability,
+    Form,
+    Need,
+    Offer,
+    Rule,
+    Spread,
+    Stop,
+    Switch,
+    Variant,
+    only,
+    weighted_input,
+)
+from ..variables import VARIABLES
+from .defaults import NO_NVLINK_EXCHANGE, mxfp4_forms
+from .triton import FEW_EXPERTS
+
+_NEEDS = (Need("aiter"),)
+CDNA3 = (gfx("gfx942", "gfx950", "gfx1250"),)
+"""Architectures of CDNA3 and newer, on which the engine uses AITER at all."""
+_SWITCHES = (Switch(VARIABLES["VLLM_ROCM_USE_AITER"]),)
+_MXFP4 = frozenset({"mxfp4 group 32"})
+_FORMS = mxfp4_forms("aiter-mxfp4")
+_ROUTERS = ("Renormalize", "RenormalizeNaive")
+
+_MOE = (*_SWITCHES, Switch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"]))
+_ACTIVATIONS = only("silu", "gelu", "situ", "swigluoai", "swigluoai_uninterleave")
+
+
+def _fused(experts: str, *offers: Offer, stops: tuple[Stop, ...] = ()) -> Variant:
+    """Kernels of CDNA3 and newer, on by switch."""
+    return Variant(
+        experts,
+        Capability(
+            arch=CDNA3,
+            needs=_NEEDS,
+            switches=_MOE,
+            offers=offers,
+            activations=_ACTIVATIONS,
+            ungated=False,
+            spread=NO_NVLINK_EXCHANGE,
+            stops=stops,
+        ),
+    )
+
+
+AITER_PLAIN = Backend(
+    name="aiter",
+    engine_name="ROCm AITER",
+    variants=(_fused("AiterUnquantizedExperts", Offer(frozenset({"bf16"}))),),
+    forms=(
+        # Its kernels pick tiles of 64 or 128 by the size itself.
+        Form("aiter-shuffled", Align(1, 64), up_to=192),
+        Form("aiter-shuffled", Align(1, 128)),
+    ),
+)
+AITER_W8A8 = Backend(
+    name="aiter",
+    engine_name="AITER",
+    variants=(
+        _fused(
+            "AiterFp8BlockExperts",
+            Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
+            stops=(weighted_input("AssertionError"),),
+        ),
+        _fused(
+            "AiterFp8TensorExperts",
+            Offer(frozenset({"fp8 per tensor"}), only("fp8 per tensor static", "fp8 per tensor dynamic")),
+        ),
+        _fused(
+            "AiterFp8ChannelExperts",
+            Offer(frozenset({"fp8 per channel"}), only("fp8 per token dynamic")),
+        ),
+    ),
+    forms=(Form("aiter-shuffled"),),
+)
+
+_CK = Variant(
+    "AiterMxfp4Experts",
+    Capability(
+        arch=CDNA3,
+        needs=_NEEDS,
+        switches=_MOE,
+        offers=(
+            Offer(_MXFP4, only("a16", "mxfp4"), (gfx("gfx950"),)),
+            Offer(frozenset({"int4 group 32"}), only("a16"), (gfx("gfx942"),)),
+        ),
+        activations=_ACTIVATIONS,
+        ungated=False,
+        spread=NO_NVLINK_EXCHANGE,
+    ),
+)
+AITER_BF16 = Backend(
+    name="aiter",
+    engine_name="AITER_MXFP4_BF16",
+    variants=(_CK,),
+    forms=(
+        Form("aiter-mxfp4", Align(128, 128), (ROCM,), activations=only("silu", "situ")),
+        *_FORMS,
+    ),
+)
+AITER_MXFP4 = Backend(
+    name="aiter_mxfp4_mxfp4",
+    engine_name="AITER_MXFP4_MXFP4",
+    variants=(_CK,),
+    act=MXFP4_ACT,
+    forms=(Form("aiter-mxfp4", Align(256, 128), (ROCM,)), *_FORMS),
+)
+AITER_TRITON_BF16 = Backend(
+    name="aiter_triton_mxfp4_bf16",
+    engine_name="AITER_TRITON_MXFP4_BF16",
+    variants=(
+        Variant(
+            "AiterW4A16ExpertsMonolithic",
+            Capability(
+                arch=CDNA3,
+                needs=_NEEDS,
+                switches=_SWITCHES,
+                offers=(Offer(_MXFP4),),
+                activations=only("silu", "swigluoai"),
+                ungated=False,
+                routing=only(*_ROUTERS, "DeepseekV4", "DeepSeekV3"),
+                spread=ALONE,
+                hashed=True,
+            ),
+            monolithic=True,
+        ),
+    ),
+    forms=_FORMS,
+)
+AITER_FP8 = Backend(
+    name="aiter_mxfp4_fp8",
+    engine_name="AITER_MXFP4_FP8",
+    variants=(
+        Variant(
+            "AiterW4A8ExpertsMonolithic",
+            Capability(
+                arch=(gfx("gfx950", "gfx1250"),),
+                needs=_NEEDS,
+                switches=_SWITCHES,
+                offers=(Offer(_MXFP4, only("fp8 per tensor static")),),
+                activations=only("swigluoai"),
+                ungated=False,
+                routing=only(*_ROUTERS),
+                spread=Spread(eplb=False, dp=False, ep=False),
+            ),
+            monolithic=True,
+        ),
+    ),
+    act=ActFormat("fp8", 8, (-1, -1), dynamic=False),
+    forms=_FORMS,
+)
+AITER_TRITON_MXFP4 = Backend(
+    name="aiter_triton_mxfp4_mxfp4",
+    engine_name="AITER_TRITON_MXFP4_MXFP4",
+    variants=(
+        Variant(
+            "AiterW4A4ExpertsMonolithic",
+            Capability(
+                arch=(gfx("gfx1250"),),
+                needs=_NEEDS,
+                switches=_SWITCHES,
+                offers=(Offer(_MXFP4, only("mxfp4")),),
+                activations=only("silu", "swigluoai", "swigluoai_uninterleave"),
+                ungated=False,
+                routing=only(*_ROUTERS, "DeepseekV4", "DeepSeekV3", "MiniMax2"),
+                spread=ALONE,
+                hashed=True,
+            ),
+            monolithic=True,
+        ),
+    ),
+    act=MXFP4_ACT,
+    forms=_FORMS,
+)
+
+
+def _published_alpha(ask: Ask) -> bool:
+    activation = ask.problem.activation
+    return activation.name != "swigluoai" or activation.alpha in (None, SWIGLU_OAI.alpha)
+
+
+AITER_MXFP8 = Backend(
+    name="aiter",
+    engine_name="AITER_MXFP8",
+    variants=(
+        Variant(
+            "AiterMxfp8Experts",
+            Capability(
+                arch=(gfx("gfx950", "gfx1250"),),
+                needs=_NEEDS,
+                switches=(*_SWITCHES, Switch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"])),
+                offers=(Offer(frozenset({"mxfp8 group 32"}), only("mxfp8")),),
+                activations=only("silu", "swigluoai_uninterleave"),
+                lora=True,
+                rules=(
+                    FEW_EXPERTS,
+                    Rule(
+                        question="activation parameters",
+                        group="scheme",
+                        code="other",
+                        holds=_published_alpha,
+                        wanted=lambda ask: str(ask.problem.activation),
+                        offered=f"SwiGLU of gpt-oss with alpha {SWIGLU_OAI.alpha} only",
+                    ),
+                ),
+                codes={"activation function": "other"},
+            ),
+        ),
+    ),
+    act=MXFP8_ACT,
+    forms=(Form("aiter-mxfp8"),),
+)

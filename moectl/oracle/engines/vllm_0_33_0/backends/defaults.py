@@ -1,0 +1,40 @@
+"""What the engine assumes of a backend that says nothing else: activations, exchanges, sizes for MXFP4.
+
+Activation functions are in the engine's spelling: ``swigluoai`` is the gpt-oss function over interleaved
+gate and up rows, ``swigluoai_uninterleave`` the same over concatenated ones; ``_no_mul`` marks functions
+without a gate.
+"""
+
+from .....problem import Align
+from ....archs import ROCM
+from ....backend import Form, Spread, but, only
+
+SHARED = only(
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "situ",
+    "swigluoai",
+    "swigluoai_uninterleave",
+    "swiglustep",
+    "silu_no_mul",
+    "gelu_no_mul",
+    "gelu_tanh_no_mul",
+    "relu2_no_mul",
+)
+"""What a step of its own between the two GEMMs computes."""
+
+
+NO_NVLINK_EXCHANGE = Spread(
+    exchange=but("flashinfer_nvlink_two_sided", "flashinfer_all2allv", "flashinfer_nvlink_one_sided")
+)
+NO_TWO_SIDED_EXCHANGE = Spread(exchange=but("flashinfer_nvlink_two_sided", "flashinfer_all2allv"))
+
+
+def mxfp4_forms(layout: str) -> tuple[Form, ...]:
+    """The sizes that MXFP4 weights are rounded up to, for a layout with no rule of its own."""
+    mxfp4 = frozenset({"mxfp4"})
+    return (
+        Form(layout, Align(256, 256), where=(ROCM,), weights=mxfp4),
+        Form(layout, Align(1, 64), weights=mxfp4),
+    )

@@ -1,0 +1,93 @@
+"""Marlin: weight-only quantization on every CUDA GPU since Turing."""
+
+from dataclasses import replace
+
+from .....padding import padding
+from .....problem import Align
+from .....schemes import FULL, MXFP4
+from ....archs import XPU, sm
+from ....backend import Ask, Backend, Capability, Choice, Form, Offer, Rule, Variant, but
+from .defaults import NO_TWO_SIDED_EXCHANGE, SHARED
+
+GROUPS = (FULL, 32, 64, 128)
+TILE = 64
+"""Granularity of the intermediate size in the kernel's thread tiles."""
+HIDDEN = 128
+INTEGERS = frozenset({"int4", "int8"})
+
+
+def shape_fits(ask: Ask) -> bool:
+    """True when the integer kernels take the sizes of one rank; other formats have no such rule.
+
+    The hidden size is never padded. The intermediate size is, up to `TILE`, where the method pads
+    weights; scale groups must not cross ranks either way. On ROCm the engine says no to every size.
+    """
+    weight, dims = ask.problem.scheme.weight, ask.problem.dims
+    if weight.name not in INTEGERS:
+        return True
+    if ask.device.platform == "rocm":
+        return False
+    group = weight.group
+    step = max(group, 1) if ask.pads_tiles else max(TILE, group)
+    return dims.hidden % HIDDEN == 0 and dims.intermediate % step == 0 and group in GROUPS
+
+
+def _sizes(ask: Ask) -> str:
+    dims, weight = ask.problem.dims, ask.problem.scheme.weight
+    return f"hidden {dims.hidden}, intermediate {dims.intermediate} per rank, {weight}"
+
+
+SHAPE = Rule(
+    question="Marlin tiles",
+    group="shape",
+    code="marlin_shape",
+    holds=shape_fits,
+    wanted=_sizes,
+    offered=f"hidden a multiple of {HIDDEN}, group 32, 64, 128 or per channel, intermediate in whole groups",
+)
+
+_WEIGHTS = frozenset(
+    {
+        "fp8 block 128x128",
+        "fp8 per channel",
+        "fp8 per tensor",
+        "mxfp4 group 32",
+        "mxfp8 group 32",
+        "nvfp4 group 16",
+        "int4 group",
+        "int8 group",
+        "int4 group 32",
+        "int4 group with zero points",
+        "int4 group 32 with zero points",
+    }
+)
+_CAPABILITY = Capability(
+    arch=(sm(75),),
+    offers=(Offer(_WEIGHTS, acts=Choice()),),
+    activations=SHARED,
+    spread=NO_TWO_SIDED_EXCHANGE,
+    checkpoints=but("moe_wna16", "quark_int4"),
+    rules=(SHAPE,),
+)
+_FORMS = (
+    Form("marlin-mxfp4", Align(128, 128), where=(XPU,), weights=frozenset({"mxfp4"})),
+    Form("marlin-mxfp4", padding("marlin-mxfp4", MXFP4), weights=frozenset({"mxfp4"})),
+    # Other weights are padded to the layout's tiles only when they are repacked.
+    Form("marlin-int4", weights=frozenset({"int4"})),
+    Form("marlin-int8", weights=frozenset({"int8"})),
+    *(Form(f"marlin-{name}", weights=frozenset({name})) for name in ("fp8", "nvfp4", "mxfp8")),
+    Form("marlin"),
+)
+
+MARLIN = Backend(
+    name="marlin",
+    engine_name="MARLIN",
+    variants=(Variant("MarlinExperts", replace(_CAPABILITY, lora=True)),),
+    forms=_FORMS,
+)
+BATCHED_MARLIN = Backend(
+    name="batched_marlin",
+    engine_name="BATCHED_MARLIN",
+    variants=(Variant("BatchedMarlinExperts", _CAPABILITY, batched=True),),
+    forms=_FORMS,
+)

@@ -1,0 +1,159 @@
+"""NVFP4 kernels of FlashInfer and vLLM: TRT-LLM and CuteDSL on SM10x, CUTLASS from there on."""
+
+from dataclasses import replace
+
+from .....schemes import NVFP4_ACT
+from ....archs import SM10X, SM12X, sm
+from ....backend import Backend, Capability, Form, Offer, Spread, Variant, but, only
+from .defaults import SHARED
+from .flashinfer import CUTLASS_CAPABILITY, SITU_KERNELS, TRTLLM_SYMBOLS, flashinfer_needs
+from .triton import PLAIN_CAPABILITY
+
+WEIGHTS = frozenset({"nvfp4 group 16"})
+_W4A4 = (Offer(WEIGHTS, only("nvfp4")),)
+
+_TRTLLM = Capability(
+    arch=(SM10X,),
+    needs=flashinfer_needs(TRTLLM_SYMBOLS),
+    offers=_W4A4,
+    activations=only("silu", "relu2_no_mul", "gelu", "gelu_tanh", "swigluoai_uninterleave", "situ"),
+    rules=(SITU_KERNELS,),
+)
+TRTLLM_NVFP4 = Backend(
+    name="flashinfer_trtllm",
+    engine_name="FLASHINFER_TRTLLM",
+    variants=(
+        Variant(
+            "TrtLlmNvFp4ExpertsMonolithic",
+            replace(
+                _TRTLLM,
+                routing=only(
+                    "DeepSeekV3",
+                    "Renormalize",
+                    "RenormalizeNaive",
+                    "Llama4",
+                    "SigmoidRenorm",
+                    "Sigmoid",
+                    "MiniMax2",
+                ),
+                logits=only("bf16", "fp32"),
+                spread=Spread(exchange=only("none"), eplb=False),
+            ),
+            monolithic=True,
+        ),
+        Variant("TrtLlmNvFp4ExpertsModular", _TRTLLM),
+    ),
+    act=NVFP4_ACT,
+    # Weights are padded to the layout's tiles only when they are repacked, here as in all of these.
+    forms=(Form("trtllm-nvfp4"),),
+)
+
+CUTEDSL = Backend(
+    name="flashinfer_cutedsl",
+    engine_name="FLASHINFER_CUTEDSL",
+    variants=(
+        Variant(
+            "FlashInferCuteDSLExperts",
+            Capability(
+                arch=(SM10X,),
+                needs=flashinfer_needs(("cute_dsl_fused_moe_nvfp4",)),
+                offers=_W4A4,
+                activations=only("silu", "swigluoai", "swigluoai_uninterleave", "relu2_no_mul", "situ"),
+            ),
+        ),
+    ),
+    act=NVFP4_ACT,
+    forms=(Form("cutedsl-nvfp4"),),
+)
+CUTEDSL_BATCHED = Backend(
+    name="flashinfer_cutedsl_batched",
+    engine_name="FLASHINFER_CUTEDSL_BATCHED",
+    variants=(
+        Variant(
+            "FlashInferCuteDSLBatchedExperts",
+            Capability(
+                arch=(SM10X,),
+                needs=flashinfer_needs(
+                    (
+                        "cute_dsl.blockscaled_gemm.grouped_gemm_nt_masked",
+                        "scaled_fp4_grouped_quantize",
+                        "silu_and_mul_scaled_nvfp4_experts_quantize",
+                    )
+                ),
+                offers=_W4A4,
+                activations=only("silu"),
+                ungated=False,
+                clamps=False,
+            ),
+            batched=True,
+        ),
+    ),
+    act=NVFP4_ACT,
+    forms=(Form("cutedsl-batched-nvfp4"),),
+)
+FLASHINFER_B12X = Backend(
+    name="flashinfer_b12x",
+    engine_name="FLASHINFER_B12X",
+    variants=(
+        Variant(
+            "FlashInferB12xExperts",
+            Capability(
+                arch=(SM12X,),
+                needs=flashinfer_needs(
+                    ("fused_moe.b12x_fused_moe", "cute_dsl.utils.convert_sf_to_mma_layout")
+                ),
+                offers=(Offer(WEIGHTS, only("nvfp4", "a16")),),
+                activations=only("silu", "gelu_tanh", "relu2_no_mul"),
+                spread=Spread(ep=False),
+                clamps=False,
+            ),
+        ),
+    ),
+    act=NVFP4_ACT,
+    forms=(Form("flashinfer-cutlass-nvfp4"),),
+    note="the engine keeps it out of its own order until an operation of SM121 is unguarded upstream",
+)
+FLASHINFER_CUTLASS_NVFP4 = Backend(
+    name="flashinfer_cutlass",
+    engine_name="FLASHINFER_CUTLASS",
+    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
+    act=NVFP4_ACT,
+    forms=(Form("flashinfer-cutlass-nvfp4"),),
+)
+CUTLASS_NVFP4 = Backend(
+    name="cutlass",
+    engine_name="VLLM_CUTLASS",
+    variants=(
+        Variant(
+            "CutlassExpertsFp4",
+            Capability(
+                arch=(sm(100, 129),),
+                offers=_W4A4,
+                activations=SHARED,
+                invariant=True,
+                spread=Spread(
+                    exchange=but(
+                        "flashinfer_nvlink_two_sided",
+                        "flashinfer_all2allv",
+                        "flashinfer_nvlink_one_sided",
+                        "deepep_high_throughput",
+                    )
+                ),
+            ),
+        ),
+    ),
+    act=NVFP4_ACT,
+    forms=(Form("cutlass-nvfp4"),),
+)
+EMULATION_NVFP4 = Backend(
+    name="emulation",
+    engine_name="EMULATION",
+    variants=(
+        Variant(
+            "Nvfp4QuantizationEmulationTritonExperts",
+            replace(PLAIN_CAPABILITY, offers=_W4A4, bias=False, lora=False),
+        ),
+    ),
+    act=NVFP4_ACT,
+    forms=(Form("plain"),),
+)

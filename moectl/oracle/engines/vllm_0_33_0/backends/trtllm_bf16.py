@@ -1,0 +1,89 @@
+"""FlashInfer's TRT-LLM kernels for unquantized weights on SM10x, without and with adapters."""
+
+from dataclasses import replace
+
+from .....problem import Align
+from ....archs import SM10X
+from ....backend import Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, but, only
+from .flashinfer import TRTLLM_SYMBOLS, flashinfer_needs
+from .trtllm_fp8 import ROUTED_EXPERTS
+
+_TRTLLM = Capability(
+    arch=(SM10X,),
+    needs=flashinfer_needs(TRTLLM_SYMBOLS),
+    offers=(Offer(frozenset({"bf16"})),),
+    activations=only("silu", "relu2_no_mul"),
+    rules=(ROUTED_EXPERTS,),
+)
+_GATHERED = Spread(exchange=only("none", "allgather_reducescatter"), eplb=False)
+_FORMS = (Form("trtllm-bf16", Align(1, 128)),)
+
+TRTLLM_PLAIN = Backend(
+    name="flashinfer_trtllm",
+    engine_name="FlashInfer TRTLLM",
+    variants=(
+        Variant(
+            "TrtLlmBf16ExpertsMonolithic",
+            replace(
+                _TRTLLM,
+                routing=only(
+                    "DeepSeekV3",
+                    "Llama4",
+                    "Renormalize",
+                    "RenormalizeNaive",
+                    "SigmoidRenorm",
+                    "MiniMax2",
+                    "Sigmoid",
+                ),
+                spread=_GATHERED,
+            ),
+            monolithic=True,
+        ),
+        Variant(
+            # Without an exchange that routes tokens itself, only the monolithic form is used.
+            "TrtLlmBf16ExpertsModular",
+            replace(
+                _TRTLLM,
+                spread=Spread(
+                    exchange=but("none", "allgather_reducescatter", "deepep_high_throughput"), eplb=False
+                ),
+            ),
+        ),
+    ),
+    forms=_FORMS,
+)
+
+
+def _whole_tiles(ask: Ask) -> bool:
+    return ask.problem.dims.intermediate % 128 == 0
+
+
+TRTLLM_LORA = Backend(
+    name="flashinfer_trtllm",
+    engine_name="FlashInfer TRTLLM",
+    variants=(
+        Variant(
+            "TrtLlmBf16LoRAExperts",
+            replace(
+                _TRTLLM,
+                activations=only("silu"),
+                ungated=False,
+                routing=only("DeepSeekV3", "Llama4", "Renormalize", "RenormalizeNaive"),
+                spread=_GATHERED,
+                lora=True,
+                rules=(
+                    Rule(
+                        question="intermediate size",
+                        group="shape",
+                        code="shape",
+                        holds=_whole_tiles,
+                        wanted=lambda ask: f"{ask.problem.dims.intermediate} per rank",
+                        offered="a multiple of 128, which is not padded here",
+                    ),
+                ),
+            ),
+        ),
+    ),
+    forms=_FORMS,
+    note="The only kernels beside Triton's that add adapters between the two GEMMs.",
+)

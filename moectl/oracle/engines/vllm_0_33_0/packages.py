@@ -1,0 +1,73 @@
+"""Optional packages that vLLM's rules ask for, and installations of it by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+
+from ....capabilities.kernel_packages import KERNEL_PACKAGES
+from ....environment.probes import Probe
+from ...engine import CompiledKernels, Profile
+from .backends.flashinfer import KERNELS
+from .data import GRID
+
+PACKAGES: Mapping[str, Probe] = {
+    "flashinfer": KERNEL_PACKAGES["flashinfer"],
+    "flashinfer_cubin": KERNEL_PACKAGES["flashinfer_cubin"],
+    "triton_kernels": KERNEL_PACKAGES["triton_kernels"],
+    "deep_gemm": Probe(
+        ("deep_gemm", "vllm.third_party.deep_gemm"),
+        "deep-gemm",
+        symbols=("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
+        serves="FP8 and FP4 GEMMs",
+        get="comes with vLLM; its source is github.com/deepseek-ai/DeepGEMM",
+    ),
+    "humming": KERNEL_PACKAGES["humming"],
+    "deep_ep": Probe(
+        ("deep_ep",),
+        "deep-ep",
+        symbols=("Buffer",),
+        serves="token exchange",
+        get="build github.com/deepseek-ai/DeepEP",
+    ),
+    "aiter": Probe(
+        ("aiter",),
+        "amd-aiter",
+        symbols=("fused_moe.fused_moe", "ops.shuffle.shuffle_weight"),
+        serves="AMD's kernels",
+        get="build github.com/ROCm/aiter",
+    ),
+    "quark": Probe(
+        ("quark",), "amd-quark", ("torch",), serves="emulation of MX formats", get="pip install amd-quark"
+    ),
+    "b12x": Probe(("b12x",), "b12x", serves="FP4 kernels for SM12x", get="pip install b12x"),
+    "hpc": Probe(
+        ("hpc",),
+        symbols=("fuse_moe", "fuse_moe_blockwise"),
+        serves="FP8 kernels for Hopper",
+        get="build github.com/Tencent/hpc-ops",
+    ),
+    "zentorch": Probe(("zentorch",), "zentorch", serves="AMD CPU kernels", get="pip install zentorch"),
+}
+"""By the name under which `Packages` lists them."""
+
+COMPILED_KERNELS = (
+    CompiledKernels(
+        "flashinfer",
+        "FlashInfer",
+        KERNELS,
+        "compiled kernels (flashinfer-cubin)",
+        "pip install flashinfer-cubin=={version}, or install nvcc and ninja",
+    ),
+)
+
+DEFAULT_PROFILES = {"cuda": "full", "rocm": "rocm_default", "cpu": "cpu", "xpu": "xpu"}
+"""By platform: the default installation there."""
+
+
+@cache
+def profiles() -> Mapping[str, Profile]:
+    """Installations by name: those with which decisions were recorded."""
+    recorded = json.loads(GRID.read_text(encoding="utf-8"))["PROFILES"]
+    return {name: Profile(tuple(row["packages"]), row["env"]) for name, row in recorded.items()}

@@ -1,0 +1,112 @@
+"""Unquantized experts, in BF16 or FP16."""
+
+from dataclasses import replace
+
+from ....archs import sm
+from ....backend import ANY, Ask, Backend, only
+from ....route import Assignment, Condition, Move, Order, Route, StandIn
+from ..backends import aiter, cpu, flashinfer, moonep, triton, trtllm_bf16, xpu
+from .order import AITER_DEMANDED, CPU, OUT_OF_TREE, ROCM, TPU, XPU, without_aiter
+
+_LAST_ON_HOPPER = "FlashInfer goes last on SM9x, where it is slower than Triton"
+_LAST_WITH_DP = "FlashInfer's CUTLASS goes last with data parallelism, for crashes of Qwen3.5"
+_PLUG_IN = "the platform's plug-in computes the layer; vLLM itself chooses no kernel"
+_LAST_FOR_GPT_OSS = "FlashInfer goes last for gpt-oss, whose activation it takes for plain SwiGLU"
+
+
+def _data_parallel(ask: Ask) -> bool:
+    return ask.problem.parallel.dp > 1
+
+
+def _gpt_oss(ask: Ask) -> bool:
+    return ask.activation == "swigluoai"
+
+
+_NAMES: dict[str, tuple[Backend, ...]] = {
+    "triton": (triton.TRITON_PLAIN,),
+    "batched_triton": (triton.BATCHED_TRITON,),
+    "flashinfer_trtllm": (trtllm_bf16.TRTLLM_PLAIN,),
+    "flashinfer_cutlass": (flashinfer.CUTLASS_PLAIN,),
+    "aiter": (aiter.AITER_PLAIN,),
+}
+
+_BF16 = Route(
+    name="unquantized experts",
+    method="UnquantizedFusedMoEMethod",
+    storages=ANY,
+    weights=frozenset({"bf16"}),
+    orders=(
+        Order((aiter.AITER_PLAIN, triton.TRITON_PLAIN, triton.BATCHED_TRITON), ROCM),
+        Order((xpu.XPU_PLAIN, triton.TRITON_PLAIN), XPU),
+        Order((cpu.CPU_BF16,), CPU),
+        Order(
+            (
+                trtllm_bf16.TRTLLM_PLAIN,
+                flashinfer.CUTLASS_PLAIN,
+                triton.TRITON_PLAIN,
+                triton.BATCHED_TRITON,
+            )
+        ),
+    ),
+    moves=(
+        Move(trtllm_bf16.TRTLLM_PLAIN, (sm(90, 99),), last=True, why=_LAST_ON_HOPPER),
+        Move(flashinfer.CUTLASS_PLAIN, (sm(90, 99),), last=True, why=_LAST_ON_HOPPER),
+        Move(flashinfer.CUTLASS_PLAIN, last=True, when=_data_parallel, why=_LAST_WITH_DP),
+        Move(trtllm_bf16.TRTLLM_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
+        Move(flashinfer.CUTLASS_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
+    ),
+    exclusions=(without_aiter(aiter.AITER_PLAIN),),
+    demands=(replace(AITER_DEMANDED, falls_back=True),),
+    names=_NAMES,
+    twins=((triton.TRITON_PLAIN, triton.BATCHED_TRITON),),
+    # These know quantized weights only; layers left out of quantization must not fail for them.
+    ignored=only("marlin", "humming"),
+    sorts=frozenset({"batched_triton"}),
+    rounds=True,
+    covers=ANY,
+    stand_ins=(
+        StandIn("TPU", TPU, _PLUG_IN, at_once=True),
+        StandIn("OOT", OUT_OF_TREE, _PLUG_IN, at_once=True),
+    ),
+)
+_ADAPTERS = replace(
+    _BF16,
+    name="unquantized experts with adapters",
+    when=Condition(
+        "adapters on experts",
+        lambda ask: ask.problem.lora and ask.device.platform not in ("tpu", "out-of-tree"),
+        lambda ask: "adapters are served on the experts",
+    ),
+    orders=(),
+    moves=(),
+    exclusions=(),
+    demands=(),
+    names={},
+    assigned=(
+        Assignment(
+            trtllm_bf16.TRTLLM_LORA,
+            trtllm_bf16.TRTLLM_LORA.variants[0],
+            trtllm_bf16.TRTLLM_LORA.engine_name,
+            asks=True,
+        ),
+        Assignment(triton.TRITON_PLAIN, triton.TRITON_PLAIN.variants[0], triton.TRITON_PLAIN.engine_name),
+    ),
+)
+_MOONEP = replace(
+    _BF16,
+    name="unquantized experts over MoonEP",
+    when=Condition(
+        "MoonEP exchange",
+        lambda ask: ask.exchange == "moonep",
+        lambda ask: "tokens travel through MoonEP, whose experts cannot be exchanged for others",
+    ),
+    orders=(Order((moonep.MOONEP,)),),
+    moves=(),
+    exclusions=(),
+    demands=(),
+    names={},
+    ignored=ANY,
+    fails="ValueError",
+)
+
+ROUTES = (_ADAPTERS, _MOONEP, _BF16)

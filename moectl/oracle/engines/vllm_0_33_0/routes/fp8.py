@@ -1,0 +1,319 @@
+"""FP8 experts: blocks, tensors, channels, from FP8, ModelOpt, compressed-tensors and Quark checkpoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from .....problem import Dims, MoEProblem
+from .....schemes import FULL, ActFormat, WeightFormat
+from ....archs import SM10X, SM90
+from ....backend import ANY, Ask, Backend, but, only
+from ....decision import Candidate, Failure
+from ....keys import act_key, exact_key
+from ....route import DECLARED_ACT, Aftermath, Condition, Exclusion, Move, Order, Route, StandIn
+from ..backends import aiter, cpu, cutlass, deep_gemm, flashinfer, hpc, triton, trtllm_fp8, xpu
+from ..backends.humming import HUMMING
+from ..backends.marlin import MARLIN
+from .order import (
+    AITER_DEMANDED,
+    CPU,
+    DEEP_GEMM_DEMANDED,
+    HUMMING_FIRST,
+    OUT_OF_TREE,
+    TPU,
+    XPU,
+    without_aiter,
+    without_deep_gemm,
+)
+
+_BLOCK = "fp8 block 128x128"
+_FINEST = 32
+"""Smallest block that scales are repeated down to."""
+
+_PER_TOKEN = ActFormat("fp8", 8, (1, FULL))
+_PER_GROUP = ActFormat("fp8", 8, (1, 128))
+_PER_TENSOR_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
+
+
+def _blocks(weight: WeightFormat) -> bool:
+    return FULL not in weight.block
+
+
+def _fp8_act(problem: MoEProblem, invariant: bool) -> ActFormat:
+    """Blocks go with groups of 128; a dynamic scale per tensor would depend on the rest of the batch."""
+    if _blocks(problem.scheme.weight):
+        return _PER_GROUP
+    declared = problem.scheme.act
+    return _PER_TOKEN if invariant and declared.dynamic else declared
+
+
+def _modelopt_act(problem: MoEProblem, invariant: bool) -> ActFormat:
+    return _PER_TENSOR_STATIC
+
+
+def _compressed_act(problem: MoEProblem, invariant: bool) -> ActFormat:
+    """Dynamic scales per tensor are asked for as groups of 128, which few kernels combine with it."""
+    declared = problem.scheme.act
+    dynamic_tensor = declared.dynamic and declared.block == (FULL, FULL)
+    return _PER_GROUP if _blocks(problem.scheme.weight) or dynamic_tensor else declared
+
+
+def _compressed_key(weight: WeightFormat) -> str:
+    """Blocks of every size are asked for as 128x128."""
+    return _BLOCK if _blocks(weight) else exact_key(weight)
+
+
+def _refined(problem: MoEProblem) -> int:
+    """The block edge that a slice needs and can have; 0 where blocks fit, or none would."""
+    rows, columns = problem.scheme.weight.block
+    dims, sliced = problem.dims, problem.parallel.tp_size > 1
+    if dims.intermediate % rows == 0 and not (sliced and dims.intermediate % columns):
+        return 0
+    edge = math.gcd(rows, columns, dims.intermediate, dims.hidden)
+    return edge if edge >= _FINEST else 0
+
+
+def _fit_blocks(ask: Ask, named: tuple[Backend, ...]) -> Ask | Failure:
+    """Blocks cut across ranks get finer scales, or for a request that cannot take those, whole blocks."""
+    weight, dims = ask.problem.scheme.weight, ask.problem.dims
+    if not _blocks(weight):
+        return ask
+    edge = _refined(ask.problem)
+    finer = replace(ask, weight=exact_key(replace(weight, block=(edge, edge)))) if edge else ask
+    rows, columns = weight.block
+    if not named or (edge and any(_takes(finer, backend) for backend in named)):
+        return finer
+    sliced = ask.problem.parallel.tp_size > 1
+    if rows != columns or not sliced or dims.intermediate % rows == 0:
+        return finer
+    whole = dims.intermediate * ask.problem.parallel.tp_size
+    if whole % rows or dims.hidden % rows or ask.problem.lora or ask.problem.bias:
+        return Failure(
+            f"one rank's slice cannot be padded to whole blocks of {rows}: the whole sizes must divide by "
+            f"{rows} (intermediate {whole}, hidden {dims.hidden}), without adapters or expert biases",
+            "ValueError",
+        )
+    padded = Dims(dims.hidden, -(-dims.intermediate // rows) * rows)
+    return replace(ask, problem=replace(ask.problem, dims=padded), sliced=dims.intermediate)
+
+
+def _takes(ask: Ask, backend: Backend) -> bool:
+    """True when some kernel of `backend` is made for the number formats."""
+    return any(
+        variant.offers.offers is None
+        or any(offer.serves(ask.weight, act_key(_PER_GROUP), ask.device) for offer in variant.offers.offers)
+        for variant in backend.variants
+    )
+
+
+def _cut_block(ask: Ask, chosen: Candidate | None) -> bool:
+    weight, parallel = ask.problem.scheme.weight, ask.problem.parallel
+    if not _blocks(weight) or ask.weight not in (_BLOCK, exact_key(weight)):
+        return False
+    rows, columns = weight.block
+    size = ask.problem.dims.intermediate
+    return bool(size % rows or (parallel.tp > 1 and size % columns))
+
+
+_CUTS_BLOCKS = Aftermath(
+    "weight blocks",
+    _cut_block,
+    lambda ask, chosen: (
+        f"intermediate {ask.problem.dims.intermediate} per rank cuts across blocks of "
+        f"{ask.problem.scheme.weight}"
+    ),
+    kind="ValueError",
+    sized=True,
+)
+
+_CUTLASS_PAIR = (cutlass.CUTLASS_FP8, cutlass.BATCHED_CUTLASS_FP8)
+_DEEP_GEMM_PAIR = (deep_gemm.DEEP_GEMM_FP8, deep_gemm.BATCHED_DEEP_GEMM)
+
+
+def _hopper_blocks(ask: Ask) -> bool:
+    return ask.weight == _BLOCK and act_key(ask.declared) == act_key(_PER_GROUP)
+
+
+_NAMES: dict[str, tuple[Backend, ...]] = {
+    "triton": (triton.TRITON_PLAIN,),
+    "deep_gemm": (deep_gemm.DEEP_GEMM_FP8,),
+    "cutlass": (cutlass.CUTLASS_FP8,),
+    "flashinfer_trtllm": (trtllm_fp8.TRTLLM_FP8,),
+    "flashinfer_cutlass": (flashinfer.CUTLASS_FP8,),
+    "marlin": (MARLIN,),
+    "humming": (HUMMING,),
+    "aiter": (aiter.AITER_W8A8,),
+    "hpc": (hpc.HPC,),
+}
+_SHARED_EXCLUSIONS = (*without_deep_gemm(*_DEEP_GEMM_PAIR), without_aiter(aiter.AITER_W8A8))
+
+_COMPRESSED_FP8 = Route(
+    name="FP8 of compressed-tensors",
+    method="CompressedTensorsW8A8Fp8MoEMethod",
+    storages=only("compressed-tensors"),
+    weights=frozenset({"fp8"}),
+    act=DECLARED_ACT,
+    declares=_compressed_act,
+    key=_compressed_key,
+    orders=(
+        Order(
+            (
+                aiter.AITER_W8A8,
+                trtllm_fp8.TRTLLM_FP8,
+                flashinfer.CUTLASS_FP8,
+                deep_gemm.DEEP_GEMM_FP8,
+                cutlass.CUTLASS_FP8,
+                triton.TRITON_PLAIN,
+                MARLIN,
+                HUMMING,
+                deep_gemm.BATCHED_DEEP_GEMM,
+                cutlass.BATCHED_CUTLASS_FP8,
+                triton.BATCHED_TRITON,
+                xpu.XPU_FP8,
+                cpu.CPU_W8A8,
+                cpu.CPU_FP8,
+                hpc.HPC,
+            )
+        ),
+    ),
+    moves=(
+        HUMMING_FIRST,
+        Move(
+            trtllm_fp8.TRTLLM_FP8,
+            (SM10X,),
+            first=True,
+            when=lambda ask: ask.exchange == "deepep_v2" and _hopper_blocks(ask),
+            why="TRT-LLM goes first with DeepEP v2, as it skips the padding between experts",
+        ),
+        Move(
+            flashinfer.CUTLASS_FP8,
+            (SM90,),
+            first=True,
+            when=lambda ask: ask.problem.parallel.ep_size > 1 and _hopper_blocks(ask),
+            why="FlashInfer's CUTLASS goes first for blocks on SM90 with expert parallelism",
+        ),
+        Move(
+            triton.TRITON_PLAIN,
+            (SM90,),
+            first=True,
+            when=lambda ask: ask.problem.parallel.ep_size == 1 and _hopper_blocks(ask),
+            why="Triton goes first for blocks on SM90 without expert parallelism",
+        ),
+        Move(xpu.XPU_FP8, XPU, first=True, why="the platform's own kernels go first on XPU"),
+        Move(cpu.CPU_FP8, CPU, first=True, why="the platform's own kernels go first on CPUs"),
+        Move(cpu.CPU_W8A8, CPU, first=True, why="FP8 activations go before 16-bit ones on CPUs"),
+    ),
+    exclusions=_SHARED_EXCLUSIONS,
+    demands=(DEEP_GEMM_DEMANDED, AITER_DEMANDED),
+    names=_NAMES,
+    twins=(
+        (triton.TRITON_PLAIN, triton.BATCHED_TRITON),
+        (deep_gemm.DEEP_GEMM_FP8, deep_gemm.BATCHED_DEEP_GEMM),
+        (cutlass.CUTLASS_FP8, cutlass.BATCHED_CUTLASS_FP8),
+    ),
+    covers=ANY,
+    minimum=70,
+    aftermath=(_CUTS_BLOCKS,),
+    stand_ins=(
+        StandIn(
+            "NONE",
+            (*CPU, *XPU, *TPU, *OUT_OF_TREE),
+            "no kernel serves this deployment, and vLLM goes on without one until the weights are loaded",
+        ),
+    ),
+)
+
+_PAIRS = frozenset({("per tensor", "per tensor"), ("per channel", "per token")})
+
+
+def _pair(ask: Ask) -> tuple[str, str]:
+    """Extents of the scales of weights and activations."""
+    weight, act = ask.problem.scheme.weight, act_key(ask.problem.scheme.act)
+    return exact_key(weight).removeprefix("fp8 "), act.removeprefix("fp8 ").rpartition(" ")[0]
+
+
+def _says_pair(ask: Ask) -> str:
+    return f"{ask.problem.scheme} are not among the combinations of scales that the method takes"
+
+
+def _quantizes(act: ActFormat) -> bool:
+    """True for FP8 activations, static ones per tensor only."""
+    return act.name == "fp8" and (act.dynamic or act.block == (FULL, FULL))
+
+
+_COMPRESSED_REFUSES = (
+    Condition(
+        "activations",
+        lambda ask: not _quantizes(ask.problem.scheme.act),
+        lambda ask: f"the engine has no method for {ask.problem.scheme} of compressed-tensors",
+        kind="RuntimeError",
+    ),
+    Condition(
+        "scales",
+        lambda ask: not _blocks(ask.problem.scheme.weight) and _pair(ask) not in _PAIRS,
+        _says_pair,
+        kind="AssertionError",
+    ),
+)
+_QUARK_REFUSES = Condition(
+    "scales",
+    lambda ask: _pair(ask) not in {*_PAIRS, ("block 128x128", "group 128")},
+    _says_pair,
+)
+
+_FP8 = replace(
+    _COMPRESSED_FP8,
+    name="FP8",
+    method="Fp8MoEMethod",
+    storages=only("fp8"),
+    key=exact_key,
+    declares=_fp8_act,
+    exclusions=(
+        Exclusion(_CUTLASS_PAIR, "never by this method", by_name=True),
+        *_SHARED_EXCLUSIONS,
+    ),
+    slices=_fit_blocks,
+    minimum=75,
+    dtypes=only("bf16", "fp16"),
+)
+_MODELOPT_FP8 = replace(
+    _FP8,
+    name="FP8 of ModelOpt",
+    method="ModelOptFp8MoEMethod",
+    storages=only("modelopt"),
+    declares=_modelopt_act,
+    slices=None,
+    minimum=80,
+    aftermath=(),
+)
+_MODELOPT_BLOCKS = replace(
+    _FP8,
+    name="FP8 blocks of ModelOpt",
+    storages=only("modelopt"),
+    when=Condition(
+        "scales per block",
+        lambda ask: _blocks(ask.problem.scheme.weight),
+        lambda ask: f"the weights are {ask.problem.scheme.weight}",
+    ),
+)
+_QUARK_FP8 = replace(
+    _FP8,
+    name="FP8 of Quark",
+    method="QuarkW8A8Fp8MoEMethod",
+    storages=only("quark"),
+    declares=None,
+    slices=None,
+    platforms=but("xpu"),
+    refusals=(_QUARK_REFUSES,),
+    minimum=70,
+    dtypes=ANY,
+)
+
+ROUTES = (
+    _FP8,
+    _MODELOPT_BLOCKS,
+    _MODELOPT_FP8,
+    replace(_COMPRESSED_FP8, refusals=_COMPRESSED_REFUSES),
+    _QUARK_FP8,
+)

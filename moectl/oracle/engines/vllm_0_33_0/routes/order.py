@@ -1,0 +1,89 @@
+"""Changes of order that several formats share."""
+
+from ....archs import SM90, Arch
+from ....backend import Ask, Backend, is_on
+from ....route import Demand, Exclusion, Move
+from ..backends.humming import HUMMING
+from ..backends.marlin import MARLIN
+from ..variables import VARIABLES
+
+CPU, XPU, ROCM = (Arch("cpu"),), (Arch("xpu"),), (Arch("rocm"),)
+TPU, OUT_OF_TREE = (Arch("tpu"),), (Arch("out-of-tree"),)
+
+HUMMING_FIRST = Move(
+    HUMMING, (SM90,), before=MARLIN, why="Humming goes before Marlin on compute capability 9.0 only"
+)
+
+_AITER, _AITER_MOE = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE"
+_AITER_SWITCHES = frozenset({_AITER, _AITER_MOE})
+
+
+def _stated(ask: Ask, switches: frozenset[str]) -> bool:
+    """True when one of the switches is set, to anything."""
+    return not switches.isdisjoint(ask.packages.env)
+
+
+def _aiter_wanted(ask: Ask) -> bool:
+    """True when both switches are on, but for RDNA4, which has AITER's Triton kernels only."""
+    rdna4 = ask.device.arch in ("gfx1200", "gfx1201") and ask.packages.has("aiter")
+    on = is_on(ask.packages, VARIABLES[_AITER]) and is_on(ask.packages, VARIABLES[_AITER_MOE])
+    return _stated(ask, _AITER_SWITCHES) and on and not rdna4
+
+
+def _aiter_refused(ask: Ask) -> bool:
+    return _stated(ask, _AITER_SWITCHES) and not _aiter_wanted(ask)
+
+
+AITER_DEMANDED = Demand(
+    "aiter",
+    _aiter_wanted,
+    why=f"{_AITER} asks for AITER",
+    switches=_AITER_SWITCHES,
+)
+
+
+def without_aiter(*backends: Backend) -> Exclusion:
+    """AITER's `backends` are left out where a switch turns them off."""
+    return Exclusion(
+        backends, f"only while {_AITER} and {_AITER_MOE} are on, or unset", _aiter_refused, _AITER_SWITCHES
+    )
+
+
+_DEEP_GEMM, _DEEP_GEMM_MOE = "VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"
+_DEEP_GEMM_SWITCHES = frozenset({_DEEP_GEMM, _DEEP_GEMM_MOE})
+_HURT_BY_DEEP_GEMM = {
+    # Capability families on which DeepGEMM costs these models accuracy, or latency (kolibri1).
+    "qwen3_5_text": (10, 12),
+    "qwen3_5_moe_text": (10, 12),
+    "kolibri1": (12,),
+}
+
+
+def _deep_gemm_on(ask: Ask) -> bool:
+    return is_on(ask.packages, VARIABLES[_DEEP_GEMM]) and is_on(ask.packages, VARIABLES[_DEEP_GEMM_MOE])
+
+
+def _hurt(ask: Ask) -> bool:
+    families = _HURT_BY_DEEP_GEMM.get(ask.problem.model_type, ())
+    return not _stated(ask, _DEEP_GEMM_SWITCHES) and ask.device.capability // 10 in families
+
+
+DEEP_GEMM_DEMANDED = Demand(
+    "deep_gemm",
+    lambda ask: _stated(ask, _DEEP_GEMM_SWITCHES) and _deep_gemm_on(ask),
+    why=f"{_DEEP_GEMM} or {_DEEP_GEMM_MOE} is set, which asks for DeepGEMM and nothing else",
+    switches=_DEEP_GEMM_SWITCHES,
+)
+
+
+def without_deep_gemm(*backends: Backend) -> tuple[Exclusion, ...]:
+    """DeepGEMM's `backends` are left out by switch, and for models that it hurts."""
+    return (
+        Exclusion(
+            backends,
+            f"only while {_DEEP_GEMM} and {_DEEP_GEMM_MOE} are on, or unset",
+            lambda ask: _stated(ask, _DEEP_GEMM_SWITCHES) and not _deep_gemm_on(ask),
+            _DEEP_GEMM_SWITCHES,
+        ),
+        Exclusion(backends, "not for this model on Blackwell", _hurt),
+    )

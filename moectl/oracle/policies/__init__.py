@@ -1,1 +1,0 @@
-"""One file per policy: an engine's preferences as rows."""
