@@ -46,11 +46,11 @@ __all__ = [
 
 _MODULES = {
     "comparing": ("Compared", "Outcome", "compare_backends"),
-    "every_layer": ("LayerRun", "layer_numbers", "open_source", "run_one"),
-    "layer": ("RunResult", "open_layer", "run_layer"),
+    "every_layer": ("LayerRun", "run_one"),
+    "layer": ("RunResult", "run_layer"),
     "machine": (
-        *("POLICY", "Machine", "choose_backends", "left_out"),
-        *("measured_choice", "none_serves", "this_machine"),
+        *("POLICY", "BackendChoice", "Machine", "choose_backends"),
+        *("none_serves", "this_machine"),
     ),
     "stress": ("plan_stress",),
     "workload": ("Workload", "workload_of"),

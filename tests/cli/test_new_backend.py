@@ -30,7 +30,8 @@ RUNNER = replace(runner_for("torch"), name="toy", tactic=lambda prepared, tokens
 """
 RECORD = """
 from moectl.oracle.archs import CPU
-from moectl.oracle.backend import NAIVE, Backend, Capability, Variant
+from moectl.oracle.backend import Backend, Capability, Variant
+from moectl.oracle.engines.moectl.own import NAIVE
 
 TOY = Backend(
     name="toy",
