@@ -14,7 +14,8 @@ from .errors import MoectlError, NoBackend, Unavailable, UsageError
 from .kernels.dispatch.exchange import Alone, Exchange, Gathered, Replicated
 from .kernels.modular import FusedMoEKernel, Shared, map_of
 from .kernels.prepared import DenseExpert, PreparedMoE
-from .kernels.runners import Form, runner_for
+from .kernels.registry import runner_for
+from .kernels.runner import ActivationFormat
 from .kernels.torch_runner import dense_output, operand_dtype
 from .oracle.decision import Candidate, Decision
 from .problem import Dims, MoEProblem, Parallel, expert_range
@@ -45,7 +46,7 @@ def build_kernel(
     *,
     group: dist.ProcessGroup | None = None,
     shared: Shared | DenseExpert | None = None,
-    form: Form | None = None,
+    form: ActivationFormat | None = None,
     most_tokens: int | None = None,
     dtype: torch.dtype | None = None,
     memory: int | None = None,
@@ -94,11 +95,11 @@ def build_kernel(
     return kernel
 
 
-def form_of(chosen: Candidate) -> Form:
+def form_of(chosen: Candidate) -> ActivationFormat:
     """How the experts of a candidate are given tokens."""
     if chosen.variant.monolithic:
-        return Form.MONOLITHIC
-    return Form.BATCHED if chosen.variant.batched else Form.STANDARD
+        return ActivationFormat.MONOLITHIC
+    return ActivationFormat.BATCHED if chosen.variant.batched else ActivationFormat.STANDARD
 
 
 def dense_shared(expert: DenseExpert, prepared: PreparedMoE) -> Shared:

@@ -16,7 +16,7 @@ from .convert.shards import Share
 from .convert.values import Facts, Shapes
 from .errors import Unavailable, UsageError
 from .kernels.prepared import CANONICAL, DenseExpert, DenseExperts, PreparedMoE, Router, local_ids
-from .kernels.runners import runner_for
+from .kernels.registry import runner_for
 from .problem import MoEProblem
 from .torch_dtypes import TORCH_DTYPES
 

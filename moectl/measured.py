@@ -10,6 +10,9 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+FEWEST_ROUNDS = 3
+"""Rounds of a timing that even the slowest backend gets: of fewer, quartiles say nothing about noise."""
+
 TOGETHER = timedelta(hours=1)
 """Farthest that times of different runs may lie apart to be compared: clocks and load drift."""
 

@@ -18,7 +18,6 @@ from .convert.manifest import (
     check_layer,
     load_layer,
     load_manifest,
-    read_file_header,
 )
 from .convert.manifest_record import group_recipe, group_share, unpadded
 from .convert.ranks import ranks_in
@@ -29,7 +28,7 @@ from .experts import ExpertLayer, Ids
 from .files.safetensors_writer import nbytes
 from .files.tensor_table import TensorInfo
 from .kernels.prepared import CANONICAL, PreparedMoE, Router
-from .kernels.runners import ANY_LAYOUT, RUNNERS, runner_for
+from .kernels.registry import ANY_LAYOUT, RUNNERS, runner_for
 from .torch_dtypes import TORCH_DTYPES
 
 SCALES_AT_ONCE = 16 << 20
@@ -179,11 +178,11 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
     problem = unpadded(group.problem)
     recipe, places = group_recipe(group), manifest.open_layer(number)
     if check:
-        check_layer(manifest, number)
+        check_layer(manifest, number, places)
         _check_scales(problem.local_experts, manifest, recipe, places)
 
     def stored(device: torch.device) -> dict[str, Tensor]:
-        return {role: t.to(device) for role, t in load_layer(manifest, number).items()}
+        return {role: t.to(device) for role, t in load_layer(manifest, number, places).items()}
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         with FolderReader(manifest.folder) as reader:
@@ -233,10 +232,8 @@ def _rows(reader: FolderReader, info: TensorInfo, experts: Ids) -> Tensor:
 
 def _converted_router(manifest: Manifest, names: Mapping[str, str]) -> Router | None:
     """The router among the tensors that were not converted; None where they were left out."""
-    tensors: dict[str, TensorInfo] = {}
-    for record in manifest.record.rest:
-        found = read_file_header(manifest.folder, record.file, record.size)
-        tensors |= {name: info for name, info in found.items() if name in names.values()}
+    there = manifest.passthrough
+    tensors = {name: there[name] for name in names.values() if name in there}
     return read_router(manifest.folder, tensors, names)
 
 

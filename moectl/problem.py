@@ -67,6 +67,9 @@ class Activation:
         return ", ".join([self.name, *([] if self.gated else ["not gated"]), *known])
 
 
+MAX_TOKENS = 1 << 20
+"""Most tokens of one call that inputs are made for."""
+
 SILU = Activation("silu")
 SWIGLU_OAI = Activation("swigluoai", alpha=1.702, limit=7.0)
 

@@ -8,11 +8,24 @@ import torch
 
 from moectl.convert.layout import layout_named
 from moectl.environment import Packages, find_device
-from moectl.kernels.runners import runner_for
+from moectl.kernels.peers import humming, marlin, triton_kernels
+from moectl.kernels.prepared import CANONICAL
+from moectl.kernels.registry import runner_for
 from moectl.oracle import policy_named, select
 from moectl.padding import padding
-from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem
-from moectl.schemes import BF16, FULL, MXFP4, Scheme, int_format
+from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.schemes import (
+    BF16,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    FULL,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    Scheme,
+    int_format,
+)
 
 WEIGHTS = [
     MXFP4,
@@ -76,6 +89,30 @@ def test_triton_marlin_is_usable_exactly_where_it_runs(monkeypatch):
         assert (decided.chosen is not None) == runs, (problem, reasons, decided.error)
         taken += runs
     assert 20 < taken < len(PROBLEMS)
+
+
+EXTERNAL = {"marlin": marlin, "humming": humming, "triton_kernels": triton_kernels}
+FLOATS = (NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
+
+
+@pytest.mark.parametrize("name", EXTERNAL)
+def test_external_kernels_are_usable_exactly_where_they_run(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(EXTERNAL[name], "why_not", lambda load: "")
+    packages, device, policy = Packages({"vllm": "", name: ""}), find_device("h100"), policy_named("moectl")
+    floats = [replace(problem, scheme=Scheme(weight)) for problem in PROBLEMS[:8] for weight in FLOATS]
+    on_input = [replace(problem, routing=Routing(weight_on_input=True)) for problem in PROBLEMS[::7]]
+    runner, taken = runner_for(name), 0
+    for problem in (*PROBLEMS[::3], *floats, *on_input):
+        layout = runner.layout_of(problem)
+        reasons = [runner.refusal(problem, torch.device("cuda"))]
+        if not any(reasons) and layout != CANONICAL:
+            align = padding(layout, problem.scheme.weight)
+            reasons += layout_named(layout).refusals(replace(problem, dims=align.apply(problem.dims)))
+        decided = select(problem, device, packages, policy, name)
+        assert (decided.chosen is not None) == (not any(reasons)), (problem, reasons, decided.error)
+        taken += not any(reasons)
+    assert taken > 5
 
 
 @pytest.mark.parametrize("device", ["cpu", "t4"])

@@ -18,7 +18,7 @@ from moectl.floors import published_rates
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.quantize import dequantize, quantize, refusal
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.number_formats import (
     E2M1,

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..measured import FEWEST_ROUNDS
 from .reading import Rows
-from .rows import FEWEST_ROUNDS, Row
+from .rows import Row
 
 THRESHOLD = 0.02
 """Relative change below which nothing is called faster or slower."""

@@ -10,11 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
-from ..checkpoint import Checkpoint
 from ..errors import ExitCode, MoectlError, Unavailable
+from ..layer.source import LayerSource
 from .rows import Compiled
 from .settings import Settings
 
@@ -27,12 +26,12 @@ class Job:
     """What one process compiles: its part of a bench's layers, backends and numbers of tokens."""
 
     settings: Settings
-    source: Checkpoint | Path | None
+    source: LayerSource | None
     part: int
     parts: int
 
 
-def compile_parts(settings: Settings, source: Checkpoint | Path | None, processes: int) -> Iterator[Compiled]:
+def compile_parts(settings: Settings, source: LayerSource | None, processes: int) -> Iterator[Compiled]:
     """Runs every cell of a bench once, spread over `processes`; says what each has done, as it ends.
 
     What is compiled lies in the caches of the libraries, such as TRITON_CACHE_DIR. A process that fails
@@ -88,7 +87,8 @@ def work() -> None:
 
     failed = False
     try:
-        for line in open_bench(job.settings, job.source, measure_rates=False).compiled(job.part, job.parts):
+        bench = open_bench(job.settings, job.source, measure_rates=False)
+        for line in bench.compiled(job.part, job.parts):
             failed |= line.failed
             print(line.text, flush=True)
     except MoectlError as error:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..cache import measurements
-from ..kernels.turns import FEWEST_ROUNDS
-from ..measured import Timed
+from ..measured import FEWEST_ROUNDS, Timed
 from .about import versions_of
 from .measure import Bench
 from .rows import Row

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..environment.clocks import Clocks, ClockWatch
-from ..errors import MoectlError, NoBackend, Unavailable
+from ..errors import MoectlError, Unavailable
 from ..floors import Rates, floor_of
 from ..kernels.inputs import Inputs
 from ..kernels.modular import FusedMoEKernel
 from ..kernels.tolerance import Tolerance, tolerance_for
 from ..kernels.turns import Turn, alive, make_turn, quartiles, take_turns
-from ..run import Machine, choose_backends, none_serves
+from ..run import BackendChoice, Machine, choose_backends, none_serves
 from .cells import Case, Cell, Judged, judge, make_case, plan_cells
 from .preparing import Memory, Ready, call_bytes, first_lines, make_ready
 from .routing import Sets, routing_of
@@ -30,14 +30,6 @@ from .targets import Target
 
 COPIES_SHARE = 0.5
 """Part of the free memory that the copies of a layer for all backends may take."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which backends a layer is timed on, best first, and why those asked for are not that cannot serve."""
-
-    names: tuple[str, ...]
-    refused: Mapping[str, str]
 
 
 def blank(target: Target, tokens: int, routing: str, backend: str) -> Row:
@@ -68,14 +60,17 @@ class Bench:
     rates: Rates
     say: Callable[[str], None] = field(default=lambda text: None)
     begins: Callable[[Sequence[Row]], None] = field(default=lambda rows: None)
-    _choices: dict[int, Choice] = field(default_factory=dict, compare=False)
+    _choices: dict[int, BackendChoice] = field(default_factory=dict, compare=False)
     _routings: dict[int, dict[str, Sets]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         """Refuses what cannot be measured at all: see `measured`."""
         errors: dict[str, MoectlError] = {}
         for at, target in enumerate(self.targets):
-            self._choices[at] = self._choose(target, errors)
+            stored, asked = target.experts.layout, self.settings.backends
+            choice = choose_backends(target.problem, self.machine, asked, stored)
+            self._choices[at] = choice
+            errors = {**choice.refused, **errors}
             self._routings[at] = {name: self._routing(name, target) for name in self.settings.routings}
         if errors and not any(choice.names for choice in self._choices.values()):
             raise none_serves(tuple(errors.values()))
@@ -85,20 +80,6 @@ class Bench:
         if name == ROUTER or name.startswith(TRACE):
             sets(max(self.settings.tokens), 1)  # a file that is too short is refused before the work
         return sets
-
-    def _choose(self, target: Target, errors: dict[str, MoectlError]) -> Choice:
-        stored, asked = target.experts.layout, self.settings.backends
-        if not asked:
-            return Choice(tuple(choose_backends(target.problem, self.machine, (), stored)), {})
-        names: list[str] = []
-        refused: dict[str, str] = {}
-        for name in asked:
-            try:
-                names += choose_backends(target.problem, self.machine, [name], stored)
-            except (NoBackend, Unavailable) as error:
-                errors.setdefault(name, error)
-                refused[name] = error.what
-        return Choice(tuple(dict.fromkeys(names)), refused)
 
     def left(self, done: AbstractSet[Key] = frozenset()) -> int:
         """How many rows `measured` gives."""
@@ -202,7 +183,7 @@ class _TargetRun:
 
     bench: Bench
     target: Target
-    choice: Choice
+    choice: BackendChoice
     routings: Mapping[str, Sets]
     clocks: ClockWatch
     done: AbstractSet[Key]
@@ -218,10 +199,10 @@ class _TargetRun:
         room = COPIES_SHARE * memory.free() / max(1, len(self.choice.names))
         cells = plan_cells(self.target, dict(self.routings), settings, self.device, room)
         for cell in cells:
-            for name, reason in refused.items():
+            for name, error in refused.items():
                 row = self._row(cell, name)
                 if row.key not in self.done:
-                    yield replace(row, reason=reason, refused=True)
+                    yield replace(row, reason=error.what, refused=True)
         waiting = [name for name in self.choice.names if any(self._wanted(cell, name) for cell in cells)]
         copies = max(cell.copies for cell in cells)
         while waiting:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from ..checkpoint import Checkpoint
 from ..floors import Rates
 from ..kernels.timing import measured_rates
+from ..layer.source import LayerSource
 from ..run import this_machine
 from .measure import Bench
 from .rows import Row
@@ -17,7 +16,7 @@ from .targets import targets_of
 
 def open_bench(
     settings: Settings,
-    source: Checkpoint | Path | None,
+    source: LayerSource | None,
     *,
     rates: Rates | None = None,
     measure_rates: bool = True,

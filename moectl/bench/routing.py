@@ -16,9 +16,9 @@ from ..experts import ExpertLayer
 from ..files.safe_reading import unreadable
 from ..kernels.inputs import check_ids, check_tokens, inputs_from, no_bias, random_logits
 from ..kernels.routing import route_by
-from ..problem import MoEProblem
+from ..problem import MAX_TOKENS, MoEProblem
 from ..seeds import seed_of
-from .settings import MAX_TOKENS, ROUTER, TRACE, Settings
+from .settings import ROUTER, TRACE, Settings
 
 LONGEST_LINE = 1 << 16
 """Most characters of a line of a trace."""

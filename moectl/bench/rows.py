@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..files.records import from_cells, to_cells
+from ..measured import FEWEST_ROUNDS
 
 Key = tuple[str, str, str, str, int, str, str]
 """Model, layers, scheme, backend, tokens, routing and parallel: what makes two rows the same cell."""
@@ -17,9 +18,6 @@ CELL = ("model", "layers", "scheme", "backend", "tokens", "routing", "parallel")
 
 TIMES = ("median_us", "q1_us", "q3_us", "fastest_us")
 """Fields of a row that are times of a call."""
-
-FEWEST_ROUNDS = 3
-"""Rounds below which quartiles say nothing of the noise."""
 
 UNSTEADY = 0.1
 """Distance of the quartiles, as a share of the median, above which a time is called unsteady. Of 224 rows of

@@ -11,15 +11,13 @@ from typing import Any
 from ..errors import UsageError
 from ..files.safe_reading import unreadable
 from ..kernels.distributions import DISTRIBUTIONS, check_distribution, spelled
+from ..problem import MAX_TOKENS
 
 ROUTER = "router"
 """The routing by the checkpoint's own router."""
 
 TRACE = "trace:"
 """How the name of a routing begins that is read from a file."""
-
-MAX_TOKENS = 1 << 20
-"""Most tokens that one call is given."""
 
 
 @dataclass(frozen=True)

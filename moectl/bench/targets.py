@@ -8,18 +8,16 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import Checkpoint
-from ..convert.manifest import load_manifest
 from ..convert.recipe import Output, Recipe
 from ..convert.shards import Shard, Share
 from ..errors import UsageError
 from ..experts import ExpertLayer, Ids
 from ..kernels.prepared import CANONICAL
+from ..layer.source import LayerSource
 from ..models import named_problem
 from ..problem import MoEProblem
 from ..random_layer import RandomLayer
 from ..ranges import ranges
-from ..run import open_layer
 from .settings import Settings
 
 RANDOM = "-"
@@ -52,13 +50,11 @@ class Target:
         return self.problem.expert_bytes() * self.problem.local_experts
 
 
-def targets_of(
-    settings: Settings, source: Checkpoint | Path | None, device: torch.device
-) -> tuple[Target, ...]:
+def targets_of(settings: Settings, source: LayerSource | None, device: torch.device) -> tuple[Target, ...]:
     """What `settings` ask for; `source` is what its checkpoint's name stands for, None for named layers.
 
     Raises UsageError for unknown names, layers without experts, and shares that cannot be cut; and what
-    `open_layer` raises.
+    `LayerSource.layer` raises.
     """
     shard = Shard(tp_size=settings.tp, ep_size=settings.ep)
     found = _named(settings, device) if source is None else _stored(settings, source)
@@ -70,22 +66,16 @@ def _named(settings: Settings, device: torch.device) -> Iterator[Target]:
         yield Target(name, RANDOM, "1", RandomLayer(problem, device).experts)
 
 
-def _stored(settings: Settings, source: Checkpoint | Path) -> Iterator[Target]:
-    shard = Shard()
-    if isinstance(source, Path):
-        record = load_manifest(source).record
-        shard, groups = record.shard, [group.layers for group in record.groups]
-    else:
-        groups = [group.layers for group in source.groups]
+def _stored(settings: Settings, source: LayerSource) -> Iterator[Target]:
     model = (
         Path(settings.checkpoint).resolve().name
         if Path(settings.checkpoint).exists()
         else settings.checkpoint
     )
-    for layers in groups:
+    for layers in source.groups:
         if settings.layer is None or settings.layer in layers:
             number = min(layers) if settings.layer is None else settings.layer
-            yield Target(model, ranges(layers), words(shard), open_layer(source, number))
+            yield Target(model, ranges(layers), words(source.shard), source.layer(number))
 
 
 def words(shard: Shard) -> str:

@@ -1,1 +1,1 @@
-"""What kernels of others and our own can do, as data that the oracle and the kernels both read."""
+"""What kernels compute and what their libraries hold, as data that the oracle and the kernels both read."""

@@ -85,6 +85,11 @@ class Checkpoint:
     origin: Origin
     folder: Path | None = None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know before the weights are used, each once: where the config is wrong, ..."""
+        return tuple(dict.fromkeys(note for group in self.groups for note in group.notes))
+
     def group_of(self, layer: int | None) -> LayerGroup:
         """The group that holds `layer`; the first group for None. KeyError when no group has it."""
         if layer is None:

@@ -2,14 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, UsageError
+from ..layer.source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..ranges import ranges
 from .options import ParsedOption, named, option, pick
-
-if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
 
 DEVICES = ("cpu", "cuda")
 DEVICE = ParsedOption(
@@ -27,8 +24,8 @@ def find_source(
     offline: bool,
     activation: str | None = None,
     routing: str | None = None,
-) -> "Checkpoint | Path":
-    """The checkpoint that `ref` names, or the path of a converted folder.
+) -> LayerSource:
+    """The layers of the checkpoint or the converted folder that `ref` names.
 
     `activation` and `routing` state what a config does not say, as `parse_stated` reads them; a
     converted folder says it all. Raises CheckpointError when there are no MoE layers, UsageError when
@@ -45,9 +42,9 @@ def find_source(
                 f"{ref} is a converted folder, which says all that {' and '.join(stated)} would",
                 hint="leave it out; it goes with the checkpoint that is converted",
             )
-        return Path(ref)
-    found = open_checkpoint(ref, offline=offline, stated=parse_stated(activation, routing))
-    layers = sorted(number for group in found.groups for number in group.layers)
+        return ConvertedLayers(Path(ref))
+    found = CheckpointLayers(open_checkpoint(ref, offline=offline, stated=parse_stated(activation, routing)))
+    layers = found.layers()
     if not layers:
         raise CheckpointError(f"{ref} has no MoE layers", hint="`moectl explain` shows what it holds")
     if layer is not None and layer not in layers:
@@ -56,15 +53,6 @@ def find_source(
             hint="choose one of them with --layer",
         )
     return found
-
-
-def remarks(source: "Checkpoint | Path") -> list[str]:
-    """What a person should know of a checkpoint before its weights are used: where its config is wrong, ...
-
-    Each once; none of a converted folder, whose manifest says it all.
-    """
-    groups = () if isinstance(source, Path) else source.groups
-    return list(dict.fromkeys(note for group in groups for note in group.notes))
 
 
 def backend_names(text: str | None) -> list[str]:

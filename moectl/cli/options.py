@@ -21,9 +21,6 @@ from .output import Output, drop_stdout
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-MAX_TOKENS = 1 << 20
-"""Most tokens that one call is given."""
-
 
 def option(*names: str, help: str, own: bool = False, **settings: Any) -> Any:
     """A typer option that can also be set as ``MOECTL_<COMMAND>_<NAME>``.

@@ -10,19 +10,19 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import SCHEMA_VERSION, __version__
 from ..errors import MoectlError
+
+if TYPE_CHECKING:
+    from ..convert.progress import Progress
 
 NARROWEST = 100
 """Columns below which tables are not squeezed: the terminal wraps their lines instead."""
 
 WIDEST = 10_000
 """Columns off a terminal, so that no line is wrapped there."""
-
-Progress = Callable[[int, int, str], None]
-"""Called with work done, work in all, and what is being worked on."""
 
 
 class Output:

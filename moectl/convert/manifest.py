@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -108,6 +109,18 @@ class Manifest:
             for role, item in group.roles.items()
         }
 
+    @cached_property
+    def passthrough(self) -> Mapping[str, TensorInfo]:
+        """The tensors that were not converted, by name, where their files were not left out.
+
+        Raises CheckpointError when a file is missing or cut.
+        """
+        return {
+            name: info
+            for item in self.record.rest
+            for name, info in read_file_header(self.folder, item.file, item.size).items()
+        }
+
     def open_layer(self, layer: int) -> Mapping[str, TensorInfo]:
         """Where each role's bytes are in the layer's file, after its header was held to the manifest.
 
@@ -134,14 +147,19 @@ class Manifest:
 def read_file_header(folder: Path, name: str, size: int | None = None) -> Mapping[str, TensorInfo]:
     """The checked header of `folder`/`name`; CheckpointError when missing or not `size` bytes long."""
     with open_regular(folder / name, str(folder / name)) as file:
-        got = os.fstat(file.fileno()).st_size
-        if size is not None and got != size:
-            raise CheckpointError(
-                f"{name} must have {size} bytes, got {got}.",
-                reason="The file was cut or changed.",
-                hint="Convert again into an empty folder.",
-            )
-        return read_header(file, got, name)
+        return read_header(file, _check_size(file, name, size), name)
+
+
+def _check_size(file: IO[bytes], name: str, size: int | None) -> int:
+    """The bytes of an open file; CheckpointError when they are not `size`."""
+    got = os.fstat(file.fileno()).st_size
+    if size is not None and got != size:
+        raise CheckpointError(
+            f"{name} must have {size} bytes, got {got}.",
+            reason="The file was cut or changed.",
+            hint="Convert again into an empty folder.",
+        )
+    return got
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -210,12 +228,11 @@ def _read_small(path: Path, limit: int) -> bytes | None:
         return file.read()
 
 
-def check_layer(manifest: Manifest, layer: int) -> None:
-    """Holds every stored tensor of a layer to its SHA-256.
+def check_layer(manifest: Manifest, layer: int, places: Mapping[str, TensorInfo]) -> None:
+    """Compares every stored tensor of a layer with its SHA-256; `places` are of `Manifest.open_layer`.
 
     Raises CheckpointError when the file is missing, cut, or holds other bytes than were written.
     """
-    places = manifest.open_layer(layer)
     with FolderReader(manifest.folder) as reader:
         for role, item in manifest.tensors(layer).items():
             info = places[role]
@@ -230,23 +247,29 @@ def _other_bytes(name: str, file: str) -> CheckpointError:
     )
 
 
-def load_layer(manifest: Manifest, layer: int, *, check: bool = False) -> dict[str, torch.Tensor]:
+def load_layer(
+    manifest: Manifest, layer: int, places: Mapping[str, TensorInfo] | None = None, *, check: bool = False
+) -> dict[str, torch.Tensor]:
     """One layer's stored tensors by role, ``source.*`` ones left out, in their stored shape and dtype.
 
     They are views of the file's memory map, private to this process: nothing is read before it is
     used, and nothing is ever written to the file.
 
     Args:
-        check: hold each tensor to its SHA-256.
+        places: of `Manifest.open_layer`, where the file's header was read before.
+        check: compare each tensor with its SHA-256.
 
     Raises:
         CheckpointError: the file is missing, cut, or differs from the manifest in any field.
     """
+    if places is None:
+        places = manifest.open_layer(layer)
     if check:
-        check_layer(manifest, layer)
-    places = manifest.open_layer(layer)
-    path = manifest.folder / manifest.layer(layer).file
+        check_layer(manifest, layer, places)
+    record = manifest.layer(layer)
+    path = manifest.folder / record.file
     with open_regular(path, str(path)) as file:
+        _check_size(file, record.file, record.size)
         # A private mapping that could be written: torch has no read-only tensors.
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     return {

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..environment import Device, Packages
+from ..environment.installed import package_folder
+from ..kernels.registry import RUNNERS
 from ..oracle.backend import Backend, Variant
 from ..oracle.checks import Verdict, formats_on, judge_machine
 from ..oracle.policy import Policy
@@ -56,23 +58,6 @@ class BackendStatus:
         }
 
 
-RUNNERS: Mapping[str, tuple[str, ...]] = {
-    "torch": ("torch",),
-    "triton": ("torch", "triton"),
-    "triton_marlin": ("torch", "triton"),
-    "humming": ("torch", "triton"),
-    "marlin": ("torch", "triton"),
-    "triton_kernels": ("torch", "triton"),
-    "flashinfer_cutlass": ("torch",),
-    **dict.fromkeys(
-        (f"flashinfer_trtllm{tokens}{form}" for tokens in ("", "_afp8") for form in ("", "_monolithic")),
-        ("torch",),
-    ),
-    "emulation": ("torch",),
-}
-"""Libraries that a runner of this tool needs, by its name."""
-
-
 def backend_statuses(
     policy: Policy, device: Device, packages: Packages, libraries: Mapping[str, str]
 ) -> tuple[BackendStatus, ...]:
@@ -89,8 +74,7 @@ def backend_statuses(
         merged.setdefault(backend.name, []).extend(backend.variants)
         lacking[backend.name] = tuple(
             Verdict(f"package {name}", "package", name, "not installed", False)
-            for name in RUNNERS.get(backend.runner, ())
-            if name not in libraries
+            for name in _missing(backend, libraries)
         )
     found = [
         replace(
@@ -99,6 +83,12 @@ def backend_statuses(
         for name, variants in merged.items()
     ]
     return tuple(sorted(found, key=lambda status: (not status.runs, status.elsewhere, status.name)))
+
+
+def _missing(backend: Backend, libraries: Mapping[str, str]) -> list[str]:
+    """Packages that this tool's runner of `backend` imports and that are not installed."""
+    needed = RUNNERS[backend.runner].packages if backend.runner else ()
+    return [name for name in needed if name not in libraries and package_folder(name) is None]
 
 
 def _listed(policy: Policy) -> list[Backend]:

@@ -16,12 +16,13 @@ from torch import Tensor
 from ..errors import NoBackend
 from ..problem import MoEProblem
 from ..schemes import A16, FULL, ActFormat
-from .activation import activate, unknown
+from .activation import activate
 from .prepared import DenseExpert, PreparedMoE
-from .quantize import dequantize, quantize, refusal
-from .runners import Runner
+from .quantize import dequantize, quantize
+from .quantize import refusal as quantizing
+from .runner import Runner
 from .tolerance import DECLARED
-from .torch_runner import DECODE_BYTES, DEVICES
+from .torch_backends.decoding import decoded, linear, refusal
 
 NAME = "emulation"
 
@@ -88,19 +89,10 @@ class _Hit:
 
 def _hits(prepared: PreparedMoE, ids: Tensor) -> Iterator[_Hit]:
     """Every expert with tokens, decoded some at a time."""
-    problem, flat = prepared.problem, ids.flatten()
-    numbers = [e for e in sorted(set(flat.tolist())) if 0 <= e < problem.local_experts]
-    step = max(1, DECODE_BYTES // (3 * problem.dims.hidden * problem.dims.intermediate * 4))
-    for first in range(0, len(numbers), step):
-        some = numbers[first : first + step]
-        dense = prepared.dense(some)
-        for i, number in enumerate(some):
-            yield _Hit(number, dense[i], (flat == number).nonzero().flatten())
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = x @ weight.float().T
-    return y if bias is None else y + bias.float()
+    flat = ids.flatten()
+    numbers = [e for e in sorted(set(flat.tolist())) if 0 <= e < prepared.problem.local_experts]
+    for number, expert in decoded(prepared, numbers):
+        yield _Hit(number, expert, (flat == number).nonzero().flatten())
 
 
 def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -111,24 +103,22 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
     for hit in _hits(prepared, ids):
         tokens = x[hit.rows // top_k].float()
         tokens = tokens * factors[hit.rows] if on_input else tokens
-        first = _linear(rounding.of(tokens, hit.number), hit.expert.w13, hit.expert.w13_bias)
+        first = linear(rounding.of(tokens, hit.number), hit.expert.w13, hit.expert.w13_bias)
         h[hit.rows] = activate(first, problem.activation, problem.rows)
     y = x.new_zeros(x.shape, dtype=torch.float32)
     # What enters the second GEMM is quantized when all of it is known: one scale may be for everything.
     rounding = _rounding(prepared, "w2", h)
     for hit in _hits(prepared, ids):
-        second = _linear(rounding.of(h[hit.rows], hit.number), hit.expert.w2, hit.expert.w2_bias)
+        second = linear(rounding.of(h[hit.rows], hit.number), hit.expert.w2, hit.expert.w2_bias)
         y.index_add_(0, hit.rows // top_k, second if on_input else second * factors[hit.rows])
     return y.to(x.dtype)
 
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
-    if device.type not in DEVICES:
-        return f"it runs on {', '.join(DEVICES)}, the weights are on {device.type}"
     act, dims = problem.scheme.act, problem.dims
     form = replace(act, dynamic=False) if act.block == (FULL, FULL) else act
-    unfit = "" if act == A16 else refusal(form, dims.hidden) or refusal(form, dims.intermediate)
-    return unknown(problem.activation) or unfit
+    unfit = "" if act == A16 else quantizing(form, dims.hidden) or quantizing(form, dims.intermediate)
+    return refusal(problem, device) or unfit
 
 
 RUNNER = Runner(NAME, None, _compute, _refusal, accumulation=DECLARED, capturable=False)

@@ -16,7 +16,8 @@ from .inputs import Inputs
 from .ops import fused_moe, fused_moe_logits, handle_of
 from .prepared import PreparedMoE
 from .quantize import refusal as quantizing_refusal
-from .runners import Form, Runner, check_arguments, check_tokens, runner_for
+from .registry import runner_for
+from .runner import ActivationFormat, Runner, check_arguments, check_tokens
 
 Shared = Callable[[Tensor], Tensor]
 """Shared experts: their output ``[tokens, hidden]`` for tokens ``[tokens, hidden]``."""
@@ -49,7 +50,7 @@ class FusedMoEKernel:
 
     prepared: PreparedMoE
     runner: Runner
-    form: Form = Form.STANDARD
+    form: ActivationFormat = ActivationFormat.STANDARD
     exchange: Exchange = field(default_factory=Alone)
     shared: Shared | None = None
     expert_map: Tensor | None = None
@@ -79,7 +80,7 @@ class FusedMoEKernel:
     @property
     def monolithic(self) -> bool:
         """True when it takes router logits; else expert ids and weights."""
-        return self.form is Form.MONOLITHIC
+        return self.form is ActivationFormat.MONOLITHIC
 
     @property
     def capturable(self) -> bool:

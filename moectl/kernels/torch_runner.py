@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..problem import MoEProblem
-from .activation import activate, unknown
+from .activation import activate
 from .prepared import DenseExpert, PreparedMoE
-from .runners import Runner
-
-DECODE_BYTES = 512 << 20
-"""Bound on the fp32 experts that are decoded at a time; a single expert may be larger."""
-
-DEVICES = ("cpu", "cuda")
+from .runner import Runner
+from .torch_backends.decoding import decoded, linear, refusal
 
 
 def operand_dtype(device: torch.device, problem: MoEProblem) -> torch.dtype:
-    """Dtype of the matmul operands on one of `DEVICES`.
+    """Dtype of the matmul operands on a CPU or a GPU.
 
     fp32 costs nothing on a CPU, where decoding dominates; a GPU's 16-bit matmul accumulates in fp32. In
     fp16, decoded weights with small scales would lose bits, and large ones be infinite.
@@ -55,30 +50,12 @@ def _groups(ids: Tensor, weights: Tensor, experts: int) -> list[_Group]:
     return groups
 
 
-def _at_once(problem: MoEProblem) -> int:
-    """Experts that are decoded together."""
-    return max(1, DECODE_BYTES // (3 * problem.dims.hidden * problem.dims.intermediate * 4))
-
-
-def _batches(groups: list[_Group], problem: MoEProblem) -> Iterator[list[_Group]]:
-    """`groups` in runs whose decoded experts stay under `DECODE_BYTES`."""
-    step = _at_once(problem)
-    for i in range(0, len(groups), step):
-        yield groups[i : i + step]
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` with x's dtype for the operands and fp32 for the result."""
-    y = (x @ weight.to(x.dtype).T).float()
-    return y if bias is None else y + bias.float()
-
-
 def dense_output(inputs: Tensor, expert: DenseExpert, problem: MoEProblem) -> Tensor:
     """``[n, hidden]`` fp32: the output of one expert for all `inputs` ``[n, hidden]``."""
     dtype = operand_dtype(inputs.device, problem)
-    h13 = _linear(inputs.to(dtype), expert.w13, expert.w13_bias)
+    h13 = linear(inputs.to(dtype), expert.w13, expert.w13_bias)
     hidden = activate(h13, problem.activation, problem.rows)
-    return _linear(hidden.to(dtype), expert.w2, expert.w2_bias)
+    return linear(hidden.to(dtype), expert.w2, expert.w2_bias)
 
 
 def _expert(group: _Group, expert: DenseExpert, x: Tensor, problem: MoEProblem) -> Tensor:
@@ -93,31 +70,21 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
     problem = prepared.problem
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     # One expert after the other, each token at most once per expert: the sum has one fixed order.
-    for batch in _batches(_groups(ids, weights, problem.local_experts), problem):
-        dense = prepared.dense([group.expert for group in batch])
-        for i, group in enumerate(batch):
-            y.index_add_(0, group.tokens, _expert(group, dense[i], x, problem))
+    groups = {group.expert: group for group in _groups(ids, weights, problem.local_experts)}
+    for number, expert in decoded(prepared, list(groups)):
+        group = groups[number]
+        y.index_add_(0, group.tokens, _expert(group, expert, x, problem))
     return y.to(x.dtype)
 
 
 def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
     problem, y = prepared.problem, torch.empty_like(x)
     numbers = counts.tolist()
-    hit = [expert for expert, count in enumerate(numbers) if count]
-    step = _at_once(problem)
-    for first in range(0, len(hit), step):
-        some = hit[first : first + step]
-        dense = prepared.dense(some)
-        for i, expert in enumerate(some):
-            tokens = x[expert, : numbers[expert]]
-            y[expert, : len(tokens)] = dense_output(tokens, dense[i], problem).to(y.dtype)
+    hit = [number for number, count in enumerate(numbers) if count]
+    for number, expert in decoded(prepared, hit):
+        tokens = x[number, : numbers[number]]
+        y[number, : len(tokens)] = dense_output(tokens, expert, problem).to(y.dtype)
     return y
 
 
-def _refusal(problem: MoEProblem, device: torch.device) -> str:
-    if device.type not in DEVICES:
-        return f"it runs on {', '.join(DEVICES)}, the weights are on {device.type}"
-    return unknown(problem.activation)
-
-
-RUNNER = Runner("torch", None, _compute, _refusal, capturable=False, batched=_batched)
+RUNNER = Runner("torch", None, _compute, refusal, capturable=False, batched=_batched)

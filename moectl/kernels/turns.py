@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..measured import FEWEST_ROUNDS
 from .timing import captured, event, flusher, settle
 
 MakeOutput = Callable[[], Tensor]
-
-FEWEST_ROUNDS = 3
-"""Rounds that even the slowest gets: with fewer there is no spread."""
 
 VISITS = 3
 """Parts in which the rounds are taken on a GPU: between two of them all others have their own."""

@@ -1,6 +1,6 @@
-"""Layers on real weights: opened, given backends, run, compared with the reference, and stressed.
+"""Layers on real weights: given backends, run, compared with the reference, and stressed.
 
-Public here: `Machine`, `this_machine`, `open_layer`, `choose_backends`, `run_layer`, `compare_backends`,
+Public here: `Machine`, `this_machine`, `choose_backends`, `run_layer`, `compare_backends`,
 `plan_stress`, `run_one`; and `every_layer.every_layer`. All but `RunPlan` needs torch, and is imported when
 it is asked for.
 """
@@ -11,14 +11,13 @@ from .plan import RunPlan
 
 if TYPE_CHECKING:
     from .comparing import Compared, Outcome, compare_backends
-    from .every_layer import LayerRun, layer_numbers, open_source, run_one
-    from .layer import RunResult, open_layer, run_layer
+    from .every_layer import LayerRun, run_one
+    from .layer import RunResult, run_layer
     from .machine import (
         POLICY,
+        BackendChoice,
         Machine,
         choose_backends,
-        left_out,
-        measured_choice,
         none_serves,
         this_machine,
     )
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POLICY",
+    "BackendChoice",
     "Compared",
     "LayerRun",
     "Machine",
@@ -36,12 +36,7 @@ __all__ = [
     "Workload",
     "choose_backends",
     "compare_backends",
-    "layer_numbers",
-    "left_out",
-    "measured_choice",
     "none_serves",
-    "open_layer",
-    "open_source",
     "plan_stress",
     "run_layer",
     "run_one",
@@ -51,11 +46,11 @@ __all__ = [
 
 _MODULES = {
     "comparing": ("Compared", "Outcome", "compare_backends"),
-    "every_layer": ("LayerRun", "layer_numbers", "open_source", "run_one"),
-    "layer": ("RunResult", "open_layer", "run_layer"),
+    "every_layer": ("LayerRun", "run_one"),
+    "layer": ("RunResult", "run_layer"),
     "machine": (
-        *("POLICY", "Machine", "choose_backends", "left_out"),
-        *("measured_choice", "none_serves", "this_machine"),
+        *("POLICY", "BackendChoice", "Machine", "choose_backends"),
+        *("none_serves", "this_machine"),
     ),
     "stress": ("plan_stress",),
     "workload": ("Workload", "workload_of"),

@@ -19,9 +19,6 @@ from .machine import Machine
 from .stress import CaseResult, Planned, stress
 from .workload import Workload, expected_of
 
-Progress = Callable[[str], None]
-"""Told what is done next."""
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -86,7 +83,7 @@ def compare_backends(
     *,
     cases: Sequence[Planned] = (),
     repeats: int = 5,
-    progress: Progress = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Compared:
     """Each of `backends` on `workload` and the stress `cases`, one after the other.
 
@@ -120,7 +117,7 @@ def first_that_runs(
     *,
     cases: Sequence[Planned] = (),
     repeats: int = 5,
-    progress: Progress = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Compared:
     """The first of `backends` that does not fail, with those that did in `tried`.
 
@@ -162,7 +159,7 @@ def _outcome(
     expected: Tensor,
     cases: Sequence[Planned],
     repeats: int,
-    progress: Progress,
+    progress: Callable[[str], None],
 ) -> Outcome:
     result: RunResult | None = None
     try:

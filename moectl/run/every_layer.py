@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from ..checkpoint import Checkpoint
-from ..convert.manifest import Manifest, load_manifest
-from ..errors import MoectlError, NoBackend, Unavailable
+from ..errors import MoectlError, Unavailable
 from ..experts import ExpertLayer
-from ..prepare import checkpoint_layer, converted_layer
+from ..layer.source import LayerSource
 from .comparing import Compared, Outcome, compare_backends, first_that_runs
-from .machine import Machine, choose_backends, none_serves
+from .machine import BackendChoice, Machine, choose_backends
 from .plan import RunPlan
 from .stress import plan_stress
 from .variants import in_dtype
@@ -24,6 +21,7 @@ class LayerRun:
     """What came of one layer: backends compared, or why it could not be run at all.
 
     Attributes:
+        choice: the backends that were chosen for it, with the decision behind them.
         model_dtype: the dtype that the checkpoint says, where the layer ran in another; else empty.
     """
 
@@ -32,6 +30,7 @@ class LayerRun:
     workload: Workload | None = None
     compared: Compared | None = None
     error: MoectlError | None = None
+    choice: BackendChoice | None = None
     model_dtype: str = ""
 
     @property
@@ -40,34 +39,34 @@ class LayerRun:
         return self.compared is not None and self.compared.ok
 
 
-def layer_numbers(source: Checkpoint | Manifest) -> list[int]:
-    """Numbers of all MoE layers that `source` holds, rising."""
-    if isinstance(source, Checkpoint):
-        return sorted(number for group in source.groups for number in group.layers)
-    return sorted(source.layers)
-
-
-def open_source(source: Checkpoint | Path) -> Checkpoint | Manifest:
-    """A converted folder's manifest for its path, read once for all layers; a checkpoint as it is."""
-    return load_manifest(source) if isinstance(source, Path) else source
-
-
 def run_one(
-    layer: ExpertLayer, machine: Machine, plan: RunPlan, progress: Callable[[str], None] = lambda text: None
+    layer: ExpertLayer,
+    machine: Machine,
+    plan: RunPlan,
+    progress: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> LayerRun:
-    """`layer` as `plan` says. Raises what it cannot be run for at all."""
+    """`layer` as `plan` says; `note` is told when measured times choose the backend.
+
+    Raises what it cannot be run for at all.
+    """
     model_dtype = layer.problem.dtype if plan.dtype not in ("", layer.problem.dtype) else ""
     layer = in_dtype(layer, plan.dtype or layer.problem.dtype)
-    names, refused = choose(layer, machine, plan)
+    choice = choose(layer, machine, plan)
+    if not plan.backends and not plan.compares and choice.by_measurement:
+        note(choice.by_measurement)
     workload = workload_of(layer, plan.tokens, plan.seed, plan.source)
     cases = plan_stress(layer, machine.torch, seed=plan.seed) if plan.stress else ()
     run = compare_backends if plan.compares else first_that_runs
-    compared = run(layer, names, machine, workload, cases=cases, repeats=plan.repeats, progress=progress)
+    compared = run(
+        layer, choice.names, machine, workload, cases=cases, repeats=plan.repeats, progress=progress
+    )
+    refused = tuple(Outcome(name, error=error, refused=True) for name, error in choice.refused.items())
     if plan.compares:
         compared = replace(compared, outcomes=_as_asked((*refused, *compared.outcomes), plan.backends))
     else:
         compared = replace(compared, tried=(*refused, *compared.tried))
-    return LayerRun(layer.layer, layer, workload, compared, model_dtype=model_dtype)
+    return LayerRun(layer.layer, layer, workload, compared, choice=choice, model_dtype=model_dtype)
 
 
 def _as_asked(outcomes: Sequence[Outcome], names: Sequence[str]) -> tuple[Outcome, ...]:
@@ -76,33 +75,19 @@ def _as_asked(outcomes: Sequence[Outcome], names: Sequence[str]) -> tuple[Outcom
     return tuple(sorted(outcomes, key=lambda it: places.get(it.backend, len(places))))
 
 
-def choose(layer: ExpertLayer, machine: Machine, plan: RunPlan) -> tuple[list[str], tuple[Outcome, ...]]:
+def choose(layer: ExpertLayer, machine: Machine, plan: RunPlan) -> BackendChoice:
     """The backends that `plan` runs `layer` on, in order; the first alone where no other may take over.
 
-    Those asked for that cannot serve are the second of the pair, with their reasons, where others run.
-    Raises as `choose_backends`, and `none_serves` of several.
+    Raises as `choose_backends`, and `none_serves` when none of those asked for can serve.
     """
-    problem, stored = layer.problem, layer.layout
-    named: list[str] = []
-    refused: list[tuple[str, MoectlError]] = []
-    for name in () if plan.every else plan.backends:
-        try:
-            named += choose_backends(problem, machine, [name], stored)
-        except (NoBackend, Unavailable) as error:
-            refused.append((name, error))
-    if refused and not named and not plan.fallback:
-        raise none_serves([error for _, error in refused])
-    told = tuple(Outcome(name, error=error, refused=True) for name, error in refused)
-    if named and not plan.fallback:
-        return list(dict.fromkeys(named)), told
-    others = choose_backends(problem, machine, (), stored)
-    if plan.every:
-        return others, ()
-    return (list(dict.fromkeys((*named, *others))) if plan.fallback else others[:1]), told
+    names = () if plan.every else plan.backends
+    choice = choose_backends(layer.problem, machine, names, layer.layout, fallback=plan.fallback).require()
+    best_alone = not names and not plan.every and not plan.fallback
+    return replace(choice, names=choice.names[:1]) if best_alone else choice
 
 
 def every_layer(
-    source: Checkpoint | Manifest,
+    source: LayerSource,
     numbers: Sequence[int],
     machine: Machine,
     plan: RunPlan,
@@ -114,12 +99,7 @@ def every_layer(
     """
     for number in numbers:
         try:
-            opened = (
-                checkpoint_layer(source, number)
-                if isinstance(source, Checkpoint)
-                else converted_layer(source, number)
-            )
-            run = run_one(opened, machine, plan, progress)
+            run = run_one(source.layer(number), machine, plan, progress)
         except MoectlError as error:
             run = LayerRun(number, error=error)
         except OSError as error:

@@ -9,15 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint import Checkpoint
-from ..convert.manifest import load_manifest
 from ..errors import UsageError
 from ..experts import ExpertLayer
 from ..kernels.modular import FusedMoEKernel, kernel_of
 from ..kernels.prepared import PreparedMoE
 from ..kernels.timing import time_calls
 from ..kernels.tolerance import CheckResult, check, tolerance_for
-from ..prepare import checkpoint_layer, converted_layer
 from .difference import Difference, difference
 from .failures import guarded
 from .machine import Machine
@@ -65,17 +62,6 @@ class Held:
     prepared: PreparedMoE
     kernel: FusedMoEKernel
     seconds: float
-
-
-def open_layer(source: Checkpoint | Path, layer: int | None = None) -> ExpertLayer:
-    """One MoE layer of a checkpoint or of a converted folder's path; the first one for None.
-
-    Raises CheckpointError for a damaged one, Unavailable when its weights are not on this machine,
-    UsageError when it has no such layer.
-    """
-    if isinstance(source, Path):
-        return converted_layer(load_manifest(source), layer)
-    return checkpoint_layer(source, layer)
 
 
 def hold(layer: ExpertLayer, backend: str, machine: Machine) -> Held:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -46,25 +46,93 @@ def this_machine(device: str | None = None) -> Machine:
     return Machine(torch.device("cuda"), detect_device(), packages)
 
 
+@dataclass(frozen=True)
+class BackendChoice:
+    """The backends that serve one layer on one machine, and the decision that they come from.
+
+    Attributes:
+        names: runners that can serve it: those asked for, in that order, then the others, best first.
+        refused: backends that were asked for and cannot serve it, each with the reason.
+        decision: of the policy by itself; None where only backends that were asked for are judged.
+    """
+
+    names: tuple[str, ...]
+    refused: Mapping[str, MoectlError] = field(default_factory=dict)
+    decision: Decision | None = None
+
+    def require(self) -> BackendChoice:
+        """The same; raises `none_serves` when backends were asked for and none is left."""
+        if self.refused and not self.names:
+            raise none_serves(tuple(self.refused.values()))
+        return self
+
+    @property
+    def by_measurement(self) -> str:
+        """Why times that were measured here choose the first backend, a sentence; empty where none do."""
+        decision = self.decision
+        if decision is None or decision.ranking is None or decision.chosen is None:
+            return ""
+        if self.names[:1] != (decision.chosen.backend.runner,):
+            return ""
+        return f"{decision.ranking.best}: {decision.ranking}"
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Backends of the policy that cannot serve the layer, each with its first reason."""
+        candidates = self.decision.candidates if self.decision else ()
+        usable = {c.backend.name for c in candidates if c.usable}
+        reasons: dict[str, str] = {}
+        for c in candidates:
+            if c.failed and c.backend.name not in usable:
+                reasons.setdefault(c.backend.name, sentence(c.failed[0]))
+        return reasons
+
+
+Decide = Callable[[str | None], Decision]
+"""The policy's decision when a backend of this name is asked for, or none is."""
+
+
 def choose_backends(
-    problem: MoEProblem, machine: Machine, names: Sequence[str] = (), stored: str = ""
-) -> list[str]:
+    problem: MoEProblem,
+    machine: Machine,
+    names: Sequence[str] = (),
+    stored: str = "",
+    *,
+    fallback: bool = False,
+) -> BackendChoice:
     """Runners that can serve `problem` on `machine`, best first; only `names` where some are given.
 
-    One that reads the layout `stored` comes before the others: it needs nothing laid out anew. Then comes
-    the fastest of those that `moectl bench --save` has measured here on such a layer (`measured_choice`).
+    The policy decides once for each of `names`, and once by itself where there are none or with
+    `fallback`, which puts all others that can serve behind them. One that reads the layout `stored` comes
+    before the others: its weights need no repacking. Then comes the fastest of those that `moectl bench
+    --save` has measured here on such a layer (`BackendChoice.by_measurement`).
 
     Raises:
-        Unavailable: a backend asked for needs another device.
-        NoBackend: a backend asked for, or every one, refuses the problem; the reasons are in the text.
+        NoBackend: every backend refuses the problem; the reasons are in the text.
+        UsageError: a name that no backend has.
     """
-    if names:
-        return list(dict.fromkeys(_asked(problem, machine, name) for name in names))
-    decision = _decide(problem, machine, None)
-    if not decision.best_first:
-        raise NoBackend(decision.error)
-    ranked = sorted(decision.best_first, key=lambda c: not stored or c.layout != stored)
-    return list(dict.fromkeys(c.backend.runner for c in ranked))
+    known = measurements.known(machine.device, problem, machine.packages.versions)
+    for note in known.notes:
+        warnings.warn(note, CacheWarning, stacklevel=2)
+
+    def decide(name: str | None) -> Decision:
+        policy = policy_named(POLICY)
+        return select(problem, machine.device, machine.packages, policy, name, measured=known.measured)
+
+    serving: list[str] = []
+    refused: dict[str, MoectlError] = {}
+    for name in dict.fromkeys(names):
+        try:
+            serving.append(_requested(name, decide))
+        except (NoBackend, Unavailable) as error:
+            refused[name] = error
+    decision = decide(None) if fallback or not names else None
+    if decision is not None:
+        if not decision.best_first:
+            raise NoBackend(decision.error)
+        ranked = sorted(decision.best_first, key=lambda c: not stored or c.layout != stored)
+        serving += [c.backend.runner for c in ranked]
+    return BackendChoice(tuple(dict.fromkeys(serving)), refused, decision)
 
 
 def none_serves(refused: Sequence[MoectlError]) -> MoectlError:
@@ -77,38 +145,11 @@ def none_serves(refused: Sequence[MoectlError]) -> MoectlError:
     return Unavailable(text, hint=elsewhere.hint) if elsewhere else NoBackend(text, hint=refused[0].hint)
 
 
-def measured_choice(problem: MoEProblem, machine: Machine, stored: str = "") -> str:
-    """Why times that were measured here choose the first backend, in a sentence; empty where none do."""
-    decision = _decide(problem, machine, None)
-    first = choose_backends(problem, machine, (), stored)[:1]
-    if decision.ranking is None or decision.chosen is None or first != [decision.chosen.backend.runner]:
-        return ""
-    return f"{decision.ranking.best}: {decision.ranking}"
-
-
-def left_out(problem: MoEProblem, machine: Machine) -> Mapping[str, str]:
-    """Backends that cannot serve `problem` on `machine`, each with its first reason."""
-    decision = _decide(problem, machine, None)
-    usable = {c.backend.name for c in decision.candidates if c.usable}
-    reasons: dict[str, str] = {}
-    for c in decision.candidates:
-        if c.failed and c.backend.name not in usable:
-            reasons.setdefault(c.backend.name, sentence(c.failed[0]))
-    return reasons
-
-
-def _decide(problem: MoEProblem, machine: Machine, name: str | None) -> Decision:
-    known = measurements.known(machine.device, problem, machine.packages.versions)
-    for note in known.notes:
-        warnings.warn(note, CacheWarning, stacklevel=3)
-    device, packages, policy = machine.device, machine.packages, policy_named(POLICY)
-    return select(problem, device, packages, policy, name, measured=known.measured)
-
-
-def _asked(problem: MoEProblem, machine: Machine, name: str) -> str:
-    decision = _decide(problem, machine, name)
+def _requested(name: str, decide: Decide) -> str:
+    """The runner of the backend `name`; Unavailable or NoBackend when it cannot serve."""
+    decision = decide(name)
     if not decision.candidates:
-        known = [c.backend.name for c in _decide(problem, machine, None).candidates]
+        known = [c.backend.name for c in decide(None).candidates]
         raise UsageError(f"no backend that runs here is called {name!r}; there are {', '.join(known)}")
     if decision.chosen is not None:
         return decision.chosen.backend.runner

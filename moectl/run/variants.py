@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..experts import ExpertLayer, Ids, decode
 from ..files.tensor_table import TensorType
 from ..kernels.prepared import CANONICAL, DenseExpert, PreparedMoE
-from ..kernels.runners import runner_for
+from ..kernels.registry import runner_for
 from ..padding import pad
 from ..problem import Dims, MoEProblem
 from ..torch_dtypes import TORCH_DTYPES

@@ -11,11 +11,12 @@ import pytest
 from moectl.bench.measure import Bench
 from moectl.bench.targets import Target
 from moectl.experts import ExpertLayer
-from moectl.kernels import runners
-from moectl.kernels.runners import Runner, runner_for
-from moectl.run import this_machine
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import Runner
+from moectl.run import BackendChoice, this_machine
 from support.bench_rows import RATES, settings_of
 from support.random_layers import GPT_OSS, random_layer
+from support.runners import register_runner
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def bench_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench]:
         says: Callable[[str], None] = lambda text: None,
         **changes: Any,
     ) -> Bench:
-        monkeypatch.setattr("moectl.bench.measure.choose_backends", lambda *_: list(names))
+        monkeypatch.setattr("moectl.bench.measure.choose_backends", lambda *_: BackendChoice(tuple(names)))
         target = Target("tiny", "-", "1", layer or random_layer(GPT_OSS))
         return Bench(settings_of(**changes), this_machine("cpu"), (target,), RATES, says)
 
@@ -41,7 +42,7 @@ def add_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runner]:
 
     def add(name: str, **changes: Any) -> Runner:
         runner = replace(runner_for("torch"), name=name, **changes)
-        monkeypatch.setitem(runners.RUNNERS, name, lambda: runner)
+        register_runner(monkeypatch, runner)
         return runner
 
     return add

@@ -25,10 +25,10 @@ from moectl.kernels import turns
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.modular import kernel_of
 from moectl.kernels.reference import moe_reference, route
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.turns import Turn, quartiles, take_turns
 from moectl.problem import Routing
-from moectl.run import this_machine
+from moectl.run import BackendChoice, this_machine
 from support.bench_rows import RATES, settings_of
 from support.random_layers import GPT_OSS, KIMI, canonical_roles, layer_of, random_layer
 
@@ -184,16 +184,18 @@ def test_done_cells_are_left_out(bench_of):
 
 
 def refuse_all(problem, machine, names, stored):
-    raise {"a": NoBackend("a wants biases"), "b": Unavailable("b is not here")}[names[0]]
+    errors = {"a": NoBackend("a wants biases"), "b": Unavailable("b is not here")}
+    return BackendChoice((), {name: errors[name] for name in names})
 
 
 def test_backends_that_cannot_serve_are_rows_or_errors(monkeypatch):
     def choose(problem, machine, names, stored):
-        if names == ["picky"] and problem == KIMI:
-            raise NoBackend("the picky backend wants biases", hint="none")
-        if names == ["absent"]:
-            raise Unavailable("there is no such GPU")
-        return ["torch"]
+        refused = {}
+        if "picky" in names and problem == KIMI:
+            refused["picky"] = NoBackend("the picky backend wants biases", hint="none")
+        if "absent" in names:
+            refused["absent"] = Unavailable("there is no such GPU")
+        return BackendChoice(("torch",) if set(names) - set(refused) else (), refused)
 
     monkeypatch.setattr("moectl.bench.measure.choose_backends", choose)
     targets = tuple(Target(name, "-", "1", random_layer(p)) for name, p in (("a", GPT_OSS), ("b", KIMI)))

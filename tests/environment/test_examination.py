@@ -90,7 +90,7 @@ def test_without_a_gpu_decisions_are_for_the_cpu(bench) -> None:
     assert report.device.platform == "cpu"
     assert report.problems == ()
     assert levels(report, "GPUs") == [NOTE]
-    assert own(report) == {"torch": "", "emulation": ""}
+    assert own(report).items() >= {"torch": "", "emulation": ""}.items()
 
 
 PEERS = {
@@ -110,11 +110,11 @@ def test_own_backends_need_what_they_run_on(bench) -> None:
         peers = {name: f"{needs} {libraries}".strip() for name, needs in PEERS.items()}
         return own_ones | peers | {"flashinfer_cutlass": f"{FLASHINFER} {torch}".strip()}
 
-    assert own(examine(bench.env())) == lacking("torch triton")
+    assert own(examine(bench.env())).items() >= lacking("torch triton").items()
     bench.package("torch", "torch", "2.13.0")
-    assert own(examine(bench.env())) == lacking("triton")
+    assert own(examine(bench.env())).items() >= lacking("triton").items()
     bench.package("triton", "triton", "3.6.0")
-    assert own(examine(bench.env())) == lacking("")
+    assert own(examine(bench.env())).items() >= lacking("").items()
 
 
 def test_libraries_of_others_are_found_installed_and_in_a_folder(bench, monkeypatch) -> None:

@@ -19,7 +19,7 @@ from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
 from moectl.oracle.selection_inputs import replay_inputs
-from moectl.run.machine import Machine, choose_backends, measured_choice
+from moectl.run.machine import Machine, choose_backends
 
 KIMI = MODELS["kimi-k2"]
 H200 = find_device("h200")
@@ -94,14 +94,16 @@ def keep(*rows):
 
 def test_run_takes_what_was_measured_here_and_says_why():
     machine = Machine(torch.device("cpu"), H200, BARE)
-    assert choose_backends(KIMI, machine)[0] == "triton" and measured_choice(KIMI, machine) == ""
+    choice = choose_backends(KIMI, machine)
+    assert choice.names[0] == "triton" and choice.by_measurement == ""
     keep(*FASTER_MARLIN.rows)
-    assert choose_backends(KIMI, machine)[:2] == ["triton_marlin", "triton"]
-    assert measured_choice(KIMI, machine).startswith("triton_marlin: it is the fastest as measured")
+    choice = choose_backends(KIMI, machine)
+    assert choice.names[:2] == ("triton_marlin", "triton")
+    assert choice.by_measurement.startswith("triton_marlin: it is the fastest as measured")
     # Weights that lie in a backend's layout go first: nothing is laid out anew.
-    assert choose_backends(KIMI, machine, (), "moectl-mtile64")[0] == "triton"
-    assert measured_choice(KIMI, machine, "moectl-mtile64") == ""
-    assert choose_backends(KIMI, machine, ["torch"]) == ["torch"]
+    choice = choose_backends(KIMI, machine, (), "moectl-mtile64")
+    assert choice.names[0] == "triton" and choice.by_measurement == ""
+    assert choose_backends(KIMI, machine, ["torch"]).names == ("torch",)
 
 
 def test_evidence_is_of_the_layer_on_the_device():

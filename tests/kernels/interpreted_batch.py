@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from moectl.kernels.modular import FusedMoEKernel
-from moectl.kernels.runners import Form, runner_for
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import ActivationFormat
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.marlin import TILES
 from moectl.kernels.triton.routing import INTERPRETED
@@ -84,6 +85,6 @@ def test_a_layers_kernel_in_this_form(backend: str, on_input: bool) -> None:
     layer = random_layer(problem)
     prepared = layer.prepared(backend, "cpu")
     inputs = skipping(inputs_of(problem, 5), every=4)
-    kernel = FusedMoEKernel(prepared, runner_for(backend), Form.BATCHED)
+    kernel = FusedMoEKernel(prepared, runner_for(backend), ActivationFormat.BATCHED)
     result = judged(layer, prepared, kernel.run(inputs), inputs)
     assert result.ok, result

@@ -16,7 +16,7 @@ from moectl.bench.reading import read_rows
 from moectl.bench.rows import Row
 from moectl.bench.settings import Settings
 from moectl.floors import Rates
-from moectl.kernels.runners import RUNNERS
+from moectl.kernels.registry import RUNNERS
 from support.scripts import SCRIPTS, loaded
 
 script = loaded("bench_peers")
@@ -65,12 +65,12 @@ import json, os, sys
 sys.path[:0] = [{str(SCRIPTS)!r}, {str(SCRIPTS.parent)!r}]
 from dataclasses import replace
 from moectl import models
-from moectl.kernels import runners
+from moectl.kernels import registry
 from moectl.problem import Dims
 
 for name, problem in models.MODELS.items():
     models.MODELS[name] = replace(problem, dims=Dims(64, 32), experts=8, local_experts=8, top_k=2)
-torch_runner = runners.runner_for("torch")
+torch_runner = registry.runner_for("torch")
 
 def fails(run, *, at):
     def compute(prepared, x, ids, weights):
@@ -84,10 +84,11 @@ def hangs():
     time.sleep(600)
 
 for name, run, at in (("crashes", lambda: os._exit(9), 2), ("hangs", hangs, 5)):
-    made = replace(torch_runner, name=name, compute=fails(run, at=at))
-    runners.RUNNERS[name] = lambda made=made: made
+    globals()[name + "_runner"] = replace(torch_runner, name=name, compute=fails(run, at=at))
+    registry.RUNNERS[name] = registry.RunnerEntry("__main__:" + name + "_runner")
 import moectl.bench.measure
-moectl.bench.measure.choose_backends = lambda problem, machine, names, stored: list(names)
+from moectl.run import BackendChoice
+moectl.bench.measure.choose_backends = lambda problem, machine, names, stored: BackendChoice(tuple(names))
 from moe_workers import work
 sys.exit(work(json.load(sys.stdin)))
 """

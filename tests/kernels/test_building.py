@@ -16,7 +16,7 @@ from moectl.errors import MoectlError, NoBackend, Unavailable, UsageError
 from moectl.kernels.dispatch.exchange import Alone
 from moectl.kernels.modular import FusedMoEKernel
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.runners import RUNNERS, Form, Runner
+from moectl.kernels.runner import ActivationFormat
 from moectl.oracle.decision import Decision
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import OutOfScope, select
@@ -24,6 +24,7 @@ from moectl.problem import MoEProblem, Parallel, Routing
 from support.fake_runners import MONOLITHIC, TORCH
 from support.random_layers import GPT_OSS, KIMI, inputs_of, judged, random_layer
 from support.rank_cases import decision_for
+from support.runners import register_runner
 
 ONE = Parallel()
 SHARING = replace(KIMI, shared_experts=1)
@@ -34,20 +35,20 @@ def layer(problem: MoEProblem = KIMI) -> PreparedMoE:
 
 
 @pytest.mark.parametrize("problem", [KIMI, GPT_OSS])
-@pytest.mark.parametrize("form", [None, Form.BATCHED])
-def test_builds_what_was_decided(problem: MoEProblem, form: Form | None) -> None:
+@pytest.mark.parametrize("form", [None, ActivationFormat.BATCHED])
+def test_builds_what_was_decided(problem: MoEProblem, form: ActivationFormat | None) -> None:
     whole = random_layer(problem)
     prepared = whole.prepared("torch", "cpu")
     kernel = build_kernel(decision_for(problem, ONE), prepared, form=form)
     assert kernel.prepared is prepared and kernel.runner.name == "torch"
-    assert kernel.form is (form or Form.STANDARD) and kernel.exchange == Alone()
+    assert kernel.form is (form or ActivationFormat.STANDARD) and kernel.exchange == Alone()
     assert kernel.expert_map is None
     inputs = inputs_of(problem, 6)
     assert judged(whole, prepared, kernel.run(inputs), inputs).ok
 
 
 def test_monolithic_experts_are_built_and_refuse_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RUNNERS, "torch", lambda: MONOLITHIC)
+    register_runner(monkeypatch, MONOLITHIC, "torch")
     decision, prepared = decided_as(SHARING, monolithic=True), layer(SHARING)
     kernel = build_kernel(decision, prepared)
     assert kernel.monolithic
@@ -64,7 +65,7 @@ def decided_as(problem: MoEProblem, monolithic: bool = False, batched: bool = Fa
 
 
 def test_batched_experts_are_built_in_their_form() -> None:
-    assert build_kernel(decided_as(KIMI, batched=True), layer()).form is Form.BATCHED
+    assert build_kernel(decided_as(KIMI, batched=True), layer()).form is ActivationFormat.BATCHED
 
 
 def test_nothing_is_shared_between_layers() -> None:
@@ -146,18 +147,14 @@ def test_vllm_s_rules_say_nothing_for_some_platforms() -> None:
         vllm(GPT_OSS, "tpu")
 
 
-def saying(need: int) -> Runner:
-    """The torch backend, saying that a call takes `need` bytes for each token."""
-    return replace(TORCH, workspace=lambda prepared, tokens, form: need * tokens)
-
-
 def test_memory_is_held_to_what_the_parts_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RUNNERS, "torch", partial(saying, 1 << 20))
+    saying = replace(TORCH, workspace=lambda prepared, tokens, form: tokens << 20)
+    register_runner(monkeypatch, saying)
     build = partial(build_kernel, decision_for(KIMI, ONE), layer(), most_tokens=8)
     kernel = build(memory=9 << 20)
     need = kernel.workspace(8)
     assert need is not None and 8 << 20 <= need < 9 << 20
-    batched = FusedMoEKernel(kernel.prepared, kernel.runner, Form.BATCHED).workspace(8)
+    batched = FusedMoEKernel(kernel.prepared, kernel.runner, ActivationFormat.BATCHED).workspace(8)
     assert batched is not None and batched > need
     with pytest.raises(Unavailable, match=f"a call of 8 tokens .* takes up to {need} bytes, allowed are"):
         build(memory=need - 1)

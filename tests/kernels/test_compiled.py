@@ -14,7 +14,7 @@ import torch
 
 from moectl.experts import unfilled
 from moectl.inspection import MODELS, Inspected, layer_without_weights
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.hopper.products import exact_weights
 from moectl.kernels.triton.inspection.shipped import candidates, inspect, inspect_run, shipped
 from moectl.kernels.triton.inspection.standin import STAND_INS

@@ -15,7 +15,7 @@ from moectl.kernels.inputs import Inputs, make_inputs
 from moectl.kernels.prepared import DenseExpert, PreparedMoE
 from moectl.kernels.quantize import refusal
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.number_formats import NUMBER_FORMATS
 from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
@@ -39,6 +39,7 @@ from moectl.schemes import (
     int_format,
 )
 from support.random_layers import skipping
+from support.runners import apply
 
 BY_TOKEN, BY_128 = ActFormat("fp8", 8, (1, FULL)), ActFormat("fp8", 8, (1, 128))
 STATIC, ALL = ActFormat("fp8", 8, (FULL, FULL), dynamic=False), ActFormat("fp8", 8, (FULL, FULL))
@@ -75,7 +76,7 @@ def inputs_of(problem: MoEProblem, tokens: int = 24) -> Inputs:
 def test_is_as_far_off_as_its_activations_are_coarse(scheme: str, activation: str) -> None:
     problem = problem_of(SCHEMES[scheme], ACTIVATIONS[activation])
     prepared, inputs = layer_of(problem), inputs_of(problem)
-    y = RUNNER.run(prepared, inputs.x, inputs.ids, inputs.weights)
+    y = apply(RUNNER, prepared, inputs.x, inputs.ids, inputs.weights)
     exact = moe_reference(inputs.x, inputs.ids, inputs.weights, prepared.expert, problem)
     result = check(y, exact, tolerance_for(problem, RUNNER.accumulation))
     assert result.ok, result
@@ -88,9 +89,9 @@ def test_is_as_far_off_as_its_activations_are_coarse(scheme: str, activation: st
 def test_is_the_torch_backend_where_activations_stay_wide(weight_on_input: bool) -> None:
     problem = replace(problem_of(Scheme(BF16)), routing=Routing("sigmoid", weight_on_input=weight_on_input))
     prepared, inputs = layer_of(problem), skipping(inputs_of(problem), every=3)
-    y = RUNNER.run(prepared, inputs.x, inputs.ids, inputs.weights)
+    y = apply(RUNNER, prepared, inputs.x, inputs.ids, inputs.weights)
     twin = replace(prepared, backend="torch")
-    torch.testing.assert_close(y, runner_for("torch").run(twin, inputs.x, inputs.ids, inputs.weights))
+    torch.testing.assert_close(y, apply(runner_for("torch"), twin, inputs.x, inputs.ids, inputs.weights))
     assert not y[0].any()
 
 
@@ -151,7 +152,7 @@ def test_any_number_of_tokens_and_experts_without_any(tokens: int) -> None:
     problem = problem_of(SCHEMES["fp8 blocks"])
     prepared, inputs = layer_of(problem), inputs_of(problem, tokens)
     ids = torch.where(inputs.ids == 1, -1, inputs.ids)
-    y = RUNNER.run(prepared, inputs.x, ids, inputs.weights)
+    y = apply(RUNNER, prepared, inputs.x, ids, inputs.weights)
     assert y.shape == inputs.x.shape and y.isfinite().all()
 
 
@@ -162,7 +163,7 @@ def test_one_scale_for_everything_is_that_of_the_largest_token() -> None:
     # Where E4M3 ends below, a small token is lost beside one that is 2**20 times as large.
     x[0] *= 2.0**10
     x[1] *= 2.0**-14
-    y = RUNNER.run(prepared, x, inputs.ids, inputs.weights)
+    y = apply(RUNNER, prepared, x, inputs.ids, inputs.weights)
     assert not y[1].any()
 
 
@@ -171,7 +172,7 @@ def test_a_layout_without_the_scales_of_activations_is_refused() -> None:
     prepared, inputs = layer_of(problem), inputs_of(problem)
     bare = replace(prepared, weights={k: t for k, t in prepared.weights.items() if not k.endswith("_input")})
     with pytest.raises(NoBackend, match="scales of activations, which weights in canonical lack"):
-        RUNNER.run(bare, inputs.x, inputs.ids, inputs.weights)
+        apply(RUNNER, bare, inputs.x, inputs.ids, inputs.weights)
 
 
 def test_static_scales_are_each_experts_own_and_the_larger_of_its_halves() -> None:
@@ -180,8 +181,8 @@ def test_static_scales_are_each_experts_own_and_the_larger_of_its_halves() -> No
     changed = dict(prepared.weights)
     changed["w13_input"] = prepared.weights["w13_input"].clone()
     changed["w13_input"][2, 1] = 2.0**20
-    y = RUNNER.run(prepared, inputs.x, inputs.ids, inputs.weights)
-    other = RUNNER.run(replace(prepared, weights=changed), inputs.x, inputs.ids, inputs.weights)
+    y = apply(RUNNER, prepared, inputs.x, inputs.ids, inputs.weights)
+    other = apply(RUNNER, replace(prepared, weights=changed), inputs.x, inputs.ids, inputs.weights)
     hit = (inputs.ids == 2).any(1)
     assert torch.equal(y[~hit], other[~hit]) and not torch.equal(y[hit], other[hit])
 

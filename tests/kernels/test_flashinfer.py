@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moectl.errors import BackendFailed, NoBackend
-from moectl.experts import Ids
-from moectl.flashinfer_terms import (
+from moectl.capabilities.flashinfer import (
     CUTLASS,
     GATED,
     LLAMA4,
@@ -27,15 +25,18 @@ from moectl.flashinfer_terms import (
     refusal,
     unrouted,
 )
+from moectl.errors import BackendFailed, NoBackend
+from moectl.experts import Ids
 from moectl.kernels.inputs import Inputs, make_inputs
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.quantize import quantize
 from moectl.kernels.quantized import Quantized
-from moectl.kernels.runners import RUNNERS, runner_for
+from moectl.kernels.registry import RUNNERS, runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.random_layer import RandomLayer
 from moectl.schemes import A16, BF16, FP8_TENSOR, MXFP4, MXFP8, MXFP8_ACT, NVFP4, Scheme, int_format
+from support.runners import apply
 
 pytest.importorskip("flashinfer")
 from flashinfer import fused_moe
@@ -298,7 +299,7 @@ def test_flashinfers_references_read_the_layer_as_it_is(name: str, logits: bool)
         arguments["topk_ids"] = flashinfer_trtllm.packed(*arguments["topk_ids"])
     y = _called(REFERENCES[name][logits], arguments)
     twin = replace(prepared, backend="emulation")
-    expected = runner_for("emulation").run(twin, inputs.x, inputs.ids, inputs.weights)
+    expected = apply(runner_for("emulation"), twin, inputs.x, inputs.ids, inputs.weights)
     # What enters the second GEMM is not rounded in FlashInfer's references.
     result = check(y, expected.float(), tolerance_for(problem, "declared"))
     assert result.ok, result

@@ -11,7 +11,7 @@ import torch
 from moectl.kernels.inputs import Inputs
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.kernels.triton.launch import DECODE, GROUPED, Launch
 from moectl.kernels.triton.runner import run_with
@@ -19,6 +19,7 @@ from moectl.problem import Dims
 from moectl.schemes import Scheme, int_format
 from support import kernel_cases as cases
 from support.random_layers import GPT_OSS, KIMI, canonical_roles, inputs_of, layer_of
+from support.runners import apply
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +71,7 @@ def test_every_shipped_launch_at_full_width(family: str, tokens: int) -> None:
         if not result.ok or not torch.equal(first, second):
             failed.append((launch, result, torch.equal(first, second)))
     assert not failed
-    result = check(runner_for("torch").run(plain, inputs.x, inputs.ids, inputs.weights), y, tolerance)
+    result = check(apply(runner_for("torch"), plain, inputs.x, inputs.ids, inputs.weights), y, tolerance)
     print(family, tokens, "torch", f"max {result.max:.2e} rms {result.rms:.2e}")
     assert result.ok, result
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.batch import one_each
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.marlin import TILES

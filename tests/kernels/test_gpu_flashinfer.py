@@ -9,20 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from moectl.capabilities.flashinfer import FP8_128
 from moectl.convert.layout import Chain
 from moectl.convert.layouts import cutlass
-from moectl.flashinfer_terms import FP8_128
 from moectl.kernels.inputs import Inputs, make_inputs
 from moectl.kernels.modular import kernel_of
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.problem import SWIGLU_OAI, Dims, MoEProblem, Routing
 from moectl.random_layer import RandomLayer
 from moectl.schemes import BF16, FP8_BLOCK, MXFP4, NVFP4, NVFP4_ACT, Scheme
 from support.absent_backends import skip_if_absent
 from support.random_layers import skipping
+from support.runners import apply
 
 pytestmark = pytest.mark.gpu
 
@@ -131,6 +132,6 @@ def test_emulation_is_the_same_on_both_devices(scheme: Scheme) -> None:
     layer = RandomLayer(problem, torch.device("cpu")).experts
     here, there = (layer.prepared("emulation", device) for device in ("cpu", "cuda"))
     inputs = make_inputs(problem, 33, seed=90001)
-    y = runner_for("emulation").run(here, inputs.x, inputs.ids, inputs.weights)
+    y = apply(runner_for("emulation"), here, inputs.x, inputs.ids, inputs.weights)
     moved = (t.cuda() for t in (inputs.x, inputs.ids, inputs.weights))
-    torch.testing.assert_close(runner_for("emulation").run(there, *moved).cpu(), y, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(apply(runner_for("emulation"), there, *moved).cpu(), y, rtol=0.05, atol=0.02)

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.kernels.triton.marlin import tile_for
 from moectl.problem import Dims
 from support import marlin_cases as cases
 from support.kernel_cases import poison_new_memory
 from support.random_layers import canonical_roles, inputs_of, layer_of
+from support.runners import apply
 
 pytestmark = pytest.mark.gpu
 
@@ -53,10 +54,10 @@ def test_full_width_and_graphs(group: int, dims: Dims) -> None:
         # Ids past the experts are skipped as negative ones are.
         inputs = replace(inputs, ids=inputs.ids.clone())
         inputs.ids[-1, 0] = problem.experts
-        eager = runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
+        eager = apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
+            y = apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
         graph.replay()
         assert torch.equal(y.view(torch.int16), eager.view(torch.int16)), tile_for(problem, tokens)
         known = torch.where(inputs.ids < problem.experts, inputs.ids, -1)

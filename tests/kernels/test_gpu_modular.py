@@ -17,7 +17,8 @@ from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.quantize import dequantize, quantize
 from moectl.kernels.quantized import Quantized
 from moectl.kernels.reference import route
-from moectl.kernels.runners import Form, Runner, runner_for
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import ActivationFormat, Runner
 from moectl.problem import Dims, MoEProblem
 from moectl.schemes import MXFP8_ACT, NVFP4_ACT, ActFormat
 from support.random_layers import GPT_OSS, KIMI, canonical_roles, inputs_of, judged, layer_of
@@ -71,7 +72,7 @@ KERNELS: dict[str, Callable[[str], FusedMoEKernel]] = {
     "half of the experts": lambda name: FusedMoEKernel(
         part_of(name), TRITON, expert_map=map_of(part_of(name))
     ),
-    "batched": lambda name: FusedMoEKernel(layer(name), TRITON, Form.BATCHED),
+    "batched": lambda name: FusedMoEKernel(layer(name), TRITON, ActivationFormat.BATCHED),
     "mxfp8 tokens": lambda name: FusedMoEKernel(layer(name), wanting(MXFP8_ACT)),
 }
 
@@ -182,10 +183,10 @@ def test_a_call_takes_no_more_memory_than_is_said(name: str, kind: str) -> None:
     holds(KERNELS[kind](name), kind)
 
 
-@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED])
-def test_marlin_s_layout_takes_no_more_memory_than_is_said(form: Form) -> None:
+@pytest.mark.parametrize("form", [ActivationFormat.STANDARD, ActivationFormat.BATCHED])
+def test_marlin_s_layout_takes_no_more_memory_than_is_said(form: ActivationFormat) -> None:
     kernel = FusedMoEKernel(layer("kimi", "triton_marlin"), runner_for("triton_marlin"), form)
-    holds(kernel, "standard" if form is Form.STANDARD else "batched")
+    holds(kernel, "standard" if form is ActivationFormat.STANDARD else "batched")
 
 
 def holds(kernel: FusedMoEKernel, kind: str) -> None:
@@ -233,7 +234,7 @@ def test_routing_itself_is_one_call_too() -> None:
         return TRITON.compute(prepared, x, ids, weights)
 
     runner = replace(TRITON, name="triton on logits", compute=None, monolithic=monolithic)
-    kernel = FusedMoEKernel(layer("kimi"), runner, Form.MONOLITHIC)
+    kernel = FusedMoEKernel(layer("kimi"), runner, ActivationFormat.MONOLITHIC)
     inputs = inputs_of(LAYERS["kimi"], 48, device="cuda")
     bias = torch.zeros(LAYERS["kimi"].experts, device="cuda")
     expected = FusedMoEKernel(layer("kimi"), TRITON).run(inputs)

@@ -12,12 +12,14 @@ import torch
 
 from moectl.kernels.modular import FusedMoEKernel
 from moectl.kernels.reference import route
-from moectl.kernels.runners import Form, Runner, runner_for
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import ActivationFormat, Runner
 from moectl.problem import Routing
 from support import peer_cases as cases
 from support.absent_backends import skip_if_absent
 from support.kernel_cases import poison_new_memory
 from support.random_layers import inputs_of, judged, random_layer
+from support.runners import apply
 
 pytestmark = pytest.mark.gpu
 
@@ -80,10 +82,10 @@ def test_no_tokens_and_other_dtypes(backend: str) -> None:
     runner, problem = runner_of(backend), cases.FORMATS[TAKEN[backend][0]]
     prepared = random_layer(problem).prepared(backend, "cuda")
     inputs = inputs_of(problem, 3, device="cuda")
-    y = runner.run(prepared, inputs.x[:0], inputs.ids[:0], inputs.weights[:0])
+    y = apply(runner, prepared, inputs.x[:0], inputs.ids[:0], inputs.weights[:0])
     assert y.shape == (0, problem.dims.hidden)
     with pytest.raises(UsageError, match="the model's dtype"):
-        runner.run(prepared, inputs.x.half(), inputs.ids, inputs.weights)
+        apply(runner, prepared, inputs.x.half(), inputs.ids, inputs.weights)
 
 
 @BACKENDS
@@ -94,15 +96,15 @@ def test_graphs_and_two_streams(backend: str, close: None) -> None:
     prepared = layer.prepared(backend, "cuda")
     inputs = inputs_of(problem, 37, device="cuda")
     other = cases.with_ids(inputs_of(problem, 37, distribution="zipf:1.2", device="cuda"), "skipped", 0)
-    wanted = runner.run(prepared, other.x, other.ids, other.weights)
+    wanted = apply(runner, prepared, other.x, other.ids, other.weights)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
+        apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
+        y = apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
     for mine, theirs in ((inputs.x, other.x), (inputs.ids, other.ids), (inputs.weights, other.weights)):
         mine.copy_(theirs)
     graph.replay()
@@ -112,7 +114,7 @@ def test_graphs_and_two_streams(backend: str, close: None) -> None:
     for _ in range(50):
         for place in (stream, torch.cuda.current_stream()):
             with torch.cuda.stream(place):
-                results.append(runner.run(prepared, other.x, other.ids, other.weights))
+                results.append(apply(runner, prepared, other.x, other.ids, other.weights))
     torch.cuda.synchronize()
     assert all(torch.equal(found.view(torch.int16), wanted.view(torch.int16)) for found in results)
 
@@ -125,7 +127,7 @@ def test_triton_kernels_route_by_themselves(renormalize: bool) -> None:
     prepared = layer.prepared(runner.name, "cuda")
     inputs = inputs_of(problem, 33, device="cuda")
     logits = inputs.logits.bfloat16()
-    y = FusedMoEKernel(prepared, runner, Form.MONOLITHIC).apply_monolithic(inputs.x, logits)
+    y = FusedMoEKernel(prepared, runner, ActivationFormat.MONOLITHIC).apply_monolithic(inputs.x, logits)
     ids, weights = route(logits.float(), problem)
     result = judged(layer, prepared, y, replace(inputs, ids=ids, weights=weights))
     assert result.ok, result
@@ -141,14 +143,14 @@ def test_kernels_that_follow_each_other_closely(backend: str, top_k: int, close:
     every = [inputs_of(problem, tokens, device="cuda") for tokens in (1, 200, 17, 600, 3) * 4]
     wanted = []
     for inputs in every:
-        wanted.append(runner.run(prepared, inputs.x, inputs.ids, inputs.weights))
+        wanted.append(apply(runner, prepared, inputs.x, inputs.ids, inputs.weights))
         torch.cuda.synchronize()
     for _ in range(10):
-        found = [runner.run(prepared, it.x, it.ids, it.weights) for it in every]
+        found = [apply(runner, prepared, it.x, it.ids, it.weights) for it in every]
         assert all(torch.equal(y, right) for y, right in zip(found, wanted, strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = [runner.run(prepared, it.x, it.ids, it.weights) for it in every]
+        replayed = [apply(runner, prepared, it.x, it.ids, it.weights) for it in every]
     for _ in range(10):
         graph.replay()
         assert all(torch.equal(y, right) for y, right in zip(replayed, wanted, strict=True))

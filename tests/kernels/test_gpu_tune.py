@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moectl.cache.launches import rows_of
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.launch import Launch
 from moectl.kernels.triton.plain_gemm import Blocks
 from moectl.kernels.triton.runner import choose, gpu_of
@@ -22,6 +22,7 @@ from moectl.tuning.engine_files import files_of, tunable_engines
 from moectl.tuning.here import tune_layers
 from moectl.tuning.layers import Layer
 from moectl.tuning.search import Plan
+from support.runners import apply
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +45,7 @@ def test_rows_are_found_kept_taken_and_right() -> None:
         assert (taken.regime, {**row.tile}) == (row.regime, vars_of(taken))
         (routed,) = routings(SMALL, row.tokens, "uniform", 1, device)
         x = tokens_of(SMALL, row.tokens, device)
-        y = runner_for("triton").run(prepared, x, routed.ids, routed.weights)
+        y = apply(runner_for("triton"), prepared, x, routed.ids, routed.weights)
         expected = layer.reference(x, routed, [0, row.tokens - 1])
         assert (y[[0, -1]].float() - expected).norm() < 1e-2 * expected.norm()
 

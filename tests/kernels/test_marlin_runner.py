@@ -16,10 +16,11 @@ from moectl.environment import Packages, find_device
 from moectl.errors import NoBackend, UsageError
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.marlin import matrix_of
 from moectl.prepare import _reader_of, converted_layer, load_prepared
 from moectl.run import Machine, choose_backends
+from support.runners import apply
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,9 @@ def test_its_own_backend_comes_first(folder: Path, monkeypatch: pytest.MonkeyPat
     assert _reader_of(layer, torch.device("cuda")) == "triton_marlin"
     assert _reader_of(layer, torch.device("cpu")) == "torch"
     machine = Machine(torch.device("cuda"), find_device("h200"), Packages())
-    assert choose_backends(layer.problem, machine)[0] == "triton"
-    assert choose_backends(layer.problem, machine, stored=layer.layout)[:2] == ["triton_marlin", "triton"]
+    assert choose_backends(layer.problem, machine).names[0] == "triton"
+    choice = choose_backends(layer.problem, machine, stored=layer.layout)
+    assert choice.names[:2] == ("triton_marlin", "triton")
 
 
 def test_it_is_loaded_as_it_is(folder: Path) -> None:
@@ -55,7 +57,7 @@ def test_without_a_gpu_it_says_so(folder: Path) -> None:
     prepared = load_prepared(folder, backend="triton_marlin")
     inputs = make_inputs(prepared.problem, 2, seed=0)
     with pytest.raises(NoBackend, match="needs a CUDA GPU"):
-        runner_for("triton_marlin").run(prepared, inputs.x, inputs.ids, inputs.weights)
+        apply(runner_for("triton_marlin"), prepared, inputs.x, inputs.ids, inputs.weights)
 
 
 def test_tensors_that_do_not_fit_are_refused(folder: Path) -> None:

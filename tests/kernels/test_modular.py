@@ -16,7 +16,8 @@ from moectl.kernels.modular import FusedMoEKernel, kernel_of, map_of
 from moectl.kernels.ops import fused_moe, fused_moe_logits, kernel_at
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.quantize import dequantize, quantize
-from moectl.kernels.runners import RUNNERS, Form, Runner, runner_for
+from moectl.kernels.registry import RUNNERS, runner_for
+from moectl.kernels.runner import ActivationFormat, Runner
 from moectl.problem import MoEProblem
 from moectl.schemes import ActFormat
 from support.fake_runners import FP8, MONOLITHIC, MXFP8, NVFP4, STATIC, TORCH, UNWEIGHED, wanting
@@ -49,13 +50,15 @@ def bias_of(problem: MoEProblem) -> Tensor | None:
 @pytest.mark.parametrize(
     ("runner", "form"),
     [
-        (TORCH, Form.STANDARD),
-        (TORCH, Form.BATCHED),
-        (UNWEIGHED, Form.STANDARD),
-        (MONOLITHIC, Form.MONOLITHIC),
+        (TORCH, ActivationFormat.STANDARD),
+        (TORCH, ActivationFormat.BATCHED),
+        (UNWEIGHED, ActivationFormat.STANDARD),
+        (MONOLITHIC, ActivationFormat.MONOLITHIC),
     ],
 )
-def test_every_form_agrees_with_the_reference(family: str, tokens: int, runner: Runner, form: Form) -> None:
+def test_every_form_agrees_with_the_reference(
+    family: str, tokens: int, runner: Runner, form: ActivationFormat
+) -> None:
     problem = FAMILIES[family]
     layer = random_layer(problem)
     prepared = layer.prepared("torch", "cpu")
@@ -66,11 +69,11 @@ def test_every_form_agrees_with_the_reference(family: str, tokens: int, runner: 
     assert judged(layer, prepared, y, inputs).ok
 
 
-@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED])
+@pytest.mark.parametrize("form", [ActivationFormat.STANDARD, ActivationFormat.BATCHED])
 @pytest.mark.parametrize("runner", [TORCH, UNWEIGHED])
 @pytest.mark.parametrize("problem", [KIMI, ON_INPUT], ids=["on output", "on input"])
 def test_weights_on_either_side_and_skipped_assignments(
-    runner: Runner, form: Form, problem: MoEProblem
+    runner: Runner, form: ActivationFormat, problem: MoEProblem
 ) -> None:
     if form not in runner.forms:
         with pytest.raises(NoBackend, match="takes expert ids and weights, not tokens batched by expert"):
@@ -84,9 +87,9 @@ def test_weights_on_either_side_and_skipped_assignments(
     assert not y[0].any()
 
 
-@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED])
+@pytest.mark.parametrize("form", [ActivationFormat.STANDARD, ActivationFormat.BATCHED])
 @pytest.mark.parametrize("runner", [FP8, MXFP8, NVFP4], ids=lambda runner: runner.wants_of(QWEN).name)
-def test_experts_get_the_tokens_that_they_want(runner: Runner, form: Form) -> None:
+def test_experts_get_the_tokens_that_they_want(runner: Runner, form: ActivationFormat) -> None:
     layer = random_layer(QWEN)
     prepared = layer.prepared("torch", "cpu")
     scale = torch.full((1,), 0.01)
@@ -94,7 +97,7 @@ def test_experts_get_the_tokens_that_they_want(runner: Runner, form: Form) -> No
         prepared = replace(prepared, weights={**prepared.weights, "w13_input": scale})
     inputs = inputs_of(QWEN, 9)
     told = replace(runner, wants=lambda problem: runner.wants_of(problem))
-    y = FusedMoEKernel(prepared, told if form is Form.BATCHED else runner, form).run(inputs)
+    y = FusedMoEKernel(prepared, told if form is ActivationFormat.BATCHED else runner, form).run(inputs)
     given = scale if runner is NVFP4 else None
     rounded = dequantize(quantize(inputs.x, runner.wants_of(QWEN), given), given).bfloat16()
     assert judged(layer, prepared, y, replace(inputs, x=rounded)).ok
@@ -120,8 +123,8 @@ def part_of(problem: MoEProblem, first: int, last: int) -> PreparedMoE:
     return replace(part, first_expert=first)
 
 
-@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED])
-def test_experts_of_other_ranks_are_skipped_by_the_map(form: Form) -> None:
+@pytest.mark.parametrize("form", [ActivationFormat.STANDARD, ActivationFormat.BATCHED])
+def test_experts_of_other_ranks_are_skipped_by_the_map(form: ActivationFormat) -> None:
     problem = KIMI
     whole, part = random_layer(problem), part_of(problem, 3, 7)
     inputs = skipping(inputs_of(problem, 30), every=5)
@@ -149,12 +152,13 @@ def test_a_map_may_place_experts_anywhere() -> None:
     expected = replace(inputs, ids=torch.where(here, inputs.ids, -1))
     assert judged(whole, whole.prepared("torch", "cpu"), y, expected).ok
     with pytest.raises(NoBackend, match="is monolithic here, and routes to the layer's experts 0 to 2 alone"):
-        FusedMoEKernel(part, MONOLITHIC, Form.MONOLITHIC, expert_map=where)
+        FusedMoEKernel(part, MONOLITHIC, ActivationFormat.MONOLITHIC, expert_map=where)
 
 
 def test_a_monolithic_kernel_takes_the_map_of_experts_that_follow_each_other() -> None:
     whole, part, inputs = random_layer(KIMI), part_of(KIMI, 3, 7), inputs_of(KIMI, 30)
-    y = FusedMoEKernel(part, MONOLITHIC, Form.MONOLITHIC, expert_map=map_of(part)).run(inputs, bias_of(KIMI))
+    kernel = FusedMoEKernel(part, MONOLITHIC, ActivationFormat.MONOLITHIC, expert_map=map_of(part))
+    y = kernel.run(inputs, bias_of(KIMI))
     expected = replace(inputs, ids=torch.where((inputs.ids >= 3) & (inputs.ids < 7), inputs.ids, -1))
     assert judged(whole, whole.prepared("torch", "cpu"), y, expected).ok
 
@@ -176,8 +180,8 @@ def test_maps_that_do_not_fit_are_refused(says: str) -> None:
         FusedMoEKernel(part, TORCH, expert_map=MAPS[says](map_of(part)).contiguous())
 
 
-@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED])
-def test_shared_experts_are_added_in_the_result_s_dtype(form: Form) -> None:
+@pytest.mark.parametrize("form", [ActivationFormat.STANDARD, ActivationFormat.BATCHED])
+def test_shared_experts_are_added_in_the_result_s_dtype(form: ActivationFormat) -> None:
     layer = random_layer(KIMI)
     prepared = layer.prepared("torch", "cpu")
     inputs = inputs_of(KIMI, 7)
@@ -191,14 +195,14 @@ def test_shared_experts_are_added_in_the_result_s_dtype(form: Form) -> None:
 
 REFUSED: dict[str, Callable[[], object]] = {
     "is monolithic here, and takes no shared experts": lambda: FusedMoEKernel(
-        prepared_of(KIMI), MONOLITHIC, Form.MONOLITHIC, shared=lambda x: x
+        prepared_of(KIMI), MONOLITHIC, ActivationFormat.MONOLITHIC, shared=lambda x: x
     ),
     "computes experts of 192 columns, shared experts have the model's 512": lambda: FusedMoEKernel(
         prepared_of(replace(KIMI, model_hidden=512)), TORCH, shared=lambda x: x
     ),
     "takes router logits, not expert ids and weights": lambda: FusedMoEKernel(prepared_of(KIMI), MONOLITHIC),
     "takes expert ids and weights or tokens batched by expert, not router logits": lambda: FusedMoEKernel(
-        prepared_of(KIMI), TORCH, Form.MONOLITHIC
+        prepared_of(KIMI), TORCH, ActivationFormat.MONOLITHIC
     ),
     "192 columns are no whole number of blocks of 128": lambda: FusedMoEKernel(prepared_of(KIMI), FP8),
     "the layer has no scale of its inputs": lambda: FusedMoEKernel(prepared_of(QWEN), STATIC),
@@ -212,7 +216,7 @@ REFUSED: dict[str, Callable[[], object]] = {
         prepared_of(KIMI), runner_for("triton")
     ),
     "takes router logits, got expert ids and weights": lambda: FusedMoEKernel(
-        prepared_of(KIMI), MONOLITHIC, Form.MONOLITHIC
+        prepared_of(KIMI), MONOLITHIC, ActivationFormat.MONOLITHIC
     ).apply(*arguments(KIMI)),
     "takes expert ids and weights, got router logits": lambda: kernel_of(prepared_of(KIMI)).apply_monolithic(
         inputs_of(KIMI, 2).x, inputs_of(KIMI, 2).logits
@@ -244,19 +248,19 @@ def test_parts_that_do_not_fit_are_refused_in_a_sentence(says: str) -> None:
     ],
 )
 def test_logits_that_do_not_fit_are_refused(logits: Tensor, says: str) -> None:
-    kernel = FusedMoEKernel(prepared_of(KIMI), MONOLITHIC, Form.MONOLITHIC)
+    kernel = FusedMoEKernel(prepared_of(KIMI), MONOLITHIC, ActivationFormat.MONOLITHIC)
     with pytest.raises(UsageError, match=says):
         kernel.apply_monolithic(inputs_of(KIMI, 2).x, logits, torch.zeros(9))
 
 
 def test_a_runner_s_forms_are_what_it_has() -> None:
-    for load in RUNNERS.values():
+    for name in RUNNERS:
         try:
-            runner = load()
+            runner = runner_for(name)
         except NoBackend:
             continue
         assert runner.forms and all(runner.in_form(form) for form in runner.forms)
-    assert kernel_of(prepared_of(KIMI)).form is Form.STANDARD
+    assert kernel_of(prepared_of(KIMI)).form is ActivationFormat.STANDARD
     assert not kernel_of(prepared_of(KIMI)).monolithic
 
 
@@ -275,7 +279,7 @@ def test_torch_compile_sees_one_operator(dynamic: bool) -> None:
 
 def test_torch_compile_keeps_the_result_s_dtype_and_takes_logits() -> None:
     prepared = prepared_of(KIMI)
-    kernel = FusedMoEKernel(prepared, MONOLITHIC, Form.MONOLITHIC, dtype=torch.float32)
+    kernel = FusedMoEKernel(prepared, MONOLITHIC, ActivationFormat.MONOLITHIC, dtype=torch.float32)
     compiled = torch.compile(
         lambda x, logits, bias: kernel.apply_monolithic(x, logits, bias) / 2,
         fullgraph=True,
@@ -289,7 +293,7 @@ def test_torch_compile_keeps_the_result_s_dtype_and_takes_logits() -> None:
 
 def test_operators_keep_their_promises() -> None:
     prepared = prepared_of(KIMI)
-    kernel, routes = kernel_of(prepared), FusedMoEKernel(prepared, MONOLITHIC, Form.MONOLITHIC)
+    kernel, routes = kernel_of(prepared), FusedMoEKernel(prepared, MONOLITHIC, ActivationFormat.MONOLITHIC)
     inputs = inputs_of(KIMI, 3)
     check: Any = torch.library.opcheck
     check(fused_moe, (inputs.x, inputs.ids, inputs.weights, kernel.handle, inputs.x.dtype))

@@ -16,7 +16,7 @@ from moectl.errors import BackendFailed, NoBackend, Unavailable, UsageError
 from moectl.kernels.peers import humming, libraries, marlin, triton_kernels
 from moectl.kernels.peers.around import Blocks
 from moectl.kernels.prepared import CANONICAL
-from moectl.kernels.runners import RUNNERS, runner_for
+from moectl.kernels.registry import RUNNERS, runner_for
 from moectl.oracle.machine_packages import packages_from
 from moectl.problem import Activation, Dims, MoEProblem, Routing
 from moectl.schemes import BF16, FP8_BLOCK, FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format

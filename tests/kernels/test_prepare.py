@@ -20,8 +20,8 @@ from moectl.convert.stream import convert
 from moectl.errors import CheckpointError, Unavailable, UsageError
 from moectl.kernels.prepared import CANONICAL
 from moectl.kernels.reference import route
+from moectl.kernels.registry import runner_for
 from moectl.kernels.routing import route_by
-from moectl.kernels.runners import runner_for
 from moectl.prepare import (
     checkpoint_layer,
     converted_layer,
@@ -33,6 +33,7 @@ from moectl.run.workload import workload_of
 from moectl.schemes import MXFP4, int_format
 from moectl.synth import synthesize
 from support.random_layers import inputs_of, judged
+from support.runners import apply
 
 CHECKPOINTS = ("tiny_gpt_oss", "tiny_kimi")
 
@@ -60,7 +61,7 @@ def test_a_checkpoint_layer_runs_and_is_right(request: pytest.FixtureRequest, na
     prepared = prepare(checkpoint, None, "torch")
     assert prepared.layout == CANONICAL and prepared.relaid == "" and prepared.nbytes > 0
     inputs = inputs_of(layer.problem, 9)
-    y = runner_for("torch").run(prepared, inputs.x, inputs.ids, inputs.weights)
+    y = apply(runner_for("torch"), prepared, inputs.x, inputs.ids, inputs.weights)
     assert judged(layer, prepared, y, inputs).ok
 
 
@@ -177,7 +178,7 @@ def test_every_layout_runs_from_its_converted_folder(
     prepared = load_prepared(out, plain.layer, "torch")
     assert prepared.layout == layout and prepared.relaid == ""
     inputs = inputs_of(plain.problem, 5)
-    y = runner_for("torch").run(prepared, inputs.x, inputs.ids, inputs.weights)
+    y = apply(runner_for("torch"), prepared, inputs.x, inputs.ids, inputs.weights)
     assert judged(plain, prepared, y, inputs).ok
     relaid = load_prepared(out, plain.layer, "triton")
     assert relaid.relaid == ("" if layout == "moectl-mtile64" else f"{layout} -> moectl-mtile64")

@@ -9,7 +9,8 @@ import torch
 
 from moectl.errors import UsageError
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.runners import Runner, runner_for
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import Runner
 from moectl.kernels.triton.hopper.products import exact_weights
 from moectl.kernels.triton.layer import exponents_of, layer_of
 from moectl.kernels.triton.runner import aligned

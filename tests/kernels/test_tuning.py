@@ -18,7 +18,7 @@ from moectl.cache.launches import Attempt, Store
 from moectl.environment import find_device
 from moectl.errors import CheckFailed, Unavailable, UsageError
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.launch import Launch, Tile
 from moectl.kernels.triton.runner import REGIMES
 from moectl.kernels.triton.table import Gpu
@@ -28,6 +28,7 @@ from moectl.tuning import measure
 from moectl.tuning.cells import Cell, by_worth, candidates
 from moectl.tuning.layers import named_layers
 from moectl.tuning.search import DeviceBroken, Plan, Progress, Wrong, search
+from support.runners import apply
 
 QWEN = MODELS["qwen3-30b"]
 H200 = find_device("h200")
@@ -241,7 +242,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> measure.GpuBench:
     """The GPU's bench on the CPU, where plain torch stands for every kernel."""
 
     def run_with(layer: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, launch: Launch) -> Tensor:
-        return runner_for("torch").run(layer, x, ids, weights)
+        return apply(runner_for("torch"), layer, x, ids, weights)
 
     monkeypatch.setattr(measure, "run_with", run_with)
     return measure.GpuBench(torch.device("cpu"))

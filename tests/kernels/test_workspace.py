@@ -16,7 +16,8 @@ from moectl.experts import unfilled
 from moectl.kernels.dispatch.prepare import SMALLEST as AROUND
 from moectl.kernels.modular import FusedMoEKernel, map_of
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.runners import Form, Run, Runner, runner_for
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import ActivationFormat, Run, Runner
 from moectl.kernels.triton import marlin
 from moectl.kernels.triton import runner as triton_runner
 from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
@@ -33,6 +34,7 @@ from .test_compiled_marlin import without_weights
 
 MODELS = ("gpt-oss-20b", "kimi-k2", "qwen3-30b")
 TOKENS = (1, 33, 700, 5000)
+FORMS = (ActivationFormat.STANDARD, ActivationFormat.BATCHED)
 BATCH = (1, 40)
 """Rows of an expert."""
 
@@ -44,11 +46,11 @@ def launching_nothing() -> Iterator[None]:
         yield
 
 
-def asks(prepared: PreparedMoE, compute: Run | None, form: Form, tokens: int) -> int:
+def asks(prepared: PreparedMoE, compute: Run | None, form: ActivationFormat, tokens: int) -> int:
     """Most bytes of a call on tensors without memory."""
     assert compute is not None
     problem, hidden = prepared.problem, prepared.problem.dims.hidden
-    if form is Form.BATCHED:
+    if form is ActivationFormat.BATCHED:
         x = torch.empty(problem.local_experts, tokens, hidden, dtype=torch.bfloat16, device="meta")
         counts = torch.empty(problem.local_experts, dtype=torch.int32, device="meta")
         return asked_for(lambda: compute(prepared, x, counts), x, counts, *prepared.weights.values())
@@ -59,7 +61,7 @@ def asks(prepared: PreparedMoE, compute: Run | None, form: Form, tokens: int) ->
     return asked_for(lambda: compute(prepared, *given), *given, *prepared.weights.values())
 
 
-def holds(runner: Runner, prepared: PreparedMoE, form: Form, tokens: int) -> None:
+def holds(runner: Runner, prepared: PreparedMoE, form: ActivationFormat, tokens: int) -> None:
     """No more is asked for than is said, and no more is said than lists explain, of each expert's too."""
     assert runner.workspace is not None
     asks(prepared, runner.in_form(form), form, tokens)  # what is made once is there now
@@ -68,10 +70,12 @@ def holds(runner: Runner, prepared: PreparedMoE, form: Form, tokens: int) -> Non
     assert took <= said <= 1.25 * took + SMALLEST + 1024 * prepared.problem.local_experts, (took, said)
 
 
-@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("family", triton_runner.REGIMES)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_family(model: str, family: str, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family(
+    model: str, family: str, form: ActivationFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = pad("moectl-mtile64", model_problem(model))
     regime = triton_runner.REGIMES[family]
     tiles = [tile for tile in regime.candidates(problem) if not regime.fits(problem, tile)]
@@ -79,16 +83,16 @@ def test_every_family(model: str, family: str, form: Form, monkeypatch: pytest.M
     assert tiles or (model, family) == ("gpt-oss-20b", "warpwise")
     for tile in dict.fromkeys((*tiles[:1], *tiles[-1:])):
         monkeypatch.setattr(triton_runner, "launch_on", lambda *a, tile=tile: Launch(family, tile))
-        for tokens in BATCH if form is Form.BATCHED else TOKENS:
+        for tokens in BATCH if form is ActivationFormat.BATCHED else TOKENS:
             if tokens * problem.top_k / problem.local_experts <= 2 * most:
                 holds(runner_for("triton"), prepared, form, tokens)
 
 
-@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("model", ["kimi-k2", "qwen3-30b"])
-def test_marlin_s_layout(model: str, form: Form) -> None:
+def test_marlin_s_layout(model: str, form: ActivationFormat) -> None:
     prepared = without_weights(model_problem(model))
-    for tokens in BATCH if form is Form.BATCHED else TOKENS:
+    for tokens in BATCH if form is ActivationFormat.BATCHED else TOKENS:
         holds(marlin.RUNNER, prepared, form, tokens)
 
 
@@ -114,7 +118,7 @@ def whole(problem: MoEProblem) -> PreparedMoE:
     return random_layer(problem).prepared("torch", "cpu")
 
 
-KERNELS: dict[str, Callable[[Form], FusedMoEKernel]] = {
+KERNELS: dict[str, Callable[[ActivationFormat], FusedMoEKernel]] = {
     "nothing around": lambda form: FusedMoEKernel(whole(KIMI), quietly(TORCH), form),
     "some of the experts": lambda form: FusedMoEKernel(
         part_of(KIMI), quietly(TORCH), form, expert_map=map_of(part_of(KIMI))
@@ -126,9 +130,9 @@ KERNELS: dict[str, Callable[[Form], FusedMoEKernel]] = {
 }
 
 
-@pytest.mark.parametrize("form", [Form.STANDARD, Form.BATCHED], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("kind", KERNELS)
-def test_the_steps_around_experts(kind: str, form: Form) -> None:
+def test_the_steps_around_experts(kind: str, form: ActivationFormat) -> None:
     kernel = KERNELS[kind](form)
     for tokens in (1, 30, 400):
         inputs = inputs_of(kernel.prepared.problem, tokens)

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from moectl.capabilities.flashinfer import CUTLASS, TRTLLM, kernel_of, refusal
 from moectl.environment import Packages, find_device
-from moectl.flashinfer_terms import CUTLASS, TRTLLM, kernel_of, refusal
 from moectl.oracle.decision import Candidate, Decision
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import policy_named

@@ -17,7 +17,8 @@ from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
 from moectl.errors import BackendFailed, CheckpointError, UsageError
 from moectl.kernels.prepared import PreparedMoE
-from moectl.run import RunPlan, layer_numbers, open_source
+from moectl.layer.source import CheckpointLayers, ConvertedLayers
+from moectl.run import RunPlan
 from moectl.run.every_layer import every_layer
 from support.fake_backends import CPU, offer, right
 
@@ -52,8 +53,8 @@ def test_layers_run_one_after_the_other_and_none_stays(
         return right(prepared, x, ids, weights)
 
     offer(monkeypatch, "watching", watching)
-    source = open_checkpoint(tiny_kimi)
-    numbers = layer_numbers(source)
+    source = CheckpointLayers(open_checkpoint(tiny_kimi))
+    numbers = source.layers()
     said: list[str] = []
     runs = list(every_layer(source, numbers, CPU, RunPlan(repeats=1), said.append))
     assert [run.number for run in runs] == numbers == [1, 2]
@@ -66,13 +67,14 @@ def test_a_layer_that_cannot_be_run_is_an_error_and_the_others_run(
 ) -> None:
     folder = tmp_path / "cut"
     shutil.copytree(tiny_gpt_oss, folder)
-    source = open_checkpoint(folder)
-    number = layer_numbers(source)[1]
-    last = {info.file for name, info in source.tensors.items() if f".{number}." in name}
-    first = {info.file for name, info in source.tensors.items() if ".0." in name}
+    checkpoint = open_checkpoint(folder)
+    source = CheckpointLayers(checkpoint)
+    number = source.layers()[1]
+    last = {info.file for name, info in checkpoint.tensors.items() if f".{number}." in name}
+    first = {info.file for name, info in checkpoint.tensors.items() if ".0." in name}
     for file in last - first:
         (folder / file).unlink()
-    runs = list(every_layer(source, layer_numbers(source), CPU, RunPlan(backends=("torch",), repeats=1)))
+    runs = list(every_layer(source, source.layers(), CPU, RunPlan(backends=("torch",), repeats=1)))
     assert [run.ok for run in runs] == [True, False]
     assert runs[1].error is not None and runs[1].compared is None
 
@@ -84,7 +86,7 @@ def test_a_fallback_is_chosen_only_where_it_is_allowed(
         raise ValueError("out of luck")
 
     offer(monkeypatch, "breaks", breaks)
-    source = open_source(open_checkpoint(tiny_gpt_oss))
+    source = CheckpointLayers(open_checkpoint(tiny_gpt_oss))
     (run,) = every_layer(source, [0], CPU, RunPlan(repeats=1))
     assert isinstance(run.error, BackendFailed) and "out of luck" in str(run.error)
     for plan in (RunPlan(fallback=True, repeats=1), RunPlan(("breaks",), fallback=True, repeats=1)):
@@ -102,10 +104,10 @@ def test_a_converted_folder_is_opened_once(tiny_gpt_oss: Path, tmp_path: Path) -
     checkpoint = open_checkpoint(tiny_gpt_oss)
     layout = layout_for("marlin", checkpoint.groups[0].problem.scheme.weight)
     convert(plan_conversion(checkpoint, layout), tmp_path / "out", threads=1)
-    source = open_source(tmp_path / "out")
-    assert layer_numbers(source) == [0, 1]
+    source = ConvertedLayers(tmp_path / "out")
+    assert source.layers() == [0, 1]
     runs = list(every_layer(source, [1, 0], CPU, RunPlan(backends=("torch",), dtype="fp16", repeats=1)))
     assert [run.number for run in runs] == [1, 0] and all(run.ok for run in runs)
     assert all(run.model_dtype == "bf16" for run in runs)
     with pytest.raises(CheckpointError):
-        open_source(tmp_path)
+        ConvertedLayers(tmp_path).layers()

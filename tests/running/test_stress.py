@@ -15,7 +15,7 @@ from moectl.experts import ExpertLayer
 from moectl.kernels.dispatch.prepare import PrepareFinalize
 from moectl.kernels.prepared import PreparedMoE, local_ids
 from moectl.kernels.reference import route
-from moectl.kernels.runners import RUNNERS
+from moectl.kernels.registry import RUNNERS
 from moectl.problem import Dims, MoEProblem
 from moectl.run import plan_stress, this_machine
 from moectl.run.failures import lost

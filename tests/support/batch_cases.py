@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.kernels.triton import marlin, runner
 from moectl.kernels.triton.batch import one_each

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from moectl.environment import Packages, detect_cpu
-from moectl.kernels import runners
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import route
-from moectl.kernels.runners import Runner, runner_for
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import Runner
 from moectl.oracle import registry
+from moectl.oracle.backend import Backend
 from moectl.oracle.engines.moectl.own import TORCH
 from moectl.run import POLICY, Machine
+from support.runners import register_runner
 
 CPU = Machine(torch.device("cpu"), detect_cpu(), Packages())
 
@@ -41,22 +43,26 @@ def register(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **fi
     """A backend called `name` that computes so, on any device and in any layout unless `fields` say else."""
     base = replace(runner_for("torch"), name=name, compute=compute)
     runner = replace(base, **fields)
-    patch.setitem(runners.RUNNERS, name, lambda: runner)
+    register_runner(patch, runner)
     return runner
 
 
 def offer(patch: pytest.MonkeyPatch, name: str, compute: Compute | None, **fields: Any) -> None:
     """As `register`, and the tool's policy has it before all others, for every layer and device."""
     register(patch, name, compute, **fields)
+    add_record(patch, replace(TORCH, name=name, engine_name=name, runner=name))
+
+
+def add_record(patch: pytest.MonkeyPatch, backend: Backend) -> None:
+    """Puts a record before all others of the tool's policy."""
     engine = registry.ENGINES[POLICY]
     policy = engine.policy
     (route_,) = policy.routes
     (order,) = route_.orders
-    backend = replace(TORCH, name=name, engine_name=name, runner=name)
     wider = replace(
         route_,
         orders=(replace(order, backends=(backend, *order.backends)),),
-        names={name: (backend,), **route_.names},
+        names={backend.name: (backend,), **route_.names},
     )
     wider_policy = replace(policy, routes=(wider,))
     patch.setitem(registry.ENGINES, POLICY, replace(engine, policy=wider_policy))

@@ -11,7 +11,8 @@ from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.quantize import dequantize, from_tiles
 from moectl.kernels.quantized import Quantized
 from moectl.kernels.reference import route
-from moectl.kernels.runners import Runner, runner_for
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import Runner
 from moectl.schemes import MXFP8_ACT, NVFP4_ACT, ActFormat
 
 FP8_BLOCKS = ActFormat("fp8", 8, (1, 128))

@@ -15,7 +15,7 @@ from moectl.convert.shards import Share, shard_of
 from moectl.kernels.inputs import Inputs
 from moectl.kernels.prepared import PreparedMoE
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.items import BASES
 from moectl.kernels.triton.launch import Launch, Tile
 from moectl.kernels.triton.runner import run_with
@@ -38,6 +38,7 @@ from support.random_layers import (
     random_layer,
     skipping,
 )
+from support.runners import apply
 
 LAUNCHES = {
     "decode 16x64x128 split 4": Launch("decode", Tile(16, 64, 128, stages=3, warps=4, split=4)),
@@ -285,5 +286,5 @@ def no_tokens_and_the_table(device: str) -> None:
     prepared = layer.prepared("triton", device)
     for tokens in (0, 2):
         inputs = inputs_of(KIMI, tokens, device=device)
-        y = runner_for("triton").run(prepared, inputs.x, inputs.ids, inputs.weights)
+        y = apply(runner_for("triton"), prepared, inputs.x, inputs.ids, inputs.weights)
         assert y.shape == inputs.x.shape and judged(layer, prepared, y, inputs).ok

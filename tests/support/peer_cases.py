@@ -14,7 +14,7 @@ from moectl.kernels.activation import activate as judge_activate
 from moectl.kernels.inputs import Inputs
 from moectl.kernels.peers.around import activate, blocks_of, most_slots, ragged_of, weighted_sum
 from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.runners import Runner
+from moectl.kernels.runner import Runner
 from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.random_layer import RandomLayer
 from moectl.schemes import (
@@ -28,6 +28,7 @@ from moectl.schemes import (
     int_format,
 )
 from support.random_layers import GPT_OSS, KIMI, inputs_of, judged, random_layer, skipping
+from support.runners import apply
 
 MX = replace(GPT_OSS, dims=Dims(320, 192))
 INT = replace(KIMI, dims=Dims(256, 128), experts=7, top_k=3, local_experts=7, routing=Routing())
@@ -171,8 +172,8 @@ def agrees(runner: Runner, problem: MoEProblem, tokens: int, kind: str, device: 
 def run_agrees(runner: Runner, layer: object, prepared: PreparedMoE, tokens: int, kind: str) -> float:
     problem, device = prepared.problem, prepared.device.type
     inputs = with_ids(inputs_of(problem, tokens, device=device), kind, problem.local_experts)
-    y = runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
-    again = runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
+    y = apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
+    again = apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
     assert torch.equal(y.view(torch.int16), again.view(torch.int16)), "not repeatable"
     if kind == "none":
         assert not y.any()

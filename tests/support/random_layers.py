@@ -14,7 +14,7 @@ from moectl.files.tensor_table import TensorType
 from moectl.kernels.inputs import Inputs, make_inputs
 from moectl.kernels.prepared import CANONICAL, PreparedMoE
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import CheckResult, check, tolerance_for
 from moectl.padding import pad
 from moectl.problem import SILU, SWIGLU_OAI, Dims, MoEProblem, Routing

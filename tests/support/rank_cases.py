@@ -27,7 +27,8 @@ from moectl.kernels.modular import FusedMoEKernel, map_of
 from moectl.kernels.prepared import DenseExpert, PreparedMoE
 from moectl.kernels.quantize import dequantize, quantize
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import RUNNERS, Form, Runner
+from moectl.kernels.registry import RUNNERS
+from moectl.kernels.runner import ActivationFormat, Runner
 from moectl.kernels.tolerance import Tolerance, check, tolerance_for
 from moectl.oracle.decision import Decision
 from moectl.oracle.registry import policy_named
@@ -36,6 +37,7 @@ from moectl.prepare import checkpoint_layer, load_prepared
 from moectl.problem import Dims, MoEProblem, Parallel
 from support.fake_runners import FP8, MONOLITHIC, MXFP8, NVFP4, TORCH, UNWEIGHED
 from support.random_layers import GPT_OSS, KIMI, QWEN, canonical_roles, layer_of, skipping
+from support.runners import entry_of
 
 FP8_BOUND = Tolerance(0.4, 0.06, "E4M3 rounds tokens by 2.6e-2 RMS, gate and up both: 3.7e-2, and weights")
 
@@ -100,7 +102,7 @@ class Spread:
     """
 
     runner: Runner = TORCH
-    form: Form = Form.STANDARD
+    form: ActivationFormat = ActivationFormat.STANDARD
     problem: MoEProblem = KIMI
     tokens: Sequence[int] = UNEVEN
     most: int | None = None
@@ -130,7 +132,7 @@ class QuantizedSpread:
 
     runner: Runner
     bound: Tolerance
-    form: Form = Form.STANDARD
+    form: ActivationFormat = ActivationFormat.STANDARD
     most: int | None = None
 
     def __call__(self, world: World) -> str:
@@ -233,7 +235,7 @@ def scales_of_inputs(world: World) -> str:
     """Tokens that were quantized by a rank's own scale are read by the others': all must have one."""
     decision, plain = decision_for(QWEN, Parallel(dp=world.size, ep=True)), RUNNERS["torch"]
     layer, prepared = world.share(QWEN)
-    RUNNERS["torch"] = lambda: NVFP4
+    RUNNERS["torch"] = entry_of(NVFP4)
     try:
         for scale, says in ((0.01, ""), (0.01 * (1 + world.rank), "theirs are 0.01 to 0.0")):
             weights = {**prepared.weights, "w13_input": torch.tensor([scale])}
@@ -266,22 +268,22 @@ CASES: dict[str, Callable[[World], str]] = {
     "no tokens at all, bounded": Spread(tokens=NOBODY, most=3),
     "all tokens to one rank": Spread(tokens=(9, 7, 8, 3), skewed=True),
     "skipped assignments": Spread(skipped=True, tokens=(6, 2, 1, 3)),
-    "batched": Spread(form=Form.BATCHED),
-    "batched, bounded, skipped": Spread(form=Form.BATCHED, most=6, skipped=True),
-    "batched, all tokens to one rank": Spread(form=Form.BATCHED, skewed=True),
-    "batched, no tokens": Spread(form=Form.BATCHED, tokens=NOBODY, most=2),
+    "batched": Spread(form=ActivationFormat.BATCHED),
+    "batched, bounded, skipped": Spread(form=ActivationFormat.BATCHED, most=6, skipped=True),
+    "batched, all tokens to one rank": Spread(form=ActivationFormat.BATCHED, skewed=True),
+    "batched, no tokens": Spread(form=ActivationFormat.BATCHED, tokens=NOBODY, most=2),
     "weights left to finalize": Spread(UNWEIGHED, skipped=True),
-    "monolithic": Spread(MONOLITHIC, Form.MONOLITHIC),
-    "monolithic, bounded, empty ranks": Spread(MONOLITHIC, Form.MONOLITHIC, tokens=EMPTY, most=5),
-    "monolithic, all tokens to one rank": Spread(MONOLITHIC, Form.MONOLITHIC, skewed=True),
+    "monolithic": Spread(MONOLITHIC, ActivationFormat.MONOLITHIC),
+    "monolithic, bounded, empty ranks": Spread(MONOLITHIC, ActivationFormat.MONOLITHIC, tokens=EMPTY, most=5),
+    "monolithic, all tokens to one rank": Spread(MONOLITHIC, ActivationFormat.MONOLITHIC, skewed=True),
     "fp8 tokens": QuantizedSpread(FP8, FP8_BOUND),
-    "fp8 tokens, batched, bounded": QuantizedSpread(FP8, FP8_BOUND, Form.BATCHED, most=8),
+    "fp8 tokens, batched, bounded": QuantizedSpread(FP8, FP8_BOUND, ActivationFormat.BATCHED, most=8),
     "mxfp8 tokens": QuantizedSpread(MXFP8, FP8_BOUND),
     "nvfp4 tokens in tiles": QuantizedSpread(
         NVFP4, Tolerance(1.2, 0.25, "E2M1 rounds tokens by 9.5e-2 RMS, gate and up both: 0.14, and weights")
     ),
     "nvfp4 tokens in tiles, batched": QuantizedSpread(
-        NVFP4, Tolerance(1.2, 0.25, "as above"), Form.BATCHED, most=6
+        NVFP4, Tolerance(1.2, 0.25, "as above"), ActivationFormat.BATCHED, most=6
     ),
     "one scale of inputs": scales_of_inputs,
     "built for all ranks": built,

@@ -16,7 +16,8 @@ from moectl.convert.stream import convert
 from moectl.convert.unconvert import unconvert
 from moectl.convert.verify import verify
 from moectl.errors import NoBackend, UsageError
-from moectl.run import Machine, open_layer, run_layer, this_machine
+from moectl.prepare import checkpoint_layer
+from moectl.run import Machine, run_layer, this_machine
 from moectl.synth import synthesize
 
 SMALL = {"layers": 1, "experts": 4, "top_k": 2, "hidden": 256, "intermediate": 256}
@@ -56,7 +57,7 @@ def test_made_read_run_and_converted_there_and_back(name: str, machine: Machine,
     assert group.names == published.names and group.details == published.details
     assert set(group.notes) <= set(published.notes)
 
-    ran = run_layer(open_layer(found), "torch", machine, tokens=4, repeats=1)
+    ran = run_layer(checkpoint_layer(found), "torch", machine, tokens=4, repeats=1)
     assert ran.check.ok, ran.check
     assert 0.01 < float(ran.y.float().pow(2).mean().sqrt()) < 100
     assert torch.isfinite(ran.y).all()

@@ -12,7 +12,7 @@ from ...bench import Settings, parse_counts
 from ...errors import ExitCode, UsageError
 from ...models import FORMATS as WEIGHTS
 from ...models import MODELS
-from ..checkpoint_argument import DEVICE, backend_names, find_source, remarks
+from ..checkpoint_argument import DEVICE, backend_names, find_source
 from ..options import (
     SEED,
     Activation,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...bench.journal import Journal
     from ...bench.measure import Bench
     from ...bench.rows import Key, Row
-    from ...checkpoint import Checkpoint
+    from ...layer.source import LayerSource
 
 EXAMPLES = (
     "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
@@ -158,7 +158,7 @@ def bench(
         return _compile(settings, source, actions.jobs, out)
     if actions.resume and shown.journal is None:
         raise UsageError("--resume goes on with rows in a file", hint="give -o FILE.jsonl")
-    for note in remarks(source) if source else ():
+    for note in source.notes if source else ():
         out.note(note)
     about, taken = _measure(settings, source, shown.journal, actions, out)
     shown.show(about, taken, out)
@@ -206,7 +206,7 @@ def _from_rows(
     return ExitCode.DONE
 
 
-def _compile(settings: Settings, source: "Checkpoint | Path | None", jobs: int, out: Output) -> ExitCode:
+def _compile(settings: Settings, source: "LayerSource | None", jobs: int, out: Output) -> ExitCode:
     from ...bench.compiling import compile_parts
 
     lines: list[str] = []
@@ -223,7 +223,7 @@ def _compile(settings: Settings, source: "Checkpoint | Path | None", jobs: int, 
 
 def _measure(
     settings: Settings,
-    source: "Checkpoint | Path | None",
+    source: "LayerSource | None",
     path: Path | None,
     actions: ActionOptions,
     out: Output,

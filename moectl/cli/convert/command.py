@@ -12,7 +12,6 @@ import typer
 from ...convert.portable.options import PortableOptions
 from ...errors import CheckpointError, UsageError
 from ...portable import CONTAINERS, PORTABLE
-from ..checkpoint_argument import remarks
 from ..options import Activation, CheckpointArg, Offline, RecordOptions, Routing, framed, option
 from ..output import Output, count, size
 from .planner import TargetOptions, planner
@@ -124,7 +123,7 @@ def convert(
     check_outputs(source.folder, target, plans, execution.resume)
     if source.origin.note:
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
-    for note in remarks(source):
+    for note in source.notes:
         out.note(note)
     if execution.dry_run:
         return _plan(plans, execution.threads, out)

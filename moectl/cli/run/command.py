@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ...dtypes import MODEL_DTYPES
 from ...errors import ExitCode, UsageError
+from ...problem import MAX_TOKENS
 from ...run.plan import EVERY, RunPlan
-from ..checkpoint_argument import DEVICE, backend_names, find_source, pick_layers, remarks
+from ..checkpoint_argument import DEVICE, backend_names, find_source, pick_layers
 from ..options import (
-    MAX_TOKENS,
     SEED,
     Activation,
     Layer,
@@ -27,7 +27,7 @@ from ..output_paths import check_writable
 from . import text
 
 if TYPE_CHECKING:
-    from ...checkpoint import Checkpoint
+    from ...layer.source import LayerSource
     from ...run import LayerRun, Machine
 
 EXAMPLES = (
@@ -99,16 +99,16 @@ def run(
     source = find_source(checkpoint, layer, offline=offline, activation=activation, routing=routing)
     if output is not None:
         check_writable(output, [checkpoint, *([plan.source] if plan.source else [])])
-    for note in remarks(source):
+    for note in source.notes:
         out.note(note)
 
-    from ...run import left_out, this_machine
+    from ...run import this_machine
 
     machine, several = this_machine(plan.device), layers is not None
     found: list[text.Data] = []
     written: dict[str, Any] = {}
     for done in _runs(source, layer, layers, machine, plan, out):
-        unused = left_out(done.layer.problem, machine) if plan.every and done.layer else None
+        unused = done.choice.left_out if plan.every and done.choice else None
         found.append(text.layer_data(done, unused))
         if output is not None:
             written |= tensors(done, prefix=f"layers.{done.number}." if several else "")
@@ -125,7 +125,7 @@ def run(
 
 
 def _runs(
-    source: "Checkpoint | Path",
+    source: "LayerSource",
     layer: int | None,
     layers: str | None,
     machine: "Machine",
@@ -133,26 +133,22 @@ def _runs(
     out: Output,
 ) -> "Iterator[LayerRun]":
     """Each layer's run; of one layer alone its errors are raised."""
-    from ...run import layer_numbers, measured_choice, open_layer, open_source, run_one
+    from ...run import run_one
     from ...run.every_layer import every_layer
 
     with out.progress("running", unit="layers") as progress:
         if layers is None:
-            opened = open_layer(source, layer)
+            opened = source.layer(layer)
             out.note(f"layer {opened.layer}, {machine.device.name}")
-            asked = plan.backends or plan.compares
-            if not asked and (why := measured_choice(opened.problem, machine, opened.layout)):
-                out.note(why)
-            yield run_one(opened, machine, plan, lambda doing: progress(0, 1, doing))
+            yield run_one(opened, machine, plan, lambda doing: progress(0, 1, doing), out.note)
             return
-        opened_source = open_source(source)
-        numbers = pick_layers(layers, layer_numbers(opened_source))
+        numbers = pick_layers(layers, source.layers())
         finished = 0
 
         def told(doing: str) -> None:
             progress(finished, len(numbers), f"layer {numbers[finished]}: {doing}")
 
-        for done in every_layer(opened_source, numbers, machine, plan, told):
+        for done in every_layer(source, numbers, machine, plan, told):
             finished += 1
             _tell_tried(done, out)
             yield done

@@ -11,7 +11,7 @@ from ...schemes import A16, ActFormat
 from ..prepared import PreparedMoE
 from ..quantize import in_tiles, quantize
 from ..quantized import Quantized
-from ..runners import Form, Runner
+from ..runner import ActivationFormat, Runner
 from .batching import Batches, batches_of
 from .exchange import Exchange
 
@@ -59,7 +59,7 @@ class PrepareFinalize:
 
     prepared: PreparedMoE
     runner: Runner
-    form: Form
+    form: ActivationFormat
     exchange: Exchange
     wants: ActFormat = A16
     expert_map: Tensor | None = None
@@ -81,7 +81,7 @@ class PrepareFinalize:
         tokens = self._gathered(x, sent)
         ids = self._local(self.exchange.gather(ids, sent, NO_EXPERT))
         weights = self.exchange.gather(weights, sent, 0)
-        if self.form is not Form.BATCHED:
+        if self.form is not ActivationFormat.BATCHED:
             return Dispatched(self._tiled(tokens), rows, ids, weights)
         batches = batches_of(ids, self.prepared.problem.local_experts, len(ids))
         factors = weights if self.on_input else None
@@ -139,7 +139,7 @@ class PrepareFinalize:
         problem = self.prepared.problem
         all_rows = tokens * self.exchange.ranks
         wide = problem.dims.hidden * 4
-        beside = problem.experts * 4 if self.form is Form.MONOLITHIC else problem.top_k * 8
+        beside = problem.experts * 4 if self.form is ActivationFormat.MONOLITHIC else problem.top_k * 8
         need = SMALLEST
         if self.wants != A16:
             need += 5 * tokens * wide + 2 * all_rows * wide // 4
@@ -147,10 +147,10 @@ class PrepareFinalize:
             need += (tokens + 2 * all_rows) * (wide // 2 + beside) + all_rows * wide
         elif self.expert_map is not None:
             need += all_rows * problem.top_k * 32
-        if self.form is Form.BATCHED:
+        if self.form is ActivationFormat.BATCHED:
             need += 2 * (problem.local_experts * all_rows + 1) * wide // 2
             need += all_rows * problem.top_k * 96 + problem.local_experts * 32
-        if self.form is Form.BATCHED or not self.runner.weighs:
+        if self.form is ActivationFormat.BATCHED or not self.runner.weighs:
             need += 4 * all_rows * wide
         return need
 

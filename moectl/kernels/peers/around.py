@@ -12,13 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
+from ...capabilities.kernel_support import KernelSupport
 from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...problem import MoEProblem
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..triton.layer import activation_numbers
 from ..triton.routing import FEW, INTERPRETED, SUMS, launch_options, sort_by_expert
-from ..triton.runner import GATED, UNGATED
 from . import around_kernels as kernels
 
 PARTS = 8
@@ -150,25 +150,14 @@ def weighted_sum(parts: Tensor, y: Tensor, ids: Tensor, experts: int, weights: T
     )  # fmt: skip
 
 
-def activation_refusal(problem: MoEProblem) -> str:
-    """Why `activate` cannot compute the problem's activation; empty when it can."""
-    act = problem.activation
-    known = GATED if act.gated else UNGATED
-    if act.name in known:
-        return ""
-    kind = "gated experts" if act.gated else "experts without a gate"
-    return f"for {kind} it has {', '.join(known)}, the layer has {act.name}"
-
-
-def device_refusal(device: torch.device, lowest: tuple[int, int], highest: tuple[int, int]) -> str:
+def device_refusal(device: torch.device, support: KernelSupport) -> str:
     """Why a library's kernels do not run on `device`; empty when they do."""
     if device.type != "cuda":
         return f"it needs a CUDA GPU, the weights are on {device.type}"
     there = torch.cuda.get_device_capability(device)
-    if lowest <= there <= highest:
+    if support.runs_on(there):
         return ""
-    wanted = ".".join(map(str, lowest)) + ("" if highest[0] == lowest[0] else " or newer")
-    return f"it needs compute capability {wanted}, the GPU has {there[0]}.{there[1]}"
+    return f"it needs compute capability {support.capability}, the GPU has {there[0]}.{there[1]}"
 
 
 def scale_refusal(problem: MoEProblem) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capabilities.flashinfer import Kernel, function_of
 from ...errors import BackendFailed, NoBackend
-from ...flashinfer_terms import Kernel, function_of
 from ...padding import pad
 from ...problem import Dims, MoEProblem
 from ..prepared import PreparedMoE

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ...flashinfer_terms import CUTLASS, Kernel, function_of, kernel_of, refusal
+from ...capabilities.flashinfer import CUTLASS, Kernel, function_of, kernel_of, refusal
 from ...problem import MoEProblem
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared import PreparedMoE
-from ..runners import Runner
+from ..runner import Runner
 from ..tolerance import DECLARED
 from . import flashinfer
 from .flashinfer import Arguments
@@ -90,7 +90,7 @@ _SWIGLU = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
 
 
 def arguments(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Arguments:
-    """Arguments of ``cutlass_fused_moe`` for one call; shapes and dtypes as of `Runner.run`.
+    """Arguments of ``cutlass_fused_moe`` for one call; shapes and dtypes as of `FusedMoEKernel.apply`.
 
     Ids of -1 are experts of other ranks to it, and add nothing.
     """

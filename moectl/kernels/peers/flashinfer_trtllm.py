@@ -7,18 +7,18 @@ columns are cut off, so that nothing depends on what a kernel leaves in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...flashinfer_terms import TRTLLM, Kernel, function_of, kernel_of, method_of, refusal
+from ...capabilities.flashinfer import TRTLLM, Kernel, function_of, kernel_of, method_of, refusal
 from ...problem import MoEProblem
 from ...schemes import A16, MXFP4, MXFP8_ACT, ActFormat
 from ..prepared import PreparedMoE
 from ..quantized import Quantized
-from ..runners import LIBRARY, Runner, chosen_by
+from ..runner import LIBRARY, Runner, chosen_by
 from ..tolerance import DECLARED
 from . import flashinfer
 from .flashinfer import Arguments
@@ -352,8 +352,8 @@ _RUNNER = Runner(
     ready=lambda prepared: flashinfer.kept(prepared, "flashinfer_trtllm", _layer_arguments),
 )
 
-_NAMES: Iterable[str] = ("flashinfer_trtllm", FP8_TOKENS_FOR_MXFP4)
-RUNNERS: Mapping[str, Runner] = {
-    runner.name: runner for name in _NAMES for runner in (_modular(name), _monolithic(f"{name}_monolithic"))
-}
-"""The four backends by name: with the tokens that the checkpoint declares, and MXFP4 with MXFP8 tokens."""
+RUNNER = _modular("flashinfer_trtllm")
+MONOLITHIC = _monolithic("flashinfer_trtllm_monolithic")
+FP8 = _modular(FP8_TOKENS_FOR_MXFP4)
+FP8_MONOLITHIC = _monolithic(f"{FP8_TOKENS_FOR_MXFP4}_monolithic")
+"""The four backends: with the tokens that the checkpoint declares, and MXFP4 weights with MXFP8 tokens."""

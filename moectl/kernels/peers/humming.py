@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capabilities.external_kernels import HUMMING
 from ...dtypes import DTYPES, MODEL_DTYPES
 from ...errors import Unavailable
 from ...problem import MoEProblem
 from ...schemes import FULL
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared import CANONICAL, PreparedMoE
-from ..runners import Runner
+from ..runner import Runner
 from .around import (
     Blocks,
     activate,
-    activation_refusal,
     blocks_of,
     check_dtype,
     device_refusal,
@@ -46,9 +46,6 @@ LOCKS = 2048
 GEMM_TYPE = "indexed"
 COMPUTE = json.dumps({"gemm_type": GEMM_TYPE})
 
-GROUPS = (FULL, 32, 64, 128)
-"""Columns of a scale that it is given."""
-
 AT_ONCE = 1 << 30
 """Bytes of codes that are transformed together; its steps take several times that."""
 
@@ -60,18 +57,16 @@ class Kind:
     Attributes:
         dtype: its name of what a code stands for; integers without zero points are less half their range.
         scales: dtype as which scales that are bytes are handed over, or None.
-        dtypes: of models.
     """
 
     dtype: str
     scales: torch.dtype | None = None
-    dtypes: tuple[str, ...] = ("bf16", "fp16")
 
 
 KINDS: Mapping[str, Kind] = {
     "int4": Kind("uint4"),
     "int8": Kind("uint8"),
-    "mxfp4": Kind("float4e2m1", torch.float8_e8m0fnu, ("bf16",)),
+    "mxfp4": Kind("float4e2m1", torch.float8_e8m0fnu),
 }
 """By the name of the format, with or without zero points, and with scales by row."""
 
@@ -249,7 +244,7 @@ def gemm_arguments(
 
 
 def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """``[tokens, hidden]`` in x's dtype; arguments as of `Runner.run`."""
+    """``[tokens, hidden]`` in x's dtype; arguments as of `FusedMoEKernel.apply`."""
     problem = prepared.problem
     check_dtype(problem, x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -277,26 +272,29 @@ def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
 def problem_refusal(problem: MoEProblem) -> str:
     """Why it cannot compute `problem` on any GPU, in a sentence; empty when it can."""
     weight = problem.scheme.weight
-    kind = KINDS.get(weight.name) if weight.block[0] == 1 else None
-    if kind is None:
-        return f"it is given {', '.join(KINDS)} weights with scales by row, the layer has {weight}"
-    if weight.group not in GROUPS:
-        return f"it is given scales of whole rows and of 32, 64 and 128 columns, the layer has {weight}"
-    if problem.dtype not in kind.dtypes:
-        return f"with {weight.name} weights it is given {' and '.join(kind.dtypes)}, this is {problem.dtype}"
+    row = HUMMING.row(weight.name) if weight.block[0] == 1 else None
+    if row is None:
+        return f"it is given {', '.join(HUMMING.names)} weights with scales by row, the layer has {weight}"
+    if not HUMMING.reads(weight):
+        return f"it is given scales of whole rows and of {HUMMING.groups} columns, the layer has {weight}"
+    if problem.dtype not in row.dtypes:
+        return f"with {weight.name} weights it is given {' and '.join(row.dtypes)}, this is {problem.dtype}"
     if problem.act_order == "group":
         return "its scales go by columns in their order, the layer's are permuted group by group"
-    if problem.routing.weight_on_input:
+    if problem.routing.weight_on_input and not HUMMING.weight_on_input:
         return "it multiplies by the router's weight at the end, the layer does on its input"
     for name, size in (("hidden", problem.dims.hidden), ("intermediate", problem.dims.intermediate)):
-        if size % 32:
-            return f"its words and zero points need sizes that 32 divides, the layer's {name} size is {size}"
-    return scale_refusal(problem) or activation_refusal(problem)
+        if size % HUMMING.multiple:
+            return (
+                f"its words and zero points need sizes that {HUMMING.multiple} divides, the layer's {name} "
+                f"size is {size}"
+            )
+    return scale_refusal(problem) or HUMMING.activation_refusal(problem.activation)
 
 
 def refusal(problem: MoEProblem, device: torch.device) -> str:
     """Why it cannot run `problem` on `device`, in a sentence; empty when it can."""
-    return device_refusal(device, (8, 0), (99, 9)) or problem_refusal(problem) or why_not(library)
+    return device_refusal(device, HUMMING) or problem_refusal(problem) or why_not(library)
 
 
 def tactic(prepared: PreparedMoE, tokens: int) -> str:

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capabilities.external_kernels import MARLIN
 from ...errors import Unavailable
 from ...problem import MoEProblem
-from ...schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, WeightFormat
+from ...schemes import FULL, WeightFormat
 from ..prepared import PreparedMoE
-from ..runners import Runner
+from ..runner import Runner
 from ..triton.layer import multiprocessors
 from .around import (
     Blocks,
     activate,
-    activation_refusal,
     blocks_of,
     check_dtype,
     device_refusal,
@@ -53,37 +53,27 @@ ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Weights that the operator takes.
+    """What the operator is given with weights of one kind.
 
     Attributes:
-        layout: how they are stored.
         type: vLLM's number for what a code stands for.
-        blocks: rows and columns of a scale.
-        dtypes: of models.
         scales: dtype as which scales that are bytes are handed over, or None.
-        own_scales: the layout makes scales of whatever dtype the checkpoint's have.
     """
 
-    layout: str
     type: int
-    blocks: tuple[tuple[int, int], ...] = ((1, FULL), (1, 32), (1, 64), (1, 128))
-    dtypes: tuple[str, ...] = ("bf16", "fp16")
     scales: torch.dtype | None = None
-    own_scales: bool = False
 
 
 _E2M1, _E4M3 = 562949953487106, 2814749767172868
-_BF16 = ("bf16",)
-_FP8_BLOCKS = (FP8_TENSOR.block, FP8_CHANNEL.block, FP8_BLOCK.block)
 
 KINDS: Mapping[tuple[str, bool], Kind] = {
-    ("int4", False): Kind("marlin-int4", 1125899907892224),
-    ("int4", True): Kind("marlin-int4", 1125899906843648),
-    ("int8", False): Kind("marlin-int8", 1125899923621888),
-    ("mxfp4", False): Kind("marlin-mxfp4", _E2M1, ((1, 32),), _BF16, torch.float8_e8m0fnu),
-    ("nvfp4", False): Kind("marlin-nvfp4", _E2M1, ((1, 16),), _BF16, torch.float8_e4m3fn, own_scales=True),
-    ("mxfp8", False): Kind("marlin-mxfp8", _E4M3, ((1, 32),), _BF16, torch.float8_e8m0fnu),
-    ("fp8", False): Kind("marlin-fp8", _E4M3, _FP8_BLOCKS, _BF16, own_scales=True),
+    ("int4", False): Kind(1125899907892224),
+    ("int4", True): Kind(1125899906843648),
+    ("int8", False): Kind(1125899923621888),
+    ("mxfp4", False): Kind(_E2M1, torch.float8_e8m0fnu),
+    ("nvfp4", False): Kind(_E2M1, torch.float8_e4m3fn),
+    ("mxfp8", False): Kind(_E4M3, torch.float8_e8m0fnu),
+    ("fp8", False): Kind(_E4M3),
 }
 """By name and zero points: uint4 less 8, uint4, uint8 less 128, E2M1, E4M3; as kernels are in the library."""
 
@@ -209,7 +199,7 @@ def ready(prepared: PreparedMoE) -> tuple[Matrix, Matrix]:
 
 
 def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """``[tokens, hidden]`` in x's dtype; arguments as of `Runner.run`."""
+    """``[tokens, hidden]`` in x's dtype; arguments as of `FusedMoEKernel.apply`."""
     problem = prepared.problem
     check_dtype(problem, x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -238,20 +228,22 @@ def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
 def problem_refusal(problem: MoEProblem) -> str:
     """Why the operator cannot compute `problem` on any GPU, in a sentence; empty when it can."""
     weight = problem.scheme.weight
-    kind = kind_of(weight)
-    if kind is None:
-        had = ", ".join(f"{name}{' with zero points' if zero else ''}" for name, zero in KINDS)
-        return f"it takes {had}; the layer has {weight}"
-    if weight.block not in kind.blocks:
-        spelled = ", ".join(_spelled(block) for block in kind.blocks)
+    formats = MARLIN.formats
+    row = MARLIN.row(weight.name)
+    if row is None or kind_of(weight) is None:
+        had = dict.fromkeys(f"{it.name}{' with zero points' if it.zero_point else ''}" for it in formats)
+        return f"it takes {', '.join(had)}; the layer has {weight}"
+    if not MARLIN.reads(weight):
+        alike = (it for it in row.formats if it.zero_point == weight.zero_point)
+        spelled = ", ".join(_spelled(it.block) for it in alike)
         return f"it takes {weight.name} scales of {spelled}, the layer has {weight}"
-    if problem.dtype not in kind.dtypes:
-        return f"with {weight.name} weights it takes {' and '.join(kind.dtypes)}, this is {problem.dtype}"
+    if problem.dtype not in row.dtypes:
+        return f"with {weight.name} weights it takes {' and '.join(row.dtypes)}, this is {problem.dtype}"
     if problem.act_order == "group":
         return "its scales go by columns in their order, the layer's are permuted group by group"
     if problem.routing.weight_on_input and problem.bias:
         return "the router's weight on the input would multiply the first bias too"
-    return ("" if kind.own_scales else scale_refusal(problem)) or activation_refusal(problem)
+    return ("" if row.own_scales else scale_refusal(problem)) or MARLIN.activation_refusal(problem.activation)
 
 
 def _spelled(block: tuple[int, int]) -> str:
@@ -264,13 +256,14 @@ def _spelled(block: tuple[int, int]) -> str:
 
 def refusal(problem: MoEProblem, device: torch.device) -> str:
     """Why it cannot run `problem` on `device`, in a sentence; empty when it can."""
-    return device_refusal(device, (8, 0), (99, 9)) or problem_refusal(problem) or why_not(operator)
+    return device_refusal(device, MARLIN) or problem_refusal(problem) or why_not(operator)
 
 
 def layout(problem: MoEProblem) -> str:
     """The layout of a problem's weights; that of int4 for weights that are refused anyway."""
-    kind = kind_of(problem.scheme.weight)
-    return kind.layout if kind else "marlin-int4"
+    weight = problem.scheme.weight
+    row = MARLIN.row(weight.name) if kind_of(weight) else None
+    return (row or MARLIN.weights[0]).layout
 
 
 def tactic(prepared: PreparedMoE, tokens: int) -> str:

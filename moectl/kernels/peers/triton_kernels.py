@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capabilities.external_kernels import TRITON_KERNELS
 from ...errors import NoBackend, Unavailable
 from ...padding import pad
 from ...problem import MoEProblem, Routing
 from ..prepared import PreparedMoE
-from ..runners import LIBRARY, Runner, chosen_by
-from .around import activate, activation_refusal, check_dtype, device_refusal, ragged_of
+from ..runner import LIBRARY, Runner, chosen_by
+from .around import activate, check_dtype, device_refusal, ragged_of
 from .libraries import failing_as, module, package, why_not
 
 NAME = "triton_kernels"
-LAYOUT = "triton-hopper"
+LAYOUT = TRITON_KERNELS.weights[0].layout
 WARPS = 8
 """Of its GEMMs, which the order of the scales depends on."""
 
@@ -153,7 +154,7 @@ def routing_of(ids: Tensor, weights: Tensor, experts: int, top_k: int) -> tuple[
 
 
 def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """``[tokens, hidden]`` in x's dtype; arguments as of `Runner.run`."""
+    """``[tokens, hidden]`` in x's dtype; arguments as of `FusedMoEKernel.apply`."""
     problem = prepared.problem
     check_dtype(problem, x)
     if not len(x):
@@ -215,20 +216,21 @@ def routing_refusal(problem: MoEProblem, correction_bias: Tensor | None = None) 
 def problem_refusal(problem: MoEProblem) -> str:
     """Why the package cannot compute `problem` on any GPU, in a sentence; empty when it can."""
     weight = problem.scheme.weight
-    if weight.name != "mxfp4":
-        return f"it takes mxfp4 weights here, the layer has {weight}"
-    if not problem.activation.gated:
+    row = TRITON_KERNELS.row(weight.name)
+    if row is None or not TRITON_KERNELS.reads(weight):
+        return f"it takes {', '.join(TRITON_KERNELS.names)} weights here, the layer has {weight}"
+    if not problem.activation.gated and not TRITON_KERNELS.ungated:
         return "its weights' layout is for gated experts, the layer has none"
-    if problem.dtype != "bf16":
-        return f"it takes bf16 models, this is {problem.dtype}"
-    if problem.routing.weight_on_input:
+    if problem.dtype not in row.dtypes:
+        return f"it takes {' and '.join(row.dtypes)} models, this is {problem.dtype}"
+    if problem.routing.weight_on_input and not TRITON_KERNELS.weight_on_input:
         return "it multiplies by the router's weight at the end, the layer does on its input"
-    return activation_refusal(problem)
+    return TRITON_KERNELS.activation_refusal(problem.activation)
 
 
 def refusal(problem: MoEProblem, device: torch.device) -> str:
     """Why it cannot run `problem` on `device`, in a sentence; empty when it can."""
-    return device_refusal(device, (9, 0), (9, 9)) or problem_refusal(problem) or why_not(library)
+    return device_refusal(device, TRITON_KERNELS) or problem_refusal(problem) or why_not(library)
 
 
 RUNNER = Runner(NAME, LAYOUT, compute, refusal, ready=ready, monolithic=monolithic, tactic=chosen_by(LIBRARY))

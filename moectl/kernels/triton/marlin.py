@@ -17,22 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capabilities.own_kernels import TRITON_MARLIN
 from ...errors import UsageError
 from ...problem import MoEProblem
-from ...schemes import FULL
 from ..prepared import PreparedMoE
-from ..runners import Form, Runner
+from ..runner import ActivationFormat, Runner
 from . import marlin_kernels as kernels
 from .batch import compute_batch, one_each
 from .items import BASES, items_of, overlapping
 from .launch import Launch, tile_words
 from .layer import Call, activation_numbers, scale_name
 from .routing import INTERPRETED, finish
-from .runner import GATED, MINIMUM_CAPABILITY, UNGATED
+from .runner import gpu_refusal
 from .workspace import products_and_lists
 
-LAYOUT = "marlin-int4"
-GROUPS = (32, 64, 128, FULL)
+LAYOUT = TRITON_MARLIN.weights[0].layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,7 @@ class _Arguments:
 
 
 def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, tile: MarlinTile) -> Tensor:
-    """`Runner.run` with a tile of one's own, for tuning and tests."""
+    """`Runner.compute` with a tile of one's own, for tuning and tests."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not len(x):
         return y
@@ -225,19 +224,16 @@ def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
 
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
-    weight, act = problem.scheme.weight, problem.activation
-    known = GATED if act.gated else UNGATED
-    if device.type == "cpu" and not INTERPRETED:
-        return "it needs a CUDA GPU, the weights are on the CPU"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MINIMUM_CAPABILITY:
-        return "it needs compute capability 8.0 or newer"
-    if weight.name != "int4" or weight.group not in GROUPS:
-        return f"it reads int4 with scale groups of 32, 64 and 128 and of whole rows, the layer has {weight}"
+    weight = problem.scheme.weight
+    if reason := gpu_refusal(TRITON_MARLIN, device):
+        return reason
+    if not TRITON_MARLIN.reads(weight):
+        names, groups = ", ".join(TRITON_MARLIN.names), TRITON_MARLIN.groups
+        return f"it reads {names} with scale groups of {groups} and of whole rows, the layer has {weight}"
     if not scale_name(problem):
         return f"it reads 16-bit scales, the layer has {weight.scale_dtype}"
-    if act.name not in known:
-        kind = "gated experts" if act.gated else "experts without a gate"
-        return f"for {kind} it has {', '.join(known)}, the layer has {act.name}"
+    if reason := TRITON_MARLIN.activation_refusal(problem.activation):
+        return reason
     if problem.dtype not in BASES:
         return f"it computes in {' and '.join(BASES)}, the model's dtype is {problem.dtype}"
     return ""
@@ -247,9 +243,9 @@ def _tactic(prepared: PreparedMoE, tokens: int) -> str:
     return tile_words(tile_for(prepared.problem, tokens)) if tokens else ""
 
 
-def _workspace(prepared: PreparedMoE, tokens: int, form: Form) -> int:
+def _workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> int:
     problem = prepared.problem
-    batched = form is Form.BATCHED
+    batched = form is ActivationFormat.BATCHED
     tile = (
         tile_for(one_each(problem), tokens * problem.local_experts) if batched else tile_for(problem, tokens)
     )

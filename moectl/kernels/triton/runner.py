@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capabilities.kernel_support import KernelSupport
+from ...capabilities.own_kernels import TRITON
 from ...environment import Device
 from ...errors import UsageError
 from ...problem import MoEProblem
-from ...schemes import FULL
 from ..prepared import PreparedMoE
-from ..runners import Form, Runner
+from ..runner import ActivationFormat, Runner
 from .batch import compute_batch, layer_one_each, one_each
 from .hopper.mid import MID_REGIME
 from .hopper.prefill import PREFILL_REGIME
@@ -34,11 +35,7 @@ from .table import Gpu, Measured, Spread, nearest, tuned
 from .warpwise import WARPWISE_REGIME
 from .workspace import workspace
 
-LAYOUT = "moectl-mtile64"
-FORMATS = ("mxfp4", "int4", "int8")
-GROUPS = (32, 64, 128, FULL)
-GATED, UNGATED = ("silu", "swigluoai", "gelu_tanh"), ("relu2",)
-MINIMUM_CAPABILITY = (8, 0)
+LAYOUT = TRITON.weights[0].layout
 
 REGIMES: dict[str, Regime] = {
     "decode": DECODE_REGIME,
@@ -52,7 +49,7 @@ REGIMES: dict[str, Regime] = {
 
 
 def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, launch: Launch) -> Tensor:
-    """`Runner.run` with a launch of one's own, for tuning and tests; UsageError when it is not legal."""
+    """`Runner.compute` with a launch of one's own, for tuning and tests; UsageError when it is not legal."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return run_into(y, prepared, x, ids, weights, launch)
 
@@ -188,20 +185,23 @@ def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
     weight = problem.scheme.weight
-    if device.type == "cpu" and not INTERPRETED:
-        return "it needs a CUDA GPU, the weights are on the CPU"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MINIMUM_CAPABILITY:
-        return "it needs compute capability 8.0 or newer"
-    known = GATED if problem.activation.gated else UNGATED
-    if weight.name not in FORMATS or weight.block[0] != 1:
-        return f"it reads {', '.join(FORMATS)} weights with scales by row, the layer has {weight}"
-    if weight.group not in GROUPS:
-        return f"it reads scale groups of 32, 64 and 128 and scales of whole rows, the layer has {weight}"
+    if reason := gpu_refusal(TRITON, device):
+        return reason
+    if weight.name not in TRITON.names or weight.block[0] != 1:
+        return f"it reads {', '.join(TRITON.names)} weights with scales by row, the layer has {weight}"
+    if not TRITON.reads(weight):
+        return f"it reads scale groups of {TRITON.groups} and scales of whole rows, the layer has {weight}"
     if not scale_name(problem):
         return f"it reads E8M0 and 16-bit scales, the layer has {weight.scale_dtype}"
-    if problem.activation.name not in known:
-        kind = "gated experts" if problem.activation.gated else "experts without a gate"
-        return f"for {kind} it has {', '.join(known)}, the layer has {problem.activation.name}"
+    return TRITON.activation_refusal(problem.activation)
+
+
+def gpu_refusal(support: KernelSupport, device: torch.device) -> str:
+    """Why moectl's own kernels do not run on `device`, a clause; empty when they do."""
+    if device.type == "cpu" and not INTERPRETED:
+        return "it needs a CUDA GPU, the weights are on the CPU"
+    if device.type == "cuda" and not support.runs_on(torch.cuda.get_device_capability(device)):
+        return f"it needs compute capability {support.capability}"
     return ""
 
 
@@ -209,8 +209,8 @@ def _tactic(prepared: PreparedMoE, tokens: int) -> str:
     return str(launch_on(prepared, tokens))
 
 
-def _workspace(prepared: PreparedMoE, tokens: int, form: Form) -> int:
-    if form is Form.BATCHED:
+def _workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> int:
+    if form is ActivationFormat.BATCHED:
         rows = tokens * prepared.problem.local_experts
         return workspace(prepared, tokens, form, launch_on(layer_one_each(prepared), rows))
     return workspace(prepared, tokens, form, launch_on(prepared, tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...problem import MoEProblem
 from ..prepared import PreparedMoE
-from ..runners import Form
+from ..runner import ActivationFormat
 from .launch import Launch, token_tiles
 from .layer import layer_of
 from .routing import BLOCK
@@ -22,23 +22,23 @@ RECORD = 8
 """32-bit words of a record of tokens of one expert, beside the tokens themselves."""
 
 
-def workspace(prepared: PreparedMoE, tokens: int, form: Form, launch: Launch) -> int:
+def workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat, launch: Launch) -> int:
     """Bytes of a call of `tokens` under `launch`: products of both GEMMs, and lists of assignments.
 
     Tokens that are not contiguous are copied besides, which is not counted.
     """
     layer = layer_of(prepared)
-    rows = tokens * prepared.problem.local_experts if form is Form.BATCHED else tokens
+    rows = tokens * prepared.problem.local_experts if form is ActivationFormat.BATCHED else tokens
     orders = launch.regime in ORDERING and launch.tile.planned
     ordered = 2 * rows * layer.w13.k if orders else 0
     return ordered + products_and_lists(prepared.problem, tokens, form, launch, layer.w2.k)
 
 
 def products_and_lists(
-    problem: MoEProblem, tokens: int, form: Form, launch: Launch, intermediate: int
+    problem: MoEProblem, tokens: int, form: ActivationFormat, launch: Launch, intermediate: int
 ) -> int:
     """Bytes of what the GEMMs of `launch` leave, `intermediate` columns of the first, and of lists."""
-    experts, batched = problem.local_experts, form is Form.BATCHED
+    experts, batched = problem.local_experts, form is ActivationFormat.BATCHED
     assignments = tokens * (experts if batched else problem.top_k)
     split = getattr(launch.tile, "split", 1)
     # Of a batch there is one part a row, and where it is in the model's dtype it is the result.

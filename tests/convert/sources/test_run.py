@@ -32,7 +32,7 @@ def test_a_layer_runs_from_its_storage(storage: Storage, tmp_path: Path) -> None
     headers = read_file_header(tmp_path, "f", (tmp_path / "f").stat().st_size)
     checkpoint = replace(layer.checkpoint()[0], tensors=headers, folder=tmp_path)
     opened, machine = checkpoint_layer(checkpoint), this_machine("cpu")
-    backends = choose_backends(opened.problem, machine)
+    backends = choose_backends(opened.problem, machine).names
     assert "torch" in backends
     for backend in backends:
         result = run_layer(opened, backend, machine, tokens=4, repeats=1)

@@ -31,7 +31,7 @@ from moectl.convert.verify import verify
 from moectl.errors import CheckpointError, UsageError
 from moectl.kernels.inputs import make_inputs
 from moectl.kernels.reference import moe_reference
-from moectl.kernels.runners import runner_for
+from moectl.kernels.registry import runner_for
 from moectl.prepare import checkpoint_layer, load_prepared
 from support.stream_checkpoints import (
     all_tensors,

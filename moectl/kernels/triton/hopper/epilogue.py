@@ -8,12 +8,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-GATED = ("silu", "swigluoai", "gelu_tanh")
-"""Activations that `activate` knows, by the name in `problem.Activation`."""
-
-UNGATED = ("relu2",)
-"""Activations that `activate_one` knows: experts without a gate."""
-
 
 @gluon.jit
 def _logistic(x):

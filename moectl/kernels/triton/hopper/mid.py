@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....capabilities.own_kernels import GATED, UNGATED
 from ....problem import MoEProblem
 from ....schemes import FULL
 from ..launch import token_tiles
@@ -25,7 +26,6 @@ from ..layer import (
     scale_name,
 )
 from ..routing import finish, order_of
-from . import epilogue
 from . import mid_kernels as kernels
 from . import mid_ring as ring
 from .products import FORMATS, SHARED_MEMORY, Product, operand, product_of
@@ -290,7 +290,7 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
         return f"{tile} takes scales of groups of 32 and 128 without zero points, not {weight}"
     if tile.boxed and max(weight.group, 64 * tile.depth) % min(weight.group, 64 * tile.depth):
         return f"{64 * tile.depth} columns of a stage and scale groups of {weight.group} do not end together"
-    if act.name not in (epilogue.GATED if act.gated else epilogue.UNGATED):
+    if act.name not in (GATED if act.gated else UNGATED):
         return f"it does not know the activation {act}"
     return ""
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
+from ....capabilities.own_kernels import GATED, UNGATED
 from ....problem import MoEProblem
 from ..launch import token_tiles
 from ..layer import Call, Layer, Regime, activation_numbers, column_refusal, multiprocessors, scale_name
 from ..routing import finish, launch_options, order_of
 from . import prefill_kernels as kernels
-from .epilogue import GATED, UNGATED
 from .fragments import scale_words
 from .prefill_tiles import _schedule_kernel
 from .products import FORMATS, SHARED_MEMORY, Product, operand, product_of

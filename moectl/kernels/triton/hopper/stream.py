@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....capabilities.own_kernels import GATED, TRITON, UNGATED
 from ....problem import MoEProblem
 from ..layer import Call, Layer, Matrix, Regime, activation_numbers, column_refusal
 from ..records import plan
 from ..routing import combine
 from . import stream_kernels as kernels
 from . import stream_layer_kernels as layer_kernels
-from .epilogue import GATED, UNGATED
 from .products import SHARED_MEMORY
 
-FORMATS = ("mxfp4", "int4", "int8")
 DTYPES = ("bf16", "fp16")
 
 TOKENS = (1, 2, 4, 8, 16)
@@ -231,7 +230,7 @@ def shared_memory(shape: Shape, steps: int, tokens: int) -> int:
 def fits(problem: MoEProblem, tile: StreamTile) -> str:
     """Why the family cannot take `problem` with `tile`; empty when it can."""
     weight, act, dims = problem.scheme.weight, problem.activation, problem.dims
-    if weight.name not in FORMATS or problem.dtype not in DTYPES:
+    if weight.name not in TRITON.names or problem.dtype not in DTYPES:
         return f"it has no {weight.name} weights with {problem.dtype} tokens"
     if refused := column_refusal(problem):
         return refused

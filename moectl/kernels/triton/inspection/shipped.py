@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...prepared import PreparedMoE
-from ...runners import Run
+from ...runner import Run
 from ..launch import Launch
 from ..runner import REGIMES, choose_shipped, run_with
 from ..table import Spread

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from ....environment.variables import Variable
-from ....flashinfer_terms import (
+from ....capabilities.flashinfer import (
     CUTLASS,
     QUESTIONS,
     TRTLLM,
@@ -19,6 +18,7 @@ from ....flashinfer_terms import (
     unrouted,
     unweighted_input,
 )
+from ....environment.variables import Variable
 from ....padding import padding
 from ....problem import MoEProblem
 from ....schemes import A16, MXFP4, MXFP8_ACT

@@ -1,13 +1,12 @@
 """What moectl runs itself: its own Triton kernels on two layouts, and plain torch as the slow twin."""
 
 from functools import partial
-from itertools import product
 
+from ....capabilities import own_kernels
 from ....padding import padding, size_rule
-from ....schemes import FULL, MXFP4, int_format
-from ...archs import CPU, CUDA, ROCM, SM90, sm
-from ...backend import Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, only
-from ...keys import exact_key
+from ...archs import CPU, SM90, Arch
+from ...backend import Ask, Backend, Capability, Form, Rule, Spread, Variant, only
+from .kernel_rules import archs_of, offers_of, scales_of
 
 NAIVE = Spread(exchange=only("none", "allgather_reducescatter"), eplb=False)
 """Ranks that gather all tokens and scatter the sums, around experts that skip those of other ranks.
@@ -15,12 +14,7 @@ NAIVE = Spread(exchange=only("none", "allgather_reducescatter"), eplb=False)
 No expert moves between calls: there is no balancing.
 """
 
-INTEGERS = tuple(
-    int_format(bits, group, zero_point=zero)
-    for bits, group, zero in product((4, 8), (32, 64, 128, FULL), (False, True))
-)
-_OFFERS = (Offer(frozenset(map(exact_key, (MXFP4, *INTEGERS)))),)
-_GATED, _UNGATED = only("silu", "swigluoai", "gelu_tanh"), only("relu2")
+_GATED, _UNGATED = only(*own_kernels.GATED), only(*own_kernels.UNGATED)
 
 
 def _with_its_gate(ask: Ask) -> bool:
@@ -37,6 +31,7 @@ GATE = Rule(
     offered=f"gated {_GATED}; not gated {_UNGATED}",
 )
 
+_MTILE64 = own_kernels.TRITON.weights[0].layout
 TRITON = Backend(
     name="triton",
     engine_name="triton",
@@ -44,23 +39,20 @@ TRITON = Backend(
         Variant(
             "grouped_gemm",
             Capability(
-                arch=(sm(80),),
-                offers=_OFFERS,
+                arch=archs_of(own_kernels.TRITON),
+                offers=offers_of(own_kernels.TRITON),
                 spread=NAIVE,
                 act_order=False,
-                scales=only("E8M0", "BF16", "F16"),
+                scales=scales_of(own_kernels.TRITON),
                 rules=(GATE,),
             ),
         ),
     ),
-    forms=(Form("moectl-mtile64", partial(padding, "moectl-mtile64")),),
+    forms=(Form(_MTILE64, partial(padding, _MTILE64)),),
     runner="triton",
     verified=(SM90,),
 )
-_MARLIN = "marlin-int4"
-_MARLIN_WEIGHTS = (
-    int_format(4, group, zero_point=zero) for group, zero in product((32, 64, 128, FULL), (False, True))
-)
+_MARLIN = own_kernels.TRITON_MARLIN.weights[0].layout
 
 
 def _marlin_sizes(ask: Ask) -> bool:
@@ -77,12 +69,12 @@ TRITON_MARLIN = Backend(
         Variant(
             "marlin",
             Capability(
-                arch=(sm(80),),
-                offers=(Offer(frozenset(map(exact_key, _MARLIN_WEIGHTS))),),
+                arch=archs_of(own_kernels.TRITON_MARLIN),
+                offers=offers_of(own_kernels.TRITON_MARLIN),
                 spread=NAIVE,
                 act_order=False,
-                dtypes=only("bf16", "fp16"),
-                scales=only("BF16", "F16"),
+                dtypes=only(*own_kernels.TRITON_MARLIN.weights[0].dtypes),
+                scales=scales_of(own_kernels.TRITON_MARLIN),
                 rules=(
                     GATE,
                     Rule(
@@ -103,10 +95,11 @@ TRITON_MARLIN = Backend(
     note="Reads weights in Marlin's layout as they lie, for decode: a folder converted for Marlin runs "
     "without being laid out anew. With many tokens per expert the triton backend is faster.",
 )
+TORCH_ARCHS = tuple(map(Arch, own_kernels.TORCH_PLATFORMS))
 TORCH = Backend(
     name="torch",
     engine_name="torch",
-    variants=(Variant("torch", Capability(arch=(CUDA, ROCM, CPU), spread=NAIVE, act_order=False)),),
+    variants=(Variant("torch", Capability(arch=TORCH_ARCHS, spread=NAIVE, act_order=False)),),
     runner="torch",
     verified=(SM90, CPU),
     note="Plain torch: the reference for correctness, and the only choice without a supported GPU. "
@@ -115,7 +108,7 @@ TORCH = Backend(
 EMULATION = Backend(
     name="emulation",
     engine_name="emulation",
-    variants=(Variant("emulation", Capability(arch=(CUDA, ROCM, CPU), spread=NAIVE, act_order=False)),),
+    variants=(Variant("emulation", Capability(arch=TORCH_ARCHS, spread=NAIVE, act_order=False)),),
     runner="emulation",
     note="The slow twin of kernels that quantize activations: weights are decoded, activations rounded to "
     "the format that the checkpoint declares.",

@@ -1,9 +1,8 @@
-"""The runners by name, and the checks that all of them share."""
+"""What runs a prepared layer: the contract that every backend here meets, and checks of arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -18,8 +17,8 @@ from .prepared import PreparedMoE
 Run = Callable[..., Tensor]
 
 
-class Form(str, Enum):
-    """How tokens are handed to experts, by the name of the `Runner` field that takes them so."""
+class ActivationFormat(str, Enum):
+    """How tokens are passed to the experts, by the name of the `Runner` field that takes them so."""
 
     STANDARD = "compute"
     MONOLITHIC = "monolithic"
@@ -32,9 +31,9 @@ class Form(str, Enum):
 
 
 _FORMS = {
-    Form.STANDARD: "expert ids and weights",
-    Form.MONOLITHIC: "router logits",
-    Form.BATCHED: "tokens batched by expert",
+    ActivationFormat.STANDARD: "expert ids and weights",
+    ActivationFormat.MONOLITHIC: "router logits",
+    ActivationFormat.BATCHED: "tokens batched by expert",
 }
 
 
@@ -98,17 +97,17 @@ class Runner:
     masks_padding: bool = False
     tiled: bool = False
     input_scale: Callable[[PreparedMoE], Tensor | None] = lambda prepared: None
-    workspace: Callable[[PreparedMoE, int, Form], int] | None = None
+    workspace: Callable[[PreparedMoE, int, ActivationFormat], int] | None = None
 
-    def in_form(self, form: Form) -> Run | None:
+    def in_form(self, form: ActivationFormat) -> Run | None:
         """What computes in `form`, or None."""
         found: Run | None = getattr(self, form.value)
         return found
 
     @property
-    def forms(self) -> tuple[Form, ...]:
+    def forms(self) -> tuple[ActivationFormat, ...]:
         """The forms that it has, its own first."""
-        return tuple(form for form in Form if self.in_form(form) is not None)
+        return tuple(form for form in ActivationFormat if self.in_form(form) is not None)
 
     def layout_of(self, problem: MoEProblem) -> str | None:
         """The layout in which it reads `problem`'s weights; None when any will do."""
@@ -117,25 +116,6 @@ class Runner:
     def wants_of(self, problem: MoEProblem) -> ActFormat:
         """The activation format in which it takes `problem`'s tokens."""
         return self.wants(problem) if callable(self.wants) else self.wants
-
-    def run(self, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """``[tokens, hidden]`` layer output in x's dtype: `FusedMoEKernel.apply` of a layer on one rank.
-
-        Args:
-            prepared: the layer, in this runner's layout.
-            x: ``[tokens, hidden]``, the model's 16-bit dtype; each row is contiguous, and rows may lie apart.
-            ids: ``[tokens, top_k]`` int32, no expert twice in a row; negative ids are skipped
-                assignments. Ids are checked against the number of experts on the CPU; on a GPU ids
-                out of range are skipped.
-            weights: ``[tokens, top_k]`` fp32.
-
-        Raises:
-            UsageError: arguments that do not fit the problem or each other.
-            NoBackend: the layer is in another layout, or this runner refuses the problem.
-        """
-        from .modular import FusedMoEKernel
-
-        return FusedMoEKernel(prepared, self, Form.STANDARD).apply(x, ids, weights)
 
     def accept(self, prepared: PreparedMoE) -> None:
         """Raises NoBackend when the layer is where no kernel runs, in another layout, or refused."""
@@ -192,98 +172,3 @@ def check_arguments(
     if ids.device.type == "cpu" and len(ids) and int(ids.max()) >= known:
         whose = "the layer's experts" if experts else "the experts here"
         raise UsageError(f"ids must be below {known}, {whose}; got {int(ids.max())}")
-
-
-def _torch() -> Runner:
-    from .torch_runner import RUNNER
-
-    return RUNNER
-
-
-def _triton() -> Runner:
-    with _needing_triton("triton"):
-        from .triton.runner import RUNNER
-    return RUNNER
-
-
-def _triton_marlin() -> Runner:
-    with _needing_triton("triton_marlin"):
-        from .triton.marlin import RUNNER
-    return RUNNER
-
-
-def _marlin() -> Runner:
-    with _needing_triton("marlin"):
-        from .peers.marlin import RUNNER
-    return RUNNER
-
-
-def _humming() -> Runner:
-    with _needing_triton("humming"):
-        from .peers.humming import RUNNER
-    return RUNNER
-
-
-def _triton_kernels() -> Runner:
-    with _needing_triton("triton_kernels"):
-        from .peers.triton_kernels import RUNNER
-    return RUNNER
-
-
-def _emulation() -> Runner:
-    from .emulation import RUNNER
-
-    return RUNNER
-
-
-def _flashinfer_cutlass() -> Runner:
-    from .peers.flashinfer_cutlass import RUNNER
-
-    return RUNNER
-
-
-def _flashinfer_trtllm(name: str) -> Callable[[], Runner]:
-    def load() -> Runner:
-        from .peers import flashinfer_trtllm
-
-        return flashinfer_trtllm.RUNNERS[name]
-
-    return load
-
-
-@contextmanager
-def _needing_triton(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise NoBackend(
-            f"the {name} backend needs the package triton: {error}", hint="pip install triton"
-        ) from error
-
-
-RUNNERS: dict[str, Callable[[], Runner]] = {
-    "torch": _torch,
-    "triton": _triton,
-    "triton_marlin": _triton_marlin,
-    "humming": _humming,
-    "marlin": _marlin,
-    "triton_kernels": _triton_kernels,
-    "flashinfer_cutlass": _flashinfer_cutlass,
-    **{
-        name: _flashinfer_trtllm(name)
-        for prefix in ("flashinfer_trtllm", "flashinfer_trtllm_afp8")
-        for name in (prefix, f"{prefix}_monolithic")
-    },
-    "emulation": _emulation,
-}
-"""Backend name -> its runner, imported when asked for."""
-
-ANY_LAYOUT = "torch"
-"""The backend that reads every layout, on every device."""
-
-
-def runner_for(name: str) -> Runner:
-    """The runner called `name`; UsageError names the choices."""
-    if name not in RUNNERS:
-        raise UsageError(f"backend {name!r} cannot be run here; choose from {', '.join(RUNNERS)}")
-    return RUNNERS[name]()

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from .padding import size_rule
-from .problem import Activation, MoEProblem, Routing
-from .schemes import (
+from ..padding import size_rule
+from ..problem import Activation, MoEProblem, Routing
+from ..schemes import (
     A16,
     BF16,
     FP8_BLOCK,

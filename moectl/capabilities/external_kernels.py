@@ -1,0 +1,44 @@
+"""What moectl computes with the kernels of other projects; FlashInfer's have a table of their own."""
+
+from __future__ import annotations
+
+from ..schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, MXFP8, NVFP4
+from .kernel_support import KernelSupport, WeightSupport, integers
+from .own_kernels import GATED, UNGATED
+
+_BF16 = ("bf16",)
+
+MARLIN = KernelSupport(
+    (
+        WeightSupport(integers(4), "marlin-int4"),
+        WeightSupport(integers(8, (False,)), "marlin-int8"),
+        WeightSupport((MXFP4,), "marlin-mxfp4", _BF16),
+        WeightSupport((NVFP4,), "marlin-nvfp4", _BF16, any_act=True, own_scales=True),
+        WeightSupport((MXFP8,), "marlin-mxfp8", _BF16, any_act=True),
+        WeightSupport(
+            (FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK), "marlin-fp8", _BF16, any_act=True, own_scales=True
+        ),
+    ),
+    gated=GATED,
+    ungated=UNGATED,
+)
+"""vLLM's Marlin operator for MoE layers."""
+
+HUMMING = KernelSupport(
+    (WeightSupport((*integers(4), *integers(8))), WeightSupport((MXFP4,), dtypes=_BF16)),
+    gated=GATED,
+    ungated=UNGATED,
+    scales=frozenset(("E8M0", "BF16", "F16")),
+    multiple=32,
+    weight_on_input=False,
+)
+"""Humming's indexed GEMMs. Its words and zero points need sizes that 32 divides."""
+
+TRITON_KERNELS = KernelSupport(
+    (WeightSupport((MXFP4,), "triton-hopper", _BF16),),
+    lowest=(9, 0),
+    highest=(9, 0),
+    gated=GATED,
+    weight_on_input=False,
+)
+"""``matmul_ogs`` of OpenAI's triton_kernels with the layout for Hopper, which is for gated experts."""

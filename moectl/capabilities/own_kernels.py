@@ -1,0 +1,24 @@
+"""What moectl's own kernels compute."""
+
+from __future__ import annotations
+
+from ..schemes import MXFP4
+from .kernel_support import KernelSupport, WeightSupport, integers
+
+GATED, UNGATED = ("silu", "swigluoai", "gelu_tanh"), ("relu2",)
+"""Activation functions of moectl's device code, which also runs between the GEMMs of other projects."""
+
+TRITON = KernelSupport(
+    (WeightSupport((MXFP4, *integers(4), *integers(8)), "moectl-mtile64"),),
+    gated=GATED,
+    ungated=UNGATED,
+    scales=frozenset(("E8M0", "BF16", "F16")),
+)
+TRITON_MARLIN = KernelSupport(
+    (WeightSupport(integers(4), "marlin-int4"),),
+    gated=GATED,
+    ungated=UNGATED,
+    scales=frozenset(("BF16", "F16")),
+)
+TORCH_PLATFORMS = {"cuda": "cuda", "rocm": "cuda", "cpu": "cpu"}
+"""Where the backends in plain torch run, and what torch calls it. They decode every weight format."""

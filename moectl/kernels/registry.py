@@ -1,0 +1,83 @@
+"""The runners by their backends' names, and the packages that each one imports. Needs no torch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ..errors import NoBackend, UsageError
+
+if TYPE_CHECKING:
+    from .runner import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerEntry:
+    """Where a runner is defined, and what must be installed to import it.
+
+    Attributes:
+        path: ``module:NAME`` of the `Runner`.
+        packages: what the module imports besides moectl and the standard library.
+    """
+
+    path: str
+    packages: tuple[str, ...] = ("torch",)
+
+    def load(self) -> Runner:
+        """The runner; its module is imported now."""
+        module, _, name = self.path.partition(":")
+        runner: Runner = getattr(import_module(module), name)
+        return runner
+
+
+_TRITON = ("torch", "triton")
+
+RUNNERS: dict[str, RunnerEntry] = {
+    "torch": RunnerEntry("moectl.kernels.torch_runner:RUNNER"),
+    "triton": RunnerEntry("moectl.kernels.triton.runner:RUNNER", _TRITON),
+    "triton_marlin": RunnerEntry("moectl.kernels.triton.marlin:RUNNER", _TRITON),
+    "humming": RunnerEntry("moectl.kernels.peers.humming:RUNNER", _TRITON),
+    "marlin": RunnerEntry("moectl.kernels.peers.marlin:RUNNER", _TRITON),
+    "triton_kernels": RunnerEntry("moectl.kernels.peers.triton_kernels:RUNNER", _TRITON),
+    "flashinfer_cutlass": RunnerEntry("moectl.kernels.peers.flashinfer_cutlass:RUNNER"),
+    "flashinfer_trtllm": RunnerEntry("moectl.kernels.peers.flashinfer_trtllm:RUNNER"),
+    "flashinfer_trtllm_monolithic": RunnerEntry("moectl.kernels.peers.flashinfer_trtllm:MONOLITHIC"),
+    "flashinfer_trtllm_afp8": RunnerEntry("moectl.kernels.peers.flashinfer_trtllm:FP8"),
+    "flashinfer_trtllm_afp8_monolithic": RunnerEntry("moectl.kernels.peers.flashinfer_trtllm:FP8_MONOLITHIC"),
+    "emulation": RunnerEntry("moectl.kernels.emulation:RUNNER"),
+}
+"""Every backend that runs here. Other projects' kernels are looked for when a layer is refused or run."""
+
+ANY_LAYOUT = "torch"
+"""The backend that reads every layout, on every device."""
+
+
+def runner_for(name: str) -> Runner:
+    """The runner called `name`.
+
+    Raises:
+        UsageError: there is none; it names the choices.
+        NoBackend: a package that it imports is not installed, or lacks what is imported from it.
+    """
+    if name not in RUNNERS:
+        raise UsageError(f"backend {name!r} cannot be run here; choose from {', '.join(RUNNERS)}")
+    entry = RUNNERS[name]
+    with _needing(entry.packages, name):
+        return entry.load()
+
+
+@contextmanager
+def _needing(packages: tuple[str, ...], name: str) -> Iterator[None]:
+    """NoBackend where an import fails for want of one of `packages`; any other error is a bug and stays."""
+    try:
+        yield
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in packages:
+            raise
+        raise NoBackend(
+            f"the {name} backend needs the package {package}: {error}", hint=f"pip install {package}"
+        ) from error

@@ -1,0 +1,1 @@
+"""Backends in plain torch: any layout, CPU or GPU."""

@@ -1,0 +1,1 @@
+"""One MoE layer, wherever its weights are stored."""

@@ -1,0 +1,87 @@
+"""A layer of `run` and `bench`: the policy decides once, and measured times and files are read once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invoking import moectl
+
+from moectl.checkpoint import open_checkpoint
+from moectl.convert.layout import layout_for
+from moectl.convert.planning import plan_conversion
+from moectl.convert.stream import convert
+
+ON_CPU = ("--device", "cpu")
+BENCH = ("bench", *ON_CPU, "-m", "1,3", "--repeats", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_gpt_oss: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted folder of two layers, with the tensors that were not converted."""
+    checkpoint, out = open_checkpoint(tiny_gpt_oss), tmp_path_factory.mktemp("once") / "out"
+    layout = layout_for("marlin", checkpoint.groups[0].problem.scheme.weight)
+    convert(plan_conversion(checkpoint, layout), out, threads=1)
+    return out
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the policy decided, measured times, the manifest and each safetensors header were read."""
+    counts: Counter[str] = Counter()
+
+    def counted(path: str, name: Callable[..., str]) -> None:
+        module, _, function = path.rpartition(".")
+        real = getattr(__import__(module, fromlist=[function]), function)
+
+        def call(*given: Any, **named: Any) -> Any:
+            counts[name(*given)] += 1
+            return real(*given, **named)
+
+        monkeypatch.setattr(path, call)
+
+    counted("moectl.run.machine.select", lambda *given: "decisions")
+    counted("moectl.cache.measurements.known", lambda *given: "times")
+    counted("moectl.convert.manifest.load_manifest", lambda *given: "manifest")
+    counted("moectl.convert.manifest.read_header", lambda file, size, name: f"header of {name}")
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("command", "layers", "questions"),
+    [
+        (("run", *ON_CPU), 1, 1),
+        (("run", *ON_CPU, "--backend", "torch"), 1, 1),
+        (("run", *ON_CPU, "--backend", "all"), 1, 1),
+        (("run", *ON_CPU, "--backend", "torch,emulation"), 1, 2),
+        (("run", *ON_CPU, "--backend", "torch", "--allow-fallback"), 1, 2),
+        (("run", *ON_CPU, "--layers", "all"), 2, 1),
+        (BENCH, 1, 1),
+        ((*BENCH, "--backend", "torch"), 1, 1),
+        ((*BENCH, "--backend", "torch,emulation"), 1, 2),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, tuple) else str(given),
+)
+@pytest.mark.parametrize("stored", ["checkpoint", "converted"])
+def test_everything_is_asked_once(
+    stored: str,
+    command: tuple[str, ...],
+    layers: int,
+    questions: int,
+    calls: Counter[str],
+    tiny_gpt_oss: Path,
+    folder: Path,
+) -> None:
+    """`questions`: one for each backend asked for, and one for the policy's own order."""
+    name, *options = command
+    moectl(name, folder if stored == "converted" else tiny_gpt_oss, *options, "--json")
+    assert calls.pop("decisions") == layers * questions
+    assert calls.pop("times") == layers
+    if stored == "converted":
+        assert calls.pop("manifest") == 1
+        assert len([file for file in calls if "layer" in file]) == layers
+        assert len(calls) > layers, "the router lies in a file of its own"
+    assert set(calls.values()) <= {1}, calls
