@@ -22,7 +22,7 @@ from ..files.strict_json import parse_json_object, shown
 from ..files.tensor_table import Form, TensorTable
 from ..ranges import ranges
 from .declared import declared_layers
-from .storage import Extent, format_sizes, parse_shape
+from .tensors.storage import Extent, format_sizes, parse_shape
 
 MOE_ONLY = "the catalogue lists the MoE tensors only"
 """What is true of every entry: attention, dense layers and embeddings are left out."""

@@ -23,7 +23,7 @@ from .extra_layers import extra_schemas
 from .fields import KEYS, Fields
 from .moe_layers import layer_count, moe_layers
 from .shards import CONFIG, QUANTIZATION_FILES, read_document
-from .storage import Extent, parse_shape
+from .tensors.storage import Extent, parse_shape
 
 TENSORS = "tensors.json"
 SOURCE = "source.md"

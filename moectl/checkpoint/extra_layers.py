@@ -10,7 +10,7 @@ from .declared import Declared, declared_layers
 from .fields import Fields
 from .moe_layers import layer_count
 from .shards import quantization_apart
-from .storage import Extent
+from .tensors.storage import Extent
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 from ..checkpoint.catalogue import Entry, Schema
 from ..checkpoint.fields import KEYS, LIMITS, Fields
-from ..checkpoint.fit import Fit, fit
-from ..checkpoint.found import FoundLayer
-from ..checkpoint.layers import layer_groups
 from ..checkpoint.model import LayerGroup
 from ..checkpoint.moe_layers import KIND_LISTS, layer_count, moe_layers
 from ..checkpoint.shards import quantization_apart
-from ..checkpoint.storage import Shape, Storage, find_storage, format_sizes, parse_shape
+from ..checkpoint.tensors.layer_groups import layer_groups
+from ..checkpoint.tensors.layer_index import LayerTensors
+from ..checkpoint.tensors.match_storage import StorageMatch, match_storage
+from ..checkpoint.tensors.storage import Shape, Storage, find_storage, format_sizes, parse_shape
 from ..errors import UsageError
 from ..files.safetensors_header import DTYPE_BITS
 from ..files.tensor_table import TensorInfo
@@ -178,7 +178,7 @@ def shared_stem(template: str) -> str:
     return template.rsplit(".", 2)[0] + "."
 
 
-def fit_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> Fit | None:
+def match_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> StorageMatch | None:
     """How a layer's shared experts are stored, as one expert; None where they are not listed.
 
     `infos` has the layer's tensors by template.
@@ -188,7 +188,7 @@ def fit_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> Fit | None
         return None
     stem = shared_stem(templates[0])
     leaves = {template.removeprefix(stem): infos[template] for template in templates}
-    return fit(FoundLayer(group.layers[0], "", "", stem, {0: leaves}), group.problem, 1)
+    return match_storage(LayerTensors(group.layers[0], "", "", stem, {0: leaves}), group.problem, 1)
 
 
 def _of_layers(entry: Entry, layers: tuple[int, ...]) -> Entry:
@@ -272,7 +272,7 @@ class Resized:
         for role, template in names.experts.items():
             shape = _axes(stored[role], infos[template], sizes)
             yield template, _values(shape, {**sizes, **self._sizes})
-        shared = fit_shared(group, infos)
+        shared = match_shared(group, infos)
         for template, (kind, role) in templates.items():
             if kind == "shared" and role != "gate" and shared is not None:
                 yield (
@@ -299,7 +299,7 @@ class Resized:
                 )
 
     def _shared_shape(
-        self, shared: Fit, template: str, info: TensorInfo, intermediate: int
+        self, shared: StorageMatch, template: str, info: TensorInfo, intermediate: int
     ) -> tuple[int, ...]:
         stored = shared.storage.tensors[template.removeprefix(shared_stem(template))]
         sizes = {**shared.sizes, "experts": 1}

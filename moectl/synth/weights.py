@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.model import Checkpoint, ExpertNames, LayerGroup
-from ..checkpoint.storage import PER_EXPERT
+from ..checkpoint.tensors.storage import PER_EXPERT
 from ..convert.canonical import MODEL_DTYPE
 from ..convert.codecs import codec_for
 from ..convert.safetensors_file import TORCH_DTYPES
@@ -20,7 +20,7 @@ from ..files.tensor_table import TensorInfo
 from ..problem import Dims, MoEProblem
 from ..schemes import FULL, Scheme, WeightFormat
 from ..seeds import seed_of
-from .resize import fit_shared
+from .resize import match_shared
 
 BANK_ROWS = 4096
 """Rows of each matrix kind that are drawn and quantized; every expert is made of such rows."""
@@ -257,7 +257,7 @@ def _shared_experts(checkpoint: Checkpoint, group: LayerGroup) -> _Experts | Non
     infos = {
         template: checkpoint.tensors[template.format(layer=layer)] for template in group.names.shared.values()
     }
-    fitted = fit_shared(group, infos)
+    fitted = match_shared(group, infos)
     if fitted is None or fitted.weight.bits == 16:
         return None
     templates = {role: template for role, template in group.names.shared.items() if role != "gate"}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import LayerGroup, TensorInfo, layer_groups
-from moectl.checkpoint.formats import FORMATS
-from moectl.checkpoint.storage import STORAGES, Storage, format_sizes
+from moectl.checkpoint.tensors.storage import STORAGES, Storage, format_sizes
+from moectl.checkpoint.tensors.stored_formats import FORMATS
 from moectl.errors import CheckpointError
 from moectl.ranges import ranges
 from moectl.schemes import FULL, Scheme

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ...checkpoint.formats import FORMATS, SHOWN, Format, Suffix
 from ...checkpoint.model import Checkpoint
 from ...checkpoint.quantization import zeros_less_one
 from ...checkpoint.specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
-from ...checkpoint.storage import PER_EXPERT, Storage, format_sizes, parse_shape
+from ...checkpoint.tensors.storage import PER_EXPERT, Storage, format_sizes, parse_shape
+from ...checkpoint.tensors.stored_formats import FORMATS, SHOWN, Format, Suffix
 from ...errors import UsageError
 from ...files.tensor_table import TensorInfo
 from ...portable import PORTABLE

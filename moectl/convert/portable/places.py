@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ...checkpoint.formats import GPT_OSS
 from ...checkpoint.model import LayerGroup
-from ...checkpoint.storage import format_sizes, parse_shape
+from ...checkpoint.tensors.storage import format_sizes, parse_shape
+from ...checkpoint.tensors.stored_formats import GPT_OSS
 from ...problem import MoEProblem
 from ...schemes import Scheme
 from ..canonical import halves

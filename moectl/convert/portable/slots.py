@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...checkpoint.formats import FORMATS, SHOWN, Format, Suffix
-from ...checkpoint.storage import format_sizes, parse_shape
+from ...checkpoint.tensors.storage import format_sizes, parse_shape
+from ...checkpoint.tensors.stored_formats import FORMATS, SHOWN, Format, Suffix
 from ...errors import UsageError
 from ...schemes import FULL, Scheme, WeightFormat
 from ..chain import Chain

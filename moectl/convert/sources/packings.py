@@ -1,4 +1,4 @@
-"""How numbers lie in stored tensors, for every packing of `moectl.checkpoint.formats`.
+"""How numbers lie in stored tensors, for every packing of `moectl.checkpoint.tensors.stored_formats`.
 
 A packing is a row: the moving steps of each kind of tensor, for matrices whose reduction axis is last
 unless the packing says otherwise, value steps, and what it cannot hold. Kinds are what a stored role

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ...checkpoint.storage import Storage
+from ...checkpoint.tensors.storage import Storage
 from ...problem import MoEProblem
 from ...schemes import FULL
 from ..canonical import MODEL_DTYPE, halves

@@ -1,7 +1,7 @@
 """How a checkpoint's expert tensors become canonical roles, and back: the parts of any storage.
 
-Names and shapes stand in `moectl.checkpoint.storage`, how numbers lie in `packings`; a part is derived
-from the two and from the tensor's own header.
+Names and shapes stand in `moectl.checkpoint.tensors.storage`, how numbers lie in `packings`; a part is
+derived from the two and from the tensor's own header.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ...checkpoint.model import Checkpoint, LayerGroup
 from ...checkpoint.quantization import zeros_less_one
-from ...checkpoint.storage import Shape as Axes
-from ...checkpoint.storage import Storage, Stored, find_storage, format_sizes
+from ...checkpoint.tensors.storage import Shape as Axes
+from ...checkpoint.tensors.storage import Storage, Stored, find_storage, format_sizes
 from ...errors import CheckpointError, UsageError
 from ...files.safetensors_writer import nbytes
 from ...files.tensor_table import TensorInfo, names_beginning

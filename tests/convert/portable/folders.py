@@ -11,7 +11,7 @@ from sources.stored import EXPERTS, LAYER, PREFIX, Case, Layer, make_layer
 from torch import Tensor
 
 from moectl.checkpoint.model import Checkpoint, Origin
-from moectl.checkpoint.storage import PER_EXPERT, STORAGES, Storage
+from moectl.checkpoint.tensors.storage import PER_EXPERT, STORAGES, Storage
 from moectl.convert.portable.options import PortableOptions
 from moectl.convert.portable.plan import plan_portable
 from moectl.convert.stream import convert

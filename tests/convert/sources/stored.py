@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moectl.checkpoint.formats import SHOWN
 from moectl.checkpoint.model import Checkpoint, ExpertNames, LayerGroup, Origin
-from moectl.checkpoint.storage import Shape, Storage, format_sizes
+from moectl.checkpoint.tensors.storage import Shape, Storage, format_sizes
+from moectl.checkpoint.tensors.stored_formats import SHOWN
 from moectl.convert.safetensors_file import TORCH_DTYPES
 from moectl.files.tensor_table import TensorInfo
 from moectl.problem import Activation, Dims, MoEProblem

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moectl.checkpoint.storage import PER_EXPERT, Storage
+from moectl.checkpoint.tensors.storage import PER_EXPERT, Storage
 from moectl.convert.layout import layout_named
 from moectl.convert.manifest import read_file_header
 from moectl.prepare import checkpoint_layer

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moectl.checkpoint.storage import Storage
+from moectl.checkpoint.tensors.storage import Storage
 from moectl.convert.canonical import canonical_shapes
 from moectl.convert.safetensors_file import TORCH_DTYPES
 from moectl.convert.shards import Share, shard_of, slice_unit

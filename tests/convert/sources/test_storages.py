@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moectl.checkpoint.storage import STORAGES, Storage
+from moectl.checkpoint.tensors.storage import STORAGES, Storage
 from moectl.convert.codecs import decode_role
 from moectl.convert.safetensors_file import TORCH_DTYPES
 from moectl.convert.sources import LayerMap, map_layer, read_batch, source_for

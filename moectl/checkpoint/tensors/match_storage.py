@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..errors import CheckpointError
-from ..files.strict_json import FETCH_AGAIN, shown
-from ..files.tensor_table import TensorInfo
-from ..problem import MoEProblem
-from ..schemes import FULL, Scheme, WeightFormat
-from .formats import SHOWN
-from .found import RENAME, FoundLayer
+from ...errors import CheckpointError
+from ...files.strict_json import FETCH_AGAIN, shown
+from ...files.tensor_table import TensorInfo
+from ...problem import MoEProblem
+from ...schemes import FULL, Scheme, WeightFormat
+from .layer_index import RENAME, LayerTensors
 from .storage import STORAGES, Extent, Shape, Storage, format_sizes
+from .stored_formats import SHOWN
 
 CONFIG_HINT = "Check that config.json is the one that belongs to these files."
 
@@ -23,7 +23,7 @@ Tensors = Mapping[str, TensorInfo]
 
 
 @dataclass(frozen=True)
-class Fit:
+class StorageMatch:
     """The storage of a layer's experts, its sizes, and the weight format that its scales show."""
 
     storage: Storage
@@ -39,7 +39,7 @@ class Fit:
         return Scheme(self.weight, form.static if scaled and form.static else form.act)
 
 
-def fit(layer: FoundLayer, problem: MoEProblem, experts: int) -> Fit:
+def match_storage(layer: LayerTensors, problem: MoEProblem, experts: int) -> StorageMatch:
     """The storage that a layer's tensors are, `problem` being what the config declares of it.
 
     `experts` is their number as the router or the config says, for tensors that do not show it.
@@ -53,7 +53,7 @@ def fit(layer: FoundLayer, problem: MoEProblem, experts: int) -> Fit:
         _refuse_lacking(layer, problem)
         nearest = min(named, key=lambda it: (not _as_said(it, problem), len(wrong[id(it)])))
         raise _wrong_dtype(nearest, tensors)
-    found: list[Fit] = []
+    found: list[StorageMatch] = []
     why: CheckpointError | None = None
     for storage in sorted(typed, key=lambda it: not _as_said(it, problem)):
         try:
@@ -75,7 +75,7 @@ def _typed(storage: Storage, leaf: str, tensors: Tensors) -> bool:
     return tensors[leaf].dtype in storage.tensors[leaf].dtypes
 
 
-def _named(layer: FoundLayer, problem: MoEProblem) -> list[Storage]:
+def _named(layer: LayerTensors, problem: MoEProblem) -> list[Storage]:
     """The storages whose tensors have these names; CheckpointError when there is none."""
     leaves, fused = layer.leaves, None in layer.experts
     if fused and len(layer.experts) > 1:
@@ -109,7 +109,7 @@ def _named(layer: FoundLayer, problem: MoEProblem) -> list[Storage]:
     )
 
 
-def _refuse_lacking(layer: FoundLayer, problem: MoEProblem) -> None:
+def _refuse_lacking(layer: LayerTensors, problem: MoEProblem) -> None:
     """CheckpointError when the dtypes are those of a storage that has more tensors, such as scales."""
     leaves = layer.leaves
     tensors = next(iter(layer.experts.values()))
@@ -143,7 +143,7 @@ def _wrong_dtype(storage: Storage, tensors: Tensors) -> CheckpointError:
     raise AssertionError("a storage without a wrong dtype fits")
 
 
-def _solve(storage: Storage, tensors: Tensors, said: WeightFormat, experts: int) -> Fit:
+def _solve(storage: Storage, tensors: Tensors, said: WeightFormat, experts: int) -> StorageMatch:
     """The sizes and block that all tensors' shapes agree on; CheckpointError names one that does not."""
     shapes = {leaf: _axes(storage, leaf, info) for leaf, info in tensors.items()}
     sizes = _plain_sizes(storage, tensors, shapes, experts)
@@ -157,7 +157,7 @@ def _solve(storage: Storage, tensors: Tensors, said: WeightFormat, experts: int)
                 f"other expert tensors, got {info.dtype} {list(info.shape)}.",
                 hint=FETCH_AGAIN,
             )
-    return Fit(storage, sizes, weight)
+    return StorageMatch(storage, sizes, weight)
 
 
 def _axes(storage: Storage, leaf: str, info: TensorInfo) -> Shape:

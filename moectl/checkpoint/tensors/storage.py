@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..schemes import FULL, Scheme, WeightFormat
-from .formats import FORMATS, GPT_OSS, SHOWN, Format, Suffix
+from ...schemes import FULL, Scheme, WeightFormat
+from .stored_formats import FORMATS, GPT_OSS, SHOWN, Format, Suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +261,8 @@ def find_storage(
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Names of the tensors beside the experts, relative to the module that holds them, or to the layer.
+class AuxiliaryNames:
+    """Names of auxiliary tensors, relative to the module that holds the experts, or to the layer.
 
     Attributes:
         router: names of each role of the router; ``hash`` is the table of expert ids by token id.
@@ -282,7 +282,7 @@ class Beside:
         return frozenset((*self.router_modules, *self.shared_modules, *latent))
 
 
-BESIDE = Beside(
+AUXILIARY = AuxiliaryNames(
     router={
         "weight": (
             "gate.weight",
