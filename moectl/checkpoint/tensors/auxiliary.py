@@ -33,7 +33,6 @@ def tensor_names(layer: LayerTensors, storage: Storage, correction: bool) -> Exp
         _router_names(layer, correction),
         _shared_names(layer),
         latent=_latent_names(layer),
-        arrangement=storage.arrangement,
     )
 
 

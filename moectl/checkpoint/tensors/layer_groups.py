@@ -28,7 +28,7 @@ def layer_groups(
     quantization_file: str = "",
     stated: Stated = Stated(),
 ) -> tuple[LayerGroup, ...]:
-    """The MoE layers of a checkpoint, grouped by equal problem and names, in layer order.
+    """The MoE layers of a checkpoint, grouped by equal problem, names and storage, in layer order.
 
     Args:
         config: config.json's object.
@@ -55,7 +55,8 @@ def layer_groups(
     for layer in layers:
         found = read_layer(layer, declared, stated)
         for at, group in enumerate(groups):
-            if (group.problem, group.names) == (found.problem, found.names):
+            same = (group.problem, group.names) == (found.problem, found.names)
+            if same and group.storage is found.storage:
                 groups[at] = replace(group, layers=(*group.layers, layer.index))
                 break
         else:
@@ -85,29 +86,29 @@ def read_layer(layer: LayerTensors, declared: Declared, stated: Stated = Stated(
     """
     said, sources = declared.at(layer.index, layer.modules())
     notes: list[str] = []
-    fitted = match_storage(layer, said, _router_experts(layer) or said.experts)
-    experts = _check_experts(layer, fitted.sizes["experts"], said)
-    names = tensor_names(layer, fitted.storage, _correction(layer, said))
+    match = match_storage(layer, said, _router_experts(layer) or said.experts)
+    experts = _check_experts(layer, match.sizes["experts"], said)
+    names = tensor_names(layer, match.storage, _correction(layer, said))
     router = check_router(layer, names, experts, said.top_k)
-    hidden = fitted.sizes["hidden"]
+    hidden = match.sizes["hidden"]
     model_hidden = router.shape[1] if router and "weight" in names.router else said.model_hidden
     first = next(iter(layer.experts.values()))
-    as_said = fitted.storage.name(said.storage) == said.storage
-    scheme = fitted.scheme(said.scheme, as_said and sources.get("scheme.act") != "assumed", first)
+    as_said = match.storage.name(said.storage) == said.storage
+    scheme = match.scheme(said.scheme, as_said and sources.get("scheme.act") != "assumed", first)
     found = replace(
         said,
-        dims=Dims(hidden, fitted.sizes["intermediate"]),
+        dims=Dims(hidden, match.sizes["intermediate"]),
         experts=experts,
         local_experts=experts,
         scheme=scheme,
-        storage=fitted.storage.name(said.storage),
+        storage=match.storage.name(said.storage),
         rows=said.rows if "w13" in names.experts else "concatenated",
         act_order=said.act_order if as_said else "",
-        activation=_activation(said.activation, fitted),
+        activation=_activation(said.activation, match),
         bias=_biased(said, names),
         dtype=_model_dtype(said, router, sources),
         routing=_routing(said, names, stated),
-        shared_experts=count_shared(layer, names, declared, fitted.sizes["intermediate"]),
+        shared_experts=count_shared(layer, names, declared, match.sizes["intermediate"]),
         model_hidden=model_hidden,
     )
     found = replace(found, router_dtype=router_dtype(router, found))
@@ -123,7 +124,9 @@ def read_layer(layer: LayerTensors, declared: Declared, stated: Stated = Stated(
         notes.append(f"the config says {said.storage} storage, the headers say {found.storage}")
     if router is None:
         notes.append(NO_ROUTER)
-    return LayerGroup((layer.index,), found, names, sources, tuple(notes), shared_dtype(layer, names))
+    return LayerGroup(
+        (layer.index,), found, names, sources, tuple(notes), shared_dtype(layer, names), match.storage
+    )
 
 
 def _router_experts(layer: LayerTensors) -> int | None:
@@ -174,8 +177,8 @@ def _check_experts(layer: LayerTensors, fused: int, said: MoEProblem) -> int:
     return len(present)
 
 
-def _activation(said: Activation, fitted: StorageMatch) -> Activation:
-    return replace(said, gated=fitted.storage.gated)
+def _activation(said: Activation, match: StorageMatch) -> Activation:
+    return replace(said, gated=match.storage.gated)
 
 
 def _biased(said: MoEProblem, names: ExpertNames) -> bool:

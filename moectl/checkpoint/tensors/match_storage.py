@@ -11,7 +11,8 @@ from ...files.tensor_table import TensorInfo
 from ...problem import MoEProblem
 from ...schemes import FULL, Scheme, WeightFormat
 from .layer_index import RENAME, LayerTensors
-from .storage import STORAGES, Extent, Shape, Storage, format_sizes
+from .shapes import AxisSize, SymbolicShape, shape_at
+from .storage import STORAGES, Storage, format_sizes
 from .stored_formats import SHOWN
 
 CONFIG_HINT = "Check that config.json is the one that belongs to these files."
@@ -147,10 +148,10 @@ def _solve(storage: Storage, tensors: Tensors, said: WeightFormat, experts: int)
     """The sizes and block that all tensors' shapes agree on; CheckpointError names one that does not."""
     shapes = {leaf: _axes(storage, leaf, info) for leaf, info in tensors.items()}
     sizes = _plain_sizes(storage, tensors, shapes, experts)
-    weight = _fit_block(storage, tensors, shapes, sizes, said)
+    weight = _block_shown(storage, tensors, shapes, sizes, said)
     sizes |= format_sizes(Scheme(weight))
     for leaf, info in tensors.items():
-        wanted = tuple(axis.value(sizes) for axis in shapes[leaf])
+        wanted = shape_at(shapes[leaf], sizes)
         if info.shape != wanted:
             raise CheckpointError(
                 f"{info.file}: tensor {shown(info.name)} must be {info.dtype} {list(wanted)} beside the "
@@ -160,7 +161,7 @@ def _solve(storage: Storage, tensors: Tensors, said: WeightFormat, experts: int)
     return StorageMatch(storage, sizes, weight)
 
 
-def _axes(storage: Storage, leaf: str, info: TensorInfo) -> Shape:
+def _axes(storage: Storage, leaf: str, info: TensorInfo) -> SymbolicShape:
     """The axes that a tensor's shape is to be read by; of several of one length, those whose numbers fit."""
     stored = storage.tensors[leaf]
     same = [shape for shape in (stored.shape, *stored.others) if len(shape) == len(info.shape)]
@@ -179,7 +180,7 @@ def _axes(storage: Storage, leaf: str, info: TensorInfo) -> Shape:
 
 
 def _plain_sizes(
-    storage: Storage, tensors: Tensors, shapes: Mapping[str, Shape], experts: int
+    storage: Storage, tensors: Tensors, shapes: Mapping[str, SymbolicShape], experts: int
 ) -> dict[str, int]:
     """Sizes that stand in a shape as they are, or times a number."""
     sizes: dict[str, int] = {}
@@ -202,10 +203,10 @@ def _plain_sizes(
     return sizes
 
 
-def _fit_block(
+def _block_shown(
     storage: Storage,
     tensors: Tensors,
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, SymbolicShape],
     sizes: Mapping[str, int],
     said: WeightFormat,
 ) -> WeightFormat:
@@ -237,7 +238,7 @@ def _fit_block(
     return replace(weight, block=(sides["rows"], sides["group"]), zero_point=zeros)
 
 
-def _side(axis: Extent, sizes: Mapping[str, int], scales: int, said: int) -> int:
+def _side(axis: AxisSize, sizes: Mapping[str, int], scales: int, said: int) -> int:
     """How many weights along an axis share each of so many scales."""
     times = axis.times if isinstance(axis.times, int) else sizes[axis.times]
     length = sizes[axis.symbol] * times

@@ -1,80 +1,43 @@
-"""How expert tensors are named and shaped: formats, arrangements, and every storage of the two together.
+"""How experts' tensors are named and shaped: arrangements, and every storage: a format in an arrangement.
 
 A format says which tensors a matrix ``[n, k]`` has; an arrangement how a layer's matrices are spelled and
-laid out. The next of either is a new row; nothing else asks for a tensor's name or shape.
+which axes their tensors have. Either is a row of a table; nothing else knows a tensor's name or shape.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...schemes import FULL, Scheme, WeightFormat
-from .stored_formats import FORMATS, GPT_OSS, SHOWN, Format, Suffix
+from ...schemes import MXFP4, Scheme, WeightFormat
+from .shapes import AxisSize, SymbolicShape, parse_shape, shape_at
+from .stored_formats import E8M0, FLOATS, FORMATS, StoredFormat, Suffix
+
+PER_EXPERT = "per_expert"
+
+HEADER_DTYPES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+"""`MoEProblem.router_dtype` by a tensor's dtype; the first two may be the model's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """One axis of a shape: ``times * symbol / per``, rounded up; a plain number has no symbol."""
-
-    symbol: str
-    times: int | str = 1
-    per: int | str = 1
-
-    def __str__(self) -> str:
-        """As `parse_shape` reads it."""
-        if not self.symbol:
-            return str(self.times)
-        times = f"{self.times}*" if self.times != 1 else ""
-        return f"{times}{self.symbol}{f'/{self.per}' if self.per != 1 else ''}"
-
-    def value(self, sizes: Mapping[str, int]) -> int:
-        """The axis's size, where `sizes` gives every symbol. KeyError for an unknown one."""
-        times = sizes[self.times] if isinstance(self.times, str) else self.times
-        if not self.symbol:
-            return times
-        per = sizes[self.per] if isinstance(self.per, str) else self.per
-        if per == FULL:
-            return 1
-        return -(-sizes[self.symbol] * times // per)
-
-
-Shape = tuple[Extent, ...]
-
-_EXTENT = re.compile(r"(?:(?P<times>\w+)\*)?(?P<symbol>[a-z_]+)(?:/(?P<per>\w+))?|(?P<number>\d+)")
-
-
-def parse_shape(text: str) -> Shape:
-    """The axes that a shape such as ``"experts 2*intermediate hidden/32 16"`` spells.
-
-    Raises ValueError when an axis is not ``[N or symbol*]symbol[/N or /symbol]`` or a number.
-    """
-    axes = []
-    for word in text.split():
-        match = _EXTENT.fullmatch(word)
-        if match is None:
-            raise ValueError(f"{word!r} is no axis of a shape: expected [N*]symbol[/N], or a number")
-        if match["number"]:
-            axes.append(Extent("", int(match["number"])))
-        else:
-            axes.append(Extent(match["symbol"], _number(match["times"]), _number(match["per"])))
-    return tuple(axes)
-
-
-def _number(text: str | None) -> int | str:
-    return int(text or 1) if not text or text.isdigit() else text
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One expert tensor: its role, the dtypes it may have, its shape and others that it may have instead."""
 
     role: str
     dtypes: tuple[str, ...]
-    shape: Shape
+    shape: SymbolicShape
     required: bool = True
-    others: tuple[Shape, ...] = ()
+    others: tuple[SymbolicShape, ...] = ()
+
+    def shape_of(self, size: tuple[int, ...], sizes: Mapping[str, int]) -> SymbolicShape:
+        """The axes of a tensor with the shape `size`, of those that it may have; the usual ones if it can.
+
+        `sizes` gives every symbol. LookupError when no shape that it may have is `size`.
+        """
+        for shape in (self.shape, *self.others):
+            if shape_at(shape, sizes) == size:
+                return shape
+        raise LookupError(f"{self.role} has no shape {list(size)}")
 
 
 @dataclass(frozen=True)
@@ -83,20 +46,18 @@ class Storage:
 
     Attributes:
         format: how each matrix is stored.
-        arrangement: ``per_expert``; ``fused`` with all experts in one tensor, rows first;
-            ``fused_transposed``; ``fused_apart`` with gate and up in tensors of their own;
-            ``fused_blocks`` (gpt-oss); ``flat`` with experts and rows in one axis.
-        tensors: from a tensor's name after its expert, or after the module of all, to what it is.
+        arrangement: how the matrices are spelled, and which axes their tensors have.
+        tensors: by name after the expert's number, or after the module of all experts.
     """
 
-    format: Format
-    arrangement: str
-    tensors: Mapping[str, Stored]
+    format: StoredFormat
+    arrangement: Arrangement
+    tensors: Mapping[str, StoredTensor]
 
     @property
     def fused(self) -> bool:
         """True when one tensor holds all experts."""
-        return self.arrangement != PER_EXPERT
+        return self.arrangement.fused
 
     @property
     def weight(self) -> WeightFormat:
@@ -111,6 +72,13 @@ class Storage:
         """True when experts have a gate beside the matrix that it multiplies."""
         return any(stored.role in ("w13", "w3") for stored in self.tensors.values())
 
+    def of_role(self, role: str) -> StoredTensor:
+        """The tensor of a stored role; LookupError when there is none."""
+        for stored in self.tensors.values():
+            if stored.role == role:
+                return stored
+        raise LookupError(f"{self.arrangement.name} {self.weight} experts have no {role}")
+
     def missing(self, leaves: frozenset[str]) -> list[str]:
         """Required tensors that `leaves` lacks."""
         return sorted(leaf for leaf, it in self.tensors.items() if it.required and leaf not in leaves)
@@ -120,89 +88,114 @@ class Storage:
         return sorted(leaves - self.tensors.keys())
 
 
-PER_EXPERT = "per_expert"
-
-HEADER_DTYPES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-"""`MoEProblem.router_dtype` by a tensor's dtype; the first two may be the model's."""
-
-_N = {"w1": "intermediate", "w3": "intermediate", "w13": "2*intermediate", "w2": "hidden"}
-_K = {"w1": "hidden", "w3": "hidden", "w13": "hidden", "w2": "intermediate"}
+_GATE_UP = AxisSize("intermediate", 2)
+_INTERMEDIATE, _HIDDEN = AxisSize("intermediate"), AxisSize("hidden")
+_MATRIX: Mapping[str, Mapping[str, AxisSize]] = {
+    "w1": {"n": _INTERMEDIATE, "k": _HIDDEN},
+    "w3": {"n": _INTERMEDIATE, "k": _HIDDEN},
+    "w13": {"n": _GATE_UP, "k": _HIDDEN},
+    "w2": {"n": _HIDDEN, "k": _INTERMEDIATE},
+}
+"""Rows and columns of each matrix."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a layer's matrices are spelled and laid out.
+    """How a layer's matrices are spelled, and which axes their tensors have.
 
     Attributes:
-        name: as `Storage.arrangement`.
+        name: ``per_expert``; ``fused`` with all experts in one tensor, rows first; ``fused_transposed``;
+            ``fused_apart`` with gate and up in tensors of their own; ``fused_blocks`` (gpt-oss); ``flat``
+            with experts and rows in one axis (DBRX).
         matrices: the name of each role's matrix.
-        joint: what stands between a matrix's name and the suffix: ``.`` or ``_``; with ``_`` the
-            weight itself has no suffix.
+        separator: between a matrix's name and the suffix: ``.`` or ``_``; with ``_`` the weight itself
+            has no suffix.
         short: suffixes lose their ``weight_``.
         outer: axes before those of one expert's matrix.
         transposed: axes of the matrix in reverse order.
-        only: formats that are stored so; empty for all.
     """
 
     name: str
     matrices: Mapping[str, str]
-    joint: str = "."
+    separator: str = "."
     short: bool = False
-    outer: str = ""
+    outer: SymbolicShape = ()
     transposed: bool = False
-    only: tuple[str, ...] = ()
+
+    @property
+    def fused(self) -> bool:
+        """True when one tensor holds all experts."""
+        return self.name != PER_EXPERT
 
     def leaf(self, matrix: str, suffix: str) -> str:
         """The tensor's name after its expert, or after the module of all experts."""
-        if self.joint == "_" and suffix == "weight":
+        if self.separator == "_" and suffix == "weight":
             return matrix
-        return matrix + self.joint + (suffix.removeprefix("weight_") if self.short else suffix)
+        return matrix + self.separator + (suffix.removeprefix("weight_") if self.short else suffix)
 
-    def shape(self, role: str, text: str) -> str:
-        """The shape that a suffix's `text` is in this arrangement."""
-        axes = text.format(n=_N[role], k=_K[role]).split()
-        return " ".join((self.outer, *(reversed(axes) if self.transposed else axes))).strip()
+    def shape(self, role: str, suffix: SymbolicShape) -> SymbolicShape:
+        """The shape of a suffix of the matrix `role` in this arrangement."""
+        axes = [_of_matrix(role, axis) for axis in suffix]
+        return (*self.outer, *(reversed(axes) if self.transposed else axes))
 
-    def stored(self, role: str, suffix: Suffix) -> Stored:
+    def stored(self, role: str, suffix: Suffix) -> StoredTensor:
         """What one suffix of one matrix is."""
-        shapes = [self.shape(role, text) for text in suffix.shapes]
+        shapes = [self.shape(role, shape) for shape in suffix.shapes]
         if self.outer and suffix.scalar:
-            shapes += ["", "1", "experts 1", "experts 1 1"] + (["experts 2"] if role == "w13" else [])
+            shapes += map(parse_shape, ("", "1", "experts 1", "experts 1 1"))
+            shapes += [parse_shape("experts 2")] if role == "w13" else []
         first, *others = dict.fromkeys(shapes)
-        parsed = tuple(map(parse_shape, others))
-        return Stored(role + suffix.role, suffix.dtypes, parse_shape(first), suffix.required, parsed)
+        return StoredTensor(role + suffix.role, suffix.dtypes, first, suffix.required, tuple(others))
 
-    def of(self, form: Format) -> Storage:
+    def of(self, form: StoredFormat) -> Storage:
         """The storage of `form` in this arrangement."""
         tensors = {
             self.leaf(spelled, name): self.stored(role, suffix)
             for role, spelled in self.matrices.items()
             for name, suffix in form.suffixes.items()
         }
-        return Storage(form, self.name, tensors)
+        return Storage(form, self, tensors)
 
 
-_PROJ = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+def _of_matrix(role: str, axis: AxisSize) -> AxisSize:
+    """An axis of a suffix's shape with the rows or columns of a matrix for ``n`` or ``k``."""
+    if axis.symbol not in ("n", "k"):
+        return axis
+    side = _MATRIX[role][axis.symbol]
+    return AxisSize(side.symbol, side.times, axis.per)
+
+
+_GATE_AND_UP = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _UNGATED = {"w1": "up_proj", "w2": "down_proj"}
 _TOGETHER = {"w13": "gate_up_proj", "w2": "down_proj"}
+_EXPERTS = parse_shape("experts")
+
+PROJECTIONS = Arrangement(PER_EXPERT, _GATE_AND_UP)
+"""Each gated expert's own matrices, as most models name them."""
+
+UNGATED_PROJECTIONS = Arrangement(PER_EXPERT, _UNGATED)
+"""The same of experts without a gate."""
+
+FUSED_TRANSPOSED = Arrangement("fused_transposed", _TOGETHER, "_", outer=_EXPERTS, transposed=True)
+"""All experts in one tensor, as gpt-oss stores them in BF16."""
 
 ARRANGEMENTS: tuple[Arrangement, ...] = (
-    Arrangement(PER_EXPERT, _PROJ),
+    PROJECTIONS,
     Arrangement(PER_EXPERT, {"w1": "w1", "w3": "w3", "w2": "w2"}),
-    Arrangement(PER_EXPERT, _UNGATED),
+    UNGATED_PROJECTIONS,
     Arrangement(PER_EXPERT, _TOGETHER),
-    Arrangement("fused", _TOGETHER, "_", outer="experts"),
-    Arrangement("fused", _TOGETHER, "_", short=True, outer="experts"),
-    Arrangement("fused", _TOGETHER, outer="experts"),
-    Arrangement("fused", {"w13": "input_linear", "w2": "output_linear"}, outer="experts"),
-    Arrangement("fused_transposed", _TOGETHER, "_", outer="experts", transposed=True),
-    Arrangement("fused_transposed", _TOGETHER, "_", short=True, outer="experts", transposed=True),
-    Arrangement("fused_apart", _PROJ, outer="experts"),
-    Arrangement("fused_apart", _PROJ, "_", outer="experts"),
-    Arrangement("fused_apart", _UNGATED, outer="experts"),
-    Arrangement("fused_apart", _UNGATED, "_", outer="experts"),
+    Arrangement("fused", _TOGETHER, "_", outer=_EXPERTS),
+    Arrangement("fused", _TOGETHER, "_", short=True, outer=_EXPERTS),
+    Arrangement("fused", _TOGETHER, outer=_EXPERTS),
+    Arrangement("fused", {"w13": "input_linear", "w2": "output_linear"}, outer=_EXPERTS),
+    FUSED_TRANSPOSED,
+    Arrangement("fused_transposed", _TOGETHER, "_", short=True, outer=_EXPERTS, transposed=True),
+    Arrangement("fused_apart", _GATE_AND_UP, outer=_EXPERTS),
+    Arrangement("fused_apart", _GATE_AND_UP, "_", outer=_EXPERTS),
+    Arrangement("fused_apart", _UNGATED, outer=_EXPERTS),
+    Arrangement("fused_apart", _UNGATED, "_", outer=_EXPERTS),
 )
-"""Every arrangement but gpt-oss' and DBRX's, which have shapes of their own."""
+"""Every arrangement but gpt-oss' and DBRX's, whose tensors are listed one by one."""
 
 SPELLED: Mapping[str, str] = {
     name: role for it in reversed(ARRANGEMENTS) for role, name in it.matrices.items()
@@ -210,54 +203,43 @@ SPELLED: Mapping[str, str] = {
 """The role of a matrix by its name, whatever the arrangement; `up_proj` is the gated experts' one."""
 
 
-def _storages() -> Iterator[Storage]:
-    blocks = {
-        leaf: Stored(stored[0], stored[1], parse_shape(stored[2])) for leaf, stored in GPT_OSS.tensors.items()
+def _listed(
+    form: StoredFormat, arrangement: Arrangement, tensors: Mapping[str, tuple[str, tuple[str, ...], str]]
+) -> Storage:
+    """The storage whose `tensors` are (role, dtypes, shape) by name."""
+    stored = {
+        leaf: StoredTensor(role, dtypes, parse_shape(text)) for leaf, (role, dtypes, text) in tensors.items()
     }
-    yield Storage(GPT_OSS.format, "fused_blocks", blocks)
-    flat = parse_shape("experts*intermediate hidden")
-    plain = next(form for form in FORMATS if form.weight.name == "bf16")
-    names = {"w1": "mlp.w1", "w3": "mlp.v1", "w2": "mlp.w2"}
-    dtypes = plain.suffixes["weight"].dtypes
-    yield Storage(plain, "flat", {name: Stored(role, dtypes, flat) for role, name in names.items()})
-    for form in FORMATS:
-        for arrangement in ARRANGEMENTS:
-            yield arrangement.of(form)
+    return Storage(form, arrangement, stored)
 
 
-STORAGES: tuple[Storage, ...] = tuple(_storages())
-"""Every storage whose tensors are understood; of several that fit, the first, unless the config says."""
+GPT_OSS = _listed(
+    StoredFormat(("gpt_oss",), MXFP4, {}),
+    Arrangement("fused_blocks", _TOGETHER, "_", short=True, outer=_EXPERTS),
+    {
+        "gate_up_proj_blocks": ("w13", ("U8",), "experts 2*intermediate hidden/32 16"),
+        "gate_up_proj_scales": ("w13_scale", E8M0, "experts 2*intermediate hidden/32"),
+        "gate_up_proj_bias": ("w13_bias", FLOATS, "experts 2*intermediate"),
+        "down_proj_blocks": ("w2", ("U8",), "experts hidden intermediate/32 16"),
+        "down_proj_scales": ("w2_scale", E8M0, "experts hidden intermediate/32"),
+        "down_proj_bias": ("w2_bias", FLOATS, "experts hidden"),
+    },
+)
+"""gpt-oss' blocks of 32 weights, all experts in one tensor."""
 
+_FLAT = "experts*intermediate hidden"
+_DBRX = _listed(
+    next(form for form in FORMATS if form.weight.name == "bf16"),
+    Arrangement("flat", {"w1": "mlp.w1", "w3": "mlp.v1", "w2": "mlp.w2"}),
+    {name: (role, FLOATS, _FLAT) for name, role in (("mlp.w1", "w1"), ("mlp.v1", "w3"), ("mlp.w2", "w2"))},
+)
 
-def find_storage(
-    declared: str,
-    arrangement: str,
-    templates: Mapping[str, str],
-    dtypes: Mapping[str, str],
-    weight: WeightFormat,
-) -> Storage | None:
-    """The storage of experts whose tensors are named by `templates` and have `dtypes`, both by role.
-
-    A role without a dtype may have any. `declared` is `MoEProblem.storage`, `weight` the format that
-    their scales show. None when no storage has them all.
-    """
-
-    def has(storage: Storage, role: str) -> bool:
-        for leaf, stored in storage.tensors.items():
-            if stored.role == role and templates[role].endswith("." + leaf):
-                return dtypes.get(role) in (None, *stored.dtypes)
-        return False
-
-    def as_shown(storage: Storage) -> bool:
-        own = storage.weight
-        sides = zip(own.block, weight.block, strict=True)
-        return (own.name, own.bits) == (weight.name, weight.bits) and all(a in (b, SHOWN) for a, b in sides)
-
-    for storage in STORAGES:
-        said = storage.arrangement == arrangement and declared in storage.format.storages
-        if said and as_shown(storage) and all(has(storage, role) for role in templates):
-            return storage
-    return None
+STORAGES: tuple[Storage, ...] = (
+    GPT_OSS,
+    _DBRX,
+    *(arrangement.of(form) for form in FORMATS for arrangement in ARRANGEMENTS),
+)
+"""Every storage whose tensors are understood; of several that match, the first, unless the config says."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from .test_storages import READABLE, storage_id
 ONE_EACH: dict[object, Storage] = {
     (it.format.packing, it.weight): it
     for it in reversed(READABLE)
-    if it.arrangement in (PER_EXPERT, "fused_blocks")
+    if it.arrangement.name in (PER_EXPERT, "fused_blocks")
 }
 
 
