@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .convert.batches import spans
 from .convert.canonical import CONCATENATED, INTERLEAVED, canonical_shapes, halves, row_order
 from .convert.codecs import decode_role
 from .convert.layout import layout_named
@@ -113,21 +114,18 @@ class ExpertLayer:
             for name, (dtype, shape) in stored.items()
         }
         facts: Facts = {}
-        for ids in self._batches() if recipe.facts else ():
-            facts = recipe.look(self.canonical(ids), facts)
-        for ids in self._batches():
-            batch = {role: t.to(device) for role, t in self.canonical(ids).items()}
+        experts = self.problem.local_experts
+        batches = spans(experts, max(1, BATCH_BYTES // max(1, self.problem.expert_bytes())))
+        for first, last in batches if recipe.facts else ():
+            facts = recipe.look(self.canonical(range(first, last)), facts)
+        for first, last in batches:
+            batch = {role: t.to(device) for role, t in self.canonical(range(first, last)).items()}
             for name, output in recipe.outputs.items():
                 if not output.per_layer:
-                    output.apply(batch, facts, out[name][ids.start : ids.stop])
-                elif ids.start == 0:
+                    output.apply(batch, facts, out[name][first:last])
+                elif first == 0:
                     output.apply(batch, facts, out[name])
         return out
-
-    def _batches(self) -> Iterator[range]:
-        experts = self.problem.local_experts
-        step = max(1, BATCH_BYTES // max(1, self.problem.expert_bytes()))
-        return (range(first, min(experts, first + step)) for first in range(0, experts, step))
 
     def _dense(self, weights: Mapping[str, Tensor], recipe: Recipe) -> Callable[[Ids], DenseExperts]:
         """Decoded experts: from `weights` themselves where nothing was lost on the way to them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .checkpoint.model import Checkpoint, LayerGroup
 from .checkpoint.opening import rank_folder
-from .convert.batches import FolderReader, as_bytes, as_tensor
+from .convert.batches import FolderReader, as_bytes, as_tensor, spans
 from .convert.canonical import byte_scales
 from .convert.codecs import check_scales
 from .convert.manifest import (
@@ -22,7 +22,7 @@ from .convert.manifest import (
 from .convert.manifest_record import group_recipe, group_share, unpadded
 from .convert.ranks import ranks_in
 from .convert.recipe import Output, Recipe
-from .convert.sources import LayerMap, map_layer, read_batch, source_for
+from .convert.sources import ExpertBatches, map_layer
 from .errors import CheckpointError, NoBackend, Unavailable, UsageError
 from .experts import ExpertLayer, Ids
 from .files.safetensors_writer import nbytes
@@ -31,8 +31,8 @@ from .kernels.prepared import CANONICAL, PreparedMoE, Router
 from .kernels.registry import ANY_LAYOUT, RUNNERS, runner_for
 from .torch_dtypes import TORCH_DTYPES
 
-SCALES_AT_ONCE = 16 << 20
-"""Stored bytes of scales that are looked at together."""
+RESTORED_SCALES = 16 << 20
+"""Canonical bytes of scales that are restored at once from a converted folder, to be checked."""
 
 ROUTED = frozenset(("weight", "bias", "correction_bias", "expert_scale", "hash", "input_scale"))
 """Tensors of a router that can be computed: of its logits, and what `kernels.routing.route` takes beside."""
@@ -59,11 +59,12 @@ def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> Expert
             f"the weights of {origin.name} are not on this machine",
             hint="download the checkpoint and give its folder",
         )
-    mapped = map_layer(source_for(checkpoint, group), checkpoint, group, number)
+    mapped = map_layer(checkpoint, group, number)
+    batches = ExpertBatches(mapped)
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         with FolderReader(folder) as reader:
-            return read_experts(reader, mapped, ids, byte_scales(group.problem))
+            return read_experts(reader, batches, ids, byte_scales(group.problem))
 
     def stored(device: torch.device) -> dict[str, Tensor]:
         return {role: t.to(device) for role, t in canonical(range(group.problem.local_experts)).items()}
@@ -89,7 +90,7 @@ def _group_of(checkpoint: Checkpoint, layer: int | None) -> tuple[LayerGroup, in
 
 
 def read_experts(
-    reader: FolderReader, mapped: LayerMap, experts: Ids, meaning: str = "E8M0"
+    reader: FolderReader, batches: ExpertBatches, experts: Ids, meaning: str = "E8M0"
 ) -> dict[str, Tensor]:
     """The canonical tensors ``[len(experts), ...]`` of a layer, read from a checkpoint's files.
 
@@ -100,27 +101,11 @@ def read_experts(
     def read(info: TensorInfo, at: int, view: memoryview) -> None:
         reader.read(info.file, view, info.start + at)
 
-    ids = list(map(int, experts))
-    batch = {
-        role: torch.empty((len(ids), *shape[1:]), dtype=TORCH_DTYPES[dtype])
-        for role, (dtype, shape) in mapped.shapes.items()
-    }
-    for first, last in _runs(ids):
-        at = {role: t[first:last] for role, t in batch.items()}
-        read_batch(mapped, ids[first], ids[last - 1] + 1, read, at)
+    batch = batches.canonical(experts, read)
     for role, t in batch.items():
         if role.endswith("_scale"):
             check_scales(t, meaning)
     return batch
-
-
-def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
-    """Places of `ids` cut where an id does not follow the one before."""
-    first = 0
-    for i in range(1, len(ids) + 1):
-        if i == len(ids) or ids[i] != ids[i - 1] + 1:
-            yield first, i
-            first = i
 
 
 def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Router | None:
@@ -213,10 +198,9 @@ def _check_scales(experts: int, manifest: Manifest, recipe: Recipe, places: Mapp
     with FolderReader(manifest.folder) as reader:
         for role, (dtype, shape) in scales.shapes.items():
             size = manifest.problem.expert_bytes() * experts if whole else nbytes(dtype, shape)
-            step = max(1, SCALES_AT_ONCE * experts // size)
-            for first in range(0, experts, step):
-                ids = range(first, min(experts, first + step))
-                found = _restored(reader, recipe if whole else scales, places, ids)
+            step = max(1, RESTORED_SCALES * experts // size)
+            for first, last in spans(experts, step):
+                found = _restored(reader, recipe if whole else scales, places, range(first, last))
                 check_scales(found[role], byte_scales(manifest.problem))
 
 

@@ -2,9 +2,9 @@
 
 from ..files.safetensors_header import read_header
 from ..files.tensor_table import TensorInfo
-from .layers import layer_groups
 from .model import Checkpoint, ExpertNames, LayerGroup, Origin
 from .opening import open_checkpoint
+from .tensors.layer_groups import layer_groups
 
 __all__ = [
     "Checkpoint",

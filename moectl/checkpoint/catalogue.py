@@ -22,7 +22,8 @@ from ..files.strict_json import parse_json_object, shown
 from ..files.tensor_table import TensorTable, TensorType
 from ..ranges import ranges
 from .declared import declared_layers
-from .storage import Extent, format_sizes, parse_shape
+from .tensors.shapes import AxisSize, parse_shape
+from .tensors.storage import format_sizes
 
 MOE_ONLY = "the catalogue lists the MoE tensors only"
 """What is true of every entry: attention, dense layers and embeddings are left out."""
@@ -46,7 +47,7 @@ class Schema:
 
     name: str
     dtype: str
-    shape: tuple[Extent, ...]
+    shape: tuple[AxisSize, ...]
     layers: tuple[int, ...] | None = None
 
     def names(self, layer: int, experts: int) -> Iterator[str]:

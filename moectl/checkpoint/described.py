@@ -23,7 +23,7 @@ from .extra_layers import extra_schemas
 from .fields import KEYS, Fields
 from .moe_layers import layer_count, moe_layers
 from .shards import CONFIG, QUANTIZATION_FILES, read_document
-from .storage import Extent, parse_shape
+from .tensors.shapes import AxisSize, parse_shape
 
 TENSORS = "tensors.json"
 SOURCE = "source.md"
@@ -189,7 +189,7 @@ class _Described:
         self._complete_hashed()
 
     def _add(self, row: _Row, layers: tuple[int, ...] | None) -> None:
-        shape = tuple(Extent("", size) for size in row.shape)
+        shape = tuple(AxisSize("", size) for size in row.shape)
         self.schemas.append(Schema(row.name, row.dtype, shape, layers))
 
     def _complete_other_layers(self, others: set[int | None]) -> None:
@@ -232,8 +232,8 @@ class _Described:
             self.notes.append(f"{names} are derived from the config")
 
 
-def _numbers(*sizes: int) -> tuple[Extent, ...]:
-    return tuple(Extent("", size) for size in sizes)
+def _numbers(*sizes: int) -> tuple[AxisSize, ...]:
+    return tuple(AxisSize("", size) for size in sizes)
 
 
 def _is_expert(row: _Row) -> bool:

@@ -10,7 +10,7 @@ from .declared import Declared, declared_layers
 from .fields import Fields
 from .moe_layers import layer_count
 from .shards import quantization_apart
-from .storage import Extent
+from .tensors.shapes import AxisSize
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _single(rows: list[Schema], rule: _Rule) -> list[Schema]:
             continue
         rows_of, columns = (axis.value({}) for axis in row.shape[1:])
         halves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
-        shape = (Extent("", rows_of // len(halves)), Extent("", columns))
+        shape = (AxisSize("", rows_of // len(halves)), AxisSize("", columns))
         found += [
             replace(row, name=f"{head}experts.{{expert}}.{half}.weight", shape=shape) for half in halves
         ]
@@ -117,7 +117,7 @@ def _as_declared(rows: list[Schema], declared: Declared, layer: int, fields: Fie
             found.append(row)
             continue
         shape = tuple(
-            Extent("", axis.value({}) * factor) for axis, factor in zip(row.shape, factors, strict=True)
+            AxisSize("", axis.value({}) * factor) for axis, factor in zip(row.shape, factors, strict=True)
         )
         found.append(replace(row, dtype="BF16", shape=shape))
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..files.tensor_table import TensorInfo
 from ..problem import MoEProblem
+from .tensors.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +40,21 @@ class ExpertNames:
     id), ``expert_scale``, ``input_scale``; ``packed`` stands for the weight of a quantized router.
     `shared` has the shared experts' matrices likewise and their ``gate``; `latent` the projections
     ``in`` and ``out`` of experts with a hidden size of their own, and the ``norm`` between.
-    `arrangement` is how the experts' matrices are laid out, as `Storage.arrangement`; ``""`` when no
-    tensor was seen.
     """
 
     experts: Mapping[str, str]
     router: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     latent: Mapping[str, str] = field(default_factory=dict)
-    arrangement: str = ""
 
 
 @dataclass(frozen=True)
 class LayerGroup:
     """Layers whose MoE is the same problem. `sources` says where each field of it comes from:
     ``config:KEY``, ``config:no KEY``, ``header:TENSOR``, ``family:NAME`` (a rule of the architecture),
-    ``asked`` (an option of the command line) or ``assumed``. `shared_dtype` is the safetensors dtype of
-    the shared experts' weights, which may be stored unlike the routed ones.
+    ``asked`` (an option of the command line) or ``assumed``. `storage` is how the experts' tensors are
+    stored, None when only a config was read. `shared_dtype` is the safetensors dtype of the shared experts'
+    weights, which may be stored unlike the routed ones.
     """
 
     layers: tuple[int, ...]
@@ -64,12 +63,14 @@ class LayerGroup:
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
     shared_dtype: str = ""
+    storage: Storage | None = None
 
     @property
     def details(self) -> dict[str, str]:
         """What only tensors tell: ``arrangement`` of the experts and ``shared_dtype``, where known."""
-        found = {"arrangement": self.names.arrangement, "shared_dtype": self.shared_dtype}
-        return {name: value for name, value in found.items() if value}
+        arrangement = self.storage.arrangement.name if self.storage else ""
+        details = {"arrangement": arrangement, "shared_dtype": self.shared_dtype}
+        return {name: value for name, value in details.items() if value}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from ..errors import CheckpointError, MoectlError, Unavailable
 from ..files.strict_json import shown
 from ..files.tensor_table import TensorInfo
 from .catalogue import Entry, find_entry, near_names, suggestion
-from .layers import layer_groups
 from .model import Checkpoint, Origin
 from .shards import (
     CONFIG,
@@ -27,6 +26,7 @@ from .shards import (
     weight_files,
 )
 from .stated import Stated
+from .tensors.layer_groups import layer_groups
 
 MANIFEST = "moectl.json"
 """The file that marks a converted folder."""

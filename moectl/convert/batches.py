@@ -73,8 +73,9 @@ def as_tensor(buffer: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's bytes, nothing copied."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    """A CPU tensor's own bytes, to be read or filled; RuntimeError for one that is not contiguous."""
+    view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return view
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import psutil
 from ..errors import UsageError
 from .layout import BLOCK_BYTES
 from .pipeline import SLOTS
-from .sources import LayerMap, carved_bytes
+from .sources import LayerMapping, buffer_bytes
 from .values import Shapes
 from .writer import Writer
 
@@ -30,7 +30,7 @@ def default_memory() -> int:
     return int(psutil.virtual_memory().total) // 4
 
 
-def plan_batch(mapped: LayerMap, writer: Writer, slices: Shapes, memory: int) -> tuple[int, int]:
+def plan_batch(mapped: LayerMapping, writer: Writer, slices: Shapes, memory: int) -> tuple[int, int]:
     """Experts that are converted at once, and the bytes that this takes beside the buffers.
 
     `slices` are cut of a batch. Raises UsageError when one expert does not fit `memory`.
@@ -53,17 +53,17 @@ def plan_batch(mapped: LayerMap, writer: Writer, slices: Shapes, memory: int) ->
     return batch, working_memory(mapped, writer, batch, slices)
 
 
-def slot_buffers(mapped: LayerMap, writer: Writer, batch: int) -> tuple[int, int, int]:
+def slot_buffers(mapped: LayerMapping, writer: Writer, batch: int) -> tuple[int, int, int]:
     """Bytes of `batch` experts as they are read, of what is made of them, and as they are written."""
-    read, made = (carved_bytes(shapes, batch) for shapes in (mapped.read_shapes, mapped.made_shapes))
+    read, made = (buffer_bytes(shapes, batch) for shapes in (mapped.read_shapes, mapped.made_shapes))
     return read, made, writer.buffer_bytes(batch)
 
 
-def working_memory(mapped: LayerMap, writer: Writer, batch: int, slices: Shapes) -> int:
+def working_memory(mapped: LayerMapping, writer: Writer, batch: int, slices: Shapes) -> int:
     """Bytes held at most beside the buffers while batches are converted, `slices` of them cut first."""
     roles = frozenset(fact.role for fact in writer.facts)
-    looked = sum(part.form.each for part in mapped.parts_of(roles)) if roles else 0
-    looked += carved_bytes({role: mapped.shapes[role] for role in roles}, 1)
+    looked = sum(each.mapping.each for each in mapped.filling(roles)) if roles else 0
+    looked += buffer_bytes({role: mapped.shapes[role] for role in roles}, 1)
     reading = CHAIN_COPIES * min(mapped.raw_bytes * batch, BLOCK_BYTES)
-    cut = carved_bytes(slices, batch)
+    cut = buffer_bytes(slices, batch)
     return batch * looked + reading + cut + CHAIN_COPIES * writer.block_bytes(batch)

@@ -13,7 +13,7 @@ from ..errors import MoectlError
 from .batches import as_bytes
 from .pipeline import usable_cores
 from .plan import Plan
-from .sources import canonical_batch, carve, carved_bytes
+from .sources import ExpertBatches
 
 SAMPLE_BYTES = 32 << 20
 """Bytes of experts that are converted for the estimate; at least one expert."""
@@ -45,16 +45,15 @@ def measured_rate(plan: Plan, threads: int | None = None) -> Rate:
 
 def _sample(plan: Plan, threads: int) -> float:
     layer = plan.layers[0]
-    mapped, writer = layer.map, layer.writer
-    experts = max(1, min(layer.batch, SAMPLE_BYTES // max(1, carved_bytes(mapped.read_shapes, 1))))
-    nbytes = carved_bytes(mapped.read_shapes, experts)
-    stored = carve(torch.full((nbytes,), FILLER, dtype=torch.uint8), mapped.read_shapes, experts)
-    made = torch.empty(carved_bytes(mapped.made_shapes, experts), dtype=torch.uint8)
+    batches, writer = ExpertBatches(layer.map), layer.writer
+    experts = max(1, min(layer.batch, SAMPLE_BYTES // max(1, batches.read_bytes(1))))
+    nbytes = batches.read_bytes(experts)
+    stored = batches.stored(torch.full((nbytes,), FILLER, dtype=torch.uint8), experts)
+    made = torch.empty(batches.made_bytes(experts), dtype=torch.uint8)
     written = torch.empty(writer.buffer_bytes(experts), dtype=torch.uint8)
 
     def work() -> None:
-        batch = canonical_batch(mapped, stored, carve(made, mapped.made_shapes, experts))
-        held = layer.share.cut(batch)
+        held = layer.share.cut(batches.convert(stored, made))
         for _ in writer.store(held, 0, writer.look(held, {}), written):
             pass
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -23,11 +23,12 @@ from .pipeline import Crew, Slot
 from .plan import LayerPlan
 from .progress import Meter, ProgressLog
 from .shards import SliceHashes
-from .sources import canonical_batch, carve, carved_bytes, read_stored
+from .sources import ExpertBatches
 from .values import Facts, Tensors
 
-SCALES_AT_ONCE = 1 << 20
-"""Bytes of scales that are looked at together: counting takes several times as much memory."""
+CHECKED_SCALES = 1 << 20
+"""Bytes of scales that are checked at once: counting those that are not numbers takes several times as
+much memory, which the plan of a conversion does not count."""
 
 MANY_THREADS = 8
 """Threads from which two layers are converted at once."""
@@ -53,6 +54,11 @@ class LayerWork:
         self._ends = {info.name: stop for info, _, stop in self.plan.map.extents}
         self._next: dict[str, int] = {info.name: start for info, start, _ in self.plan.map.extents}
 
+    @cached_property
+    def batches(self) -> ExpertBatches:
+        """The layer's experts, batch by batch."""
+        return ExpertBatches(self.plan.map)
+
     def open(self, crew: Crew) -> None:
         """Creates the layer's file under its temporary name, with its header.
 
@@ -76,11 +82,11 @@ class LayerWork:
         """What the log and the manifest say of the layer, once all of it is written."""
         file = self.plan.file
         source = {
-            mapped.part.stored: PartHashes(
+            mapped.mapping.stored: PartHashes(
                 tuple(self.came[info.name] for info in mapped.tensors),
                 tuple(info.file for info in mapped.tensors),
             )
-            for mapped in self.plan.map.parts
+            for mapped in self.plan.map.mapped
         }
         written = {name: self.went[name] for name in file.tensors}
         return LayerRecord(self.plan.layer, file.name, file.size, written, source, self.slices.result())
@@ -154,19 +160,9 @@ class LayerStages:
     def _look(self, jobs: list[Batch], layer: LayerWork) -> None:
         """Takes the facts that the writer needs, in a pass over the roles that they are about."""
         plan, roles = layer.plan, frozenset(fact.role for fact in layer.plan.writer.facts)
-        read, made = (
-            {role: form for role, form in shapes.items() if role in wanted}
-            for shapes, wanted in (
-                (plan.map.read_shapes, roles | {p.part.side for p in plan.map.parts_of(roles)}),
-                (plan.map.made_shapes, roles),
-            )
-        )
+        batches = ExpertBatches(plan.map, roles)
         for job in jobs if roles else []:
-            buffer = torch.empty(carved_bytes({**read, **made}, job.experts), dtype=torch.uint8)
-            both = carve(buffer, {**read, **made}, job.experts)
-            stored = {role: both[role] for role in read}
-            read_stored(plan.map, job.first, job.last, self._fill, stored, roles)
-            batch = canonical_batch(plan.map, stored, {role: both[role] for role in made}, roles)
+            batch = batches.load(job.first, job.last, self._fill)
             layer.facts = plan.writer.look(plan.share.cut(batch), layer.facts)
 
     def _fill(self, info: TensorInfo, at: int, view: memoryview) -> None:
@@ -182,30 +178,28 @@ class LayerStages:
                 update = partial(layer.came.update, info.name, view, last=last)
                 slot.pending.append(self.crew.hash(f"in {info.name}", len(view), update, last=last))
 
-        stored = carve(slot.read, layer.plan.map.read_shapes, job.experts)
         begun = len(slot.pending)
-        read_stored(layer.plan.map, job.first, job.last, fill, stored)
+        layer.batches.read(job.first, job.last, fill, layer.batches.stored(slot.read, job.experts))
         layer.pending += slot.pending[begun:]
 
     def work(self, job: Batch, slot: Slot) -> Made:
-        plan = job.layer.plan
-        used = Extent(carved_bytes(plan.map.read_shapes, job.experts), plan.writer.buffer_bytes(job.experts))
+        plan, batches = job.layer.plan, job.layer.batches
+        used = Extent(batches.read_bytes(job.experts), plan.writer.buffer_bytes(job.experts))
         if job.first == 0:
             self.meter.say(f"layer {plan.layer}")
-        check_extras(plan, carve(slot.read, plan.map.read_shapes, job.experts), job.first)
+        check_extras(plan, batches.stored(slot.read, job.experts), job.first)
         pieces, ready = self.device.run(slot, used, partial(self._convert, job))
         if job.ends and self._closing is not None:
             # So that of all layers at most the one before is not on the disk.
             self._closing.result()
-        self.meter.advance(sum(size for p in plan.map.parts for _, _, size, _ in p.run(job.first, job.last)))
+        self.meter.advance(sum(size for m in plan.map.mapped for _, _, size, _ in m.run(job.first, job.last)))
         return pieces, ready
 
     def _convert(
         self, job: Batch, read: torch.Tensor, made: torch.Tensor, written: torch.Tensor
     ) -> list[Piece]:
         layer, plan = job.layer, job.layer.plan
-        stored = carve(read, plan.map.read_shapes, job.experts)
-        batch = canonical_batch(plan.map, stored, carve(made, plan.map.made_shapes, job.experts))
+        batch = layer.batches.convert(layer.batches.stored(read, job.experts), made)
         check_numbers(plan, batch, job.first)
         held = plan.share.cut(batch)
         if plan.share.sliced:
@@ -218,7 +212,7 @@ class LayerStages:
         assert layer.file is not None
         begun = len(slot.pending)
         for piece in pieces:
-            place, view = layer.plan.file.tensors[piece.name], as_bytes(piece.data)
+            place, view = layer.plan.file.tensors[piece.name], as_bytes(piece.data.contiguous())
             last = piece.at + len(view) == place.nbytes
             hashed = partial(_after, ready, partial(layer.went.update, piece.name, view, last=last))
             slot.pending.append(self.crew.hash(f"out {piece.name}", len(view), hashed, last=last))
@@ -247,11 +241,11 @@ def _after(ready: Callable[[], None], task: Callable[[], None]) -> None:
 
 def check_extras(layer: LayerPlan, stored: Tensors, first: int) -> None:
     """Refuses tensors without weights that contradict the weights; on the host, one expert after another."""
-    for mapped in layer.map.parts:
-        if mapped.part.role:
+    for mapped in layer.map.mapped:
+        if mapped.mapping.role:
             continue
-        for i, values in enumerate(stored[mapped.part.side]):
-            reason = layer.map.check(mapped.part, layer.share.whole, values)
+        for i, values in enumerate(stored[mapped.mapping.side]):
+            reason = layer.map.check(mapped.mapping, layer.share.whole, values)
             if reason:
                 name = mapped.tensors[first + i if mapped.per_expert else 0].name
                 raise CheckpointError(f"{name} {reason}.", hint="Check the checkpoint.")
@@ -261,7 +255,7 @@ def check_numbers(layer: LayerPlan, batch: Tensors, first: int) -> None:
     """Refuses a NaN or infinite scale."""
     for role, t in batch.items():
         if role.endswith("_scale") and role in layer.map.shapes:
-            step = max(1, SCALES_AT_ONCE * len(t) // max(1, t.numel() * t.element_size()))
+            step = max(1, CHECKED_SCALES * len(t) // max(1, t.numel() * t.element_size()))
             for at in range(0, len(t), step):
                 _check_scales(layer, role, t[at : at + step], first + at)
 
@@ -270,7 +264,7 @@ def _check_scales(layer: LayerPlan, role: str, scales: torch.Tensor, first: int)
     try:
         check_scales(scales, byte_scales(layer.problem))
     except CheckpointError as error:
-        mapped = next(p for p in layer.map.parts if p.part.role == role)
+        mapped = next(m for m in layer.map.mapped if m.mapping.role == role)
         name = mapped.tensors[first if mapped.per_expert else 0].name
         raise CheckpointError(
             f"layer {layer.layer}, {role} of experts from {first} ({name}): {error.what}",

@@ -23,7 +23,7 @@ from .manifest_record import (
     LayerRecord,
     ManifestRecord,
     RoleRecord,
-    group_parts,
+    group_mappings,
     group_recipe,
     group_share,
     is_plain_name,
@@ -31,7 +31,7 @@ from .manifest_record import (
 )
 from .recipe import Recipe
 from .shards import Shard
-from .sources import PartForm, output_name
+from .sources import TensorMapping, output_name
 
 _MAX_SIZE = 1 << 48
 LARGEST_GROWTH = 16
@@ -98,7 +98,7 @@ def _check_group(group: GroupRecord, shard: Shard) -> list[str]:
         inputs = any(role.endswith("_input") for role in group.canonical)
         wanted = canonical_shapes(group.problem, experts, inputs)
         whole = canonical_shapes(group_share(shard, group).whole, experts, inputs)
-        recipe, parts = group_recipe(group), group_parts(group)
+        recipe, parts = group_recipe(group), group_mappings(group)
         if recipe.shapes != wanted:
             return ["its roles do not have the shapes and dtypes of its problem"]
         recipe.check()
@@ -108,17 +108,17 @@ def _check_group(group: GroupRecord, shard: Shard) -> list[str]:
         return [error.what]
 
 
-def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, PartForm]) -> list[str]:
+def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, TensorMapping]) -> list[str]:
     """Stored roles must be what the recipe and the kept parts say, and no form of them absurdly large."""
     experts = group.experts[1] - group.experts[0]
-    kept = {f.part.side: f.of_experts(experts) for f in parts.values() if f.part.kept}
+    kept = {f.side: f.of_experts(experts) for f in parts.values() if f.kept}
     listed = {role: item.type for role, item in group.roles.items()}
     if listed != {**recipe.stored, **kept}:
         return ["its stored roles are not what its recipe gives"]
     wrong = []
     for key, part in parts.items():
-        if part.part.role and part.part.role not in recipe.shapes:
-            wrong.append(f"part {key[:80]} fills role {part.part.role[:80]}, which is none of the layer's")
+        if part.role and part.role not in recipe.shapes:
+            wrong.append(f"part {key[:80]} fills role {part.role[:80]}, which is none of the layer's")
         record = group.parts[key]
         one = "{expert}" in record.template or part.shared
         if math.prod(record.shape) * DTYPE_BITS.get(record.dtype, 0) != 8 * part.each * (
@@ -136,10 +136,10 @@ def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, PartFo
     return wrong
 
 
-def _grows(part: PartForm, experts: int) -> bool:
+def _grows(part: TensorMapping, experts: int) -> bool:
     """True when a form between a stored part and its canonical rows is absurdly larger than both."""
-    forms = list(part.part.chain.trace(part.dtype, (experts, *part.shape)))
-    for value in part.part.values:
+    forms = list(part.chain.trace(part.dtype, (experts, *part.shape)))
+    for value in part.values:
         forms.append(value.output_type(*forms[-1]))
     sizes = [nbytes(dtype, shape) for dtype, shape in forms]
     return max(sizes) > LARGEST_GROWTH * max(sizes[0], sizes[-1])
@@ -182,16 +182,14 @@ def _check_problem(group: GroupRecord) -> list[str]:
     return wrong
 
 
-def _check_cover(role: str, form: TensorType, parts: Mapping[str, PartForm]) -> list[str]:
+def _check_cover(role: str, form: TensorType, parts: Mapping[str, TensorMapping]) -> list[str]:
     """Parts must fill an expert's matrix exactly: rows in order without gap, and as many bytes."""
     canonical, (_, rows, *columns) = form
-    own = {key: part for key, part in parts.items() if part.part.role == role}
+    own = {key: part for key, part in parts.items() if part.role == role}
     row = nbytes(canonical, tuple(columns))
     at = 0
     for key, part in sorted(own.items(), key=lambda item: item[1].rows):
-        dtype, shape = part.part.chain.stored_type(part.dtype, (1, *part.shape))
-        for value in part.part.values:
-            dtype, shape = value.output_type(dtype, shape)
+        dtype, shape = part.canonical_type()
         if part.rows[0] != at or dtype != canonical or nbytes(dtype, shape) != (part.rows[1] - at) * row:
             return [f"part {key[:80]} does not fill rows {list(part.rows)} of role {role}"]
         at = part.rows[1]

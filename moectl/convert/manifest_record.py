@@ -19,7 +19,7 @@ from ..problem import Dims, MoEProblem
 from .chain import Chain
 from .recipe import Output, Recipe
 from .shards import Shard, Share
-from .sources import Part, PartForm, PartMap
+from .sources import MappedTensors, TensorMapping
 from .values import value_from_json, value_to_json
 
 FORMAT_VERSION = 1
@@ -113,29 +113,36 @@ class PartRecord:
     values: Any
 
 
-def part_record(part: PartMap, template: str) -> PartRecord:
-    """The record of a mapped part whose tensors are named by `template`."""
-    info, form = part.tensors[0], part.form
+def part_record(mapped: MappedTensors, template: str) -> PartRecord:
+    """The record of mapped tensors that are named by `template`."""
+    info, mapping = mapped.tensors[0], mapped.mapping
     return PartRecord(
         template=template,
-        role=part.part.role,
+        role=mapping.role,
         dtype=info.dtype,
         shape=info.shape,
-        raw=form.type,
-        rows=form.rows,
-        shared=form.shared,
-        chain=part.part.chain.to_json(),
-        values=[value_to_json(value) for value in part.part.values],
+        raw=mapping.type,
+        rows=mapping.rows,
+        shared=mapping.shared,
+        chain=mapping.chain.to_json(),
+        values=[value_to_json(value) for value in mapping.values],
     )
 
 
-def part_form(stored: str, record: PartRecord) -> PartForm:
-    """The part that a manifest's record describes; CheckpointError when it describes none."""
+def recorded_mapping(stored: str, record: PartRecord) -> TensorMapping:
+    """The mapping that a manifest's record describes; CheckpointError when it describes none."""
     if not isinstance(record.values, list):
         raise CheckpointError(f"the values of part {stored} must be a list.")
-    values = tuple(value_from_json(v, f"part {stored}, value {i}") for i, v in enumerate(record.values))
-    part = Part(stored, record.role, chain=Chain.from_json(record.chain), values=values)
-    return PartForm(part, record.raw.dtype, record.raw.shape, record.rows, record.shared)
+    return TensorMapping(
+        stored,
+        record.role,
+        record.raw.dtype,
+        record.raw.shape,
+        Chain.from_json(record.chain),
+        tuple(value_from_json(v, f"part {stored}, value {i}") for i, v in enumerate(record.values)),
+        record.rows,
+        record.shared,
+    )
 
 
 @dataclass(frozen=True)
@@ -182,9 +189,9 @@ def group_recipe(group: GroupRecord) -> Recipe:
     return Recipe(group.canonical, outputs)
 
 
-def group_parts(group: GroupRecord) -> dict[str, PartForm]:
-    """A group's parts by their stored role; CheckpointError when a record describes none."""
-    return {stored: part_form(stored, record) for stored, record in group.parts.items()}
+def group_mappings(group: GroupRecord) -> dict[str, TensorMapping]:
+    """A group's mappings by their stored role; CheckpointError when a record describes none."""
+    return {stored: recorded_mapping(stored, record) for stored, record in group.parts.items()}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from .manifest_record import (
 from .pipeline import SLOTS
 from .portions import Portion
 from .shards import Shard, Share
-from .sources import LayerMap
+from .sources import LayerMapping
 from .writer import Writer
 
 
@@ -39,7 +39,7 @@ class LayerPlan:
     `holds` says what the bytes of each tensor mean, where its dtype does not.
     """
 
-    map: LayerMap
+    map: LayerMapping
     share: Share
     problem: MoEProblem
     writer: Writer

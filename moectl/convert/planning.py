@@ -24,7 +24,7 @@ from .manifest_record import (
 from .plan import RESERVED, LayerPlan, Plan, RestPlan, layer_file
 from .recipe import Recipe
 from .shards import Shard, Share
-from .sources import LayerMap, map_layer, output_name, output_prefix, source_for
+from .sources import LayerMapping, map_layer, output_name, output_prefix
 from .writer import prepared_writer
 
 
@@ -88,17 +88,16 @@ def check_plannable(checkpoint: Checkpoint) -> None:
     check_file_names(checkpoint)
 
 
-def map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMap]:
-    """The layers of `group`, all alike, every header checked."""
-    source = source_for(checkpoint, group)
-    maps = [map_layer(source, checkpoint, group, layer) for layer in group.layers]
+def map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMapping]:
+    """The layers of `group`, whose tensors are all mapped alike."""
+    maps = [map_layer(checkpoint, group, layer) for layer in group.layers]
     for mapped in maps:
-        check_alike(mapped, maps[0])
+        check_uniform(mapped, maps[0])
     return maps
 
 
 def _plan_group(
-    group: LayerGroup, share: Share, whole: list[LayerMap], layout: WeightLayout, memory: int
+    group: LayerGroup, share: Share, whole: list[LayerMapping], layout: WeightLayout, memory: int
 ) -> tuple[GroupRecord, list[LayerPlan]]:
     problem = share.padded(layout.pad)
     maps = [mapped.of_experts(*share.experts) for mapped in whole]
@@ -127,11 +126,11 @@ def _metadata(layout: WeightLayout) -> dict[str, str]:
     }
 
 
-def check_alike(mapped: LayerMap, first: LayerMap) -> None:
+def check_uniform(mapped: LayerMapping, first: LayerMapping) -> None:
     """CheckpointError unless both layers store their experts in the same forms."""
-    forms = [tuple(part.form for part in layer.parts) for layer in (mapped, first)]
-    if forms[0] != forms[1]:
-        different = next(a.part.stored for a, b in zip(*forms, strict=False) if a != b)
+    mappings = [tuple(each.mapping for each in layer.mapped) for layer in (mapped, first)]
+    if mappings[0] != mappings[1]:
+        different = next(a.stored for a, b in zip(*mappings, strict=False) if a != b)
         raise CheckpointError(
             f"layers {first.layer} and {mapped.layer} store their experts differently, first in {different}.",
             reason="Layers of one group must be alike.",
@@ -143,7 +142,7 @@ def _group_record(
     share: Share,
     problem: MoEProblem,
     layout: WeightLayout,
-    mapped: LayerMap,
+    mapped: LayerMapping,
     recipe: Recipe,
 ) -> GroupRecord:
     names = group.names.experts
@@ -154,11 +153,11 @@ def _group_record(
         intermediate=share.intermediate,
         whole_intermediate=share.whole.dims.intermediate,
         pad_value=0,
-        prefix=output_prefix(names[mapped.parts[0].part.stored]),
+        prefix=output_prefix(names[mapped.mapped[0].mapping.stored]),
         canonical=dict(recipe.shapes),
         roles={role: role_record(role, recipe, layout) for role in recipe.stored}
         | {role: RoleRecord(dtype, shape, dtype, None) for role, (dtype, shape) in mapped.kept.items()},
-        parts={part.part.stored: part_record(part, names[part.part.stored]) for part in mapped.parts},
+        parts={it.mapping.stored: part_record(it, names[it.mapping.stored]) for it in mapped.mapped},
         router=dict(group.names.router),
     )
 

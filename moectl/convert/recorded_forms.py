@@ -1,4 +1,4 @@
-"""Recorded packings of codes as checkpoints store them, compared with the steps of `sources.forms`."""
+"""Recorded packings of codes as checkpoints store them, compared with the steps of `sources.packings`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from .chain import Chain
 from .recordings import Mismatch, Recording
-from .sources import forms
+from .sources import packings
 from .transforms import Codes, Step
 
 
@@ -59,7 +59,7 @@ def _compressed_tensors(recording: Recording) -> Iterator[Packing]:
         codes = _whole(_offset(t, bits), axis, bits)
         yield (
             output,
-            forms.zeros_along_n(bits) if zero else forms.WORDS_ALONG_K,
+            packings.zeros_along_n(bits) if zero else packings.WORDS_ALONG_K,
             codes if zero else _rows(codes, bits),
         )
 
@@ -74,12 +74,12 @@ def _gptq_awq(recording: Recording) -> Iterator[Packing]:
             raise Mismatch(f"tensors nobody compares: {output}")
         if output == "gptq_qweight":
             bits = _bits(codes.shape[2], t.shape[0])
-            yield output, forms.WORDS_OF_K, _rows(_whole(codes, -1, bits), bits)
+            yield output, packings.WORDS_OF_K, _rows(_whole(codes, -1, bits), bits)
         elif output == "awq_qweight":
-            yield output, forms.awq_weights(), _rows(_whole(codes, -2, 4), 4)
+            yield output, packings.awq_weights(), _rows(_whole(codes, -2, 4), 4)
         else:
             bits = _bits(codes.shape[1], t.shape[1])
-            yield output, forms.gptq_zeros(bits), _whole(codes, -2, bits)
+            yield output, packings.gptq_zeros(bits), _whole(codes, -2, bits)
 
 
 FORMS: Mapping[str, Callable[[Recording], Iterator[Packing]]] = {

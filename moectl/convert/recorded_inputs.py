@@ -15,7 +15,7 @@ from ..schemes import A16, Scheme, WeightFormat, act_format
 from .canonical import canonical_shapes, scale_dtype
 from .chain import Chain
 from .recordings import Mismatch, Recording, Unsupported
-from .sources import forms
+from .sources import packings
 from .transforms import Step, dtype_name
 from .weight_layout import WeightLayout
 
@@ -59,16 +59,16 @@ OUTPUTS: Mapping[str, str] = {
 
 def integers(bits: int) -> Inputs:
     """Words along K and zero points along N, as compressed-tensors packs them."""
-    return {**PLAIN, **_both({"_qzeros": ("_zero", forms.zeros_along_n(bits))})}
+    return {**PLAIN, **_both({"_qzeros": ("_zero", packings.zeros_along_n(bits))})}
 
 
 AWQ: Inputs = {
     **PLAIN,
     **_both(
         {
-            "": ("", forms.awq_weights()),
-            "_scale": ("_scale", forms.TRANSPOSED),
-            "_qzeros": ("_zero", forms.awq_zeros()),
+            "": ("", packings.awq_weights()),
+            "_scale": ("_scale", packings.TRANSPOSED),
+            "_qzeros": ("_zero", packings.awq_zeros()),
         }
     ),
 }
@@ -89,7 +89,7 @@ def canonical_of(recording: Recording, inputs: Inputs) -> dict[str, Tensor]:
         if t.dtype in _BYTES:
             t = t.view(torch.uint8)
         if t.dtype is torch.int32 and not steps:
-            steps = forms.WORDS_ALONG_K
+            steps = packings.WORDS_ALONG_K
         try:
             found[role] = (
                 Chain(steps).apply(t.flatten(2) if t.ndim == 4 else t) if steps or t.ndim == 4 else t

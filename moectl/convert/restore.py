@@ -12,11 +12,11 @@ from ..files.tensor_table import TensorInfo
 from .batches import Digests, FolderReader, as_bytes, spans
 from .budget import CHAIN_COPIES, LARGEST_BATCH
 from .manifest import Manifest
-from .manifest_record import PartRecord, group_parts, group_recipe, group_share
+from .manifest_record import PartRecord, group_mappings, group_recipe, group_share
 from .progress import Meter
 from .recipe import Recipe
 from .shards import Share, SliceHashes
-from .sources import PartForm, carve, carved_bytes
+from .sources import TensorMapping, buffer_bytes, buffer_views
 from .values import Shapes, Tensors
 
 
@@ -108,9 +108,9 @@ class LayerRestorer:
             CheckpointError: the layer's file is missing, cut, or not what the manifest says.
         """
         places, stored = self.manifest.open_layer(self.layer), self._stored
-        buffer = torch.empty(carved_bytes(stored, batch), dtype=torch.uint8)
+        buffer = torch.empty(buffer_bytes(stored, batch), dtype=torch.uint8)
         for first, last in spans(self.experts, batch):
-            found = carve(buffer, stored, last - first)
+            found = buffer_views(buffer, stored, last - first)
             for role, t in sorted(found.items(), key=lambda item: places[item[0]].start):
                 self._read(places[role], as_bytes(t), first, last, self.experts)
             canonical = {**found, **self.recipe.restore(found, last - first)}
@@ -184,9 +184,9 @@ def restore_layer(members: Sequence[LayerRestorer], sink: Sink = lambda run: Non
     """
     one = members[0]
     manifest, layer, share = one.manifest, one.layer, one.share
-    parts, replaced = manifest.group_of(layer).parts, one.recipe.lossy
-    forms, hashes = group_parts(manifest.group_of(layer)), Digests()
-    forms = {key: form for key, form in forms.items() if parts[key].role not in replaced}
+    replaced = one.recipe.lossy
+    mappings, hashes = group_mappings(manifest.group_of(layer)), Digests()
+    mappings = {key: mapping for key, mapping in mappings.items() if mapping.role not in replaced}
     complete = is_complete(members)
     batch = min(member.batch for member in members)
     for found in zip(*(member.batches(batch) for member in members), strict=True):
@@ -195,7 +195,7 @@ def restore_layer(members: Sequence[LayerRestorer], sink: Sink = lambda run: Non
             continue
         if share.sliced:
             canonical = share.join([slices for _, _, slices in found], list(one.recipe.shapes))
-        for run in source_runs(manifest, layer, forms, canonical, first, last):
+        for run in source_runs(manifest, layer, mappings, canonical, first, last):
             hashes.update(run.name, run.data, last=run.last)
             sink(run)
     wrong = [f"{member.label}{text}" for member in members for text in member.findings()]
@@ -209,7 +209,12 @@ def restore_layer(members: Sequence[LayerRestorer], sink: Sink = lambda run: Non
 
 
 def source_runs(
-    manifest: Manifest, layer: int, forms: Mapping[str, PartForm], canonical: Tensors, first: int, last: int
+    manifest: Manifest,
+    layer: int,
+    mappings: Mapping[str, TensorMapping],
+    canonical: Tensors,
+    first: int,
+    last: int,
 ) -> Iterator[Restored]:
     """The source's bytes of whole experts, whose canonical and kept tensors `canonical` has.
 
@@ -217,12 +222,12 @@ def source_runs(
     """
     group, record = manifest.group_of(layer), manifest.layer(layer)
     begin, end = group.experts
-    for key, form in forms.items():
+    for key, mapping in mappings.items():
         part, files = group.parts[key], record.source[key].files
-        if form.shared and first:
+        if mapping.shared and first:
             continue
-        data, each = as_bytes(form.stored(canonical)), form.each
-        if form.shared:
+        data, each = as_bytes(mapping.restored(canonical).contiguous()), mapping.each
+        if mapping.shared:
             yield Restored(part_name(part, layer, 0), files[0], 0, True, data[:each])
         elif "{expert}" in part.template:
             for i in range(first, last):
@@ -238,6 +243,6 @@ def source_runs(
 
 def restore_batch(stored: Shapes, canonical: Shapes, experts: int, max_memory: int | None) -> int:
     """Experts of a layer that are restored at once."""
-    largest = max(carved_bytes(stored, 1), carved_bytes(canonical, 1))
+    largest = max(buffer_bytes(stored, 1), buffer_bytes(canonical, 1))
     room = LARGEST_BATCH if max_memory is None else min(LARGEST_BATCH, max_memory // (CHAIN_COPIES + 2))
     return max(1, min(experts, room // max(1, largest)))

@@ -262,7 +262,7 @@ class SliceHashes:
         for role, t in batch.items():
             found = self._experts.setdefault(role, {})
             for i, expert in enumerate(t):
-                found[first + i] = hashlib.sha256(as_bytes(expert)).digest()
+                found[first + i] = hashlib.sha256(as_bytes(expert.contiguous())).digest()
 
     def result(self) -> dict[str, str]:
         """The hash of every role."""

@@ -268,8 +268,8 @@ def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderRead
 
     Names, shapes and headers are equal in every revision of a model, so only the bytes can tell.
     """
-    for mapped in layer.map.parts:
-        extents, hashes = mapped.extents(layer.map.experts), record.source[mapped.part.stored].sha256
+    for mapped in layer.map.mapped:
+        extents, hashes = mapped.extents(layer.map.experts), record.source[mapped.mapping.stored].sha256
         for (info, start, stop), before in zip(extents, hashes, strict=True):
             if range_sha256(reader.fd(info.file), info.start + start, info.start + stop, info.file) != before:
                 raise _other_checkpoint(out, info.name)
@@ -354,7 +354,7 @@ def _is_finished(out: Path, layer: LayerPlan, record: LayerRecord) -> bool:
 
 def _is_of(layer: LayerPlan, record: LayerRecord) -> bool:
     """True when `record` is about the files, tensors and slices that are planned for `layer`."""
-    files = {mapped.part.stored: tuple(info.file for info in mapped.tensors) for mapped in layer.map.parts}
+    files = {it.mapping.stored: tuple(info.file for info in it.tensors) for it in layer.map.mapped}
     return (
         (record.file, record.size) == (layer.file.name, layer.file.size)
         and set(record.sha256) == set(layer.file.tensors)

@@ -13,14 +13,14 @@ from ..files.safetensors_writer import TensorSpec, nbytes
 from .batches import Piece
 from .chain import BLOCK_BYTES
 from .recipe import Recipe
-from .sources import LayerMap, carve, carved_bytes, output_name
+from .sources import LayerMapping, buffer_bytes, buffer_views, output_name
 from .values import Fact, Facts, Shapes, Tensors
 
 
 class Writer(Protocol):
     """Turns the canonical batches of one layer into pieces of its file's tensors.
 
-    Batches come in order of experts, all roles of `LayerMap.batch_shapes` at once. The pieces of one
+    Batches come in order of experts, all roles of `LayerMapping.batch_shapes` at once. The pieces of one
     tensor come in order of their bytes.
     """
 
@@ -89,7 +89,7 @@ class PreparedWriter:
         return {role: form for role, form in self.roles.items() if role not in whole}
 
     def buffer_bytes(self, experts: int) -> int:
-        return carved_bytes(self._made, experts)
+        return buffer_bytes(self._made, experts)
 
     def block_bytes(self, experts: int) -> int:
         return max(self._block(experts) * each for each in self._each())
@@ -108,7 +108,7 @@ class PreparedWriter:
 
     def store(self, batch: Tensors, first: int, facts: Facts, buffer: Tensor) -> Iterator[Piece]:
         experts = len(next(iter(batch.values())))
-        made = carve(buffer, self._made, experts)
+        made = buffer_views(buffer, self._made, experts)
         for name, output in self.recipe.outputs.items():
             if output.per_layer:
                 if first == 0:
@@ -140,6 +140,6 @@ def cut(batch: Tensors, first: int, last: int) -> Mapping[str, Tensor]:
     return {role: t[first:last] for role, t in batch.items()}
 
 
-def prepared_writer(layer: LayerMap, recipe: Recipe) -> PreparedWriter:
+def prepared_writer(layer: LayerMapping, recipe: Recipe) -> PreparedWriter:
     """The `PreparedWriter` of a mapped layer."""
     return PreparedWriter(recipe, layer.kept, layer.prefix)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Set, ValuesView
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 
@@ -109,17 +108,6 @@ class TensorTable(Mapping[str, TensorInfo]):
         ):
             yield file, self.names[first:last]
 
-    def beginning(self, prefix: str) -> Iterator[str]:
-        """The names that begin with `prefix`, sorted; cheap for one prefix after another."""
-        for at in range(bisect_left(self._sorted, prefix), len(self._sorted)):
-            if not self._sorted[at].startswith(prefix):
-                return
-            yield self._sorted[at]
-
-    @cached_property
-    def _sorted(self) -> list[str]:
-        return sorted(self.names)
-
     @property
     def empty(self) -> int:
         """Tensors without data."""
@@ -147,16 +135,6 @@ def files_of(tensors: Mapping[str, TensorInfo]) -> set[str]:
     if isinstance(tensors, TensorTable):
         return set(tensors.files)
     return {info.file for info in tensors.values()}
-
-
-def names_beginning(tensors: Mapping[str, TensorInfo], prefixes: Iterable[str]) -> Iterator[str]:
-    """The names of `tensors` that begin with one of `prefixes`."""
-    if isinstance(tensors, TensorTable):
-        for prefix in prefixes:
-            yield from tensors.beginning(prefix)
-    else:
-        begins = tuple(prefixes)
-        yield from (name for name in tensors if name.startswith(begins))
 
 
 def table_of(infos: Iterable[TensorInfo]) -> TensorTable:

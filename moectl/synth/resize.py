@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ..checkpoint.catalogue import Entry, Schema
 from ..checkpoint.fields import KEYS, LIMITS, Fields
-from ..checkpoint.fit import Fit, fit
-from ..checkpoint.found import FoundLayer
-from ..checkpoint.layers import layer_groups
 from ..checkpoint.model import LayerGroup
 from ..checkpoint.moe_layers import KIND_LISTS, layer_count, moe_layers
 from ..checkpoint.shards import quantization_apart
-from ..checkpoint.storage import Shape, Storage, find_storage, format_sizes, parse_shape
+from ..checkpoint.tensors.layer_groups import layer_groups
+from ..checkpoint.tensors.layer_index import LayerTensors
+from ..checkpoint.tensors.match_storage import StorageMatch, match_storage
+from ..checkpoint.tensors.shapes import parse_shape, shape_at
+from ..checkpoint.tensors.storage import Storage, format_sizes
 from ..dtypes import DTYPE_BITS
 from ..errors import UsageError
 from ..files.tensor_table import TensorInfo
@@ -178,7 +179,7 @@ def shared_stem(template: str) -> str:
     return template.rsplit(".", 2)[0] + "."
 
 
-def fit_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> Fit | None:
+def match_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> StorageMatch | None:
     """How a layer's shared experts are stored, as one expert; None where they are not listed.
 
     `infos` has the layer's tensors by template.
@@ -188,7 +189,7 @@ def fit_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> Fit | None
         return None
     stem = shared_stem(templates[0])
     leaves = {template.removeprefix(stem): infos[template] for template in templates}
-    return fit(FoundLayer(group.layers[0], "", "", stem, {0: leaves}), group.problem, 1)
+    return match_storage(LayerTensors(group.layers[0], "", "", stem, {0: leaves}), group.problem, 1)
 
 
 def _of_layers(entry: Entry, layers: tuple[int, ...]) -> Entry:
@@ -257,12 +258,9 @@ class Resized:
         kinds["latent"] = names.latent
         templates = {template: (kind, role) for kind, it in kinds.items() for role, template in it.items()}
         infos = {it: tensors[it.format(layer=group.layers[0], expert=0)] for it in templates}
-        dtypes = {role: infos[template].dtype for role, template in names.experts.items()}
-        weight = problem.scheme.weight
-        storage = find_storage(problem.storage, names.arrangement, names.experts, dtypes, weight)
-        assert storage is not None, "layer_groups found the storage"
-        self._refuse_parts_of_groups(storage, weight)
-        stored = {it.role: (it.shape, *it.others) for it in storage.tensors.values()}
+        storage = group.storage
+        assert storage is not None, "the layers were read from tensors"
+        self._refuse_parts_of_groups(storage, problem.scheme.weight)
         sizes = {
             "experts": problem.experts,
             "hidden": problem.dims.hidden,
@@ -270,9 +268,9 @@ class Resized:
             **format_sizes(problem.scheme),
         }
         for role, template in names.experts.items():
-            shape = _axes(stored[role], infos[template], sizes)
-            yield template, _values(shape, {**sizes, **self._sizes})
-        shared = fit_shared(group, infos)
+            shape = storage.of_role(role).shape_of(infos[template].shape, sizes)
+            yield template, shape_at(shape, {**sizes, **self._sizes})
+        shared = match_shared(group, infos)
         for template, (kind, role) in templates.items():
             if kind == "shared" and role != "gate" and shared is not None:
                 yield (
@@ -299,13 +297,13 @@ class Resized:
                 )
 
     def _shared_shape(
-        self, shared: Fit, template: str, info: TensorInfo, intermediate: int
+        self, shared: StorageMatch, template: str, info: TensorInfo, intermediate: int
     ) -> tuple[int, ...]:
         stored = shared.storage.tensors[template.removeprefix(shared_stem(template))]
         sizes = {**shared.sizes, "experts": 1}
         width = in_proportion(sizes["intermediate"], intermediate, self._sizes["intermediate"])
         after = {**sizes, "hidden": self._sizes["model"], "intermediate": width}
-        return _values(_axes((stored.shape, *stored.others), info, sizes), after)
+        return shape_at(stored.shape_of(info.shape, sizes), after)
 
     def _beside_shape(self, kind: str, role: str, info: TensorInfo) -> tuple[int, ...]:
         if (kind, role) not in BESIDE_SHAPES:
@@ -314,13 +312,4 @@ class Resized:
                 hint="Take another model; `moectl list models` prints all of them.",
             )
         shape = parse_shape(BESIDE_SHAPES[kind, role])
-        return (1,) * (len(info.shape) - len(shape)) + _values(shape, self._sizes)
-
-
-def _axes(shapes: Iterable[Shape], info: TensorInfo, sizes: Mapping[str, int]) -> Shape:
-    """Of the shapes that a tensor may have, the one that it has at these sizes."""
-    return next(shape for shape in shapes if _values(shape, sizes) == info.shape)
-
-
-def _values(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(axis.value(sizes) for axis in shape)
+        return (1,) * (len(info.shape) - len(shape)) + shape_at(shape, self._sizes)

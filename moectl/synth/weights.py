@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.model import Checkpoint, ExpertNames, LayerGroup
-from ..checkpoint.storage import PER_EXPERT
 from ..convert.codecs import codec_for
-from ..convert.sources import PartForm, map_layer, source_for
-from ..convert.sources.extras import extra_values
+from ..convert.sources import TensorMapping, map_layer
+from ..convert.sources.packings import extra_values
 from ..dtypes import MODEL_DTYPES
 from ..files.tensor_table import TensorInfo
 from ..problem import Dims, MoEProblem
 from ..schemes import FULL, Scheme, WeightFormat
 from ..seeds import seed_of
 from ..torch_dtypes import TORCH_DTYPES
-from .resize import fit_shared
+from .resize import match_shared
 
 BANK_ROWS = 4096
 """Rows of each matrix kind that are drawn and quantized; every expert is made of such rows."""
@@ -90,11 +89,11 @@ def _is_single(weight: WeightFormat) -> bool:
 class _Experts:
     """The experts of a group of layers, or its shared experts as one.
 
-    `forms` are how their tensors are stored, by stored role.
+    `mappings` are how their tensors are stored, by stored role.
     """
 
     problem: MoEProblem
-    forms: Mapping[str, PartForm]
+    mappings: Mapping[str, TensorMapping]
     zeros_less_one: bool
 
 
@@ -146,10 +145,10 @@ class Maker:
         if place.experts is None:
             yield _as_bytes(self._plain(info, place))
             return
-        made, form = place.experts, place.experts.forms[place.role]
-        one = place.expert is not None or form.shared
+        made, mapping = place.experts, place.experts.mappings[place.role]
+        one = place.expert is not None or mapping.shared
         for expert in (place.expert or 0,) if one else range(made.problem.experts):
-            yield _as_bytes(self._stored(made, form, place, expert))
+            yield _as_bytes(self._stored(made, mapping, place, expert))
 
     def _generator(self, *key: object) -> torch.Generator:
         """A generator that depends on the seed and `key` alone."""
@@ -180,12 +179,12 @@ class Maker:
             if place.kind == "expert" and place.layer == layer and place.experts
         )
 
-    def _stored(self, made: _Experts, form: PartForm, place: _Place, expert: int) -> Tensor:
+    def _stored(self, made: _Experts, mapping: TensorMapping, place: _Place, expert: int) -> Tensor:
         """One expert's tensor as it is stored."""
         matrix, _, kind = place.role.partition("_")
-        if not form.part.role:
-            found = extra_values(place.role, made.problem, form.shape, made.zeros_less_one)
-            return found.to(TORCH_DTYPES[form.dtype])
+        if not mapping.role:
+            found = extra_values(place.role, made.problem, mapping.shape, made.zeros_less_one)
+            return found.to(TORCH_DTYPES[mapping.dtype])
         if place.kind == "shared":
             matrix = f"shared {matrix}"
         make = {"input": self._input, "bias": self._bias}.get(kind)
@@ -194,7 +193,7 @@ class Maker:
             if make
             else self._pick(made, matrix, kind, place.layer, expert)
         )
-        return form.packed(rows[None])
+        return mapping.packed(rows[None])
 
     def _bank_of(self, made: _Experts, columns: int) -> _Bank:
         weight = made.problem.scheme.weight
@@ -242,10 +241,9 @@ class Maker:
 
 
 def _experts(checkpoint: Checkpoint, group: LayerGroup) -> _Experts:
-    source = source_for(checkpoint, group)
-    mapped = map_layer(source, checkpoint, group, group.layers[0])
-    forms = {part.part.stored: part.form for part in mapped.parts}
-    return _Experts(group.problem, forms, source.zeros_less_one)
+    layer = map_layer(checkpoint, group, group.layers[0])
+    mappings = {each.mapping.stored: each.mapping for each in layer.mapped}
+    return _Experts(group.problem, mappings, layer.zeros_less_one)
 
 
 def _shared_experts(checkpoint: Checkpoint, group: LayerGroup) -> _Experts | None:
@@ -254,25 +252,25 @@ def _shared_experts(checkpoint: Checkpoint, group: LayerGroup) -> _Experts | Non
     infos = {
         template: checkpoint.tensors[template.format(layer=layer)] for template in group.names.shared.values()
     }
-    fitted = fit_shared(group, infos)
-    if fitted is None or fitted.weight.bits == 16:
+    match = match_shared(group, infos)
+    if match is None or match.weight.bits == 16:
         return None
     templates = {role: template for role, template in group.names.shared.items() if role != "gate"}
     problem = replace(
         group.problem,
-        dims=Dims(fitted.sizes["hidden"], fitted.sizes["intermediate"]),
+        dims=Dims(match.sizes["hidden"], match.sizes["intermediate"]),
         experts=1,
         local_experts=1,
         top_k=1,
-        scheme=Scheme(fitted.weight, group.problem.scheme.act),
-        storage=fitted.storage.name(group.problem.storage),
+        scheme=Scheme(match.weight, group.problem.scheme.act),
+        storage=match.storage.name(group.problem.storage),
         rows="concatenated",
         act_order="",
         bias="w2_bias" in templates,
-        activation=replace(group.problem.activation, gated=fitted.storage.gated),
+        activation=replace(group.problem.activation, gated=match.storage.gated),
     )
-    names = ExpertNames(templates, arrangement=PER_EXPERT)
-    return _experts(checkpoint, LayerGroup(group.layers, problem, names, {}))
+    names = ExpertNames(templates)
+    return _experts(checkpoint, LayerGroup(group.layers, problem, names, {}, storage=match.storage))
 
 
 def _halves(problem: MoEProblem, matrix: str) -> int:

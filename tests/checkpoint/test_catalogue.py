@@ -21,7 +21,7 @@ from moectl.checkpoint.catalogue import (
     suggestion,
 )
 from moectl.checkpoint.described import entry_document, read_described
-from moectl.checkpoint.storage import parse_shape
+from moectl.checkpoint.tensors.shapes import parse_shape
 from moectl.errors import CheckpointError, Unavailable, UsageError
 
 SHAPES = {

@@ -64,7 +64,7 @@ def facts(groups: tuple[LayerGroup, ...]) -> dict[str, Any]:
         "limit": problem.activation.limit,
         "gated": problem.activation.gated,
         "expert_bias": problem.bias,
-        "tensor_layout": group.names.arrangement,
+        "tensor_layout": group.storage.arrangement.name,
         "rows": problem.rows,
         "router_dtype": problem.router_dtype,
     }

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import LayerGroup, TensorInfo, layer_groups
-from moectl.checkpoint.formats import FORMATS
-from moectl.checkpoint.storage import STORAGES, Storage, format_sizes
+from moectl.checkpoint.tensors.storage import STORAGES, Storage, format_sizes
+from moectl.checkpoint.tensors.stored_formats import FORMATS
 from moectl.errors import CheckpointError
 from moectl.ranges import ranges
 from moectl.schemes import FULL, Scheme
@@ -163,7 +163,7 @@ def test_fused_and_transposed_are_told_by_the_second_matrix(hidden: int) -> None
     for shapes, name in ((fused, "fused"), (turned, "fused_transposed")):
         rows = {f"mlp.experts.{leaf}": ("BF16", shape) for leaf, shape in shapes.items()}
         (group,) = layer_groups({**CONFIG, "hidden_size": hidden}, listing({**rows, **router}))
-        assert group.names.arrangement == name
+        assert group.storage.arrangement.name == name
         assert (group.problem.dims.hidden, group.problem.dims.intermediate) == (hidden, N)
         assert group.notes == ()
 
@@ -189,7 +189,7 @@ def fused_nvfp4(transposed: bool, scalar: tuple[int, ...]) -> Rows:
 @pytest.mark.parametrize("scalar", [(), (1,), (E,), (E, 1), (E, 1, 1)])
 def test_fused_nvfp4(transposed: bool, scalar: tuple[int, ...]) -> None:
     group = read(fused_nvfp4(transposed, scalar), NVFP4)
-    assert group.names.arrangement == ("fused_transposed" if transposed else "fused")
+    assert group.storage.arrangement.name == ("fused_transposed" if transposed else "fused")
     assert (group.problem.dims.hidden, group.problem.dims.intermediate) == (H, N)
     assert set(group.names.experts) == {
         f"{matrix}{role}" for matrix in ("w13", "w2") for role in ("", "_scale", "_global", "_input")
@@ -236,7 +236,7 @@ def test_other_spellings_of_fused_experts() -> None:
             N,
         )
         found[name] = group
-    assert {name: group.names.arrangement for name, group in found.items()} == {
+    assert {name: group.storage.arrangement.name for name, group in found.items()} == {
         "granite": "fused",
         "step": "fused_apart",
         "dbrx": "flat",
@@ -480,7 +480,9 @@ def test_an_ascend_export_says_which_tensor_is_not_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    "storage", [it for it in STORAGES if it.arrangement not in ("flat", "fused_blocks")], ids=lambda it: ""
+    "storage",
+    [it for it in STORAGES if it.arrangement.name not in ("flat", "fused_blocks")],
+    ids=lambda it: "",
 )
 def test_every_storage_is_found_by_its_own_tensors(storage: Storage) -> None:
     """What a row describes is read as that row, or one that says the same of the same tensors."""
@@ -499,7 +501,7 @@ def test_every_storage_is_found_by_its_own_tensors(storage: Storage) -> None:
     assert (found.dims.hidden, found.dims.intermediate, found.experts) == (H, 384, E)
     assert (found.scheme.weight.name, found.scheme.weight.block) == (weight.name, block)
     assert found.activation.gated == storage.gated
-    assert group.names.arrangement == storage.arrangement
+    assert group.storage.arrangement.name == storage.arrangement.name
 
 
 def test_formats_are_no_two_alike() -> None:

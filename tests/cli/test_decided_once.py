@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import moectl
 
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.layout import layout_for
 from moectl.convert.planning import plan_conversion
 from moectl.convert.stream import convert
+from support.invoking import moectl
 
 ON_CPU = ("--device", "cpu")
 BENCH = ("bench", *ON_CPU, "-m", "1,3", "--repeats", "2")

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from invoking import moectl
+
+from support.invoking import moectl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "running"))
-
-from backends import add_record
 
 from moectl.doctor import backends
 from moectl.doctor.backends import BackendStatus, backend_statuses
@@ -19,6 +18,7 @@ from moectl.environment import Packages, detect_cpu, installed
 from moectl.kernels import registry
 from moectl.kernels.registry import RunnerEntry
 from moectl.oracle.registry import policy_named
+from support.fake_backends import add_record
 
 RUNNER = """
 from dataclasses import replace

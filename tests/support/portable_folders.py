@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moectl.checkpoint.model import Checkpoint, Origin
-from moectl.checkpoint.storage import PER_EXPERT, STORAGES, Storage
+from moectl.checkpoint.tensors.storage import PER_EXPERT, STORAGES, Storage
 from moectl.convert.portable.options import PortableOptions
 from moectl.convert.portable.plan import plan_portable
 from moectl.convert.stream import convert
@@ -28,7 +28,7 @@ def storage_of(name: str, weight: WeightFormat, leaf: str = "", arrangement: str
     for storage in STORAGES:
         kinds = {stored.role for stored in storage.tensors.values()}
         if (
-            storage.arrangement == arrangement
+            storage.arrangement.name == arrangement
             and name in storage.format.storages
             and (storage.weight.name, storage.weight.bits) == (weight.name, weight.bits)
             and all(a in (b, -2) for a, b in zip(storage.weight.block, weight.block, strict=True))

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moectl.checkpoint.formats import SHOWN
 from moectl.checkpoint.model import Checkpoint, ExpertNames, LayerGroup, Origin
-from moectl.checkpoint.storage import Shape, Storage, format_sizes
+from moectl.checkpoint.tensors.shapes import SymbolicShape
+from moectl.checkpoint.tensors.storage import Storage, format_sizes
+from moectl.checkpoint.tensors.stored_formats import SHOWN
 from moectl.files.tensor_table import TensorInfo
 from moectl.problem import Activation, Dims, MoEProblem
 from moectl.schemes import FULL, Scheme, WeightFormat
@@ -68,17 +69,17 @@ class Layer:
 
     @property
     def names(self) -> ExpertNames:
-        per_expert = "{expert}." if self.case.storage.arrangement == "per_expert" else ""
+        per_expert = "{expert}." if self.case.storage.arrangement.name == "per_expert" else ""
         found = {
             stored.role: PREFIX + per_expert + leaf
             for leaf, stored in self.case.storage.tensors.items()
             if stored.role in self.tensors
         }
-        return ExpertNames(found, arrangement=self.case.storage.arrangement)
+        return ExpertNames(found)
 
     @property
     def group(self) -> LayerGroup:
-        return LayerGroup((LAYER,), self.case.problem, self.names, {})
+        return LayerGroup((LAYER,), self.case.problem, self.names, {}, storage=self.case.storage)
 
     def contents(self) -> dict[str, Tensor]:
         """Every tensor by its full name."""
@@ -159,7 +160,7 @@ def make_layer(case: Case, seed: int = 0) -> Layer:
         )
         shape = tuple(axis.value(sizes) for axis in axes)
         dtype = case.dtypes.get(stored.role, stored.dtypes[0])
-        count = EXPERTS if case.storage.arrangement == "per_expert" else 1
+        count = EXPERTS if case.storage.arrangement.name == "per_expert" else 1
         tensors[stored.role] = [numbers(stored.role, dtype, shape, generator) for _ in range(count)]
     return Layer(case, tensors)
 
@@ -194,24 +195,23 @@ def one_matrix(layer: Layer, matrix: str, expert: int) -> dict[str, Tensor]:
         if role.partition("_")[0] != matrix:
             continue
         kind = role.partition("_")[2]
-        if case.storage.arrangement == "per_expert":
+        if case.storage.arrangement.name == "per_expert":
             found[kind] = many[expert]
             continue
         (t,) = many
         leading = _leading(names[role][1].shape, t.shape)
-        if case.storage.arrangement == "flat":
+        if case.storage.arrangement.name == "flat":
             t = t.reshape(EXPERTS, -1, t.shape[-1])[expert]
             found[kind] = t.T if matrix == "w2" else t
             continue
         t = t[expert] if leading else t
-        turned = case.storage.arrangement == "fused_transposed" and t.ndim == 2 and t.numel() > 2
-        found[kind] = (
-            t.T if turned else t.flatten(-2) if case.storage.arrangement == "fused_blocks" and not kind else t
-        )
+        turned = case.storage.arrangement.name == "fused_transposed" and t.ndim == 2 and t.numel() > 2
+        blocks = case.storage.arrangement.name == "fused_blocks" and not kind
+        found[kind] = t.T if turned else t.flatten(-2) if blocks else t
     return found
 
 
-def _leading(axes: Shape, shape: tuple[int, ...]) -> bool:
+def _leading(axes: SymbolicShape, shape: tuple[int, ...]) -> bool:
     """True when the tensor has an axis of experts."""
     return bool(shape) and shape[0] == EXPERTS
 

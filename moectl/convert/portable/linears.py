@@ -8,31 +8,37 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ...checkpoint.formats import FORMATS, SHOWN, Format, Suffix
 from ...checkpoint.model import Checkpoint
 from ...checkpoint.quantization import zeros_less_one
 from ...checkpoint.specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
-from ...checkpoint.storage import PER_EXPERT, Storage, format_sizes, parse_shape
-from ...dtypes import MODEL_DTYPES, ONE_BYTE
+from ...checkpoint.tensors.shapes import shape_at
+from ...checkpoint.tensors.storage import PER_EXPERT, Arrangement, Storage, format_sizes
+from ...checkpoint.tensors.stored_formats import FORMATS, SHOWN, StoredFormat
+from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...files.tensor_table import TensorInfo, TensorType
 from ...portable import PORTABLE
 from ...problem import Activation, Dims, MoEProblem
 from ...schemes import ActFormat, Scheme, WeightFormat
 from ..canonical import canonical_shapes
-from ..sources import LayerMap, Part, PartForm, PartMap
-from ..sources.extras import check_extra
-from ..sources.packings import PACKINGS
-from ..sources.parts import part_of
+from ..sources import LayerMapping, MappedTensors, TensorMapping
+from ..sources.map_layer import read_dtype, tensor_mapping
+from ..sources.packings import check_extra
 from ..values import Shapes
 from .changes import Change, Decoded, Kept
 from .parts import label_of
-from .slots import Sizes, Slot, format_row, slots
+from .slots import Slot, container_format, slots
 from .writer import PortableWriter, Work
 
 PLAIN = frozenset(("BF16", "F16", "F32"))
 WEIGHTS = ("weight", "weight_packed", "qweight")
 """Suffixes of a matrix's own numbers."""
+
+MATRIX = Arrangement(PER_EXPERT, {"w1": ""}, separator="")
+"""One matrix ``[intermediate, hidden]`` by itself, whose tensors are called by their suffixes."""
+
+STORED_MATRICES = tuple(MATRIX.of(form) for form in FORMATS)
+"""Every way to store one."""
 
 NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -43,12 +49,12 @@ class Linear:
 
     Attributes:
         module: what its tensors' names begin with.
-        form, scheme: how its numbers are stored, and what they mean.
+        storage, scheme: how its numbers are stored, and what they mean.
         tensors: by suffix.
     """
 
     module: str
-    form: Format
+    storage: Storage
     scheme: Scheme
     n: int
     k: int
@@ -68,7 +74,7 @@ class Linear:
             1,
             self.scheme,
             activation=Activation("silu", gated=False),
-            storage=self.form.storages[0],
+            storage=self.storage.format.storages[0],
             dtype=dtype,
         )
 
@@ -104,21 +110,19 @@ def _recognized(
     module: str, tensors: Mapping[str, TensorInfo], experts: tuple[MoEProblem, ...]
 ) -> Linear | None:
     """What the tensors are: first as the experts are stored, then in any format that fits."""
-    storages = {problem.storage for problem in experts}
-    forms = sorted(FORMATS, key=lambda form: not storages & set(form.storages))
-    for form in forms:
-        needed = {suffix for suffix, it in form.suffixes.items() if it.required}
-        if not needed <= tensors.keys() <= form.suffixes.keys():
+    storages, leaves = {problem.storage for problem in experts}, frozenset(tensors)
+    for storage in sorted(STORED_MATRICES, key=lambda it: not storages & set(it.format.storages)):
+        if storage.missing(leaves) or storage.unknown(leaves):
             continue
-        for weight in _weights(form, experts):
-            sides = _sides(form, weight, tensors)
+        for weight in _weights(storage.format, experts):
+            sides = _sides(storage, weight, tensors)
             if sides is not None:
                 scheme = Scheme(weight, _act(weight, tensors, experts))
-                return Linear(module, form, scheme, *sides, tensors)
+                return Linear(module, storage, scheme, *sides, tensors)
     return None
 
 
-def _weights(form: Format, experts: tuple[MoEProblem, ...]) -> Iterator[WeightFormat]:
+def _weights(form: StoredFormat, experts: tuple[MoEProblem, ...]) -> Iterator[WeightFormat]:
     """Formats that `form` may hold: its own, or those of its kind that experts have, or of FP8 blocks."""
     if SHOWN not in form.weight.block:
         yield form.weight
@@ -128,26 +132,22 @@ def _weights(form: Format, experts: tuple[MoEProblem, ...]) -> Iterator[WeightFo
             yield weight
 
 
-def _sides(form: Format, weight: WeightFormat, tensors: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+def _sides(
+    storage: Storage, weight: WeightFormat, tensors: Mapping[str, TensorInfo]
+) -> tuple[int, int] | None:
     """Rows and columns of the matrix; None when a tensor's shape or dtype does not go with the others."""
-    numbers: dict[str, int] = format_sizes(Scheme(weight))
-    codes = next(suffix for suffix, it in form.suffixes.items() if not it.role)
-    axes, shape = parse_shape(_text(form.suffixes[codes], 0)), tensors[codes].shape
-    if len(axes) != len(shape):
+    sizes: dict[str, int] = format_sizes(Scheme(weight))
+    codes, stored = next((leaf, it) for leaf, it in storage.tensors.items() if it.role == "w1")
+    if len(stored.shape) != len(tensors[codes].shape):
         return None
-    for axis, size in zip(axes, shape, strict=True):
-        numbers[axis.symbol] = size * (numbers[axis.per] if isinstance(axis.per, str) else axis.per)
-    for suffix, info in tensors.items():
-        it = form.suffixes[suffix]
-        shapes = [parse_shape(_text(it, i)) for i in range(len(it.shapes))]
-        expected = [tuple(axis.value(numbers) for axis in shape) for shape in shapes]
+    for axis, size in zip(stored.shape, tensors[codes].shape, strict=True):
+        sizes[axis.symbol] = size * (sizes[axis.per] if isinstance(axis.per, str) else axis.per)
+    for leaf, info in tensors.items():
+        it = storage.tensors[leaf]
+        expected = [shape_at(shape, sizes) for shape in (it.shape, *it.others)]
         if info.dtype not in it.dtypes or info.shape not in expected:
             return None
-    return numbers["n"], numbers["k"]
-
-
-def _text(suffix: Suffix, at: int) -> str:
-    return suffix.shapes[at].format(n="n", k="k")
+    return sizes["intermediate"], sizes["hidden"]
 
 
 def _act(
@@ -163,7 +163,7 @@ def _act(
 
 
 @dataclass(frozen=True)
-class LinearsMap(LayerMap):
+class LinearsMapping(LayerMapping):
     """Matrices beside the experts, each with roles of its own, as a layer of one expert.
 
     `problems` has each matrix's problem by its role.
@@ -171,8 +171,8 @@ class LinearsMap(LayerMap):
 
     problems: Mapping[str, MoEProblem] = None  # type: ignore[assignment]
 
-    def check(self, part: Part, problem: MoEProblem, values: Tensor) -> str:
-        role, _, kind = part.stored.partition("_")
+    def check(self, mapping: TensorMapping, problem: MoEProblem, values: Tensor) -> str:
+        role, _, kind = mapping.stored.partition("_")
         return check_extra(f"w1_{kind}", self.problems[role], values, self.zeros_less_one)
 
 
@@ -180,7 +180,7 @@ class LinearsMap(LayerMap):
 class LinearsPlan:
     """Matrices of one decoder layer and one format, and how they are written."""
 
-    map: LinearsMap
+    map: LinearsMapping
     problem: MoEProblem
     writer: PortableWriter
     linears: tuple[Linear, ...]
@@ -188,8 +188,8 @@ class LinearsPlan:
 
 def stays(linear: Linear, storage: str, checkpoint: Checkpoint) -> bool:
     """True when `storage` stores the matrix as it is stored already."""
-    less = zeros_less_one(checkpoint.config) if linear.form.packing == "gptq" else True
-    return storage in linear.form.storages and less and not _rescaled(linear)
+    less = zeros_less_one(checkpoint.config) if linear.storage.format.packing == "gptq" else True
+    return storage in linear.storage.format.storages and less and not _rescaled(linear)
 
 
 def _rescaled(linear: Linear) -> bool:
@@ -210,13 +210,13 @@ def plan_linears(
 
     `dtype` is the model's. UsageError when the container has no place for them.
     """
-    parts: list[PartMap] = []
+    mapped: list[MappedTensors] = []
     shapes: dict[str, TensorType] = {}
     made: dict[str, TensorType] = {}
     found: list[Slot] = []
     matrices: dict[str, Work] = {}
     problems: dict[str, MoEProblem] = {}
-    less = linears[0].form.packing == "gptq" and zeros_less_one(checkpoint.config)
+    less = linears[0].storage.format.packing == "gptq" and zeros_less_one(checkpoint.config)
     for i, linear in enumerate(linears):
         role = f"m{i}"
         problem = linear.problem(dtype)
@@ -224,28 +224,27 @@ def plan_linears(
         problems[role] = problem
         own = _renamed(canonical_shapes(source, 1, _has_inputs(linear)), role)
         shapes |= own
-        parts += _parts(linear, source, role, own, less)
+        mapped += _mapped(linear, source, role, own, less)
         new = _renamed(
             canonical_shapes(target, 1, _has_inputs(linear) and target.scheme.weight.bits < 16), role
         )
         made |= new
         try:
-            form = format_row(storage, target.scheme.weight)
+            form = container_format(storage, target.scheme.weight)
         except UsageError as error:
             raise UsageError(
                 f"{linear.module} is quantized, too: {error.what}",
                 hint="Choose --container compressed-tensors, or --experts-only.",
             ) from error
-        sizes = Sizes(role, linear.n, linear.k)
-        found += slots(form, target.scheme, linear.module, sizes, new)
+        found += slots(MATRIX.of(form), target, f"{linear.module}.", new, {"w1": (role, None)})
         matrices[role] = Work(change, 1, linear.n * linear.k, linear.module.rpartition(".")[2])
-    mapped = LinearsMap(number, "", tuple(parts), shapes, less, problems)
+    layer = LinearsMapping(number, "", tuple(mapped), shapes, less, problems)
     writer = PortableWriter(made, tuple(found), matrices, {}, label_of(number))
-    return LinearsPlan(mapped, linears[0].problem(dtype), writer, linears)
+    return LinearsPlan(layer, linears[0].problem(dtype), writer, linears)
 
 
 def _has_inputs(linear: Linear) -> bool:
-    return any(linear.form.suffixes[suffix].role == "_input" for suffix in linear.tensors)
+    return any(linear.storage.tensors[leaf].role == "w1_input" for leaf in linear.tensors)
 
 
 def _change(
@@ -254,7 +253,12 @@ def _change(
     """The matrix as it is read, as it is written, and the step between."""
     weight = linear.scheme.weight
     scale = next(
-        (info.dtype for s, info in linear.tensors.items() if linear.form.suffixes[s].role == "_scale"), ""
+        (
+            info.dtype
+            for leaf, info in linear.tensors.items()
+            if linear.storage.tensors[leaf].role == "w1_scale"
+        ),
+        "",
     )
     if scale in PLAIN or weight.name == "fp8":
         weight = replace(weight, scale_dtype="E8M0" if scale == "F8_E8M0" else scale)
@@ -277,14 +281,13 @@ def _renamed(shapes: Shapes, role: str) -> dict[str, TensorType]:
     return {name.replace("w13", role, 1): form for name, form in shapes.items() if name.startswith("w13")}
 
 
-def _parts(linear: Linear, problem: MoEProblem, role: str, shapes: Shapes, less: bool) -> Iterator[PartMap]:
-    storage = Storage(linear.form, PER_EXPERT, {})
-    for suffix, info in linear.tensors.items():
-        kind = linear.form.suffixes[suffix].role
-        dtype = "U8" if info.dtype in ONE_BYTE else info.dtype
-        packing = PACKINGS[linear.form.packing]
-        part = part_of(f"w1{kind}", dtype, info.shape, storage, packing, problem, less)
-        name = part.role.replace("w13", role, 1)
-        part = replace(part, stored=f"{role}{kind}", role=name, half=None)
+def _mapped(
+    linear: Linear, problem: MoEProblem, role: str, shapes: Shapes, less: bool
+) -> Iterator[MappedTensors]:
+    for leaf, info in linear.tensors.items():
+        stored = linear.storage.tensors[leaf].role
+        mapping = tensor_mapping(linear.storage, stored, read_dtype(info), info.shape, problem, less)
+        name = mapping.role.replace("w13", role, 1)
         rows = shapes[name].shape[1] if name else 0
-        yield PartMap(PartForm(part, dtype, info.shape, (0, rows)), (info,), True)
+        mapping = replace(mapping, stored=stored.replace("w1", role, 1), role=name, rows=(0, rows))
+        yield MappedTensors(mapping, (info,), True)

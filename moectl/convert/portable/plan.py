@@ -22,7 +22,7 @@ from ..plan import LayerPlan, Plan
 from ..planning import check_plannable, map_group, plan_rest
 from ..quantize.calibration import Calibration
 from ..shards import Shard, Share
-from ..sources import LayerMap
+from ..sources import LayerMapping
 from ..values import Shapes
 from .activations import Activations
 from .changes import Change, Quantized
@@ -30,8 +30,8 @@ from .config import DOCUMENTS, Described, Description, expert_targets, with_quan
 from .finish import PortableEnding
 from .linears import Linear, plan_linears, quantized_linears, stays
 from .options import PortableOptions
+from .output_storage import OutputStorage, output_storage
 from .parts import label_of
-from .places import Place, place_of
 from .rules import change_for
 from .slots import Slot
 from .writer import PortableWriter, Work
@@ -64,14 +64,14 @@ class GroupPlan:
         layers: of the group.
         problem: as the output's config will describe it.
         change: of both matrices.
-        place: names and shapes of the stored tensors.
+        output: names and shapes of the stored tensors.
         shapes: canonical roles in the new format.
     """
 
     layers: tuple[int, ...]
     problem: MoEProblem
     change: Change
-    place: Place
+    output: OutputStorage
     shapes: Shapes
 
 
@@ -109,7 +109,7 @@ def plan_portable(
     _check_names(layers, [item.name for item in rest])
     modules = _plain_modules(checkpoint, {*consumed, *(linear.module for linear in beside)})
     described = Description(*_described(plans, () if storage == "plain" else beside), modules)
-    document = with_quantization(checkpoint.config, DOCUMENTS[plans[0].place.storage](described))
+    document = with_quantization(checkpoint.config, DOCUMENTS[plans[0].output.name](described))
     how = _how(asked) if isinstance(plans[0].change, Quantized) else ""
     record = LayoutRecord(
         f"{asked.target} in {container}{how}", asked.target, 1, (), tuple(map(str, readers))
@@ -153,7 +153,7 @@ def _plan_linears(
     groups: dict[tuple[object, ...], list[Linear]] = {}
     for linear in linears:
         if not stays(linear, storage, checkpoint):
-            key = (linear.layer, linear.form.storages, linear.scheme)
+            key = (linear.layer, linear.storage.format.storages, linear.scheme)
             groups.setdefault(key, []).append(linear)
     planned = []
     dtype = checkpoint.groups[0].problem.dtype
@@ -177,7 +177,7 @@ def _described(
     found = []
     for scheme in schemes:
         alike = [plan for plan in plans if plan.problem.scheme == scheme]
-        names = [name for plan in alike for name in plan.place.modules]
+        names = [name for plan in alike for name in plan.output.modules]
         layers = [layer for plan in alike for layer in plan.layers] if schemes[1:] else []
         same = beside.pop(scheme, [])
         found.append(Described(scheme, (*expert_targets(names, layers), *same)))
@@ -205,7 +205,7 @@ def _plan_group(
     return plan, planned
 
 
-def _decide(group: LayerGroup, mapped: LayerMap, asked: PortableOptions, storage: str) -> GroupPlan:
+def _decide(group: LayerGroup, mapped: LayerMapping, asked: PortableOptions, storage: str) -> GroupPlan:
     problem, dims = group.problem, group.problem.dims
     stored = problem.scheme.weight
     if "w13_scale" in mapped.shapes and (dtype := mapped.shapes["w13_scale"].dtype) != "U8":
@@ -214,12 +214,13 @@ def _decide(group: LayerGroup, mapped: LayerMap, asked: PortableOptions, storage
     weight, change = change_for(stored, asked, sizes, MODEL_DTYPES[problem.dtype])
     act = _act(problem.scheme, weight, asked.format)
     inputs = has_input_scales(replace(problem, scheme=Scheme(weight, act))) and "w2_input" in mapped.shapes
-    place = place_of(group, storage, Scheme(weight, act), asked.container == NATIVE or storage == "plain")
+    native = asked.container == NATIVE or storage == "plain"
+    output = output_storage(group, storage, weight, native)
     found = replace(
         problem,
         scheme=Scheme(weight, act),
-        storage=place.storage,
-        rows=CONCATENATED if place.apart else problem.rows,
+        storage=output.name,
+        rows=CONCATENATED if output.apart else problem.rows,
         act_order="",
     )
     try:
@@ -228,7 +229,7 @@ def _decide(group: LayerGroup, mapped: LayerMap, asked: PortableOptions, storage
         raise UsageError(
             error.what, hint="Choose another --to: int8 and fp8-channel have a scale for each row."
         ) from error
-    return GroupPlan(group.layers, found, change, place, shapes)
+    return GroupPlan(group.layers, found, change, output, shapes)
 
 
 def _act(source: Scheme, weight: WeightFormat, target: PortableFormat) -> ActFormat:
@@ -247,20 +248,20 @@ def _calibrated(
     rows = plan.problem.rows
     calibration.check(layer, problem.experts, problem.dims.hidden)
     found = Activations(calibration, lambda h: activate(h, problem, rows), layer, problem.dims.hidden)
-    return replace(change, activations=found, w13_halves=halves(problem, "w13") if plan.place.apart else 1)
+    return replace(change, activations=found, w13_halves=halves(problem, "w13") if plan.output.apart else 1)
 
 
-def _writer(problem: MoEProblem, mapped: LayerMap, plan: GroupPlan, seen: Seen | None) -> PortableWriter:
-    found = plan.place.slots(mapped.layer, plan.problem, plan.shapes)
+def _writer(problem: MoEProblem, mapped: LayerMapping, plan: GroupPlan, seen: Seen | None) -> PortableWriter:
+    found = plan.output.slots(mapped.layer, plan.problem, plan.shapes)
     _check_covered(plan.shapes, found, mapped.layer)
     stacked = halves(problem, "w13")
     size = problem.dims.hidden * problem.dims.intermediate
     change = _calibrated(plan.change, problem, plan, seen, mapped.layer)
     matrices = {
-        "w13": Work(change, stacked if plan.place.apart else 1, stacked * size),
+        "w13": Work(change, stacked if plan.output.apart else 1, stacked * size),
         "w2": Work(change, 1, size),
     }
-    order = {role: gate_then_up(problem, role) for role in mapped.shapes if plan.place.apart}
+    order = {role: gate_then_up(problem, role) for role in mapped.shapes if plan.output.apart}
     return PortableWriter(plan.shapes, found, matrices, order, label_of(mapped.layer))
 
 

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...checkpoint.formats import FORMATS, SHOWN, Format, Suffix
-from ...checkpoint.storage import format_sizes, parse_shape
+from ...checkpoint.tensors.shapes import SymbolicShape, shape_at
+from ...checkpoint.tensors.storage import Storage, StoredTensor, format_sizes
+from ...checkpoint.tensors.stored_formats import StoredFormat, format_in
 from ...errors import UsageError
-from ...files.tensor_table import TensorType
 from ...number_formats import NumberFormat
-from ...schemes import FULL, Scheme, WeightFormat
+from ...problem import MoEProblem
+from ...schemes import FULL, WeightFormat
+from ..canonical import halves
 from ..chain import Chain
-from ..sources.packings import PACKINGS
+from ..sources.map_layer import ROLE_AND_HALF, is_transposed
+from ..sources.packings import PACKINGS, TRANSPOSED
 from ..transforms import DTYPES, Shape, Step
-from ..values import Tensors
+from ..values import Shapes, Tensors
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,6 @@ class Slot:
 
     Attributes:
         template: its name, ``{expert}`` left in where each expert has one.
-        kind: what its role adds to its matrix's: ``""``, ``_scale``, ``_shape``, ...
         role: canonical role that it is made of; ``""`` for what sizes alone say.
         rows: first and last row (exclusive) of that role.
         dtype: as the file states it.
@@ -40,7 +42,6 @@ class Slot:
     """
 
     template: str
-    kind: str
     role: str
     rows: tuple[int, int]
     dtype: str
@@ -78,119 +79,107 @@ class Slot:
             )
 
 
-def format_row(storage: str, weight: WeightFormat, leaves: frozenset[str] = frozenset()) -> Format:
-    """How `storage` stores `weight`: the first row whose block fits, and that has all `leaves`.
-
-    UsageError when it has no such tensors.
-    """
-    for form in FORMATS:
-        sides = zip(form.weight.block, weight.block, strict=True)
-        if (
-            storage in form.storages
-            and form.weight.name == weight.name
-            and all(known in (SHOWN, asked) for known, asked in sides)
-            and leaves <= form.suffixes.keys()
-        ):
-            return form
-    raise UsageError(f"no {storage} container holds weights that are {weight}.")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """One stored matrix: rows and columns, and the rows of its role that it fills.
-
-    Attributes:
-        role: canonical role of its codes.
-        part, parts: it is the `part`-th of as many equal parts of the role's rows.
-    """
-
-    role: str
-    n: int
-    k: int
-    part: int = 0
-    parts: int = 1
-
-    def rows(self, total: int) -> tuple[int, int]:
-        """Its rows among the `total` of a role: all, of a role with one row for all parts."""
-        if total < self.parts:
-            return 0, total
-        each = total // self.parts
-        return self.part * each, (self.part + 1) * each
+def container_format(container: str, weight: WeightFormat) -> StoredFormat:
+    """How a container stores `weight`; UsageError when it has no such tensors."""
+    form = format_in(container, weight)
+    if form is None:
+        raise UsageError(f"no {container} container holds weights that are {weight}.")
+    return form
 
 
 def slots(
-    form: Format,
-    scheme: Scheme,
-    module: str,
-    sizes: Sizes,
-    shapes: Mapping[str, TensorType],
+    storage: Storage,
+    problem: MoEProblem,
+    prefix: str,
+    shapes: Shapes,
+    roles: Mapping[str, tuple[str, int | None]] = ROLE_AND_HALF,
 ) -> Iterator[Slot]:
-    """The tensors of one matrix in a container, with names that begin with `module`.
+    """The tensors of a layer of `problem` in `storage`, with names that begin with `prefix`.
 
-    `form` says which tensors there are, `shapes` the canonical roles of the new format.
+    `storage` says which tensors there are, `shapes` the canonical roles of the new format, `roles` which
+    role and half of its rows a stored matrix is.
     """
-    numbers = {**format_sizes(scheme), "n": sizes.n, "k": sizes.k}
-    weight = scheme.weight
-    steps = PACKINGS[form.packing].steps(weight.bits, True)
-    for suffix, stored in form.suffixes.items():
-        kind, role = stored.role, sizes.role + stored.role
-        shape = tuple(axis.value(numbers) for axis in parse_shape(_text(stored, form)))
-        name = f"{module}.{suffix}"
+    weight, packing = problem.scheme.weight, storage.format.packing
+    sizes = {
+        "experts": problem.experts,
+        "hidden": problem.dims.hidden,
+        "intermediate": problem.dims.intermediate,
+        **format_sizes(problem.scheme),
+    }
+    packed = PACKINGS[packing].steps(weight.bits, True)
+    for leaf, stored in storage.tensors.items():
+        matrix, _, kind = stored.role.partition("_")
+        role, half = roles[matrix]
+        role = f"{role}_{kind}" if kind else role
+        whole = shape_at(_written(stored, packing), sizes)
+        shape = whole[1:] if storage.fused else whole
         if role in shapes:
             raw, (_, total, *_) = shapes[role]
             dtype = _stated(weight.number, kind) if raw == "U8" else raw
-            moved = steps.get(kind.removeprefix("_"), ())
-            packed = "I32" if moved and kind in ("", "_zero") else raw
+            steps = packed.get(kind, ())
+            if steps and kind in ("", "zero"):
+                raw = dtype = "I32"
+            if is_transposed(storage, matrix, shape):
+                steps = TRANSPOSED + steps
             yield Slot(
-                name,
-                kind,
+                prefix + leaf,
                 role,
-                sizes.rows(total),
-                packed if packed != raw else dtype,
+                _rows(half, total, halves(problem, "w13")),
+                dtype,
                 shape,
-                moved,
-                packed,
-                limits=_limits(form, kind, weight),
-                divisor=form.packing == "divisors" and kind in ("_global", "_input"),
+                steps,
+                raw,
+                limits=_limits(packing, kind, weight),
+                divisor=packing == "divisors" and kind in ("global", "input"),
+                fused=storage.fused,
             )
-        elif (filled := _filled(form, kind, weight, sizes)) is not None:
-            dtype, numbers_of = filled
-            yield Slot(name, kind, "", (0, 0), dtype, shape, raw=dtype, fill=numbers_of)
+        elif (filled := _filled(packing, matrix, kind, problem)) is not None:
+            dtype, numbers = filled
+            yield Slot(prefix + leaf, "", (0, 0), dtype, shape, raw=dtype, fill=numbers, fused=storage.fused)
 
 
 def _stated(number: NumberFormat, kind: str) -> str:
     """The safetensors dtype of bytes of one kind: of numbers by themselves their own, else U8."""
-    if kind == "_scale" and number.byte_scale == "F8_E4M3":
+    if kind == "scale" and number.byte_scale == "F8_E4M3":
         return number.byte_scale
     return number.grid.dtype if not kind else "U8"
 
 
-def _limits(form: Format, kind: str, weight: WeightFormat) -> tuple[int, int] | None:
+def _rows(half: int | None, total: int, parts: int) -> tuple[int, int]:
+    """The rows that a matrix has of the `total` of a role: all, of a role with one row for both halves."""
+    if half is None or total < parts:
+        return 0, total
+    each = total // parts
+    return half * each, (half + 1) * each
+
+
+def _limits(packing: str, kind: str, weight: WeightFormat) -> tuple[int, int] | None:
     """What zero points a container's packed codes hold; GPTQ's first version stores one less."""
-    if kind != "_zero":
+    if kind != "zero":
         return None
-    least = int(form.packing == "gptq")
+    least = int(packing == "gptq")
     return least, (1 << weight.bits) - 1 + least
 
 
-def _text(stored: Suffix, form: Format) -> str:
-    """The shape that is written, of several that are read."""
-    texts = [text for text in stored.shapes if text] if form.packing == "divisors" else stored.shapes
-    return texts[0].format(n="n", k="k")
+def _written(stored: StoredTensor, packing: str) -> SymbolicShape:
+    """The shape that is written, of several that are read: compressed-tensors' numbers have an axis."""
+    shapes = (stored.shape, *stored.others)
+    return next(shape for shape in shapes if shape or packing != "divisors")
 
 
-def _filled(
-    form: Format, kind: str, weight: WeightFormat, sizes: Sizes
-) -> tuple[str, tuple[int, ...]] | None:
+def _filled(packing: str, matrix: str, kind: str, problem: MoEProblem) -> tuple[str, tuple[int, ...]] | None:
     """Dtype and numbers of a tensor that the format and sizes say; None for one that is left out."""
-    if kind == "_shape":
-        return "I64", (sizes.n, sizes.k)
-    if form.packing != "gptq":
+    weight, n, k = problem.scheme.weight, problem.dims.intermediate, problem.dims.hidden
+    if matrix == "w2":
+        n, k = k, n
+    if kind == "shape":
+        return "I64", (n, k)
+    if packing != "gptq":
         return None
-    if kind == "_order":
-        group = sizes.k if weight.group == FULL else weight.group
-        return "I32", tuple(at // group for at in range(sizes.k))
-    if kind == "_zero":
+    if kind == "order":
+        group = k if weight.group == FULL else weight.group
+        return "I32", tuple(at // group for at in range(k))
+    if kind == "zero":
         # The middle of the codes, stored less one.
         code = (1 << (weight.bits - 1)) - 1
         return "I32", (int.from_bytes(bytes([code if weight.bits == 8 else code * 17] * 4), "little"),)

@@ -14,7 +14,7 @@ from ...files.tensor_table import TensorType
 from ..batches import Piece
 from ..budget import CHAIN_COPIES
 from ..chain import BLOCK_BYTES, Chain
-from ..sources import carve, carved_bytes
+from ..sources import buffer_bytes, buffer_views
 from ..transforms import Step
 from ..values import Fact, Facts, Shapes, Tensors
 from ..writer import cut
@@ -87,7 +87,7 @@ class PortableWriter:
         return {slot.template: TensorType(slot.dtype, (self.experts, *slot.shape)) for slot in self.slots}
 
     def buffer_bytes(self, experts: int) -> int:
-        return carved_bytes(self._made, experts)
+        return buffer_bytes(self._made, experts)
 
     def block_bytes(self, experts: int) -> int:
         return math.ceil(self._block(experts) * self._work / CHAIN_COPIES)
@@ -108,7 +108,7 @@ class PortableWriter:
         if first == 0:
             self._costs.clear()
         experts = len(next(iter(batch.values())))
-        made = carve(buffer, self._made, experts)
+        made = buffer_views(buffer, self._made, experts)
         block = self._block(experts)
         for at in range(0, experts, block):
             stop = min(at + block, experts)

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from .part import (
-    LayerMap,
-    Part,
-    PartForm,
-    PartMap,
-    canonical_batch,
-    carve,
-    carved_bytes,
-    read_batch,
-    read_stored,
-    view_of,
-)
-from .source import Source, map_layer, output_name, output_prefix, source_for
+from .expert_batches import ExpertBatches, Read, buffer_bytes, buffer_views
+from .map_layer import map_layer, output_name, output_prefix
+from .tensor_mapping import LayerMapping, MappedTensors, TensorMapping
 
 __all__ = [
-    "LayerMap",
-    "Part",
-    "PartForm",
-    "PartMap",
-    "Source",
-    "canonical_batch",
-    "carve",
-    "carved_bytes",
+    "ExpertBatches",
+    "LayerMapping",
+    "MappedTensors",
+    "Read",
+    "TensorMapping",
+    "buffer_bytes",
+    "buffer_views",
     "map_layer",
     "output_name",
     "output_prefix",
-    "read_batch",
-    "read_stored",
-    "source_for",
-    "view_of",
 ]

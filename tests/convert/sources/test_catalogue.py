@@ -6,7 +6,7 @@ import pytest
 
 from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.catalogue import model_names
-from moectl.convert.sources import map_layer, source_for
+from moectl.convert.sources import map_layer
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -14,9 +14,9 @@ def test_every_built_in_model_is_mapped(name: str) -> None:
     checkpoint = open_checkpoint(name, offline=True)
     for group in checkpoint.groups:
         layer = group.layers[0]
-        mapped = map_layer(source_for(checkpoint, group), checkpoint, group, layer)
-        assert {part.part.stored for part in mapped.parts} == group.names.experts.keys()
+        mapped = map_layer(checkpoint, group, layer)
+        assert {it.mapping.stored for it in mapped.mapped} == group.names.experts.keys()
         for role, (_, shape) in mapped.shapes.items():
-            rows = sorted(part.form.rows for part in mapped.parts if part.part.role == role)
+            rows = sorted(it.mapping.rows for it in mapped.mapped if it.mapping.role == role)
             assert [first for first, _ in rows] == [0, *(last for _, last in rows[:-1])]
             assert rows[-1][1] == shape[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moectl.checkpoint.storage import PER_EXPERT, Storage
+from moectl.checkpoint.tensors.storage import PER_EXPERT, Storage
 from moectl.convert.layout import layout_named
 from moectl.convert.manifest import read_file_header
 from moectl.prepare import checkpoint_layer
@@ -21,7 +21,7 @@ from .test_storages import READABLE, storage_id
 ONE_EACH: dict[object, Storage] = {
     (it.format.packing, it.weight): it
     for it in reversed(READABLE)
-    if it.arrangement in (PER_EXPERT, "fused_blocks")
+    if it.arrangement.name in (PER_EXPERT, "fused_blocks")
 }
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moectl.checkpoint.storage import Storage
+from moectl.checkpoint.tensors.storage import Storage
 from moectl.convert.canonical import canonical_shapes
 from moectl.convert.shards import Share, shard_of, slice_unit
-from moectl.convert.sources import map_layer, read_batch, source_for
+from moectl.convert.sources import ExpertBatches, map_layer
 from moectl.problem import Dims
 from moectl.torch_dtypes import TORCH_DTYPES
 from support.stored_layers import EXPERTS, LAYER, cases, make_layer
@@ -36,9 +36,9 @@ def test_slices_lead_back_to_the_stored_tensors(storage: Storage) -> None:
                 role: (shape, TORCH_DTYPES[dtype]) for role, (dtype, shape) in shapes.items()
             }
         joined = shares[0].join(slices, list(mapped.shapes))
-        for part in mapped.parts:
-            again, before = (part.form.stored(held).contiguous() for held in (joined, batch))
-            assert torch.equal(again.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8)), part.part
+        for mapping in (it.mapping for it in mapped.mapped):
+            again, before = (mapping.restored(held).contiguous() for held in (joined, batch))
+            assert torch.equal(again.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8)), mapping
 
 
 @pytest.mark.parametrize("storage", READABLE, ids=storage_id)
@@ -46,7 +46,7 @@ def test_a_range_of_experts_is_read_from_its_own_bytes(storage: Storage) -> None
     layer = make_layer(next(cases(storage)))
     _, whole = read(layer)
     checkpoint, data = layer.checkpoint()
-    mapped = map_layer(source_for(checkpoint, layer.group), checkpoint, layer.group, LAYER).of_experts(1, 2)
+    mapped = map_layer(checkpoint, layer.group, LAYER).of_experts(1, 2)
     extents = {info.name: (start, stop) for info, start, stop in mapped.extents}
     seen: dict[str, int] = dict.fromkeys(extents, 0)
 
@@ -57,11 +57,7 @@ def test_a_range_of_experts_is_read_from_its_own_bytes(storage: Storage) -> None
         seen[info.name] += len(view)
         view[:] = data[info.start + at : info.start + at + len(view)]
 
-    piece = {
-        role: torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-        for role, (dtype, shape) in mapped.batch_shapes.items()
-    }
-    read_batch(mapped, 0, 1, fill, piece)
+    piece = ExpertBatches(mapped).load(0, 1, fill)
     assert seen == {name: stop - start for name, (start, stop) in extents.items()}
     assert piece.keys() == whole.keys()
     for role, t in piece.items():

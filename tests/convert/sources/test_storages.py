@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from moectl.checkpoint.storage import STORAGES, Storage
+from moectl.checkpoint import TensorInfo, layer_groups
+from moectl.checkpoint.tensors.layer_index import LayerTensors
+from moectl.checkpoint.tensors.match_storage import match_storage
+from moectl.checkpoint.tensors.storage import STORAGES, Storage
 from moectl.convert.codecs import decode_role
-from moectl.convert.sources import LayerMap, map_layer, read_batch, source_for
+from moectl.convert.sources import ExpertBatches, LayerMapping, map_layer
 from moectl.errors import CheckpointError, NoBackend, UsageError
 from moectl.torch_dtypes import TORCH_DTYPES
-from support.stored_layers import EXPERTS, LAYER, Layer, cases, judge, make_layer
+from support.stored_layers import EXPERTS, LAYER, PREFIX, Layer, cases, judge, make_layer
 
 
 def storage_id(storage: Storage) -> str:
-    return (
-        f"{storage.format.storages[0]}-{storage.weight}-{storage.arrangement}-{min(storage.tensors)}".replace(
-            " ", "_"
-        )
-    )
+    name = f"{storage.format.storages[0]}-{storage.weight}-{storage.arrangement.name}"
+    return f"{name}-{min(storage.tensors)}".replace(" ", "_")
 
 
 READABLE = [
@@ -31,19 +32,19 @@ READABLE = [
 ]
 
 
-def read(layer: Layer, first: int = 0, last: int = EXPERTS) -> tuple[LayerMap, dict[str, torch.Tensor]]:
+def read(layer: Layer, first: int = 0, last: int = EXPERTS) -> tuple[LayerMapping, dict[str, torch.Tensor]]:
     """The layer's map, and experts `first` to `last` as they are read."""
     checkpoint, data = layer.checkpoint()
-    mapped = map_layer(source_for(checkpoint, layer.group), checkpoint, layer.group, LAYER)
-    batch = {
-        role: torch.empty((last - first, *shape[1:]), dtype=TORCH_DTYPES[dtype])
-        for role, (dtype, shape) in mapped.batch_shapes.items()
-    }
+    mapped = map_layer(checkpoint, layer.group, LAYER)
 
     def fill(info, at, view):
         view[:] = data[info.start + at : info.start + at + len(view)]
 
-    read_batch(mapped, first, last, fill, batch)
+    batch = ExpertBatches(mapped).load(first, last, fill)
+    assert {role: (tuple(t.shape), t.dtype) for role, t in batch.items()} == {
+        role: ((last - first, *shape[1:]), TORCH_DTYPES[dtype])
+        for role, (shape, dtype) in mapped.batch_shapes.items()
+    }
     return mapped, batch
 
 
@@ -52,16 +53,17 @@ def test_back_and_forth_and_values(storage):
     for case in cases(storage):
         layer = make_layer(case)
         mapped, batch = read(layer)
-        for part in mapped.parts:
-            whole = part.form.stored(batch).contiguous().reshape(EXPERTS, -1).view(torch.uint8)
-            stored = layer.tensors[part.part.stored]
-            if part.per_expert:
+        for tensors in mapped.mapped:
+            mapping = tensors.mapping
+            whole = mapping.restored(batch).contiguous().reshape(EXPERTS, -1).view(torch.uint8)
+            stored = layer.tensors[mapping.stored]
+            if tensors.per_expert:
                 expected = torch.stack([t.reshape(-1).view(torch.uint8) for t in stored])
-            elif part.form.shared:
+            elif mapping.shared:
                 expected = stored[0].reshape(-1).view(torch.uint8).expand(EXPERTS, -1)
             else:
                 expected = stored[0].reshape(-1).view(torch.uint8).reshape(EXPERTS, -1)
-            assert torch.equal(whole, expected), (part.part, case)
+            assert torch.equal(whole, expected), (mapping, case)
         check_values(layer, batch)
 
 
@@ -103,7 +105,7 @@ def storage_of(packing: str, arrangement: str = "per_expert", bits: int = 4) -> 
     return next(
         it
         for it in READABLE
-        if (it.format.packing, it.arrangement, it.weight.bits) == (packing, arrangement, bits)
+        if (it.format.packing, it.arrangement.name, it.weight.bits) == (packing, arrangement, bits)
     )
 
 
@@ -119,7 +121,7 @@ def test_columns_ordered_by_group_are_refused():
     checkpoint, _ = layer.checkpoint()
     group = replace(layer.group, problem=replace(layer.case.problem, act_order="group"))
     with pytest.raises(UsageError, match="act order"):
-        map_layer(source_for(checkpoint, group), checkpoint, group, LAYER)
+        map_layer(checkpoint, group, LAYER)
 
 
 @pytest.mark.parametrize("packing", ["words", "gptq", "awq"])
@@ -134,7 +136,7 @@ def test_blocks_of_gate_and_up_rows_together_are_refused():
     storage = next(
         it
         for it in READABLE
-        if it.weight.name == "fp8" and it.weight.block[0] == -2 and it.arrangement == "fused"
+        if it.weight.name == "fp8" and it.weight.block[0] == -2 and it.arrangement.name == "fused"
     )
     case = next(cases(storage))
     odd = replace(case, weight=replace(case.weight, block=(64, 32)))
@@ -142,10 +144,58 @@ def test_blocks_of_gate_and_up_rows_together_are_refused():
         read(make_layer(odd))
 
 
-@pytest.mark.parametrize("change", ["missing", "shape", "dtype", "extra"])
-def test_headers_are_checked(change):
+CONFIG = {
+    "num_hidden_layers": LAYER + 1,
+    "hidden_size": 64,
+    "moe_intermediate_size": 96,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("storage", READABLE, ids=storage_id)
+def test_the_storage_that_headers_show_maps_the_same(storage):
+    for case in cases(storage):
+        layer = make_layer(case)
+        checkpoint, _ = layer.checkpoint()
+        stem = PREFIX.format(layer=LAYER)
+        experts: dict[int | None, dict[str, TensorInfo]] = {}
+        for name, info in checkpoint.tensors.items():
+            leaf = name.removeprefix(stem)
+            number, _, after = leaf.partition(".")
+            own = experts.setdefault(None if storage.fused else int(number), {})
+            own[leaf if storage.fused else after] = info
+        tensors = LayerTensors(LAYER, "", "", stem, experts)
+        if missing := storage.missing(tensors.leaves):
+            # Reading a checkpoint asks for gpt-oss' biases.
+            assert missing == ["down_proj_bias", "gate_up_proj_bias"]
+            continue
+        match = match_storage(tensors, case.problem, EXPERTS)
+        # Symmetric codes may be stored with zero points, which only the config tells from others.
+        assert replace(match.weight, zero_point=case.weight.zero_point) == case.weight
+        assert match.storage.arrangement.name == storage.arrangement.name
+        assert (match.sizes["hidden"], match.sizes["intermediate"]) == (64, 96)
+        group = replace(layer.group, storage=match.storage)
+        assert map_layer(checkpoint, group, LAYER) == map_layer(checkpoint, layer.group, LAYER)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", "expert 1 has no tensor {name}, which others have"),
+        ("shape", "tensor '{name}' must be {dtype} [96, 2] beside the other experts', got {dtype} [1, 2]"),
+        ("dtype", "tensor '{name}' must be {dtype} [96, 2] beside the other experts', got I32 [96, 2]"),
+        ("extra", "up_proj.weight_scale_2', which is not understood"),
+    ],
+)
+def test_headers_are_checked(change, message):
+    """When the checkpoint is read, and so for everything that maps its layers."""
     layer = make_layer(next(cases(storage_of("words"))))
     checkpoint, _ = layer.checkpoint()
+    (group,) = layer_groups(CONFIG, checkpoint.tensors)
+    assert group.storage is layer.case.storage
     name = next(name for name in checkpoint.tensors if name.endswith("1.up_proj.weight_scale"))
     info, tensors = checkpoint.tensors[name], dict(checkpoint.tensors)
     if change == "missing":
@@ -154,19 +204,22 @@ def test_headers_are_checked(change):
         tensors[name + "_2"] = replace(info, name=name + "_2")
     else:
         tensors[name] = replace(info, **({"shape": (1, 2)} if change == "shape" else {"dtype": "I32"}))
-    found = replace(checkpoint, tensors=tensors)
-    with pytest.raises(CheckpointError, match=name):
-        map_layer(source_for(found, layer.group), found, layer.group, LAYER)
+    with pytest.raises(CheckpointError, match=re.escape(message.format(name=name, dtype=info.dtype))):
+        layer_groups(CONFIG, tensors)
 
 
 def extras(packing: str, version: str | None = None, **changes):
-    """A mapped layer, its problem, and its parts that carry no weights."""
+    """A mapped layer, its problem, and its tensors that carry no weights."""
     layer = make_layer(next(cases(storage_of(packing))))
     config = {"quantization_config": {"checkpoint_format": version}} if version else {}
     checkpoint, _ = layer.checkpoint(config)
     group = replace(layer.group, problem=replace(layer.case.problem, **changes))
-    mapped = map_layer(source_for(checkpoint, group), checkpoint, group, LAYER)
-    return mapped, group.problem, {it.part.stored: it.part for it in mapped.parts if not it.part.role}
+    mapped = map_layer(checkpoint, group, LAYER)
+    return (
+        mapped,
+        group.problem,
+        {it.mapping.stored: it.mapping for it in mapped.mapped if not it.mapping.role},
+    )
 
 
 def test_sizes_must_be_the_weights():
@@ -205,7 +258,7 @@ def test_second_version_of_gptq_stores_zero_points_as_they_are():
         checkpoint, _ = layer.checkpoint(
             {"text_config": {"quantization_config": {"checkpoint_format": version}}}
         )
-        mapped = map_layer(source_for(checkpoint, layer.group), checkpoint, layer.group, LAYER)
-        part = next(it for it in mapped.parts if it.part.stored == "w2_zero")
-        found.append(part.form.canonical(torch.stack(layer.tensors["w2_zero"])))
+        mapped = map_layer(checkpoint, layer.group, LAYER)
+        zeros = next(it.mapping for it in mapped.mapped if it.mapping.stored == "w2_zero")
+        found.append(zeros.canonical(torch.stack(layer.tensors["w2_zero"])))
     assert torch.equal(found[0], found[1] + 1)

@@ -32,6 +32,6 @@ def test_numbers_that_cannot_be_converted_leave_an_assumed_rate(
     def refuse(*args: object) -> None:
         raise CheckpointError("a scale is no number")
 
-    monkeypatch.setattr(estimate, "canonical_batch", refuse)
+    monkeypatch.setattr(estimate.ExpertBatches, "convert", refuse)
     rate = measured_rate(plan_of(gpt_oss))
     assert dataclasses.astuple(rate) == (estimate.ASSUMED_RATE, False)

@@ -1,4 +1,4 @@
-"""One MoE layer as its tensors' headers show it, held against what the config declares."""
+"""Groups of equal MoE layers: what the config declares, corrected by what the tensors' headers show."""
 
 from __future__ import annotations
 
@@ -6,21 +6,80 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..dtypes import SHORT_NAMES
-from ..errors import CheckpointError
-from ..files.strict_json import FETCH_AGAIN, shown
-from ..files.tensor_table import TensorInfo
-from ..problem import Activation, Dims, MoEProblem, Routing
-from .beside import NO_ROUTER, check_router, count_shared, router_dtype, shared_dtype, tensor_names
-from .declared import Declared
-from .fit import CONFIG_HINT, Fit, fit
-from .found import FoundLayer
-from .model import ExpertNames, LayerGroup
-from .stated import Stated
-from .storage import BESIDE
+from ...dtypes import SHORT_NAMES
+from ...errors import CheckpointError
+from ...files.strict_json import FETCH_AGAIN, shown
+from ...files.tensor_table import TensorInfo
+from ...problem import Activation, Dims, MoEProblem, Routing
+from ...ranges import ranges
+from ..declared import Declared, declared_layers
+from ..model import ExpertNames, LayerGroup
+from ..stated import Stated
+from .auxiliary import NO_ROUTER, check_router, count_shared, router_dtype, shared_dtype, tensor_names
+from .layer_index import LayerTensors, index_layers
+from .match_storage import CONFIG_HINT, StorageMatch, match_storage
+from .storage import AUXILIARY
 
 
-def read_layer(layer: FoundLayer, declared: Declared, stated: Stated = Stated()) -> LayerGroup:
+def layer_groups(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo] | None,
+    *,
+    quantization: Mapping[str, Any] | None = None,
+    quantization_file: str = "",
+    stated: Stated = Stated(),
+) -> tuple[LayerGroup, ...]:
+    """The MoE layers of a checkpoint, grouped by equal problem, names and storage, in layer order.
+
+    Args:
+        config: config.json's object.
+        tensors: every tensor by name; None when only the config is known. Headers win over the
+            config where they disagree, with a note.
+        quantization: the quantization config, where it stands in a file of its own, `quantization_file`.
+        stated: what the user states of activation and routing, before everything else.
+
+    Raises:
+        CheckpointError: no MoE layer, an expert or tensor missing, a wrong dtype or shape, or a
+            family, method or name that is not understood.
+    """
+    declared = declared_layers(config, quantization, quantization_file, stated)
+    if tensors is None:
+        return declared.groups()
+    layers, extra = index_layers(tensors, declared.layers)
+    if not layers:
+        raise CheckpointError(
+            "the tensors hold no Mixture-of-Experts layer.",
+            reason="Expected names such as model.layers.0.mlp.experts.gate_up_proj_blocks.",
+            hint="Give the checkpoint of a Mixture-of-Experts model.",
+        )
+    groups: list[LayerGroup] = []
+    for layer in layers:
+        found = read_layer(layer, declared, stated)
+        for at, group in enumerate(groups):
+            same = (group.problem, group.names) == (found.problem, found.names)
+            if same and group.storage is found.storage:
+                groups[at] = replace(group, layers=(*group.layers, layer.index))
+                break
+        else:
+            groups.append(found)
+    notes = declared.notes + _layer_notes(
+        {layer.index for layer in layers}, set(declared.group.layers), extra
+    )
+    return tuple(replace(group, notes=group.notes + notes) for group in groups)
+
+
+def _layer_notes(found: set[int], declared: set[int], extra: set[str]) -> tuple[str, ...]:
+    notes = []
+    if found - declared:
+        notes.append(f"layers {ranges(found - declared)} have experts, which the config does not say")
+    if declared - found:
+        notes.append(f"layers {ranges(declared - found)} have no experts, though the config says so")
+    if extra:
+        notes.append(f"not read, as they are not the main model's: experts of {', '.join(sorted(extra))}")
+    return tuple(notes)
+
+
+def read_layer(layer: LayerTensors, declared: Declared, stated: Stated = Stated()) -> LayerGroup:
     """The group of this layer alone; headers win over the config, with a note where they disagree.
 
     Raises CheckpointError when an expert or tensor is missing, or has another dtype or shape than the
@@ -28,29 +87,29 @@ def read_layer(layer: FoundLayer, declared: Declared, stated: Stated = Stated())
     """
     said, sources = declared.at(layer.index, layer.modules())
     notes: list[str] = []
-    fitted = fit(layer, said, _router_experts(layer) or said.experts)
-    experts = _check_experts(layer, fitted.sizes["experts"], said)
-    names = tensor_names(layer, fitted.storage, _correction(layer, said))
+    match = match_storage(layer, said, _router_experts(layer) or said.experts)
+    experts = _check_experts(layer, match.sizes["experts"], said)
+    names = tensor_names(layer, match.storage, _correction(layer, said))
     router = check_router(layer, names, experts, said.top_k)
-    hidden = fitted.sizes["hidden"]
+    hidden = match.sizes["hidden"]
     model_hidden = router.shape[1] if router and "weight" in names.router else said.model_hidden
     first = next(iter(layer.experts.values()))
-    as_said = fitted.storage.name(said.storage) == said.storage
-    scheme = fitted.scheme(said.scheme, as_said and sources.get("scheme.act") != "assumed", first)
+    as_said = match.storage.name(said.storage) == said.storage
+    scheme = match.scheme(said.scheme, as_said and sources.get("scheme.act") != "assumed", first)
     found = replace(
         said,
-        dims=Dims(hidden, fitted.sizes["intermediate"]),
+        dims=Dims(hidden, match.sizes["intermediate"]),
         experts=experts,
         local_experts=experts,
         scheme=scheme,
-        storage=fitted.storage.name(said.storage),
+        storage=match.storage.name(said.storage),
         rows=said.rows if "w13" in names.experts else "concatenated",
         act_order=said.act_order if as_said else "",
-        activation=_activation(said.activation, fitted),
+        activation=_activation(said.activation, match),
         bias=_biased(said, names),
         dtype=_model_dtype(said, router, sources),
         routing=_routing(said, names, stated),
-        shared_experts=count_shared(layer, names, declared, fitted.sizes["intermediate"]),
+        shared_experts=count_shared(layer, names, declared, match.sizes["intermediate"]),
         model_hidden=model_hidden,
     )
     found = replace(found, router_dtype=router_dtype(router, found))
@@ -66,26 +125,28 @@ def read_layer(layer: FoundLayer, declared: Declared, stated: Stated = Stated())
         notes.append(f"the config says {said.storage} storage, the headers say {found.storage}")
     if router is None:
         notes.append(NO_ROUTER)
-    return LayerGroup((layer.index,), found, names, sources, tuple(notes), shared_dtype(layer, names))
+    return LayerGroup(
+        (layer.index,), found, names, sources, tuple(notes), shared_dtype(layer, names), match.storage
+    )
 
 
-def _router_experts(layer: FoundLayer) -> int | None:
-    for rest in BESIDE.router["weight"]:
-        if rest in layer.beside and layer.beside[rest].shape:
-            return layer.beside[rest].shape[0]
+def _router_experts(layer: LayerTensors) -> int | None:
+    for rest in AUXILIARY.router["weight"]:
+        if rest in layer.auxiliary and layer.auxiliary[rest].shape:
+            return layer.auxiliary[rest].shape[0]
     return None
 
 
-def _correction(layer: FoundLayer, said: MoEProblem) -> bool:
+def _correction(layer: LayerTensors, said: MoEProblem) -> bool:
     """True when a bias called as either kind may be is the correction bias."""
     return said.routing.correction_bias or said.routing.scoring not in ("softmax", "sparsemixer")
 
 
-def _check_experts(layer: FoundLayer, fused: int, said: MoEProblem) -> int:
+def _check_experts(layer: LayerTensors, fused: int, said: MoEProblem) -> int:
     """The number of experts; CheckpointError when one of them, or one of its tensors, is missing or odd."""
     if None in layer.experts:
         return fused
-    present = set(range(layer.alike or 0)) or {expert for expert in layer.experts if expert is not None}
+    present = set(range(layer.uniform or 0)) or {expert for expert in layer.experts if expert is not None}
     all_said = present == set(range(said.experts))
     wanted = len(present) if all_said else max(_router_experts(layer) or said.experts, max(present) + 1)
     first = layer.experts[min(present)]
@@ -98,7 +159,7 @@ def _check_experts(layer: FoundLayer, fused: int, said: MoEProblem) -> int:
                 f"of {wanted} experts {len(present)} are there.",
                 hint=FETCH_AGAIN,
             )
-        tensors = first if layer.alike else layer.experts[expert]
+        tensors = first if layer.uniform else layer.experts[expert]
         if len(tensors) != len(leaves):
             leaf = min(leaves - tensors.keys())
             raise CheckpointError(
@@ -117,8 +178,8 @@ def _check_experts(layer: FoundLayer, fused: int, said: MoEProblem) -> int:
     return len(present)
 
 
-def _activation(said: Activation, fitted: Fit) -> Activation:
-    return replace(said, gated=fitted.storage.gated)
+def _activation(said: Activation, match: StorageMatch) -> Activation:
+    return replace(said, gated=match.storage.gated)
 
 
 def _biased(said: MoEProblem, names: ExpertNames) -> bool:
@@ -153,7 +214,7 @@ def _model_dtype(said: MoEProblem, router: TensorInfo | None, sources: dict[str,
     return found
 
 
-def _check_latent(layer: FoundLayer, names: ExpertNames, said: MoEProblem, found: MoEProblem) -> None:
+def _check_latent(layer: LayerTensors, names: ExpertNames, said: MoEProblem, found: MoEProblem) -> None:
     """CheckpointError unless the projections lead from the model's hidden size to the experts'.
 
     Without projections the two are the same, unless the config says otherwise.
@@ -172,7 +233,7 @@ def _check_latent(layer: FoundLayer, names: ExpertNames, said: MoEProblem, found
         )
     for role, shape in wanted.items():
         template = names.latent.get(role)
-        info = next((it for it in layer.beside.values() if layer.template(it.name) == template), None)
+        info = next((it for it in layer.auxiliary.values() if layer.template(it.name) == template), None)
         if info is not None and info.dtype in SHORT_NAMES and info.shape != shape:
             raise CheckpointError(
                 f"{info.file}: tensor {shown(info.name)} must be {list(shape)} between the model and its "
@@ -182,7 +243,7 @@ def _check_latent(layer: FoundLayer, names: ExpertNames, said: MoEProblem, found
 
 
 def _compare(
-    layer: FoundLayer,
+    layer: LayerTensors,
     names: ExpertNames,
     said: MoEProblem,
     found: MoEProblem,

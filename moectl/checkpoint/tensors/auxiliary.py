@@ -1,18 +1,18 @@
-"""Names and shapes of what stands beside a layer's experts: router, shared experts, latent projections."""
+"""Names and shapes of a layer's auxiliary tensors: router, shared experts, latent projections."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..dtypes import SHORT_NAMES
-from ..errors import CheckpointError
-from ..files.strict_json import FETCH_AGAIN, shown
-from ..files.tensor_table import TensorInfo
-from ..problem import MoEProblem
-from .declared import Declared
-from .found import RENAME, FoundLayer
-from .model import ExpertNames
-from .storage import BESIDE, SPELLED, SUFFIX_ROLES, Storage
+from ...dtypes import SHORT_NAMES
+from ...errors import CheckpointError
+from ...files.strict_json import FETCH_AGAIN, shown
+from ...files.tensor_table import TensorInfo
+from ...problem import MoEProblem
+from ..declared import Declared
+from ..model import ExpertNames
+from .layer_index import RENAME, LayerTensors
+from .storage import AUXILIARY, SPELLED, SUFFIX_ROLES, Storage
 
 _GATE = "shared_expert_gate.weight"
 """A gate of all shared experts together."""
@@ -20,7 +20,7 @@ _GATE = "shared_expert_gate.weight"
 _MATRICES = {**SPELLED, "w1": "w1", "w3": "w3", "w2": "w2"}
 
 
-def tensor_names(layer: FoundLayer, storage: Storage, correction: bool) -> ExpertNames:
+def tensor_names(layer: LayerTensors, storage: Storage, correction: bool) -> ExpertNames:
     """Name templates of the layer's tensors by role, its experts stored as `storage`.
 
     `correction` says that a bias that may be either is the correction bias. Raises CheckpointError when
@@ -34,18 +34,17 @@ def tensor_names(layer: FoundLayer, storage: Storage, correction: bool) -> Exper
         _router_names(layer, correction),
         _shared_names(layer),
         latent=_latent_names(layer),
-        arrangement=storage.arrangement,
     )
 
 
-def _router_names(layer: FoundLayer, correction: bool) -> dict[str, str]:
-    known = {rest: role for role, names in BESIDE.router.items() for rest in names}
+def _router_names(layer: LayerTensors, correction: bool) -> dict[str, str]:
+    known = {rest: role for role, names in AUXILIARY.router.items() for rest in names}
     # DeepSeek-V4 calls its correction bias as others call the router's own.
     known["gate.bias"] = "correction_bias" if correction else "bias"
-    packed = any(rest in BESIDE.router["packed"] for rest in layer.beside)
+    packed = any(rest in AUXILIARY.router["packed"] for rest in layer.auxiliary)
     roles: dict[str, str] = {}
-    for rest, info in layer.beside.items():
-        if rest.split(".")[0] not in BESIDE.router_modules:
+    for rest, info in layer.auxiliary.items():
+        if rest.split(".")[0] not in AUXILIARY.router_modules:
             continue
         role = known.get(rest)
         if role is None and packed:
@@ -58,11 +57,11 @@ def _router_names(layer: FoundLayer, correction: bool) -> dict[str, str]:
     return dict(sorted(roles.items()))
 
 
-def _shared_names(layer: FoundLayer) -> dict[str, str]:
+def _shared_names(layer: LayerTensors) -> dict[str, str]:
     roles: dict[str, str] = {}
-    for rest, info in layer.beside.items():
+    for rest, info in layer.auxiliary.items():
         module, _, inner = rest.partition(".")
-        if module not in BESIDE.shared_modules:
+        if module not in AUXILIARY.shared_modules:
             continue
         if rest == _GATE:
             roles["gate"] = layer.template(info.name)
@@ -78,23 +77,23 @@ def _shared_names(layer: FoundLayer) -> dict[str, str]:
     return dict(sorted(roles.items()))
 
 
-def _latent_names(layer: FoundLayer) -> dict[str, str]:
-    known = {rest: role for role, names in BESIDE.latent.items() for rest in names}
-    return {known[rest]: layer.template(info.name) for rest, info in layer.beside.items() if rest in known}
+def _latent_names(layer: LayerTensors) -> dict[str, str]:
+    known = {rest: role for role, names in AUXILIARY.latent.items() for rest in names}
+    return {known[rest]: layer.template(info.name) for rest, info in layer.auxiliary.items() if rest in known}
 
 
-def infos(layer: FoundLayer) -> dict[str, TensorInfo]:
-    """The tensors beside the experts by name template."""
-    return {layer.template(info.name): info for info in layer.beside.values()}
+def infos(layer: LayerTensors) -> dict[str, TensorInfo]:
+    """The auxiliary tensors by name template."""
+    return {layer.template(info.name): info for info in layer.auxiliary.values()}
 
 
 NO_ROUTER = "no router's weight was found beside the experts; the config's sizes stand for it"
 """Said of experts whose router is stored elsewhere or missing."""
 
 
-def check_router(layer: FoundLayer, names: ExpertNames, experts: int, top_k: int) -> TensorInfo | None:
+def check_router(layer: LayerTensors, names: ExpertNames, experts: int, top_k: int) -> TensorInfo | None:
     """The router's weight, None without one; CheckpointError when a tensor of it has another shape."""
-    beside = infos(layer)
+    listed = infos(layer)
     shapes: Mapping[str, tuple[str, tuple[tuple[int | None, ...], ...]]] = {
         "weight": (f"[{experts}, hidden]", ((experts, None),)),
         "bias": (f"[{experts}]", ((experts,),)),
@@ -103,7 +102,7 @@ def check_router(layer: FoundLayer, names: ExpertNames, experts: int, top_k: int
         "hash": (f"[tokens, {top_k}]", ((None, top_k),)),
     }
     for role, template in names.router.items():
-        info = beside[template]
+        info = listed[template]
         expected, allowed = shapes.get(role, ("", (info.shape,)))
         if not any(_fits(info.shape, shape) for shape in allowed):
             raise CheckpointError(
@@ -111,7 +110,7 @@ def check_router(layer: FoundLayer, names: ExpertNames, experts: int, top_k: int
                 hint=FETCH_AGAIN,
             )
     weight = names.router.get("weight", names.router.get("packed"))
-    return None if weight is None else beside[weight]
+    return None if weight is None else listed[weight]
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
@@ -123,7 +122,7 @@ def router_dtype(info: TensorInfo | None, problem: MoEProblem) -> str:
     return problem.dtype if info is None else SHORT_NAMES.get(info.dtype, problem.dtype)
 
 
-def count_shared(layer: FoundLayer, names: ExpertNames, declared: Declared, intermediate: int) -> int:
+def count_shared(layer: LayerTensors, names: ExpertNames, declared: Declared, intermediate: int) -> int:
     """Shared experts: the declared number where their matrix is as wide as it says, else what fits it.
 
     Their one matrix is as wide as all of them together; where no tensor of theirs is listed, the config
@@ -144,20 +143,20 @@ def count_shared(layer: FoundLayer, names: ExpertNames, declared: Declared, inte
     return width // intermediate if width and width % intermediate == 0 else 1
 
 
-def _shared_width(layer: FoundLayer, names: ExpertNames, matrix: str) -> int:
+def _shared_width(layer: LayerTensors, names: ExpertNames, matrix: str) -> int:
     """Rows of a shared experts' matrix; 0 where a listed tensor does not show them.
 
     GPTQ and AWQ store the transposed matrix, one of them packed along this axis; scales show it.
     """
-    beside = infos(layer)
+    listed = infos(layer)
     if not names.shared[matrix].endswith(".qweight"):
-        shape = beside[names.shared[matrix]].shape
+        shape = listed[names.shared[matrix]].shape
         return shape[0] if shape else 0
     scale = names.shared.get(f"{matrix}_scale")
-    return beside[scale].shape[-1] if scale and beside[scale].shape else 0
+    return listed[scale].shape[-1] if scale and listed[scale].shape else 0
 
 
-def shared_dtype(layer: FoundLayer, names: ExpertNames) -> str:
+def shared_dtype(layer: LayerTensors, names: ExpertNames) -> str:
     """The safetensors dtype of the shared experts' weights; ``""`` when none are listed."""
     template = next((names.shared[role] for role in ("w1", "w13") if role in names.shared), None)
     return "" if template is None else infos(layer)[template].dtype

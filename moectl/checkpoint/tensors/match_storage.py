@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..errors import CheckpointError
-from ..files.strict_json import FETCH_AGAIN, shown
-from ..files.tensor_table import TensorInfo
-from ..problem import MoEProblem
-from ..schemes import FULL, Scheme, WeightFormat
-from .formats import SHOWN
-from .found import RENAME, FoundLayer
-from .storage import STORAGES, Extent, Shape, Storage, format_sizes
+from ...errors import CheckpointError
+from ...files.strict_json import FETCH_AGAIN, shown
+from ...files.tensor_table import TensorInfo
+from ...problem import MoEProblem
+from ...schemes import FULL, Scheme, WeightFormat
+from .layer_index import RENAME, LayerTensors
+from .shapes import AxisSize, SymbolicShape, shape_at
+from .storage import STORAGES, Storage, format_sizes
+from .stored_formats import SHOWN
 
 CONFIG_HINT = "Check that config.json is the one that belongs to these files."
 
@@ -23,7 +24,7 @@ Tensors = Mapping[str, TensorInfo]
 
 
 @dataclass(frozen=True)
-class Fit:
+class StorageMatch:
     """The storage of a layer's experts, its sizes, and the weight format that its scales show."""
 
     storage: Storage
@@ -39,7 +40,7 @@ class Fit:
         return Scheme(self.weight, form.static if scaled and form.static else form.act)
 
 
-def fit(layer: FoundLayer, problem: MoEProblem, experts: int) -> Fit:
+def match_storage(layer: LayerTensors, problem: MoEProblem, experts: int) -> StorageMatch:
     """The storage that a layer's tensors are, `problem` being what the config declares of it.
 
     `experts` is their number as the router or the config says, for tensors that do not show it.
@@ -53,7 +54,7 @@ def fit(layer: FoundLayer, problem: MoEProblem, experts: int) -> Fit:
         _refuse_lacking(layer, problem)
         nearest = min(named, key=lambda it: (not _as_said(it, problem), len(wrong[id(it)])))
         raise _wrong_dtype(nearest, tensors)
-    found: list[Fit] = []
+    found: list[StorageMatch] = []
     why: CheckpointError | None = None
     for storage in sorted(typed, key=lambda it: not _as_said(it, problem)):
         try:
@@ -75,7 +76,7 @@ def _typed(storage: Storage, leaf: str, tensors: Tensors) -> bool:
     return tensors[leaf].dtype in storage.tensors[leaf].dtypes
 
 
-def _named(layer: FoundLayer, problem: MoEProblem) -> list[Storage]:
+def _named(layer: LayerTensors, problem: MoEProblem) -> list[Storage]:
     """The storages whose tensors have these names; CheckpointError when there is none."""
     leaves, fused = layer.leaves, None in layer.experts
     if fused and len(layer.experts) > 1:
@@ -109,7 +110,7 @@ def _named(layer: FoundLayer, problem: MoEProblem) -> list[Storage]:
     )
 
 
-def _refuse_lacking(layer: FoundLayer, problem: MoEProblem) -> None:
+def _refuse_lacking(layer: LayerTensors, problem: MoEProblem) -> None:
     """CheckpointError when the dtypes are those of a storage that has more tensors, such as scales."""
     leaves = layer.leaves
     tensors = next(iter(layer.experts.values()))
@@ -143,24 +144,24 @@ def _wrong_dtype(storage: Storage, tensors: Tensors) -> CheckpointError:
     raise AssertionError("a storage without a wrong dtype fits")
 
 
-def _solve(storage: Storage, tensors: Tensors, said: WeightFormat, experts: int) -> Fit:
+def _solve(storage: Storage, tensors: Tensors, said: WeightFormat, experts: int) -> StorageMatch:
     """The sizes and block that all tensors' shapes agree on; CheckpointError names one that does not."""
     shapes = {leaf: _axes(storage, leaf, info) for leaf, info in tensors.items()}
     sizes = _plain_sizes(storage, tensors, shapes, experts)
-    weight = _fit_block(storage, tensors, shapes, sizes, said)
+    weight = _block_shown(storage, tensors, shapes, sizes, said)
     sizes |= format_sizes(Scheme(weight))
     for leaf, info in tensors.items():
-        wanted = tuple(axis.value(sizes) for axis in shapes[leaf])
+        wanted = shape_at(shapes[leaf], sizes)
         if info.shape != wanted:
             raise CheckpointError(
                 f"{info.file}: tensor {shown(info.name)} must be {info.dtype} {list(wanted)} beside the "
                 f"other expert tensors, got {info.dtype} {list(info.shape)}.",
                 hint=FETCH_AGAIN,
             )
-    return Fit(storage, sizes, weight)
+    return StorageMatch(storage, sizes, weight)
 
 
-def _axes(storage: Storage, leaf: str, info: TensorInfo) -> Shape:
+def _axes(storage: Storage, leaf: str, info: TensorInfo) -> SymbolicShape:
     """The axes that a tensor's shape is to be read by; of several of one length, those whose numbers fit."""
     stored = storage.tensors[leaf]
     same = [shape for shape in (stored.shape, *stored.others) if len(shape) == len(info.shape)]
@@ -179,7 +180,7 @@ def _axes(storage: Storage, leaf: str, info: TensorInfo) -> Shape:
 
 
 def _plain_sizes(
-    storage: Storage, tensors: Tensors, shapes: Mapping[str, Shape], experts: int
+    storage: Storage, tensors: Tensors, shapes: Mapping[str, SymbolicShape], experts: int
 ) -> dict[str, int]:
     """Sizes that stand in a shape as they are, or times a number."""
     sizes: dict[str, int] = {}
@@ -202,10 +203,10 @@ def _plain_sizes(
     return sizes
 
 
-def _fit_block(
+def _block_shown(
     storage: Storage,
     tensors: Tensors,
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, SymbolicShape],
     sizes: Mapping[str, int],
     said: WeightFormat,
 ) -> WeightFormat:
@@ -237,7 +238,7 @@ def _fit_block(
     return replace(weight, block=(sides["rows"], sides["group"]), zero_point=zeros)
 
 
-def _side(axis: Extent, sizes: Mapping[str, int], scales: int, said: int) -> int:
+def _side(axis: AxisSize, sizes: Mapping[str, int], scales: int, said: int) -> int:
     """How many weights along an axis share each of so many scales."""
     times = axis.times if isinstance(axis.times, int) else sizes[axis.times]
     length = sizes[axis.symbol] * times

@@ -1,4 +1,4 @@
-"""Experts told to be alike from columns of names: what is found is what looking at each of them finds."""
+"""Uniform experts from columns of names: the same layers as when each tensor is looked at by itself."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import TensorInfo, layer_groups
-from moectl.checkpoint.alike import alike_experts
 from moectl.checkpoint.catalogue import built_in
-from moectl.checkpoint.found import find_layers
+from moectl.checkpoint.tensors.layer_index import index_layers, uniform_experts
 from moectl.errors import CheckpointError
-from moectl.files.tensor_table import files_of, joined, names_beginning, table_of
+from moectl.files.tensor_table import files_of, joined, table_of
 from moectl.synth import Sizes, resized
 
 KIMI = "moonshotai/Kimi-K2-Thinking"
@@ -79,25 +78,25 @@ def test_columns_and_single_tensors_say_the_same(change: str) -> None:
     )
 
 
-def test_alike_experts_are_not_listed() -> None:
+def test_uniform_experts_are_not_listed() -> None:
     _, listing = small()
-    places, others = alike_experts(table_of(listing.values()))
+    places, others = uniform_experts(table_of(listing.values()))
     assert {stem: (place.count, len(place.leaves)) for stem, place in places.items()} == {
         f"model.layers.{layer}.mlp.experts.": (12, 9) for layer in (1, 2)
     }
     assert others == [name for name in listing if ".experts." not in name]
     damaged = without(listing, NAME)
-    places, others = alike_experts(table_of(damaged.values()))
+    places, others = uniform_experts(table_of(damaged.values()))
     assert list(places) == ["model.layers.1.mlp.experts."]
     assert set(others) == {name for name in damaged if "1.mlp.experts." not in name}
 
 
 def test_layers_with_experts_in_one_tensor_do_not_hide_the_others() -> None:
     listing = built_in("QuantTrio/Qwen3.6-35B-A3B-AWQ").listing()
-    places, _ = alike_experts(listing)
+    places, _ = uniform_experts(listing)
     assert len(places) == 39
-    layers, _ = find_layers(listing, 40)
-    assert [layer.alike for layer in layers] == [None] + [256] * 39
+    layers, _ = index_layers(listing, 40)
+    assert [layer.uniform for layer in layers] == [None] + [256] * 39
 
 
 def test_tables_are_mappings() -> None:
@@ -109,11 +108,6 @@ def test_tables_are_mappings() -> None:
     assert NAME in table
     assert "no" not in table
     assert table.get("no") is None
-    prefix = "model.layers.2.mlp.experts.1"
-    wanted = {name for name in listing if name.startswith(prefix)}
-    assert set(names_beginning(table, [prefix])) == set(names_beginning(listing, [prefix])) == wanted
-    assert len(wanted) == 3 * 9
-    assert list(names_beginning(table, ["z"])) == []
     moved = {name: replace(info, file=f"{len(name) % 2}.safetensors") for name, info in listing.items()}
     ordered = sorted(moved.values(), key=lambda info: info.file)
     assert files_of(table_of(ordered)) == files_of(moved) == {"0.safetensors", "1.safetensors"}

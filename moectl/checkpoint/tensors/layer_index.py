@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 
-from ..errors import CheckpointError
-from ..files.strict_json import shown
-from ..files.tensor_table import TensorInfo, TensorTable
-from .alike import alike_experts
-from .storage import BESIDE, EXTRA_MODULES
+from ...errors import CheckpointError
+from ...files.strict_json import shown
+from ...files.tensor_table import TensorInfo, TensorTable
+from .storage import AUXILIARY, EXTRA_MODULES
 
 RENAME = "Store the tensors under the names that the model's reference code has, or ask for these to be read."
 """What to do about a tensor of experts, router or shared experts whose name says nothing."""
 
 EXPERTS = "experts."
 """The module of a layer's experts, as nearly all models call it."""
+
+_EXPERTS_MARK = f".{EXPERTS}"
+"""What separates the module that holds the experts from an expert's number."""
 
 BARE: Mapping[str, tuple[str, ...]] = {
     "moe.": ("gate_proj.", "up_proj.", "down_proj."),
@@ -26,27 +29,29 @@ BARE: Mapping[str, tuple[str, ...]] = {
 """Modules that hold all experts' matrices themselves, and how the names of these begin there."""
 
 _ROUTER_AMONG_EXPERTS = frozenset(
-    name for names in BESIDE.router.values() for name in names if name.startswith(EXPERTS)
+    name for names in AUXILIARY.router.values() for name in names if name.startswith(EXPERTS)
 )
 """Names of the router's tensors that stand in the module of the experts."""
 
 _LAYER = re.compile(r"(?P<root>(?:\w+\.)*?)(?:layers|blocks)\.(?P<layer>0|[1-9]\d{0,4})\.", re.ASCII)
 _BLOCK = re.compile(r"(?:\w+\.)*?", re.ASCII)
+_NUMBER = re.compile(r"\.experts\.(\d{1,6})\.", re.ASCII)
 _LEAF = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 
 
 @dataclass
-class FoundLayer:
-    """One layer's MoE tensors as found: by expert (None when fused) and leaf, and those beside them.
+class LayerTensors:
+    """One layer's MoE tensors: the experts' by expert (None when fused) and leaf, and the auxiliary ones.
 
     Attributes:
         index: the layer's number.
         root: what all names of the layer begin with, ending in its number and a dot.
         block: the same with the module that holds router and experts.
         stem: the same with the module that holds the experts.
-        alike: so many experts, from 0 on, are known to have the tensors of expert 0, which stands for them
-            all in `experts`; None when each stands for itself.
-        beside: other MoE tensors by their name after `block`, or after `root` outside of it.
+        uniform: the number of experts when all of them are known to have the same leaves, dtypes and
+            shapes as expert 0, the only one that `experts` then lists; None when it lists each.
+        auxiliary: tensors of the router, shared experts and latent projections by their name after
+            `block`, or after `root` outside of it.
     """
 
     index: int
@@ -54,8 +59,8 @@ class FoundLayer:
     block: str
     stem: str
     experts: dict[int | None, dict[str, TensorInfo]] = field(default_factory=dict)
-    beside: dict[str, TensorInfo] = field(default_factory=dict)
-    alike: int | None = None
+    auxiliary: dict[str, TensorInfo] = field(default_factory=dict)
+    uniform: int | None = None
 
     @property
     def leaves(self) -> frozenset[str]:
@@ -78,58 +83,50 @@ class FoundLayer:
         return tuple(sorted({name.rpartition(".")[0] for name in names} | {self.stem.rstrip(".")}))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the names that begin alike belong: a layer, None for what is not the main model's."""
-
-    layer: FoundLayer | None
-
-
-class _Finder:
-    """Sorts names into layers, and does what can be done once for all names that begin alike."""
+class _Indexer:
+    """Sorts names into layers; what all names with one prefix have in common is worked out once."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.layers: dict[int, FoundLayer] = {}
+        self.layers: dict[int, LayerTensors] = {}
         self.extra: set[str] = set()
-        self._places: dict[str, _Place] = {}
+        self._by_stem: dict[str, LayerTensors | None] = {}
 
-    def layer_at(self, stem: str, info: TensorInfo) -> FoundLayer | None:
+    def layer_at(self, stem: str, info: TensorInfo) -> LayerTensors | None:
         """The layer whose experts' names begin with `stem`; None for another model's."""
-        place = self._places.get(stem)
-        if place is None:
-            place = self._places[stem] = self._place(stem, info)
-        return place.layer
+        if stem not in self._by_stem:
+            self._by_stem[stem] = self._place(stem, info)
+        return self._by_stem[stem]
 
-    def take_alike(self, tensors: Mapping[str, TensorInfo]) -> Iterable[str]:
-        """Files the experts that are all alike by their first one; the names of all other tensors."""
+    def take_uniform(self, tensors: Mapping[str, TensorInfo]) -> Iterable[str]:
+        """Takes uniform experts, of which only the first is looked at; the names of all other tensors."""
         if not isinstance(tensors, TensorTable) or not tensors:
             return tensors
-        places, others = alike_experts(tensors)
-        for stem, place in places.items():
-            first = {leaf: tensors[f"{stem}0.{leaf}"] for leaf in place.leaves}
+        uniform, others = uniform_experts(tensors)
+        for stem, experts in uniform.items():
+            first = {leaf: tensors[f"{stem}0.{leaf}"] for leaf in experts.leaves}
             layer = self.layer_at(stem, next(iter(first.values())))
             if layer is not None:
-                layer.experts[0], layer.alike = first, place.count
+                layer.experts[0], layer.uniform = first, experts.count
         return others
 
-    def _place(self, stem: str, info: TensorInfo) -> _Place:
+    def _place(self, stem: str, info: TensorInfo) -> LayerTensors | None:
         block = stem.removesuffix(EXPERTS)
         match = _LAYER.match(stem)
         words = set(block.split("."))
         if not words.isdisjoint(EXTRA_MODULES) or (match and int(match["layer"]) >= self.count):
             self.extra.add(block.rstrip("."))
-            return _Place(None)
+            return None
         if match is None or not _BLOCK.fullmatch(block[match.end() :]):
             raise _not_understood(info)
         index = int(match["layer"])
-        layer = self.layers.setdefault(index, FoundLayer(index, match[0], block, stem))
+        layer = self.layers.setdefault(index, LayerTensors(index, match[0], block, stem))
         if layer.stem != stem:
             raise CheckpointError(
                 f"layer {index} has experts under two names, {shown(layer.stem)} and {shown(stem)}.",
                 hint="Remove those that do not belong to the model.",
             )
-        return _Place(layer)
+        return layer
 
 
 def _not_understood(info: TensorInfo) -> CheckpointError:
@@ -139,16 +136,16 @@ def _not_understood(info: TensorInfo) -> CheckpointError:
     )
 
 
-def find_layers(tensors: Mapping[str, TensorInfo], count: int) -> tuple[list[FoundLayer], set[str]]:
+def index_layers(tensors: Mapping[str, TensorInfo], count: int) -> tuple[list[LayerTensors], set[str]]:
     """Layers with experts, in order, and the blocks of experts that are not the main model's.
 
     Raises CheckpointError for an expert's tensor whose name is not understood, or two places of experts
     in one layer.
     """
-    finder = _Finder(count)
+    finder = _Indexer(count)
     numbers: dict[str, int] = {}
     others: list[TensorInfo] = []
-    for name in finder.take_alike(tensors):
+    for name in finder.take_uniform(tensors):
         info = tensors[name]
         head, found, rest = name.partition(".experts.")
         if EXPERTS + rest in _ROUTER_AMONG_EXPERTS:
@@ -174,7 +171,7 @@ def find_layers(tensors: Mapping[str, TensorInfo], count: int) -> tuple[list[Fou
         for leaf in layer.leaves:
             if not _LEAF.fullmatch(leaf):
                 raise _not_understood(next(own[leaf] for own in layer.experts.values() if leaf in own))
-    _find_beside(finder.layers, others)
+    _add_auxiliary(finder.layers, others)
     return [finder.layers[index] for index in sorted(finder.layers)], finder.extra
 
 
@@ -195,11 +192,11 @@ def _expert_number(text: str, info: TensorInfo) -> int:
     return int(text)
 
 
-def _find_beside(layers: Mapping[int, FoundLayer], others: list[TensorInfo]) -> None:
+def _add_auxiliary(layers: Mapping[int, LayerTensors], others: list[TensorInfo]) -> None:
     """Give each layer the tensors of its router, shared experts and latent projections."""
     roots = {layer.root: layer for layer in layers.values()}
     outside: dict[str, list[tuple[str, TensorInfo]]] = defaultdict(list)
-    modules = BESIDE.modules
+    modules = AUXILIARY.modules
     for info in others:
         match = _LAYER.match(info.name)
         layer = roots.get(match[0]) if match else None
@@ -208,12 +205,79 @@ def _find_beside(layers: Mapping[int, FoundLayer], others: list[TensorInfo]) -> 
         inside = info.name.startswith(layer.block)
         rest = info.name[len(layer.block if inside else layer.root) :]
         module = rest.partition(".")[0]
-        if module in modules and not inside and module in BESIDE.router_modules:
+        if module in modules and not inside and module in AUXILIARY.router_modules:
             outside[layer.root].append((rest, info))
         elif module in modules:
-            layer.beside[rest] = info
-    # A router beside the module of experts is theirs where that module has none of its own.
+            layer.auxiliary[rest] = info
+    # A router next to the module of experts is theirs where that module has none of its own.
     for root, routers in outside.items():
-        own = {rest.partition(".")[0] for rest in roots[root].beside}
-        if own.isdisjoint(BESIDE.router_modules):
-            roots[root].beside.update(routers)
+        own = {rest.partition(".")[0] for rest in roots[root].auxiliary}
+        if own.isdisjoint(AUXILIARY.router_modules):
+            roots[root].auxiliary.update(routers)
+
+
+@dataclass
+class UniformExperts:
+    """Experts 0 to `count` - 1 of one layer: each has the same `leaves`, each leaf one dtype and shape."""
+
+    count: int
+    leaves: list[str] = field(default_factory=list)
+
+
+def uniform_experts(tensors: TensorTable) -> tuple[Mapping[str, UniformExperts], list[str]]:
+    """Uniform experts by the prefix of their names, and the names of all other tensors.
+
+    Worked out from columns of names, without looking at the tensors one by one. A prefix is such as
+    ``model.layers.3.mlp.experts.``. Where anything is odd (an expert or tensor missing, another dtype or
+    shape, a number with a leading zero, a tensor of no expert), the experts are among the others.
+    """
+    of_experts = [_EXPERTS_MARK in name for name in tensors]
+    columns = _columns(list(compress(tensors, of_experts)))
+    if columns is None:
+        # Some layers have experts in one tensor, whose names hold no number.
+        of_experts = [_NUMBER.search(name) is not None for name in tensors]
+        columns = _columns(list(compress(tensors, of_experts)))
+    if columns is None:
+        return {}, list(tensors)
+    heads, numbers, leaves = columns
+    kinds = compress(tensors.kinds, of_experts)
+    experts: dict[str, dict[str, int]] = defaultdict(dict)
+    for (head, number), held in Counter(zip(heads, numbers, strict=True)).items():
+        experts[head][number] = held
+    uniform = {
+        head: UniformExperts(len(found))
+        for head, found in experts.items()
+        if all(str(expert) in found for expert in range(len(found)))
+    }
+    for (head, leaf, _), held in Counter(zip(heads, leaves, kinds, strict=True)).items():
+        if head in uniform and held == uniform[head].count:
+            uniform[head].leaves.append(leaf)
+        else:
+            uniform.pop(head, None)
+    for head, found in experts.items():
+        if head in uniform and set(found.values()) != {len(uniform[head].leaves)}:
+            del uniform[head]
+    taken = set(uniform)
+    others = [name for name, known in zip(tensors, of_experts, strict=True) if not known]
+    if len(taken) < len(experts):
+        named = compress(tensors, of_experts)
+        others += [name for name, head in zip(named, heads, strict=True) if head not in taken]
+    return {head + _EXPERTS_MARK: layer for head, layer in uniform.items()}, others
+
+
+def _columns(names: list[str]) -> tuple[list[str], list[str], list[str]] | None:
+    """For each name what stands before the mark, the expert's number and the rest; None where one has none.
+
+    The names are cut all at once: a piece between two numbers ends one name and begins the next, and there
+    are few different ones.
+    """
+    pieces = _NUMBER.split("\n".join(names))
+    if not names or len(pieces) != 2 * len(names) + 1:
+        return None
+    cut = {piece: piece.split("\n") for piece in pieces[2:-1:2]}
+    if any(len(halves) != 2 for halves in cut.values()):
+        return None
+    between = list(map(cut.__getitem__, pieces[2:-1:2]))
+    heads = [pieces[0], *(head for _, head in between)]
+    leaves = [*(leaf for leaf, _ in between), pieces[-1]]
+    return heads, pieces[1::2], leaves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..schemes import (
+from ...schemes import (
     A16,
     BF16,
     FULL,
@@ -18,7 +18,8 @@ from ..schemes import (
     WeightFormat,
     int_format,
 )
-from .specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
+from ..specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
+from .shapes import SymbolicShape, parse_shape
 
 FLOATS = ("BF16", "F16", "F32")
 INDICES = ("I32", "I64")
@@ -28,28 +29,28 @@ FP8 = ("F8_E4M3",)
 
 @dataclass(frozen=True)
 class Suffix:
-    """One tensor of a matrix ``[n, k]``, whose sizes its shapes name ``{n}`` and ``{k}``.
+    """One tensor of a matrix ``[n, k]``.
 
     Attributes:
         role: what it adds to the matrix's role.
         dtypes: safetensors dtypes it may have.
-        shapes: shapes it may have, the usual one first, as `parse_shape` spells them.
+        shapes: shapes it may have, the usual one first, in the symbols ``n`` and ``k``.
         required: False for what some checkpoints leave out.
     """
 
     role: str
     dtypes: tuple[str, ...]
-    shapes: tuple[str, ...]
+    shapes: tuple[SymbolicShape, ...]
     required: bool = True
 
     @property
     def scalar(self) -> bool:
         """True for one number a matrix."""
-        return "" in self.shapes
+        return () in self.shapes
 
 
 @dataclass(frozen=True)
-class Format:
+class StoredFormat:
     """One way to store a matrix.
 
     Attributes:
@@ -70,21 +71,28 @@ class Format:
     static: ActFormat | None = None
     packing: str = "rows"
 
+    def holds(self, weight: WeightFormat) -> bool:
+        """True when weights of this format are stored so, with any block on a `SHOWN` side."""
+        sides = zip(self.weight.block, weight.block, strict=True)
+        return (self.weight.name, self.weight.bits) == (weight.name, weight.bits) and all(
+            side in (SHOWN, asked) for side, asked in sides
+        )
+
 
 SHOWN = -2
 """In a format's block: the side is what the scales' shapes show."""
 
 
 def _one(role: str, dtypes: tuple[str, ...], shape: str, required: bool = True) -> Suffix:
-    return Suffix(role, dtypes, (shape,), required)
+    return Suffix(role, dtypes, (parse_shape(shape),), required)
 
 
 def _number(role: str, required: bool = True) -> Suffix:
     """One number a matrix, stored without an axis or with one of size one."""
-    return Suffix(role, FLOATS, ("", "1"), required)
+    return Suffix(role, FLOATS, (parse_shape(""), parse_shape("1")), required)
 
 
-_BIAS = _one("_bias", FLOATS, "{n}", required=False)
+_BIAS = _one("_bias", FLOATS, "n", required=False)
 _INPUT = _number("_input", required=False)
 _BLOCK_ACT = ActFormat("fp8", 8, (1, 128))
 _TOKEN_ACT = ActFormat("fp8", 8, (1, FULL))
@@ -95,100 +103,100 @@ def _int(bits: int) -> WeightFormat:
     return int_format(bits, SHOWN)
 
 
-def _packed(bits: int) -> Format:
-    return Format(
+def _packed(bits: int) -> StoredFormat:
+    return StoredFormat(
         ("compressed-tensors",),
         _int(bits),
         {
-            "weight_packed": _one("", ("I32",), "{n} {k}/pack"),
-            "weight_scale": _one("_scale", FLOATS, "{n} {k}/group"),
+            "weight_packed": _one("", ("I32",), "n k/pack"),
+            "weight_scale": _one("_scale", FLOATS, "n k/group"),
             "weight_shape": _one("_shape", INDICES, "2"),
-            "weight_zero_point": _one("_zero", ("I32",), "{n}/pack {k}/group", required=False),
-            "weight_g_idx": _one("_order", INDICES, "{k}", required=False),
+            "weight_zero_point": _one("_zero", ("I32",), "n/pack k/group", required=False),
+            "weight_g_idx": _one("_order", INDICES, "k", required=False),
             "bias": _BIAS,
         },
         packing="words",
     )
 
 
-def _gptq(bits: int) -> Format:
-    return Format(
+def _gptq(bits: int) -> StoredFormat:
+    return StoredFormat(
         ("gptq",),
         _int(bits),
         {
-            "qweight": _one("", ("I32",), "{k}/pack {n}"),
-            "qzeros": _one("_zero", ("I32",), "{k}/group {n}/pack", required=False),
-            "scales": _one("_scale", FLOATS, "{k}/group {n}"),
-            "g_idx": _one("_order", INDICES, "{k}", required=False),
+            "qweight": _one("", ("I32",), "k/pack n"),
+            "qzeros": _one("_zero", ("I32",), "k/group n/pack", required=False),
+            "scales": _one("_scale", FLOATS, "k/group n"),
+            "g_idx": _one("_order", INDICES, "k", required=False),
             "bias": _BIAS,
         },
         packing="gptq",
     )
 
 
-def _awq(bits: int) -> Format:
-    return Format(
+def _awq(bits: int) -> StoredFormat:
+    return StoredFormat(
         ("awq",),
         int_format(bits, SHOWN, zero_point=True),
         {
-            "qweight": _one("", ("I32",), "{k} {n}/pack"),
-            "qzeros": _one("_zero", ("I32",), "{k}/group {n}/pack", required=False),
-            "scales": _one("_scale", FLOATS, "{k}/group {n}"),
+            "qweight": _one("", ("I32",), "k n/pack"),
+            "qzeros": _one("_zero", ("I32",), "k/group n/pack", required=False),
+            "scales": _one("_scale", FLOATS, "k/group n"),
             "bias": _BIAS,
         },
         packing="awq",
     )
 
 
-def _fp8_block(scale: str, storages: tuple[str, ...]) -> Format:
-    return Format(
+def _fp8_block(scale: str, storages: tuple[str, ...]) -> StoredFormat:
+    return StoredFormat(
         storages,
         WeightFormat("fp8", 8, (SHOWN, SHOWN), "F32"),
         {
-            "weight": _one("", FP8, "{n} {k}"),
-            scale: _one("_scale", ("F8_E8M0", *FLOATS), "{n}/rows {k}/group"),
+            "weight": _one("", FP8, "n k"),
+            scale: _one("_scale", ("F8_E8M0", *FLOATS), "n/rows k/group"),
             "bias": _BIAS,
         },
         _BLOCK_ACT,
     )
 
 
-def _mxfp8(scale: str, storages: tuple[str, ...]) -> Format:
-    return Format(
+def _mxfp8(scale: str, storages: tuple[str, ...]) -> StoredFormat:
+    return StoredFormat(
         storages,
         MXFP8,
         {
-            "weight": _one("", FP8, "{n} {k}"),
-            scale: _one("_scale", E8M0, "{n} {k}/32"),
+            "weight": _one("", FP8, "n k"),
+            scale: _one("_scale", E8M0, "n k/32"),
             "bias": _BIAS,
         },
         MXFP8_ACT,
     )
 
 
-def _mxfp4(weight: str, scale: str, storages: tuple[str, ...], dtype: str = "U8") -> Format:
-    return Format(
+def _mxfp4(weight: str, scale: str, storages: tuple[str, ...], dtype: str = "U8") -> StoredFormat:
+    return StoredFormat(
         storages,
         MXFP4,
         {
-            weight: _one("", (dtype,), "{n} {k}/2"),
-            scale: _one("_scale", E8M0, "{n} {k}/32"),
+            weight: _one("", (dtype,), "n k/2"),
+            scale: _one("_scale", E8M0, "n k/32"),
             "bias": _BIAS,
             "input_scale": _INPUT,
         },
     )
 
 
-def _nvfp4(weight: str, second: str, inputs: str, storage: str, packing: str = "rows") -> Format:
-    return Format(
+def _nvfp4(weight: str, second: str, inputs: str, storage: str, packing: str = "rows") -> StoredFormat:
+    return StoredFormat(
         (storage,),
         NVFP4,
         {
-            weight: _one("", ("U8",), "{n} {k}/2"),
-            "weight_scale": _one("_scale", FP8, "{n} {k}/16"),
+            weight: _one("", ("U8",), "n k/2"),
+            "weight_scale": _one("_scale", FP8, "n k/16"),
             second: _number("_global"),
             inputs: _number("_input", required=False),
-            "pre_quant_scale": _one("_prequant", FLOATS, "{k}", required=False),
+            "pre_quant_scale": _one("_prequant", FLOATS, "k", required=False),
             "bias": _BIAS,
         },
         static=NVFP4_ACT,
@@ -198,17 +206,17 @@ def _nvfp4(weight: str, second: str, inputs: str, storage: str, packing: str = "
 
 _DENSE8 = ("compressed-tensors", "fp8", "modelopt", "quark")
 
-FORMATS: tuple[Format, ...] = (
+FORMATS: tuple[StoredFormat, ...] = (
     _packed(4),
     _packed(8),
-    Format(("plain",), BF16, {"weight": _one("", FLOATS, "{n} {k}"), "bias": _BIAS}),
+    StoredFormat(("plain",), BF16, {"weight": _one("", FLOATS, "n k"), "bias": _BIAS}),
     _mxfp8("weight_scale_inv", ("fp8",)),
     _mxfp8("weight_scale", ("modelopt", "compressed-tensors", "quark", "fp8")),
-    Format(
+    StoredFormat(
         ("fp8", "modelopt", "compressed-tensors", "quark"),
         FP8_TENSOR_WEIGHT,
         {
-            "weight": _one("", FP8, "{n} {k}"),
+            "weight": _one("", FP8, "n k"),
             "weight_scale": _number("_scale"),
             "input_scale": _INPUT,
             "bias": _BIAS,
@@ -216,12 +224,12 @@ FORMATS: tuple[Format, ...] = (
         FP8_TENSOR,
         FP8_TENSOR_STATIC,
     ),
-    Format(
+    StoredFormat(
         _DENSE8,
         WeightFormat("fp8", 8, (1, FULL), "F32"),
         {
-            "weight": _one("", FP8, "{n} {k}"),
-            "weight_scale": Suffix("_scale", FLOATS, ("{n} 1", "{n}")),
+            "weight": _one("", FP8, "n k"),
+            "weight_scale": Suffix("_scale", FLOATS, (parse_shape("n 1"), parse_shape("n"))),
             "input_scale": _INPUT,
             "bias": _BIAS,
         },
@@ -236,25 +244,25 @@ FORMATS: tuple[Format, ...] = (
     _mxfp4("weight_packed", "weight_scale", ("compressed-tensors",)),
     # DeepSeek-V4 declares the bytes of packed pairs as signed.
     _mxfp4("weight", "scale", ("mxfp4",), "I8"),
-    Format(
+    StoredFormat(
         ("compressed-tensors", "quark"),
         int_format(8, FULL),
         {
-            "weight": _one("", ("I8",), "{n} {k}"),
-            "weight_scale": Suffix("_scale", FLOATS, ("{n} 1", "{n}")),
+            "weight": _one("", ("I8",), "n k"),
+            "weight_scale": Suffix("_scale", FLOATS, (parse_shape("n 1"), parse_shape("n"))),
             "input_scale": _INPUT,
             "bias": _BIAS,
         },
         _INT8_ACT,
         packing="signed",
     ),
-    Format(
+    StoredFormat(
         ("quark",),
         int_format(4, FULL),
         {
-            "weight": _one("", ("I32", "U32"), "{n} {k}/8"),
+            "weight": _one("", ("I32", "U32"), "n k/8"),
             "weight_scale": _number("_global"),
-            "weight_scale_2": Suffix("_scale", FLOATS, ("{n}", "{n} 1")),
+            "weight_scale_2": Suffix("_scale", FLOATS, (parse_shape("n"), parse_shape("n 1"))),
             "input_scale": _INPUT,
             "bias": _BIAS,
         },
@@ -270,22 +278,6 @@ FORMATS: tuple[Format, ...] = (
 """Every format; of several whose tensors fit, the first, unless the config says another."""
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """gpt-oss' fused blocks: tensors as (role, dtypes, shape)."""
-
-    format: Format
-    tensors: Mapping[str, tuple[str, tuple[str, ...], str]]
-
-
-GPT_OSS = Blocks(
-    Format(("gpt_oss",), MXFP4, {}),
-    {
-        "gate_up_proj_blocks": ("w13", ("U8",), "experts 2*intermediate hidden/32 16"),
-        "gate_up_proj_scales": ("w13_scale", E8M0, "experts 2*intermediate hidden/32"),
-        "gate_up_proj_bias": ("w13_bias", FLOATS, "experts 2*intermediate"),
-        "down_proj_blocks": ("w2", ("U8",), "experts hidden intermediate/32 16"),
-        "down_proj_scales": ("w2_scale", E8M0, "experts hidden intermediate/32"),
-        "down_proj_bias": ("w2_bias", FLOATS, "experts hidden"),
-    },
-)
+def format_in(container: str, weight: WeightFormat) -> StoredFormat | None:
+    """How checkpoints whose `MoEProblem.storage` is `container` store `weight`; None when none does."""
+    return next((form for form in FORMATS if container in form.storages and form.holds(weight)), None)

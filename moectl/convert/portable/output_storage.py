@@ -1,0 +1,71 @@
+"""How an output stores a layer's experts: each by itself, or all in one tensor as gpt-oss has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...checkpoint.model import LayerGroup
+from ...checkpoint.tensors.storage import (
+    FUSED_TRANSPOSED,
+    GPT_OSS,
+    PROJECTIONS,
+    UNGATED_PROJECTIONS,
+    Storage,
+)
+from ...problem import MoEProblem
+from ...schemes import WeightFormat
+from ..sources import output_prefix
+from ..values import Shapes
+from .slots import Slot, container_format, slots
+
+
+@dataclass(frozen=True)
+class OutputStorage:
+    """The storage of a group's experts in the output.
+
+    Attributes:
+        name: as `MoEProblem.storage` of the output.
+        storage: the tensors.
+        prefix: what their names begin with, with ``{layer}`` and, where each has its own, ``{expert}``.
+    """
+
+    name: str
+    storage: Storage
+    prefix: str
+
+    @property
+    def apart(self) -> bool:
+        """True when gate and up rows do not alternate."""
+        return not self.storage.fused
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Module names that a quantization config may speak of."""
+        if self.storage.fused:
+            return ()
+        return tuple(self.prefix + name for name in self.storage.arrangement.matrices.values())
+
+    def slots(self, layer: int, problem: MoEProblem, shapes: Shapes) -> tuple[Slot, ...]:
+        """The stored tensors of one layer; `problem` and `shapes` are the output's."""
+        return tuple(slots(self.storage, problem, self.prefix.replace("{layer}", str(layer)), shapes))
+
+
+def output_storage(group: LayerGroup, container: str, weight: WeightFormat, native: bool) -> OutputStorage:
+    """How the output stores the experts of `group` in `container`: as its model's own readers look for them.
+
+    `native`: gpt-oss' fused tensors, of a gpt-oss model; otherwise every expert has its own, named as
+    the source names them, or as most models do where the source fuses them. Raises UsageError when the
+    container has no tensors for `weight`.
+    """
+    assert group.storage is not None, "experts are converted where their tensors are listed"
+    first, own = next(iter(group.names.experts.values())), group.storage.arrangement
+    if native and group.problem.model_type == "gpt_oss" and weight.name in ("mxfp4", "bf16"):
+        prefix = output_prefix(first)
+        if weight.name == "mxfp4":
+            return OutputStorage(GPT_OSS.format.storages[0], GPT_OSS, prefix)
+        return OutputStorage(container, FUSED_TRANSPOSED.of(container_format(container, weight)), prefix)
+    form = container_format(container, weight)
+    head = output_prefix(first) if own.fused else first.partition("{expert}.")[0]
+    if own.fused or "w13" in own.matrices:
+        own = PROJECTIONS if group.problem.activation.gated else UNGATED_PROJECTIONS
+    return OutputStorage(container, own.of(form), head + "{expert}.")
