@@ -19,6 +19,7 @@ from moectl.kernels.inputs import make_inputs
 from moectl.kernels.quantize import dequantize, quantize, refusal
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
+from support.runners import apply
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.number_formats import (
     E2M1,
@@ -99,8 +100,8 @@ def test_a_new_format_is_encoded_and_counted(new: NumberFormat) -> None:
     torch.testing.assert_close(codec_for(weight).decode(*again), decoded, rtol=0, atol=0)
     problem = problem_of(weight)
     shapes = canonical_shapes(problem, 3)
-    assert shapes["w2"] == ((3, 256, 128 * new.bits // 8), "U8") and shapes["w2_scale"] == ((3, 256, 2), "U8")
-    stored = sum(math.prod(shape[1:]) for shape, _ in shapes.values())
+    assert shapes["w2"] == ("U8", (3, 256, 128 * new.bits // 8)) and shapes["w2_scale"] == ("U8", (3, 256, 2))
+    stored = sum(math.prod(shape[1:]) for _, shape in shapes.values())
     assert problem.expert_bytes() == stored
 
 
@@ -110,7 +111,7 @@ def test_a_new_format_is_computed_within_its_tolerance(new: NumberFormat) -> Non
     for backend in ("torch", "emulation"):
         prepared = RandomLayer(problem, CPU).experts.prepared(backend, "cpu")
         runner = runner_for(backend)
-        y = runner.run(prepared, inputs.x, inputs.ids, inputs.weights)
+        y = apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
         expected = moe_reference(inputs.x, inputs.ids, inputs.weights, prepared.expert, problem)
         # Codes times scales of a half, one and two times the power of two nearest to their inverse.
         size = (new.grid.rms or 1.0) * math.sqrt(problem.dims.hidden)
@@ -137,7 +138,7 @@ def test_tokens_in_a_new_format_need_a_quantizer(new: NumberFormat) -> None:
     problem = problem_of(BF16, form)
     inputs = make_inputs(problem, 24, seed=1)
     prepared = RandomLayer(problem, CPU).experts.prepared("emulation", "cpu")
-    y = runner_for("emulation").run(prepared, inputs.x, inputs.ids, inputs.weights)
+    y = apply(runner_for("emulation"), prepared, inputs.x, inputs.ids, inputs.weights)
     expected = moe_reference(inputs.x, inputs.ids, inputs.weights, prepared.expert, problem)
     found = check(y, expected, tolerance_for(problem, "declared"))
     assert found.ok and found.rms > new.token_tolerance.rms / 8

@@ -151,7 +151,7 @@ def test_group_of(tiny_kimi: Path) -> None:
 def test_no_heavy_import() -> None:
     """Reading a checkpoint needs no torch, and a folder or a built-in model no Hub client."""
     code = (
-        "import sys; from moectl.checkpoint import open_checkpoint; open_checkpoint'gpt-oss-120b'; "
+        "import sys; from moectl.checkpoint import open_checkpoint; open_checkpoint('gpt-oss-120b'); "
         "print(sorted({'torch', 'triton', 'huggingface_hub', 'numpy'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -64,7 +64,7 @@ def facts(groups: tuple[LayerGroup, ...]) -> dict[str, Any]:
         "limit": problem.activation.limit,
         "gated": problem.activation.gated,
         "expert_bias": problem.bias,
-        "tensor_layout": group.storage.arrangement.name,
+        "tensor_layout": group.storage.arrangement.name if group.storage else "",
         "rows": problem.rows,
         "router_dtype": problem.router_dtype,
     }

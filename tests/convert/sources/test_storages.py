@@ -43,7 +43,7 @@ def read(layer: Layer, first: int = 0, last: int = EXPERTS) -> tuple[LayerMappin
     batch = ExpertBatches(mapped).load(first, last, fill)
     assert {role: (tuple(t.shape), t.dtype) for role, t in batch.items()} == {
         role: ((last - first, *shape[1:]), TORCH_DTYPES[dtype])
-        for role, (shape, dtype) in mapped.batch_shapes.items()
+        for role, (dtype, shape) in mapped.batch_shapes.items()
     }
     return mapped, batch
 
