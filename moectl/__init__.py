@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .building import build_kernel as build_kernel
-    from .kernels.prepared import PreparedMoE as PreparedMoE
-    from .prepare import load_prepared as load_prepared
+    from .kernels.prepared_layer import PreparedMoE as PreparedMoE
+    from .layer.build_kernel import build_kernel as build_kernel
+    from .layer.prepare import load_prepared as load_prepared
 
 __version__ = "0.1.0"
 
@@ -14,7 +14,7 @@ SCHEMA_VERSION = 1
 
 __all__ = ["SCHEMA_VERSION", "PreparedMoE", "__version__", "build_kernel", "load_prepared"]
 
-_HEAVY = {"PreparedMoE": "kernels.prepared", "build_kernel": "building", "load_prepared": "prepare"}
+_HEAVY = {"PreparedMoE": "kernels.prepared_layer", "build_kernel": "layer.build_kernel", "load_prepared": "layer.prepare"}
 """Public names whose modules import torch, which `import moectl` does not."""
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from moectl.convert.canonical import gate_then_up, padded
-from moectl.convert.layout import Chain
-from moectl.convert.transforms import Codes, Rearrange
-from moectl.problem import MoEProblem
+from moectl.convert.layouts.registry import Chain
+from moectl.convert.steps.transforms import PackedCodes, Rearrange
+from moectl.problem.moe_problem import MoEProblem
 
 Given = Mapping[str, tuple[Chain, Tensor]]
 Jobs = dict[str, Callable[[], Tensor]]
@@ -67,7 +67,7 @@ def marlin_reference(vllm: Path | None, problem: MoEProblem, given: Given) -> Jo
     names = ("marlin_permute_weights", "marlin_weights", "get_weight_perm")
     theirs = definitions(vllm, f"{UTILS}/marlin_utils_test.py", names, known)
     perm, jobs = theirs["get_weight_perm"](4), Jobs()
-    unpacked = Chain((Codes(4, True), Rearrange("e n k -> e k n")))
+    unpacked = Chain((PackedCodes(4, True), Rearrange("e n k -> e k n")))
     for role in ("w13", "w2"):
         q_w = unpacked.apply(_rows(problem, role, given[role][1])[None])[0].int()
         jobs[role] = lambda q_w=q_w: theirs["marlin_weights"](q_w, *q_w.shape, 4, perm)

@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 
 from moectl.errors import UsageError
-from moectl.kernels.distributions import check_distribution
+from moectl.kernels.routing_distributions import check_distribution
 
 
 def names_of(choices: Iterable[str], what: str) -> Callable[[str], list[str]]:

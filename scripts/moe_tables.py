@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moectl.bench.render import footer
-from moectl.bench.rows import Row
+from moectl.bench.bench_rows import BenchRow
+from moectl.bench.row_tables import footer
 
 COLUMNS: Mapping[str, str] = {
     "moectl": "triton",
@@ -25,11 +25,11 @@ OURS = "moectl"
 Table = tuple[str, str, str]
 """Model, scheme and routing: what one table is about."""
 
-Cells = Mapping[str, Mapping[int, Row]]
+Cells = Mapping[str, Mapping[int, BenchRow]]
 """The rows of one table by column and tokens."""
 
 
-def one_line(row: Row) -> str:
+def one_line(row: BenchRow) -> str:
     """A row for the screen."""
     weights = row.scheme.partition(",")[0]
     where = f"{row.model:13s} {weights:14s} {row.routing:9s} {NAMES[row.backend]:14s} M={row.tokens:<6d}"
@@ -47,9 +47,9 @@ def geometric_mean(numbers: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else 0.0
 
 
-def tables_of(rows: Sequence[Row]) -> dict[Table, dict[str, dict[int, Row]]]:
+def tables_of(rows: Sequence[BenchRow]) -> dict[Table, dict[str, dict[int, BenchRow]]]:
     """Rows by table, column and tokens."""
-    found: dict[Table, dict[str, dict[int, Row]]] = {}
+    found: dict[Table, dict[str, dict[int, BenchRow]]] = {}
     for row in rows:
         table = found.setdefault((row.model, row.scheme, row.routing), {})
         table.setdefault(NAMES[row.backend], {})[row.tokens] = row
@@ -74,7 +74,7 @@ def _line(name: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join([name, *cells])} |"
 
 
-def _us(row: Row | None) -> str:
+def _us(row: BenchRow | None) -> str:
     if row is None or row.median_us is None:
         return "wrong" if row and row.ok is False else "-"
     return f"{row.median_us:.1f}" if row.median_us < 100 else f"{row.median_us:.0f}"
@@ -115,7 +115,7 @@ def _table(key: Table, table: Cells) -> list[str]:
     return [*lines, ""]
 
 
-def as_markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
+def as_markdown(about: Mapping[str, Any], rows: Sequence[BenchRow]) -> str:
     """Tables by model, scheme and routing, the geometric means, and what they were taken on."""
     lines = ["# Fused MoE layers: moectl and its peers", ""]
     found = tables_of(rows)

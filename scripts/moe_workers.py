@@ -20,12 +20,12 @@ from typing import Any
 
 from own_environment import give_up
 
-from moectl.bench.compiling import compile_parts
-from moectl.bench.journal import Run
-from moectl.bench.rows import Key, Row
-from moectl.bench.settings import Settings
+from moectl.bench.bench_rows import BenchRow, Key
+from moectl.bench.journal import RunHeader
+from moectl.bench.precompile import compile_parts
+from moectl.bench.settings import BenchSettings
 from moectl.errors import ExitCode, MoectlError
-from moectl.floors import Rates
+from moectl.problem.roofline import DeviceRates
 
 MARK = "@bench "
 NO_GPU = "it needs a CUDA GPU, and torch sees none"
@@ -38,11 +38,11 @@ LAST_LINES = 12
 class Part:
     """One bench, and all rows that it is to give, as they are before anything is known of them."""
 
-    settings: Settings
-    rows: tuple[Row, ...]
+    settings: BenchSettings
+    rows: tuple[BenchRow, ...]
 
 
-def whole(parts: Sequence[Part]) -> Settings:
+def whole(parts: Sequence[Part]) -> BenchSettings:
     """All that `parts` have in one: every routing, every number of tokens."""
     routings = dict.fromkeys(name for part in parts for name in part.settings.routings)
     tokens = sorted({count for part in parts for count in part.settings.tokens})
@@ -59,18 +59,18 @@ def work(order: Mapping[str, Any]) -> int:
     if order["gpu"] and not torch.cuda.is_available():
         _say("fatal", why=NO_GPU)
         return 0
-    from moectl.bench.about import about
-    from moectl.bench.opening import open_bench
+    from moectl.bench.open_bench import open_bench
+    from moectl.bench.run_metadata import about
 
     done = frozenset(map(tuple, order["done"]))
-    rates = Rates(**order["rates"]) if order["rates"] else None
+    rates = DeviceRates(**order["rates"]) if order["rates"] else None
 
-    def begins(rows: Sequence[Row]) -> None:
+    def begins(rows: Sequence[BenchRow]) -> None:
         _say("begin", keys=[row.key for row in rows])
 
     try:
         for number, data in enumerate(order["benches"]):
-            settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+            settings = BenchSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
             try:
                 bench = open_bench(settings, None, rates=rates, begins=begins)
             except MoectlError as error:
@@ -110,17 +110,17 @@ class Watch:
 
     command: Sequence[str]
     parts: Sequence[Part]
-    rates: Rates | None
+    rates: DeviceRates | None
     end: float
     cell_limit: float
     begin: Callable[[Mapping[str, Any]], None]
-    report: Callable[[Row], None]
+    report: Callable[[BenchRow], None]
     about: dict[str, Any] = field(default_factory=dict)
-    rows: dict[Key, Row] = field(default_factory=dict)
+    rows: dict[Key, BenchRow] = field(default_factory=dict)
     _begun: list[Key] = field(default_factory=list)
     _said: list[str] = field(default_factory=list)
 
-    def run(self) -> list[Row]:
+    def run(self) -> list[BenchRow]:
         """All rows in their order: a time, or the reason why there is none.
 
         When time is up, or it is interrupted (SIGTERM too), what was measured is kept.
@@ -134,7 +134,7 @@ class Watch:
         self._give_up(wanted, why)
         return [self.rows[key] for key in wanted]
 
-    def _work_through(self, wanted: Mapping[Key, Row]) -> str:
+    def _work_through(self, wanted: Mapping[Key, BenchRow]) -> str:
         """Workers one after the other; why what is left then is left."""
         while wanted.keys() - self.rows.keys() and time.monotonic() < self.end:
             before, self._begun = len(self.rows), []
@@ -148,17 +148,17 @@ class Watch:
                 return why
         return NOT_REACHED
 
-    def _give_up(self, rows: Mapping[Key, Row], why: str) -> None:
+    def _give_up(self, rows: Mapping[Key, BenchRow], why: str) -> None:
         for key, row in rows.items():
             if key not in self.rows:
                 self._add(replace(row, reason=why))
 
     def _known(self, machine: Mapping[str, Any]) -> None:
         if not self.about:
-            self.about = Run(whole(self.parts).to_json(), machine).to_json()
+            self.about = RunHeader(whole(self.parts).to_json(), machine).to_json()
             self.begin(self.about)
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: BenchRow) -> None:
         self._known({})
         self.rows[row.key] = row
         self.report(row)
@@ -211,7 +211,7 @@ class Watch:
                 if row.key not in self.rows:
                     self._add(replace(row, reason=found["why"], refused=True))
         else:
-            self._add(Row.from_json(found["row"], "a row of a worker"))
+            self._add(BenchRow.from_json(found["row"], "a row of a worker"))
 
 
 BROKEN = "the GPU answers its process no more"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from moectl.models import MODELS
-from moectl.problem import Activation, Dims, MoEProblem
-from moectl.schemes import FULL, Scheme, int_format
+from moectl.problem.moe_problem import Activation, Dims, MoEProblem
+from moectl.problem.published_layers import MODELS
+from moectl.problem.schemes import FULL, Scheme, int_format
 
 SMALL = {"dims": Dims(1408, 1152), "experts": 6, "local_experts": 6, "top_k": 2}
 """Several tiles of rows in both matrices, and no whole number of them for most tiles; more columns than any

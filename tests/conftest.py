@@ -126,9 +126,10 @@ def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
     Called with the model's name, and with ``layers=N`` for a model of its first N MoE layers.
     """
-    from moectl.checkpoint.catalogue import read_entry
-    from moectl.checkpoint.fields import KEYS
-    from moectl.sparse import write_sparse
+    from devtools.sparse_checkpoint import write_sparse
+
+    from moectl.checkpoint.config.fields import KEYS
+    from moectl.checkpoint.source.catalogue import read_entry
 
     def write(model: str, layers: int | None = None) -> Path:
         entry = read_entry(model)

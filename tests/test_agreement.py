@@ -6,15 +6,15 @@ from itertools import product
 import pytest
 import torch
 
-from moectl.convert.layout import layout_named
+from moectl.convert.layouts.registry import layout_named
 from moectl.environment import Packages, find_device
-from moectl.kernels.peers import humming, marlin, triton_kernels
-from moectl.kernels.prepared import CANONICAL
+from moectl.kernels.external import humming, triton_kernels, vllm_marlin
+from moectl.kernels.prepared_layer import CANONICAL
 from moectl.kernels.registry import runner_for
 from moectl.oracle import policy_named, select
-from moectl.padding import padding
-from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.schemes import (
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.problem.padding import padding
+from moectl.problem.schemes import (
     BF16,
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -91,7 +91,7 @@ def test_triton_marlin_is_usable_exactly_where_it_runs(monkeypatch):
     assert 20 < taken < len(PROBLEMS)
 
 
-EXTERNAL = {"marlin": marlin, "humming": humming, "triton_kernels": triton_kernels}
+EXTERNAL = {"marlin": vllm_marlin, "humming": humming, "triton_kernels": triton_kernels}
 FLOATS = (NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
 
 

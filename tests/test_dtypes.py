@@ -6,7 +6,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from moectl.dtypes import CONFIG_DTYPES, DTYPE_BITS, DTYPES, MODEL_DTYPES, SHORT_NAMES, WIDE_CONFIG_DTYPES
+from moectl.dtypes import (
+    CONFIG_DTYPES,
+    DTYPE_BITS,
+    DTYPES,
+    MODEL_DTYPES,
+    SHORT_NAMES,
+    WIDE_CONFIG_DTYPES,
+)
 from moectl.torch_dtypes import MODEL_TORCH_DTYPES, TORCH_DTYPES
 
 

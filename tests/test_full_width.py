@@ -66,9 +66,9 @@ CONVERTING = """
 import resource, sys
 from pathlib import Path
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.planning import plan_conversion
-from moectl.convert.stream import convert
-from moectl.convert.layout import layout_for
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import layout_for
 checkpoint = open_checkpoint(sys.argv[1])
 layout = layout_for("marlin", checkpoint.groups[0].problem.scheme.weight, None)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

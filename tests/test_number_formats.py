@@ -7,21 +7,21 @@ import math
 import pytest
 import torch
 
-from moectl.checkpoint.quantization import parse_quantization
+from moectl.checkpoint.config.quantization import parse_quantization
 from moectl.convert.canonical import canonical_shapes
 from moectl.convert.codecs import codec_for
-from moectl.convert.codecs.grids import GRIDS, Integers, Minifloat
-from moectl.convert.portable.config import DOCUMENTS, Described, Description
-from moectl.environment.devices import find_device
+from moectl.convert.codecs.grids import GRIDS, IntegerGrid, Minifloat
+from moectl.convert.portable.quantization_config import DOCUMENTS, Described, Description
+from moectl.environment.named_devices import find_device
 from moectl.errors import NoBackend
-from moectl.floors import published_rates
-from moectl.kernels.inputs import make_inputs
-from moectl.kernels.quantize import dequantize, quantize, refusal
+from moectl.kernels.layer_inputs import make_inputs
+from moectl.kernels.quantize_tokens import dequantize, quantize, refusal
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
-from support.runners import apply
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.number_formats import (
+from moectl.layer.random_layer import RandomLayer
+from moectl.problem.moe_problem import SILU, Dims, MoEProblem
+from moectl.problem.number_formats import (
     E2M1,
     NUMBER_FORMATS,
     CodeGrid,
@@ -29,10 +29,18 @@ from moectl.number_formats import (
     TokenTolerance,
     number_format,
 )
-from moectl.problem import SILU, Dims, MoEProblem
-from moectl.random_layer import RandomLayer
-from moectl.schemes import A16, BF16, ActFormat, Scheme, WeightFormat, act_format, weight_format
+from moectl.problem.roofline import published_rates
+from moectl.problem.schemes import (
+    A16,
+    BF16,
+    ActFormat,
+    Scheme,
+    WeightFormat,
+    act_format,
+    weight_format,
+)
 from moectl.torch_dtypes import TORCH_DTYPES
+from support.runners import apply
 
 CPU = torch.device("cpu")
 SCALED = [number for number in NUMBER_FORMATS.values() if number.scale]
@@ -56,7 +64,7 @@ NEW = {
 def test_a_record_agrees_with_its_codec(number: NumberFormat) -> None:
     grid = GRIDS[number.grid.name]
     values = torch.tensor([grid.value(code) for code in range(1 << grid.bits)])
-    assert (grid.bits, isinstance(grid, Integers)) == (number.bits, number.grid.integer)
+    assert (grid.bits, isinstance(grid, IntegerGrid)) == (number.bits, number.grid.integer)
     # Activations leave the lowest integer out: both sides have as many steps.
     assert values.nan_to_num(0).max() == number.grid.largest
     if values.isnan().any():

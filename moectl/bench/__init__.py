@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .settings import Settings, parse_counts
+from .settings import BenchSettings, parse_counts
 
-__all__ = ["Settings", "parse_counts"]
+__all__ = ["BenchSettings", "parse_counts"]

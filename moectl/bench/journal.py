@@ -13,13 +13,13 @@ from typing import Any
 from .. import SCHEMA_VERSION, __version__
 from ..errors import Unavailable, UsageError
 from ..files.lock import Lock
-from .reading import Rows, read_rows
-from .rows import Row
+from .bench_rows import BenchRow
+from .read_rows import BenchRows, read_rows
 from .settings import both, differences, other_software
 
 
 @dataclass(frozen=True)
-class Run:
+class RunHeader:
     """What rows were taken on.
 
     Attributes:
@@ -36,7 +36,7 @@ class Run:
         return {**about, "settings": dict(self.settings), **self.machine}
 
 
-class Journal:
+class RowJournal:
     """A JSONL file of rows that are written as they come: a first line says what they were taken on.
 
     Each line is on its way to the disk before the next row is measured, so that a run that is killed
@@ -48,10 +48,10 @@ class Journal:
 
     def __init__(self, path: Path, fd: int, lock: Lock) -> None:
         self.path, self._fd, self._lock = path, fd, lock
-        self.before: Rows | None = None
+        self.before: BenchRows | None = None
 
     @classmethod
-    def open(cls, path: Path, *, resume: bool = False) -> Journal:
+    def open(cls, path: Path, *, resume: bool = False) -> RowJournal:
         """The file at `path`, made where there is none, for this process alone.
 
         With `resume`, there may be rows in it; a line that was not finished is cut off.
@@ -87,7 +87,7 @@ class Journal:
         data = self.path.read_bytes()
         os.ftruncate(self._fd, data.rfind(b"\n") + 1)
 
-    def begin(self, run: Run) -> Mapping[str, Any]:
+    def begin(self, run: RunHeader) -> Mapping[str, Any]:
         """Says what the rows to come are taken on; of all rows, as plain data.
 
         After rows of earlier runs, that is written again only where more is asked for. Raises UsageError when
@@ -109,7 +109,7 @@ class Journal:
             self._write({"kind": "run", **run.to_json()})
         return {**self.before.about, "settings": asked}
 
-    def add(self, row: Row) -> None:
+    def add(self, row: BenchRow) -> None:
         """Writes one row."""
         self._write({"kind": "row", **row.to_json()})
 
@@ -126,7 +126,7 @@ class Journal:
         self._lock.release()
         os.close(self._fd)
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> RowJournal:
         return self
 
     def __exit__(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import Unavailable, UsageError
 from ..files.atomic import write_file
-from .rows import Row
+from .bench_rows import BenchRow
 
 SUFFIXES = (".svg", ".png")
 Figure = tuple[str, str, str, str, str]
@@ -47,9 +47,9 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def figures(rows: Sequence[Row]) -> dict[Figure, list[Row]]:
+def figures(rows: Sequence[BenchRow]) -> dict[Figure, list[BenchRow]]:
     """Timed rows by what a picture is about."""
-    found: dict[Figure, list[Row]] = {}
+    found: dict[Figure, list[BenchRow]] = {}
     for row in rows:
         if row.timed:
             key = (row.model, row.layers, row.scheme, row.routing, row.parallel)
@@ -65,15 +65,15 @@ def title(figure: Figure) -> str:
     return f"{model}{where}, {scheme}, {routing}{shared}"
 
 
-def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def lines(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
     """Rows by backend, in rising numbers of tokens."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[BenchRow]] = {}
     for row in sorted(rows, key=lambda row: row.tokens):
         found.setdefault(row.backend, []).append(row)
     return dict(sorted(found.items()))
 
 
-def draw(path: Path, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
+def draw(path: Path, about: Mapping[str, Any], rows: Sequence[BenchRow]) -> None:
     """Writes a picture of two panels for each figure: latency against tokens, and the roofline.
 
     Bars are the quartiles; the dashed lines are the floor and the roofs. Raises UsageError when no row
@@ -98,7 +98,7 @@ def draw(path: Path, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
     write_file(path, picture.getvalue())
 
 
-def _latency(axes: Any, name: str, rows: Sequence[Row], colors: Mapping[str, str]) -> None:
+def _latency(axes: Any, name: str, rows: Sequence[BenchRow], colors: Mapping[str, str]) -> None:
     for backend, some in lines(rows).items():
         x, y = [row.tokens for row in some], [row.median_us for row in some]
         low = [max(0.0, (row.median_us or 0) - (row.q1_us or 0)) for row in some]
@@ -115,7 +115,9 @@ def _latency(axes: Any, name: str, rows: Sequence[Row], colors: Mapping[str, str
     axes.legend(fontsize=8)
 
 
-def _roofline(axes: Any, about: Mapping[str, Any], rows: Sequence[Row], colors: Mapping[str, str]) -> None:
+def _roofline(
+    axes: Any, about: Mapping[str, Any], rows: Sequence[BenchRow], colors: Mapping[str, str]
+) -> None:
     points = [row for row in rows if row.bytes and row.flops]
     for backend, some in lines(points).items():
         x = [(row.flops or 0) / (row.bytes or 1) for row in some]
@@ -133,7 +135,7 @@ def _roofline(axes: Any, about: Mapping[str, Any], rows: Sequence[Row], colors: 
     axes.legend(fontsize=8)
 
 
-def text_plots(rows: Sequence[Row]) -> str:
+def text_plots(rows: Sequence[BenchRow]) -> str:
     """Latency against tokens in characters, both axes logarithmic: a letter for each backend, dots the floor.
 
     Of figures with fewer than two numbers of tokens there is none; empty when there is no other.
@@ -146,7 +148,7 @@ def text_plots(rows: Sequence[Row]) -> str:
     return "\n\n".join(made)
 
 
-def _text_plot(name: str, rows: Sequence[Row]) -> str:
+def _text_plot(name: str, rows: Sequence[BenchRow]) -> str:
     letters = _letters(list(lines(rows)))
     points = [(row.tokens, row.floor_us, ".") for row in rows if row.floor_us]
     points += [(row.tokens, row.median_us, letters[row.backend]) for row in rows if row.median_us]

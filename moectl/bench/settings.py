@@ -10,8 +10,8 @@ from typing import Any
 
 from ..errors import UsageError
 from ..files.safe_reading import unreadable
-from ..kernels.distributions import DISTRIBUTIONS, check_distribution, spelled
-from ..problem import MAX_TOKENS
+from ..kernels.routing_distributions import DISTRIBUTIONS, check_distribution, spelled
+from ..problem.moe_problem import MAX_TOKENS
 
 ROUTER = "router"
 """The routing by the checkpoint's own router."""
@@ -21,12 +21,13 @@ TRACE = "trace:"
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """One bench: the cross product of layers, backends, routings and numbers of tokens.
 
     Attributes:
         checkpoint: a folder or a name; empty where `models` are asked for.
-        models: names of layers with random weights (`moectl.models`), as ``NAME`` or ``NAME:FORMAT``.
+        models: names of layers with random weights (`moectl.problem.published_layers`), as ``NAME`` or
+            ``NAME:FORMAT``.
         tokens: numbers of tokens of a call.
         routings: distributions as in `make_inputs`, ``trace:FILE`` or ``router``.
         backends: names; none for every usable one.

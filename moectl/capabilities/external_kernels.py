@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, MXFP8, NVFP4
+from ..problem.schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, MXFP8, NVFP4
 from .kernel_support import KernelSupport, WeightSupport, integers
 from .own_kernels import GATED, UNGATED
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ..padding import size_rule
-from ..problem import Activation, MoEProblem, Routing
-from ..schemes import (
+from ..problem.moe_problem import Activation, MoEProblem, Routing
+from ..problem.padding import size_rule
+from ..problem.schemes import (
     A16,
     BF16,
     FP8_BLOCK,
@@ -34,7 +34,7 @@ def _nothing(activation: Activation) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class FlashInferActivation:
     """An activation function: its member of ``ActivationType``, and the numbers that it is given.
 
     ``Swiglu`` is ``g * sigmoid(alpha * g) * (u + beta)`` of a gate clamped from above and an up clamped on
@@ -53,38 +53,38 @@ class Function:
         return {name: getattr(self, name)(activation) for name in ("alpha", "beta", "limit")}
 
 
-GATED: Mapping[str, Function] = {
-    "silu": Function("Swiglu", limit=lambda act: act.limit),
-    "swigluoai": Function(
+GATED: Mapping[str, FlashInferActivation] = {
+    "silu": FlashInferActivation("Swiglu", limit=lambda act: act.limit),
+    "swigluoai": FlashInferActivation(
         "Swiglu",
         alpha=lambda act: 1.0 if act.alpha is None else act.alpha,
         beta=lambda act: 1.0,
         limit=lambda act: act.limit,
     ),
-    "swiglustep": Function("SwigluStep", limit=lambda act: act.limit, needed=("limit",)),
-    "situ": Function(
+    "swiglustep": FlashInferActivation("SwigluStep", limit=lambda act: act.limit, needed=("limit",)),
+    "situ": FlashInferActivation(
         "Situ", alpha=lambda act: act.beta, beta=lambda act: act.linear_beta, needed=("alpha", "beta")
     ),
-    "gelu": Function("Geglu"),
-    "gelu_tanh": Function("GegluTanh"),
+    "gelu": FlashInferActivation("Geglu"),
+    "gelu_tanh": FlashInferActivation("GegluTanh"),
 }
 """Functions of gated experts by the name in `Activation.name`."""
 
-UNGATED: Mapping[str, Function] = {
-    "relu2": Function("Relu2"),
-    "silu": Function("Silu"),
-    "gelu": Function("Gelu"),
+UNGATED: Mapping[str, FlashInferActivation] = {
+    "relu2": FlashInferActivation("Relu2"),
+    "silu": FlashInferActivation("Silu"),
+    "gelu": FlashInferActivation("Gelu"),
 }
 """Functions of experts without a gate."""
 
 
-def function_of(activation: Activation) -> Function | None:
+def function_of(activation: Activation) -> FlashInferActivation | None:
     """FlashInfer's function for `activation`; None where it has none."""
     return (GATED if activation.gated else UNGATED).get(activation.name)
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class FlashInferRouting:
     """How a kernel routes by itself: the member of ``RoutingMethodType``.
 
     Attributes:
@@ -101,22 +101,24 @@ class Method:
     most: int = 0
 
 
-_DEEPSEEK = Method("DeepSeekV3", groups=True, scales=True, most=22)
+_DEEPSEEK = FlashInferRouting("DeepSeekV3", groups=True, scales=True, most=22)
 
-METHODS: Mapping[tuple[str, bool, bool, bool], Method] = {
-    ("softmax", False, False, False): Method("Default"),
-    ("softmax", False, True, False): Method("RenormalizeNaive"),
-    ("softmax", True, True, False): Method("Renormalize"),
-    ("softmax", True, False, False): Method("Renormalize"),
+METHODS: Mapping[tuple[str, bool, bool, bool], FlashInferRouting] = {
+    ("softmax", False, False, False): FlashInferRouting("Default"),
+    ("softmax", False, True, False): FlashInferRouting("RenormalizeNaive"),
+    ("softmax", True, True, False): FlashInferRouting("Renormalize"),
+    ("softmax", True, False, False): FlashInferRouting("Renormalize"),
     ("sigmoid", False, True, True): _DEEPSEEK,
-    ("sigmoid", False, False, True): Method("DeepSeekV3", False, groups=True, scales=True, most=22),
-    ("sigmoid", False, True, False): Method("SigmoidRenorm"),
-    ("sigmoid", False, False, False): Method("Sigmoid", normalizes=False),
-    ("sigmoid", True, False, False): Method("TopKSigmoid", normalizes=False),
+    ("sigmoid", False, False, True): FlashInferRouting(
+        "DeepSeekV3", False, groups=True, scales=True, most=22
+    ),
+    ("sigmoid", False, True, False): FlashInferRouting("SigmoidRenorm"),
+    ("sigmoid", False, False, False): FlashInferRouting("Sigmoid", normalizes=False),
+    ("sigmoid", True, False, False): FlashInferRouting("TopKSigmoid", normalizes=False),
 }
 """Methods by (scoring, after the choice, renormalized, with a correction bias)."""
 
-LLAMA4 = Method("Llama4", normalizes=False, most=1)
+LLAMA4 = FlashInferRouting("Llama4", normalizes=False, most=1)
 """Top-1, then a sigmoid, whose value multiplies the expert's input."""
 
 MOST_EXPERTS = 2048
@@ -126,7 +128,7 @@ MOST_GROUPS_CHOSEN, MOST_IN_A_GROUP = 4, 32
 """Limits of the routing by groups."""
 
 
-def method_of(routing: Routing) -> Method | None:
+def method_of(routing: Routing) -> FlashInferRouting | None:
     """The kernels' own routing method for `routing`; None where none computes it."""
     if routing.hashed or routing.expert_scale:
         return None
@@ -159,7 +161,7 @@ def unrouted(problem: MoEProblem) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class FlashInferKernel:
     """One pair of number formats that a backend computes.
 
     Attributes:
@@ -214,11 +216,11 @@ _TENSOR, _BF16, _INT4 = "trtllm_fp8_per_tensor_scale_", "trtllm_bf16_", "trtllm_
 
 def _trtllm(
     weight: WeightFormat, act: ActFormat, layout: str, function: str, gated: frozenset[str], **more: object
-) -> Kernel:
-    return Kernel(weight, act, layout, gated, f"{function}routed_moe", f"{function}moe", **more)  # type: ignore[arg-type]
+) -> FlashInferKernel:
+    return FlashInferKernel(weight, act, layout, gated, f"{function}routed_moe", f"{function}moe", **more)  # type: ignore[arg-type]
 
 
-TRTLLM: tuple[Kernel, ...] = (
+TRTLLM: tuple[FlashInferKernel, ...] = (
     _trtllm(MXFP4, A16, "trtllm-mxfp4", _FP4, _SWIGLU | {"situ"}, bias=True),
     _trtllm(MXFP4, MXFP8_ACT, "trtllm-mxfp4", _FP4, _SWIGLU | {"situ"}, bias=True),
     _trtllm(NVFP4, NVFP4_ACT, "trtllm-nvfp4", _FP4, _STEP | {"situ"}, ungated=_RELU2),
@@ -242,8 +244,8 @@ TRTLLM: tuple[Kernel, ...] = (
 _CUTLASS_GATED = frozenset(GATED)
 _CUTLASS_UNGATED = frozenset(UNGATED)
 
-CUTLASS: tuple[Kernel, ...] = (
-    Kernel(
+CUTLASS: tuple[FlashInferKernel, ...] = (
+    FlashInferKernel(
         MXFP4,
         A16,
         "cutlass-sm90",
@@ -252,7 +254,7 @@ CUTLASS: tuple[Kernel, ...] = (
         ungated=_CUTLASS_UNGATED,
         bias=True,
     ),
-    Kernel(
+    FlashInferKernel(
         BF16,
         A16,
         "cutlass-bf16",
@@ -262,7 +264,7 @@ CUTLASS: tuple[Kernel, ...] = (
         bias=True,
         dtypes=frozenset(("bf16", "fp16")),
     ),
-    Kernel(
+    FlashInferKernel(
         FP8_BLOCK,
         FP8_128,
         "cutlass-fp8-block",
@@ -274,12 +276,14 @@ CUTLASS: tuple[Kernel, ...] = (
 """CUTLASS kernels of SM90. With FP8 blocks the kernel quantizes tokens itself."""
 
 
-def kernel_of(kernels: Iterable[Kernel], weight: WeightFormat, act: ActFormat) -> Kernel | None:
+def kernel_of(
+    kernels: Iterable[FlashInferKernel], weight: WeightFormat, act: ActFormat
+) -> FlashInferKernel | None:
     """The row of `kernels` for a pair of formats; None where there is none."""
     return next((kernel for kernel in kernels if kernel.serves(weight, act)), None)
 
 
-def refusal(kernel: Kernel, problem: MoEProblem, *, logits: bool = False) -> str:
+def refusal(kernel: FlashInferKernel, problem: MoEProblem, *, logits: bool = False) -> str:
     """Why `kernel` cannot compute `problem`, of whose formats it is, a clause; empty when it can.
 
     `logits`: it is asked to route by itself.
@@ -288,7 +292,7 @@ def refusal(kernel: Kernel, problem: MoEProblem, *, logits: bool = False) -> str
     return why or (unrouted(problem) or unweighted_input(kernel, problem) if logits else "")
 
 
-def unfit_activation(kernel: Kernel, problem: MoEProblem) -> str:
+def unfit_activation(kernel: FlashInferKernel, problem: MoEProblem) -> str:
     """Why the layer's activation function is not computed, a clause."""
     activation = problem.activation
     known = kernel.gated if activation.gated else kernel.ungated
@@ -306,12 +310,12 @@ def unfit_activation(kernel: Kernel, problem: MoEProblem) -> str:
     return ""
 
 
-def unfit_bias(kernel: Kernel, problem: MoEProblem) -> str:
+def unfit_bias(kernel: FlashInferKernel, problem: MoEProblem) -> str:
     """Why the layer's expert biases are not added, a clause."""
     return f"its {kernel.names} kernels add no biases" if problem.bias and not kernel.bias else ""
 
 
-def unfit_sizes(kernel: Kernel, problem: MoEProblem) -> str:
+def unfit_sizes(kernel: FlashInferKernel, problem: MoEProblem) -> str:
     """Why the layout of the weights cannot hold the layer's sizes, a clause."""
     dims = problem.dims
     needs = size_rule(kernel.layout, problem.scheme.weight, problem.activation.gated, dims.hidden).needs
@@ -323,7 +327,7 @@ def unfit_sizes(kernel: Kernel, problem: MoEProblem) -> str:
     return ""
 
 
-def unfit_dtype(kernel: Kernel, problem: MoEProblem) -> str:
+def unfit_dtype(kernel: FlashInferKernel, problem: MoEProblem) -> str:
     """Why the model's dtype is not computed in, a clause."""
     if problem.dtype in kernel.dtypes:
         return ""
@@ -331,21 +335,21 @@ def unfit_dtype(kernel: Kernel, problem: MoEProblem) -> str:
     return f"it computes {kernel.names} for {known} models, the layer's is {problem.dtype}"
 
 
-def unfit_weighting(kernel: Kernel, problem: MoEProblem) -> str:
+def unfit_weighting(kernel: FlashInferKernel, problem: MoEProblem) -> str:
     """Why tokens cannot be multiplied by the router's weight before the call, a clause."""
     if problem.routing.weight_on_input and problem.top_k > 1:
         return f"weights on the input are multiplied beforehand with top-1, the layer has top-{problem.top_k}"
     return ""
 
 
-def unweighted_input(kernel: Kernel, problem: MoEProblem) -> str:
+def unweighted_input(kernel: FlashInferKernel, problem: MoEProblem) -> str:
     """Why a kernel that routes by itself cannot multiply tokens by its weights first, a clause."""
     if not problem.routing.weight_on_input or kernel.weight_on_input:
         return ""
     return f"the router's weight on the input does not reach its {kernel.names} kernels"
 
 
-def unfit_count(kernel: Kernel, problem: MoEProblem) -> str:
+def unfit_count(kernel: FlashInferKernel, problem: MoEProblem) -> str:
     """Why there are too many experts, a clause."""
     if problem.experts <= MOST_EXPERTS:
         return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..environment.probes import Probe
+from ..environment.package_probes import Probe
 
 MARLIN_LIBRARY = "_moe_C*.so"
 """vLLM's library of MoE kernels, whose name tells how it was built."""

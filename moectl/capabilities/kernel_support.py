@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from ..problem import Activation
-from ..schemes import FULL, WeightFormat, int_format
+from ..problem.moe_problem import Activation
+from ..problem.schemes import FULL, WeightFormat, int_format
 
 Compute = tuple[int, int]
 """A compute capability: major, minor."""

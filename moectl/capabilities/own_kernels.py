@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..schemes import MXFP4
+from ..problem.schemes import MXFP4
 from .kernel_support import KernelSupport, WeightSupport, integers
 
 GATED, UNGATED = ("silu", "swigluoai", "gelu_tanh"), ("relu2",)

@@ -2,8 +2,8 @@
 
 from ..files.safetensors_header import read_header
 from ..files.tensor_table import TensorInfo
-from .model import Checkpoint, ExpertNames, LayerGroup, Origin
-from .opening import open_checkpoint
+from .checkpoint import Checkpoint, ExpertNames, LayerGroup, Origin
+from .source.open_checkpoint import open_checkpoint
 from .tensors.layer_groups import layer_groups
 
 __all__ = [

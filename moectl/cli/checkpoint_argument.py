@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError, UsageError
-from ..layer.source import CheckpointLayers, ConvertedLayers, LayerSource
-from ..ranges import ranges
+from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
+from ..problem.layer_ranges import ranges
 from .options import ParsedOption, named, option, pick
 
 DEVICES = ("cpu", "cuda")
@@ -32,8 +32,8 @@ def find_source(
     `layer` is none of them, or a converted folder is told something.
     """
     from ..checkpoint import open_checkpoint
-    from ..checkpoint.opening import MANIFEST
-    from ..checkpoint.stated import parse_stated
+    from ..checkpoint.config.user_assumptions import parse_stated
+    from ..checkpoint.source.open_checkpoint import MANIFEST
 
     if (Path(ref) / MANIFEST).exists():
         stated = [name for name, text in (("--activation", activation), ("--routing", routing)) if text]

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.compare import REGRESSIONS, VERDICTS
+from ..bench.compare_runs import REGRESSIONS, VERDICTS
 from ..errors import ExitCode
 from .options import framed, option
 from .output import Output, count, table
 
 if TYPE_CHECKING:
-    from ..bench.compare import Comparison
+    from ..bench.compare_runs import RunComparison
 
 EXAMPLES = (
     "moectl compare before.jsonl after.jsonl",
@@ -38,8 +38,8 @@ def compare(
     Cell by cell, with verdicts that noise does not make. Exit code 1 when a cell became slower, or has
     no time any more, or no cell is in both.
     """
-    from ..bench import compare as library
-    from ..bench.reading import read_rows
+    from ..bench import compare_runs as library
+    from ..bench.read_rows import read_rows
 
     found = library.compare(read_rows(before), read_rows(after), threshold)
     document = {"before": str(before), "after": str(after), **library.document(found, threshold)}
@@ -48,8 +48,8 @@ def compare(
     return ExitCode.FOUND if found.regressed else ExitCode.DONE
 
 
-def _draw(found: "Comparison", summary: str, console: Any) -> None:
-    from ..bench.render import COLUMNS, number
+def _draw(found: "RunComparison", summary: str, console: Any) -> None:
+    from ..bench.row_tables import COLUMNS, number
 
     titles = ("model", "layers", "scheme", "parallel", "routing", "backend", "M")
     columns = [column for column in COLUMNS if column.title in titles]

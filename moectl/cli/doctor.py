@@ -9,9 +9,9 @@ from .options import framed, option
 from .output import Output, count, size
 
 if TYPE_CHECKING:
-    from ..doctor import Report
-    from ..doctor.backends import BackendStatus
-    from ..environment.installed import Installed
+    from ..doctor import DoctorReport
+    from ..doctor.runnable_backends import BackendStatus
+    from ..environment.installed_packages import InstalledPackage
     from .text_blocks import Block
 
 EXAMPLES = (
@@ -52,7 +52,7 @@ def doctor(
     return ExitCode.FOUND if report.problems else ExitCode.DONE
 
 
-def drawn(report: "Report", verbose: bool = False) -> "Iterator[Block]":
+def drawn(report: "DoctorReport", verbose: bool = False) -> "Iterator[Block]":
     """The report for a person: what is wrong first, then what there is."""
     yield from _remarks(report)
     yield from _machine(report)
@@ -62,13 +62,13 @@ def drawn(report: "Report", verbose: bool = False) -> "Iterator[Block]":
     yield from _caches(report, verbose)
 
 
-def _remarks(report: "Report") -> "Iterator[Block]":
-    from .text_blocks import Entry, Heading, Line, Listing
+def _remarks(report: "DoctorReport") -> "Iterator[Block]":
+    from .text_blocks import Heading, Listing, ListingEntry, TextLine
 
     problems = len(report.problems)
     yield Heading(count(problems, "problem") if problems else "no problems", 1)
     entries = tuple(
-        Entry(
+        ListingEntry(
             remark.level,
             f"{remark.about}: {remark.says}",
             (("do", remark.do),) if remark.do else (),
@@ -76,11 +76,11 @@ def _remarks(report: "Report") -> "Iterator[Block]":
         )
         for remark in report.remarks
     )
-    yield Listing(entries) if entries else Line("Nothing to remark on.")
+    yield Listing(entries) if entries else TextLine("Nothing to remark on.")
 
 
-def _machine(report: "Report") -> "Iterator[Block]":
-    from .text_blocks import Facts, Heading
+def _machine(report: "DoctorReport") -> "Iterator[Block]":
+    from .text_blocks import Heading, LabelledValues
 
     yield Heading("machine")
     rows = [("device", f"{report.device.name}, {report.device.arch}: decisions are made for it")]
@@ -97,16 +97,16 @@ def _machine(report: "Report") -> "Iterator[Block]":
             f"{size(report.jobs.memory) if report.jobs.memory else 'unknown amount'} of memory free",
         ),
     ]
-    yield Facts(tuple(rows))
+    yield LabelledValues(tuple(rows))
 
 
-def _torch_words(report: "Report") -> str:
+def _torch_words(report: "DoctorReport") -> str:
     built = report.software.torch_built
     seen = f", sees {count(report.torch_view.devices, 'device')}" if report.torch_view else ""
     return f"built for {built}{seen}" if built else "not installed"
 
 
-def gpu_lines(report: "Report") -> list[str]:
+def gpu_lines(report: "DoctorReport") -> list[str]:
     """One line for each GPU: number, name, architecture, memory, and whether this process may use it."""
     return [
         f"{gpu.index}: {gpu.device.name}, {gpu.device.arch}, "
@@ -116,16 +116,16 @@ def gpu_lines(report: "Report") -> list[str]:
     ]
 
 
-def software_words(report: "Report") -> list[str]:
+def software_words(report: "DoctorReport") -> list[str]:
     """``python 3.11.7``, ``torch 2.13.0``, ...: what is installed, with versions."""
     software = report.software
     named = {"moectl": software.moectl, "python": software.python, **software.libraries}
     return [*(f"{name} {version}" for name, version in named.items()), software.system]
 
 
-def _backends(report: "Report", verbose: bool) -> "Iterator[Block]":
+def _backends(report: "DoctorReport", verbose: bool) -> "Iterator[Block]":
     from ..oracle.backend import UNTRIED
-    from .text_blocks import Entry, Heading, Line, Listing
+    from .text_blocks import Heading, Listing, ListingEntry, TextLine
 
     for policy in dict.fromkeys(status.policy for status in report.backends):
         mine = [status for status in report.backends if status.policy == policy]
@@ -133,7 +133,7 @@ def _backends(report: "Report", verbose: bool) -> "Iterator[Block]":
         listed = [status for status in mine if verbose or not status.elsewhere]
         yield Listing(
             tuple(
-                Entry(
+                ListingEntry(
                     "yes" if status.runs else "no",
                     f"{status.name}: {', '.join(status.formats) or 'any format'}"
                     f"{f' ({UNTRIED})' if status.untried else ''}"
@@ -146,12 +146,12 @@ def _backends(report: "Report", verbose: bool) -> "Iterator[Block]":
         )
         others = [status.name for status in mine if status not in listed]
         if others:
-            yield Line(f"For other devices: {', '.join(others)} (-v lists their reasons).")
+            yield TextLine(f"For other devices: {', '.join(others)} (-v lists their reasons).")
 
 
 def against(status: "BackendStatus") -> tuple[tuple[str, str], ...]:
     """(group, sentence) of every reason why a backend cannot run, each once."""
-    from ..oracle.sentences import sentence
+    from ..oracle.verdict_sentences import sentence
 
     found: dict[str, tuple[str, str]] = {}
     for verdict in status.against:
@@ -163,8 +163,8 @@ def against(status: "BackendStatus") -> tuple[tuple[str, str], ...]:
     return tuple(found.values())
 
 
-def _packages(report: "Report", verbose: bool) -> "Iterator[Block]":
-    from .text_blocks import Grid, Heading, Line
+def _packages(report: "DoctorReport", verbose: bool) -> "Iterator[Block]":
+    from .text_blocks import Heading, TableBlock, TextLine
 
     yield Heading("optional packages and tools")
     shown = [found for found in report.packages if verbose or found.present or found.wrong]
@@ -173,13 +173,13 @@ def _packages(report: "Report", verbose: bool) -> "Iterator[Block]":
             (found.name, found.version or "-", _state(report, found), found.path or found.wrong or "-")
             for found in shown
         )
-        yield Grid(("package", "version", "state", "where"), rows)
+        yield TableBlock(("package", "version", "state", "where"), rows)
     missing = [found.name for found in report.packages if found not in shown]
     if missing:
-        yield Line(f"Not installed: {', '.join(missing)}.")
+        yield TextLine(f"Not installed: {', '.join(missing)}.")
 
 
-def _state(report: "Report", found: "Installed") -> str:
+def _state(report: "DoctorReport", found: "InstalledPackage") -> str:
     if found.wrong:
         return "another package of the name"
     if not found.present:
@@ -191,14 +191,14 @@ def _state(report: "Report", found: "Installed") -> str:
     return "imports" if found.name in report.imports else "found"
 
 
-def _variables(report: "Report") -> "Iterator[Block]":
-    from .text_blocks import Entry, Heading, Listing
+def _variables(report: "DoctorReport") -> "Iterator[Block]":
+    from .text_blocks import Heading, Listing, ListingEntry
 
     if report.variables:
         yield Heading("engine variables")
         yield Listing(
             tuple(
-                Entry(
+                ListingEntry(
                     finding.verdict,
                     f"{finding.name}={finding.value}{f': {finding.does}' if finding.does else ''}",
                     (("why", finding.remark),) if finding.remark else (),
@@ -208,8 +208,8 @@ def _variables(report: "Report") -> "Iterator[Block]":
         )
 
 
-def _caches(report: "Report", verbose: bool) -> "Iterator[Block]":
-    from .text_blocks import Grid, Heading, Line
+def _caches(report: "DoctorReport", verbose: bool) -> "Iterator[Block]":
+    from .text_blocks import Heading, TableBlock, TextLine
 
     yield Heading("compiled kernels")
     shown = [cache for cache in report.caches if verbose or cache.there]
@@ -226,7 +226,7 @@ def _caches(report: "Report", verbose: bool) -> "Iterator[Block]":
     )
     if rows:
         columns = ("cache", "files", "size", "free", "writable", "where")
-        yield Grid(columns, rows, frozenset({"files", "size", "free"}))
+        yield TableBlock(columns, rows, frozenset({"files", "size", "free"}))
     absent = [cache.name for cache in report.caches if cache not in shown]
     if absent:
-        yield Line(f"Not there yet: {', '.join(absent)}.")
+        yield TextLine(f"Not there yet: {', '.join(absent)}.")

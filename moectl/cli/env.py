@@ -11,7 +11,7 @@ from .options import framed, option
 from .output import Output
 
 if TYPE_CHECKING:
-    from ..doctor import Report
+    from ..doctor import DoctorReport
 
 EXAMPLES = ("moectl env", "moectl env --paths", "moectl env --json")
 MORE = ("No host name, user name or token is in it, and no variable that does not concern experts.",)
@@ -62,7 +62,7 @@ def env(
         out.text(block)
 
 
-def described(report: "Report", environ: Mapping[str, str], paths: bool) -> dict[str, Any]:
+def described(report: "DoctorReport", environ: Mapping[str, str], paths: bool) -> dict[str, Any]:
     """What is printed: nothing of it tells who or where somebody is unless `paths` is True."""
     software = report.software
     concern = {finding.name: finding.value for finding in report.variables if finding.does}

@@ -69,7 +69,7 @@ COLUMNS = {
 
 
 def _models() -> Iterable[dict[str, Any]]:
-    from ..checkpoint.catalogue import model_names, read_entry, spell_layers
+    from ..checkpoint.source.catalogue import model_names, read_entry, spell_layers
 
     for name in model_names():
         entry = read_entry(name)
@@ -86,7 +86,7 @@ def _models() -> Iterable[dict[str, Any]]:
 
 
 def _gpus() -> Iterable[dict[str, Any]]:
-    from ..environment.devices import device_of, gpu_names, spellings
+    from ..environment.named_devices import device_of, gpu_names, spellings
 
     for name in gpu_names():
         device = device_of(name)
@@ -117,7 +117,7 @@ def _variables() -> Iterable[dict[str, Any]]:
 
 
 def _layouts() -> Iterable[dict[str, Any]]:
-    from ..targets import LAYOUTS
+    from ..problem.layouts import LAYOUTS
 
     for name, facts in LAYOUTS.items():
         yield {
@@ -131,7 +131,7 @@ def _layouts() -> Iterable[dict[str, Any]]:
 
 
 def _formats() -> Iterable[dict[str, Any]]:
-    from ..portable import PORTABLE
+    from ..problem.portable_formats import PORTABLE
 
     for name, found in PORTABLE.items():
         for container, (storage, readers) in found.containers.items():

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from ..cache.folder import CacheWarning
+from ..cache.cache_file import CacheWarning
 from ..errors import ExitCode, MoectlError, Unavailable, UsageError
 from .output import Output, drop_stdout
 

@@ -16,7 +16,7 @@ from .. import SCHEMA_VERSION, __version__
 from ..errors import MoectlError
 
 if TYPE_CHECKING:
-    from ..convert.progress import Progress
+    from ..convert.manifest.progress_log import Progress
 
 NARROWEST = 100
 """Columns below which tables are not squeezed: the terminal wraps their lines instead."""

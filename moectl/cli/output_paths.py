@@ -92,7 +92,7 @@ def _real(path: Path) -> Path:
 
 def _marks() -> tuple[str, ...]:
     """Files by which a folder is known as a checkpoint's or a converted one."""
-    from ..checkpoint.opening import MANIFEST
-    from ..checkpoint.shards import CONFIG, INDEX
+    from ..checkpoint.source.open_checkpoint import MANIFEST
+    from ..checkpoint.source.shards import CONFIG, INDEX
 
     return (CONFIG, INDEX, MANIFEST)

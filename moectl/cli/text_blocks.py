@@ -22,7 +22,7 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TextLine:
     """A sentence of its own; `strong` where it is the answer."""
 
     text: str
@@ -30,7 +30,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class LabelledValues:
     """Labelled values; those that are empty are left out. `strong` labels hold the answer."""
 
     rows: tuple[tuple[str, str], ...]
@@ -38,7 +38,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ListingEntry:
     """One row of a `Listing`: a mark (its number), a head, and labelled lines below it."""
 
     mark: str
@@ -51,11 +51,11 @@ class Entry:
 class Listing:
     """Entries below each other."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ListingEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class TableBlock:
     """A table; columns named in `right` are right-aligned."""
 
     columns: tuple[str, ...]
@@ -63,7 +63,7 @@ class Grid:
     right: frozenset[str] = frozenset()
 
 
-Block = Heading | Line | Facts | Listing | Grid
+Block = Heading | TextLine | LabelledValues | Listing | TableBlock
 
 
 def columns_here() -> int:
@@ -92,8 +92,8 @@ def _joined(blocks: Iterable[Block]) -> Iterable[Block]:
     """`blocks` with facts that follow each other in one, so that their values stand in one column."""
     before: Block | None = None
     for block in blocks:
-        if isinstance(before, Facts) and isinstance(block, Facts):
-            before = Facts((*before.rows, *block.rows), before.strong | block.strong)
+        if isinstance(before, LabelledValues) and isinstance(block, LabelledValues):
+            before = LabelledValues((*before.rows, *block.rows), before.strong | block.strong)
             continue
         if before is not None:
             yield before
@@ -123,7 +123,7 @@ def _heading_text(block: Heading, room: int) -> Iterable[tuple[str, bool]]:
     return ((line, True) for line in _wrap(block.text, room, rest="  "))
 
 
-def _line_text(block: Line, room: int) -> Iterable[tuple[str, bool]]:
+def _line_text(block: TextLine, room: int) -> Iterable[tuple[str, bool]]:
     return ((line, block.strong) for line in _wrap(block.text, room, "  "))
 
 
@@ -141,7 +141,7 @@ def _labelled(
             yield line, label in strong
 
 
-def _facts_text(block: Facts, room: int) -> Iterable[tuple[str, bool]]:
+def _facts_text(block: LabelledValues, room: int) -> Iterable[tuple[str, bool]]:
     return _labelled(block.rows, room, 2, block.strong)
 
 
@@ -153,7 +153,7 @@ def _listing_text(block: Listing, room: int) -> Iterable[tuple[str, bool]]:
         yield from _labelled(entry.lines, room, wide + 6)
 
 
-def _grid_text(block: Grid, room: int) -> Iterable[tuple[str, bool]]:
+def _grid_text(block: TableBlock, room: int) -> Iterable[tuple[str, bool]]:
     wide = [max(len(cells[i]) for cells in (block.columns, *block.rows)) for i in range(len(block.columns))]
 
     def line(cells: Sequence[str]) -> str:
@@ -170,10 +170,10 @@ def _grid_text(block: Grid, room: int) -> Iterable[tuple[str, bool]]:
 
 _TEXT: dict[type, Any] = {
     Heading: _heading_text,
-    Line: _line_text,
-    Facts: _facts_text,
+    TextLine: _line_text,
+    LabelledValues: _facts_text,
     Listing: _listing_text,
-    Grid: _grid_text,
+    TableBlock: _grid_text,
 }
 
 
@@ -189,7 +189,7 @@ def _escaped(text: str) -> str:
     return text
 
 
-def _facts_markdown(block: Facts) -> str:
+def _facts_markdown(block: LabelledValues) -> str:
     return "\n".join(
         f"- {label}: **{_escaped(value)}**" if label in block.strong else f"- {label}: {_escaped(value)}"
         for label, value in block.rows
@@ -206,7 +206,7 @@ def _listing_markdown(block: Listing) -> str:
     return "\n".join(lines)
 
 
-def _grid_markdown(block: Grid) -> str:
+def _grid_markdown(block: TableBlock) -> str:
     rule = ["---:" if name in block.right else "---" for name in block.columns]
     rows = (block.columns, rule, *([_escaped(cell) for cell in row] for row in block.rows))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -214,8 +214,8 @@ def _grid_markdown(block: Grid) -> str:
 
 _MARKDOWN: dict[type, Any] = {
     Heading: lambda block: f"{'#' * (block.level + 1)} {_escaped(block.text)}",
-    Line: lambda block: f"**{_escaped(block.text)}**" if block.strong else _escaped(block.text),
-    Facts: _facts_markdown,
+    TextLine: lambda block: f"**{_escaped(block.text)}**" if block.strong else _escaped(block.text),
+    LabelledValues: _facts_markdown,
     Listing: _listing_markdown,
-    Grid: _grid_markdown,
+    TableBlock: _grid_markdown,
 }

@@ -22,7 +22,7 @@ def unconvert(
 
     With the source's names, dtypes, shapes and bytes.
     """
-    from ..convert.unconvert import unconvert as library
+    from ..convert.restore.unconvert import unconvert as library
 
     with out.progress("restoring") as progress:
         done = library(folder, back, progress=progress)

@@ -27,8 +27,8 @@ def verify(
     Lengths, hashes, the manifest, and that every tensor leads back to its source bit for bit. Of a
     portable checkpoint, lengths and hashes.
     """
-    from ..convert.portable.verify import is_portable, verify_portable
-    from ..convert.verify import verify as library
+    from ..convert.portable.verify_portable import is_portable, verify_portable
+    from ..convert.restore.verify import verify as library
 
     portable = is_portable(folder)
     if portable and source is not None:

@@ -21,9 +21,9 @@ import math
 from ..dtypes import MODEL_DTYPES
 from ..errors import NoBackend
 from ..files.tensor_table import TensorType
-from ..problem import MoEProblem
-from ..schemes import FULL, WeightFormat
-from .transforms import Flip, Pad, Rearrange, Step
+from ..problem.moe_problem import MoEProblem
+from ..problem.schemes import FULL, WeightFormat
+from .steps.transforms import Flip, Pad, Rearrange, Step
 
 INTERLEAVED, CONCATENATED = "interleaved", "concatenated"
 

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..capabilities.unpacked import find_peers, peers_folder
+from ..capabilities.unpacked_libraries import find_peers, peers_folder
 from ..environment import detect_cpu, detect_gpus
 from ..environment.gpus import VISIBILITY, Gpu, visible_gpus
-from ..environment.installed import Installed, find_all, package_folder
-from ..environment.nvidia import driver_cuda
+from ..environment.installed_packages import InstalledPackage, find_all, package_folder
+from ..environment.nvidia_smi import driver_cuda
+from ..environment.package_probes import TOOLS
 from ..environment.packages import packages_of
-from ..environment.probes import TOOLS
 from ..errors import Unavailable, UsageError
 from ..oracle.registry import engine_variables, known_packages, newest_engines
-from .backends import backend_statuses
-from .caches import find_caches, find_jobs
-from .remarks import remarks_on
-from .report import NOTE, PROBLEM, Remark, Report
+from .doctor_report import NOTE, PROBLEM, DoctorRemark, DoctorReport
+from .kernel_caches import find_caches, find_jobs
+from .problems import remarks_on
+from .runnable_backends import backend_statuses
 from .software import installed_software, torch_view, try_import
 
-__all__ = ["NOTE", "PROBLEM", "Remark", "Report", "examine"]
+__all__ = ["NOTE", "PROBLEM", "DoctorRemark", "DoctorReport", "examine"]
 
 ORDER = "CUDA_DEVICE_ORDER"
 LIBRARIES_TRIED = ("torch", "triton")
 """Libraries that a deep look imports beside the optional packages and the engines."""
 
 
-def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
+def examine(env: Mapping[str, str], *, deep: bool = False) -> DoctorReport:
     """What this machine has, and what is wrong with it, for a process with `env`.
 
     Nothing is imported; with `deep`, each package that is installed is imported, and torch is asked for
@@ -40,7 +40,7 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> Report:
     packages = packages_of(found, engine_variables(env))
     device = next((gpu.device for gpu in shown if not gpu.remark), None) or detect_cpu()
     installed = installed_software()
-    report = Report(
+    report = DoctorReport(
         software=installed,
         gpus=gpus,
         shown=shown,
@@ -72,7 +72,7 @@ def _shown(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[Gpu, ..
         return (), error.what
 
 
-def _peers(env: Mapping[str, str]) -> tuple[tuple[Installed, ...], str]:
+def _peers(env: Mapping[str, str]) -> tuple[tuple[InstalledPackage, ...], str]:
     """What the folder of unpacked libraries has, or why it cannot be told."""
     try:
         return find_peers(peers_folder(env)), ""
@@ -86,7 +86,7 @@ def _hiding(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> dict[str, str]:
     return {name: env[name] for name in (*names, ORDER) if name in env}
 
 
-def _imports(found: tuple[Installed, ...]) -> dict[str, str]:
+def _imports(found: tuple[InstalledPackage, ...]) -> dict[str, str]:
     """Why each package that is installed cannot be imported; empty for one that can."""
     modules = {one.name: one.module for one in found if one.present and one.name not in TOOLS}
     engines = tuple(engine.package for engine in newest_engines() if engine.package)

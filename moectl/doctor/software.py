@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .. import __version__
-from ..environment.installed import distribution_version, package_folder
+from ..environment.installed_packages import distribution_version, package_folder
 from ..oracle.registry import newest_engines
 
 COMPILERS: Mapping[str, tuple[str, ...]] = {

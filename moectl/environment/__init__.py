@@ -1,7 +1,7 @@
 """Machines, installed packages and engine variables: values, and reading the real ones at the edge."""
 
 from .detection import detect_cpu, detect_device, detect_gpus
-from .devices import DATA, Device, device_names, find_device
+from .named_devices import DATA, Device, device_names, find_device
 from .packages import INSTALLED, Packages
 
 __all__ = [

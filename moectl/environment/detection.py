@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from .devices import Device
 from .gpus import Gpu, visible_gpus
-from .kernel_files import amd_gpus, intel_gpus
-from .nvidia import nvidia_gpus
+from .named_devices import Device
+from .nvidia_smi import nvidia_gpus
+from .sysfs_gpus import amd_gpus, intel_gpus
 
 _MACHINES = {"x86_64": "x86", "amd64": "x86", "arm64": "aarch64"}
 _CPU_FLAGS = {"amx_tile": "amx", "amx_fp8": "amx-fp8", "avx512f": "avx512"}

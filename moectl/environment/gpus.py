@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import Unavailable
-from .devices import Device
+from .named_devices import Device
 
 HIDDEN = ("", "-1", "none", "NoDevFiles", "void")
 """Values of a visibility variable that show no GPU at all."""

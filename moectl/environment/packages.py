@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .installed import Installed, another_of_the_name
+from .installed_packages import InstalledPackage, another_of_the_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ INSTALLED = "installed"
 """What packages are called when this machine's own are meant."""
 
 
-def packages_of(found: Sequence[Installed], env: Mapping[str, str]) -> Packages:
+def packages_of(found: Sequence[InstalledPackage], env: Mapping[str, str]) -> Packages:
     """What of `found` is there, as decisions count on it, and `env`."""
     found = tuple(found)
     there = [one for one in found if one.present]

@@ -100,7 +100,7 @@ SET, ODD, FAILS, IGNORED, UNKNOWN = "set", "odd", "fails", "ignored", "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class VariableFinding:
     """One variable that is set, and what becomes of it.
 
     Attributes:
@@ -119,9 +119,9 @@ class Finding:
     instead: str = ""
 
 
-def judge_variable(variable: Variable, text: str, engine: str) -> Finding:
+def judge_variable(variable: Variable, text: str, engine: str) -> VariableFinding:
     """What `engine` makes of `variable` set to `text`."""
-    found = Finding(variable.name, text, SET, does=variable.does, instead=variable.instead)
+    found = VariableFinding(variable.name, text, SET, does=variable.does, instead=variable.instead)
     if variable.status == REMOVED:
         use = f"use {variable.instead}" if variable.instead else "nothing replaces it"
         return replace(found, verdict=IGNORED, remark=f"{engine} ignores {variable.name}; {use}")
@@ -157,7 +157,7 @@ def judge_variables(
     *,
     prefix: str,
     others: Iterable[str] = (),
-) -> tuple[Finding, ...]:
+) -> tuple[VariableFinding, ...]:
     """What `engine` makes of each variable of `env` that is in its table or begins with `prefix`.
 
     `others` are variables that it reads and that do not concern experts: nothing is said of them. A
@@ -176,5 +176,5 @@ def judge_variables(
             ]
             also = f"; did you mean {' or '.join(near)}?" if near else ""
             remark = f"{engine} has no variable {name}{also}"
-            found.append(Finding(name, text, UNKNOWN, remark=remark, instead=near[0] if near else ""))
+            found.append(VariableFinding(name, text, UNKNOWN, remark=remark, instead=near[0] if near else ""))
     return tuple(found)

@@ -1,16 +1,16 @@
 """Which backend each layer group of a checkpoint gets, and why: checkpoint and oracle, joined."""
 
-from .deployment import Floors, Memory
+from .deployment import StepTimes, WeightMemory
 from .explanation import Explanation, GroupExplanation, OtherAnswer, Question, explain
-from .facts import facts, source_of
+from .problem_facts import facts, source_of
 
 __all__ = [
     "Explanation",
-    "Floors",
     "GroupExplanation",
-    "Memory",
     "OtherAnswer",
     "Question",
+    "StepTimes",
+    "WeightMemory",
     "explain",
     "facts",
     "source_of",

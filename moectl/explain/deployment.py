@@ -6,14 +6,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..environment import Device
-from ..floors import Floor, Rates, Work, known_floor, published_rates, uniform_work
 from ..oracle.decision import Decision
 from ..oracle.registry import engine_named
-from ..problem import MoEProblem
+from ..problem.moe_problem import MoEProblem
+from ..problem.roofline import (
+    DeviceRates,
+    LayerWork,
+    RooflineTime,
+    known_floor,
+    published_rates,
+    uniform_work,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class WeightMemory:
     """Bytes of one layer's expert weights, scales, zero points and biases on one rank.
 
     `stored` as the checkpoint's formats take them, `padded` with the chosen backend's sizes, `repacking`
@@ -38,12 +45,12 @@ class Memory:
         }
 
 
-def memory_of(decision: Decision) -> Memory:
+def memory_of(decision: Decision) -> WeightMemory:
     """Bytes of one layer under `decision`; as stored where nothing is chosen."""
     problem = decision.problem
     row = engine_named(decision.inputs.policy).repacked(decision.chosen.layout if decision.chosen else "")
     w13, w2 = problem.matrix_bytes(padded=True)
-    return Memory(
+    return WeightMemory(
         problem.expert_bytes() * problem.local_experts,
         (w13 + w2) * problem.local_experts,
         (row.w13 * w13 + row.w2 * w2) * problem.local_experts,
@@ -57,12 +64,12 @@ PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepTime:
     """One layer's expected work for `tokens`, and its floor; None when a rate is not known."""
 
     tokens: int
-    work: Work
-    floor: Floor | None
+    work: LayerWork
+    floor: RooflineTime | None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,12 +83,12 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Floors:
+class StepTimes:
     """The least times of one layer on one rank, for tokens of the whole deployment routed uniformly."""
 
-    rates: Rates
-    decode: tuple[Step, ...]
-    prefill: Step
+    rates: DeviceRates
+    decode: tuple[StepTime, ...]
+    prefill: StepTime
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -91,12 +98,12 @@ class Floors:
         }
 
 
-def floors_of(problem: MoEProblem, device: Device) -> Floors:
+def floors_of(problem: MoEProblem, device: Device) -> StepTimes:
     """Floors of one rank's share of a layer at the published peaks of `device`."""
     rates = published_rates(device, problem.scheme.act.name)
 
-    def step(tokens: int, prefill: bool = False) -> Step:
+    def step(tokens: int, prefill: bool = False) -> StepTime:
         work = uniform_work(problem, tokens)
-        return Step(tokens, work, known_floor(work, rates, needs_compute=prefill))
+        return StepTime(tokens, work, known_floor(work, rates, needs_compute=prefill))
 
-    return Floors(rates, tuple(map(step, DECODE_TOKENS)), step(PREFILL_TOKENS, prefill=True))
+    return StepTimes(rates, tuple(map(step, DECODE_TOKENS)), step(PREFILL_TOKENS, prefill=True))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from ..checkpoint.model import Checkpoint, Origin
+from ..checkpoint.checkpoint import Checkpoint, Origin
 from ..environment import Device, Packages
 from ..errors import NoBackend
 from ..files.records import to_json
@@ -16,12 +16,12 @@ from ..oracle.policy import Policy
 from ..oracle.registry import policy_named
 from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
-from ..problem import MoEProblem, Parallel
-from .deployment import Floors, Memory, floors_of, memory_of
-from .evidence import Evidence, Known, nothing
-from .facts import facts, source_of
+from ..problem.moe_problem import MoEProblem, Parallel
+from .assumptions import assume
+from .deployment import StepTimes, WeightMemory, floors_of, memory_of
 from .fallback import Fallback, fallback_of
-from .situation import assume
+from .measured_evidence import Known, MeasuredEvidence, nothing
+from .problem_facts import facts, source_of
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class GroupExplanation:
     layers: tuple[int, ...]
     problem: MoEProblem
     decision: Decision
-    memory: Memory
-    floors: Floors
+    memory: WeightMemory
+    floors: StepTimes
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
     others: tuple[OtherAnswer, ...] = ()
     details: Mapping[str, str] = field(default_factory=dict)
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: MeasuredEvidence = field(default_factory=MeasuredEvidence)
 
     @property
     def facts(self) -> Mapping[str, str]:
@@ -152,7 +152,7 @@ def explained(
     notes: tuple[str, ...] = (),
     others: Sequence[Policy] = (),
     details: Mapping[str, str] = MappingProxyType({}),
-    evidence: Evidence | None = None,
+    evidence: MeasuredEvidence | None = None,
 ) -> GroupExplanation:
     """The decision that rests on `inputs` with its memory and floors, and what `others` say unasked."""
     decision = decide(inputs)
@@ -166,7 +166,7 @@ def explained(
         notes,
         tuple(_other(inputs, policy) for policy in others),
         details,
-        evidence or Evidence(inputs.measured),
+        evidence or MeasuredEvidence(inputs.measured),
     )
 
 

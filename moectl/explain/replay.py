@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from .. import SCHEMA_VERSION
-from ..checkpoint.model import Origin
+from ..checkpoint.checkpoint import Origin
 from ..errors import UsageError
 from ..oracle.registry import policy_named
 from ..oracle.selection_inputs import SelectionInputs, replay_inputs
-from ..problem import Dims
-from ..schemes import FULL
+from ..problem.moe_problem import Dims
+from ..problem.schemes import FULL
+from .assumed_machines import AssumedMachine
+from .decision_matrix import DecisionMatrix, MatrixCell
 from .explanation import Explanation, GroupExplanation, Question, explained
-from .machines import Machine
-from .matrix import Cell, Matrix
 
 MAX_BYTES = 64 << 20
 """Size above which a file is no document of ours."""
@@ -136,24 +136,24 @@ def replay(document: Mapping[str, Any]) -> Explanation:
     )
 
 
-def replay_matrix(document: Mapping[str, Any]) -> Matrix:
+def replay_matrix(document: Mapping[str, Any]) -> DecisionMatrix:
     """The matrix that the inputs in `document` give now; what was refused before it was asked stays so.
 
     Raises UsageError when the document is not whole.
     """
     cells, recorded = [], []
-    machines: dict[str, Machine] = {}
+    machines: dict[str, AssumedMachine] = {}
     for row in _objects(document, "rows"):
         layers, key = _layers(row), str(row.get("gpu"))
         inputs = _inputs(_of(row, "decision", dict))
         recorded.append(inputs)
-        machine = machines.setdefault(key, Machine(inputs.device, inputs.packages, key))
+        machine = machines.setdefault(key, AssumedMachine(inputs.device, inputs.packages, key))
         refusal = str(row.get("refusal") or "")
         answer = None if refusal else explained(layers, inputs, {})
-        cells.append(Cell(machine, inputs.problem.parallel, layers, answer, refusal, inputs.problem))
+        cells.append(MatrixCell(machine, inputs.problem.parallel, layers, answer, refusal, inputs.problem))
     if not cells:
         raise UsageError("the document has no rows, so there is nothing to decide again")
     parallels = tuple(dict.fromkeys(cell.parallel for cell in cells))
     first = recorded[0]
     question = Question(policy_named(first.policy), parallels[0], first.requested, first.allow_fallback)
-    return Matrix(_origin(document), question, tuple(machines.values()), parallels, tuple(cells))
+    return DecisionMatrix(_origin(document), question, tuple(machines.values()), parallels, tuple(cells))

@@ -24,7 +24,7 @@ def to_json(value: Any) -> Any:
     """`value` as JSON data: records become objects of their fields, tuples lists, sets sorted lists.
 
     Example:
-        >>> from moectl.problem import Dims
+        >>> from moectl.problem.moe_problem import Dims
         >>> to_json(Dims(2880, 2880))
         {'hidden': 2880, 'intermediate': 2880, 'padded_hidden': 2880, 'padded_intermediate': 2880}
     """
@@ -53,7 +53,7 @@ def from_json(record: type[Record], data: Any, where: str, refusal: Refusal = Ch
             record itself refuses its fields.
 
     Example:
-        >>> from moectl.problem import Dims
+        >>> from moectl.problem.moe_problem import Dims
         >>> from_json(Dims, {"hidden": 2880, "intermediate": "2880"}, "dims")
         Traceback (most recent call last):
         moectl.errors.CheckpointError: dims.intermediate must be of type int, got str '2880'

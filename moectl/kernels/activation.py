@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from ..errors import NoBackend, UsageError
-from ..problem import Activation
+from ..problem.moe_problem import Activation
 
 
 def _swigluoai(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

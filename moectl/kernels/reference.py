@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import NoBackend, UsageError
-from ..problem import MoEProblem, Routing
+from ..problem.moe_problem import MoEProblem, Routing
 from .activation import activate
-from .prepared import DenseExpert
+from .prepared_layer import DenseExpert
 
 
 def _softmax(logits: Tensor) -> Tensor:

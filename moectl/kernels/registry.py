@@ -36,18 +36,20 @@ class RunnerEntry:
 _TRITON = ("torch", "triton")
 
 RUNNERS: dict[str, RunnerEntry] = {
-    "torch": RunnerEntry("moectl.kernels.torch_runner:RUNNER"),
-    "triton": RunnerEntry("moectl.kernels.triton.runner:RUNNER", _TRITON),
+    "torch": RunnerEntry("moectl.kernels.torch_backends.torch_runner:RUNNER"),
+    "triton": RunnerEntry("moectl.kernels.triton.triton_runner:RUNNER", _TRITON),
     "triton_marlin": RunnerEntry("moectl.kernels.triton.marlin:RUNNER", _TRITON),
-    "humming": RunnerEntry("moectl.kernels.peers.humming:RUNNER", _TRITON),
-    "marlin": RunnerEntry("moectl.kernels.peers.marlin:RUNNER", _TRITON),
-    "triton_kernels": RunnerEntry("moectl.kernels.peers.triton_kernels:RUNNER", _TRITON),
-    "flashinfer_cutlass": RunnerEntry("moectl.kernels.peers.flashinfer_cutlass:RUNNER"),
-    "flashinfer_trtllm": RunnerEntry("moectl.kernels.peers.flashinfer_trtllm:RUNNER"),
-    "flashinfer_trtllm_monolithic": RunnerEntry("moectl.kernels.peers.flashinfer_trtllm:MONOLITHIC"),
-    "flashinfer_trtllm_afp8": RunnerEntry("moectl.kernels.peers.flashinfer_trtllm:FP8"),
-    "flashinfer_trtllm_afp8_monolithic": RunnerEntry("moectl.kernels.peers.flashinfer_trtllm:FP8_MONOLITHIC"),
-    "emulation": RunnerEntry("moectl.kernels.emulation:RUNNER"),
+    "humming": RunnerEntry("moectl.kernels.external.humming:RUNNER", _TRITON),
+    "marlin": RunnerEntry("moectl.kernels.external.vllm_marlin:RUNNER", _TRITON),
+    "triton_kernels": RunnerEntry("moectl.kernels.external.triton_kernels:RUNNER", _TRITON),
+    "flashinfer_cutlass": RunnerEntry("moectl.kernels.external.flashinfer_cutlass:RUNNER"),
+    "flashinfer_trtllm": RunnerEntry("moectl.kernels.external.flashinfer_trtllm:RUNNER"),
+    "flashinfer_trtllm_monolithic": RunnerEntry("moectl.kernels.external.flashinfer_trtllm:MONOLITHIC"),
+    "flashinfer_trtllm_afp8": RunnerEntry("moectl.kernels.external.flashinfer_trtllm:FP8"),
+    "flashinfer_trtllm_afp8_monolithic": RunnerEntry(
+        "moectl.kernels.external.flashinfer_trtllm:FP8_MONOLITHIC"
+    ),
+    "emulation": RunnerEntry("moectl.kernels.torch_backends.emulation:RUNNER"),
 }
 """Every backend that runs here. Other projects' kernels are looked for when a layer is refused or run."""
 

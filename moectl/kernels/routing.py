@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Dims, MoEProblem, Routing
-from ..schemes import BF16, Scheme
+from ..problem.moe_problem import Dims, MoEProblem, Routing
+from ..problem.schemes import BF16, Scheme
 from . import reference
-from .prepared import Router
+from .prepared_layer import Router
 
 CAPABILITY = (8, 0)
 """The lowest compute capability that the kernel runs on."""

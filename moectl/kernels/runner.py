@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import NoBackend, UsageError
-from ..problem import MoEProblem
-from ..schemes import A16, ActFormat
-from .prepared import PreparedMoE
+from ..problem.moe_problem import MoEProblem
+from ..problem.schemes import A16, ActFormat
+from .prepared_layer import PreparedMoE
 
 Run = Callable[..., Tensor]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import NoBackend, UsageError
-from ..number_formats import NUMBER_FORMATS
-from ..problem import MoEProblem
+from ..problem.moe_problem import MoEProblem
+from ..problem.number_formats import NUMBER_FORMATS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,16 @@ from functools import cache
 
 from ..environment import Device, Packages
 from ..environment.variables import Variable
-from ..problem import Align, MoEProblem
-from ..schemes import A16, ActFormat, WeightFormat
-from .archs import Archs
+from ..problem.moe_problem import Align, MoEProblem
+from ..problem.schemes import A16, ActFormat, WeightFormat
+from .gpu_archs import Archs
 
 GROUPS = ("arch", "package", "scheme", "shape", "parallel", "policy")
 """The groups that questions belong to, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NameSet:
     """A set of names: `only` these (None is any, empty is none), and `never` those."""
 
     only: frozenset[str] | None = None
@@ -33,31 +33,31 @@ class Choice:
         return f"any but {', '.join(sorted(self.never))}" if self.never else "any"
 
 
-ANY, NONE = Choice(), Choice(frozenset())
+ANY, NONE = NameSet(), NameSet(frozenset())
 
 
-def only(*names: str) -> Choice:
+def only(*names: str) -> NameSet:
     """Exactly these names."""
-    return Choice(frozenset(names))
+    return NameSet(frozenset(names))
 
 
-def but(*names: str) -> Choice:
+def but(*names: str) -> NameSet:
     """Every name but these."""
-    return Choice(never=frozenset(names))
+    return NameSet(never=frozenset(names))
 
 
 A16_ONLY = only("a16")
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class FormatSupport:
     """Weight formats with the activation formats they are computed with, on some devices.
 
     A name that ends in ``*`` stands for every format that begins like it.
     """
 
     weights: frozenset[str]
-    acts: Choice = A16_ONLY
+    acts: NameSet = A16_ONLY
     where: Archs | None = None
 
     def serves(self, weight: str, act: str, device: Device) -> bool:
@@ -77,7 +77,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class PackageNeed:
     """An importable package, with a symbol where one is needed.
 
     `instead` are packages or tools that together do as well, `switch` an environment switch that says
@@ -104,7 +104,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class EnvironmentSwitch:
     """An environment switch of the engine that must be on or off."""
 
     variable: Variable
@@ -118,14 +118,14 @@ def is_on(packages: Packages, switch: Variable) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ParallelSupport:
     """Deployments over several ranks that are served.
 
     `exchange` names the all2all kernels, or ``none`` where tokens stay on their rank. `sequence` is
     tokens sliced over the tensor-parallel ranks, `alone` a deployment without expert parallelism.
     """
 
-    exchange: Choice = ANY
+    exchange: NameSet = ANY
     eplb: bool = True
     dp: bool = True
     ep: bool = True
@@ -133,12 +133,12 @@ class Spread:
     alone: bool = True
 
 
-ALONE = Spread(exchange=only("none"), eplb=False, dp=False)
+ALONE = ParallelSupport(exchange=only("none"), eplb=False, dp=False)
 """No exchange of tokens, no data parallelism, no dynamic balancing: fused routers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SupportQuery:
     """One problem as a policy's route puts it to backends: every check is a function of this.
 
     Attributes:
@@ -204,30 +204,30 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class BackendRule:
     """A question that no field of `Capability` can say; `switch` is one that it reads, if any."""
 
     question: str
     group: str
     code: str
-    holds: Callable[[Ask], bool]
-    wanted: Callable[[Ask], str]
+    holds: Callable[[SupportQuery], bool]
+    wanted: Callable[[SupportQuery], str]
     offered: str
     switch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class RuntimeFailure:
     """What kernels stop on when they run, `kind` being the engine's exception; its choice ignores that."""
 
-    when: Callable[[Ask], bool]
+    when: Callable[[SupportQuery], bool]
     says: str
     kind: str
 
 
-def weighted_input(kind: str) -> Stop:
+def weighted_input(kind: str) -> RuntimeFailure:
     """Kernels that do not take tokens already multiplied by the router's weight, as Llama 4 does it."""
-    return Stop(
+    return RuntimeFailure(
         lambda ask: ask.problem.routing.weight_on_input,
         "does not take the router's weight on the experts' input",
         kind,
@@ -247,26 +247,26 @@ class Capability:
     """
 
     arch: Archs | None = None
-    needs: tuple[Need, ...] = ()
-    switches: tuple[Switch, ...] = ()
-    offers: tuple[Offer, ...] | None = None
-    activations: Choice = ANY
+    needs: tuple[PackageNeed, ...] = ()
+    switches: tuple[EnvironmentSwitch, ...] = ()
+    offers: tuple[FormatSupport, ...] | None = None
+    activations: NameSet = ANY
     ungated: bool = True
     clamps: bool = True
-    routing: Choice = ANY
-    spread: Spread = Spread()
-    checkpoints: Choice = ANY
+    routing: NameSet = ANY
+    spread: ParallelSupport = ParallelSupport()
+    checkpoints: NameSet = ANY
     act_order: bool = True
     zero_points: bool = True
     bias: bool = True
-    dtypes: Choice = ANY
-    logits: Choice = ANY
-    scales: Choice = ANY
+    dtypes: NameSet = ANY
+    logits: NameSet = ANY
+    scales: NameSet = ANY
     hashed: bool = False
     lora: bool = False
     invariant: bool = False
-    rules: tuple[Rule, ...] = ()
-    stops: tuple[Stop, ...] = ()
+    rules: tuple[BackendRule, ...] = ()
+    stops: tuple[RuntimeFailure, ...] = ()
     codes: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def switch_names(self) -> frozenset[str]:
@@ -292,7 +292,7 @@ def spell_offers(offers: Capability) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Variant:
+class ExpertsClass:
     """One experts class of a backend: a constant, which equals nothing but itself.
 
     `monolithic` takes router logits, otherwise top-k ids and weights; `batched` takes tokens sorted
@@ -309,7 +309,7 @@ NO_ALIGN = Align()
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class WeightForm:
     """How a backend wants weights: one row of a table, of which the first that fits a problem holds.
 
     `layout` names the weight layout; `align` is what sizes are rounded up to when the weights are
@@ -323,12 +323,12 @@ class Form:
     align: Align | Callable[[WeightFormat], Align] = NO_ALIGN
     where: Archs | None = None
     weights: frozenset[str] | None = None
-    activations: Choice = ANY
-    scaled: Choice = ANY
-    dtypes: Choice = ANY
+    activations: NameSet = ANY
+    scaled: NameSet = ANY
+    dtypes: NameSet = ANY
     up_to: int = 0
 
-    def fits(self, ask: Ask) -> bool:
+    def fits(self, ask: SupportQuery) -> bool:
         """True when this row speaks of `ask`'s device, weights and activation."""
         return (
             (self.where is None or any(arch.fits(ask.device) for arch in self.where))
@@ -361,10 +361,10 @@ class Backend:
 
     name: str
     engine_name: str
-    variants: tuple[Variant, ...]
+    variants: tuple[ExpertsClass, ...]
     act: ActFormat = A16
     follows_declared: bool = False
-    forms: tuple[Form, ...] = ()
+    forms: tuple[WeightForm, ...] = ()
     runner: str = ""
     note: str = ""
     verified: Archs = ()
@@ -373,11 +373,11 @@ class Backend:
         """True when this tool would run it on `device`, where nobody has checked what it computes."""
         return bool(self.runner) and not any(arch.fits(device) for arch in self.verified)
 
-    def align(self, ask: Ask) -> Align:
+    def align(self, ask: SupportQuery) -> Align:
         """Multiples that sizes are rounded up to for `ask`."""
         align = self.form(ask).align
         return align if isinstance(align, Align) else align(ask.problem.scheme.weight)
 
-    def form(self, ask: Ask) -> Form:
+    def form(self, ask: SupportQuery) -> WeightForm:
         """The row of `forms` that speaks of `ask`."""
-        return next((form for form in self.forms if form.fits(ask)), Form())
+        return next((form for form in self.forms if form.fits(ask)), WeightForm())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..problem import Dims
-from ..schemes import A16
-from .backend import Ask, Backend
+from ..problem.moe_problem import Dims
+from ..problem.schemes import A16
+from .backend import Backend, SupportQuery
 from .checks import Verdict, judge
 from .decision import Candidate
-from .keys import act_key
+from .format_keys import act_key
 from .policy import Policy
 from .route import DECLARED_ACT, RANKED_ACT, Route
 
@@ -18,7 +18,7 @@ Judged = tuple[tuple[Candidate, ...], tuple[str, ...]]
 """Candidates, and what to say about how the list came about."""
 
 
-def candidates(ask: Ask, policy: Policy, route: Route, name: str | None) -> Judged:
+def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) -> Judged:
     """Every candidate in order, judged, for the request `name` or for the automatic choice."""
     ignored: tuple[str, ...] = ()
     if route.ignores(name):
@@ -45,13 +45,15 @@ def candidates(ask: Ask, policy: Policy, route: Route, name: str | None) -> Judg
 _BY_NAME_ONLY = Verdict("order", "policy", "in the automatic order", "only when asked for by name", False)
 
 
-def requested(ask: Ask, route: Route, name: str) -> tuple[Backend, ...]:
+def requested(ask: SupportQuery, route: Route, name: str) -> tuple[Backend, ...]:
     """Backends that a request means here; empty when the route does not know the name."""
     twins = dict(route.twins) if ask.batched else {}
     return tuple(twins.get(backend, backend) for backend in route.meant(name, ask))
 
 
-def _filtered(ask: Ask, route: Route, backends: Iterable[Backend], name: str | None) -> list[Backend]:
+def _filtered(
+    ask: SupportQuery, route: Route, backends: Iterable[Backend], name: str | None
+) -> list[Backend]:
     """Backends in the order of the activation filter; those it drops are left out.
 
     With a declared activation format: backends that compute with it, then those with 16-bit
@@ -68,7 +70,7 @@ def _filtered(ask: Ask, route: Route, backends: Iterable[Backend], name: str | N
 
 
 def _judged(
-    ask: Ask,
+    ask: SupportQuery,
     policy: Policy,
     route: Route,
     backends: tuple[Backend, ...],
@@ -106,20 +108,20 @@ def _judged(
     return tuple(found)
 
 
-def _act(ask: Ask, route: Route, backend: Backend) -> str:
+def _act(ask: SupportQuery, route: Route, backend: Backend) -> str:
     """Key of the activation format that `backend` is asked to compute with."""
     follows = backend.follows_declared or route.act == DECLARED_ACT
     return act_key(ask.declared if follows else backend.act)
 
 
-def _dropped(ask: Ask, backend: Backend) -> Verdict:
+def _dropped(ask: SupportQuery, backend: Backend) -> Verdict:
     wanted = "16-bit activations, as the checkpoint declares none"
     if ask.declared != A16:
         wanted = f"{act_key(ask.declared)} or 16-bit activations"
     return Verdict("activation filter", "policy", wanted, act_key(backend.act), False, "filtered")
 
 
-def _assigned(ask: Ask, policy: Policy, route: Route) -> tuple[Candidate, ...]:
+def _assigned(ask: SupportQuery, policy: Policy, route: Route) -> tuple[Candidate, ...]:
     """The method's own table: the first row that fits the device is taken, most without being asked."""
     found: list[Candidate] = []
     taken = False
@@ -147,14 +149,14 @@ def _assigned(ask: Ask, policy: Policy, route: Route) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def exchanged(ask: Ask, policy: Policy) -> int | None:
+def exchanged(ask: SupportQuery, policy: Policy) -> int | None:
     """Hidden size after the exchange kernels' rounding; None when they cannot carry it."""
     hidden = ask.problem.dims.hidden
     sizes = policy.exchange_sizes.get(ask.exchange)
     return hidden if sizes is None else sizes.round(hidden)
 
 
-def carried(ask: Ask, policy: Policy) -> Dims:
+def carried(ask: SupportQuery, policy: Policy) -> Dims:
     """Sizes with the padding that the exchange and the method's slicing need."""
     dims = ask.problem.dims
     return Dims(
@@ -165,7 +167,7 @@ def carried(ask: Ask, policy: Policy) -> Dims:
     )
 
 
-def _dims(ask: Ask, policy: Policy, route: Route, backend: Backend) -> Dims:
+def _dims(ask: SupportQuery, policy: Policy, route: Route, backend: Backend) -> Dims:
     """Sizes with padding: first what the exchange carries, then what the backend wants."""
     before = carried(ask, policy)
     if not route.rounds:

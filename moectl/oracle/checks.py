@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..environment import Device, Packages
-from .backend import Ask, Capability, Variant, is_on, spell_archs, spell_offers
+from .backend import Capability, ExpertsClass, SupportQuery, is_on, spell_archs, spell_offers
 
 
 class Verdict(NamedTuple):
@@ -37,7 +37,7 @@ class Check:
     question: str
     group: str
     code: str
-    answer: Callable[[Ask, Capability, Variant], Answer]
+    answer: Callable[[SupportQuery, Capability, ExpertsClass], Answer]
 
 
 def _fits(device: Device, offers: Capability) -> Answer:
@@ -47,116 +47,116 @@ def _fits(device: Device, offers: Capability) -> Answer:
     return wanted, spell_archs(offers), holds
 
 
-def _device(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _device(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     return _fits(ask.device, offers)
 
 
-def _gating(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _gating(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     gated = ask.problem.activation.gated
     return "gated" if gated else "not gated", "any" if offers.ungated else "gated", gated or offers.ungated
 
 
-def _activation(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _activation(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     return ask.activation, str(offers.activations), offers.activations.allows(ask.activation)
 
 
-def _formats(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _formats(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     holds = offers.offers is None or any(
         offer.serves(ask.weight, ask.act, ask.device) for offer in offers.offers
     )
     return f"{ask.weight} with {ask.act} activations", spell_offers(offers), holds
 
 
-def _checkpoint(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _checkpoint(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     return ask.checkpoint, str(offers.checkpoints), offers.checkpoints.allows(ask.checkpoint)
 
 
-def _act_order(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _act_order(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     order = ask.problem.act_order == "group"
     offered = "any order" if offers.act_order else "none, or by weight"
     return "by group" if order else "none", offered, offers.act_order or not order
 
 
-def _zero_points(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _zero_points(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     wanted = "yes" if ask.zero_points else "no"
     return wanted, "yes" if offers.zero_points else "no", offers.zero_points or not ask.zero_points
 
 
-def _bias(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _bias(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     possible = "yes" if ask.problem.bias else "possible with this method"
     wanted = possible if ask.bias else "no"
     return wanted, "yes" if offers.bias else "no", offers.bias or not ask.bias
 
 
-def _dtype(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _dtype(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     return ask.dtype, str(offers.dtypes), offers.dtypes.allows(ask.dtype)
 
 
-def _scales(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _scales(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     stored = ask.problem.scheme.weight.scale_dtype or {"fp16": "F16"}.get(ask.problem.dtype, "BF16")
     return stored, str(offers.scales), offers.scales.allows(stored)
 
 
-def _routing(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _routing(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     return ask.routing, str(offers.routing), offers.routing.allows(ask.routing)
 
 
-def _hashed(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _hashed(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     hashed = ask.problem.routing.hashed
     serves = offers.hashed or not variant.monolithic
     return "by token id" if hashed else "by score", "any" if serves else "by score", serves or not hashed
 
 
-def _logits(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _logits(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     return ask.logits, str(offers.logits), offers.logits.allows(ask.logits)
 
 
-def _lora(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _lora(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     lora = ask.problem.lora
     return "yes" if lora else "no", "yes" if offers.lora else "no", offers.lora or not lora
 
 
-def _invariant(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _invariant(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     wanted = ask.invariant
     return "yes" if wanted else "no", "yes" if offers.invariant else "no", offers.invariant or not wanted
 
 
-def _exchange(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _exchange(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     return ask.exchange, str(offers.spread.exchange), offers.spread.exchange.allows(ask.exchange)
 
 
-def _experts_spread(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _experts_spread(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     ep = ask.problem.parallel.ep
     return str(ep).lower(), "any" if offers.spread.ep else "false", offers.spread.ep or not ep
 
 
-def _data_parallel(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _data_parallel(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     dp = ask.problem.parallel.dp
     return str(dp), "any" if offers.spread.dp else "1", offers.spread.dp or dp <= 1
 
 
-def _balancing(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _balancing(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     eplb = ask.problem.parallel.eplb
     return "on" if eplb else "off", "any" if offers.spread.eplb else "off", offers.spread.eplb or not eplb
 
 
-def _token_format(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _token_format(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     names = {True: "batched by expert", False: "standard"}
     return names[ask.batched], names[variant.batched], ask.batched == variant.batched
 
 
-def _clamp(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _clamp(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     limit = ask.problem.activation.limit if ask.clamped else None
     wanted = "none" if limit is None else str(limit)
     return wanted, "any" if offers.clamps else "none", offers.clamps or limit is None
 
 
-def _alone(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _alone(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     ep = ask.problem.parallel.ep
     return str(ep).lower(), "any" if offers.spread.alone else "true", offers.spread.alone or ep
 
 
-def _sequence(ask: Ask, offers: Capability, variant: Variant) -> Answer:
+def _sequence(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
     wanted = "sliced over ranks" if ask.sequence else "whole on each rank"
     offered = "any" if offers.spread.sequence else "whole on each rank"
     return wanted, offered, offers.spread.sequence or not ask.sequence
@@ -190,7 +190,7 @@ CHECKS: tuple[Check, ...] = (
 """Every question with a field in `Capability`; needs, switches and rules bring their own."""
 
 
-def judge(ask: Ask, variant: Variant) -> tuple[Verdict, ...]:
+def judge(ask: SupportQuery, variant: ExpertsClass) -> tuple[Verdict, ...]:
     """All questions, answered for one experts class; none is left out because another failed."""
     offers = variant.offers
     return (
@@ -211,7 +211,7 @@ def judge(ask: Ask, variant: Variant) -> tuple[Verdict, ...]:
     )
 
 
-def judge_machine(device: Device, packages: Packages, variant: Variant) -> tuple[Verdict, ...]:
+def judge_machine(device: Device, packages: Packages, variant: ExpertsClass) -> tuple[Verdict, ...]:
     """The questions in which no problem has a part: the device, packages, switches, any format at all."""
     offers = variant.offers
     wanted, offered, holds = _fits(device, offers)

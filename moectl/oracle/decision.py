@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from ..cache.backend_times import TimeRanking
 from ..errors import NoBackend
 from ..files.records import to_json
-from ..measured import Ranking
-from ..problem import Dims, MoEProblem
-from .backend import GROUPS, Backend, Variant
+from ..problem.moe_problem import Dims, MoEProblem
+from .backend import GROUPS, Backend, ExpertsClass
 from .checks import Verdict
 from .selection_inputs import SelectionInputs
 
@@ -50,7 +50,7 @@ class Candidate:
     """
 
     backend: Backend
-    variant: Variant
+    variant: ExpertsClass
     rank: int
     verdicts: tuple[Verdict, ...]
     dims: Dims
@@ -135,7 +135,7 @@ class Decision:
     stand_in: str = ""
     notes: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
-    ranking: Ranking | None = None
+    ranking: TimeRanking | None = None
 
     @property
     def best_first(self) -> tuple[Candidate, ...]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..environment.probes import Probe
-from ..environment.variables import Finding, judge_variables
-from ..schemes import WeightFormat
-from .backend import Need
+from ..environment.package_probes import Probe
+from ..environment.variables import VariableFinding, judge_variables
+from ..problem.schemes import WeightFormat
+from .backend import PackageNeed
 from .policy import Policy
 from .tuned_files import TunedFiles
 
@@ -45,7 +45,7 @@ class CompiledKernels:
 
     package: str
     title: str
-    need: Need
+    need: PackageNeed
     kernels: str
     get: str
 
@@ -145,7 +145,7 @@ class Engine:
         """True for the name of an environment variable that is this engine's."""
         return bool(self.env_prefix) and variable.startswith(self.env_prefix)
 
-    def judge(self, env: Mapping[str, str]) -> tuple[Finding, ...]:
+    def judge(self, env: Mapping[str, str]) -> tuple[VariableFinding, ...]:
         """What the engine makes of its variables in `env`; nothing where no variable of it is known."""
         if not self.policy.variables:
             return ()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ..capabilities.unpacked import find_peers, peers_folder
-from ..environment.installed import find_all
+from ..capabilities.unpacked_libraries import find_peers, peers_folder
+from ..environment.installed_packages import find_all
+from ..environment.package_probes import TOOLS
 from ..environment.packages import INSTALLED, Packages, packages_of
-from ..environment.probes import TOOLS
 from ..errors import UsageError
 from .engine import Engine
 from .registry import engine_named, engine_variables, known_packages

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from ..environment import Device
 from ..environment.variables import Variable
 from ..errors import UsageError
-from ..problem import MoEProblem
-from ..schemes import WeightFormat
-from .backend import ANY, Choice, Form
+from ..problem.moe_problem import MoEProblem
+from ..problem.schemes import WeightFormat
+from .backend import ANY, NameSet, WeightForm
 from .route import Condition, Route
 
 
@@ -79,7 +79,7 @@ class Policy:
     name: str
     routes: tuple[Route, ...]
     platforms: frozenset[str]
-    accepted_names: Choice
+    accepted_names: NameSet
     dtype: Callable[[MoEProblem, Device], str]
     activation: Callable[[MoEProblem], str]
     routing: Callable[[MoEProblem], str]
@@ -89,11 +89,11 @@ class Policy:
     exchange_sizes: Mapping[str, ExchangeSizes] = field(default_factory=dict, hash=False)
     batching_exchanges: frozenset[str] = frozenset()
     sequence_exchanges: frozenset[str] = frozenset()
-    default_forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict, hash=False)
+    default_forms: Mapping[str, tuple[WeightForm, ...]] = field(default_factory=dict, hash=False)
     variables: Mapping[str, Variable] = field(default_factory=dict, hash=False)
     invariance: Variable | None = None
     refusals: tuple[Condition, ...] = ()
-    balancing: Mapping[str, Choice] = field(default_factory=dict, hash=False)
+    balancing: Mapping[str, NameSet] = field(default_factory=dict, hash=False)
     measures: bool = False
 
     def slices_tokens(self, problem: MoEProblem) -> bool:
@@ -105,7 +105,7 @@ class Policy:
         """True when the exchange hands tokens over expert by expert."""
         return problem.parallel.exchanges and problem.parallel.all2all in self.batching_exchanges
 
-    def forms(self, weight: WeightFormat) -> tuple[Form, ...]:
+    def forms(self, weight: WeightFormat) -> tuple[WeightForm, ...]:
         """What sizes of `weight` are rounded up to for a backend without a rule of its own."""
         return self.default_forms.get(weight.name, ())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..environment.probes import Probe
+from ..environment.package_probes import Probe
 from ..errors import UsageError
 from .engine import Engine, newest
 from .engines.moectl import MOECTL

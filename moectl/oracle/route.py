@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..environment import Device
-from ..problem import MoEProblem
-from ..schemes import ActFormat, WeightFormat
-from .archs import Archs
-from .backend import ANY, NONE, Ask, Backend, Choice, Variant, but
+from ..problem.moe_problem import MoEProblem
+from ..problem.schemes import ActFormat, WeightFormat
+from .backend import ANY, NONE, Backend, ExpertsClass, NameSet, SupportQuery, but
 from .decision import Candidate, Failure
-from .keys import exact_key
+from .format_keys import exact_key
+from .gpu_archs import Archs
 
 OWN_ACT, RANKED_ACT, DECLARED_ACT = "own", "ranked", "declared"
 PLUG_INS_APART = but("tpu", "out-of-tree")
@@ -23,13 +23,13 @@ class Condition:
     """A named statement about a problem, with an engine's sentence and exception class when it holds."""
 
     name: str
-    holds: Callable[[Ask], bool]
-    says: Callable[[Ask], str]
+    holds: Callable[[SupportQuery], bool]
+    says: Callable[[SupportQuery], str]
     kind: str = "ValueError"
 
 
 @dataclass(frozen=True, slots=True)
-class Aftermath:
+class LateFailure:
     """A failure after the choice, of the exception class `kind`.
 
     The candidate is None where the engine goes on without a backend.
@@ -37,8 +37,8 @@ class Aftermath:
     """
 
     name: str
-    holds: Callable[[Ask, Candidate | None], bool]
-    says: Callable[[Ask, Candidate | None], str]
+    holds: Callable[[SupportQuery, Candidate | None], bool]
+    says: Callable[[SupportQuery, Candidate | None], str]
     kind: str
     sized: bool = False
 
@@ -52,7 +52,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class OrderMove:
     """A change of every order: `backend` goes directly before or after another, first, or last.
 
     It is made on the devices in `where` (None is every device) while `when` holds. Nothing moves where
@@ -65,10 +65,10 @@ class Move:
     after: Backend | None = None
     first: bool = False
     last: bool = False
-    when: Callable[[Ask], bool] | None = None
+    when: Callable[[SupportQuery], bool] | None = None
     why: str = ""
 
-    def apply(self, order: tuple[Backend, ...], ask: Ask) -> tuple[Backend, ...]:
+    def apply(self, order: tuple[Backend, ...], ask: SupportQuery) -> tuple[Backend, ...]:
         """`order` with the move made, where it applies."""
         if self.backend not in order or not _anywhere(self.where, ask.device):
             return order
@@ -99,27 +99,27 @@ class Exclusion:
 
     backends: tuple[Backend, ...]
     why: str
-    when: Callable[[Ask], bool] | None = None
+    when: Callable[[SupportQuery], bool] | None = None
     switches: frozenset[str] = frozenset()
     by_name: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class SwitchRequest:
     """A switch that asks for backends as the request `name` does, while `when` holds.
 
     With `falls_back` the automatic order follows after them.
     """
 
     name: str
-    when: Callable[[Ask], bool]
+    when: Callable[[SupportQuery], bool]
     why: str
     falls_back: bool = False
     switches: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class StandIn:
+class EngineSubstitute:
     """What an engine goes on with where it has no kernel of its own, by its own name.
 
     `at_once`: it asks no backend first.
@@ -136,7 +136,7 @@ class Assignment:
     """A variant that a method takes on some devices, without asking it anything unless `asks`."""
 
     backend: Backend
-    variant: Variant
+    variant: ExpertsClass
     engine_name: str
     where: Archs | None = None
     asks: bool = False
@@ -186,9 +186,9 @@ class Route:
 
     name: str
     method: str
-    storages: Choice
+    storages: NameSet
     weights: frozenset[str]
-    acts: Choice = ANY
+    acts: NameSet = ANY
     when: Condition | None = None
     key: Callable[[WeightFormat], str] = exact_key
     passes_zero_points: bool = True
@@ -198,7 +198,7 @@ class Route:
     declares: Callable[[MoEProblem, bool], ActFormat] | None = None
     checkpoint: str = ""
     orders: tuple[Order, ...] = ()
-    moves: tuple[Move, ...] = ()
+    moves: tuple[OrderMove, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
     assigned: tuple[Assignment, ...] = ()
     on_request: tuple[Backend, ...] = ()
@@ -207,22 +207,22 @@ class Route:
     unfiltered: frozenset[str] = frozenset()
     twins: tuple[tuple[Backend, Backend], ...] = ()
     detours: Mapping[str, Route] = field(default_factory=dict, hash=False)
-    ignored: Choice = NONE
+    ignored: NameSet = NONE
     sorts: frozenset[str] = frozenset()
-    demands: tuple[Demand, ...] = ()
-    slices: Callable[[Ask, tuple[Backend, ...]], Ask | Failure] | None = None
+    demands: tuple[SwitchRequest, ...] = ()
+    slices: Callable[[SupportQuery, tuple[Backend, ...]], SupportQuery | Failure] | None = None
     rounds: bool = False
     rounds_by_activation: bool = True
-    covers: Choice = PLUG_INS_APART
-    platforms: Choice = ANY
+    covers: NameSet = PLUG_INS_APART
+    platforms: NameSet = ANY
     minimum: int = 0
-    dtypes: Choice = ANY
+    dtypes: NameSet = ANY
     refusals: tuple[Condition, ...] = ()
-    aftermath: tuple[Aftermath, ...] = ()
+    aftermath: tuple[LateFailure, ...] = ()
     fails: str = "NotImplementedError"
     fails_by_name: str = "ValueError"
     fails_unknown: str = ""
-    stand_ins: tuple[StandIn, ...] = ()
+    stand_ins: tuple[EngineSubstitute, ...] = ()
 
     def backends(self) -> frozenset[Backend]:
         """Every backend that this route may name."""
@@ -232,15 +232,15 @@ class Route:
         taken = {row.backend for row in self.assigned}
         return frozenset(ranked | asked | taken | set(self.on_request))
 
-    def ranking(self, ask: Ask) -> tuple[Backend, ...]:
+    def ranking(self, ask: SupportQuery) -> tuple[Backend, ...]:
         """Every backend of the method's order for `ask`, best first, with those that it then leaves out."""
         return self._ranked(ask)[0]
 
-    def moved(self, ask: Ask) -> tuple[str, ...]:
+    def moved(self, ask: SupportQuery) -> tuple[str, ...]:
         """Why the order for `ask` is not the usual one."""
         return self._ranked(ask)[1]
 
-    def _ranked(self, ask: Ask) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
+    def _ranked(self, ask: SupportQuery) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
         for order in self.orders:
             if _anywhere(order.where, ask.device):
                 ranked, reasons = order.backends, list[str]()
@@ -252,7 +252,7 @@ class Route:
                 return ranked, tuple(dict.fromkeys(reasons))
         return (), ()
 
-    def left_out(self, ask: Ask, by_name: bool = False) -> dict[Backend, str]:
+    def left_out(self, ask: SupportQuery, by_name: bool = False) -> dict[Backend, str]:
         """Backends that the method leaves out of the automatic order, or refuses by name, with the reason."""
         return {
             backend: exclusion.why
@@ -267,17 +267,17 @@ class Route:
             name is not None and name not in self.names and (bool(self.assigned) or self.ignored.allows(name))
         )
 
-    def meant(self, name: str, ask: Ask) -> tuple[Backend, ...]:
+    def meant(self, name: str, ask: SupportQuery) -> tuple[Backend, ...]:
         """Backends that a request means, before batched tokens change it; empty for an unknown name."""
         if ask.problem.lora and name in self.adapter_names:
             return self.adapter_names[name]
         return self.names.get(name, ())
 
-    def demand(self, ask: Ask) -> Demand | None:
+    def demand(self, ask: SupportQuery) -> SwitchRequest | None:
         """The first switch that asks for a backend."""
         return next((demand for demand in self.demands if demand.when(ask)), None)
 
-    def stand_in(self, device: Device, at_once: bool) -> StandIn | None:
+    def stand_in(self, device: Device, at_once: bool) -> EngineSubstitute | None:
         """What the engine goes on with on `device`, before it asks or after nothing serves."""
         return next((s for s in self.stand_ins if s.at_once == at_once and _anywhere(s.where, device)), None)
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ..cache.backend_times import MeasuredTimes, TimeRanking
 from ..environment import Device, Packages
 from ..environment.variables import judge_variable
 from ..errors import NoBackend
-from ..measured import Measured, Ranking
-from ..problem import MoEProblem
-from ..schemes import A16
-from .backend import NONE, Ask, is_on
+from ..problem.moe_problem import MoEProblem
+from ..problem.schemes import A16
+from .backend import NONE, SupportQuery, is_on
 from .candidates import candidates, carried, exchanged
 from .decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
-from .keys import act_key
+from .format_keys import act_key
 from .policy import Policy
 from .registry import policy_named
 from .route import OWN_ACT, Route
 from .selection_inputs import SelectionInputs
-from .sentences import sentence
+from .verdict_sentences import sentence
 
-NOTHING = Measured()
+NOTHING = MeasuredTimes()
 """No measurement at all: the policy's order decides."""
 
 
@@ -36,7 +36,7 @@ def select(
     policy: Policy,
     only: str | None = None,
     allow_fallback: bool = False,
-    measured: Measured = NOTHING,
+    measured: MeasuredTimes = NOTHING,
 ) -> Decision:
     """The decision of `policy` for one layer on one rank; equal arguments give equal decisions.
 
@@ -100,7 +100,9 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
     )
 
 
-def _by_time(found: _Outcome, policy: Policy, measured: Measured) -> tuple[_Outcome, Ranking | None]:
+def _by_time(
+    found: _RouteOutcome, policy: Policy, measured: MeasuredTimes
+) -> tuple[_RouteOutcome, TimeRanking | None]:
     """The outcome with the fastest candidate that can serve, and the times that say so, if any do."""
     if not policy.measures or found.chosen is None:
         return found, None
@@ -140,12 +142,12 @@ def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
     )
 
 
-def _ask(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None = None) -> Ask:
+def _ask(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None = None) -> SupportQuery:
     problem, device, packages = inputs.problem, inputs.device, inputs.packages
     weight = problem.scheme.weight
     invariant = policy.invariance is not None and is_on(packages, policy.invariance)
     declared = route.declares(problem, invariant) if route.declares else problem.scheme.act
-    return Ask(
+    return SupportQuery(
         problem=problem,
         device=device,
         packages=packages,
@@ -166,10 +168,10 @@ def _ask(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _RouteOutcome:
     """What one way of asking gives: `stand_in` is what the engine goes on with instead of a backend."""
 
-    ask: Ask
+    ask: SupportQuery
     candidates: tuple[Candidate, ...] = ()
     chosen: Candidate | None = None
     failure: Failure | None = None
@@ -178,12 +180,12 @@ class _Outcome:
     cut: tuple[str, ...] = ()
 
 
-def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None) -> _Outcome:
+def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None) -> _RouteOutcome:
     """Judged candidates, the first usable one, why there is none, and notes."""
     device = inputs.device
     ask = _ask(inputs, policy, route, name)
     if early := route.stand_in(device, at_once=True):
-        return _Outcome(ask, failure=Failure(early.says, ""), stand_in=early.engine_name)
+        return _RouteOutcome(ask, failure=Failure(early.says, ""), stand_in=early.engine_name)
     refused: Failure | None = None
     cut: tuple[str, ...] = ()
     if route.slices is not None:
@@ -198,18 +200,18 @@ def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | N
             refused = Failure(refusal.says(ask), refusal.kind)
     chosen = next((c for c in judged if c.usable), None) if refused is None else None
     if refused or chosen:
-        return _Outcome(ask, judged, chosen, refused, notes, cut=cut)
+        return _RouteOutcome(ask, judged, chosen, refused, notes, cut=cut)
     asked_for = None if route.ignores(name) else name
     demand = None if asked_for else route.demand(ask)
     if demand is not None and not demand.falls_back:
         asked_for = demand.name
     late = None if asked_for else route.stand_in(device, at_once=False)
     if late is not None:
-        return _Outcome(ask, judged, None, Failure(late.says, ""), notes, late.engine_name, cut)
-    return _Outcome(ask, judged, None, _nothing(policy, route, asked_for, judged), notes, cut=cut)
+        return _RouteOutcome(ask, judged, None, Failure(late.says, ""), notes, late.engine_name, cut)
+    return _RouteOutcome(ask, judged, None, _nothing(policy, route, asked_for, judged), notes, cut=cut)
 
 
-def _cut(before: Ask, after: Ask, policy: Policy) -> tuple[str, ...]:
+def _cut(before: SupportQuery, after: SupportQuery, policy: Policy) -> tuple[str, ...]:
     """What the method does to slice blocks of weights over ranks."""
     notes: tuple[str, ...] = ()
     if after.weight != before.weight:
@@ -220,7 +222,9 @@ def _cut(before: Ask, after: Ask, policy: Policy) -> tuple[str, ...]:
     return notes
 
 
-def _fallen_back(asked: _Outcome, rest: _Outcome, name: str, gates: tuple[Gate, ...]) -> _Outcome:
+def _fallen_back(
+    asked: _RouteOutcome, rest: _RouteOutcome, name: str, gates: tuple[Gate, ...]
+) -> _RouteOutcome:
     """The automatic choice, after the candidates of a request that cannot be served."""
     why = asked.failure.says if asked.failure and not asked.candidates else "; ".join(map(str, gates))
     told = f"{name} was asked for and cannot serve{': ' if why else ''}{why}"
@@ -233,7 +237,7 @@ def _fallen_back(asked: _Outcome, rest: _Outcome, name: str, gates: tuple[Gate, 
     )
 
 
-def _afterwards(found: _Outcome, policy: Policy, route: Route) -> tuple[Failure | None, bool]:
+def _afterwards(found: _RouteOutcome, policy: Policy, route: Route) -> tuple[Failure | None, bool]:
     """What fails after the choice, and whether sizes were fixed by then."""
     ask, chosen = found.ask, found.chosen
     if exchanged(ask, policy) is None:
@@ -244,7 +248,7 @@ def _afterwards(found: _Outcome, policy: Policy, route: Route) -> tuple[Failure 
     return None, True
 
 
-def _stops(ask: Ask, chosen: Candidate | None) -> tuple[str, ...]:
+def _stops(ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
     """A note for everything that the chosen kernels stop on when they run, which no choice depends on."""
     if chosen is None:
         return ()
@@ -255,7 +259,7 @@ def _stops(ask: Ask, chosen: Candidate | None) -> tuple[str, ...]:
     )
 
 
-def _unbalanced(policy: Policy, route: Route, ask: Ask, chosen: Candidate | None) -> tuple[str, ...]:
+def _unbalanced(policy: Policy, route: Route, ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
     """A note where expert balancing is asked for and the method does not do it."""
     if chosen is None or not policy.balancing or not ask.problem.parallel.eplb:
         return ()
@@ -273,7 +277,7 @@ def _variables(packages: Packages, policy: Policy) -> tuple[str, ...]:
     return tuple(finding.remark for finding in found if finding.remark)
 
 
-def _gates(ask: Ask, policy: Policy, route: Route, name: str | None) -> tuple[Gate, ...]:
+def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) -> tuple[Gate, ...]:
     """What the engine refuses before any backend is asked."""
     found = []
     capability = ask.device.capability
@@ -294,7 +298,7 @@ def _gates(ask: Ask, policy: Policy, route: Route, name: str | None) -> tuple[Ga
     return tuple(found)
 
 
-def _too_large(ask: Ask, policy: Policy) -> Failure:
+def _too_large(ask: SupportQuery, policy: Policy) -> Failure:
     sizes = policy.exchange_sizes[ask.exchange]
     says = (
         f"{ask.exchange} carries hidden sizes up to {sizes.sizes[-1]}, "

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..cache.backend_times import MeasuredTimes
 from ..environment import Device, Packages
 from ..errors import UsageError
 from ..files.records import from_json, to_json
-from ..measured import Measured
-from ..problem import MoEProblem
+from ..problem.moe_problem import MoEProblem
 
 FORMAT = "moectl-decision-1"
 """Version of the JSON document."""
@@ -35,7 +35,7 @@ class SelectionInputs:
     policy: str
     requested: str | None = None
     allow_fallback: bool = False
-    measured: Measured = field(default_factory=Measured)
+    measured: MeasuredTimes = field(default_factory=MeasuredTimes)
 
     def to_json(self) -> dict[str, Any]:
         """The head of a decision's document, as `replay_inputs` reads it."""
@@ -64,9 +64,9 @@ def _name(value: object) -> str | None:
     raise UsageError(f"inputs.requested must be a name or null, got {value!r}")
 
 
-def _measured(rows: object) -> Measured:
+def _measured(rows: object) -> MeasuredTimes:
     """Recorded times; none in documents of before there were any."""
-    measured = from_json(Measured, {"rows": rows}, "inputs.measured", UsageError)
+    measured = from_json(MeasuredTimes, {"rows": rows}, "inputs.measured", UsageError)
     if not all(time.us > 0 for time in measured.rows):
         raise UsageError("inputs.measured holds a time that is not positive")
     return measured

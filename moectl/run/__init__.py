@@ -1,36 +1,29 @@
 """Layers on real weights: given backends, run, compared with the reference, and stressed.
 
-Public here: `Machine`, `this_machine`, `choose_backends`, `run_layer`, `compare_backends`,
-`plan_stress`, `run_one`; and `every_layer.every_layer`. All but `RunPlan` needs torch, and is imported when
+Public here: `RunMachine`, `this_machine`, `choose_backends`, `run_layer`, `compare_backends`,
+`plan_stress`, `run_one`; and `all_layers.every_layer`. All but `RunPlan` needs torch, and is imported when
 it is asked for.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from .plan import RunPlan
+from .run_plan import RunPlan
 
 if TYPE_CHECKING:
-    from .comparing import Compared, Outcome, compare_backends
-    from .every_layer import LayerRun, run_one
-    from .layer import RunResult, run_layer
-    from .machine import (
-        POLICY,
-        BackendChoice,
-        Machine,
-        choose_backends,
-        none_serves,
-        this_machine,
-    )
+    from .all_layers import LayerRun, run_one
+    from .backend_comparison import BackendComparison, BackendOutcome, compare_backends
+    from .one_layer import RunResult, run_layer
+    from .run_machine import POLICY, BackendChoice, RunMachine, choose_backends, none_serves, this_machine
     from .stress import plan_stress
     from .workload import Workload, workload_of
 
 __all__ = [
     "POLICY",
     "BackendChoice",
-    "Compared",
+    "BackendComparison",
+    "BackendOutcome",
     "LayerRun",
-    "Machine",
-    "Outcome",
+    "RunMachine",
     "RunPlan",
     "RunResult",
     "Workload",
@@ -45,11 +38,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "comparing": ("Compared", "Outcome", "compare_backends"),
-    "every_layer": ("LayerRun", "run_one"),
-    "layer": ("RunResult", "run_layer"),
-    "machine": (
-        *("POLICY", "BackendChoice", "Machine", "choose_backends"),
+    "backend_comparison": ("BackendComparison", "BackendOutcome", "compare_backends"),
+    "all_layers": ("LayerRun", "run_one"),
+    "one_layer": ("RunResult", "run_layer"),
+    "run_machine": (
+        *("POLICY", "BackendChoice", "RunMachine", "choose_backends"),
         *("none_serves", "this_machine"),
     ),
     "stress": ("plan_stress",),

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendFailed, MoectlError, NoBackend
-from ..experts import ExpertLayer
-from ..kernels.inputs import Inputs, no_bias
-from ..kernels.modular import FusedMoEKernel, kernel_of
+from ..kernels.layer_inputs import LayerInputs, no_bias
+from ..kernels.modular.fused_moe_kernel import FusedMoEKernel, kernel_of
 from ..kernels.tolerance import CheckResult, check, tolerance_for
-from .failures import guarded, lost
-from .layer import Held
-from .stress_cases import CASES, Case, Draw
-from .variants import every_second, poisoned_padding, rank_share
+from ..layer.experts import ExpertLayer
+from .backend_failures import guarded, lost
+from .layer_variants import every_second, poisoned_padding, rank_share
+from .one_layer import CheckedLayer
+from .stress_cases import CASES, StressCase, StressInputs
 from .workload import Workload, expected_of
 
 RANKS = 2
@@ -35,14 +35,14 @@ SMALL_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCase:
     """A case with its inputs and the reference's answer, made once for all backends of a layer.
 
     Attributes:
         beside: why it cannot be asked of this layer; empty when it can.
     """
 
-    case: Case
+    case: StressCase
     workload: Workload
     expected: Tensor
     beside: str = ""
@@ -82,25 +82,25 @@ class _Findings:
 
 
 def plan_stress(
-    layer: ExpertLayer, device: torch.device, *, seed: int = 0, cases: Sequence[Case] = CASES
-) -> tuple[Planned, ...]:
+    layer: ExpertLayer, device: torch.device, *, seed: int = 0, cases: Sequence[StressCase] = CASES
+) -> tuple[PlannedCase, ...]:
     """`cases` for `layer` with the reference's answers; every expert is decoded once for all, on `device`."""
     router = layer.router
     bias = no_bias(layer.problem)
     if router is not None and router.correction_bias is not None:
         bias = router.correction_bias.float()
-    made = [case.make(Draw(layer.problem, bias, seed + i)) for i, case in enumerate(cases)]
+    made = [case.make(StressInputs(layer.problem, bias, seed + i)) for i, case in enumerate(cases)]
     asked = [_seen(layer, case, it) for case, it in zip(cases, made, strict=True)]
     columns = ((it.x, it.ids, it.weights, it.logits) for it in asked)
-    whole = Inputs(*(torch.cat(tensors) for tensors in zip(*columns, strict=True)))
+    whole = LayerInputs(*(torch.cat(tensors) for tensors in zip(*columns, strict=True)))
     answers = torch.split(expected_of(layer, whole, device), [len(it.x) for it in asked])
     return tuple(
-        Planned(case, it, answer, _beside(layer, case, answer))
+        PlannedCase(case, it, answer, _beside(layer, case, answer))
         for case, it, answer in zip(cases, made, answers, strict=True)
     )
 
 
-def _seen(layer: ExpertLayer, case: Case, workload: Workload) -> Inputs:
+def _seen(layer: ExpertLayer, case: StressCase, workload: Workload) -> LayerInputs:
     """The inputs with the ids that the case's kernel computes."""
     inputs = workload.inputs
     if case.how not in SHARES or _no_share(layer):
@@ -128,7 +128,7 @@ def _no_share(layer: ExpertLayer) -> str:
     return f"there are {layer.problem.experts} experts" if layer.problem.experts < RANKS else ""
 
 
-def _beside(layer: ExpertLayer, case: Case, answer: Tensor) -> str:
+def _beside(layer: ExpertLayer, case: StressCase, answer: Tensor) -> str:
     """Why a case cannot be asked of `layer`."""
     if case.how in SHARES:
         return _no_share(layer)
@@ -139,7 +139,7 @@ def _beside(layer: ExpertLayer, case: Case, answer: Tensor) -> str:
 
 
 def stress(
-    held: Held, cases: Sequence[Planned], device: torch.device, progress: Callable[[str], None]
+    held: CheckedLayer, cases: Sequence[PlannedCase], device: torch.device, progress: Callable[[str], None]
 ) -> Iterator[CaseResult]:
     """The result of each case on a held layer; none raises, and after a lost device each says so."""
     gone = ""
@@ -154,7 +154,7 @@ def stress(
         yield found
 
 
-def _one(held: Held, planned: Planned) -> CaseResult:
+def _one(held: CheckedLayer, planned: PlannedCase) -> CaseResult:
     case, kernel = planned.case, held.kernel
     if planned.beside:
         return _result(held, planned, None, planned.beside)
@@ -177,7 +177,7 @@ def _one(held: Held, planned: Planned) -> CaseResult:
 
 
 def _result(
-    held: Held, planned: Planned, ok: bool | None, note: str, check: CheckResult | None = None
+    held: CheckedLayer, planned: PlannedCase, ok: bool | None, note: str, check: CheckResult | None = None
 ) -> CaseResult:
     case = planned.case
     name = held.kernel.runner.name
@@ -200,17 +200,17 @@ def _far(y: Tensor, expected: Tensor, result: CheckResult) -> str:
 # How a case is run.
 
 
-def _once(held: Held, workload: Workload) -> _Findings:
+def _once(held: CheckedLayer, workload: Workload) -> _Findings:
     return _called(held.kernel, *workload.at(held.prepared))
 
 
-def _share(held: Held, workload: Workload) -> _Findings:
+def _share(held: CheckedLayer, workload: Workload) -> _Findings:
     mine = rank_share(held.layer, RANKS, RANKS - 1)
     kernel = kernel_of(mine.prepared(held.prepared.backend, held.prepared.device))
     return _called(kernel, *workload.at(kernel.prepared))
 
 
-def _map(held: Held, workload: Workload) -> _Findings:
+def _map(held: CheckedLayer, workload: Workload) -> _Findings:
     mine, table = every_second(held.layer)
     prepared = mine.prepared(held.prepared.backend, held.prepared.device)
     runner = held.kernel.runner
@@ -219,7 +219,7 @@ def _map(held: Held, workload: Workload) -> _Findings:
     return _called(kernel, *workload.at(held.prepared))
 
 
-def _padding(held: Held, workload: Workload) -> _Findings:
+def _padding(held: CheckedLayer, workload: Workload) -> _Findings:
     kernel, left = held.kernel, ""
     if kernel.runner.layout_of(held.layer.problem) is not None and not kernel.runner.masks_padding:
         left = "the weights' padding stayed zeros, which the backend counts on"
@@ -229,19 +229,21 @@ def _padding(held: Held, workload: Workload) -> _Findings:
         kernel = kernel if prepared is None else kernel_of(prepared)
     inputs, bias = workload.at(kernel.prepared)
     nan = float("nan")
-    around = Inputs(
+    around = LayerInputs(
         _within(inputs.x, nan, APART), _within(inputs.ids, 0), _within(inputs.weights, nan),
         _within(inputs.logits, nan),
     )  # fmt: skip
     return replace(_called(kernel, around, bias), left=left)
 
 
-def _repeated(held: Held, workload: Workload) -> _Findings:
+def _repeated(held: CheckedLayer, workload: Workload) -> _Findings:
     inputs, bias = workload.at(held.prepared)
     first = _called(held.kernel, inputs, bias)
     if first.y is None:
         return first
-    other = Inputs(*(t.flip(0).contiguous() for t in (inputs.x, inputs.ids, inputs.weights, inputs.logits)))
+    other = LayerInputs(
+        *(t.flip(0).contiguous() for t in (inputs.x, inputs.ids, inputs.weights, inputs.logits))
+    )
     held.kernel.run(other, bias)
     for _ in range(3):
         again = held.kernel.run(inputs, bias).cpu()
@@ -252,7 +254,7 @@ def _repeated(held: Held, workload: Workload) -> _Findings:
     return first
 
 
-WAYS: Mapping[str, Callable[[Held, Workload], _Findings]] = {
+WAYS: Mapping[str, Callable[[CheckedLayer, Workload], _Findings]] = {
     "once": _once,
     "share": _share,
     "map": _map,
@@ -270,7 +272,7 @@ def _within(t: Tensor, fill: float, apart: int = 0) -> Tensor:
     return view
 
 
-def _called(kernel: FusedMoEKernel, inputs: Inputs, bias: Tensor | None) -> _Findings:
+def _called(kernel: FusedMoEKernel, inputs: LayerInputs, bias: Tensor | None) -> _Findings:
     """One call in poisoned memory; a result of another form is no result."""
     given = {"x": inputs.x, "ids": inputs.ids, "weights": inputs.weights, "logits": inputs.logits}
     before = {name: t.clone() for name, t in given.items()}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..kernels.inputs import inputs_from
-from ..problem import MoEProblem
+from ..kernels.layer_inputs import inputs_from
+from ..problem.moe_problem import MoEProblem
 from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .workload import Workload
 
@@ -24,7 +24,7 @@ TINY = {"bf16": 2.0**-20, "fp16": 2.0**-5}
 
 
 @dataclass(frozen=True)
-class Draw:
+class StressInputs:
     """Where cases draw from: the layer's problem, its correction bias, and a seed of their own."""
 
     problem: MoEProblem
@@ -57,7 +57,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Case:
+class StressCase:
     """One thing to try.
 
     Attributes:
@@ -70,7 +70,7 @@ class Case:
 
     name: str
     about: str
-    make: Callable[[Draw], Workload]
+    make: Callable[[StressInputs], Workload]
     how: str = "once"
     by_ids: bool = False
 
@@ -79,19 +79,19 @@ def _with_ids(made: Workload, ids: Tensor) -> Workload:
     return replace(made, inputs=replace(made.inputs, ids=ids), routed_by="input")
 
 
-def _empty_experts(draw: Draw) -> Workload:
+def _empty_experts(draw: StressInputs) -> Workload:
     logits = draw.logits(1).expand(SOME, -1).contiguous()
     return draw.routed(draw.x(SOME), logits)
 
 
-def _one_expert(draw: Draw) -> Workload:
+def _one_expert(draw: StressInputs) -> Workload:
     made = draw.some()
     ids = torch.full_like(made.inputs.ids, -1)
     ids[:, 0] = draw.problem.experts - 1
     return _with_ids(made, ids)
 
 
-def _ties(draw: Draw) -> Workload:
+def _ties(draw: StressInputs) -> Workload:
     logits = draw.logits(SOME).round()
     logits[: SOME // 2] = 0
     # A bias would break the ties.
@@ -99,7 +99,7 @@ def _ties(draw: Draw) -> Workload:
     return draw.routed(draw.x(SOME), logits, none)
 
 
-def _skipped(draw: Draw) -> Workload:
+def _skipped(draw: StressInputs) -> Workload:
     made = draw.some()
     ids = made.inputs.ids.clone()
     ids.view(-1)[::3] = -1
@@ -107,44 +107,50 @@ def _skipped(draw: Draw) -> Workload:
     return _with_ids(made, ids)
 
 
-def _no_ids(draw: Draw) -> Workload:
+def _no_ids(draw: StressInputs) -> Workload:
     made = draw.some()
     return _with_ids(made, torch.full_like(made.inputs.ids, -1))
 
 
-def _zeros(draw: Draw) -> Workload:
+def _zeros(draw: StressInputs) -> Workload:
     return draw.some(scale=0.0)
 
 
-def _large(draw: Draw) -> Workload:
+def _large(draw: StressInputs) -> Workload:
     return draw.some(scale=LARGE[draw.problem.dtype])
 
 
-def _tiny(draw: Draw) -> Workload:
+def _tiny(draw: StressInputs) -> Workload:
     return draw.some(scale=TINY[draw.problem.dtype])
 
 
-def _tokens(count: int) -> Case:
-    def make(draw: Draw) -> Workload:
+def _tokens(count: int) -> StressCase:
+    def make(draw: StressInputs) -> Workload:
         return draw.some(count)
 
-    return Case(f"{count} token{'' if count == 1 else 's'}", "a number that fills no tile", make)
+    return StressCase(f"{count} token{'' if count == 1 else 's'}", "a number that fills no tile", make)
 
 
-CASES: tuple[Case, ...] = (
-    Case("0 tokens", "an empty batch", lambda draw: draw.some(0)),
+CASES: tuple[StressCase, ...] = (
+    StressCase("0 tokens", "an empty batch", lambda draw: draw.some(0)),
     *map(_tokens, (1, 2, 3, 17, 63, 65, 257)),
-    Case("empty experts", "all tokens on the same experts, none on the others", _empty_experts),
-    Case("one expert", "all tokens on one expert alone", _one_expert, by_ids=True),
-    Case("ties", "equal logits: the lower expert id comes first", _ties),
-    Case("skipped ids", "ids of -1 among others, and alone", _skipped, by_ids=True),
-    Case("no ids", "ids of -1 alone, which give zeros", _no_ids, by_ids=True),
-    Case("rank's share", "half of the experts, as a rank has them", Draw.some, how="share"),
-    Case("expert map", "the layer's ids, mapped to every second expert", _skipped, how="map", by_ids=True),
-    Case("padding", "NaN around the tokens, numbers in the weights' padding", Draw.some, how="padding"),
-    Case("large", "large activations", _large),
-    Case("tiny", "tiny activations", _tiny),
-    Case("zeros", "activations of zero", _zeros),
-    Case("repeated", "the same bits again, with another call between", Draw.some, how="repeated"),
+    StressCase("empty experts", "all tokens on the same experts, none on the others", _empty_experts),
+    StressCase("one expert", "all tokens on one expert alone", _one_expert, by_ids=True),
+    StressCase("ties", "equal logits: the lower expert id comes first", _ties),
+    StressCase("skipped ids", "ids of -1 among others, and alone", _skipped, by_ids=True),
+    StressCase("no ids", "ids of -1 alone, which give zeros", _no_ids, by_ids=True),
+    StressCase("rank's share", "half of the experts, as a rank has them", StressInputs.some, how="share"),
+    StressCase(
+        "expert map", "the layer's ids, mapped to every second expert", _skipped, how="map", by_ids=True
+    ),
+    StressCase(
+        "padding", "NaN around the tokens, numbers in the weights' padding", StressInputs.some, how="padding"
+    ),
+    StressCase("large", "large activations", _large),
+    StressCase("tiny", "tiny activations", _tiny),
+    StressCase("zeros", "activations of zero", _zeros),
+    StressCase(
+        "repeated", "the same bits again, with another call between", StressInputs.some, how="repeated"
+    ),
 )
 """Every case, in the order in which they are run."""

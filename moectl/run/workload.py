@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..experts import ExpertLayer
 from ..files.safe_reading import unreadable
-from ..kernels.inputs import Inputs, check_ids, check_tokens, make_inputs, no_bias
-from ..kernels.prepared import PreparedMoE
+from ..kernels.layer_inputs import LayerInputs, check_ids, check_tokens, make_inputs, no_bias
+from ..kernels.prepared_layer import PreparedMoE
 from ..kernels.reference import moe_reference
 from ..kernels.routing import route_by
-from ..problem import MoEProblem
+from ..layer.experts import ExpertLayer
+from ..problem.moe_problem import MoEProblem
 from ..seeds import seed_of
 from ..torch_dtypes import MODEL_TORCH_DTYPES
-from .variants import experts_on
+from .layer_variants import experts_on
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Workload:
         correction_bias: ``[experts]`` that a kernel which routes needs beside the logits, or None.
     """
 
-    inputs: Inputs
+    inputs: LayerInputs
     routed_by: str
     correction_bias: Tensor | None = None
 
@@ -39,14 +39,14 @@ class Workload:
         """How many there are."""
         return len(self.inputs.x)
 
-    def at(self, prepared: PreparedMoE) -> tuple[Inputs, Tensor | None]:
+    def at(self, prepared: PreparedMoE) -> tuple[LayerInputs, Tensor | None]:
         """Copies as `prepared` takes them, ids of experts elsewhere being -1, and of the bias, where it is.
 
         What a backend writes into them by mistake, no other one sees.
         """
         made = self.inputs
         tensors = (made.x, prepared.local_ids(made.ids), made.weights, made.logits)
-        moved = Inputs(*(t.to(prepared.device, copy=True) for t in tensors))
+        moved = LayerInputs(*(t.to(prepared.device, copy=True) for t in tensors))
         bias = self.correction_bias
         return moved, None if bias is None else bias.to(prepared.device, copy=True)
 
@@ -66,7 +66,7 @@ def workload_of(layer: ExpertLayer, tokens: int = 8, seed: int = 0, source: Path
         x, ids, weights = _read_input(source, layer.problem)
         if ids is not None and weights is not None:
             logits = torch.zeros(len(x), layer.problem.experts)
-            return Workload(Inputs(x, ids, weights, logits), "input")
+            return Workload(LayerInputs(x, ids, weights, logits), "input")
         made = replace(make_inputs(layer.problem, len(x), seed), x=x)
     # Experts of a hidden size of their own get what a projection makes of the router's input.
     if layer.router is None or layer.problem.model_hidden != layer.problem.dims.hidden:
@@ -77,10 +77,10 @@ def workload_of(layer: ExpertLayer, tokens: int = 8, seed: int = 0, source: Path
         generator = torch.Generator().manual_seed(seed_of("token ids", seed))
         token_ids = torch.randint(len(layer.router.table), (len(made.x),), generator=generator)
     ids, weights, logits = route_by(layer.router, made.x, layer.problem, token_ids)
-    return Workload(Inputs(made.x, ids, weights, logits), "router", layer.router.correction_bias)
+    return Workload(LayerInputs(made.x, ids, weights, logits), "router", layer.router.correction_bias)
 
 
-def expected_of(layer: ExpertLayer, inputs: Inputs, device: torch.device) -> Tensor:
+def expected_of(layer: ExpertLayer, inputs: LayerInputs, device: torch.device) -> Tensor:
     """``[tokens, hidden]`` fp32 reference on the CPU of `inputs`, whose ids are the layer's, or -1.
 
     Experts are decoded from what is stored, without any backend's layout in between, on `device`.

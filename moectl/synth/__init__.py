@@ -8,19 +8,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.catalogue import built_in
-from ..checkpoint.model import Checkpoint, LayerGroup, Origin
-from ..checkpoint.shards import CONFIG, INDEX
-from ..convert.progress import Meter, Progress, silent
+from ..checkpoint.checkpoint import Checkpoint, LayerGroup, Origin
+from ..checkpoint.source.catalogue import built_in
+from ..checkpoint.source.shards import CONFIG, INDEX
+from ..convert.manifest.progress_log import Meter, Progress, silent
 from ..dtypes import MODEL_DTYPES
 from ..files.atomic import disk_errors, replacing, write_exactly, write_file
 from ..files.output_folder import all_or_none, refuse_filled, refuse_small_disk
 from ..files.safetensors_writer import FilePlan, TensorSpec, plan_file
 from ..files.tensor_table import TensorInfo
-from .resize import VOCABULARY, Resized, Sizes, resized
-from .weights import BANK_ROWS, Maker
+from .random_weights import BANK_ROWS, TensorMaker
+from .resize import VOCABULARY, Resized, SynthSizes, resized
 
-__all__ = ["BANK_ROWS", "Resized", "Sizes", "resized", "synthesize"]
+__all__ = ["BANK_ROWS", "Resized", "SynthSizes", "resized", "synthesize"]
 
 SHARD_BYTES = 2 << 30
 """Most bytes of one file, unless a single tensor has more."""
@@ -60,11 +60,11 @@ def synthesize(
             interrupt included, `out` is as it was.
     """
     entry = built_in(model)
-    config = resized(entry, Sizes(layers, experts, hidden, intermediate, top_k))
+    config = resized(entry, SynthSizes(layers, experts, hidden, intermediate, top_k))
     model_at = Resized(entry, config)
     listing = model_at.listing()
     groups = model_at.groups(listing)
-    maker = Maker(seed)
+    maker = TensorMaker(seed)
     maker.add(Checkpoint(config, listing, groups, Origin("catalogue", entry.name)))
     listing |= _rest(groups[0])
     refuse_filled(out)
@@ -121,7 +121,7 @@ def _files(shards: list[list[TensorInfo]]) -> list[FilePlan]:
     ]
 
 
-def _write(path: Path, file: FilePlan, maker: Maker, meter: Meter) -> None:
+def _write(path: Path, file: FilePlan, maker: TensorMaker, meter: Meter) -> None:
     meter.say(file.name)
     with replacing(path, file.size) as fd:
         write_exactly(fd, memoryview(file.header), 0)

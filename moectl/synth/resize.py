@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ..checkpoint.catalogue import Entry, Schema
-from ..checkpoint.fields import KEYS, LIMITS, Fields
-from ..checkpoint.model import LayerGroup
-from ..checkpoint.moe_layers import KIND_LISTS, layer_count, moe_layers
-from ..checkpoint.shards import quantization_apart
+from ..checkpoint.checkpoint import LayerGroup
+from ..checkpoint.config.fields import KEYS, LIMITS, ConfigFields
+from ..checkpoint.config.moe_layers import KIND_LISTS, layer_count, moe_layers
+from ..checkpoint.source.catalogue import CatalogueEntry, TensorSchema
+from ..checkpoint.source.shards import quantization_apart
 from ..checkpoint.tensors.layer_groups import layer_groups
 from ..checkpoint.tensors.layer_index import LayerTensors
 from ..checkpoint.tensors.match_storage import StorageMatch, match_storage
@@ -21,7 +21,7 @@ from ..checkpoint.tensors.storage import Storage, format_sizes
 from ..dtypes import DTYPE_BITS
 from ..errors import UsageError
 from ..files.tensor_table import TensorInfo
-from ..schemes import WeightFormat
+from ..problem.schemes import WeightFormat
 
 VOCABULARY = 256
 
@@ -44,7 +44,7 @@ BESIDE_SHAPES: Mapping[tuple[str, str], str] = {
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SynthSizes:
     """What of a published model is made smaller; None keeps the published value.
 
     `layers` counts MoE layers.
@@ -57,7 +57,7 @@ class Sizes:
     top_k: int | None = None
 
 
-def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:
+def resized(entry: CatalogueEntry, sizes: SynthSizes) -> dict[str, Any]:
     """The published config with `sizes` in place of its own, under every key that holds them.
 
     Widths that follow from a size (shared experts, a hidden size of the experts' own) keep their
@@ -72,7 +72,7 @@ def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:
                 f"{name} must be from 1 to {most}, got {value}.", hint="Leave it out for the published size."
             )
     config: dict[str, Any] = json.loads(json.dumps(entry.config))
-    fields = Fields(config)
+    fields = ConfigFields(config)
     published = layer_count(fields)
     count = _count(entry, sizes, fields, published)
     experts = sizes.experts or fields.integer("experts", KEYS["experts"])
@@ -95,7 +95,7 @@ def resized(entry: Entry, sizes: Sizes) -> dict[str, Any]:
     return config
 
 
-def _count(entry: Entry, sizes: Sizes, fields: Fields, published: int) -> int:
+def _count(entry: CatalogueEntry, sizes: SynthSizes, fields: ConfigFields, published: int) -> int:
     """The layers of the config, dense ones included."""
     if sizes.layers is None:
         return published
@@ -108,7 +108,7 @@ def _count(entry: Entry, sizes: Sizes, fields: Fields, published: int) -> int:
     return found[sizes.layers - 1] + 1
 
 
-def _hidden(fields: Fields, hidden: int | None) -> dict[str, int | None]:
+def _hidden(fields: ConfigFields, hidden: int | None) -> dict[str, int | None]:
     """The hidden size and, where experts have one of their own, theirs."""
     changes: dict[str, int | None] = dict.fromkeys(KEYS["hidden"], hidden)
     own = fields.key_of(KEYS["expert_hidden"])
@@ -126,7 +126,7 @@ def _hidden(fields: Fields, hidden: int | None) -> dict[str, int | None]:
     return changes
 
 
-def _intermediate(fields: Fields, intermediate: int | None) -> dict[str, int | None]:
+def _intermediate(fields: ConfigFields, intermediate: int | None) -> dict[str, int | None]:
     """The experts' intermediate size, and widths of shared experts that are stated by themselves."""
     key = fields.key_of(KEYS["intermediate"])
     if intermediate is None or key is None:
@@ -145,7 +145,7 @@ def in_proportion(width: int, before: int, after: int) -> int:
     return -(-width * after // before)
 
 
-def _groups(fields: Fields, experts: int, top_k: int) -> dict[str, int | None]:
+def _groups(fields: ConfigFields, experts: int, top_k: int) -> dict[str, int | None]:
     """Groups of at least two experts, as a group is judged by its best two, and enough of them for top-k."""
     key, chosen_key = (fields.key_of(keys) for keys in GROUP_KEYS)
     if key is None or chosen_key is None or not fields.get(key) or not fields.get(chosen_key):
@@ -192,7 +192,7 @@ def match_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> StorageM
     return match_storage(LayerTensors(group.layers[0], "", "", stem, {0: leaves}), group.problem, 1)
 
 
-def _of_layers(entry: Entry, layers: tuple[int, ...]) -> Entry:
+def _of_layers(entry: CatalogueEntry, layers: tuple[int, ...]) -> CatalogueEntry:
     """The entry with the tensors of these MoE layers alone."""
     kept = []
     for schema in entry.tensors:
@@ -208,9 +208,9 @@ class Resized:
     Layers of multi-token prediction and dense MLPs beside the experts are left out.
     """
 
-    def __init__(self, entry: Entry, config: Mapping[str, Any]) -> None:
+    def __init__(self, entry: CatalogueEntry, config: Mapping[str, Any]) -> None:
         self.entry, self.config = entry, config
-        fields = Fields(config)
+        fields = ConfigFields(config)
         self._layers = moe_layers(fields, layer_count(fields))
         tensors = _of_layers(entry, self._layers).listing()
         self._published = self._read(entry.config, tensors)
@@ -244,7 +244,9 @@ class Resized:
         apart, file = quantization_apart(self.entry.documents)
         return layer_groups(config, tensors, quantization=apart, quantization_file=file)
 
-    def _list(self, schema: Schema, layer: int, shape: tuple[int, ...], found: dict[str, TensorInfo]) -> None:
+    def _list(
+        self, schema: TensorSchema, layer: int, shape: tuple[int, ...], found: dict[str, TensorInfo]
+    ) -> None:
         size = math.prod(shape) * DTYPE_BITS[schema.dtype] // 8
         for name in schema.names(layer, self._sizes["experts"]):
             found[name] = TensorInfo(name, schema.dtype, shape, "", 0, size)

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..kernels.timing import time_calls
+from ..kernels.timing.cold_calls import time_calls
 from ..kernels.tolerance import Tolerance, check
-from ..kernels.triton.launch import Launch
-from ..kernels.triton.plain_gemm import SPAN, Blocks, Sorted, plain_gemm, sort
+from ..kernels.triton.launches import Launch
+from ..layer.random_layer import routings
 from ..oracle.tuned_files import TunedKernel
-from ..problem import MoEProblem
-from ..random_layer import routings
+from ..problem.moe_problem import MoEProblem
 from ..seeds import seed_of
-from .cells import Cell
-from .measure import FEW_TOKENS, ROUTINGS, broken
-from .search import Wrong
+from .gpu_bench import FEW_TOKENS, ROUTINGS, broken
+from .grouped_gemm import SPAN, GemmConfig, PaddedAssignments, plain_gemm, sort
+from .launch_search import WrongResult
+from .tuning_cases import TuningCase
 
-REGIME = "fused_moe"
+FAMILY = "fused_moe"
 
 AGREE = Tolerance(0.05, 5e-3, "sums in fp32 rounded to bf16 once, on both sides: 1.7e-3 each")
 ROWS_AT_ONCE = 8192
@@ -38,7 +38,7 @@ ACCUMULATED = range(8, 129)
 """Sums that a thread may keep in registers."""
 
 
-def blocks_for(cell: Cell, form: TunedKernel, shared: int) -> list[Blocks]:
+def blocks_for(cell: TuningCase, form: TunedKernel, shared: int) -> list[GemmConfig]:
     """Every choice that can be launched and is worth a measurement.
 
     Blocks of rows near the tokens of an expert; blocks go over the columns together only where an expert
@@ -56,12 +56,12 @@ def blocks_for(cell: Cell, form: TunedKernel, shared: int) -> list[Blocks]:
         sums = m * n // (32 * warps)
         legal = (m + n) * k * size * stages <= shared and sums in ACCUMULATED
         if legal and 192 <= k * stages <= 640 and not (warps == 8 and sums < 16):
-            found.append(Blocks(m, n, k, group, warps, stages))
+            found.append(GemmConfig(m, n, k, group, warps, stages))
     return found
 
 
 @dataclass(frozen=True)
-class Product:
+class EngineProduct:
     """One of a layer's two products: rows, weights, scales of FP8 numbers, and the right results."""
 
     x: Tensor
@@ -72,26 +72,26 @@ class Product:
 
 @dataclass
 class EngineBench:
-    """Measures `Blocks` on `device` for layers whose kernels have the form `form(cell)`."""
+    """Measures `GemmConfig` on `device` for layers whose kernels have the form `form(cell)`."""
 
     device: torch.device
-    form: Callable[[Cell], TunedKernel]
-    _cell: Cell | None = field(default=None, repr=False)
+    form: Callable[[TuningCase], TunedKernel]
+    _cell: TuningCase | None = field(default=None, repr=False)
     _weights: tuple[MoEProblem, list[tuple[Tensor, Tensor | None]]] | None = field(default=None, repr=False)
     _ids: list[Tensor] = field(default_factory=list, repr=False)
-    _products: list[Product] = field(default_factory=list, repr=False)
-    _sorted: dict[tuple[int, int], Sorted] = field(default_factory=dict, repr=False)
+    _products: list[EngineProduct] = field(default_factory=list, repr=False)
+    _sorted: dict[tuple[int, int], PaddedAssignments] = field(default_factory=dict, repr=False)
 
-    def candidates(self, cell: Cell) -> Sequence[Launch]:
+    def candidates(self, cell: TuningCase) -> Sequence[Launch]:
         """Every choice that is worth a measurement."""
-        return [Launch(REGIME, blocks) for blocks in blocks_for(cell, self.form(cell), self._shared())]
+        return [Launch(FAMILY, blocks) for blocks in blocks_for(cell, self.form(cell), self._shared())]
 
-    def current(self, cell: Cell) -> Launch:
+    def current(self, cell: TuningCase) -> Launch:
         """The engine's default choice."""
-        return Launch(REGIME, Blocks(*self.form(cell).default(cell.tokens, cell.problem.local_experts)))
+        return Launch(FAMILY, GemmConfig(*self.form(cell).default(cell.tokens, cell.problem.local_experts)))
 
-    def error(self, cell: Cell, launch: Launch) -> float:
-        """The larger relative RMS error of the two products; `Wrong` when a result is too far off."""
+    def error(self, cell: TuningCase, launch: Launch) -> float:
+        """The larger relative RMS error of the two products; `WrongResult` when a result is too far off."""
         self._open(cell)
         worst = 0.0
         try:
@@ -103,7 +103,7 @@ class EngineBench:
                     some = slice(first, first + ROWS_AT_ONCE)
                     found = check(y[some], product.expected[some], AGREE)
                     if not found.ok:
-                        raise Wrong(
+                        raise WrongResult(
                             f"differs from torch by {found.rms:.1e} (RMS) and {found.max:.1e} at most"
                         )
                     worst = max(worst, found.rms)
@@ -111,7 +111,7 @@ class EngineBench:
             raise broken(error, launch) from error
         return worst
 
-    def time(self, cell: Cell, launch: Launch, repeats: int) -> float:
+    def time(self, cell: TuningCase, launch: Launch, repeats: int) -> float:
         """Microseconds of both products: a graph runs them once per routing, after a flush of the cache."""
         self._open(cell)
         outputs = [torch.empty_like(product.expected) for product in self._products]
@@ -128,24 +128,24 @@ class EngineBench:
         except RuntimeError as error:
             raise broken(error, launch) from error
 
-    def _run(self, product: Product, blocks: Blocks, routing: int, y: Tensor) -> None:
+    def _run(self, product: EngineProduct, blocks: GemmConfig, routing: int, y: Tensor) -> None:
         rows = self._rows(routing, blocks.block_m)
         swapped = product.scales is not None and self._swaps(blocks)
         plain_gemm(y, product.x, product.weight, rows, blocks, product.scales, swapped)
 
-    def _swaps(self, blocks: Blocks) -> bool:
+    def _swaps(self, blocks: GemmConfig) -> bool:
         """Whether the engine's FP8 kernel has weights on the left: on SM90, with few rows."""
         hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == 9
         return hopper and blocks.block_m < 64 <= blocks.block_n
 
-    def _rows(self, routing: int, block_m: int) -> Sorted:
+    def _rows(self, routing: int, block_m: int) -> PaddedAssignments:
         key = routing, block_m
         if key not in self._sorted:
             experts = len(self._products[0].weight)
             self._sorted[key] = sort(self._ids[routing], experts, block_m)
         return self._sorted[key]
 
-    def _open(self, cell: Cell) -> None:
+    def _open(self, cell: TuningCase) -> None:
         """Weights of the cell's layer, its routings, rows of both products and what is right of them."""
         if self._cell == cell:
             return
@@ -196,7 +196,7 @@ def _weight(
     return weight, (drawn + 0.5) * k**-0.5
 
 
-def _product(rows: int, weight: Tensor, scale: Tensor | None, ids: Tensor) -> Product:
+def _product(rows: int, weight: Tensor, scale: Tensor | None, ids: Tensor) -> EngineProduct:
     """Random rows, and the right result of every assignment, expert by expert in torch; zeros without one."""
     experts, n, k = weight.shape
     device = weight.device
@@ -217,4 +217,4 @@ def _product(rows: int, weight: Tensor, scale: Tensor | None, ids: Tensor) -> Pr
             dense *= scale[expert].repeat_interleave(SPAN, 0)[:n].repeat_interleave(SPAN, 1)[:, :k]
         expected[mine] = (plain[mine // (len(flat) // rows)] @ dense.T).bfloat16()
     scales = None if scale is None or x_scale is None else (x_scale, scale)
-    return Product(x, weight, scales, expected)
+    return EngineProduct(x, weight, scales, expected)

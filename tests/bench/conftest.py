@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from moectl.bench.measure import Bench
-from moectl.bench.targets import Target
-from moectl.experts import ExpertLayer
+from moectl.bench.bench_targets import BenchTarget
+from moectl.bench.run_bench import Bench
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
+from moectl.layer.experts import ExpertLayer
 from moectl.run import BackendChoice, this_machine
 from support.bench_rows import RATES, settings_of
 from support.random_layers import GPT_OSS, random_layer
@@ -29,8 +29,8 @@ def bench_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench]:
         says: Callable[[str], None] = lambda text: None,
         **changes: Any,
     ) -> Bench:
-        monkeypatch.setattr("moectl.bench.measure.choose_backends", lambda *_: BackendChoice(tuple(names)))
-        target = Target("tiny", "-", "1", layer or random_layer(GPT_OSS))
+        monkeypatch.setattr("moectl.bench.run_bench.choose_backends", lambda *_: BackendChoice(tuple(names)))
+        target = BenchTarget("tiny", "-", "1", layer or random_layer(GPT_OSS))
         return Bench(settings_of(**changes), this_machine("cpu"), (target,), RATES, says)
 
     return made

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from moectl.bench.compare import VERDICTS
+from moectl.bench.compare_runs import VERDICTS
 from support.invoking import moectl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,9 +27,11 @@ QUICK = ["-m", "1,3", "--repeats", 3, "--device", "cpu", "--warm", "--backend", 
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch):
     """Rates are measured in one test of their own; here they would only take time."""
-    from moectl.floors import Rates
+    from moectl.problem.roofline import DeviceRates
 
-    monkeypatch.setattr("moectl.bench.opening.measured_rates", lambda device: Rates(1e10, 1e11, "test"))
+    monkeypatch.setattr(
+        "moectl.bench.open_bench.measured_rates", lambda device: DeviceRates(1e10, 1e11, "test")
+    )
 
 
 def test_formats_of_stdout(tiny_gpt_oss):
@@ -89,7 +91,7 @@ def test_a_killed_bench_keeps_its_rows(tiny_gpt_oss, tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    from moectl.bench.reading import read_rows
+    from moectl.bench.read_rows import read_rows
 
     found = read_rows(rows).rows
     assert len(found) >= 3 and [row.tokens for row in found] == list(range(1, len(found) + 1))
@@ -124,14 +126,13 @@ def test_a_backend_that_cannot_serve_is_a_row_beside_others(tiny_gpt_oss):
 
 
 def test_named_layers_need_no_checkpoint(monkeypatch):
-    from moectl import models
-    from moectl.problem import Dims
+    from moectl.problem.moe_problem import Dims, published_layers
 
-    small = models.MODELS | {
-        name: models._plain(128, 128, 8, 2, "int4-g128") for name in ("kimi-k2", "qwen3-30b")
+    small = published_layers.MODELS | {
+        name: published_layers._plain(128, 128, 8, 2, "int4-g128") for name in ("kimi-k2", "qwen3-30b")
     }
     assert small["kimi-k2"].dims == Dims(128, 128)
-    monkeypatch.setattr(models, "MODELS", small)
+    monkeypatch.setattr(published_layers, "MODELS", small)
     monkeypatch.setattr("moectl.cli.bench.command.MODELS", small)
     document = moectl(
         "bench", "--model", "kimi-k2,qwen3-30b", *QUICK, "--backend", "torch", "--json"
@@ -182,11 +183,11 @@ def test_a_wrong_result_is_exit_1(tiny_gpt_oss, monkeypatch):
 
 
 def test_times_are_kept_for_choices_by_measurement(tiny_gpt_oss):
-    from moectl.bench.measure import Bench
-    from moectl.bench.opening import open_bench
-    from moectl.bench.settings import Settings
-    from moectl.bench.targets import Target
-    from moectl.cache.measurements import known
+    from moectl.bench.bench_targets import BenchTarget
+    from moectl.bench.open_bench import open_bench
+    from moectl.bench.run_bench import Bench
+    from moectl.bench.settings import BenchSettings
+    from moectl.cache.backend_times_file import known
     from moectl.cli.checkpoint_argument import find_source
 
     done = moectl(
@@ -194,8 +195,8 @@ def test_times_are_kept_for_choices_by_measurement(tiny_gpt_oss):
     )
     assert "kept in" in done.stderr
     source = find_source(str(tiny_gpt_oss), None, offline=True)
-    opened: Bench = open_bench(Settings(checkpoint=str(tiny_gpt_oss), device="cpu"), source)
-    target: Target = opened.targets[0]
+    opened: Bench = open_bench(BenchSettings(checkpoint=str(tiny_gpt_oss), device="cpu"), source)
+    target: BenchTarget = opened.targets[0]
     found = known(opened.machine.device, target.problem)
     kept = {(row.backend, row.tokens, row.routing, row.cold): row.us for row in found.measured.rows}
     assert kept == {
@@ -219,8 +220,8 @@ def test_compiling_fails_where_a_part_does():
 
 
 def test_compiling_stops_what_it_has_started_when_a_part_cannot_start(monkeypatch):
-    from moectl.bench import compiling
-    from moectl.bench.settings import Settings
+    from moectl.bench import precompile
+    from moectl.bench.settings import BenchSettings
     from moectl.errors import Unavailable
 
     started = []
@@ -232,15 +233,15 @@ def test_compiling_stops_what_it_has_started_when_a_part_cannot_start(monkeypatc
         started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **named))
         return started[0]
 
-    monkeypatch.setattr(compiling.subprocess, "Popen", start)
+    monkeypatch.setattr(precompile.subprocess, "Popen", start)
     with pytest.raises(Unavailable, match="part 2 of 3 cannot be started: Cannot allocate memory"):
-        list(compiling.compile_parts(Settings(models=("kimi-k2",), tokens=(1,)), None, 3))
+        list(precompile.compile_parts(BenchSettings(models=("kimi-k2",), tokens=(1,)), None, 3))
     assert started[0].poll() == -signal.SIGKILL
 
 
 def test_a_part_that_ends_before_it_is_told_its_work_is_a_part_that_fails(monkeypatch):
-    from moectl.bench import compiling
-    from moectl.bench.settings import Settings
+    from moectl.bench import precompile
+    from moectl.bench.settings import BenchSettings
 
     popen = subprocess.Popen
 
@@ -249,29 +250,29 @@ def test_a_part_that_ends_before_it_is_told_its_work_is_a_part_that_fails(monkey
         process.wait()
         return process
 
-    monkeypatch.setattr(compiling.subprocess, "Popen", start)
-    (line,) = compiling.compile_parts(Settings(models=("kimi-k2",), tokens=(1,)), None, 1)
+    monkeypatch.setattr(precompile.subprocess, "Popen", start)
+    (line,) = precompile.compile_parts(BenchSettings(models=("kimi-k2",), tokens=(1,)), None, 1)
     assert line.failed and line.text == "part 1 of 1 failed, with status 7"
 
 
 def test_a_layer_that_cannot_be_prepared_is_a_part_that_fails(tiny_gpt_oss, monkeypatch):
-    from moectl.bench.compiling import Job, work
-    from moectl.bench.settings import Settings
+    from moectl.bench.precompile import CompileJob, work
+    from moectl.bench.settings import BenchSettings
     from moectl.cli.checkpoint_argument import find_source
 
     def failing(*given, **named):
         raise RuntimeError("no such instruction")
 
-    settings = Settings(checkpoint=str(tiny_gpt_oss), tokens=(1,), backends=("torch",), device="cpu")
-    job = Job(settings, find_source(str(tiny_gpt_oss), None, offline=True), 0, 1)
-    monkeypatch.setattr("moectl.bench.measure.make_ready", failing)
+    settings = BenchSettings(checkpoint=str(tiny_gpt_oss), tokens=(1,), backends=("torch",), device="cpu")
+    job = CompileJob(settings, find_source(str(tiny_gpt_oss), None, offline=True), 0, 1)
+    monkeypatch.setattr("moectl.bench.run_bench.make_ready", failing)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(pickle.dumps(job))))
     with pytest.raises(SystemExit, match="1"):
         work()
 
 
 def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path):
-    from moectl.bench.reading import read_rows
+    from moectl.bench.read_rows import read_rows
 
     there = ROOT / "docs" / "bench_h200.jsonl"
     rows = read_rows(there).rows

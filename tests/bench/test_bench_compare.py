@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from moectl.bench.compare import VERDICTS, compare, judge
-from moectl.bench.reading import Rows, read_rows
-from moectl.bench.render import as_csv, document
-from moectl.bench.rows import UNSTEADY
+from moectl.bench.bench_rows import UNSTEADY
+from moectl.bench.compare_runs import VERDICTS, compare, judge
+from moectl.bench.read_rows import BenchRows, read_rows
+from moectl.bench.row_tables import as_csv, document
 from support.bench_rows import FAILED, MACHINE, ROWS, row_of, run, settings_of, timed, write
 
 
@@ -22,7 +22,7 @@ def test_a_spread_of_the_threshold_is_what_its_reason_says():
 
 
 def runs(before, after):
-    return Rows(MACHINE, tuple(before)), Rows(MACHINE, tuple(after))
+    return BenchRows(MACHINE, tuple(before)), BenchRows(MACHINE, tuple(after))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_noise_makes_no_verdict_and_a_change_does():
 
 
 def run_of(rows, *backends):
-    return Rows(MACHINE | {"settings": settings_of(backends=backends).to_json()}, tuple(rows))
+    return BenchRows(MACHINE | {"settings": settings_of(backends=backends).to_json()}, tuple(rows))
 
 
 @pytest.mark.parametrize(

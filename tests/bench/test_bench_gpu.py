@@ -9,12 +9,11 @@ from itertools import groupby
 import pytest
 import torch
 
-from moectl.bench.measure import Bench, gpu_name
-from moectl.bench.targets import Target
-from moectl.kernels import turns
-from moectl.kernels.timing import LEAD_SECONDS
-from moectl.problem import Dims
-from moectl.random_layer import RandomLayer
+from moectl.bench.bench_targets import BenchTarget
+from moectl.bench.run_bench import Bench, gpu_name
+from moectl.kernels.timing import interleaved
+from moectl.layer.random_layer import RandomLayer
+from moectl.problem.moe_problem import Dims
 from moectl.run import this_machine
 from support.bench_rows import RATES, settings_of
 from support.random_layers import GPT_OSS
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.gpu
 def test_backends_are_timed_cold_in_graphs_and_in_calls() -> None:
     problem = replace(GPT_OSS, dims=Dims(512, 256), experts=8, local_experts=8)
     machine = this_machine("cuda")
-    target = Target("tiny", "-", "1", RandomLayer(problem, machine.torch).experts)
+    target = BenchTarget("tiny", "-", "1", RandomLayer(problem, machine.torch).experts)
     settings = settings_of(backends=("triton", "torch"), warm=False, tokens=(1, 70))
     rows = {(r.backend, r.tokens): r for r in Bench(settings, machine, (target,), RATES).measured()}
     assert len(rows) == 4 and all(row.timed for row in rows.values()), rows
@@ -43,7 +42,7 @@ def test_warm_calls_are_faster_than_cold_ones() -> None:
     """A layer that fits the cache, read from it or from memory."""
     problem = replace(GPT_OSS, dims=Dims(2880, 1440), experts=4, local_experts=4)
     machine = this_machine("cuda")
-    target = Target("tiny", "-", "1", RandomLayer(problem, machine.torch).experts)
+    target = BenchTarget("tiny", "-", "1", RandomLayer(problem, machine.torch).experts)
     assert target.nbytes < torch.cuda.get_device_properties(0).L2_cache_size
     us = {}
     for warm in (True, False):
@@ -57,18 +56,18 @@ def test_each_is_timed_on_the_clocks_that_it_gets_by_itself() -> None:
     """Untimed runs come first, and what is timed comes together, in as many parts for everyone."""
     ran: list[tuple[str, float]] = []
 
-    def turn(name: str) -> turns.Turn:
+    def turn(name: str) -> interleaved.TimedCalls:
         x = torch.zeros(1, device="cuda")
 
         def run() -> None:
             x.add_(1)
             ran.append((name, time.monotonic()))
 
-        return turns.Turn(run, 1, "calls", [x], 1e-4)
+        return interleaved.TimedCalls(run, 1, "calls", [x], 1e-4)
 
     made = {name: turn(name) for name in ("a", "b", "c")}
-    assert not turns.take_turns(made, torch.device("cuda"), 11, cold=True)
+    assert not interleaved.take_turns(made, torch.device("cuda"), 11, cold=True)
     assert [len(one.seconds) for one in made.values()] == [11, 11, 11]
     visits = [list(group) for _, group in groupby(ran, key=lambda item: item[0])]
-    assert len(visits) == 3 * turns.VISITS
+    assert len(visits) == 3 * interleaved.VISITS
     assert all(visit[-4][1] - visit[0][1] >= 0.8 * LEAD_SECONDS for visit in visits)

@@ -11,23 +11,23 @@ from itertools import pairwise
 import pytest
 import torch
 
-from moectl.bench.about import versions_of
-from moectl.bench.cells import Cell, make_case, plan_cells, spread
-from moectl.bench.journal import Journal, Run
-from moectl.bench.measure import Bench
-from moectl.bench.routing import routing_of, warm_share
-from moectl.bench.targets import Target, shared, targets_of, words
-from moectl.cache.keys import kernel_hash
-from moectl.convert.shards import Shard, shard_of
+from moectl.bench.bench_cases import BenchCase, make_case, plan_cells, spread
+from moectl.bench.bench_targets import BenchTarget, shared, targets_of, words
+from moectl.bench.journal import RowJournal, RunHeader
+from moectl.bench.routings import routing_of, warm_share
+from moectl.bench.run_bench import Bench
+from moectl.bench.run_metadata import versions_of
+from moectl.cache.measurement_keys import kernel_hash
+from moectl.convert.rank_slice import RankShard, shard_of
 from moectl.errors import NoBackend, Unavailable, UsageError
-from moectl.experts import ExpertLayer
-from moectl.kernels import turns
-from moectl.kernels.inputs import make_inputs
-from moectl.kernels.modular import kernel_of
+from moectl.kernels.layer_inputs import make_inputs
+from moectl.kernels.modular.fused_moe_kernel import kernel_of
 from moectl.kernels.reference import moe_reference, route
 from moectl.kernels.registry import runner_for
-from moectl.kernels.turns import Turn, quartiles, take_turns
-from moectl.problem import Routing
+from moectl.kernels.timing import interleaved
+from moectl.kernels.timing.interleaved import TimedCalls, quartiles, take_turns
+from moectl.layer.experts import ExpertLayer
+from moectl.problem.moe_problem import Routing
 from moectl.run import BackendChoice, this_machine
 from support.bench_rows import RATES, settings_of
 from support.random_layers import GPT_OSS, KIMI, canonical_roles, layer_of, random_layer
@@ -197,8 +197,8 @@ def test_backends_that_cannot_serve_are_rows_or_errors(monkeypatch):
             refused["absent"] = Unavailable("there is no such GPU")
         return BackendChoice(("torch",) if set(names) - set(refused) else (), refused)
 
-    monkeypatch.setattr("moectl.bench.measure.choose_backends", choose)
-    targets = tuple(Target(name, "-", "1", random_layer(p)) for name, p in (("a", GPT_OSS), ("b", KIMI)))
+    monkeypatch.setattr("moectl.bench.run_bench.choose_backends", choose)
+    targets = tuple(BenchTarget(name, "-", "1", random_layer(p)) for name, p in (("a", GPT_OSS), ("b", KIMI)))
     machine = this_machine("cpu")
 
     def bench(names):
@@ -218,7 +218,7 @@ def test_backends_that_cannot_serve_are_rows_or_errors(monkeypatch):
     ]
     with pytest.raises(Unavailable, match="no such GPU"):
         bench(("absent",))
-    monkeypatch.setattr("moectl.bench.measure.choose_backends", refuse_all)
+    monkeypatch.setattr("moectl.bench.run_bench.choose_backends", refuse_all)
     with pytest.raises(Unavailable, match=r"none of the backends .*: a wants biases; b is not here"):
         bench(("a", "b"))
 
@@ -226,7 +226,7 @@ def test_backends_that_cannot_serve_are_rows_or_errors(monkeypatch):
 def test_layers_that_do_not_fit_together_come_one_after_the_other(bench_of, add_runner, monkeypatch):
     add_runner("second")
     said = []
-    monkeypatch.setattr("moectl.bench.preparing.Memory.fits", lambda *_: False)
+    monkeypatch.setattr("moectl.bench.prepare_layer.MemoryLeft.fits", lambda *_: False)
     rows = list(bench_of(("torch", "second"), says=said.append).measured())
     assert [(r.backend, r.tokens) for r in rows] == [
         ("torch", 1),
@@ -250,24 +250,24 @@ def test_rows_say_which_libraries_and_which_kernels(tmp_path, monkeypatch):
     assert found["MOECTL_PEERS/humming"] == "0.1.19" and found["kernels"] == kernel_hash()
     assert found["MOECTL_PEERS/vllm"].startswith("sha256:")
     metadata.rename(tmp_path / "humming_kernels-0.1.20.dist-info")
-    run = Run(settings_of().to_json(), {"device": "a CPU", "versions": found})
-    with Journal.open(tmp_path / "rows.jsonl") as journal:
+    run = RunHeader(settings_of().to_json(), {"device": "a CPU", "versions": found})
+    with RowJournal.open(tmp_path / "rows.jsonl") as journal:
         journal.begin(run)
     others = {
         "version of MOECTL_PEERS/humming is 0.1.20, was 0.1.19": versions_of(this_machine("cpu")),
         "hash of moectl's kernels is 0123456789abcdef, was": found | {"kernels": "0123456789abcdef"},
     }
-    with Journal.open(tmp_path / "rows.jsonl", resume=True) as journal:
+    with RowJournal.open(tmp_path / "rows.jsonl", resume=True) as journal:
         for said, changed in others.items():
             with pytest.raises(UsageError, match=said):
-                journal.begin(Run(run.settings, {**run.machine, "versions": changed}))
+                journal.begin(RunHeader(run.settings, {**run.machine, "versions": changed}))
 
 
 def test_turns_are_taken_round_robin_and_the_slow_get_fewer():
     order = []
     made = {
-        name: Turn(lambda name=name: order.append(name), 1, "clock", [], seconds)
-        for name, seconds in (("a", 1e-3), ("b", 1e-3), ("slow", turns.MOST_SECONDS / 4))
+        name: TimedCalls(lambda name=name: order.append(name), 1, "clock", [], seconds)
+        for name, seconds in (("a", 1e-3), ("b", 1e-3), ("slow", interleaved.MOST_SECONDS / 4))
     }
     failed = take_turns(made, CPU, 8, cold=False)
     assert not failed and [len(made[name].seconds) for name in made] == [8, 8, 4]
@@ -279,7 +279,7 @@ def test_turns_are_taken_round_robin_and_the_slow_get_fewer():
 
 @pytest.mark.parametrize("count", range(8))
 def test_everyone_comes_behind_every_other_as_often(count):
-    orders = turns.balanced_orders(count)
+    orders = interleaved.balanced_orders(count)
     assert all(sorted(order) == list(range(count)) for order in orders)
     followed = Counter(pair for order in orders for pair in pairwise(order))
     others = [(a, b) for a in range(count) for b in range(count) if a != b]
@@ -292,7 +292,10 @@ def test_what_raises_ends_its_own_turns_alone():
     def fail():
         raise RuntimeError("no")
 
-    made = {"bad": Turn(fail, 1, "clock", [], 1e-3), "good": Turn(lambda: None, 1, "clock", [], 1e-3)}
+    made = {
+        "bad": TimedCalls(fail, 1, "clock", [], 1e-3),
+        "good": TimedCalls(lambda: None, 1, "clock", [], 1e-3),
+    }
     failed = take_turns(made, CPU, 5, cold=False)
     assert list(failed) == ["bad"] and len(made["good"].seconds) == 5 and not made["bad"].seconds
 
@@ -313,14 +316,14 @@ def test_the_share_that_a_cache_still_holds():
 
 
 def test_copies_of_small_layers_keep_calls_cold(monkeypatch):
-    target = Target("tiny", "-", "1", random_layer(GPT_OSS))
+    target = BenchTarget("tiny", "-", "1", random_layer(GPT_OSS))
     expert = GPT_OSS.expert_bytes()
     settings = settings_of(warm=False, tokens=(1, 64, 65))
     sets = {"uniform": routing_of("uniform", target.experts, settings)}
     cuda = torch.device("cuda")
 
     def planned(cache, room=math.inf):
-        monkeypatch.setattr("moectl.bench.cells.last_level_cache", lambda device: cache)
+        monkeypatch.setattr("moectl.bench.bench_cases.last_level_cache", lambda device: cache)
         return plan_cells(target, sets, settings, cuda, min(room, 1 << 60))
 
     # A cache that holds no expert: copies all the same, as real caches keep things by chance.
@@ -339,11 +342,11 @@ def test_copies_of_small_layers_keep_calls_cold(monkeypatch):
 
 
 def test_warm_calls_have_the_same_inputs_and_cold_ones_do_not():
-    target = Target("tiny", "-", "1", random_layer(GPT_OSS))
+    target = BenchTarget("tiny", "-", "1", random_layer(GPT_OSS))
     sets = routing_of("uniform", target.experts, settings_of())
-    warm = make_case(target, Cell("uniform", 5, 3), sets, settings_of(), CPU)
+    warm = make_case(target, BenchCase("uniform", 5, 3), sets, settings_of(), CPU)
     assert len(warm.inputs) == 3 and len({id(one) for one in warm.inputs}) == 1
-    cold = make_case(target, Cell("uniform", 5, 3), sets, settings_of(warm=False), CPU)
+    cold = make_case(target, BenchCase("uniform", 5, 3), sets, settings_of(warm=False), CPU)
     assert len({tuple(one.ids.flatten().tolist()) for one in cold.inputs}) == 3
     assert 0 < cold.work.experts <= GPT_OSS.experts
 
@@ -367,11 +370,11 @@ def test_ranks_add_up_to_the_layer(problem, tp, ep):
 
 def test_the_first_rank_is_what_a_shared_layer_is_timed_as(bench_of):
     layer = random_layer(GPT_OSS)
-    part = shared(layer, Shard(tp_size=3, ep_size=2))
+    part = shared(layer, RankShard(tp_size=3, ep_size=2))
     assert part.problem.local_experts == 3 and part.problem.dims.intermediate == 32
     rows = list(bench_of(layer=part).measured())
     assert all(row.timed for row in rows) and rows[0].experts <= 3
-    assert words(Shard(tp_size=3, ep_size=2)) == "tp3 ep2" and words(Shard()) == "1"
+    assert words(RankShard(tp_size=3, ep_size=2)) == "tp3 ep2" and words(RankShard()) == "1"
 
 
 def test_a_layer_that_cannot_be_cut_is_refused():
@@ -385,7 +388,7 @@ def test_a_layer_that_cannot_be_cut_is_refused():
 def test_a_router_chooses_on_a_given_input(tmp_path, bench_of):
     from safetensors.torch import save_file
 
-    from moectl.kernels.prepared import Router
+    from moectl.kernels.prepared_layer import Router
 
     problem = replace(GPT_OSS, routing=Routing())
     layer = layer_of(problem, canonical_roles(problem))

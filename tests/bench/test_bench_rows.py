@@ -14,15 +14,15 @@ from dataclasses import replace
 import pytest
 
 from moectl.bench import plot
-from moectl.bench.journal import Journal, Run
-from moectl.bench.reading import read_rows
-from moectl.bench.render import as_csv, document, markdown, number
-from moectl.bench.rows import UNSTEADY, Costs, Row
-from moectl.bench.settings import Settings, parse_counts
+from moectl.bench.bench_rows import UNSTEADY, BenchRow, PreparationCosts
+from moectl.bench.journal import RowJournal, RunHeader
+from moectl.bench.read_rows import read_rows
+from moectl.bench.row_tables import as_csv, document, markdown, number
+from moectl.bench.settings import BenchSettings, parse_counts
 from moectl.errors import Unavailable, UsageError
 from support.bench_rows import FAILED, MACHINE, ROWS, row_of, run, settings_of, timed, write
 
-COSTS = Costs(0.5, 0.25, 0.75, 0.125, 10**9, 10**9, 2 * 10**9)
+COSTS = PreparationCosts(0.5, 0.25, 0.75, 0.125, 10**9, 10**9, 2 * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_settings_that_make_no_sense_are_refused(changes, words):
 
 
 def test_rows_come_back_from_every_file(tmp_path):
-    about = Run(settings_of().to_json(), MACHINE).to_json()
+    about = RunHeader(settings_of().to_json(), MACHINE).to_json()
     (tmp_path / "a.csv").write_text(as_csv(about, ROWS))
     (tmp_path / "a.json").write_text(json.dumps(document(about, ROWS)))
     write(tmp_path / "a.jsonl", *ROWS)
@@ -113,7 +113,7 @@ def test_files_that_are_none_of_a_bench_are_refused(tmp_path, name, text, words)
 def test_fields_of_other_types_are_refused(field, value):
     data = ROWS[0].to_json() | {field: value}
     with pytest.raises(UsageError, match=f"{field} must not be"):
-        Row.from_json(data, "here")
+        BenchRow.from_json(data, "here")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_fields_of_other_types_are_refused(field, value):
 )
 def test_rows_that_no_bench_writes_are_refused(changes, words):
     with pytest.raises(UsageError, match=words):
-        Row.from_json(ROWS[0].to_json() | changes, "here")
+        BenchRow.from_json(ROWS[0].to_json() | changes, "here")
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
@@ -143,28 +143,28 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path):
     path = tmp_path / "rows.jsonl"
     write(path, *ROWS[:2])
     path.write_bytes(path.read_bytes()[:-40])
-    with Journal.open(path, resume=True) as journal:
+    with RowJournal.open(path, resume=True) as journal:
         assert journal.before.rows == ROWS[:1]
         journal.begin(run())
         journal.add(ROWS[1])
     assert read_rows(path).rows == ROWS[:2]
     with pytest.raises(UsageError, match="something in it already"):
-        Journal.open(path)
+        RowJournal.open(path)
 
 
 def test_a_file_has_one_writer_and_is_not_left_behind_empty(tmp_path):
     path = tmp_path / "rows.jsonl"
     for resume in (False, True):
         with (
-            Journal.open(path, resume=resume),
+            RowJournal.open(path, resume=resume),
             pytest.raises(Unavailable, match=f"another bench is writing to {path}"),
         ):
-            Journal.open(path, resume=True)
+            RowJournal.open(path, resume=True)
         assert not path.exists()
     write(path, ROWS[0])
-    with Journal.open(path, resume=True) as journal:
+    with RowJournal.open(path, resume=True) as journal:
         with pytest.raises(Unavailable, match="another bench"):
-            Journal.open(path, resume=True)
+            RowJournal.open(path, resume=True)
         journal.begin(run())
         journal.add(ROWS[1])
     assert read_rows(path).rows == ROWS[:2]
@@ -174,23 +174,23 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path):
     path = tmp_path / "notes.jsonl"
     path.write_text("my notes\nand more")
     with pytest.raises(UsageError, match="line 1 is not JSON"):
-        Journal.open(path, resume=True)
+        RowJournal.open(path, resume=True)
     assert path.read_text() == "my notes\nand more"
 
 
 def test_more_may_be_asked_for_later(tmp_path):
     """Token counts, routings, models and backends are added; the file tells all that was asked for."""
     path = tmp_path / "rows.jsonl"
-    with Journal.open(path) as journal:
+    with RowJournal.open(path) as journal:
         journal.begin(run(backends=("torch",)))
         journal.add(ROWS[0])
     same = path.read_text()
-    with Journal.open(path, resume=True) as journal:
+    with RowJournal.open(path, resume=True) as journal:
         journal.begin(run(backends=("torch",)))
         journal.begin(run(backends=("torch",), tokens=(40,), device="cpu"))
     assert path.read_text() == same
     more = {"models": ("tiny", "other"), "tokens": (2,), "routings": ("balanced",), "backends": ("triton",)}
-    with Journal.open(path, resume=True) as journal:
+    with RowJournal.open(path, resume=True) as journal:
         about = journal.begin(run(**more))
         journal.add(ROWS[1])
     found = read_rows(path)
@@ -201,7 +201,7 @@ def test_more_may_be_asked_for_later(tmp_path):
         ["uniform", "balanced"],
         ["torch", "triton"],
     ]
-    with Journal.open(path, resume=True) as journal:
+    with RowJournal.open(path, resume=True) as journal:
         assert journal.begin(run())["settings"]["backends"] == []
 
 
@@ -221,7 +221,7 @@ def test_more_may_be_asked_for_later(tmp_path):
 def test_rows_of_another_kind_are_not_added(tmp_path, asked, words):
     path = tmp_path / "rows.jsonl"
     write(path, ROWS[0])
-    with Journal.open(path, resume=True) as journal, pytest.raises(UsageError) as caught:
+    with RowJournal.open(path, resume=True) as journal, pytest.raises(UsageError) as caught:
         journal.begin(asked)
     assert re.search(words, caught.value.what) and "may be" in caught.value.hint
     assert read_rows(path).rows == ROWS[:1]
@@ -232,14 +232,14 @@ def test_other_content_of_a_trace_is_another_run(tmp_path):
     trace.write_text("[0, 1]\n")
     asked = settings_of(routings=(f"trace:{trace}",))
     write(path)
-    with Journal.open(path, resume=True) as journal:
-        journal.begin(Run(asked.to_json(), MACHINE))
+    with RowJournal.open(path, resume=True) as journal:
+        journal.begin(RunHeader(asked.to_json(), MACHINE))
     trace.write_text("[1, 0]\n")
     with (
-        Journal.open(path, resume=True) as journal,
+        RowJournal.open(path, resume=True) as journal,
         pytest.raises(UsageError, match=f"{trace} has other content than it had"),
     ):
-        journal.begin(Run(asked.to_json(), MACHINE))
+        journal.begin(RunHeader(asked.to_json(), MACHINE))
 
 
 def test_a_table_that_pastes_into_an_issue():
@@ -367,4 +367,4 @@ def test_plots_in_characters():
 
 def test_settings_are_plain_data():
     assert json.loads(json.dumps(settings_of().to_json()))["tokens"] == [1, 40]
-    assert Settings(checkpoint="x").caches == "cold"
+    assert BenchSettings(checkpoint="x").caches == "cold"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moectl.bench.routing import read_trace, routing_of
+from moectl.bench.routings import read_trace, routing_of
 from moectl.bench.settings import check_routing
 from moectl.errors import UsageError
 from moectl.kernels.reference import route

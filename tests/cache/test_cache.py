@@ -10,29 +10,29 @@ from typing import Any
 
 import pytest
 
-from moectl.cache import folder, keys, launches, measurements
-from moectl.cache.keys import built, kernel_hash, layer_key
-from moectl.cache.launches import Attempt, Row, Store, rows_of
+from moectl.cache import backend_times_file, cache_file, launches_file, measurement_keys
+from moectl.cache.backend_times import BackendTime, MeasuredTimes
+from moectl.cache.launches_file import LaunchAttempt, LaunchesStore, LaunchRow, rows_of
+from moectl.cache.measurement_keys import built, kernel_hash, layer_key
 from moectl.environment import find_device
 from moectl.errors import Unavailable, UsageError
-from moectl.measured import Measured, Timed
-from moectl.models import MODELS
-from moectl.problem import Dims
-from moectl.schemes import Scheme, int_format
+from moectl.problem.moe_problem import Dims
+from moectl.problem.published_layers import MODELS
+from moectl.problem.schemes import Scheme, int_format
 
 H200 = find_device("h200")
 QWEN = MODELS["qwen3-30b"]
-ROW = Row(16, "grouped", {"tokens": 16}, 30.0, 40.0, 1e-3, 7, 2, "2026-11-21T00:00:00Z")
-TIMED = Timed("triton", "decode", 16, "uniform", 30.0, 1.0, True, 2e-3)
+ROW = LaunchRow(16, "grouped", {"tokens": 16}, 30.0, 40.0, 1e-3, 7, 2, "2026-11-21T00:00:00Z")
+TIMED = BackendTime("triton", "decode", 16, "uniform", 30.0, 1.0, True, 2e-3)
 
 
 def test_the_folder_is_the_platforms_unless_it_is_named(tmp_path: Path) -> None:
-    assert folder.cache_folder({"MOECTL_CACHE": str(tmp_path), "HOME": "/nowhere"}) == tmp_path
-    assert folder.cache_folder({"HOME": "/h", "XDG_CACHE_HOME": "/x"}) in (
+    assert cache_file.cache_folder({"MOECTL_CACHE": str(tmp_path), "HOME": "/nowhere"}) == tmp_path
+    assert cache_file.cache_folder({"HOME": "/h", "XDG_CACHE_HOME": "/x"}) in (
         Path("/x/moectl"),
         Path("/h/Library/Caches/moectl"),
     )
-    assert "moectl" in str(folder.cache_folder({"HOME": "/h"}))
+    assert "moectl" in str(cache_file.cache_folder({"HOME": "/h"}))
 
 
 @pytest.mark.parametrize(
@@ -73,35 +73,38 @@ def test_the_hash_changes_with_any_kernel_and_with_nothing_else(tmp_path: Path) 
 
 
 def test_a_row_is_found_for_its_own_key_alone(user_cache: Path) -> None:
-    Store.of(QWEN, H200).finish(ROW)
+    LaunchesStore.of(QWEN, H200).finish(ROW)
     assert rows_of(QWEN, H200) == ((ROW,), "")
     assert rows_of(replace(QWEN, top_k=4), H200) == ((), "")
     assert rows_of(QWEN, find_device("h100")) == ((), "")
-    assert [path.name for path in launches.KIND.files()] == ["NVIDIA-H200-sm90-132.json"]
+    assert [path.name for path in launches_file.KIND.files()] == ["NVIDIA-H200-sm90-132.json"]
 
 
 def test_rows_of_other_kernels_or_versions_do_not_count(
     user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store.of(QWEN, H200)
+    store = LaunchesStore.of(QWEN, H200)
     store.finish(ROW)
     for name in built():
         other = {**built(), name: "other"}
         with monkeypatch.context() as changed:
-            changed.setattr(launches, "built", lambda other=other: other)
+            changed.setattr(launches_file, "built", lambda other=other: other)
             assert rows_of(QWEN, H200) == ((), "")
-            (entry,) = launches.load(store.path).entries
+            (entry,) = launches_file.load(store.path).entries
             assert entry.stale == f"{name} {built()[name]}, now other"
     # What holds again is used again: nothing was lost.
     assert rows_of(QWEN, H200)[0] == (ROW,)
 
 
 def test_attempts_are_kept_until_the_row_is_there(user_cache: Path) -> None:
-    store = Store.of(QWEN, H200)
-    store.note(16, Attempt("mid", {"tokens": 16}))
-    store.note(16, Attempt("mid", {"tokens": 32}, us=3.0, error=0.0))
-    store.note(16, Attempt("mid", {"tokens": 16}, why="wrong", begun=1))
-    assert {attempt.why or attempt.us for attempt in Store.of(QWEN, H200).attempts(16)} == {3.0, "wrong"}
+    store = LaunchesStore.of(QWEN, H200)
+    store.note(16, LaunchAttempt("mid", {"tokens": 16}))
+    store.note(16, LaunchAttempt("mid", {"tokens": 32}, us=3.0, error=0.0))
+    store.note(16, LaunchAttempt("mid", {"tokens": 16}, why="wrong", begun=1))
+    assert {attempt.why or attempt.us for attempt in LaunchesStore.of(QWEN, H200).attempts(16)} == {
+        3.0,
+        "wrong",
+    }
     store.finish(ROW)
     assert store.attempts(16) == () and store.row(16) == ROW
     store.finish(replace(ROW, tokens=8))
@@ -113,7 +116,7 @@ def test_attempts_are_kept_until_the_row_is_there(user_cache: Path) -> None:
 
 def test_many_writers_lose_nothing(user_cache: Path) -> None:
     def write(tokens: int) -> None:
-        Store.of(QWEN, H200).finish(replace(ROW, tokens=tokens))
+        LaunchesStore.of(QWEN, H200).finish(replace(ROW, tokens=tokens))
 
     threads = [threading.Thread(target=write, args=(tokens,)) for tokens in range(1, 13)]
     for thread in threads:
@@ -139,18 +142,18 @@ FOREIGN = {
 
 @pytest.mark.parametrize("case", FOREIGN)
 def test_foreign_files_are_ignored_by_readers_and_refused_by_writers(user_cache: Path, case: str) -> None:
-    path = launches.KIND.path(H200)
+    path = launches_file.KIND.path(H200)
     path.parent.mkdir(parents=True)
     text, said = FOREIGN[case]
-    path.write_text(text or json.dumps(launches.KIND.head(folder.device_key(H200))))
+    path.write_text(text or json.dumps(launches_file.KIND.head(cache_file.device_key(H200))))
     before = path.read_text()
     rows, note = rows_of(QWEN, H200)
     assert rows == () and said in note and str(path) in note
     with pytest.raises(Unavailable, match="the cache cannot be used") as refused:
-        Store.of(QWEN, H200)
+        LaunchesStore.of(QWEN, H200)
     assert f"Remove {path}" in refused.value.hint
     with pytest.raises(Unavailable, match="the cache cannot be written"):
-        folder.change(path, launches.KIND, folder.device_key(H200), lambda entries: None)
+        cache_file.change(path, launches_file.KIND, cache_file.device_key(H200), lambda entries: None)
     assert path.read_text() == before
 
 
@@ -162,12 +165,12 @@ def test_foreign_files_are_ignored_by_readers_and_refused_by_writers(user_cache:
         {"tokens": 0},
         {"tile": {"tokens": "16; rm"}},
         {"tile": [1]},
-        {"regime": 7},
+        {"family": 7},
         {"more": 1},
     ],
 )
 def test_damaged_entries_are_ignored_with_a_note(user_cache: Path, change: dict[str, object]) -> None:
-    store = Store.of(QWEN, H200)
+    store = LaunchesStore.of(QWEN, H200)
     store.finish(ROW)
     document = json.loads(store.path.read_text())
     document["entries"][0]["rows"][0] |= change
@@ -180,53 +183,55 @@ def test_a_folder_that_cannot_be_written_is_said(user_cache: Path) -> None:
     user_cache.mkdir(parents=True, exist_ok=True)
     (user_cache / "launches").write_text("in the way")
     with pytest.raises(Unavailable, match="cannot write"):
-        Store.of(QWEN, H200).finish(ROW)
+        LaunchesStore.of(QWEN, H200).finish(ROW)
 
 
 def test_entries_are_dropped_one_by_one_or_with_their_file(user_cache: Path) -> None:
     other = replace(QWEN, top_k=4)
-    path = Store.of(QWEN, H200).path
+    path = LaunchesStore.of(QWEN, H200).path
     for problem in (QWEN, other):
-        Store.of(problem, H200).finish(ROW)
-    assert launches.clear(path, lambda entry: entry.layer == layer_key(other)) == 1
+        LaunchesStore.of(problem, H200).finish(ROW)
+    assert launches_file.clear(path, lambda entry: entry.layer == layer_key(other)) == 1
     assert rows_of(QWEN, H200)[0] == (ROW,) and rows_of(other, H200)[0] == ()
-    assert launches.clear(path, lambda entry: True) == 1 and not path.exists()
+    assert launches_file.clear(path, lambda entry: True) == 1 and not path.exists()
     path.write_text("{")
-    assert launches.clear(path, lambda entry: True) == 0 and not path.exists()
+    assert launches_file.clear(path, lambda entry: True) == 0 and not path.exists()
 
 
 def test_measurements_are_kept_by_cell(user_cache: Path) -> None:
-    def keep(*rows: Timed) -> None:
-        measurements.save(H200, QWEN, rows, versions={"torch": "2"}, source="moectl bench")
+    def keep(*rows: BackendTime) -> None:
+        backend_times_file.save(H200, QWEN, rows, versions={"torch": "2"}, source="moectl bench")
 
     keep(TIMED, replace(TIMED, tokens=1))
     keep(replace(TIMED, us=25.0), replace(TIMED, backend="torch", us=90.0))
-    rows = measurements.known(H200, QWEN).measured.rows
+    rows = backend_times_file.known(H200, QWEN).measured.rows
     assert sorted((r.backend, r.tokens, r.us) for r in rows) == [
         ("torch", 16, 90.0),
         ("triton", 1, 30.0),
         ("triton", 16, 25.0),
     ]
-    assert {row.source for row in rows} == {f"moectl bench in {measurements.KIND.path(H200)}"} and all(
+    assert {row.source for row in rows} == {f"moectl bench in {backend_times_file.KIND.path(H200)}"} and all(
         row.when for row in rows
     )
-    assert measurements.known(H200, replace(QWEN, top_k=4)).measured == Measured()
+    assert backend_times_file.known(H200, replace(QWEN, top_k=4)).measured == MeasuredTimes()
 
 
 def test_measurements_of_other_software_are_not_used_and_said(
     user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measurements.save(H200, QWEN, [TIMED], versions={}, source="moectl bench")
-    monkeypatch.setattr(measurements, "built", lambda: {**keys.built(), "triton": "9"})
-    found = measurements.known(H200, QWEN)
-    assert found.measured == Measured() and "triton changed" in found.notes[0]
+    backend_times_file.save(H200, QWEN, [TIMED], versions={}, source="moectl bench")
+    monkeypatch.setattr(backend_times_file, "built", lambda: {**measurement_keys.built(), "triton": "9"})
+    found = backend_times_file.known(H200, QWEN)
+    assert found.measured == MeasuredTimes() and "triton changed" in found.notes[0]
 
 
 def test_another_version_of_a_package_makes_times_old() -> None:
-    measurements.save(H200, QWEN, [TIMED], versions={"humming": "0.1.19", "vllm": ""}, source="moectl bench")
+    backend_times_file.save(
+        H200, QWEN, [TIMED], versions={"humming": "0.1.19", "vllm": ""}, source="moectl bench"
+    )
     for now in ({}, {"humming": "0.1.19"}, {"humming": ""}, {"vllm": "0.33.0"}, {"flashinfer": "1"}):
-        assert measurements.known(H200, QWEN, now).measured.rows
-    found = measurements.known(H200, QWEN, {"humming": "0.1.20"})
+        assert backend_times_file.known(H200, QWEN, now).measured.rows
+    found = backend_times_file.known(H200, QWEN, {"humming": "0.1.20"})
     assert not found.measured.rows and "humming changed" in found.notes[0]
 
 
@@ -234,32 +239,32 @@ def test_times_of_an_older_package_do_not_become_the_newer_ones() -> None:
     """Saving one backend's times leaves those of another with the versions that they were taken with."""
     old, new = {"MOECTL_PEERS/humming": "0.1.19"}, {"MOECTL_PEERS/humming": "0.1.20"}
     both = [TIMED, replace(TIMED, backend="humming")]
-    measurements.save(H200, QWEN, both, versions=old, source="moectl bench")
-    measurements.save(H200, QWEN, [TIMED], versions=new, source="moectl bench")
-    found = measurements.known(H200, QWEN, new)
+    backend_times_file.save(H200, QWEN, both, versions=old, source="moectl bench")
+    backend_times_file.save(H200, QWEN, [TIMED], versions=new, source="moectl bench")
+    found = backend_times_file.known(H200, QWEN, new)
     assert [row.backend for row in found.measured.rows] == ["triton"]
     assert "MOECTL_PEERS/humming changed" in found.notes[0]
-    assert [row.backend for row in measurements.known(H200, QWEN, old).measured.rows] == ["humming"]
+    assert [row.backend for row in backend_times_file.known(H200, QWEN, old).measured.rows] == ["humming"]
     # A cell is kept once, whatever the versions.
-    measurements.save(H200, QWEN, both, versions=new, source="moectl bench")
-    assert len(measurements.known(H200, QWEN).measured.rows) == 2
-    assert not measurements.known(H200, QWEN, old).measured.rows
+    backend_times_file.save(H200, QWEN, both, versions=new, source="moectl bench")
+    assert len(backend_times_file.known(H200, QWEN).measured.rows) == 2
+    assert not backend_times_file.known(H200, QWEN, old).measured.rows
 
 
 @pytest.mark.parametrize("us", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_is_no_time_is_not_kept(user_cache: Path, us: float) -> None:
     with pytest.raises(UsageError, match="is no measurement"):
-        measurements.save(H200, QWEN, [replace(TIMED, us=us)], versions={}, source="x")
+        backend_times_file.save(H200, QWEN, [replace(TIMED, us=us)], versions={}, source="x")
     assert not user_cache.exists()
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": "x"}'])
 def test_a_foreign_file_of_measurements_is_a_note(user_cache: Path, text: str) -> None:
-    path = measurements.KIND.path(H200)
+    path = backend_times_file.KIND.path(H200)
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    found = measurements.known(H200, QWEN)
-    assert found.measured == Measured() and "is ignored" in found.notes[0]
+    found = backend_times_file.known(H200, QWEN)
+    assert found.measured == MeasuredTimes() and "is ignored" in found.notes[0]
 
 
 def test_backends_are_ranked_where_all_were_measured() -> None:
@@ -270,7 +275,7 @@ def test_backends_are_ranked_where_all_were_measured() -> None:
         replace(TIMED, backend="marlin", tokens=1, us=8.0),
         replace(TIMED, backend="marlin", tokens=64, us=100.0, when="2026-11-21T21:00:00Z", source="s"),
     ]
-    ranking = Measured(tuple(rows)).ranking(["marlin", "triton", "torch"])
+    ranking = MeasuredTimes(tuple(rows)).ranking(["marlin", "triton", "torch"])
     assert ranking is not None and ranking.best == "triton" and ranking.tokens == (1, 64)
     assert dict(ranking.factors)["marlin"] == pytest.approx((8 / 10 * 100 / 40) ** 0.5)
     assert str(ranking) == (
@@ -284,10 +289,14 @@ def test_each_pair_is_compared_where_both_were_measured() -> None:
     triton = [replace(TIMED, tokens=m, us=10.0) for m in (1, 8)]
     marlin = [replace(TIMED, backend="marlin", tokens=m, us=8.0) for m in (1, 8)]
     order = ["torch", "triton", "marlin"]
-    alone = Measured((*triton, *marlin, replace(TIMED, backend="torch", tokens=7, us=1.0))).ranking(order)
+    alone = MeasuredTimes((*triton, *marlin, replace(TIMED, backend="torch", tokens=7, us=1.0))).ranking(
+        order
+    )
     assert alone is not None and alone.tokens == (1, 8)
     assert alone.factors == (("marlin", 1.0), ("triton", pytest.approx(1.25)))
-    some = Measured((*triton, *marlin, replace(TIMED, backend="torch", tokens=8, us=80.0))).ranking(order)
+    some = MeasuredTimes((*triton, *marlin, replace(TIMED, backend="torch", tokens=8, us=80.0))).ranking(
+        order
+    )
     assert some is not None and dict(some.factors)["torch"] == pytest.approx(10)
     assert "triton 1.25x, torch 10.00x (at M=8 alone) its time" in str(some)
 
@@ -299,14 +308,14 @@ def test_the_order_decides_within_the_spread() -> None:
 
     def best(spread: float) -> str:
         times = (replace(first, spread_us=spread), replace(second, spread_us=spread), torch)
-        found = Measured(times).ranking(order)
+        found = MeasuredTimes(times).ranking(order)
         assert found is not None
         return found.best
 
     assert best(0.1) == "marlin" and best(10.0) == "triton"
     noisy = tuple(replace(row, spread_us=90.0) for row in (first, second))
-    assert Measured(noisy).ranking(order) is None
-    level = Measured((*(replace(row, spread_us=10.0) for row in (first, second)), torch)).ranking(order)
+    assert MeasuredTimes(noisy).ranking(order) is None
+    level = MeasuredTimes((*(replace(row, spread_us=10.0) for row in (first, second)), torch)).ranking(order)
     assert level is not None and level.level == ("marlin",)
     assert "first in the order of the fastest" in str(level)
     assert "marlin 0.99x (within the spread), torch 9.00x its time" in str(level)
@@ -325,7 +334,9 @@ def test_runs_are_mixed_within_the_hour_and_of_one_software_alone(
     changes: dict[str, Any], compared: bool
 ) -> None:
     one = replace(TIMED, us=10.0, when="2026-11-21T21:00:00Z")
-    found = Measured((one, replace(one, backend="marlin", us=90.0, **changes))).ranking(["marlin", "triton"])
+    found = MeasuredTimes((one, replace(one, backend="marlin", us=90.0, **changes))).ranking(
+        ["marlin", "triton"]
+    )
     assert (found is not None) is compared
     assert found is None or "several runs from" in str(found)
 
@@ -333,9 +344,9 @@ def test_runs_are_mixed_within_the_hour_and_of_one_software_alone(
 def test_times_that_cannot_be_compared_rank_nothing() -> None:
     warm = replace(TIMED, backend="torch", cold=False)
     skewed = replace(TIMED, backend="torch", routing="zipf:1.2")
-    assert Measured((TIMED,)).ranking(["triton", "torch"]) is None
-    assert Measured((TIMED, warm)).ranking(["triton", "torch"]) is None
-    assert Measured((TIMED, skewed)).ranking(["triton", "torch"]) is None
-    both = Measured((TIMED, replace(TIMED, backend="torch")))
+    assert MeasuredTimes((TIMED,)).ranking(["triton", "torch"]) is None
+    assert MeasuredTimes((TIMED, warm)).ranking(["triton", "torch"]) is None
+    assert MeasuredTimes((TIMED, skewed)).ranking(["triton", "torch"]) is None
+    both = MeasuredTimes((TIMED, replace(TIMED, backend="torch")))
     assert both.ranking(["torch", "triton"]) is None, "the order decides between equals"
     assert both.ranking(["triton"]) is None

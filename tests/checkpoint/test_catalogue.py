@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from devtools.catalogue.described_checkpoint import entry_document, read_described
 
-from moectl.checkpoint import catalogue, open_checkpoint
-from moectl.checkpoint.catalogue import (
+from moectl.checkpoint import open_checkpoint
+from moectl.checkpoint.source import catalogue
+from moectl.checkpoint.source.catalogue import (
     MOE_ONLY,
     built_in,
     find_entry,
@@ -20,7 +22,6 @@ from moectl.checkpoint.catalogue import (
     spell_layers,
     suggestion,
 )
-from moectl.checkpoint.described import entry_document, read_described
 from moectl.checkpoint.tensors.shapes import parse_shape
 from moectl.errors import CheckpointError, Unavailable, UsageError
 

@@ -8,8 +8,8 @@ import pytest
 
 from moectl.checkpoint import LayerGroup, layer_groups
 from moectl.errors import CheckpointError
-from moectl.problem import SWIGLU_OAI, Activation, Routing
-from moectl.ranges import ranges
+from moectl.problem.layer_ranges import ranges
+from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Routing
 
 SIZES = {"num_hidden_layers": 6, "hidden_size": 1024, "vocab_size": 1000}
 BF16 = {"torch_dtype": "bfloat16"}

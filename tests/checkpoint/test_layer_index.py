@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import TensorInfo, layer_groups
-from moectl.checkpoint.catalogue import built_in
+from moectl.checkpoint.source.catalogue import built_in
 from moectl.checkpoint.tensors.layer_index import index_layers, uniform_experts
 from moectl.errors import CheckpointError
 from moectl.files.tensor_table import files_of, joined, table_of
-from moectl.synth import Sizes, resized
+from moectl.synth import SynthSizes, resized
 
 KIMI = "moonshotai/Kimi-K2-Thinking"
 Listing = dict[str, TensorInfo]
@@ -21,7 +21,7 @@ Listing = dict[str, TensorInfo]
 
 def small() -> tuple[dict[str, Any], Listing]:
     entry = built_in(KIMI)
-    config = resized(entry, Sizes(layers=2, experts=12, hidden=256, intermediate=128))
+    config = resized(entry, SynthSizes(layers=2, experts=12, hidden=256, intermediate=128))
     return config, dict(entry.listing(config))
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import TensorInfo, layer_groups, open_checkpoint
-from moectl.checkpoint.catalogue import built_in
-from moectl.checkpoint.declared import CONFIG_ONLY
+from moectl.checkpoint.config.declared_layers import CONFIG_ONLY
+from moectl.checkpoint.source.catalogue import built_in
 from moectl.errors import CheckpointError, MoectlError
-from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.ranges import ranges
-from moectl.schemes import MXFP4, Scheme, int_format
-from moectl.synth import Sizes, resized
+from moectl.problem.layer_ranges import ranges
+from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.problem.schemes import MXFP4, Scheme, int_format
+from moectl.synth import SynthSizes, resized
 
 GPT, KIMI = "openai/gpt-oss-20b", "moonshotai/Kimi-K2-Thinking"
 Listing = dict[str, TensorInfo]
@@ -26,7 +26,9 @@ Listing = dict[str, TensorInfo]
 def small(model: str, **sizes: int) -> tuple[dict[str, Any], Listing]:
     """A small model's config and listing."""
     entry = built_in(model)
-    config = resized(entry, Sizes(**{"layers": 2, "experts": 8, "hidden": 256, "intermediate": 128} | sizes))
+    config = resized(
+        entry, SynthSizes(**{"layers": 2, "experts": 8, "hidden": 256, "intermediate": 128} | sizes)
+    )
     return config, dict(entry.listing(config))
 
 

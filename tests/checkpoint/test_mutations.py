@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moectl.checkpoint import TensorInfo, layer_groups
-from moectl.checkpoint.catalogue import read_entry
-from moectl.checkpoint.fields import KEYS
-from moectl.checkpoint.moe_layers import LAYER_RULES
-from moectl.checkpoint.opening import QUANTIZATION_FILES
+from moectl.checkpoint.config.fields import KEYS
+from moectl.checkpoint.config.moe_layers import LAYER_RULES
+from moectl.checkpoint.source.catalogue import read_entry
+from moectl.checkpoint.source.open_checkpoint import QUANTIZATION_FILES
 from moectl.dtypes import DTYPE_BITS
 from moectl.errors import MoectlError
 from moectl.files.tensor_table import table_of
-from moectl.problem import MoEProblem
+from moectl.problem.moe_problem import MoEProblem
 
 MODELS = (
     "openai/gpt-oss-20b",

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from moectl.checkpoint.patterns import LENGTH_LIMIT, REPEAT_LIMIT, Patterns
+from moectl.checkpoint.config.module_patterns import LENGTH_LIMIT, REPEAT_LIMIT, Patterns
 from moectl.errors import CheckpointError
 
 GATE = "model.layers.10.mlp.experts.3.gate_proj"

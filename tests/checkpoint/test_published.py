@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import LayerGroup, layer_groups, open_checkpoint
-from moectl.checkpoint.catalogue import model_names, read_entry
-from moectl.checkpoint.declared import CONFIG_ONLY
-from moectl.checkpoint.opening import QUANTIZATION_FILES
-from moectl.problem import MoEProblem
-from moectl.ranges import ranges
+from moectl.checkpoint.config.declared_layers import CONFIG_ONLY
+from moectl.checkpoint.source.catalogue import model_names, read_entry
+from moectl.checkpoint.source.open_checkpoint import QUANTIZATION_FILES
+from moectl.problem.layer_ranges import ranges
+from moectl.problem.moe_problem import MoEProblem
 
 ROWS = [
     json.loads(line)

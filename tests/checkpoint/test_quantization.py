@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from moectl.checkpoint.precision import read_precision
-from moectl.checkpoint.quantization import KNOWN_METHODS, parse_quantization
+from moectl.checkpoint.config.layer_precision import read_precision
+from moectl.checkpoint.config.quantization import KNOWN_METHODS, parse_quantization
 from moectl.errors import CheckpointError
 from moectl.oracle.engines.vllm_0_33_0.data import GRID
-from moectl.schemes import BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
+from moectl.problem.schemes import BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 
 SCHEMES = json.loads(GRID.read_text())["SCHEMES"]
 FP8_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from moectl.checkpoint import open_checkpoint, shards
-from moectl.checkpoint.shards import INDEX, index_files, shard_names
+from moectl.checkpoint import open_checkpoint
+from moectl.checkpoint.source import shards
+from moectl.checkpoint.source.shards import INDEX, index_files, shard_names
 from moectl.errors import CheckpointError
 
 

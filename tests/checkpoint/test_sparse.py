@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from devtools import sparse_checkpoint
+from devtools.sparse_checkpoint import write_sparse
 
-from moectl import sparse
 from moectl.checkpoint import open_checkpoint
-from moectl.checkpoint.catalogue import model_names, read_entry
-from moectl.checkpoint.shards import read_folder
+from moectl.checkpoint.source.catalogue import model_names, read_entry
+from moectl.checkpoint.source.shards import read_folder
 from moectl.errors import UsageError
-from moectl.sparse import write_sparse
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = "openai/gpt-oss-20b"
@@ -104,7 +104,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def filled(path: Path, size: int) -> None:
         path.write_bytes(bytes(size))
 
-    monkeypatch.setattr(sparse.os, "truncate", filled)
+    monkeypatch.setattr(sparse_checkpoint.os, "truncate", filled)
     with pytest.raises(UsageError, match="without holes, where this checkpoint takes"):
         write_sparse(read_entry(GPT), tmp_path / "new")
     assert not (tmp_path / "new").exists()

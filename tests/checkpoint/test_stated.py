@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import layer_groups
-from moectl.checkpoint.families import ACTIVATIONS, ROUTING, TAKES
-from moectl.checkpoint.stated import (
+from moectl.checkpoint.config.families import ACTIVATIONS, ROUTING, TAKES
+from moectl.checkpoint.config.user_assumptions import (
     ACTIVATION_EXAMPLE,
     ROUTING_EXAMPLE,
     ROUTING_WORDS,
@@ -20,7 +20,7 @@ from moectl.checkpoint.stated import (
     parse_stated,
 )
 from moectl.errors import UsageError
-from moectl.problem import SILU, SWIGLU_OAI, Activation, Routing
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Routing
 
 CONFIG: dict[str, Any] = {
     "model_type": "motif",

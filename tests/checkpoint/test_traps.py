@@ -11,8 +11,8 @@ from moectl.checkpoint import LayerGroup, TensorInfo, layer_groups
 from moectl.checkpoint.tensors.storage import STORAGES, Storage, format_sizes
 from moectl.checkpoint.tensors.stored_formats import FORMATS
 from moectl.errors import CheckpointError
-from moectl.ranges import ranges
-from moectl.schemes import FULL, Scheme
+from moectl.problem.layer_ranges import ranges
+from moectl.problem.schemes import FULL, Scheme
 
 E, H, N, LAYERS = 4, 256, 128, 3
 CONFIG: dict[str, Any] = {

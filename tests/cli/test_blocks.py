@@ -2,15 +2,26 @@
 
 import pytest
 
-from moectl.cli.text_blocks import Entry, Facts, Grid, Heading, Line, Listing, markdown, text_lines
+from moectl.cli.text_blocks import (
+    Heading,
+    LabelledValues,
+    Listing,
+    ListingEntry,
+    TableBlock,
+    TextLine,
+    markdown,
+    text_lines,
+)
 
 WORDS = " ".join(["word"] * 60)
 EVERY = (
     Heading("a heading " + WORDS),
-    Line("a line " + WORDS, strong=True),
-    Facts((("label", WORDS), ("empty", "")), strong=frozenset({"label"})),
-    Listing((Entry("1-2", "head " + WORDS, (("arch", WORDS), ("arch", "again"))), Entry("3", "x"))),
-    Grid(("name", "number"), (("a|b", "1"), ("c", "22")), frozenset({"number"})),
+    TextLine("a line " + WORDS, strong=True),
+    LabelledValues((("label", WORDS), ("empty", "")), strong=frozenset({"label"})),
+    Listing(
+        (ListingEntry("1-2", "head " + WORDS, (("arch", WORDS), ("arch", "again"))), ListingEntry("3", "x"))
+    ),
+    TableBlock(("name", "number"), (("a|b", "1"), ("c", "22")), frozenset({"number"})),
 )
 
 

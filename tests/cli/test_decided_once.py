@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.layout import layout_for
-from moectl.convert.planning import plan_conversion
-from moectl.convert.stream import convert
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import layout_for
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from support.invoking import moectl
 
 ON_CPU = ("--device", "cpu")
@@ -43,10 +43,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(path, call)
 
-    counted("moectl.run.machine.select", lambda *given: "decisions")
-    counted("moectl.cache.measurements.known", lambda *given: "times")
-    counted("moectl.convert.manifest.load_manifest", lambda *given: "manifest")
-    counted("moectl.convert.manifest.read_header", lambda file, size, name: f"header of {name}")
+    counted("moectl.run.run_machine.select", lambda *given: "decisions")
+    counted("moectl.cache.backend_times_file.known", lambda *given: "times")
+    counted("moectl.convert.manifest.manifest.load_manifest", lambda *given: "manifest")
+    counted("moectl.convert.manifest.manifest.read_header", lambda file, size, name: f"header of {name}")
     return counts
 
 

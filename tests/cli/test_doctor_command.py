@@ -9,7 +9,7 @@ import pytest
 from moectl.cli.doctor import against
 from moectl.cli.env import HIDDEN, described, shown_value, written
 from moectl.doctor import examine
-from moectl.doctor.backends import BackendStatus
+from moectl.doctor.runnable_backends import BackendStatus
 from moectl.oracle.checks import Verdict
 from support.invoking import moectl
 

@@ -7,7 +7,7 @@ from moectl.checkpoint import open_checkpoint
 from moectl.cli.explain.environment import package_sentences, tuned_sentence
 from moectl.environment import Packages, find_device
 from moectl.explain import Question, explain
-from moectl.oracle.engines.vllm_0_33_0.tuned import TUNED_FILES, TunedName
+from moectl.oracle.engines.vllm_0_33_0.tuned_files import TUNED_FILES, TunedName
 from moectl.oracle.registry import policy_named
 from moectl.oracle.tuned_files import TunedStatus
 from support.invoking import moectl

@@ -2,12 +2,12 @@
 
 from dataclasses import asdict
 
-from moectl.cache import measurements
-from moectl.cache.launches import KIND, Row, Store
+from moectl.cache import backend_times_file
+from moectl.cache.backend_times import BackendTime
+from moectl.cache.launches_file import KIND, LaunchesStore, LaunchRow
 from moectl.checkpoint import open_checkpoint
 from moectl.environment import find_device
-from moectl.kernels.triton.launch import Tile
-from moectl.measured import Timed
+from moectl.kernels.triton.launches import Tile
 from support.invoking import moectl
 
 MODEL = "Qwen/Qwen3-30B-A3B-GPTQ-Int4"
@@ -18,12 +18,14 @@ H200 = find_device("h200")
 def keep():
     problem = open_checkpoint(MODEL, offline=True).groups[0].problem
     rows = [
-        Timed("triton", "stream 8x64", 1, "uniform", 12.5, 0.1, True, 2e-3),
-        Timed("triton_marlin", "", 1, "uniform", 10.0, 0.1, True, 2e-3),
+        BackendTime("triton", "stream 8x64", 1, "uniform", 12.5, 0.1, True, 2e-3),
+        BackendTime("triton_marlin", "", 1, "uniform", 10.0, 0.1, True, 2e-3),
     ]
-    measurements.save(H200, problem, rows, versions={}, source="moectl bench")
+    backend_times_file.save(H200, problem, rows, versions={}, source="moectl bench")
     tile = asdict(Tile(16, 128, 64, stages=4, warps=4))
-    Store.of(problem, H200).finish(Row(16, "grouped", tile, 30.0, 40.0, 1e-3, 7, 2, "2026-11-21T00:00:00Z"))
+    LaunchesStore.of(problem, H200).finish(
+        LaunchRow(16, "grouped", tile, 30.0, 40.0, 1e-3, 7, 2, "2026-11-21T00:00:00Z")
+    )
 
 
 def test_the_own_policy_chooses_by_times_and_says_so():
@@ -47,7 +49,7 @@ def test_times_and_launches_are_shown_when_asked_for():
     words = moectl(*ASKED, "--measured", "--md").words
     assert "| triton_marlin | 1 | uniform | 10.0 | 0.1 | cold | 2.0e-03 |" in words
     assert "M=16 grouped 30.0 us (moectl tune, 2026-11-21T00:00:00Z)" in words
-    path = measurements.KIND.path(H200)
+    path = backend_times_file.KIND.path(H200)
     assert words.count(str(path)) == 2 and f"times of moectl bench in {path}" in words
     brief = moectl(*ASKED, "--measured", "-q").stdout.splitlines()
     assert brief[1:] == [
@@ -71,7 +73,7 @@ def test_a_recorded_choice_is_made_again_without_the_cache(tmp_path, user_cache)
 
 
 def test_a_damaged_cache_is_a_note():
-    for kind in (KIND, measurements.KIND):
+    for kind in (KIND, backend_times_file.KIND):
         path = kind.path(H200)
         path.parent.mkdir(parents=True)
         path.write_text("{")

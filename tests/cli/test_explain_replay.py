@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moectl.errors import MoectlError
-from moectl.explain.diff import diff
+from moectl.explain.explanation_diff import diff
 from moectl.explain.replay import replay, replay_matrix
 from support.invoking import moectl
 

@@ -3,7 +3,7 @@
 import pytest
 
 from moectl.oracle.checks import CHECKS, Verdict
-from moectl.oracle.sentences import SENTENCES, reasons, sentence
+from moectl.oracle.verdict_sentences import SENTENCES, reasons, sentence
 from support.invoking import moectl
 
 GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"

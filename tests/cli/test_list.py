@@ -1,7 +1,7 @@
 """`moectl list`: names of models and GPUs."""
 
-from moectl.checkpoint.catalogue import model_names
-from moectl.environment.devices import find_device, gpu_names
+from moectl.checkpoint.source.catalogue import model_names
+from moectl.environment.named_devices import find_device, gpu_names
 from support.invoking import moectl
 
 

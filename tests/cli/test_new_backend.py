@@ -12,9 +12,9 @@ from support.invoking import moectl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "running"))
 
-from moectl.doctor import backends
-from moectl.doctor.backends import BackendStatus, backend_statuses
-from moectl.environment import Packages, detect_cpu, installed
+from moectl.doctor import runnable_backends
+from moectl.doctor.runnable_backends import BackendStatus, backend_statuses
+from moectl.environment import Packages, detect_cpu, installed_packages
 from moectl.kernels import registry
 from moectl.kernels.registry import RunnerEntry
 from moectl.oracle.registry import policy_named
@@ -29,7 +29,7 @@ from moectl.kernels.registry import runner_for
 RUNNER = replace(runner_for("torch"), name="toy", tactic=lambda prepared, tokens: "toy tile")
 """
 RECORD = """
-from moectl.oracle.archs import CPU
+from moectl.oracle.gpu_archs import CPU
 from moectl.oracle.backend import Backend, Capability, Variant
 from moectl.oracle.engines.moectl.own import NAIVE
 
@@ -85,9 +85,9 @@ def status(libraries: dict[str, str]) -> BackendStatus:
 
 def test_doctor_knows_what_it_needs(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_torch(name: str) -> Path | None:
-        return None if name == "torch" else installed.package_folder(name)
+        return None if name == "torch" else installed_packages.package_folder(name)
 
-    monkeypatch.setattr(backends, "package_folder", without_torch)
+    monkeypatch.setattr(runnable_backends, "package_folder", without_torch)
     assert [verdict.wanted for verdict in status({}).against] == list(NEEDS)
     install(toy)
     assert not status({}).runs and [verdict.wanted for verdict in status({}).against] == ["torch"]

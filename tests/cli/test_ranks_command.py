@@ -6,9 +6,9 @@ from safetensors.torch import load_file
 
 from moectl import load_prepared
 from moectl.checkpoint import open_checkpoint
-from moectl.kernels.inputs import make_inputs
+from moectl.kernels.layer_inputs import make_inputs
 from moectl.kernels.reference import moe_reference
-from moectl.prepare import checkpoint_layer
+from moectl.layer.prepare import checkpoint_layer
 from support.invoking import moectl
 
 CONVERT = ("--to", "moectl", "--tp-size", 2, "--ep-size", 2)

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from moectl.bench import Settings
+from moectl.bench import BenchSettings
 from moectl.cli.bench.command import SETTINGS
 from moectl.cli.convert.command import PORTABLE_OPTIONS
 from moectl.cli.options import ParsedOption, RecordOptions, Remembering, framed, option
@@ -83,7 +83,7 @@ def test_an_option_of_no_field_is_refused_when_the_command_is_made() -> None:
 @pytest.mark.parametrize(
     ("options", "record", "others", "expected"),
     [
-        (SETTINGS, Settings, {"models": ("kimi-k2",)}, Settings(models=("kimi-k2",))),
+        (SETTINGS, BenchSettings, {"models": ("kimi-k2",)}, BenchSettings(models=("kimi-k2",))),
         (PLAN, RunPlan, {}, RunPlan()),
         (PORTABLE_OPTIONS, PortableOptions, {"target": "int8"}, PortableOptions("int8")),
     ],

@@ -6,21 +6,21 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from moectl.cache import launches
-from moectl.cache.keys import built
-from moectl.cache.launches import Attempt, Row, Store
+from moectl.cache import launches_file
+from moectl.cache.launches_file import LaunchAttempt, LaunchesStore, LaunchRow
+from moectl.cache.measurement_keys import built
 from moectl.cli.tune.command import parse_budget
 from moectl.environment import find_device
 from moectl.errors import UsageError
-from moectl.kernels.triton.launch import Launch, Tile
-from moectl.kernels.triton.plain_gemm import Blocks
-from moectl.models import MODELS
-from moectl.tuning import here
+from moectl.kernels.triton.launches import Launch, Tile
+from moectl.problem.published_layers import MODELS
+from moectl.tuning import tune
+from moectl.tuning.grouped_gemm import GemmConfig
 from support.invoking import moectl
 
 H200 = find_device("h200")
 TILE = Tile(16, 128, 64, stages=4, warps=4)
-ROW = Row(16, "grouped", asdict(TILE), 30.0, 40.0, 1e-3, 7, 2, "2026-11-21T00:00:00Z")
+ROW = LaunchRow(16, "grouped", asdict(TILE), 30.0, 40.0, 1e-3, 7, 2, "2026-11-21T00:00:00Z")
 
 
 class Bench:
@@ -48,8 +48,8 @@ class Bench:
 def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(here, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(here, "GpuBench", Bench)
+    monkeypatch.setattr(tune, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(tune, "GpuBench", Bench)
 
 
 def test_what_is_found_is_shown_kept_and_not_measured_again(gpu, monkeypatch):
@@ -74,10 +74,10 @@ class EngineBench(Bench):
     """The same for an engine's choices."""
 
     def candidates(self, cell):
-        return [Launch("fused_moe", Blocks(16, n, 128, 1, 4, 3)) for n in (32, 64, 128)]
+        return [Launch("fused_moe", GemmConfig(16, n, 128, 1, 4, 3)) for n in (32, 64, 128)]
 
     def current(self, cell):
-        return Launch("fused_moe", Blocks(*self.families(cell).default(cell.tokens, 128)))
+        return Launch("fused_moe", GemmConfig(*self.families(cell).default(cell.tokens, 128)))
 
     def error(self, cell, launch):
         return 1e-3
@@ -88,7 +88,7 @@ class EngineBench(Bench):
 
 @pytest.fixture
 def engine(gpu, monkeypatch):
-    monkeypatch.setattr(here, "EngineBench", EngineBench)
+    monkeypatch.setattr(tune, "EngineBench", EngineBench)
     monkeypatch.setattr("moectl.environment.detect_device", lambda: H200)
 
 
@@ -106,7 +106,7 @@ def test_vllms_file_is_written_where_it_looks_for_it(engine, tmp_path):
     moectl(*ask, "-m", "64", "--budget", "0s")
     assert "64" not in json.loads(place.read_text())
     # Launches of moectl's own kernels are another matter.
-    assert not launches.KIND.files() and len(launches.ENGINE.files()) == 1
+    assert not launches_file.KIND.files() and len(launches_file.ENGINE.files()) == 1
     assert "fused_moe block_m=16 block_n=32" in moectl("tune", "--list").words
     assert moectl("tune", "--clear", "--json").document["dropped"] == 1
 
@@ -156,7 +156,7 @@ def test_a_budget_that_is_spent_leaves_cells_and_says_so(gpu):
 def test_a_checkpoint_by_its_config_alone(gpu):
     done = moectl("tune", "Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--offline", "--tp", "2", "-m", "8", "--json")
     assert [row["layer"] for row in done.document["rows"]] == ["Qwen3-30B-A3B-GPTQ-Int4"]
-    (found,) = launches.load(launches.KIND.path(H200)).entries
+    (found,) = launches_file.load(launches_file.KIND.path(H200)).entries
     assert found.layer["intermediate"] == 384
 
 
@@ -167,13 +167,13 @@ def test_layers_that_the_kernels_do_not_run_are_refused(gpu):
 
 def test_the_list_tells_used_from_stale(monkeypatch):
     assert moectl("tune", "--list").words == "nothing is kept"
-    store = Store.of(MODELS["qwen3-30b"], H200)
+    store = LaunchesStore.of(MODELS["qwen3-30b"], H200)
     store.finish(ROW)
-    store.note(64, Attempt("grouped", asdict(TILE), us=3.0, error=0.0))
+    store.note(64, LaunchAttempt("grouped", asdict(TILE), us=3.0, error=0.0))
     shown = moectl("tune", "--list").words
     assert "grouped tokens=16 rows=128" in shown and "1 tile tried, not done" in shown and "yes" in shown
     assert moectl("tune", "--list", "--stale").words == "nothing is kept"
-    monkeypatch.setattr(launches, "built", lambda: {**built(), "kernels": "changed"})
+    monkeypatch.setattr(launches_file, "built", lambda: {**built(), "kernels": "changed"})
     (entry,) = moectl("tune", "--list", "--stale", "--json").document["entries"]
     assert entry["stale"] == f"kernels {built()['kernels']}, now changed"
     assert moectl("tune", "--list", "-q").stdout.endswith("\t1\tstale\n")
@@ -181,16 +181,16 @@ def test_the_list_tells_used_from_stale(monkeypatch):
 
 def test_what_is_listed_can_be_dropped(monkeypatch):
     for name in ("qwen3-30b", "kimi-k2"):
-        Store.of(MODELS[name], H200).finish(ROW)
+        LaunchesStore.of(MODELS[name], H200).finish(ROW)
     assert "1 layer dropped" in moectl("tune", "--clear", "--model", "kimi-k2").words
     assert len(moectl("tune", "--list", "--json").document["entries"]) == 1
     assert moectl("tune", "--clear", "--stale", "--json").document["dropped"] == 0
     assert moectl("tune", "--clear", "--json").document["dropped"] == 1
-    assert not launches.KIND.files()
+    assert not launches_file.KIND.files()
 
 
 def test_a_file_that_is_not_moectls_is_listed_refused_and_dropped(gpu):
-    path = launches.KIND.path(H200)
+    path = launches_file.KIND.path(H200)
     path.parent.mkdir(parents=True)
     path.write_text("{}")
     assert "is ignored: it is no moectl-launches file" in moectl("tune", "--list").words

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moectl.doctor import caches
-from moectl.environment import kernel_files
+from moectl.doctor import kernel_caches
+from moectl.environment import sysfs_gpus
 from moectl.environment.gpus import VISIBILITY
 from moectl.oracle.registry import known_packages
 
@@ -64,11 +64,11 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     for name in {name for names in VISIBILITY.values() for name in names}:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kernel_files, "KFD", tmp_path / "kfd")
-    monkeypatch.setattr(kernel_files, "DRM", tmp_path / "drm")
-    monkeypatch.setattr(kernel_files, "AMDGPU_VERSION", tmp_path / "amdgpu")
-    monkeypatch.setattr(caches, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(caches, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(sysfs_gpus, "KFD", tmp_path / "kfd")
+    monkeypatch.setattr(sysfs_gpus, "DRM", tmp_path / "drm")
+    monkeypatch.setattr(sysfs_gpus, "AMDGPU_VERSION", tmp_path / "amdgpu")
+    monkeypatch.setattr(kernel_caches, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(kernel_caches, "CGROUP", tmp_path / "cgroup")
     for probe in known_packages().values():
         for module in probe.modules:
             monkeypatch.delitem(sys.modules, module.split(".")[0], raising=False)

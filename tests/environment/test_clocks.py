@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moectl.environment.clocks import Clocks, ClockWatch, parse_clocks, worst
+from moectl.environment.gpu_clocks import Clocks, ClockWatch, parse_clocks, worst
 
 HELD = ("power cap", "software thermal slowdown")
 

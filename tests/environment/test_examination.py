@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from moectl.capabilities.unpacked import find_peers
-from moectl.doctor import NOTE, PROBLEM, Report, caches, examine
-from moectl.doctor.caches import JOB_BYTES, find_jobs
-from moectl.doctor.remarks import remarks_on
+from moectl.capabilities.unpacked_libraries import find_peers
+from moectl.doctor import NOTE, PROBLEM, DoctorReport, examine, kernel_caches
+from moectl.doctor.kernel_caches import JOB_BYTES, find_jobs
+from moectl.doctor.problems import remarks_on
 from moectl.doctor.software import torch_build, try_import
 from moectl.environment import Packages
 
@@ -46,11 +46,11 @@ def sound(bench) -> None:
     bench.file("vllm/third_party/deep_gemm/__init__.py", DEEP_GEMM)
 
 
-def levels(report: Report, about: str) -> list[str]:
+def levels(report: DoctorReport, about: str) -> list[str]:
     return [remark.level for remark in report.remarks if remark.about == about]
 
 
-def own(report: Report) -> dict[str, str]:
+def own(report: DoctorReport) -> dict[str, str]:
     """What this tool's own backends for the device lack here."""
     return {
         status.name: " ".join(verdict.wanted for verdict in status.against)
@@ -59,7 +59,7 @@ def own(report: Report) -> dict[str, str]:
     }
 
 
-def says(report: Report) -> str:
+def says(report: DoctorReport) -> str:
     return " | ".join(f"{remark.says} {remark.do}" for remark in report.remarks)
 
 
@@ -256,7 +256,7 @@ def test_caches_are_measured(bench) -> None:
     bench.file("t/a/kernel.cubin", "x" * 100)
     bench.file("proc/mounts", f"/dev/x / ext4 rw 0 0\nserver:/x {bench.folder}/t nfs4 rw 0 0\n")
     env = bench.env(TRITON_CACHE_DIR=f"{bench.folder}/t")
-    found = {cache.name: cache for cache in caches.find_caches(env)}
+    found = {cache.name: cache for cache in kernel_caches.find_caches(env)}
     triton = found["Triton"]
     assert (triton.files, triton.nbytes, triton.counted, triton.writable) == (1, 100, True, True)
     assert triton.remote
@@ -264,7 +264,9 @@ def test_caches_are_measured(bench) -> None:
     assert not found["DeepGEMM"].there
     assert found["DeepGEMM"].path == f"{bench.folder}/.deep_gemm"
     assert found["DeepGEMM"].filesystem == "ext4"
-    moved = {c.name: c.path for c in caches.find_caches({"FLASHINFER_WORKSPACE_BASE": "/w", "HOME": "/h"})}
+    moved = {
+        c.name: c.path for c in kernel_caches.find_caches({"FLASHINFER_WORKSPACE_BASE": "/w", "HOME": "/h"})
+    }
     assert moved["FlashInfer"] == "/w/.cache/flashinfer"
     assert moved["vLLM"] == "/h/.cache/vllm"
 
@@ -287,8 +289,8 @@ def test_caches_that_cannot_be_written_or_are_far_away_are_told(bench) -> None:
 def test_counting_ends_at_a_bound(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         bench.file(f"t/{number}", "xx")
-    monkeypatch.setattr(caches, "FILES", 3)
-    found = caches.find_caches(bench.env(TRITON_CACHE_DIR=f"{bench.folder}/t"))[0]
+    monkeypatch.setattr(kernel_caches, "FILES", 3)
+    found = kernel_caches.find_caches(bench.env(TRITON_CACHE_DIR=f"{bench.folder}/t"))[0]
     assert (found.files, found.nbytes, found.counted) == (3, 6, False)
 
 

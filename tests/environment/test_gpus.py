@@ -2,10 +2,10 @@
 
 import pytest
 
-from moectl.environment import detect_device, detect_gpus, nvidia
-from moectl.environment.devices import Device
+from moectl.environment import detect_device, detect_gpus, nvidia_smi
 from moectl.environment.gpus import Gpu, cut_short, visible_gpus
-from moectl.environment.kernel_files import amd_gpus, gfx_name, intel_gpus
+from moectl.environment.named_devices import Device
+from moectl.environment.sysfs_gpus import amd_gpus, gfx_name, intel_gpus
 from moectl.errors import Unavailable
 
 H100 = "0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 9.0, 580.95.05, {mig}"
@@ -23,7 +23,7 @@ def test_every_gpu_is_listed_with_its_driver(bench) -> None:
         ("0", "NVIDIA H100 80GB HBM3", "580.95.05"),
         ("1", "NVIDIA H200", "580.95.05"),
     ]
-    assert nvidia.driver_cuda() == "13.0"
+    assert nvidia_smi.driver_cuda() == "13.0"
 
 
 def test_a_split_gpu_is_its_slices(bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_a_gpu_that_is_to_be_split_and_is_not_runs_nothing(bench) -> None:
 
 def test_without_a_driver_there_is_no_gpu(bench) -> None:
     assert detect_gpus() == ()
-    assert nvidia.driver_cuda() == ""
+    assert nvidia_smi.driver_cuda() == ""
     assert detect_device({"CUDA_VISIBLE_DEVICES": "3"}).platform == "cpu"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moectl.environment.installed import distribution_version, find_all, find_package, find_tool
+from moectl.environment.installed_packages import distribution_version, find_all, find_package, find_tool
 from moectl.oracle.machine_packages import installed_packages, packages_from
 from moectl.oracle.registry import known_packages
 

@@ -9,7 +9,7 @@ import pytest
 
 from moectl import environment
 from moectl.environment import DATA, detect_cpu, detect_device, find_device
-from moectl.environment.devices import squeeze
+from moectl.environment.named_devices import squeeze
 from moectl.errors import Unavailable, UsageError
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import known_packages

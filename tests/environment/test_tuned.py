@@ -7,7 +7,7 @@ import pytest
 
 from moectl.environment import find_device
 from moectl.oracle import Decision, policy_named, select
-from moectl.oracle.engines.vllm_0_33_0.tuned import (
+from moectl.oracle.engines.vllm_0_33_0.tuned_files import (
     SHIPPED,
     TUNED_FILES,
     file_remark,
@@ -17,8 +17,17 @@ from moectl.oracle.engines.vllm_0_33_0.tuned import (
 )
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.tuned_files import TunedStatus, tuned_status
-from moectl.problem import Dims, MoEProblem, Parallel
-from moectl.schemes import A16, BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
+from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
+from moectl.problem.schemes import (
+    A16,
+    BF16,
+    FULL,
+    MXFP4,
+    ActFormat,
+    Scheme,
+    WeightFormat,
+    int_format,
+)
 
 FP8_BLOCK = Scheme(WeightFormat("fp8", 8, (128, 128)), ActFormat("fp8", 8, (1, 128)))
 FP8_TENSOR = Scheme(WeightFormat("fp8", 8, (FULL, FULL)), ActFormat("fp8", 8, (FULL, FULL)))

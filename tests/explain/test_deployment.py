@@ -3,8 +3,8 @@
 import pytest
 
 from moectl.checkpoint import open_checkpoint
+from moectl.explain.assumed_machines import machine
 from moectl.explain.deployment import memory_of
-from moectl.explain.machines import machine
 from moectl.oracle import policy_named, select
 from moectl.oracle.engine import AS_LOADED, ASSUMED
 from moectl.oracle.registry import ENGINES

@@ -8,18 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moectl.cache import measurements
+from moectl.cache import backend_times_file
+from moectl.cache.backend_times import BackendTime, MeasuredTimes
 from moectl.environment import find_device
 from moectl.errors import UsageError
-from moectl.explain.evidence import cached
 from moectl.explain.fallback import fallback_of
-from moectl.measured import Measured, Timed
-from moectl.models import MODELS
+from moectl.explain.measured_evidence import cached
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
 from moectl.oracle.selection_inputs import replay_inputs
-from moectl.run.machine import Machine, choose_backends
+from moectl.problem.published_layers import MODELS
+from moectl.run.run_machine import RunMachine, choose_backends
 
 KIMI = MODELS["kimi-k2"]
 H200 = find_device("h200")
@@ -28,15 +28,17 @@ BARE = packages_from("none")
 
 
 def timed(backend, tokens, us):
-    return Timed(backend, "", tokens, "uniform", us, 1.0, True, 2e-3, "moectl bench", "2026-11-21T21:00:00Z")
+    return BackendTime(
+        backend, "", tokens, "uniform", us, 1.0, True, 2e-3, "moectl bench", "2026-11-21T21:00:00Z"
+    )
 
 
-FASTER_MARLIN = Measured(
+FASTER_MARLIN = MeasuredTimes(
     (timed("triton", 1, 60.0), timed("triton_marlin", 1, 50.0), timed("torch", 1, 900.0))
 )
 
 
-def decided(measured=Measured(), policy=OWN, **more):
+def decided(measured=MeasuredTimes(), policy=OWN, **more):
     return select(KIMI, H200, BARE, policy, measured=measured, **more)
 
 
@@ -72,7 +74,7 @@ def test_a_request_and_another_engines_policy_are_not_overruled():
     st.lists(st.tuples(st.sampled_from(["triton", "triton_marlin"]), st.integers(1, 64), st.floats(1, 1e4)))
 )
 def test_the_choice_follows_from_the_times_alone(rows):
-    times = Measured(tuple(timed(*row) for row in rows))
+    times = MeasuredTimes(tuple(timed(*row) for row in rows))
     assert decided(times) == decided(times)
     assert decided(times).chosen.backend.name in ("triton", "triton_marlin")
 
@@ -81,7 +83,7 @@ def test_a_recorded_decision_holds_its_times():
     document = json.loads(json.dumps(decided(FASTER_MARLIN).to_json()))
     assert document["ranking"]["tokens"] == [1] and replay_inputs(document).measured == FASTER_MARLIN
     del document["inputs"]["measured"]
-    assert replay_inputs(document).measured == Measured()
+    assert replay_inputs(document).measured == MeasuredTimes()
     for bad in ({"rows": 1}, [{"backend": "triton"}], [{**FASTER_MARLIN.to_json()[0], "us": "1"}], [1]):
         document["inputs"]["measured"] = bad
         with pytest.raises(UsageError, match=r"inputs\.measured"):
@@ -89,11 +91,11 @@ def test_a_recorded_decision_holds_its_times():
 
 
 def keep(*rows):
-    measurements.save(H200, KIMI, rows, versions={}, source="moectl bench")
+    backend_times_file.save(H200, KIMI, rows, versions={}, source="moectl bench")
 
 
 def test_run_takes_what_was_measured_here_and_says_why():
-    machine = Machine(torch.device("cpu"), H200, BARE)
+    machine = RunMachine(torch.device("cpu"), H200, BARE)
     choice = choose_backends(KIMI, machine)
     assert choice.names[0] == "triton" and choice.by_measurement == ""
     keep(*FASTER_MARLIN.rows)

@@ -6,13 +6,13 @@ from itertools import combinations
 import pytest
 
 from moectl.checkpoint import open_checkpoint
-from moectl.explain.changes import BY_GROUP, BY_QUESTION, FIXED, KINDS
-from moectl.explain.machines import machine
-from moectl.explain.why import why
+from moectl.explain.assumed_machines import machine
+from moectl.explain.counterfactual import why
+from moectl.explain.proposed_changes import BY_GROUP, BY_QUESTION, FIXED, KINDS
 from moectl.oracle import SelectionInputs, decide, policy_named
 from moectl.oracle.backend import GROUPS
 from moectl.oracle.checks import CHECKS
-from moectl.problem import Parallel
+from moectl.problem.moe_problem import Parallel
 
 GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
 LOW_LATENCY = Parallel(dp=8, ep=True, all2all="deepep_low_latency")

@@ -6,8 +6,8 @@ from itertools import cycle
 
 import pytest
 
-from moectl.kernels.triton.runner import INTERPRETED
-from moectl.schemes import WeightFormat
+from moectl.kernels.triton.triton_runner import INTERPRETED
+from moectl.problem.schemes import WeightFormat
 from support import kernel_cases as cases
 from support.kernel_grid import CHOICES, FEWER_CASES, FORMATS, Case
 

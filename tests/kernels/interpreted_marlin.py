@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moectl.kernels.triton.routing import INTERPRETED
+from moectl.kernels.triton.sort_and_combine import INTERPRETED
 from support import marlin_cases as cases
 from support.kernel_cases import poison_new_memory
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from moectl.kernels.peers import humming, marlin
-from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.triton.routing import INTERPRETED
-from moectl.problem import SILU, SWIGLU_OAI, Activation
+from moectl.kernels.external import humming, vllm_marlin
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.triton.sort_and_combine import INTERPRETED
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation
 from support import peer_cases as cases
 from support.kernel_cases import poison_new_memory
 from support.random_layers import inputs_of, judged, random_layer
@@ -30,7 +30,7 @@ def test_runs_in_the_interpreter() -> None:
 @pytest.mark.parametrize(("slots", "experts", "size"), [(1, 4, 8), (45, 20, 16), (300, 3, 48)])
 def test_blocks(kind: str, slots: int, experts: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cases.makes_blocks(kind, slots, experts, size, "cpu")
-    monkeypatch.setattr("moectl.kernels.peers.around.FEW", 0)
+    monkeypatch.setattr("moectl.kernels.external.gemm_glue.FEW", 0)
     cases.makes_blocks(kind, slots, experts, size, "cpu")
 
 
@@ -94,12 +94,12 @@ def test_a_layer_from_marlins_gemms(name: str, kind: str, monkeypatch: pytest.Mo
     prepared = layer.prepared("marlin", "cpu")
     roles = {
         matrix.codes.data_ptr(): role
-        for matrix, role in zip(marlin.ready(prepared), ("w13", "w2"), strict=True)
+        for matrix, role in zip(vllm_marlin.ready(prepared), ("w13", "w2"), strict=True)
     }
     inputs = cases.with_ids(inputs_of(problem, 5), kind, problem.local_experts)
 
     def gemm(**given: Any) -> None:
-        assert given.keys() == set(marlin.ARGUMENTS) and not given["workspace"].any()
+        assert given.keys() == set(vllm_marlin.ARGUMENTS) and not given["workspace"].any()
         x, y, top_k = given["a"], given["c_or_none"], given["top_k"]
         assert x.shape == (given["size_m"], given["size_k"]) and y.shape[1] == given["size_n"]
         blocks = (given["sorted_token_ids"], given["expert_ids"], given["num_tokens_past_padded"])
@@ -111,8 +111,8 @@ def test_a_layer_from_marlins_gemms(name: str, kind: str, monkeypatch: pytest.Mo
                 if given["b_bias_or_none"] is not None and given["global_scale"] is not None:
                     y[slot] += 1e31  # as the library does
 
-    monkeypatch.setattr(marlin, "operator", lambda: gemm)
-    y = marlin.compute(prepared, inputs.x, inputs.ids, inputs.weights)
+    monkeypatch.setattr(vllm_marlin, "operator", lambda: gemm)
+    y = vllm_marlin.compute(prepared, inputs.x, inputs.ids, inputs.weights)
     assert judged(layer, prepared, y, inputs).ok if kind != "none" else not y.any()
 
 
@@ -125,7 +125,7 @@ def test_a_layer_from_hummings_gemms(name: str, kind: str, monkeypatch: pytest.M
     rows = [(0, 8, {"block_shape": [8, 64, 64]}), (8, 1 << 30, {"block_shape": [16, 64, 64]})]
     table = {"w13": rows, "w2": [(0, 1 << 30, {"block_shape": [16, 64, 64]})]}
     prepared.derived[humming.NAME] = tuple(
-        humming.Matrix(
+        humming.HummingMatrix(
             role, {"weight": prepared.weights[role], "weight_scale": prepared.weights[role]}, table[role]
         )
         for role in table

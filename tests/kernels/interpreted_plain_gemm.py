@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moectl.errors import UsageError
-from moectl.kernels.triton.plain_gemm import SPAN, Blocks, plain_gemm, sort
+from moectl.tuning.grouped_gemm import SPAN, GemmConfig, plain_gemm, sort
 
 EXPERTS, TOP_K = 5, 3
 
@@ -30,9 +30,10 @@ def _expected(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch
 @pytest.mark.parametrize("kind", ["spread", "one expert"])
 @pytest.mark.parametrize("tokens", [1, 7, 40])
 @pytest.mark.parametrize(
-    "blocks", [Blocks(16, 32, 32, 1, 4, 2), Blocks(16, 64, 64, 3, 4, 2), Blocks(32, 32, 64, 8, 4, 2)]
+    "blocks",
+    [GemmConfig(16, 32, 32, 1, 4, 2), GemmConfig(16, 64, 64, 3, 4, 2), GemmConfig(32, 32, 64, 8, 4, 2)],
 )
-def test_every_assignment_has_its_product(blocks: Blocks, tokens: int, kind: str) -> None:
+def test_every_assignment_has_its_product(blocks: GemmConfig, tokens: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = _ids(tokens, kind)
     x = torch.randn(tokens, 80, generator=generator)
@@ -56,7 +57,7 @@ def test_scales_of_rows_and_blocks(swapped: bool) -> None:
     weight = torch.randn(EXPERTS, n, k, generator=generator)
     x_scale = torch.rand(9, k // SPAN, generator=generator)
     weight_scale = torch.rand(EXPERTS, n // SPAN, k // SPAN, generator=generator)
-    blocks = Blocks(16, 64, 128, 2, 4, 2)
+    blocks = GemmConfig(16, 64, 128, 2, 4, 2)
     y = torch.empty(ids.numel(), n)
     plain_gemm(y, x, weight, sort(ids, EXPERTS, 16), blocks, (x_scale, weight_scale), swapped)
     whole = weight.float() * weight_scale.repeat_interleave(SPAN, 1).repeat_interleave(SPAN, 2)
@@ -67,9 +68,9 @@ def test_scales_of_rows_and_blocks(swapped: bool) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     rows, x, weight = sort(_ids(4, "spread"), EXPERTS, 16), torch.zeros(4, 128), torch.zeros(EXPERTS, 8, 128)
     with pytest.raises(UsageError, match="sorted into other blocks than of 32"):
-        plain_gemm(torch.empty(12, 8), x, weight, rows, Blocks(32, 32, 32, 1, 4, 2))
+        plain_gemm(torch.empty(12, 8), x, weight, rows, GemmConfig(32, 32, 32, 1, 4, 2))
     with pytest.raises(UsageError, match="cuts across spans of 128"):
-        plain_gemm(torch.empty(12, 8), x, weight, rows, Blocks(16, 32, 256, 1, 4, 2), (x, weight))
+        plain_gemm(torch.empty(12, 8), x, weight, rows, GemmConfig(16, 32, 256, 1, 4, 2), (x, weight))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64])

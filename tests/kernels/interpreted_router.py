@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moectl.kernels.triton.routing import INTERPRETED
+from moectl.kernels.triton.sort_and_combine import INTERPRETED
 from support import router_cases as cases
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinities in numpy

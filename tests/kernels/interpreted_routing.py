@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moectl.kernels.triton.routing import INTERPRETED, Sum
+from moectl.kernels.triton.sort_and_combine import INTERPRETED, CombineLaunch
 from support import kernel_cases, routing_cases
 
 
@@ -31,15 +31,17 @@ def test_sorts_any_size(way: str, assignments: int, experts: int, monkeypatch: p
 
 
 def test_sums_counts_of_more_blocks_than_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moectl.kernels.triton.routing.BLOCKS_AT_ONCE", 4)
+    monkeypatch.setattr("moectl.kernels.triton.sort_and_combine.BLOCKS_AT_ONCE", 4)
     routing_cases.sorts("many", "skipped", 1300, 5, "cpu", monkeypatch)
 
 
-@pytest.mark.parametrize("launch", [None, Sum(1, 64, 4), Sum(2, 128, 4), Sum(4, 32, 1)])
+@pytest.mark.parametrize(
+    "launch", [None, CombineLaunch(1, 64, 4), CombineLaunch(2, 128, 4), CombineLaunch(4, 32, 1)]
+)
 @pytest.mark.parametrize(
     ("tokens", "top_k", "hidden", "splits"), [(1, 1, 96, 1), (5, 4, 200, 2), (3, 22, 64, 4)]
 )
-def test_sums(tokens: int, top_k: int, hidden: int, splits: int, launch: Sum | None) -> None:
+def test_sums(tokens: int, top_k: int, hidden: int, splits: int, launch: CombineLaunch | None) -> None:
     routing_cases.sums(tokens, top_k, hidden, splits, launch, "cpu")
 
 

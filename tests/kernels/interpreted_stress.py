@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moectl.environment import Packages, detect_cpu
-from moectl.problem import Dims, MoEProblem
-from moectl.run import Machine, plan_stress
-from moectl.run.layer import hold
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.run import RunMachine, plan_stress
+from moectl.run.one_layer import hold
 from moectl.run.stress import stress
-from moectl.run.stress_cases import CASES, Case, Draw
+from moectl.run.stress_cases import CASES, StressCase, StressInputs
 from support.random_layers import GPT_OSS, KIMI, random_layer
 
 FEW = {
@@ -21,10 +21,10 @@ FEW = {
 }
 
 
-def _short(case: Case) -> Case:
+def _short(case: StressCase) -> StressCase:
     """The case with three tokens, which the interpreter takes a second for."""
 
-    def make(draw: Draw) -> object:
+    def make(draw: StressInputs) -> object:
         made = case.make(draw)
         inputs = made.inputs
         return replace(
@@ -51,7 +51,7 @@ def _short(case: Case) -> Case:
 )
 def test_cases_pass(backend: str, problem: MoEProblem) -> None:
     layer = random_layer(problem)
-    cpu = Machine(torch.device("cpu"), detect_cpu(), Packages())
+    cpu = RunMachine(torch.device("cpu"), detect_cpu(), Packages())
     cases = plan_stress(layer, cpu.torch, cases=[_short(case) for case in CASES if case.name in FEW])
     found = list(stress(hold(layer, backend, cpu), cases, cpu.torch, lambda text: None))
     assert len(found) == len(FEW)

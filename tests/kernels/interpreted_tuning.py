@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moectl.kernels.tolerance import check
-from moectl.kernels.triton.launch import Launch
-from moectl.problem import MoEProblem, Parallel
-from moectl.tuning.cells import Cell
-from moectl.tuning.measure import AGREE, GpuBench
+from moectl.kernels.triton.launches import Launch
+from moectl.problem.moe_problem import MoEProblem, Parallel
+from moectl.tuning.gpu_bench import AGREE, GpuBench
+from moectl.tuning.tuning_cases import TuningCase
 from support.kernel_cases import LAUNCHES
 from support.random_layers import GPT_OSS, KIMI
 
@@ -26,7 +26,7 @@ LAYERS = {
 @pytest.mark.parametrize("layer", LAYERS)
 def test_portable_kernels_are_what_the_reference_says(layer: str, tokens: int) -> None:
     problem: MoEProblem = LAYERS[layer]
-    bench, cell = GpuBench(torch.device("cpu")), Cell(layer, problem, tokens)
+    bench, cell = GpuBench(torch.device("cpu")), TuningCase(layer, problem, tokens)
     inputs = bench.inputs(cell)
     assert inputs.expected.any() and all(s.ids.max() < problem.local_experts for s in inputs.sets)
     launch: Launch = LAUNCHES["grouped 16x64x64"]

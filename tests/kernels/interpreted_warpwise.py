@@ -6,9 +6,9 @@ from itertools import cycle
 
 import pytest
 
-from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.warpwise import WarpwiseTile
-from moectl.schemes import WeightFormat
+from moectl.problem.schemes import WeightFormat
 from support import kernel_cases as cases
 from support.kernel_grid import CHOICES, FEWER_CASES, FORMATS, Case
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from moectl.bench.reading import read_rows
-from moectl.bench.rows import Row
-from moectl.bench.settings import Settings
-from moectl.floors import Rates
+from moectl.bench.bench_rows import BenchRow
+from moectl.bench.read_rows import read_rows
+from moectl.bench.settings import BenchSettings
 from moectl.kernels.registry import RUNNERS
+from moectl.problem.roofline import DeviceRates
 from support.scripts import SCRIPTS, loaded
 
 script = loaded("bench_peers")
@@ -66,7 +66,7 @@ sys.path[:0] = [{str(SCRIPTS)!r}, {str(SCRIPTS.parent)!r}]
 from dataclasses import replace
 from moectl import models
 from moectl.kernels import registry
-from moectl.problem import Dims
+from moectl.problem.moe_problem import Dims
 
 for name, problem in models.MODELS.items():
     models.MODELS[name] = replace(problem, dims=Dims(64, 32), experts=8, local_experts=8, top_k=2)
@@ -86,9 +86,9 @@ def hangs():
 for name, run, at in (("crashes", lambda: os._exit(9), 2), ("hangs", hangs, 5)):
     globals()[name + "_runner"] = replace(torch_runner, name=name, compute=fails(run, at=at))
     registry.RUNNERS[name] = registry.RunnerEntry("__main__:" + name + "_runner")
-import moectl.bench.measure
+import moectl.bench.run_bench
 from moectl.run import BackendChoice
-moectl.bench.measure.choose_backends = lambda problem, machine, names, stored: BackendChoice(tuple(names))
+moectl.bench.run_bench.choose_backends = lambda problem, machine, names, stored: BackendChoice(tuple(names))
 from moe_workers import work
 sys.exit(work(json.load(sys.stdin)))
 """
@@ -100,7 +100,7 @@ def watch_of(
     """A watch of a small layer on the CPU, with runners that crash at 2 tokens and hang at 5."""
     (tmp_path / "worker.py").write_text(WORKER)
     part = script._part(
-        Settings(
+        BenchSettings(
             models=("qwen3-30b:mxfp4",),
             tokens=tuple(tokens),
             backends=tuple(backends),
@@ -112,7 +112,7 @@ def watch_of(
     end = time.monotonic() + limits.get("seconds", 200)
     limit = limits.get("cell_limit", 100)
     return workers.Watch(
-        command, [part], Rates(1e10, 1e12, "given"), end, limit, lambda about: None, lambda row: None
+        command, [part], DeviceRates(1e10, 1e12, "given"), end, limit, lambda about: None, lambda row: None
     )
 
 
@@ -145,7 +145,7 @@ say = lambda kind, **data: print(mark + json.dumps(dict(data, kind=kind)), flush
 """
 
 
-def stub(tmp_path: Path, body: str, columns: str) -> list[Row]:
+def stub(tmp_path: Path, body: str, columns: str) -> list[BenchRow]:
     (tmp_path / "stub.py").write_text(STUB.format(mark=workers.MARK, body=body))
     todo = asked(f"--models qwen3-30b --tokens 1 --columns {columns}")
     command = [sys.executable, str(tmp_path / "stub.py")]
@@ -156,7 +156,9 @@ def stub(tmp_path: Path, body: str, columns: str) -> list[Row]:
 
 def test_a_gpu_that_a_backend_has_broken_costs_the_others_nothing(tmp_path: Path) -> None:
     """The row of who broke it was said; the others of the cell are measured by the next worker."""
-    row = Row("qwen3-30b", "-", 0, "int4 group 128, a16 activations", "marlin", 1, "uniform", reason="bad")
+    row = BenchRow(
+        "qwen3-30b", "-", 0, "int4 group 128, a16 activations", "marlin", 1, "uniform", reason="bad"
+    )
     key = list(row.key)
     body = f"""
 say("begin", keys=[{key!r}, {[*key[:3], "humming", *key[4:]]!r}])
@@ -191,7 +193,7 @@ def test_rows_are_in_the_file_as_they_come(tmp_path: Path, monkeypatch: pytest.M
         def __init__(self, *arguments: Any) -> None:
             self.begin, self.report = arguments[-2:]
 
-        def run(self) -> list[Row]:
+        def run(self) -> list[BenchRow]:
             self.begin({"device": "G"})
             for tokens in (1, 4):
                 self.report(row("marlin", tokens, 5.0))
@@ -204,8 +206,10 @@ def test_rows_are_in_the_file_as_they_come(tmp_path: Path, monkeypatch: pytest.M
     assert read_rows(file).about["device"] == "G"
 
 
-def row(column: str, tokens: int, us: float | None, **more: object) -> Row:
-    known = Row("m", "-", 0, "mxfp4 group 32, a16 activations", tables.COLUMNS[column], tokens, "uniform")
+def row(column: str, tokens: int, us: float | None, **more: object) -> BenchRow:
+    known = BenchRow(
+        "m", "-", 0, "mxfp4 group 32, a16 activations", tables.COLUMNS[column], tokens, "uniform"
+    )
     timed = replace(known, median_us=us, floor_us=10.0, ok=us is not None, error_rms=1e-3, experts=4.0)
     return replace(timed, floor_percent=us and 1e3 / us, **more)  # type: ignore[arg-type]
 

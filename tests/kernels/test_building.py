@@ -9,18 +9,18 @@ from functools import partial
 import pytest
 import torch
 
-from moectl.building import build_kernel
 from moectl.environment import Packages
-from moectl.environment.devices import find_device
+from moectl.environment.named_devices import find_device
 from moectl.errors import MoectlError, NoBackend, Unavailable, UsageError
-from moectl.kernels.dispatch.exchange import Alone
-from moectl.kernels.modular import FusedMoEKernel
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.modular.exchange import SingleRankExchange
+from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.runner import ActivationFormat
+from moectl.layer.build_kernel import build_kernel
 from moectl.oracle.decision import Decision
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import OutOfScope, select
-from moectl.problem import MoEProblem, Parallel, Routing
+from moectl.problem.moe_problem import MoEProblem, Parallel, Routing
 from support.fake_runners import MONOLITHIC, TORCH
 from support.random_layers import GPT_OSS, KIMI, inputs_of, judged, random_layer
 from support.rank_cases import decision_for
@@ -41,7 +41,7 @@ def test_builds_what_was_decided(problem: MoEProblem, form: ActivationFormat | N
     prepared = whole.prepared("torch", "cpu")
     kernel = build_kernel(decision_for(problem, ONE), prepared, form=form)
     assert kernel.prepared is prepared and kernel.runner.name == "torch"
-    assert kernel.form is (form or ActivationFormat.STANDARD) and kernel.exchange == Alone()
+    assert kernel.form is (form or ActivationFormat.STANDARD) and kernel.exchange == SingleRankExchange()
     assert kernel.expert_map is None
     inputs = inputs_of(problem, 6)
     assert judged(whole, prepared, kernel.run(inputs), inputs).ok
@@ -130,7 +130,9 @@ REFUSED: dict[str, tuple[type[MoectlError], Callable[[], object]]] = {
 
 def test_a_shared_expert_that_is_refused_is_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = layer()
-    monkeypatch.setattr("moectl.building.dense_shared", lambda expert, prepared: pytest.fail("it was cast"))
+    monkeypatch.setattr(
+        "moectl.layer.build_kernel.dense_shared", lambda expert, prepared: pytest.fail("it was cast")
+    )
     with pytest.raises(UsageError, match="the layer has no shared experts, got some"):
         build_kernel(decision_for(KIMI, ONE), prepared, shared=prepared.expert(0))
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.published_kernels import MODELS, Inspected, layer_without_weights
+from devtools.inspection.shipped_kernels import candidates, inspect, inspect_run, shipped
 
-from moectl.experts import unfilled
-from moectl.inspection import MODELS, Inspected, layer_without_weights
 from moectl.kernels.registry import runner_for
-from moectl.kernels.triton.hopper.products import exact_weights
-from moectl.kernels.triton.inspection.shipped import candidates, inspect, inspect_run, shipped
-from moectl.kernels.triton.inspection.standin import STAND_INS
-from moectl.kernels.triton.layer import layer_of
-from moectl.kernels.triton.runner import REGIMES
-from moectl.problem import Activation, Dims
-from moectl.schemes import FULL, Scheme, int_format
+from moectl.kernels.triton.hopper.gemm_spec import exact_weights
+from moectl.kernels.triton.kernel_family import layer_of
+from moectl.kernels.triton.triton_runner import FAMILIES
+from moectl.layer.experts import unfilled
+from moectl.problem.moe_problem import Activation, Dims
+from moectl.problem.schemes import FULL, Scheme, int_format
 
 WITHOUT_WGMMA = frozenset({"stream", "warpwise"})
 """Families whose products on sm_90 are mma.sync by design: too few tokens to fill a wgmma."""
@@ -30,7 +30,7 @@ WITHOUT_WGMMA = frozenset({"stream", "warpwise"})
 def families(arch: int) -> list[str]:
     """The families of kernels whose code exists for `arch`."""
     capability = STAND_INS[arch].capability
-    return [name for name, it in REGIMES.items() if it.capability[0] <= capability <= it.capability[1]]
+    return [name for name, it in FAMILIES.items() if it.capability[0] <= capability <= it.capability[1]]
 
 
 def check(call: Inspected, *, strict: bool = True) -> None:
@@ -38,7 +38,7 @@ def check(call: Inspected, *, strict: bool = True) -> None:
     print(call)
     products = [kernel for kernel in call.kernels if kernel.wgmma or kernel.mma]
     assert products, "no kernel multiplies on tensor cores"
-    if call.arch == 90 and call.launch.regime not in WITHOUT_WGMMA:
+    if call.arch == 90 and call.launch.family not in WITHOUT_WGMMA:
         assert all(kernel.wgmma and not kernel.mma for kernel in products), products
     assert not strict or not call.faults
 
@@ -51,7 +51,7 @@ def call_of(model: str, arch: int, family: str, *, place: int) -> Inspected | No
     """
     layer, gpu = layer_without_weights(model), STAND_INS[arch]
     for offered in (shipped, candidates):
-        launches = [it for it in offered(layer, gpu) if it.launch.regime == family]
+        launches = [it for it in offered(layer, gpu) if it.launch.family == family]
         if launches:
             break
     else:
@@ -76,7 +76,7 @@ def test_every_family_is_somebodys_launch(family: str) -> None:
     layers = map(layer_without_weights, MODELS)
     places = (STAND_INS[arch] for arch in (90, 80))
     assert any(
-        it.launch.regime == family for layer, gpu in product(layers, places) for it in shipped(layer, gpu)
+        it.launch.family == family for layer, gpu in product(layers, places) for it in shipped(layer, gpu)
     )
 
 
@@ -140,7 +140,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_format_and_activation_on_sm90(variant: str, family: str) -> None:
     layer, gpu = unfilled(VARIANTS[variant], "triton"), STAND_INS[90]
-    launches = [it for it in (*shipped(layer, gpu), *candidates(layer, gpu)) if it.launch.regime == family]
+    launches = [it for it in (*shipped(layer, gpu), *candidates(layer, gpu)) if it.launch.family == family]
     if not launches:
         pytest.skip(f"the {family} kernels do not take {variant}")
     it = launches[-1]
@@ -156,7 +156,7 @@ def test_int4_with_scales_that_do_not_fold_on_sm90(family: str) -> None:
     unknown = replace(made, w13=replace(made.w13, exponents=None), w2=replace(made.w2, exponents=None))
     assert exact_weights(made.problem, unknown.w13) and not exact_weights(made.problem, made.w13)
     layer = replace(layer, derived={"triton": unknown})
-    it = [it for it in candidates(layer, gpu) if it.launch.regime == family][-1]
+    it = [it for it in candidates(layer, gpu) if it.launch.family == family][-1]
     kernels = inspect(layer, it.tokens[0], it.launch, gpu)
     check(Inspected("int4, not folded", 90, it.launch, it.tokens[0], kernels))
 

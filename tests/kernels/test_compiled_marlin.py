@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from devtools.inspection.kernel_report import KernelReport, report_of
+from devtools.inspection.offline_gpu import STAND_INS, LaunchedKernel, standing_in
 
-from moectl.convert.layout import layout_named
-from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.triton.inspection.report import KernelReport, report_of
-from moectl.kernels.triton.inspection.standin import STAND_INS, Launched, standing_in
+from moectl.convert.layouts.registry import layout_named
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.marlin import LAYOUT, MarlinTile, run_with, tile_for
-from moectl.problem import Dims, MoEProblem
-from moectl.schemes import Scheme, int_format
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import Scheme, int_format
 from moectl.torch_dtypes import TORCH_DTYPES
 from support.marlin_cases import FORMATS, TILES
 from support.random_layers import DTYPES
@@ -47,7 +47,7 @@ def without_weights(problem: MoEProblem) -> PreparedMoE:
     return PreparedMoE(problem, "triton_marlin", LAYOUT, weights, dense)  # type: ignore[arg-type]
 
 
-def launched_by(problem: MoEProblem, tokens: int, tile: MarlinTile, arch: int) -> list[Launched]:
+def launched_by(problem: MoEProblem, tokens: int, tile: MarlinTile, arch: int) -> list[LaunchedKernel]:
     """The two products of a call."""
     dtype = DTYPES[problem.dtype]
     x = torch.empty(tokens, problem.dims.hidden, dtype=dtype, device="meta")

@@ -6,13 +6,13 @@ import re
 from dataclasses import astuple, replace
 
 import pytest
+from devtools.inspection.published_kernels import layer_without_weights
 
-from moectl.experts import unfilled
-from moectl.inspection import layer_without_weights
-from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.triton.hopper.mid import MID_REGIME, WIDTHS, MidTile
-from moectl.kernels.triton.launch import Launch
-from moectl.schemes import Scheme, int_format
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.triton.hopper.mid import MID_FAMILY, WIDTHS, MidTile
+from moectl.kernels.triton.launches import Launch
+from moectl.layer.experts import unfilled
+from moectl.problem.schemes import Scheme, int_format
 from support.ptx_places import BOXES, COPIES, READ, Ptx, gemms
 
 GPT_OSS = layer_without_weights("openai/gpt-oss-20b")
@@ -23,7 +23,7 @@ LAYERS = {"mxfp4": GPT_OSS, "int4": KIMI, "int4 with zero points": ZEROS, "int8 
 
 
 def tiles(layer: PreparedMoE) -> list[MidTile]:
-    return [tile for tile in MID_REGIME.candidates(layer.problem) if not MID_REGIME.fits(layer.problem, tile)]
+    return [tile for tile in MID_FAMILY.candidates(layer.problem) if not MID_FAMILY.fits(layer.problem, tile)]
 
 
 def compiled(layer: PreparedMoE, tile: MidTile) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devtools.inspection.kernel_report import report_of
+from devtools.inspection.offline_gpu import standing_in
+from devtools.inspection.published_kernels import gpu_of
 
-from moectl.inspection import gpu_of
-from moectl.kernels.triton.inspection.report import report_of
-from moectl.kernels.triton.inspection.standin import standing_in
-from moectl.kernels.triton.plain_gemm import SPAN, Blocks, Sorted, plain_gemm
+from moectl.tuning.grouped_gemm import SPAN, GemmConfig, PaddedAssignments, plain_gemm
 
 N, K, TOKENS, EXPERTS, ASSIGNMENTS = 1536, 2048, 16, 128, 128
 
@@ -20,17 +20,17 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("scaled", "swapped", "blocks", "product"),
     [
-        (False, False, Blocks(16, 64, 128, 1, 4, 4), "HMMA"),
-        (False, False, Blocks(128, 256, 64, 16, 8, 4), "HGMMA"),
-        (True, True, Blocks(16, 64, 128, 1, 4, 4), "QGMMA"),
-        (True, False, Blocks(64, 128, 128, 16, 4, 4), "QGMMA"),
+        (False, False, GemmConfig(16, 64, 128, 1, 4, 4), "HMMA"),
+        (False, False, GemmConfig(128, 256, 64, 16, 8, 4), "HGMMA"),
+        (True, True, GemmConfig(16, 64, 128, 1, 4, 4), "QGMMA"),
+        (True, False, GemmConfig(64, 128, 128, 16, 4, 4), "QGMMA"),
     ],
     ids=["few rows", "many rows", "fp8 few rows", "fp8 many rows"],
 )
-def test_on_sm90(scaled: bool, swapped: bool, blocks: Blocks, product: str) -> None:
+def test_on_sm90(scaled: bool, swapped: bool, blocks: GemmConfig, product: str) -> None:
     dtype = torch.float8_e4m3fn if scaled else torch.bfloat16
     most = ASSIGNMENTS * blocks.block_m
-    rows = Sorted(_meta(most), _meta(most // blocks.block_m), _meta(1), ASSIGNMENTS, most)
+    rows = PaddedAssignments(_meta(most), _meta(most // blocks.block_m), _meta(1), ASSIGNMENTS, most)
     x, weight = _meta(TOKENS, K, dtype=dtype), _meta(EXPERTS, N, K, dtype=dtype)
     y = _meta(ASSIGNMENTS, N, dtype=torch.bfloat16)
     spans = _meta(TOKENS, K // SPAN), _meta(EXPERTS, N // SPAN, K // SPAN)

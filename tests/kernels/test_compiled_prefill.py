@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devtools.inspection.handovers import ARRIVAL, BARRIER, early_handovers
+from devtools.inspection.kernel_report import disassembled
+from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.published_kernels import Inspected, layer_without_weights
+from devtools.inspection.shipped_kernels import inspect
 
-from moectl.experts import unfilled
-from moectl.inspection import Inspected, layer_without_weights
-from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.triton.hopper.prefill import PREFILL_REGIME, PROMISING, SHAPES, PrefillTile
-from moectl.kernels.triton.inspection.handovers import ARRIVAL, BARRIER, early_handovers
-from moectl.kernels.triton.inspection.report import disassembled
-from moectl.kernels.triton.inspection.shipped import inspect
-from moectl.kernels.triton.inspection.standin import STAND_INS
-from moectl.kernels.triton.launch import Launch
-from moectl.schemes import Scheme, int_format
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.triton.hopper.prefill import PREFILL_FAMILY, PROMISING, SHAPES, PrefillTile
+from moectl.kernels.triton.launches import Launch
+from moectl.layer.experts import unfilled
+from moectl.problem.schemes import Scheme, int_format
 from support.ptx_places import COPIES, READ, Place, Ptx, gemms
 
 from .test_compiled import VARIANTS, check
@@ -86,7 +86,7 @@ def test_they_do_in_every_tile(name: str, tile: PrefillTile) -> None:
 def test_every_format_and_activation_in_tiles_of_two_blocks(variant: str) -> None:
     """`test_compiled` has them in the last tile, of one block."""
     layer, launch = unfilled(VARIANTS[variant], "triton"), Launch("prefill", PrefillTile(9))
-    if refused := PREFILL_REGIME.fits(layer.problem, launch.tile):
+    if refused := PREFILL_FAMILY.fits(layer.problem, launch.tile):
         pytest.skip(refused)
     check(Inspected(variant, 90, launch, TOKENS, inspect(layer, TOKENS, launch, STAND_INS[90])))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devtools.inspection.kernel_report import report_of
+from devtools.inspection.offline_gpu import STAND_INS, standing_in
 
 from moectl.kernels.triton import router
-from moectl.kernels.triton.inspection.report import report_of
-from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
-from moectl.kernels.triton.routing import order_of_counts
+from moectl.kernels.triton.sort_and_combine import order_of_counts
 from support.router_cases import METHODS, case_of
 
 

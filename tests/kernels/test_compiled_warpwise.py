@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.published_kernels import layer_without_weights
+from devtools.inspection.shipped_kernels import inspect
 
-from moectl.inspection import layer_without_weights
-from moectl.kernels.triton.inspection.shipped import inspect
-from moectl.kernels.triton.inspection.standin import STAND_INS
-from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.warpwise import WarpwiseTile
 
 LAYERS = {

@@ -11,12 +11,12 @@ import torch
 import torch.multiprocessing as mp
 
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.layout import layout_for
-from moectl.convert.planning import plan_conversion
-from moectl.convert.rank_plans import convert_ranks, plan_ranks
-from moectl.convert.stream import convert
-from moectl.kernels.dispatch.batching import batches_of
-from moectl.kernels.dispatch.exchange import Alone
+from moectl.convert.execute.convert import convert
+from moectl.convert.execute.rank_plans import convert_ranks, plan_ranks
+from moectl.convert.layouts.registry import layout_for
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
+from moectl.kernels.modular.batching import batches_of
+from moectl.kernels.modular.exchange import SingleRankExchange
 from support.rank_cases import CASES, run_rank
 
 SIZES = (2, 4)
@@ -88,6 +88,6 @@ def test_factors_multiply_tokens_on_the_way_to_each_expert() -> None:
 
 
 def test_one_rank_alone_moves_nothing() -> None:
-    exchange, x = Alone(), torch.ones(3, 2)
+    exchange, x = SingleRankExchange(), torch.ones(3, 2)
     assert exchange.sent(3, x.device) == 3
     assert exchange.gather(x, 3, 0) is x and exchange.back(x, 3) is x

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from moectl.convert.codecs import codec_for
 from moectl.errors import NoBackend
-from moectl.kernels.emulation import RUNNER, rounded
-from moectl.kernels.inputs import Inputs, make_inputs
-from moectl.kernels.prepared import DenseExpert, PreparedMoE
-from moectl.kernels.quantize import refusal
+from moectl.kernels.layer_inputs import LayerInputs, make_inputs
+from moectl.kernels.prepared_layer import DenseExpert, PreparedMoE
+from moectl.kernels.quantize_tokens import refusal
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.number_formats import NUMBER_FORMATS
-from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.random_layer import RandomLayer
-from moectl.schemes import (
+from moectl.kernels.torch_backends.emulation import RUNNER, rounded
+from moectl.layer.random_layer import RandomLayer
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.problem.number_formats import NUMBER_FORMATS
+from moectl.problem.schemes import (
     BF16,
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -67,7 +67,7 @@ def layer_of(problem: MoEProblem) -> PreparedMoE:
     return RandomLayer(problem, torch.device("cpu")).experts.prepared("emulation", "cpu")
 
 
-def inputs_of(problem: MoEProblem, tokens: int = 24) -> Inputs:
+def inputs_of(problem: MoEProblem, tokens: int = 24) -> LayerInputs:
     return make_inputs(problem, tokens, seed=90001)
 
 

@@ -14,23 +14,17 @@ import torch
 from moectl.checkpoint import open_checkpoint
 from moectl.environment import find_device
 from moectl.errors import NoBackend, Unavailable, UsageError
-from moectl.kernels.triton.launch import Launch
-from moectl.kernels.triton.plain_gemm import Blocks
-from moectl.oracle.engines.vllm_0_33_0.tuned import CHOICES, KERNELS, file_remark, parse_name
+from moectl.kernels.triton.launches import Launch
+from moectl.oracle.engines.vllm_0_33_0.tuned_files import CHOICES, KERNELS, file_remark, parse_name
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import engine_named
-from moectl.problem import Dims, MoEProblem, Parallel
+from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from moectl.tuning import engine_bench
-from moectl.tuning.cells import Cell
 from moectl.tuning.engine_bench import EngineBench, blocks_for, shapes
-from moectl.tuning.engine_files import (
-    Target,
-    misnamed,
-    place_of,
-    target_of,
-    write_choices,
-)
-from moectl.tuning.search import Wrong
+from moectl.tuning.engine_tuned_files import TunedFileTarget, misnamed, place_of, target_of, write_choices
+from moectl.tuning.grouped_gemm import GemmConfig
+from moectl.tuning.launch_search import WrongResult
+from moectl.tuning.tuning_cases import TuningCase
 
 H200 = find_device("h200")
 FULL = packages_from("full")
@@ -39,7 +33,7 @@ PLAIN, BLOCK = KERNELS["", (0, 0)], KERNELS["fp8_w8a8", (128, 128)]
 VLLM = engine_named("vllm")
 
 
-def target(model: str, **parallel: int) -> Target:
+def target(model: str, **parallel: int) -> TunedFileTarget:
     problem = open_checkpoint(model, offline=True).groups[0].problem
     return target_of(problem.on(Parallel(**parallel)), H200, FULL, VLLM)
 
@@ -127,7 +121,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", [PLAIN, BLOCK], ids=["16 bit", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 16, 200, 1024, 8192])
 def test_choices_can_be_launched(form: Any, tokens: int) -> None:
-    cell = Cell("qwen", target("Qwen/Qwen3-30B-A3B").decision.problem, tokens)
+    cell = TuningCase("qwen", target("Qwen/Qwen3-30B-A3B").decision.problem, tokens)
     found = blocks_for(cell, form, 227 << 10)
     assert 20 <= len(found) <= 200 and len(set(found)) == len(found)
     size = 1 if form.scaled else 2
@@ -176,11 +170,11 @@ def test_both_products_are_held_to_torch(
     monkeypatch: pytest.MonkeyPatch, form: Any, problem: MoEProblem
 ) -> None:
     bench = EngineBench(torch.device("cpu"), lambda cell: form)
-    cell, launch = Cell("small", problem, 5), Launch("fused_moe", Blocks(16, 64, 128, 1, 4, 4))
+    cell, launch = TuningCase("small", problem, 5), Launch("fused_moe", GemmConfig(16, 64, 128, 1, 4, 4))
     monkeypatch.setattr(engine_bench, "plain_gemm", standing_in(lambda y: y))
     assert bench.error(cell, launch) < 3e-3 and bench.time(cell, launch, 1) > 0
-    assert launch in bench.candidates(cell) and bench.current(cell).regime == "fused_moe"
+    assert launch in bench.candidates(cell) and bench.current(cell).family == "fused_moe"
     for wrong in (lambda y: y * 1.05, torch.zeros_like, lambda y: torch.cat([y[:-1], -y[-1:]])):
         monkeypatch.setattr(engine_bench, "plain_gemm", standing_in(wrong))
-        with pytest.raises(Wrong, match="differs from torch"):
+        with pytest.raises(WrongResult, match="differs from torch"):
             bench.error(cell, launch)

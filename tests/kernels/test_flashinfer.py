@@ -20,22 +20,31 @@ from moectl.capabilities.flashinfer import (
     METHODS,
     TRTLLM,
     UNGATED,
-    Kernel,
+    FlashInferKernel,
     method_of,
     refusal,
     unrouted,
 )
 from moectl.errors import BackendFailed, NoBackend
-from moectl.experts import Ids
-from moectl.kernels.inputs import Inputs, make_inputs
-from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.quantize import quantize
-from moectl.kernels.quantized import Quantized
+from moectl.kernels.layer_inputs import LayerInputs, make_inputs
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.quantize_tokens import QuantizedTokens, quantize
 from moectl.kernels.registry import RUNNERS, runner_for
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.random_layer import RandomLayer
-from moectl.schemes import A16, BF16, FP8_TENSOR, MXFP4, MXFP8, MXFP8_ACT, NVFP4, Scheme, int_format
+from moectl.layer.experts import Ids
+from moectl.layer.random_layer import RandomLayer
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.problem.schemes import (
+    A16,
+    BF16,
+    FP8_TENSOR,
+    MXFP4,
+    MXFP8,
+    MXFP8_ACT,
+    NVFP4,
+    Scheme,
+    int_format,
+)
 from support.runners import apply
 
 pytest.importorskip("flashinfer")
@@ -46,7 +55,7 @@ from flashinfer.fused_moe.api import QuantFormat
 from flashinfer.tllm_enums import ActivationType, RoutingMethodType
 from flashinfer.trace.templates import moe as references
 
-from moectl.kernels.peers import flashinfer, flashinfer_cutlass, flashinfer_trtllm
+from moectl.kernels.external import flashinfer_common, flashinfer_cutlass, flashinfer_trtllm
 
 STEP = Activation("swiglustep", limit=1.5)
 DEFAULT = Routing(renormalize=False)
@@ -54,7 +63,9 @@ KERNELS = {f"{kernel.layout} {kernel.act}": kernel for kernel in TRTLLM}
 CUTLASS_KERNELS = {kernel.layout: kernel for kernel in CUTLASS}
 
 
-def problem_of(kernel: Kernel, activation: Activation = SILU, routing: Routing = DEFAULT) -> MoEProblem:
+def problem_of(
+    kernel: FlashInferKernel, activation: Activation = SILU, routing: Routing = DEFAULT
+) -> MoEProblem:
     return MoEProblem(
         Dims(512, 256),
         experts=8,
@@ -81,18 +92,18 @@ def layer_of(problem: MoEProblem, backend: str) -> PreparedMoE:
     return OneScale(problem, torch.device("cpu")).experts.prepared(backend, "cpu")
 
 
-def tokens_of(prepared: PreparedMoE, x: Tensor) -> Tensor | Quantized:
+def tokens_of(prepared: PreparedMoE, x: Tensor) -> Tensor | QuantizedTokens:
     """Tokens as the kernel framework hands them to the backend."""
     runner = runner_for(prepared.backend)
     wants = runner.wants_of(prepared.problem)
     return x if wants == A16 else quantize(x, wants, runner.input_scale(prepared))
 
 
-def inputs_of(problem: MoEProblem, tokens: int = 5) -> Inputs:
+def inputs_of(problem: MoEProblem, tokens: int = 5) -> LayerInputs:
     return make_inputs(problem, tokens, seed=90001)
 
 
-def arguments_of(prepared: PreparedMoE, inputs: Inputs, logits: bool) -> tuple[str, dict[str, Any]]:
+def arguments_of(prepared: PreparedMoE, inputs: LayerInputs, logits: bool) -> tuple[str, dict[str, Any]]:
     kernel = flashinfer_trtllm.kernel_for(prepared.problem, prepared.backend)
     assert kernel is not None
     x = tokens_of(prepared, inputs.x)
@@ -122,7 +133,7 @@ def test_arguments_bind_and_pass_flashinfers_checks(
 
     module = SimpleNamespace(**dict.fromkeys(_operators(), operator))
     monkeypatch.setattr(core, "get_trtllm_moe_sm100_module", lambda: module)
-    y = flashinfer.call(prepared.backend, function, arguments, 512)
+    y = flashinfer_common.call(prepared.backend, function, arguments, 512)
     assert called and y.shape == inputs.x.shape and (y == 7).all()
 
 
@@ -223,7 +234,7 @@ def test_tactics_are_searched_once_for_each_power_of_two(monkeypatch: pytest.Mon
         entered.append((len(arguments["input"]), tuner.is_tuning_mode, tuner._override_tuning_buckets))
         return [arguments["input"]]
 
-    monkeypatch.setattr(flashinfer, "function", lambda name: run)
+    monkeypatch.setattr(flashinfer_common, "function", lambda name: run)
     compute = runner_for("flashinfer_cutlass").compute
     assert compute is not None
     for tokens in (1, 5, 7, 8, 1):
@@ -246,7 +257,7 @@ def test_the_tuner_is_as_before_when_the_call_has_ended(monkeypatch: pytest.Monk
             raise RuntimeError("no tactic works")
         return [arguments["input"]]
 
-    monkeypatch.setattr(flashinfer, "function", lambda name: run)
+    monkeypatch.setattr(flashinfer_common, "function", lambda name: run)
     inputs = inputs_of(problem, 4)
     call = partial(compute, prepared, inputs.x, inputs.ids, inputs.weights)
     with pytest.raises(BackendFailed, match="no tactic works"):
@@ -313,8 +324,8 @@ def test_padded_layers_get_wider_tokens_and_narrower_results(monkeypatch: pytest
     assert not arguments["hidden_states"][:, 288:].float().any()
     assert arguments["hidden_states_scale"].shape == (5, 16)
     made = torch.arange(5 * 512.0).view(5, 512)
-    monkeypatch.setattr(flashinfer, "function", lambda name: lambda **kwargs: [made])
-    assert torch.equal(flashinfer.call("flashinfer_trtllm", name, arguments, 288), made[:, :288])
+    monkeypatch.setattr(flashinfer_common, "function", lambda name: lambda **kwargs: [made])
+    assert torch.equal(flashinfer_common.call("flashinfer_trtllm", name, arguments, 288), made[:, :288])
 
 
 def test_mxfp4_takes_fp8_tokens_only_when_asked() -> None:
@@ -476,20 +487,20 @@ def test_a_failure_names_the_backend_and_what_was_said(
     def breaks(**kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(flashinfer, "function", lambda name: breaks)
+    monkeypatch.setattr(flashinfer_common, "function", lambda name: breaks)
     with pytest.raises(
         BackendFailed, match="the flashinfer_cutlass backend failed: cutlass_fused_moe: "
     ) as got:
-        flashinfer.call("flashinfer_cutlass", "cutlass_fused_moe", {}, 8)
+        flashinfer_common.call("flashinfer_cutlass", "cutlass_fused_moe", {}, 8)
     assert got.value.why.endswith(str(error).splitlines()[-1] if str(error) else "ValueError")
 
 
 def test_without_flashinfer_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer, "FUSED_MOE", "flashinfer_that_is_nowhere")
+    monkeypatch.setattr(flashinfer_common, "FUSED_MOE", "flashinfer_that_is_nowhere")
     with pytest.raises(NoBackend, match="pip install flashinfer-python"):
-        flashinfer.function.__wrapped__("cutlass_fused_moe")
+        flashinfer_common.function.__wrapped__("cutlass_fused_moe")
     with pytest.raises(NoBackend, match=r"has no ActivationType\.Nothing"):
-        flashinfer.member.__wrapped__("ActivationType", "Nothing")
+        flashinfer_common.member.__wrapped__("ActivationType", "Nothing")
 
 
 def test_on_this_machine_every_one_says_why_not() -> None:

@@ -8,15 +8,15 @@ from functools import lru_cache
 import pytest
 import torch
 
-from moectl.kernels.inputs import Inputs
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.layer_inputs import LayerInputs
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.kernels.triton.launch import DECODE, GROUPED, Launch
-from moectl.kernels.triton.runner import run_with
-from moectl.problem import Dims
-from moectl.schemes import Scheme, int_format
+from moectl.kernels.triton.launches import DECODE, GROUPED, Launch
+from moectl.kernels.triton.triton_runner import run_with
+from moectl.problem.moe_problem import Dims
+from moectl.problem.schemes import Scheme, int_format
 from support import kernel_cases as cases
 from support.random_layers import GPT_OSS, KIMI, canonical_roles, inputs_of, layer_of
 from support.runners import apply
@@ -47,7 +47,7 @@ def wide_layers(family: str) -> tuple[PreparedMoE, PreparedMoE]:
 
 
 @lru_cache(maxsize=4)
-def expected(family: str, tokens: int) -> tuple[Inputs, torch.Tensor]:
+def expected(family: str, tokens: int) -> tuple[LayerInputs, torch.Tensor]:
     _, plain = wide_layers(family)
     inputs = inputs_of(plain.problem, tokens, device="cuda")
     y = moe_reference(inputs.x, inputs.ids, inputs.weights, plain.expert, plain.problem, dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_every_shipped_launch_at_full_width(family: str, tokens: int) -> None:
     tolerance = tolerance_for(prepared.problem)
     failed = []
     for launch in SHIPPED:
-        if launch.regime == "decode" and tokens > 40:
+        if launch.family == "decode" and tokens > 40:
             continue
         first = run_with(prepared, inputs.x, inputs.ids, inputs.weights, launch)
         second = run_with(prepared, inputs.x, inputs.ids, inputs.weights, launch)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from moectl.kernels.registry import runner_for
-from moectl.kernels.triton.batch import one_each
-from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton.expert_batches import one_each
+from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.marlin import TILES
-from moectl.kernels.triton.runner import REGIMES, is_runnable, run_batch_with
-from moectl.padding import pad
-from moectl.problem import Dims
+from moectl.kernels.triton.triton_runner import FAMILIES, is_runnable, run_batch_with
+from moectl.problem.moe_problem import Dims
+from moectl.problem.padding import pad
 from support import batch_cases as cases
 from support import kernel_cases
 from support.random_layers import GPT_OSS, KIMI, QWEN, layer_among_others, random_layer
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.gpu
 LAUNCHES = [
     ("mxfp4", kernel_cases.LAUNCHES["decode 16x64x128 split 4"]),
     ("int4", kernel_cases.LAUNCHES["grouped 64x128x64 tails"]),
-    *(("mxfp4", Launch("stream", REGIMES["stream"].candidates(GPT_OSS)[i])) for i in (0, 4, 8)),
-    *(("int4", Launch("stream", REGIMES["stream"].candidates(KIMI)[i])) for i in (2, 7)),
-    *(("int4", Launch("warpwise", REGIMES["warpwise"].candidates(KIMI)[i])) for i in (0, 2, 3)),
-    *(("mxfp4", Launch("mid", REGIMES["mid"].candidates(GPT_OSS)[i])) for i in (0, 3)),
-    ("int4", Launch("mid", REGIMES["mid"].candidates(KIMI)[-1])),
-    *(("mxfp4", Launch("prefill", tile)) for tile in REGIMES["prefill"].candidates(GPT_OSS)[-1:]),
-    *(("int4", Launch("prefill", tile)) for tile in REGIMES["prefill"].candidates(KIMI)[:1]),
+    *(("mxfp4", Launch("stream", FAMILIES["stream"].candidates(GPT_OSS)[i])) for i in (0, 4, 8)),
+    *(("int4", Launch("stream", FAMILIES["stream"].candidates(KIMI)[i])) for i in (2, 7)),
+    *(("int4", Launch("warpwise", FAMILIES["warpwise"].candidates(KIMI)[i])) for i in (0, 2, 3)),
+    *(("mxfp4", Launch("mid", FAMILIES["mid"].candidates(GPT_OSS)[i])) for i in (0, 3)),
+    ("int4", Launch("mid", FAMILIES["mid"].candidates(KIMI)[-1])),
+    *(("mxfp4", Launch("prefill", tile)) for tile in FAMILIES["prefill"].candidates(GPT_OSS)[-1:]),
+    *(("int4", Launch("prefill", tile)) for tile in FAMILIES["prefill"].candidates(KIMI)[:1]),
 ]
 """Of every family one launch for each way in which it plans."""
 
@@ -42,17 +42,17 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_family_is_here() -> None:
-    assert {launch.regime for _, launch in LAUNCHES} == set(REGIMES)
+    assert {launch.family for _, launch in LAUNCHES} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(("weight", "launch"), LAUNCHES, ids=str)
 def test_agrees(weight: str, launch: Launch) -> None:
     problem = PROBLEMS[weight]
     if not is_runnable(launch, problem, torch.device("cuda")):
-        pytest.skip(f"the {launch.regime} kernels do not run on this GPU")
+        pytest.skip(f"the {launch.family} kernels do not run on this GPU")
     for name in cases.COUNTS:
         # Decode is for up to 256 assignments.
-        for most in (1, 21) if launch.regime == "decode" else (1, 37, 150):
+        for most in (1, 21) if launch.family == "decode" else (1, 37, 150):
             cases.agrees(problem, launch, name, most, "cuda")
 
 
@@ -67,14 +67,16 @@ ROWS = 8192
 """Of each expert of a batch of 2.3 * 10^9 numbers."""
 
 
-@pytest.mark.parametrize("family", [family for family in REGIMES if family != "decode"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "decode"])
 def test_rows_beyond_32_bits(family: str) -> None:
     """Decode is for few assignments; a sum in fp32 of all families takes another 9 GB."""
-    regime, batch = REGIMES[family], one_each(pad("moectl-mtile64", WIDE))
-    if not regime.runs_on(torch.device("cuda")):
+    kernel_family, batch = FAMILIES[family], one_each(pad("moectl-mtile64", WIDE))
+    if not kernel_family.runs_on(torch.device("cuda")):
         pytest.skip(f"the {family} kernels do not run on this GPU")
     planned = [
-        it for it in regime.candidates(batch) if getattr(it, "planned", 1) and not regime.fits(batch, it)
+        it
+        for it in kernel_family.candidates(batch)
+        if getattr(it, "planned", 1) and not kernel_family.fits(batch, it)
     ]
     layer = random_layer(WIDE)
     prepared = layer.prepared("triton", "cuda")

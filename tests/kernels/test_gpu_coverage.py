@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from devtools.inspection.shipped_kernels import of_each_kind
 
-from moectl.kernels.triton.inspection.shipped import of_each_kind
-from moectl.kernels.triton.runner import REGIMES
-from moectl.schemes import MXFP4, int_format
+from moectl.kernels.triton.triton_runner import FAMILIES
+from moectl.problem.schemes import MXFP4, int_format
 from support.kernel_cases import nearly, probe, surplus
 from support.kernel_grid import FEWER_CASES, FORMATS
 
@@ -22,32 +22,32 @@ def values(tiles: list[Any]) -> set[tuple[str, Any]]:
     return {item for tile in tiles for item in asdict(kind(tile)).items()}
 
 
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_grid_has_every_tile_of_a_family(family: str) -> None:
     there = {kind(tile) for case in FEWER_CASES for tile in tiles_in(family, case.problem)}
     taken = {kind(launch.tile) for launch in launches_in(FEWER_CASES, family).values()}
     assert taken and taken == there
 
 
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_repetitions_have_every_kind_of_tile(family: str) -> None:
-    there = [tile for problem in LAYERS.values() for tile in REGIMES[family].candidates(problem)]
+    there = [tile for problem in LAYERS.values() for tile in FAMILIES[family].candidates(problem)]
     taken = [tile for name in LAYERS for tile in tiles_of(name, family)]
     assert taken and values(taken) == values(there)
 
 
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_few_tiles_have_every_value_of_every_field(name: str, family: str) -> None:
-    tiles = list(REGIMES[family].candidates(LAYERS[name]))
+    tiles = list(FAMILIES[family].candidates(LAYERS[name]))
     few = of_each_kind(tiles)
     assert len(few) <= len(tiles) and values(few) == values(tiles)
     assert of_each_kind([]) == []
 
 
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_probes_have_every_family(family: str) -> None:
-    assert sum(launch.regime == family for _, _, launch in PROBES) >= 4
+    assert sum(launch.family == family for _, _, launch in PROBES) >= 4
     assert {weight for weight, _, _ in PROBES} == set(FORMATS)
 
 

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from moectl.capabilities.flashinfer import FP8_128
-from moectl.convert.layout import Chain
 from moectl.convert.layouts import cutlass
-from moectl.kernels.inputs import Inputs, make_inputs
-from moectl.kernels.modular import kernel_of
-from moectl.kernels.prepared import PreparedMoE
+from moectl.convert.layouts.registry import Chain
+from moectl.kernels.layer_inputs import LayerInputs, make_inputs
+from moectl.kernels.modular.fused_moe_kernel import kernel_of
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.problem import SWIGLU_OAI, Dims, MoEProblem, Routing
-from moectl.random_layer import RandomLayer
-from moectl.schemes import BF16, FP8_BLOCK, MXFP4, NVFP4, NVFP4_ACT, Scheme
+from moectl.layer.random_layer import RandomLayer
+from moectl.problem.moe_problem import SWIGLU_OAI, Dims, MoEProblem, Routing
+from moectl.problem.schemes import BF16, FP8_BLOCK, MXFP4, NVFP4, NVFP4_ACT, Scheme
 from support.absent_backends import skip_if_absent
 from support.random_layers import skipping
 from support.runners import apply
@@ -54,11 +54,11 @@ def layer_of(name: str) -> PreparedMoE:
     return RandomLayer(problem, device).experts.prepared("flashinfer_cutlass", device)
 
 
-def inputs_of(problem: MoEProblem, tokens: int, distribution: str = "uniform") -> Inputs:
+def inputs_of(problem: MoEProblem, tokens: int, distribution: str = "uniform") -> LayerInputs:
     return make_inputs(problem, tokens, seed=90001, distribution=distribution, device="cuda")
 
 
-def assert_right(prepared: PreparedMoE, inputs: Inputs, y: Tensor) -> None:
+def assert_right(prepared: PreparedMoE, inputs: LayerInputs, y: Tensor) -> None:
     problem = prepared.problem
     expected = moe_reference(inputs.x, inputs.ids, inputs.weights, prepared.expert, problem)
     result = check(y, expected, tolerance_for(problem, runner_for(prepared.backend).accumulation))

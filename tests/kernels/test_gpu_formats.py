@@ -14,11 +14,11 @@ import torch
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.kernels.triton.hopper.stream import FOUR_ROWS, TALL, StreamTile
-from moectl.kernels.triton.launch import Launch
-from moectl.kernels.triton.runner import REGIMES, run_with
-from moectl.padding import pad
-from moectl.problem import SILU, Dims, MoEProblem
-from moectl.schemes import WeightFormat
+from moectl.kernels.triton.launches import Launch
+from moectl.kernels.triton.triton_runner import FAMILIES, run_with
+from moectl.problem.moe_problem import SILU, Dims, MoEProblem
+from moectl.problem.padding import pad
+from moectl.problem.schemes import WeightFormat
 from support import kernel_cases as cases
 from support.kernel_grid import CASES, CHOICES, FEWER_CASES, FORMATS, Case
 from support.random_layers import inputs_of, random_layer
@@ -34,8 +34,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OTHER_TILES: dict[str, tuple[Any, ...]] = {
-    "decode": tuple(it.tile for it in cases.LAUNCHES.values() if it.regime == "decode"),
-    "grouped": tuple(it.tile for it in cases.LAUNCHES.values() if it.regime == "grouped"),
+    "decode": tuple(it.tile for it in cases.LAUNCHES.values() if it.family == "decode"),
+    "grouped": tuple(it.tile for it in cases.LAUNCHES.values() if it.family == "grouped"),
     "stream": (
         StreamTile(8, 1, *astuple(TALL), *astuple(TALL)),
         StreamTile(1, 0, *astuple(FOUR_ROWS), *astuple(FOUR_ROWS), split=2),
@@ -46,9 +46,9 @@ OTHER_TILES: dict[str, tuple[Any, ...]] = {
 
 def tiles_in(family: str, problem: MoEProblem) -> list[Any]:
     """The tiles of a family that take `problem`, as it is stored."""
-    regime, stored = REGIMES[family], pad("moectl-mtile64", problem)
-    tiles = (*regime.candidates(stored), *OTHER_TILES.get(family, ()))
-    return [tile for tile in dict.fromkeys(tiles) if not regime.fits(stored, tile)]
+    kernel_family, stored = FAMILIES[family], pad("moectl-mtile64", problem)
+    tiles = (*kernel_family.candidates(stored), *OTHER_TILES.get(family, ()))
+    return [tile for tile in dict.fromkeys(tiles) if not kernel_family.fits(stored, tile)]
 
 
 def kind(tile: Any) -> Any:
@@ -72,17 +72,17 @@ def launches_in(grid: tuple[Case, ...], family: str) -> dict[Case, Launch]:
 
 def here(family: str) -> bool:
     """Whether a family's code exists for this GPU."""
-    return REGIMES[family].runs_on(torch.device("cuda"))
+    return FAMILIES[family].runs_on(torch.device("cuda"))
 
 
 def taking(problem: MoEProblem, turn: int) -> Iterator[Launch]:
     """The `turn`-th launch of every family that runs here and takes `problem`."""
-    for family in filter(here, REGIMES):
+    for family in filter(here, FAMILIES):
         if tiles := tiles_in(family, problem):
             yield Launch(family, tiles[turn % len(tiles)])
 
 
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", FEWER_CASES, ids=str)
 def test_agrees_with_the_reference(case: Case, family: str) -> None:
     if not here(family):
@@ -99,7 +99,7 @@ def probes() -> Iterator[tuple[WeightFormat, tuple[str, str], Launch]]:
     Those are weights times a power of two, which the Hopper kernels take out of the sums again.
     """
     asked: list[tuple[WeightFormat, tuple[str, str], Sequence[str]]] = [
-        (FORMATS[turn % len(FORMATS)], FLOATS[turn % len(FLOATS)], tuple(REGIMES))
+        (FORMATS[turn % len(FORMATS)], FLOATS[turn % len(FLOATS)], tuple(FAMILIES))
         for turn in range(2 * len(FORMATS))
     ]
     folded = [weight for weight in FORMATS if weight.bits == 4 and not weight.zero_point]
@@ -116,16 +116,16 @@ def probes() -> Iterator[tuple[WeightFormat, tuple[str, str], Launch]]:
 PROBES = tuple(probes())
 
 
-@pytest.mark.parametrize("probe", PROBES, ids=lambda it: f"{it[0]} {' '.join(it[1])} {it[2].regime}")
+@pytest.mark.parametrize("probe", PROBES, ids=lambda it: f"{it[0]} {' '.join(it[1])} {it[2].family}")
 def test_decodes_exactly(probe: tuple[WeightFormat, tuple[str, str], Launch]) -> None:
     weight, floats, launch = probe
-    if not here(launch.regime):
-        pytest.skip(f"{launch.regime}: its code does not exist for this GPU")
+    if not here(launch.family):
+        pytest.skip(f"{launch.family}: its code does not exist for this GPU")
     cases.decodes_exactly(weight, floats, launch, "cuda")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_pair_of_choices(case: Case, family: str) -> None:
     if not here(family):
@@ -137,17 +137,17 @@ def test_every_pair_of_choices(case: Case, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("floats", FLOATS, ids=str)
 @pytest.mark.parametrize("weight", FORMATS, ids=str)
 def test_every_format_decodes_exactly(weight: WeightFormat, floats: tuple[str, str], family: str) -> None:
-    launch = next((it for it in taking(cases.probe(weight, floats), 1) if it.regime == family), None)
+    launch = next((it for it in taking(cases.probe(weight, floats), 1) if it.family == family), None)
     if launch is None:
         pytest.skip(f"{family}: this GPU has no code of it, or none of its tiles takes such a layer")
     cases.decodes_exactly(weight, floats, launch, "cuda")
 
 
-@pytest.mark.parametrize("family", [it for it in REGIMES if tiles_in(it, cases.ONE_EXPERT)])
+@pytest.mark.parametrize("family", [it for it in FAMILIES if tiles_in(it, cases.ONE_EXPERT)])
 def test_every_scale_is_right(family: str) -> None:
     if not here(family):
         pytest.skip(f"{family}: its code does not exist for this GPU")
@@ -183,7 +183,7 @@ def test_rows_beyond_32_bits() -> None:
     x, ids, weights = (t[some].cpu() for t in (inputs.x, inputs.ids, inputs.weights))
     expected = moe_reference(x, ids, weights, lambda e: prepared.expert(e), problem)
     for launch in taking(problem, 1):
-        if launch.regime == "decode":
+        if launch.family == "decode":
             continue
         y = run_with(prepared, inputs.x, inputs.ids, inputs.weights, launch)
         assert check(y[some].cpu(), expected, tolerance_for(problem)).ok, launch

@@ -11,7 +11,7 @@ from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.kernels.triton.marlin import tile_for
-from moectl.problem import Dims
+from moectl.problem.moe_problem import Dims
 from support import marlin_cases as cases
 from support.kernel_cases import poison_new_memory
 from support.random_layers import canonical_roles, inputs_of, layer_of

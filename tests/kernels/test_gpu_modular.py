@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moectl.kernels.inputs import Inputs
-from moectl.kernels.modular import FusedMoEKernel, map_of
-from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.quantize import dequantize, quantize
-from moectl.kernels.quantized import Quantized
+from moectl.kernels.layer_inputs import LayerInputs
+from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel, map_of
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.quantize_tokens import QuantizedTokens, dequantize, quantize
 from moectl.kernels.reference import route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import ActivationFormat, Runner
-from moectl.problem import Dims, MoEProblem
-from moectl.schemes import MXFP8_ACT, NVFP4_ACT, ActFormat
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import MXFP8_ACT, NVFP4_ACT, ActFormat
 from support.random_layers import GPT_OSS, KIMI, canonical_roles, inputs_of, judged, layer_of
 
 from .test_gpu_stability import poison_cached_memory, same_bits
@@ -57,7 +56,7 @@ TRITON = runner_for("triton")
 def wanting(form: ActFormat) -> Runner:
     """moectl's kernels behind tokens that came quantized."""
 
-    def compute(prepared: PreparedMoE, x: Quantized, ids: Tensor, weights: Tensor) -> Tensor:
+    def compute(prepared: PreparedMoE, x: QuantizedTokens, ids: Tensor, weights: Tensor) -> Tensor:
         assert TRITON.compute is not None
         return TRITON.compute(prepared, dequantize(x).bfloat16(), ids, weights)
 
@@ -77,7 +76,7 @@ KERNELS: dict[str, Callable[[str], FusedMoEKernel]] = {
 }
 
 
-def called(kernel: FusedMoEKernel, tokens: int) -> tuple[Inputs, Callable[[], Tensor]]:
+def called(kernel: FusedMoEKernel, tokens: int) -> tuple[LayerInputs, Callable[[], Tensor]]:
     inputs = inputs_of(kernel.prepared.problem, tokens, device="cuda")
     return inputs, lambda: kernel.run(inputs)
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moectl.kernels.modular import FusedMoEKernel
+from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel
 from moectl.kernels.reference import route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import ActivationFormat, Runner
-from moectl.problem import Routing
+from moectl.problem.moe_problem import Routing
 from support import peer_cases as cases
 from support.absent_backends import skip_if_absent
 from support.kernel_cases import poison_new_memory

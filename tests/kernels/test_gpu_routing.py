@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moectl.kernels.triton.routing import SUMS, combine, sort_by_expert
+from moectl.kernels.triton.sort_and_combine import SUMS, combine, sort_by_expert
 from support import kernel_cases, routing_cases
 
 pytestmark = pytest.mark.gpu

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from devtools.inspection.shipped_kernels import of_each_kind
 
-from moectl.kernels.inputs import Inputs
-from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.triton.inspection.shipped import of_each_kind
-from moectl.kernels.triton.launch import Launch
-from moectl.kernels.triton.runner import REGIMES, run_with
-from moectl.problem import Dims, MoEProblem
+from moectl.kernels.layer_inputs import LayerInputs
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.triton.launches import Launch
+from moectl.kernels.triton.triton_runner import FAMILIES, run_with
+from moectl.problem.moe_problem import Dims, MoEProblem
 from support.random_layers import GPT_OSS, KIMI, QWEN, canonical_roles, inputs_of, layer_of
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ class Case:
 
     layer: PreparedMoE
     launch: Launch
-    inputs: Inputs
+    inputs: LayerInputs
 
     def run(self) -> torch.Tensor:
         return run_with(self.layer, self.inputs.x, self.inputs.ids, self.inputs.weights, self.launch)
@@ -50,21 +50,21 @@ def layer(name: str) -> PreparedMoE:
 
 def tiles_of(name: str, family: str) -> list[Any]:
     """The first and last tile of a family that fit a layer, and its share of those of each kind."""
-    problem, regime = LAYERS[name], REGIMES[family]
-    tiles = [tile for tile in regime.candidates(problem) if not regime.fits(problem, tile)]
+    problem, kernel_family = LAYERS[name], FAMILIES[family]
+    tiles = [tile for tile in kernel_family.candidates(problem) if not kernel_family.fits(problem, tile)]
     share = of_each_kind(tiles)[list(LAYERS).index(name) :: len(LAYERS)]
     return list(dict.fromkeys((*tiles[:1], *tiles[-1:], *share)))
 
 
 def cases(name: str, family: str) -> Iterator[Case]:
     """`tiles_of` a layer, at every number of tokens near what the family is for."""
-    problem, regime = LAYERS[name], REGIMES[family]
-    if not regime.runs_on(torch.device("cuda")):
+    problem, kernel_family = LAYERS[name], FAMILIES[family]
+    if not kernel_family.runs_on(torch.device("cuda")):
         pytest.skip(f"the {family} kernels are for other GPUs")
     tiles = tiles_of(name, family)
     if not tiles:
         pytest.skip(f"the {family} kernels do not fit the {name} layer")
-    fewest, most = regime.each
+    fewest, most = kernel_family.each
     near = [n for n in TOKENS if fewest / 8 <= n * problem.top_k / problem.experts <= most * 2]
     assert near, f"no number of tokens is near what the {family} kernels are for"
     for tile, tokens in product(tiles, near):
@@ -83,7 +83,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_hundred_repetitions_on_poisoned_memory(name: str, family: str) -> None:
     for case in cases(name, family):
@@ -95,7 +95,7 @@ def test_a_hundred_repetitions_on_poisoned_memory(name: str, family: str) -> Non
             assert same_bits(first, case.run()), (case.launch, len(case.inputs.x), repetition)
 
 
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_two_streams_at_once(name: str, family: str) -> None:
     for case in cases(name, family):
@@ -113,7 +113,7 @@ def test_two_streams_at_once(name: str, family: str) -> None:
             assert all(same_bits(wanted, y) for y in got), (case.launch, len(case.inputs.x))
 
 
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_graph_gives_what_the_call_gives(name: str, family: str) -> None:
     for case in cases(name, family):
@@ -129,7 +129,7 @@ def test_a_graph_gives_what_the_call_gives(name: str, family: str) -> None:
             assert same_bits(eager, y), (case.launch, len(case.inputs.x))
 
 
-def other_routings(inputs: Inputs, experts: int) -> Iterator[torch.Tensor]:
+def other_routings(inputs: LayerInputs, experts: int) -> Iterator[torch.Tensor]:
     """Ids as unlike as can be: none at all, all tokens on the last experts, few, and those of the inputs."""
     ids = inputs.ids
     yield torch.full_like(ids, -1)
@@ -138,7 +138,7 @@ def other_routings(inputs: Inputs, experts: int) -> Iterator[torch.Tensor]:
     yield ids.flip(1)
 
 
-@pytest.mark.parametrize("family", REGIMES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_graph_follows_another_routing(name: str, family: str) -> None:
     for case in cases(name, family):

@@ -8,20 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moectl.cache.launches import rows_of
+from moectl.cache.launches_file import rows_of
 from moectl.kernels.registry import runner_for
-from moectl.kernels.triton.launch import Launch
-from moectl.kernels.triton.plain_gemm import Blocks
-from moectl.kernels.triton.runner import choose, gpu_of
-from moectl.models import MODELS
-from moectl.problem import Dims
-from moectl.random_layer import RandomLayer, routings, tokens_of
-from moectl.tuning.cells import Cell
+from moectl.kernels.triton.launches import Launch
+from moectl.kernels.triton.triton_runner import choose, gpu_of
+from moectl.layer.random_layer import RandomLayer, routings, tokens_of
+from moectl.problem.moe_problem import Dims
+from moectl.problem.published_layers import MODELS
 from moectl.tuning.engine_bench import EngineBench
-from moectl.tuning.engine_files import files_of, tunable_engines
-from moectl.tuning.here import tune_layers
-from moectl.tuning.layers import Layer
-from moectl.tuning.search import Plan
+from moectl.tuning.engine_tuned_files import files_of, tunable_engines
+from moectl.tuning.grouped_gemm import GemmConfig
+from moectl.tuning.launch_search import SearchPlan
+from moectl.tuning.tune import tune_layers
+from moectl.tuning.tuned_layers import TunedLayer
+from moectl.tuning.tuning_cases import TuningCase
 from support.runners import apply
 
 pytestmark = pytest.mark.gpu
@@ -32,8 +32,8 @@ FAMILIES = ("decode", "grouped", "warpwise")
 
 def test_rows_are_found_kept_taken_and_right() -> None:
     device = torch.device("cuda")
-    plan = Plan(600, time.monotonic, repeats=3)
-    tuning = tune_layers([Layer("small", SMALL)], [4, 300], FAMILIES, plan)
+    plan = SearchPlan(600, time.monotonic, repeats=3)
+    tuning = tune_layers([TunedLayer("small", SMALL)], [4, 300], FAMILIES, plan)
     assert tuning.found.done and not tuning.refused
     rows, note = rows_of(SMALL, gpu_of(device))
     assert [row.tokens for row in rows] == [4, 300] and not note
@@ -42,7 +42,7 @@ def test_rows_are_found_kept_taken_and_right() -> None:
     prepared = layer.experts.prepared("triton", device)
     for row in rows:
         taken = choose(SMALL, row.tokens, device)
-        assert (taken.regime, {**row.tile}) == (row.regime, vars_of(taken))
+        assert (taken.family, {**row.tile}) == (row.family, vars_of(taken))
         (routed,) = routings(SMALL, row.tokens, "uniform", 1, device)
         x = tokens_of(SMALL, row.tokens, device)
         y = apply(runner_for("triton"), prepared, x, routed.ids, routed.weights)
@@ -64,10 +64,10 @@ def test_choices_for_tuned_files_are_right(form: object) -> None:
         pytest.skip("this GPU multiplies no FP8 numbers")
     bench = EngineBench(torch.device("cuda"), lambda cell: form)  # type: ignore[arg-type, return-value]
     for tokens, blocks in (
-        (3, Blocks(16, 64, 128, 1, 4, 3)),
-        (3, Blocks(16, 32, 64, 1, 4, 4)),
-        (300, Blocks(64, 128, 128, 16, 8, 3)),
-        (300, Blocks(128, 64, 64, 1, 4, 3)),
+        (3, GemmConfig(16, 64, 128, 1, 4, 3)),
+        (3, GemmConfig(16, 32, 64, 1, 4, 4)),
+        (300, GemmConfig(64, 128, 128, 16, 8, 3)),
+        (300, GemmConfig(128, 64, 64, 1, 4, 3)),
     ):
-        cell, launch = Cell("small", SMALL, tokens), Launch("fused_moe", blocks)
+        cell, launch = TuningCase("small", SMALL, tokens), Launch("fused_moe", blocks)
         assert bench.error(cell, launch) < 5e-3 and bench.time(cell, launch, 3) > 0

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from moectl.kernels.triton.hopper.mid import MID_REGIME
+from moectl.kernels.triton.hopper.mid import MID_FAMILY
 from moectl.kernels.triton.hopper.prefill import PROMISING, UNIT
-from moectl.kernels.triton.launch import Launch
-from moectl.kernels.triton.runner import REGIMES
-from moectl.problem import Dims
-from moectl.schemes import FULL, Scheme, int_format
+from moectl.kernels.triton.launches import Launch
+from moectl.kernels.triton.triton_runner import FAMILIES
+from moectl.problem.moe_problem import Dims
+from moectl.problem.schemes import FULL, Scheme, int_format
 from support import kernel_cases as cases
 from support.random_layers import GPT_OSS, KIMI, QWEN, inputs_of, judged, random_layer
 
@@ -39,7 +39,7 @@ def tokens_by_expert(most: int) -> list[int]:
 
 def launches() -> list[Launch]:
     """Every kind of tile of the two families; the length of a ring is that of the first layer."""
-    tiles = (tile for layer in LAYERS.values() for tile in MID_REGIME.candidates(layer))
+    tiles = (tile for layer in LAYERS.values() for tile in MID_FAMILY.candidates(layer))
     kinds = {replace(tile, stages=0): tile for tile in reversed(list(tiles))}
     return [
         *(Launch("prefill", tile) for tile in PROMISING),
@@ -48,7 +48,7 @@ def launches() -> list[Launch]:
 
 
 def named(launch: Launch) -> str:
-    return f"{launch.regime} {'x'.join(map(str, astuple(launch.tile)))}"
+    return f"{launch.family} {'x'.join(map(str, astuple(launch.tile)))}"
 
 
 def most_tokens(tile: Any) -> int:
@@ -58,17 +58,17 @@ def most_tokens(tile: Any) -> int:
 @pytest.mark.parametrize("launch", launches(), ids=named)
 @pytest.mark.parametrize("name", LAYERS)
 def test_tiles_of_every_width(name: str, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    regime = REGIMES[launch.regime]
-    if not regime.runs_on(torch.device("cuda")):
-        pytest.skip(f"the {launch.regime} kernels are for SM90")
-    if regime.fits(LAYERS[name], launch.tile):
-        tiles = {replace(tile, stages=0): tile for tile in regime.candidates(LAYERS[name])}
-        if launch.regime == "prefill" or replace(launch.tile, stages=0) not in tiles:
-            pytest.skip(f"it takes no such layer: {regime.fits(LAYERS[name], launch.tile)}")
+    kernel_family = FAMILIES[launch.family]
+    if not kernel_family.runs_on(torch.device("cuda")):
+        pytest.skip(f"the {launch.family} kernels are for SM90")
+    if kernel_family.fits(LAYERS[name], launch.tile):
+        tiles = {replace(tile, stages=0): tile for tile in kernel_family.candidates(LAYERS[name])}
+        if launch.family == "prefill" or replace(launch.tile, stages=0) not in tiles:
+            pytest.skip(f"it takes no such layer: {kernel_family.fits(LAYERS[name], launch.tile)}")
         launch = replace(launch, tile=tiles[replace(launch.tile, stages=0)])
     counts = tokens_by_expert(most_tokens(launch.tile) // UNIT)
     problem = replace(LAYERS[name], experts=len(counts), local_experts=len(counts), top_k=1)
-    assert not regime.fits(problem, launch.tile)
+    assert not kernel_family.fits(problem, launch.tile)
     cases.poison_new_memory(monkeypatch)
     layer = random_layer(problem)
     prepared = layer.prepared("triton", "cuda")

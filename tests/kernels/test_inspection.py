@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from devtools.inspection.handovers import early_handovers
+from devtools.inspection.hazards import a_registers, hazards, result_registers
+from devtools.inspection.kernel_report import KernelReport, _serialized, report_of
+from devtools.inspection.offline_gpu import STAND_INS, LaunchedKernel, standing_in
+from devtools.inspection.published_kernels import gpu_of, layer_without_weights
+from devtools.inspection.sass import SassCode, parse
 
 from moectl.errors import NoBackend, UsageError
-from moectl.inspection import gpu_of, layer_without_weights
-from moectl.kernels.triton.inspection.handovers import early_handovers
-from moectl.kernels.triton.inspection.hazards import a_registers, hazards, result_registers
-from moectl.kernels.triton.inspection.report import KernelReport, _serialized, report_of
-from moectl.kernels.triton.inspection.sass import Code, parse
-from moectl.kernels.triton.inspection.standin import STAND_INS, Launched, standing_in
 from support.pinned_kernels import _bytes_by_bf16_kernel
 
 OVERWRITES_IN_A_LOOP = """
@@ -152,7 +152,7 @@ def test_jumps_through_a_table_are_followed_where_they_are_listed() -> None:
 
 
 def test_operands_of_a_wgmma() -> None:
-    def wgmma(text: str) -> Code:
+    def wgmma(text: str) -> SassCode:
         return parse(f"        /*0100*/                   {text} ;")
 
     (it,) = wgmma("HGMMA.64x128x16.F32.BF16 R88, R152, gdesc[UR12], R88, gsb0").instructions
@@ -172,7 +172,7 @@ def test_code_is_taken_apart() -> None:
     assert len(waits.instructions) == 2
 
 
-def compiled(pinned: bool, rows: int, tokens: int) -> Launched:
+def compiled(pinned: bool, rows: int, tokens: int) -> LaunchedKernel:
     def one(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(1, dtype=dtype, device="meta")
 

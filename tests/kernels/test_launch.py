@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
+from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
-from moectl.inspection import MODELS, layer_without_weights
-from moectl.kernels.triton.launch import is_legal, launch_for, token_tiles
-from moectl.kernels.triton.layer import activation_numbers
-from moectl.kernels.triton.runner import REGIMES
-from moectl.problem import SWIGLU_OAI, Activation
-from moectl.schemes import Scheme, int_format
+from moectl.kernels.triton.kernel_family import activation_numbers
+from moectl.kernels.triton.launches import is_legal, launch_for, token_tiles
+from moectl.kernels.triton.triton_runner import FAMILIES
+from moectl.problem.moe_problem import SWIGLU_OAI, Activation
+from moectl.problem.schemes import Scheme, int_format
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -20,8 +20,8 @@ def test_launches_depend_on_sizes_alone_and_are_legal(model: str) -> None:
     problem = layer_without_weights(model).problem
     for tokens in (1, 2, 3, 8, 9, 63, 64, 65, 500, 2000, 8192, 70_000):
         assert is_legal(launch_for(problem, tokens).tile, problem.scheme.weight.group)
-    assert launch_for(problem, 1).regime == "decode"
-    assert launch_for(problem, 8192).regime == "grouped"
+    assert launch_for(problem, 1).family == "decode"
+    assert launch_for(problem, 8192).family == "grouped"
 
 
 @pytest.mark.parametrize("assignments", [1, 5, 16, 17, 100])
@@ -52,17 +52,17 @@ IMPOSSIBLE = [
 def test_impossible_tiles_are_refused_with_a_reason(
     family: str, changes: dict[str, int], reason: str
 ) -> None:
-    problem, regime = layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, REGIMES[family]
-    tile = regime.candidates(problem)[0]
-    assert not regime.fits(problem, tile)
-    assert reason in regime.fits(problem, replace(tile, **changes))
+    problem, kernel_family = layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, FAMILIES[family]
+    tile = kernel_family.candidates(problem)[0]
+    assert not kernel_family.fits(problem, tile)
+    assert reason in kernel_family.fits(problem, replace(tile, **changes))
 
 
 @pytest.mark.parametrize("family", ["stream", "warpwise", "mid", "prefill"])
 def test_groups_that_no_tile_of_64_columns_has_are_refused(family: str) -> None:
-    problem, regime = layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, REGIMES[family]
+    problem, kernel_family = layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, FAMILIES[family]
     odd = replace(problem, scheme=Scheme(int_format(4, 96)))
-    assert "groups of 32" in regime.fits(odd, regime.candidates(problem)[0])
+    assert "groups of 32" in kernel_family.fits(odd, kernel_family.candidates(problem)[0])
 
 
 def test_numbers_of_an_activation_that_has_none() -> None:

@@ -6,29 +6,37 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
+from devtools.inspection.offline_gpu import STAND_INS, standing_in
+from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
-from moectl.inspection import MODELS, layer_without_weights
-from moectl.kernels.triton import table
-from moectl.kernels.triton.batch import one_each
-from moectl.kernels.triton.hopper.mid import MID_REGIME
+from moectl.kernels.triton import launch_table
+from moectl.kernels.triton.expert_batches import one_each
+from moectl.kernels.triton.hopper.mid import MID_FAMILY
 from moectl.kernels.triton.hopper.prefill import PROMISING
-from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
-from moectl.kernels.triton.launch import launch_for
+from moectl.kernels.triton.launch_table import (
+    GpuModel,
+    LayerLaunches,
+    MeasuredLaunch,
+    TokenSpread,
+    nearest,
+    unlikeness,
+)
+from moectl.kernels.triton.launches import launch_for
 from moectl.kernels.triton.marlin import tile_for
-from moectl.kernels.triton.runner import REGIMES, choose_shipped
-from moectl.kernels.triton.table import Entry, Gpu, Measured, Spread, nearest, unlikeness
-from moectl.problem import Dims
-from moectl.schemes import FULL, Scheme, int_format
+from moectl.kernels.triton.triton_runner import FAMILIES, choose_shipped
+from moectl.problem.moe_problem import Dims
+from moectl.problem.schemes import FULL, Scheme, int_format
 from support.random_layers import GPT_OSS, KIMI
 
-H200 = Gpu((9, 0), 132)
+H200 = GpuModel((9, 0), 132)
 
 
-def _entry(weight: str, hidden: int, experts: int, top_k: int, name: str) -> Entry:
+def _entry(weight: str, hidden: int, experts: int, top_k: int, name: str) -> LayerLaunches:
     rows = tuple(
-        Measured(Spread.of(experts, top_k, tokens), f"{name} {tokens}", {}, 1.0) for tokens in (1, 16, 1024)
+        MeasuredLaunch(TokenSpread.of(experts, top_k, tokens), f"{name} {tokens}", {}, 1.0)
+        for tokens in (1, 16, 1024)
     )
-    return Entry(H200, weight, hidden, hidden, experts, top_k, rows)
+    return LayerLaunches(H200, weight, hidden, hidden, experts, top_k, rows)
 
 
 @pytest.fixture
@@ -37,43 +45,43 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         _entry(str(GPT_OSS.scheme.weight), 2880, 128, 4, "gpt-oss"),
         _entry(str(KIMI.scheme.weight), 7168, 384, 8, "kimi"),
     )
-    monkeypatch.setattr(table, "entries", lambda: kept)
+    monkeypatch.setattr(launch_table, "entries", lambda: kept)
 
 
 def test_a_measured_layer_takes_its_own_rows(measured: None) -> None:
     problem = replace(GPT_OSS, dims=Dims(2880, 2880), experts=128, local_experts=128)
     for tokens, wanted in ((1, 1), (13, 16), (20, 16), (700, 1024), (60_000, 1024)):
-        assert next(nearest(problem, tokens, H200)).regime == f"gpt-oss {wanted}"
+        assert next(nearest(problem, tokens, H200)).family == f"gpt-oss {wanted}"
 
 
 def test_the_format_counts_more_than_sizes(measured: None) -> None:
     problem = replace(KIMI, dims=Dims(2880, 2880), experts=128, local_experts=128, top_k=4)
-    assert next(nearest(problem, 1, H200)).regime == "kimi 1"
+    assert next(nearest(problem, 1, H200)).family == "kimi 1"
 
 
 def test_a_near_row_of_another_layer_comes_before_a_far_one(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = str(GPT_OSS.scheme.weight)
     near, far = _entry(kind, 2880, 128, 4, "near"), _entry(kind, 4096, 128, 4, "far")
-    monkeypatch.setattr(table, "entries", lambda: (replace(near, rows=near.rows[:1]), far))
+    monkeypatch.setattr(launch_table, "entries", lambda: (replace(near, rows=near.rows[:1]), far))
     problem = replace(GPT_OSS, dims=Dims(2944, 2880), experts=128, local_experts=128)
-    assert [next(nearest(problem, tokens, H200)).regime for tokens in (1, 1024)] == ["near 1", "far 1024"]
+    assert [next(nearest(problem, tokens, H200)).family for tokens in (1, 1024)] == ["near 1", "far 1024"]
     assert unlikeness(problem, 1024, H200) > unlikeness(problem, 1, H200) > 0
 
 
 def test_another_gpu_has_no_rows_and_another_size_of_it_has(measured: None) -> None:
-    assert not list(nearest(GPT_OSS, 1, Gpu((8, 0), 108)))
-    assert list(nearest(GPT_OSS, 1, Gpu((9, 0), 78)))
+    assert not list(nearest(GPT_OSS, 1, GpuModel((8, 0), 108)))
+    assert list(nearest(GPT_OSS, 1, GpuModel((9, 0), 78)))
 
 
 def test_tokens_per_expert_not_tokens_choose(measured: None) -> None:
     """Twice the experts with twice the top-k are like the measured layer at the same spread."""
     problem = replace(GPT_OSS, dims=Dims(2880, 2880), experts=32, local_experts=32)
-    assert next(nearest(problem, 256, H200)).regime == "gpt-oss 1024"
+    assert next(nearest(problem, 256, H200)).family == "gpt-oss 1024"
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(128, 4, 1), (8, 8, 5), (1, 1, 7), (384, 8, 65536)])
 def test_a_spread_counts_every_assignment(experts: int, top_k: int, tokens: int) -> None:
-    spread = Spread.of(experts, top_k, tokens)
+    spread = TokenSpread.of(experts, top_k, tokens)
     assert spread.hit * spread.each == pytest.approx(tokens * min(top_k, experts))
     assert min(top_k, experts) * 0.999 <= spread.hit <= experts * 1.001 and spread.each > 0.999
 
@@ -82,8 +90,8 @@ def test_a_spread_counts_every_assignment(experts: int, top_k: int, tokens: int)
 def test_a_rank_gets_its_share_of_the_assignments(tokens: int) -> None:
     """Its experts have as many tokens each as if all experts were there; fewer of them are hit."""
     whole, here = KIMI, replace(KIMI, local_experts=KIMI.experts // 3)
-    all_of_it, share = Spread.here(whole, tokens), Spread.here(here, tokens)
-    assert all_of_it == Spread.of(KIMI.experts, KIMI.top_k, tokens)
+    all_of_it, share = TokenSpread.here(whole, tokens), TokenSpread.here(here, tokens)
+    assert all_of_it == TokenSpread.of(KIMI.experts, KIMI.top_k, tokens)
     assert share.each == all_of_it.each and 3 * share.hit == pytest.approx(all_of_it.hit)
     assert launch_for(here, tokens).tile == launch_for(whole, tokens).tile
     assert tile_for(here, tokens) == tile_for(whole, tokens)
@@ -91,7 +99,7 @@ def test_a_rank_gets_its_share_of_the_assignments(tokens: int) -> None:
 
 def test_rows_of_a_batch_are_all_of_experts_that_are_here() -> None:
     one = one_each(replace(KIMI, local_experts=3))
-    assert Spread.here(one, 3 * 16) == Spread.of(3, 1, 3 * 16)
+    assert TokenSpread.here(one, 3 * 16) == TokenSpread.of(3, 1, 3 * 16)
 
 
 OSS = layer_without_weights("openai/gpt-oss-120b").problem
@@ -109,7 +117,7 @@ def test_kernels_of_few_tokens_are_not_taken_for_many(name: str) -> None:
     problem = NOT_MEASURED[name]
     with standing_in(STAND_INS[90]):
         few = choose_shipped(problem, 32, torch.device("cuda"))
-        assert few.regime in ("stream", "warpwise")
+        assert few.family in ("stream", "warpwise")
         for tokens in (512, 4096, 65_536):
             assert choose_shipped(problem, tokens, torch.device("cuda")) == launch_for(problem, tokens)
 
@@ -125,29 +133,29 @@ def test_wider_codes_take_a_row_with_a_shorter_ring() -> None:
     problem = replace(QWEN, scheme=Scheme(int_format(8, FULL)))
     with standing_in(STAND_INS[90]):
         own, wider = (choose_shipped(it, 1024, torch.device("cuda")) for it in (QWEN, problem))
-    assert own.regime == wider.regime == "mid" and wider.tile.stages < own.tile.stages
+    assert own.family == wider.family == "mid" and wider.tile.stages < own.tile.stages
     longer = replace(wider.tile, stages=wider.tile.stages + 1)
-    assert "shared memory" in MID_REGIME.fits(problem, longer)
+    assert "shared memory" in MID_FAMILY.fits(problem, longer)
     assert replace(wider.tile, stages=0) == replace(own.tile, stages=0)
 
 
 def test_few_tokens_are_no_work_for_kernels_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = Measured(Spread.of(128, 4, 8192), "prefill", asdict(PROMISING[0]), 1.0)
-    entry = Entry(H200, str(OSS.scheme.weight), 2880, 2880, 128, 4, (prefill,))
-    monkeypatch.setattr(table, "entries", lambda: (entry,))
+    prefill = MeasuredLaunch(TokenSpread.of(128, 4, 8192), "prefill", asdict(PROMISING[0]), 1.0)
+    entry = LayerLaunches(H200, str(OSS.scheme.weight), 2880, 2880, 128, 4, (prefill,))
+    monkeypatch.setattr(launch_table, "entries", lambda: (entry,))
     with standing_in(STAND_INS[90]):
-        found = {n: choose_shipped(OSS, n, torch.device("cuda")).regime for n in (16, 512, 1024, 65_536)}
+        found = {n: choose_shipped(OSS, n, torch.device("cuda")).family for n in (16, 512, 1024, 65_536)}
     assert found == {16: "decode", 512: "grouped", 1024: "prefill", 65_536: "prefill"}
 
 
 def test_shipped_rows_are_launches_of_their_own_layers() -> None:
     """Each gives every field of a tile of kernels that exist, and those take the layer that was measured."""
     problems = [layer_without_weights(model).problem for model in MODELS]
-    for entry in table.entries():
+    for entry in launch_table.entries():
         own = [problem for problem in problems if entry.distance(problem) == 0]
         assert own, f"no model has the layer of {entry}"
         for row in entry.rows:
-            regime = REGIMES[row.regime]
-            assert set(row.tile) == {field.name for field in fields(regime.tile)}, row
+            kernel_family = FAMILIES[row.family]
+            assert set(row.tile) == {field.name for field in fields(kernel_family.tile)}, row
             for problem in own:
-                assert not regime.fits(problem, regime.tile(**row.tile)), row
+                assert not kernel_family.fits(problem, kernel_family.tile(**row.tile)), row

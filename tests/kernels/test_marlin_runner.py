@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.layout import layout_for
-from moectl.convert.manifest import load_manifest
-from moectl.convert.planning import plan_conversion
-from moectl.convert.stream import convert
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import layout_for
+from moectl.convert.manifest.manifest import load_manifest
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from moectl.environment import Packages, find_device
 from moectl.errors import NoBackend, UsageError
-from moectl.kernels.inputs import make_inputs
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.layer_inputs import make_inputs
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.marlin import matrix_of
-from moectl.prepare import _reader_of, converted_layer, load_prepared
-from moectl.run import Machine, choose_backends
+from moectl.layer.prepare import _reader_of, converted_layer, load_prepared
+from moectl.run import RunMachine, choose_backends
 from support.runners import apply
 
 
@@ -37,7 +37,7 @@ def test_its_own_backend_comes_first(folder: Path, monkeypatch: pytest.MonkeyPat
     layer = converted_layer(load_manifest(folder))
     assert _reader_of(layer, torch.device("cuda")) == "triton_marlin"
     assert _reader_of(layer, torch.device("cpu")) == "torch"
-    machine = Machine(torch.device("cuda"), find_device("h200"), Packages())
+    machine = RunMachine(torch.device("cuda"), find_device("h200"), Packages())
     assert choose_backends(layer.problem, machine).names[0] == "triton"
     choice = choose_backends(layer.problem, machine, stored=layer.layout)
     assert choice.names[:2] == ("triton_marlin", "triton")

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from moectl.errors import UsageError
-from moectl.floors import Rates, floor_of
-from moectl.kernels.distributions import check_distribution
-from moectl.kernels.inputs import make_inputs
+from moectl.kernels.layer_inputs import make_inputs
 from moectl.kernels.reference import route
 from moectl.kernels.roofline import work_of
-from moectl.kernels.timing import measured_rates, time_calls
-from moectl.problem import Dims
+from moectl.kernels.routing_distributions import check_distribution
+from moectl.kernels.timing.cold_calls import measured_rates, time_calls
+from moectl.problem.moe_problem import Dims
+from moectl.problem.roofline import DeviceRates, floor_of
 from support.random_layers import GPT_OSS, KIMI
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_inputs_need_fewer_hot_experts_than_there_are_and_no_negative_tokens() -
 
 def test_distributions_are_checked_without_torch() -> None:
     code = (
-        "import sys; from moectl.kernels.distributions import check_distribution; "
+        "import sys; from moectl.kernels.routing_distributions import check_distribution; "
         "check_distribution('zipf:1.2'); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -105,8 +105,8 @@ def test_work_counts_each_hit_expert_once() -> None:
 
 def test_the_floor_is_the_larger_of_the_two_times() -> None:
     work = work_of(GPT_OSS, torch.tensor([[0, 1, 2, 3]]))
-    slow_memory = floor_of(work, Rates(1e3, 1e30, "test"))
-    slow_math = floor_of(work, Rates(1e30, 1e3, "test"))
+    slow_memory = floor_of(work, DeviceRates(1e3, 1e30, "test"))
+    slow_math = floor_of(work, DeviceRates(1e30, 1e3, "test"))
     assert slow_memory.bound == "memory" and slow_memory.seconds == work.bytes / 1e3
     assert slow_math.bound == "compute" and slow_math.seconds == work.flops / 1e3
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.published_kernels import MODELS, layer_without_weights
+from devtools.inspection.shipped_kernels import inspect
 
-from moectl.experts import unfilled
-from moectl.inspection import MODELS, layer_without_weights
+from moectl.kernels.triton.hopper.gemm_spec import exact_weights
 from moectl.kernels.triton.hopper.mid import (
-    MID_REGIME,
+    MID_FAMILY,
     REGISTERS,
     WIDTHS,
     MidTile,
@@ -18,14 +20,12 @@ from moectl.kernels.triton.hopper.mid import (
     registers,
     shared_bytes,
 )
-from moectl.kernels.triton.hopper.products import exact_weights
-from moectl.kernels.triton.inspection.shipped import inspect
-from moectl.kernels.triton.inspection.standin import STAND_INS
-from moectl.kernels.triton.launch import Launch
-from moectl.kernels.triton.layer import layer_of
-from moectl.padding import pad
-from moectl.problem import Activation, Dims
-from moectl.schemes import FULL, Scheme, int_format
+from moectl.kernels.triton.kernel_family import layer_of
+from moectl.kernels.triton.launches import Launch
+from moectl.layer.experts import unfilled
+from moectl.problem.moe_problem import Activation, Dims
+from moectl.problem.padding import pad
+from moectl.problem.schemes import FULL, Scheme, int_format
 
 H200 = STAND_INS[90]
 GPT_OSS = "openai/gpt-oss-120b"
@@ -35,9 +35,9 @@ KIMI = "moonshotai/Kimi-K2-Thinking"
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_has_tiles_for_all_widths(model: str) -> None:
     problem = layer_without_weights(model).problem
-    tiles = MID_REGIME.candidates(problem)
+    tiles = MID_FAMILY.candidates(problem)
     assert {tile.tokens for tile in tiles} == {16, 32, 64, 96, 128}
-    assert all(not MID_REGIME.fits(problem, tile) for tile in tiles)
+    assert all(not MID_FAMILY.fits(problem, tile) for tile in tiles)
 
 
 @pytest.mark.parametrize("place", REGISTERS)
@@ -55,7 +55,7 @@ def test_threads_of_a_multiprocessor_share_its_registers(place: tuple[int, int, 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     problem = layer_without_weights(GPT_OSS).problem
     tile = MidTile(16, 4, 8)
-    assert not MID_REGIME.fits(problem, tile)
+    assert not MID_FAMILY.fits(problem, tile)
     for changed, other, reason in (
         (problem, replace(tile, tokens=20), "none of its tiles"),
         (problem, replace(tile, tokens=128), "registers"),
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (replace(problem, dtype="fp16"), tile, "no fp16 products"),
         (replace(problem, activation=Activation("situ")), tile, "activation"),
     ):
-        assert reason in MID_REGIME.fits(changed, other)
+        assert reason in MID_FAMILY.fits(changed, other)
 
 
 def test_int4_is_folded_with_bf16_scales_and_without_zero_points() -> None:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from moectl.errors import NoBackend, UsageError
-from moectl.kernels.modular import FusedMoEKernel, kernel_of, map_of
-from moectl.kernels.ops import fused_moe, fused_moe_logits, kernel_at
-from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.quantize import dequantize, quantize
+from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel, kernel_of, map_of
+from moectl.kernels.modular.torch_ops import fused_moe, fused_moe_logits, kernel_at
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.quantize_tokens import dequantize, quantize
 from moectl.kernels.registry import RUNNERS, runner_for
 from moectl.kernels.runner import ActivationFormat, Runner
-from moectl.problem import MoEProblem
-from moectl.schemes import ActFormat
+from moectl.problem.moe_problem import MoEProblem
+from moectl.problem.schemes import ActFormat
 from support.fake_runners import FP8, MONOLITHIC, MXFP8, NVFP4, STATIC, TORCH, UNWEIGHED, wanting
 from support.random_layers import (
     FAMILIES,

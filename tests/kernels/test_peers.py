@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moectl.capabilities.unpacked import find_peers, library_file, peers_folder
+from moectl.capabilities.unpacked_libraries import find_peers, library_file, peers_folder
 from moectl.errors import BackendFailed, NoBackend, Unavailable, UsageError
-from moectl.kernels.peers import humming, libraries, marlin, triton_kernels
-from moectl.kernels.peers.around import Blocks
-from moectl.kernels.prepared import CANONICAL
+from moectl.kernels.external import humming, import_library, triton_kernels, vllm_marlin
+from moectl.kernels.external.gemm_glue import ExpertBlocks
+from moectl.kernels.prepared_layer import CANONICAL
 from moectl.kernels.registry import RUNNERS, runner_for
 from moectl.oracle.machine_packages import packages_from
-from moectl.problem import Activation, Dims, MoEProblem, Routing
-from moectl.schemes import BF16, FP8_BLOCK, FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format
+from moectl.problem.moe_problem import Activation, Dims, MoEProblem, Routing
+from moectl.problem.schemes import BF16, FP8_BLOCK, FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format
 from support import peer_cases as cases
 from support.random_layers import canonical_roles, random_layer
 
@@ -33,20 +33,28 @@ def of(weight: object, **changes: object) -> MoEProblem:
 
 REFUSALS = [
     (
-        marlin,
+        vllm_marlin,
         of(BF16),
         "it takes int4, int4 with zero points, int8, mxfp4, nvfp4, mxfp8, fp8; the layer has bf16",
     ),
-    (marlin, of(replace(FP8_BLOCK, block=(64, 64))), "a whole matrix, whole rows, 128 rows by 128 columns"),
-    (marlin, of(MXFP8, dtype="fp16"), "with mxfp8 weights it takes bf16, this is fp16"),
-    (marlin, of(NVFP4, dtype="fp16"), "with nvfp4 weights it takes bf16, this is fp16"),
-    (marlin, of(int_format(8, 32, zero_point=True)), "the layer has int8 group 32 with zero points"),
-    (marlin, of(int_format(4, 96)), "int4 scales of whole rows, 32 columns, 64 columns, 128 columns"),
-    (marlin, replace(MX, dtype="fp16"), "with mxfp4 weights it takes bf16, this is fp16"),
-    (marlin, replace(INT4, act_order="group"), "permuted group by group"),
-    (marlin, replace(INT4, bias=True, routing=Routing(weight_on_input=True)), "multiply the first bias too"),
-    (marlin, of(int_format(4, 32, "F16")), "scales in the model's dtype, BF16, the layer has F16"),
-    (marlin, replace(INT4, activation=Activation("situ")), "for gated experts it has silu"),
+    (
+        vllm_marlin,
+        of(replace(FP8_BLOCK, block=(64, 64))),
+        "a whole matrix, whole rows, 128 rows by 128 columns",
+    ),
+    (vllm_marlin, of(MXFP8, dtype="fp16"), "with mxfp8 weights it takes bf16, this is fp16"),
+    (vllm_marlin, of(NVFP4, dtype="fp16"), "with nvfp4 weights it takes bf16, this is fp16"),
+    (vllm_marlin, of(int_format(8, 32, zero_point=True)), "the layer has int8 group 32 with zero points"),
+    (vllm_marlin, of(int_format(4, 96)), "int4 scales of whole rows, 32 columns, 64 columns, 128 columns"),
+    (vllm_marlin, replace(MX, dtype="fp16"), "with mxfp4 weights it takes bf16, this is fp16"),
+    (vllm_marlin, replace(INT4, act_order="group"), "permuted group by group"),
+    (
+        vllm_marlin,
+        replace(INT4, bias=True, routing=Routing(weight_on_input=True)),
+        "multiply the first bias too",
+    ),
+    (vllm_marlin, of(int_format(4, 32, "F16")), "scales in the model's dtype, BF16, the layer has F16"),
+    (vllm_marlin, replace(INT4, activation=Activation("situ")), "for gated experts it has silu"),
     (humming, of(int_format(4, 96)), "it is given scales of whole rows and of 32, 64 and 128 columns"),
     (humming, of(NVFP4), "it is given int4, int8, mxfp4 weights with scales by row"),
     (humming, replace(MX, dtype="fp16"), "with mxfp4 weights it is given bf16, this is fp16"),
@@ -72,7 +80,7 @@ def test_what_it_cannot_do_is_refused_in_a_sentence(peer: object, problem: MoEPr
     assert says in peer.problem_refusal(problem)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("peer", [humming, marlin, triton_kernels])
+@pytest.mark.parametrize("peer", [humming, vllm_marlin, triton_kernels])
 def test_a_cpu_is_refused_before_a_library_is_looked_for(peer: object) -> None:
     assert peer.refusal(MX, CPU) == "it needs a CUDA GPU, the weights are on cpu"  # type: ignore[attr-defined]
     assert not peer.problem_refusal(MX)  # type: ignore[attr-defined]
@@ -99,10 +107,10 @@ def test_logits_that_triton_kernels_cannot_route(routing: Routing, says: str) ->
 
 @pytest.mark.parametrize("assignments", [1, 20, 40, 80, 200, 4000])
 def test_blocks_of_marlin_are_those_that_an_expert_fills(assignments: int) -> None:
-    size = marlin.block_size(assignments, 8)
-    smaller = [it for it in marlin.BLOCKS if it < size]
+    size = vllm_marlin.block_size(assignments, 8)
+    smaller = [it for it in vllm_marlin.BLOCKS if it < size]
     assert all(assignments / 8 >= 0.9 * it for it in smaller)
-    assert size == marlin.BLOCKS[-1] or assignments / 8 < 0.9 * size
+    assert size == vllm_marlin.BLOCKS[-1] or assignments / 8 < 0.9 * size
 
 
 SCHEMA = """moe_wna16_marlin_gemm(Tensor! a, Tensor? c_or_none, Tensor! b_q_weight, Tensor? b_bias_or_none,
@@ -120,32 +128,32 @@ def fake_operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, ob
     calls: list[dict[str, object]] = []
 
     def keep(*arguments: object) -> torch.Tensor:
-        calls.append(dict(zip(marlin.ARGUMENTS, arguments, strict=True)))
+        calls.append(dict(zip(vllm_marlin.ARGUMENTS, arguments, strict=True)))
         return torch.empty(0)
 
     library = torch.library.Library("_moe_C", "FRAGMENT")
     library.define(SCHEMA.replace("\n", " "))
     library.impl("moe_wna16_marlin_gemm", keep, "CPU")
-    marlin.operator.cache_clear()
+    vllm_marlin.operator.cache_clear()
     yield calls
     library._destroy()
-    marlin.operator.cache_clear()
+    vllm_marlin.operator.cache_clear()
 
 
 def test_marlins_arguments_are_those_of_the_operator(fake_operator: list[dict[str, object]]) -> None:
     problem = cases.integers(4, 32, bias=True, dims=Dims(256, 96))
     prepared = random_layer(problem).prepared("marlin", "cpu")
-    w13, w2 = marlin.ready(prepared)
+    w13, w2 = vllm_marlin.ready(prepared)
     assert (w13.n, w13.k, w2.n, w2.k) == (2 * 128, 256, 256, 128)
     words = torch.zeros(8, dtype=torch.int32)
-    blocks = Blocks(words, words, words[:1], 8, words.clone())
+    blocks = ExpertBlocks(words, words, words[:1], 8, words.clone())
     x, y = torch.zeros(5, 256).bfloat16(), torch.zeros(15, 256).bfloat16()
-    found = marlin.gemm_arguments(w13, x, y, blocks, torch.ones(15), 3, weigh=False)
-    marlin.operator()(**found)
+    found = vllm_marlin.gemm_arguments(w13, x, y, blocks, torch.ones(15), 3, weigh=False)
+    vllm_marlin.operator()(**found)
     (call,) = fake_operator
     assert call.keys() == found.keys()
     names = ("size_m", "size_n", "size_k", "top_k", "moe_block_size", "b_type_id")
-    assert [call[name] for name in names] == [5, 256, 256, 3, 8, marlin.KINDS["int4", False].type]
+    assert [call[name] for name in names] == [5, 256, 256, 3, 8, vllm_marlin.KINDS["int4", False].type]
     assert call["c_or_none"] is y or torch.equal(call["c_or_none"], y)  # type: ignore[arg-type]
     assert call["b_zeros_or_none"] is None and call["mul_topk_weights"] is False
     assert call["b_bias_or_none"].shape == (problem.experts, 256)  # type: ignore[attr-defined]
@@ -153,21 +161,21 @@ def test_marlins_arguments_are_those_of_the_operator(fake_operator: list[dict[st
 
 def test_marlins_mxfp4_scales_are_handed_over_as_e8m0() -> None:
     prepared = random_layer(MX).prepared("marlin", "cpu")
-    w13, _ = marlin.ready(prepared)
+    w13, _ = vllm_marlin.ready(prepared)
     assert w13.scales.dtype == torch.float8_e8m0fnu and w13.k % 256 == 0 and w13.n % 256 == 0
-    assert marlin.ready(prepared)[0] is w13
+    assert vllm_marlin.ready(prepared)[0] is w13
 
 
 def test_an_operator_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     library = torch.library.Library("_moe_C", "FRAGMENT")
     library.define("moe_wna16_marlin_gemm(Tensor a, Tensor? g_idx) -> Tensor")
-    marlin.operator.cache_clear()
+    vllm_marlin.operator.cache_clear()
     try:
         with pytest.raises(Unavailable, match=r"other arguments than that of vLLM 0\.33\.0: .*g_idx"):
-            marlin.operator()
+            vllm_marlin.operator()
     finally:
         library._destroy()
-        marlin.operator.cache_clear()
+        vllm_marlin.operator.cache_clear()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -220,10 +228,10 @@ def test_humming_is_given_canonical_weights_whatever_they_are_stored_as() -> Non
 
 
 def marlin_recipe(layer: object) -> object:
-    from moectl.convert.shards import Share
-    from moectl.experts import layout_recipe
+    from moectl.convert.rank_slice import RankShare
+    from moectl.layer.experts import layout_recipe
 
-    return layout_recipe("marlin-int4", Share(layer.problem), layer.recipe.shapes)  # type: ignore[attr-defined]
+    return layout_recipe("marlin-int4", RankShare(layer.problem), layer.recipe.shapes)  # type: ignore[attr-defined]
 
 
 def test_nothing_of_a_folder_but_what_is_asked_for_is_imported(
@@ -238,11 +246,11 @@ def test_nothing_of_a_folder_but_what_is_asked_for_is_imported(
     monkeypatch.delitem(sys.modules, "humming", raising=False)
     path = list(sys.path)
     try:
-        found = libraries.package("humming")
+        found = import_library.package("humming")
         assert found.inner.here == str(tmp_path / "humming" / "inner.py")
-        assert libraries.package("humming") is found and sys.path == path
+        assert import_library.package("humming") is found and sys.path == path
         with pytest.raises(Unavailable, match=r"humming.forward cannot be imported: ModuleNotFoundError"):
-            libraries.module("humming.forward")
+            import_library.module("humming.forward")
         with pytest.raises(ImportError):
             __import__("other_package")
         (installed,) = find_peers(peers_folder())
@@ -278,7 +286,7 @@ def test_versions_with_other_functions_are_refused_by_name(unpacked: Path) -> No
     write(unpacked, "triton_kernels/__init__.py", "triton_kernels/matmul.py")
     with pytest.raises(Unavailable, match=r"has other functions than the one .*matmul_ogs"):
         triton_kernels.library()
-    assert "has other functions" in libraries.why_not(triton_kernels.library)
+    assert "has other functions" in import_library.why_not(triton_kernels.library)
     names = ("forward", "schema", "transform", "tune", "layer", "__init__")
     write(unpacked, *(f"humming/{name}.py" for name in names))
     (unpacked / "humming/schema.py").write_text("class HummingWeightSchema: pass\n")
@@ -292,19 +300,19 @@ def test_another_package_of_the_name_is_not_taken(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("MOECTL_PEERS", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(Unavailable, match="is not the package that kernels need, but Kernelize AI"):
-        libraries.package("triton_kernels")
+        import_library.package("triton_kernels")
     assert "triton_kernels" not in sys.modules
 
 
 def test_a_package_of_another_place_is_not_mixed_in(unpacked: Path) -> None:
     write(unpacked, "humming/__init__.py", "humming/layer.py")
-    libraries.package("humming")
+    import_library.package("humming")
     other = unpacked / "other"
     write(other, "humming/__init__.py", "humming/layer.py")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("MOECTL_PEERS", str(other))
         with pytest.raises(Unavailable, match="is in this process already, wanted is that of"):
-            libraries.package("humming")
+            import_library.package("humming")
 
 
 def test_a_broken_package_is_unavailable_and_leaves_nothing(
@@ -316,9 +324,9 @@ def test_a_broken_package_is_unavailable_and_leaves_nothing(
     monkeypatch.setenv("MOECTL_PEERS", str(tmp_path))
     monkeypatch.delitem(sys.modules, "humming", raising=False)
     with pytest.raises(Unavailable, match="cannot be imported: OSError: no such driver"):
-        libraries.package("humming")
+        import_library.package("humming")
     assert "humming" not in sys.modules
-    assert "no such driver" in libraries.why_not(lambda: libraries.package("humming"))
+    assert "no such driver" in import_library.why_not(lambda: import_library.package("humming"))
 
 
 def test_folders_and_libraries_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,29 +336,29 @@ def test_folders_and_libraries_that_are_not_there(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("MOECTL_PEERS", str(tmp_path))
     assert find_peers(peers_folder()) == ()
     with pytest.raises(Unavailable, match="no humming in a folder that MOECTL_PEERS names"):
-        libraries.package("humming")
+        import_library.package("humming")
     with pytest.raises(Unavailable, match="has a _moe_C library"):
-        libraries.marlin_operator()
+        import_library.marlin_operator()
     packed = tmp_path / "moe_C.so.xz"
     packed.write_bytes(lzma.compress(b"not a library"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     assert library_file(peers_folder()) == packed
     with pytest.raises(Unavailable, match=r"moe_C.so.xz does not load into torch"):
-        libraries.marlin_operator()
+        import_library.marlin_operator()
     (made,) = (tmp_path / "temporary").iterdir()
     assert made.stat().st_mode & 0o777 == 0o700
     made.chmod(0o777)
     with pytest.raises(Unavailable, match="that you alone can write to"):
-        libraries.marlin_operator()
+        import_library.marlin_operator()
 
 
 def test_a_library_that_breaks_is_an_error_of_its_backend() -> None:
     says = "the marlin backend failed: RuntimeError: CUDA error"
-    with pytest.raises(BackendFailed, match=says) as caught, libraries.failing_as("marlin"):
+    with pytest.raises(BackendFailed, match=says) as caught, import_library.failing_as("marlin"):
         raise RuntimeError("CUDA error\nat line 5")
     assert caught.value.on(3).what.startswith("the marlin backend failed on layer 3")
-    with pytest.raises(NoBackend), libraries.failing_as("marlin"):
+    with pytest.raises(NoBackend), import_library.failing_as("marlin"):
         raise NoBackend("as it was")
 
 

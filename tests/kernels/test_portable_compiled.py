@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from devtools.inspection.kernel_report import KernelReport
+from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.shipped_kernels import inspect
 
-from moectl.kernels.triton.inspection.report import KernelReport
-from moectl.kernels.triton.inspection.shipped import inspect
-from moectl.kernels.triton.inspection.standin import STAND_INS
-from moectl.kernels.triton.launch import Launch
-from moectl.problem import SILU
-from moectl.schemes import FULL, MXFP4, WeightFormat, int_format
+from moectl.kernels.triton.launches import Launch
+from moectl.problem.moe_problem import SILU
+from moectl.problem.schemes import FULL, MXFP4, WeightFormat, int_format
 from support.kernel_cases import LAUNCHES
 from support.kernel_grid import CHOICES, FORMATS, Case
 from support.random_layers import layer_among_others

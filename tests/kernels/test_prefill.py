@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
-from moectl.inspection import MODELS, layer_without_weights
 from moectl.kernels.triton.hopper.fragment_asm import FOLDED_SCALES_ASM, _folded_int4_asm, fold_factor
-from moectl.kernels.triton.hopper.prefill import PREFILL_REGIME, REGISTERS, SHAPES, PrefillTile
-from moectl.problem import Activation
+from moectl.kernels.triton.hopper.prefill import PREFILL_FAMILY, REGISTERS, SHAPES, PrefillTile
+from moectl.problem.moe_problem import Activation
 
 from .test_stream_asm import execute, halves, paired
 
@@ -33,19 +33,19 @@ def test_a_shape_has_a_branch_for_its_widest_tile_and_registers_for_all_threads(
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_has_tiles_of_both_shapes(model: str) -> None:
     problem = layer_without_weights(model).problem
-    tiles = PREFILL_REGIME.candidates(problem)
+    tiles = PREFILL_FAMILY.candidates(problem)
     assert {SHAPES[tile.units].workers for tile in tiles} == {2, 3}
 
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     problem = layer_without_weights(GPT_OSS).problem
-    assert not PREFILL_REGIME.fits(problem, PrefillTile())
+    assert not PREFILL_FAMILY.fits(problem, PrefillTile())
     for changed, tile, reason in (
         (problem, PrefillTile(10), "none of its tiles"),
         (replace(problem, dtype="fp16"), PrefillTile(), "no fp16 products"),
         (replace(problem, activation=Activation("situ")), PrefillTile(), "activation"),
     ):
-        assert reason in PREFILL_REGIME.fits(changed, tile)
+        assert reason in PREFILL_FAMILY.fits(changed, tile)
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.0078125, 0.3, 2.0**-93, 1e-20, 1.99 * 2.0**31, 0.0, -0.0])

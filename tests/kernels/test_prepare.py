@@ -12,25 +12,19 @@ import pytest
 import torch
 
 from moectl.checkpoint import open_checkpoint
-from moectl.checkpoint.model import Checkpoint
-from moectl.convert.layout import LAYOUTS, layout_named
-from moectl.convert.manifest import load_manifest
-from moectl.convert.planning import plan_conversion
-from moectl.convert.stream import convert
+from moectl.checkpoint.checkpoint import Checkpoint
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import LAYOUTS, layout_named
+from moectl.convert.manifest.manifest import load_manifest
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from moectl.errors import CheckpointError, Unavailable, UsageError
-from moectl.kernels.prepared import CANONICAL
+from moectl.kernels.prepared_layer import CANONICAL
 from moectl.kernels.reference import route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.routing import route_by
-from moectl.prepare import (
-    checkpoint_layer,
-    converted_layer,
-    load_prepared,
-    prepare,
-    read_router,
-)
+from moectl.layer.prepare import checkpoint_layer, converted_layer, load_prepared, prepare, read_router
+from moectl.problem.schemes import MXFP4, int_format
 from moectl.run.workload import workload_of
-from moectl.schemes import MXFP4, int_format
 from moectl.synth import synthesize
 from support.random_layers import inputs_of, judged
 from support.runners import apply

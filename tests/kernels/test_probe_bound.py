@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moectl.kernels.triton.items import BASES
-from moectl.schemes import int_format
+from moectl.kernels.triton.expert_items import BASES
+from moectl.problem.schemes import int_format
 from support import kernel_cases as cases
 from support.random_layers import DTYPES
 

@@ -8,8 +8,8 @@ import torch
 from moectl.convert.codecs import codec_for
 from moectl.convert.layouts.trtllm import TILES_128X4
 from moectl.errors import NoBackend, UsageError
-from moectl.kernels.quantize import dequantize, from_tiles, in_tiles, quantize
-from moectl.schemes import (
+from moectl.kernels.quantize_tokens import dequantize, from_tiles, in_tiles, quantize
+from moectl.problem.schemes import (
     FP8_CHANNEL,
     FULL,
     MXFP8,

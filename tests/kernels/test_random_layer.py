@@ -9,12 +9,12 @@ import torch
 
 from moectl.convert.canonical import row_order
 from moectl.errors import UsageError
-from moectl.experts import decode
-from moectl.kernels.inputs import make_inputs
-from moectl.models import MODELS, default_format, model_problem, named_problem
-from moectl.problem import Dims
-from moectl.random_layer import RandomLayer, routings, tokens_of
-from moectl.schemes import (
+from moectl.kernels.layer_inputs import make_inputs
+from moectl.layer.experts import decode
+from moectl.layer.random_layer import RandomLayer, routings, tokens_of
+from moectl.problem.moe_problem import Dims
+from moectl.problem.published_layers import MODELS, default_format, model_problem, named_problem
+from moectl.problem.schemes import (
     BF16,
     FP8_BLOCK,
     FP8_TENSOR,

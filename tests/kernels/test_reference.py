@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from moectl.errors import NoBackend, UsageError
 from moectl.kernels.activation import GATED, UNGATED, activate
-from moectl.kernels.prepared import DenseExpert, Router
+from moectl.kernels.prepared_layer import DenseExpert, Router
 from moectl.kernels.reference import moe_reference, route
-from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.schemes import BF16, Scheme
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.problem.schemes import BF16, Scheme
 
 
 def problem(experts: int = 4, top_k: int = 2, **fields: object) -> MoEProblem:

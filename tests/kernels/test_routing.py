@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moectl.errors import NoBackend, UsageError
 from moectl.kernels import reference
-from moectl.kernels.prepared import Router
+from moectl.kernels.prepared_layer import Router
 from moectl.kernels.routing import route, route_by
-from moectl.problem import MoEProblem, Routing
+from moectl.problem.moe_problem import MoEProblem, Routing
 from support.router_cases import KINDS, METHODS, VOCABULARY, case_of, expected, problem_of
 
 LARGEST = float(np.finfo(np.float32).max)

@@ -9,12 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from devtools.inspection.offline_gpu import STAND_INS, standing_in
 
-from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
+from moectl.kernels.triton.launch_table import entries
 from moectl.kernels.triton.marlin import TILES as MARLIN_TILES
-from moectl.kernels.triton.runner import REGIMES
-from moectl.kernels.triton.table import entries
-from moectl.schemes import FULL
+from moectl.kernels.triton.triton_runner import FAMILIES
+from moectl.problem.schemes import FULL
 from support.scripts import loaded
 
 
@@ -39,7 +39,7 @@ def test_small_layers_and_their_configurations(script: ModuleType, format: str) 
     options = asked(families=["decode", "grouped"], most=2)
     # On this device stand those that the interpreter can run.
     found = list(script.configurations(format, CPU, options))
-    wanted = {name for name in options.families if REGIMES[name].interpreted}
+    wanted = {name for name in options.families if FAMILIES[name].interpreted}
     assert {it.family for it in found} == wanted and len(found) == 2 * len(wanted)
     assert all(2 <= it.tokens <= 600 for it in found)
     assert {it.tokens for it in script.configurations(format, CPU, asked(each=100))} == {300}
@@ -79,8 +79,8 @@ def test_only_tiles_that_ship_for_the_format(script: ModuleType) -> None:
         found = list(script.configurations("int4-g32", CUDA, asked(shipped=True)))
         none = list(script.configurations("int8-g32", CUDA, asked(shipped=True)))
     rows = [row for entry in entries() if entry.weight == "int4 group 32" for row in entry.rows]
-    assert {it.family for it in found} == {row.regime for row in rows} and not none
-    assert all(asdict(it.tile) in [row.tile for row in rows if row.regime == it.family] for it in found)
+    assert {it.family for it in found} == {row.family for row in rows} and not none
+    assert all(asdict(it.tile) in [row.tile for row in rows if row.family == it.family] for it in found)
 
 
 SAID = """\

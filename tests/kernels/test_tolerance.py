@@ -9,8 +9,8 @@ import torch
 
 from moectl.errors import NoBackend, UsageError
 from moectl.kernels.tolerance import TOLERANCES, Tolerance, check, tolerance_for
-from moectl.problem import Dims, MoEProblem
-from moectl.schemes import MXFP4, Scheme, WeightFormat
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import MXFP4, Scheme, WeightFormat
 
 LIMIT = Tolerance(0.05, 0.01, "test")
 

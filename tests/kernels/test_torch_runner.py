@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moectl.errors import NoBackend, UsageError
-from moectl.kernels.prepared import DenseExperts, PreparedMoE
+from moectl.kernels.prepared_layer import DenseExperts, PreparedMoE
 from moectl.kernels.registry import RUNNERS, runner_for
 from moectl.kernels.torch_backends import decoding
-from moectl.kernels.torch_runner import operand_dtype
-from moectl.problem import Activation, Dims, MoEProblem
+from moectl.kernels.torch_backends.torch_runner import operand_dtype
+from moectl.problem.moe_problem import Activation, Dims, MoEProblem
 from support.random_layers import FAMILIES, GPT_OSS, KIMI, inputs_of, judged, random_layer, skipping
 from support.runners import apply
 

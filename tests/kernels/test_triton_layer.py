@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from moectl.errors import UsageError
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
-from moectl.kernels.triton.hopper.products import exact_weights
-from moectl.kernels.triton.layer import exponents_of, layer_of
-from moectl.kernels.triton.runner import aligned
-from moectl.schemes import Scheme, int_format
+from moectl.kernels.triton.hopper.gemm_spec import exact_weights
+from moectl.kernels.triton.kernel_family import exponents_of, layer_of
+from moectl.kernels.triton.triton_runner import aligned
+from moectl.problem.schemes import Scheme, int_format
 from support.random_layers import GPT_OSS, KIMI, canonical_roles
 from support.random_layers import layer_of as expert_layer
 
@@ -85,11 +85,11 @@ def test_preparing_makes_a_layer_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PreparedMoE] = []
     runner = runner_for("torch")
     ready = Runner("torch", None, runner.compute, runner.refusal, ready=seen.append)
-    monkeypatch.setattr("moectl.experts.runner_for", lambda name: ready)
+    monkeypatch.setattr("moectl.layer.experts.runner_for", lambda name: ready)
     prepared = expert_layer(GPT_OSS, canonical_roles(GPT_OSS)).prepared("torch", torch.device("cpu"))
     assert seen == [prepared]
     refusing = Runner("torch", None, runner.compute, lambda problem, device: "no", ready=seen.append)
-    monkeypatch.setattr("moectl.experts.runner_for", lambda name: refusing)
+    monkeypatch.setattr("moectl.layer.experts.runner_for", lambda name: refusing)
     expert_layer(GPT_OSS, canonical_roles(GPT_OSS)).prepared("torch", torch.device("cpu"))
     assert len(seen) == 1
 

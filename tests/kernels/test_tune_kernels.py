@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from moectl.kernels.triton.launch import Launch, Tile
-from moectl.models import MODELS
-from moectl.tuning.cells import Cell
-from moectl.tuning.search import DeviceBroken, Wrong
+from moectl.kernels.triton.launches import Launch, Tile
+from moectl.problem.published_layers import MODELS
+from moectl.tuning.launch_search import DeviceBroken, WrongResult
+from moectl.tuning.tuning_cases import TuningCase
 from support.scripts import loaded
 
 script = loaded("tune_kernels")
 
 LAUNCHES = [Launch("grouped", Tile(16, rows, 64, stages=4, warps=4)) for rows in (64, 128, 192, 256)]
 WRONG, SLOW, FAST, CURRENT = LAUNCHES
-CELL = Cell("qwen3-30b", MODELS["qwen3-30b"], 64)
+CELL = TuningCase("qwen3-30b", MODELS["qwen3-30b"], 64)
 
 
 class Fake:
@@ -28,27 +28,27 @@ class Fake:
     def __init__(self, broken: bool = False) -> None:
         self.broken = broken
 
-    def candidates(self, cell: Cell) -> list[Launch]:
+    def candidates(self, cell: TuningCase) -> list[Launch]:
         return [WRONG, SLOW, FAST]
 
-    def current(self, cell: Cell) -> Launch:
+    def current(self, cell: TuningCase) -> Launch:
         return CURRENT
 
-    def error(self, cell: Cell, launch: Launch) -> float:
+    def error(self, cell: TuningCase, launch: Launch) -> float:
         if self.broken:
             raise DeviceBroken("gone")
         if launch == WRONG:
-            raise Wrong("off by 3")
+            raise WrongResult("off by 3")
         return 1e-3
 
-    def time(self, cell: Cell, launch: Launch, repeats: int) -> float:
+    def time(self, cell: TuningCase, launch: Launch, repeats: int) -> float:
         return {SLOW: 30.0, FAST: 10.04, CURRENT: 20.0}[launch]
 
 
 def test_the_fastest_right_launch_is_printed_and_is_the_row(capsys: pytest.CaptureFixture[str]) -> None:
     options = argparse.Namespace(compile=False, repeats=3, show=1)
     (row,) = script._tuned(CELL, Fake(), options)
-    assert row == {"tokens": 64, "regime": "grouped", "tile": asdict(FAST.tile), "us": 10.0}
+    assert row == {"tokens": 64, "family": "grouped", "tile": asdict(FAST.tile), "us": 10.0}
     wrong, best, second = capsys.readouterr().out.splitlines()
     assert wrong.strip().startswith("OUT grouped") and wrong.endswith("off by 3")
     assert "qwen3-30b M=   64      10.0 us" in best and "20.0 us" in second

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from moectl.cache.folder import CacheWarning
-from moectl.cache.launches import KIND, Row, Store
+from moectl.cache.cache_file import CacheWarning
+from moectl.cache.launches_file import KIND, LaunchesStore, LaunchRow
 from moectl.environment import find_device
-from moectl.kernels.triton import runner
-from moectl.kernels.triton.launch import Launch, Tile
-from moectl.kernels.triton.runner import choose, choose_shipped
-from moectl.kernels.triton.table import tuned
-from moectl.models import MODELS
+from moectl.kernels.triton import triton_runner
+from moectl.kernels.triton.launch_table import tuned
+from moectl.kernels.triton.launches import Launch, Tile
+from moectl.kernels.triton.triton_runner import choose, choose_shipped
+from moectl.problem.published_layers import MODELS
 
 QWEN = MODELS["qwen3-30b"]
 H200 = find_device("h200")
@@ -24,8 +24,8 @@ CUDA = torch.device("cuda")
 OWN = Tile(16, 128, 64, stages=3, warps=4)
 
 
-def _row(tokens: int, regime: str = "grouped", tile: dict[str, int] | None = None) -> Row:
-    return Row(tokens, regime, asdict(OWN) if tile is None else tile, 30.0, 40.0, 1e-3, 3, 0, "now")
+def _row(tokens: int, family: str = "grouped", tile: dict[str, int] | None = None) -> LaunchRow:
+    return LaunchRow(tokens, family, asdict(OWN) if tile is None else tile, 30.0, 40.0, 1e-3, 3, 0, "now")
 
 
 @pytest.fixture
@@ -34,21 +34,21 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     about = type("About", (), {"multi_processor_count": 132})()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: about)
-    monkeypatch.setattr(runner, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(triton_runner, "gpu_of", lambda device: H200)
 
 
 @pytest.mark.parametrize(
     ("tokens", "own"), [(15, True), (16, True), (22, True), (23, False), (11, False), (1024, False)]
 )
 def test_a_row_holds_within_half_a_doubling(h200: None, tokens: int, own: bool) -> None:
-    Store.of(QWEN, H200).finish(_row(16))
+    LaunchesStore.of(QWEN, H200).finish(_row(16))
     assert choose(QWEN, tokens, CUDA) == (
         Launch("grouped", OWN) if own else choose_shipped(QWEN, tokens, CUDA)
     )
 
 
 def test_the_nearest_row_comes_first() -> None:
-    store = Store.of(QWEN, H200)
+    store = LaunchesStore.of(QWEN, H200)
     for tokens in (16, 24):
         store.finish(_row(tokens, tile=asdict(OWN) | {"stages": tokens}))
     assert [row.tile["stages"] for row in tuned(QWEN, 21, H200)] == [24, 16]
@@ -65,8 +65,8 @@ def test_the_nearest_row_comes_first() -> None:
     ],
     ids=["family", "fields missing", "fields unknown", "not legal"],
 )
-def test_a_row_that_cannot_be_launched_is_passed_over(h200: None, row: Row) -> None:
-    Store.of(QWEN, H200).finish(row)
+def test_a_row_that_cannot_be_launched_is_passed_over(h200: None, row: LaunchRow) -> None:
+    LaunchesStore.of(QWEN, H200).finish(row)
     assert choose(QWEN, 16, CUDA) == choose_shipped(QWEN, 16, CUDA)
 
 

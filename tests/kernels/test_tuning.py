@@ -14,20 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from moectl.cache.launches import Attempt, Store
+from moectl.cache.launches_file import LaunchAttempt, LaunchesStore
 from moectl.environment import find_device
 from moectl.errors import CheckFailed, Unavailable, UsageError
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import runner_for
-from moectl.kernels.triton.launch import Launch, Tile
-from moectl.kernels.triton.runner import REGIMES
-from moectl.kernels.triton.table import Gpu
-from moectl.models import MODELS
-from moectl.problem import Dims, Parallel
-from moectl.tuning import measure
-from moectl.tuning.cells import Cell, by_worth, candidates
-from moectl.tuning.layers import named_layers
-from moectl.tuning.search import DeviceBroken, Plan, Progress, Wrong, search
+from moectl.kernels.triton.launch_table import GpuModel
+from moectl.kernels.triton.launches import Launch, Tile
+from moectl.kernels.triton.triton_runner import FAMILIES
+from moectl.problem.moe_problem import Dims, Parallel
+from moectl.problem.published_layers import MODELS
+from moectl.tuning import gpu_bench
+from moectl.tuning.launch_search import DeviceBroken, SearchPlan, SearchProgress, WrongResult, search
+from moectl.tuning.tuned_layers import named_layers
+from moectl.tuning.tuning_cases import TuningCase, by_worth, candidates
 from support.runners import apply
 
 QWEN = MODELS["qwen3-30b"]
@@ -45,20 +45,20 @@ class Fake:
     now: float = 0.0
     asked: list[tuple[str, Launch, int]] = field(default_factory=list)
 
-    def candidates(self, cell: Cell) -> list[Launch]:
+    def candidates(self, cell: TuningCase) -> list[Launch]:
         return list(self.times)
 
-    def current(self, cell: Cell) -> Launch:
+    def current(self, cell: TuningCase) -> Launch:
         return CURRENT
 
-    def error(self, cell: Cell, launch: Launch) -> float:
+    def error(self, cell: TuningCase, launch: Launch) -> float:
         self.now += 1.0
         self.asked.append(("error", launch, cell.tokens))
         if launch in self.faults:
             raise self.faults[launch]
         return 1e-3
 
-    def time(self, cell: Cell, launch: Launch, repeats: int) -> float:
+    def time(self, cell: TuningCase, launch: Launch, repeats: int) -> float:
         self.asked.append((f"time {repeats}", launch, cell.tokens))
         return self.times[launch]
 
@@ -67,13 +67,13 @@ def _times() -> dict[Launch, float]:
     return {launch: 10.0 + place for place, launch in enumerate(LAUNCHES)}
 
 
-def _cells(*tokens: int) -> list[Cell]:
-    return [Cell("qwen", QWEN, count) for count in tokens]
+def _cells(*tokens: int) -> list[TuningCase]:
+    return [TuningCase("qwen", QWEN, count) for count in tokens]
 
 
-def _run(bench: Fake, cells: list[Cell], budget: float = 1e9, **more: object):  # type: ignore[no-untyped-def]
-    plan = Plan(budget, lambda: bench.now, **more)  # type: ignore[arg-type]
-    return search(cells, bench, lambda cell: Store.of(cell.problem, H200), plan)
+def _run(bench: Fake, cells: list[TuningCase], budget: float = 1e9, **more: object):  # type: ignore[no-untyped-def]
+    plan = SearchPlan(budget, lambda: bench.now, **more)  # type: ignore[arg-type]
+    return search(cells, bench, lambda cell: LaunchesStore.of(cell.problem, H200), plan)
 
 
 def test_the_fastest_right_launch_of_each_cell_is_kept() -> None:
@@ -83,7 +83,7 @@ def test_the_fastest_right_launch_of_each_cell_is_kept() -> None:
         (1, 10.0, 11.0),
         (16, 10.0, 11.0),
     ]
-    row = Store.of(QWEN, H200).row(16)
+    row = LaunchesStore.of(QWEN, H200).row(16)
     assert row is not None and row.tile == asdict(LAUNCHES[0].tile) and (row.tried, row.rejected) == (5, 0)
     finals = [launch for what, launch, tokens in bench.asked if what == "time 11" and tokens == 16]
     assert finals == LAUNCHES[:3]
@@ -99,7 +99,7 @@ def test_the_fastest_right_launch_of_each_cell_is_kept() -> None:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (Wrong("differs by 3e-1"), "differs by 3e-1"),
+        (WrongResult("differs by 3e-1"), "differs by 3e-1"),
         (
             RuntimeError("out of resource: shared memory\nmore"),
             "RuntimeError: out of resource: shared memory",
@@ -107,7 +107,7 @@ def test_the_fastest_right_launch_of_each_cell_is_kept() -> None:
     ],
 )
 def test_what_fails_or_is_wrong_gets_no_time(fault: Exception, why: str) -> None:
-    bench, seen = Fake(_times(), {LAUNCHES[0]: fault}), list[Progress]()
+    bench, seen = Fake(_times(), {LAUNCHES[0]: fault}), list[SearchProgress]()
     found = _run(bench, _cells(16), report=seen.append)
     assert not [what for what, launch, _ in bench.asked if launch == LAUNCHES[0] and what != "error"]
     (_, row) = found.rows[0]
@@ -116,10 +116,10 @@ def test_what_fails_or_is_wrong_gets_no_time(fault: Exception, why: str) -> None
 
 
 def test_a_search_without_any_right_launch_is_an_error_and_keeps_no_row() -> None:
-    bench = Fake(_times(), dict.fromkeys(LAUNCHES, Wrong("differs")))
+    bench = Fake(_times(), dict.fromkeys(LAUNCHES, WrongResult("differs")))
     with pytest.raises(Unavailable, match="no launch of qwen M=16 gave a right result: differs"):
         _run(bench, _cells(16))
-    assert Store.of(QWEN, H200).row(16) is None
+    assert LaunchesStore.of(QWEN, H200).row(16) is None
 
 
 def test_the_budget_ends_the_search_between_launches_and_the_next_goes_on() -> None:
@@ -127,7 +127,7 @@ def test_the_budget_ends_the_search_between_launches_and_the_next_goes_on() -> N
     found = _run(first, _cells(1, 16, 64), budget=7)
     assert [cell.tokens for cell, _ in found.rows] == [1] and [c.tokens for c in found.left] == [16, 64]
     assert [what for what, _, tokens in first.asked if tokens == 64] == []
-    store = Store.of(QWEN, H200)
+    store = LaunchesStore.of(QWEN, H200)
     assert store.row(16) is None and len(store.attempts(16)) == 2
     second = Fake(_times())
     found = _run(second, _cells(1, 16, 64))
@@ -149,7 +149,7 @@ def test_an_interrupt_is_no_fault_of_the_launch() -> None:
     bench = Fake(_times(), {LAUNCHES[2]: KeyboardInterrupt()})
     with pytest.raises(KeyboardInterrupt):
         _run(bench, _cells(16))
-    kept = {tuple(a.tile.items()): a for a in Store.of(QWEN, H200).attempts(16)}
+    kept = {tuple(a.tile.items()): a for a in LaunchesStore.of(QWEN, H200).attempts(16)}
     assert kept[tuple(asdict(LAUNCHES[2].tile).items())].begun == 0
     assert _run(Fake(_times()), _cells(16)).rows[0][1].rejected == 0
 
@@ -164,13 +164,13 @@ def test_a_launch_that_breaks_the_device_is_kept_as_failed() -> None:
 
 
 def test_what_never_came_back_is_tried_last_and_not_a_third_time() -> None:
-    store = Store.of(QWEN, H200)
-    store.note(16, Attempt("grouped", asdict(LAUNCHES[0].tile), begun=1))
+    store = LaunchesStore.of(QWEN, H200)
+    store.note(16, LaunchAttempt("grouped", asdict(LAUNCHES[0].tile), begun=1))
     once = Fake(_times())
     _run(once, _cells(16))
     assert [launch for what, launch, _ in once.asked if what == "error"][-1] == LAUNCHES[0]
     store.forget(16)
-    store.note(16, Attempt("grouped", asdict(LAUNCHES[0].tile), begun=2))
+    store.note(16, LaunchAttempt("grouped", asdict(LAUNCHES[0].tile), begun=2))
     twice = Fake(_times())
     (_, row) = _run(twice, _cells(16)).rows[0]
     assert LAUNCHES[0] not in [launch for _, launch, _ in twice.asked]
@@ -200,7 +200,7 @@ def test_a_search_that_is_killed_goes_on(user_cache: Path) -> None:
         check=False,
     )
     assert ended.returncode == -9
-    attempts = Store.of(QWEN, H200).attempts(16)
+    attempts = LaunchesStore.of(QWEN, H200).attempts(16)
     assert sum(a.us is not None for a in attempts) == 3 and len(attempts) == 4
     after = Fake(_times())
     assert _run(after, _cells(16)).done
@@ -209,23 +209,23 @@ def test_a_search_that_is_killed_goes_on(user_cache: Path) -> None:
 
 def test_cells_that_ship_unmeasured_come_first() -> None:
     other = replace(QWEN, top_k=2, experts=16, local_experts=16)
-    gpu = Gpu((9, 0), 132)
-    cells = [*_cells(64, 1), Cell("other", other, 64), Cell("other", other, 1)]
+    gpu = GpuModel((9, 0), 132)
+    cells = [*_cells(64, 1), TuningCase("other", other, 64), TuningCase("other", other, 1)]
     names = [(cell.name, cell.tokens) for cell in by_worth(cells, gpu)]
     assert {name for name, _ in names[:2]} == {"other"} and names[2:] == [("qwen", 1), ("qwen", 64)]
     # On a GPU of another kind nothing ships: fewer tokens come first.
-    assert [cell.tokens for cell in by_worth(_cells(64, 1, 8), Gpu((8, 0), 108))] == [1, 8, 64]
+    assert [cell.tokens for cell in by_worth(_cells(64, 1, 8), GpuModel((8, 0), 108))] == [1, 8, 64]
 
 
 def test_candidates_are_legal_and_of_families_for_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     device = torch.device("cuda")
-    few, many = (candidates(cell, REGIMES, device) for cell in _cells(1, 8192))
-    assert {launch.regime for launch in few} >= {"decode", "stream"}
-    assert {launch.regime for launch in many} == {"grouped", "prefill"}
+    few, many = (candidates(cell, FAMILIES, device) for cell in _cells(1, 8192))
+    assert {launch.family for launch in few} >= {"decode", "stream"}
+    assert {launch.family for launch in many} == {"grouped", "prefill"}
     for launch in (*few, *many):
-        assert not REGIMES[launch.regime].fits(QWEN, launch.tile)
-    assert {launch.regime for launch in candidates(_cells(1)[0], ["decode"], device)} == {"decode"}
+        assert not FAMILIES[launch.family].fits(QWEN, launch.tile)
+    assert {launch.family for launch in candidates(_cells(1)[0], ["decode"], device)} == {"decode"}
 
 
 def test_layers_by_name_are_one_ranks_share_and_equal_ones_once() -> None:
@@ -238,22 +238,22 @@ def test_layers_by_name_are_one_ranks_share_and_equal_ones_once() -> None:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> measure.GpuBench:
+def bench(monkeypatch: pytest.MonkeyPatch) -> gpu_bench.GpuBench:
     """The GPU's bench on the CPU, where plain torch stands for every kernel."""
 
     def run_with(layer: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, launch: Launch) -> Tensor:
         return apply(runner_for("torch"), layer, x, ids, weights)
 
-    monkeypatch.setattr(measure, "run_with", run_with)
-    return measure.GpuBench(torch.device("cpu"))
+    monkeypatch.setattr(gpu_bench, "run_with", run_with)
+    return gpu_bench.GpuBench(torch.device("cpu"))
 
 
-SMALL = Cell("small", replace(QWEN, dims=Dims(256, 128), experts=6, local_experts=6, top_k=2), 5)
+SMALL = TuningCase("small", replace(QWEN, dims=Dims(256, 128), experts=6, local_experts=6, top_k=2), 5)
 
 
 def _computing(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     def run_into(y: Tensor, layer: PreparedMoE, x: Tensor, ids: Tensor, w: Tensor, launch: Launch) -> Tensor:
-        return y.copy_(change(measure.run_with(layer, x, ids, w, launch)))
+        return y.copy_(change(gpu_bench.run_with(layer, x, ids, w, launch)))
 
     return run_into
 
@@ -271,9 +271,9 @@ WRONG = {
 
 
 def test_a_right_result_has_a_small_error_and_a_time(
-    bench: measure.GpuBench, monkeypatch: pytest.MonkeyPatch
+    bench: gpu_bench.GpuBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "run_into", _computing(lambda y: y))
+    monkeypatch.setattr(gpu_bench, "run_into", _computing(lambda y: y))
     assert bench.error(SMALL, CURRENT) == 0 and bench.time(SMALL, CURRENT, 1) > 0
     assert bench.inputs(SMALL) is bench.inputs(SMALL) and bench.layer(SMALL) is bench.layer(SMALL)
     assert len(bench.inputs(replace(SMALL, tokens=65)).sets) == 4
@@ -281,41 +281,41 @@ def test_a_right_result_has_a_small_error_and_a_time(
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_result_is_refused(
-    bench: measure.GpuBench, monkeypatch: pytest.MonkeyPatch, fault: str
+    bench: gpu_bench.GpuBench, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(measure, "run_into", _computing(WRONG[fault]))
-    with pytest.raises(Wrong, match="differs from the portable kernels"):
+    monkeypatch.setattr(gpu_bench, "run_into", _computing(WRONG[fault]))
+    with pytest.raises(WrongResult, match="differs from the portable kernels"):
         bench.error(SMALL, CURRENT)
 
 
 def test_what_a_kernel_leaves_unwritten_is_refused(
-    bench: measure.GpuBench, monkeypatch: pytest.MonkeyPatch
+    bench: gpu_bench.GpuBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def all_but_one(y: Tensor, layer: PreparedMoE, *rest: Any) -> Tensor:
-        y[:, 1:] = measure.run_with(layer, *rest)[:, 1:]
+        y[:, 1:] = gpu_bench.run_with(layer, *rest)[:, 1:]
         return y
 
-    monkeypatch.setattr(measure, "run_into", all_but_one)
-    with pytest.raises(Wrong, match="nan"):
+    monkeypatch.setattr(gpu_bench, "run_into", all_but_one)
+    with pytest.raises(WrongResult, match="nan"):
         bench.error(SMALL, CURRENT)
 
 
 def test_portable_kernels_that_are_wrong_judge_nothing(
-    bench: measure.GpuBench, monkeypatch: pytest.MonkeyPatch
+    bench: gpu_bench.GpuBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = measure.run_with
-    monkeypatch.setattr(measure, "run_with", lambda *given: 1.1 * right(*given))
+    right = gpu_bench.run_with
+    monkeypatch.setattr(gpu_bench, "run_with", lambda *given: 1.1 * right(*given))
     with pytest.raises(CheckFailed, match="the portable kernels are wrong for small M=5"):
         bench.error(SMALL, CURRENT)
 
 
 def test_an_error_of_the_device_is_no_error_of_the_launch(
-    bench: measure.GpuBench, monkeypatch: pytest.MonkeyPatch
+    bench: gpu_bench.GpuBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*given: object) -> Tensor:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    monkeypatch.setattr(measure, "run_into", broken)
+    monkeypatch.setattr(gpu_bench, "run_into", broken)
     with pytest.raises(DeviceBroken, match="the grouped kernels broke the device: CUDA error") as told:
         bench.error(SMALL, CURRENT)
     assert "Run the same command again" in told.value.hint

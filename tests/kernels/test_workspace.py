@@ -9,23 +9,23 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from devtools.inspection.offline_gpu import STAND_INS, standing_in
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from moectl.experts import unfilled
-from moectl.kernels.dispatch.prepare import SMALLEST as AROUND
-from moectl.kernels.modular import FusedMoEKernel, map_of
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel, map_of
+from moectl.kernels.modular.prepare_finalize import SMALLEST as AROUND
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import ActivationFormat, Run, Runner
 from moectl.kernels.triton import marlin
-from moectl.kernels.triton import runner as triton_runner
-from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
-from moectl.kernels.triton.launch import Launch
+from moectl.kernels.triton import triton_runner as triton_runner
+from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.workspace import SMALLEST
-from moectl.models import model_problem
-from moectl.padding import pad
-from moectl.problem import MoEProblem
+from moectl.layer.experts import unfilled
+from moectl.problem.moe_problem import MoEProblem
+from moectl.problem.padding import pad
+from moectl.problem.published_layers import model_problem
 from support.asked_memory import asked_for
 from support.fake_runners import FP8, MXFP8, NVFP4, TORCH
 from support.random_layers import KIMI, QWEN, inputs_of, random_layer
@@ -71,15 +71,15 @@ def holds(runner: Runner, prepared: PreparedMoE, form: ActivationFormat, tokens:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-@pytest.mark.parametrize("family", triton_runner.REGIMES)
+@pytest.mark.parametrize("family", triton_runner.FAMILIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_family(
     model: str, family: str, form: ActivationFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = pad("moectl-mtile64", model_problem(model))
-    regime = triton_runner.REGIMES[family]
-    tiles = [tile for tile in regime.candidates(problem) if not regime.fits(problem, tile)]
-    prepared, most = unfilled(problem, "triton"), regime.each[1]
+    kernel_family = triton_runner.FAMILIES[family]
+    tiles = [tile for tile in kernel_family.candidates(problem) if not kernel_family.fits(problem, tile)]
+    prepared, most = unfilled(problem, "triton"), kernel_family.each[1]
     assert tiles or (model, family) == ("gpt-oss-20b", "warpwise")
     for tile in dict.fromkeys((*tiles[:1], *tiles[-1:])):
         monkeypatch.setattr(triton_runner, "launch_on", lambda *a, tile=tile: Launch(family, tile))

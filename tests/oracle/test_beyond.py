@@ -7,8 +7,8 @@ import pytest
 from moectl.environment import Packages, find_device
 from moectl.oracle import Decision, OutOfScope, policy_named, select
 from moectl.oracle.machine_packages import packages_from
-from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
-from moectl.schemes import FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
+from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
+from moectl.problem.schemes import FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 
 VLLM = policy_named("vllm-0.33.0")
 FULL_INSTALL = packages_from("full")

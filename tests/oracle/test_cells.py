@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from devtools.conformance import read_grid
+from devtools.conformance.grid import decide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moectl.conformance import read_grid
-from moectl.conformance.grid import decide
 from moectl.oracle import policy_named
 
 GRID = read_grid()

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from moectl.conformance import (
+from devtools.conformance import (
     compare,
     compare_rounding,
     decide,
@@ -19,11 +18,12 @@ from moectl.conformance import (
     read_grid,
     read_rounding,
 )
-from moectl.conformance.fields import FIELDS
+from devtools.conformance.fields import FIELDS
+
 from moectl.errors import UsageError
 from moectl.oracle import engine_named, policy_named
 from moectl.oracle.decision import CAPABILITY, DTYPE, NAME, PLATFORM
-from moectl.padding import padding
+from moectl.problem.padding import padding
 
 SAMPLE = Path(__file__).parents[1] / "data" / "oracle" / "decisions-sample.jsonl.gz"
 ROUNDING = SAMPLE.with_name("padding-sample.json.gz")

@@ -6,13 +6,13 @@ from functools import cache
 import pytest
 
 from moectl.checkpoint import open_checkpoint
-from moectl.checkpoint.catalogue import model_names
+from moectl.checkpoint.source.catalogue import model_names
 from moectl.environment import find_device
-from moectl.environment.devices import DATA
+from moectl.environment.named_devices import DATA
 from moectl.errors import UsageError
 from moectl.oracle import policy_named, select
 from moectl.oracle.machine_packages import packages_from
-from moectl.problem import MoEProblem, Parallel
+from moectl.problem.moe_problem import MoEProblem, Parallel
 
 VLLM = policy_named("vllm-0.33.0")
 TABLE = json.loads((DATA / "gpus.json").read_text(encoding="utf-8"))

@@ -13,8 +13,8 @@ from moectl.oracle.decision import Candidate, Decision
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
-from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.schemes import MXFP8_ACT, Scheme
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.problem.schemes import MXFP8_ACT, Scheme
 
 MOECTL = policy_named("moectl")
 FULL = packages_from("flashinfer")

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from moectl.environment import Device, Packages, find_device
 from moectl.oracle import ENGINES, OutOfScope, decide, policy_named, replay_inputs, select
 from moectl.oracle.machine_packages import packages_from
-from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
-from moectl.schemes import BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
+from moectl.problem.moe_problem import (
+    SILU,
+    SWIGLU_OAI,
+    Activation,
+    Dims,
+    MoEProblem,
+    Parallel,
+    Routing,
+)
+from moectl.problem.schemes import BF16, FULL, MXFP4, ActFormat, Scheme, WeightFormat, int_format
 
 FP8_BLOCKS = st.sampled_from([(FULL, FULL), (1, FULL), (128, 128), (64, 64), (32, 128), (1, 128)])
 SCALES = ((FULL, FULL), (1, FULL), (1, 128))

@@ -7,8 +7,8 @@ import pytest
 from moectl.environment import Packages, find_device
 from moectl.oracle import Decision, policy_named, select
 from moectl.oracle.machine_packages import packages_from
-from moectl.problem import Activation, Dims, MoEProblem, Parallel, Routing
-from moectl.schemes import (
+from moectl.problem.moe_problem import Activation, Dims, MoEProblem, Parallel, Routing
+from moectl.problem.schemes import (
     FULL,
     MXFP4,
     MXFP4_ACT,

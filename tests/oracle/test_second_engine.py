@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from acme_1_0 import ACME
 from acme_1_0.backends import BATCHED, QUICK, STEADY
+from devtools.conformance import compare, compare_rounding, read_grid
 
 import moectl as package
 from moectl.checkpoint import open_checkpoint
-from moectl.conformance import compare, compare_rounding, read_grid
 from moectl.doctor import examine
 from moectl.environment import Packages, find_device
 from moectl.errors import UsageError
-from moectl.explain.changes import proposals
+from moectl.explain.proposed_changes import proposals
 from moectl.oracle import ENGINES, SelectionInputs, decide, engine_named, policy_named
 from moectl.oracle.checks import Verdict
 from moectl.oracle.registry import engine_names, known_packages, newest_engines

@@ -14,8 +14,8 @@ from moectl.oracle.backend import GROUPS
 from moectl.oracle.checks import CHECKS
 from moectl.oracle.decision import CAPABILITY, DTYPE
 from moectl.oracle.machine_packages import packages_from
-from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
-from moectl.schemes import FULL, MXFP4, ActFormat, Scheme, int_format
+from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
+from moectl.problem.schemes import FULL, MXFP4, ActFormat, Scheme, int_format
 
 VLLM, OWN = policy_named("vllm-0.33.0"), policy_named("moectl")
 FULL_INSTALL = packages_from("full")
@@ -327,7 +327,7 @@ def test_the_tools_own_policy_refuses_what_it_cannot_run(problem: MoEProblem) ->
 
 def test_the_oracle_imports_no_heavy_package() -> None:
     code = (
-        "import sys; import moectl.oracle, moectl.doctor, moectl.conformance, moectl.environment as e; "
+        "import sys; import moectl.oracle, moectl.doctor, devtools.conformance, moectl.environment as e; "
         "moectl.oracle.packages_from(None); e.detect_device(); "
         "print(sorted({'torch', 'triton', 'flashinfer', 'numpy'} & set(sys.modules)))"
     )

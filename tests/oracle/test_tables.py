@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from moectl.oracle.backend import GROUPS, Backend, Variant
+from moectl.oracle.backend import GROUPS, Backend, ExpertsClass
 from moectl.oracle.checks import CHECKS
 from moectl.oracle.engines.vllm_0_33_0.routes.terms import routing as engine_routing
-from moectl.oracle.keys import exact_key, group32_key
+from moectl.oracle.format_keys import exact_key, group32_key
 from moectl.oracle.registry import ENGINES, known_packages
 from moectl.oracle.route import Route
-from moectl.padding import RULES
-from moectl.problem import Dims, MoEProblem, Routing
-from moectl.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
-from moectl.targets import LAYOUTS
+from moectl.problem.layouts import LAYOUTS
+from moectl.problem.moe_problem import Dims, MoEProblem, Routing
+from moectl.problem.padding import RULES
+from moectl.problem.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
 
 PROBES = known_packages()
 
@@ -36,7 +36,7 @@ def backends() -> dict[int, Backend]:
     return {id(backend): backend for route in routes() for backend in listed(route)}
 
 
-def variants() -> list[tuple[Backend, Variant]]:
+def variants() -> list[tuple[Backend, ExpertsClass]]:
     return [(backend, variant) for backend in backends().values() for variant in backend.variants]
 
 
@@ -130,8 +130,8 @@ def test_routing_names(routing: Routing, name: str) -> None:
 def test_records_print_as_constructor_calls() -> None:
     problem = MoEProblem(Dims(256, 256), 8, 2, Scheme(MXFP4))
     names = {"MoEProblem": MoEProblem, "Dims": Dims, "Scheme": Scheme, "WeightFormat": WeightFormat}
-    from moectl import problem as module
-    from moectl import schemes
+    from moectl.problem.moe_problem import moe_problem as module
+    from moectl.problem.moe_problem import schemes
 
     assert eval(repr(problem), {**vars(module), **vars(schemes), **names}) == problem
     assert replace(problem, bias=True) != problem

@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moectl.errors import BackendFailed, ExitCode, NoBackend, UsageError
-from moectl.experts import ExpertLayer
-from moectl.kernels.prepared import PreparedMoE, Router
-from moectl.problem import Dims
+from moectl.kernels.prepared_layer import PreparedMoE, Router
+from moectl.layer.experts import ExpertLayer
+from moectl.problem.moe_problem import Dims
 from moectl.run import compare_backends, run_layer, workload_of
-from moectl.run.comparing import first_that_runs
-from moectl.run.difference import difference
-from moectl.run.failures import guarded
-from moectl.run.variants import in_dtype, rank_share
+from moectl.run.backend_comparison import first_that_runs
+from moectl.run.backend_failures import guarded
+from moectl.run.layer_variants import in_dtype, rank_share
+from moectl.run.result_difference import difference
 from moectl.run.workload import expected_of
 from support.fake_backends import CPU, register, right, routing
 from support.random_layers import FAMILIES, GPT_OSS, KIMI, QWEN, inputs_of, random_layer
@@ -104,7 +104,7 @@ def test_what_fails_is_an_error_unless_another_may_take_over(
 
 def test_nothing_runs_after_the_device_is_lost(layer: ExpertLayer, monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, "breaks", breaks)
-    monkeypatch.setattr("moectl.run.comparing.lost", lambda device: "the GPU is gone")
+    monkeypatch.setattr("moectl.run.backend_comparison.lost", lambda device: "the GPU is gone")
     found = compare_backends(layer, ["torch", "breaks", "torch"], CPU, workload_of(layer, 2), repeats=1)
     assert [it.error is None for it in found.outcomes] == [True, False, False]
     assert "not run, the GPU is gone" in str(found.outcomes[2].error)

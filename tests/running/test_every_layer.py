@@ -12,14 +12,14 @@ from torch import Tensor
 
 from moectl.checkpoint import open_checkpoint
 from moectl.cli.checkpoint_argument import pick_layers
-from moectl.convert.layout import layout_for
-from moectl.convert.planning import plan_conversion
-from moectl.convert.stream import convert
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import layout_for
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from moectl.errors import BackendFailed, CheckpointError, UsageError
-from moectl.kernels.prepared import PreparedMoE
-from moectl.layer.source import CheckpointLayers, ConvertedLayers
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.layer.layer_source import CheckpointLayers, ConvertedLayers
 from moectl.run import RunPlan
-from moectl.run.every_layer import every_layer
+from moectl.run.all_layers import every_layer
 from support.fake_backends import CPU, offer, right
 
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from moectl.experts import ExpertLayer
-from moectl.kernels.dispatch.prepare import PrepareFinalize
-from moectl.kernels.prepared import PreparedMoE, local_ids
+from moectl.kernels.modular.prepare_finalize import PrepareFinalize
+from moectl.kernels.prepared_layer import PreparedMoE, local_ids
 from moectl.kernels.reference import route
 from moectl.kernels.registry import RUNNERS
-from moectl.problem import Dims, MoEProblem
+from moectl.layer.experts import ExpertLayer
+from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.run import plan_stress, this_machine
-from moectl.run.failures import lost
-from moectl.run.layer import hold
-from moectl.run.stress import CaseResult, Planned, poisoned_memory, stress
+from moectl.run.backend_failures import lost
+from moectl.run.layer_variants import poisoned_padding
+from moectl.run.one_layer import hold
+from moectl.run.stress import CaseResult, PlannedCase, poisoned_memory, stress
 from moectl.run.stress_cases import CASES
-from moectl.run.variants import poisoned_padding
 from support.absent_backends import refusals, skip_if_absent
 from support.fake_backends import CPU, Compute, register, right, routing
 from support.random_layers import GPT_OSS, KIMI, random_layer
@@ -37,11 +37,11 @@ def layer() -> ExpertLayer:
 
 
 @pytest.fixture(scope="module")
-def planned(layer: ExpertLayer) -> tuple[Planned, ...]:
+def planned(layer: ExpertLayer) -> tuple[PlannedCase, ...]:
     return plan_stress(layer, CPU.torch)
 
 
-def results(layer: ExpertLayer, cases: tuple[Planned, ...], name: str) -> dict[str, CaseResult]:
+def results(layer: ExpertLayer, cases: tuple[PlannedCase, ...], name: str) -> dict[str, CaseResult]:
     held = hold(layer, name, CPU)
     return {found.case: found for found in stress(held, cases, CPU.torch, lambda text: None)}
 
@@ -147,7 +147,7 @@ ALSO: dict[str, set[str]] = {
 """What else such a backend may fail, besides its case."""
 
 
-def test_a_right_backend_passes_every_case(layer: ExpertLayer, planned: tuple[Planned, ...]) -> None:
+def test_a_right_backend_passes_every_case(layer: ExpertLayer, planned: tuple[PlannedCase, ...]) -> None:
     found = results(layer, planned, "torch")
     assert list(found) == [case.name for case in CASES]
     assert all(it.ok for it in found.values()), [it for it in found.values() if not it.ok]
@@ -156,7 +156,7 @@ def test_a_right_backend_passes_every_case(layer: ExpertLayer, planned: tuple[Pl
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_each_case_fails_a_backend_that_is_wrong_there(
-    case: str, layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+    case: str, layer: ExpertLayer, planned: tuple[PlannedCase, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(monkeypatch, "broken", BROKEN[case])
     found = results(layer, planned, "broken")
@@ -166,7 +166,7 @@ def test_each_case_fails_a_backend_that_is_wrong_there(
 
 
 def test_ties_fail_a_backend_that_prefers_the_higher_id(
-    layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+    layer: ExpertLayer, planned: tuple[PlannedCase, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def turned(prepared: PreparedMoE, x: Tensor, logits: Tensor, bias: Tensor | None) -> Tensor:
         ids, weights = route(logits.flip(1), prepared.problem, None if bias is None else bias.flip(0))
@@ -184,7 +184,9 @@ def test_ties_fail_a_backend_that_prefers_the_higher_id(
     assert failing(results(layer, planned, "turned")) == {"ties"}
 
 
-def test_an_empty_batch_fails_what_returns_a_row(layer: ExpertLayer, planned: tuple[Planned, ...]) -> None:
+def test_an_empty_batch_fails_what_returns_a_row(
+    layer: ExpertLayer, planned: tuple[PlannedCase, ...]
+) -> None:
     held = hold(layer, "torch", CPU)
 
     class OneRowAtLeast:
@@ -201,7 +203,7 @@ def test_an_empty_batch_fails_what_returns_a_row(layer: ExpertLayer, planned: tu
 
 
 def test_the_expert_map_is_the_kernels_own(
-    layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+    layer: ExpertLayer, planned: tuple[PlannedCase, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps: list[list[int]] = []
 
@@ -242,7 +244,7 @@ def test_what_is_wrong_is_told(
     compute: Compute,
     words: str,
     layer: ExpertLayer,
-    planned: tuple[Planned, ...],
+    planned: tuple[PlannedCase, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     register(monkeypatch, "broken", compute)
@@ -252,7 +254,7 @@ def test_what_is_wrong_is_told(
 
 
 def test_after_a_lost_device_no_case_counts_as_passed(
-    layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+    layer: ExpertLayer, planned: tuple[PlannedCase, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(monkeypatch, "broken", wrong_at(2))
     monkeypatch.setattr("moectl.run.stress.lost", lambda device: "the GPU is gone")
@@ -295,7 +297,7 @@ def test_what_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refusal_is_no_wrong_answer(
-    layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+    layer: ExpertLayer, planned: tuple[PlannedCase, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusal(problem: MoEProblem, device: torch.device) -> str:
         return "" if problem.local_experts == problem.experts else "it runs whole layers"
@@ -340,7 +342,7 @@ def test_the_page_names_every_case() -> None:
 
 @pytest.mark.gpu
 def test_memory_of_the_allocator_is_poisoned_on_a_gpu(
-    layer: ExpertLayer, planned: tuple[Planned, ...], monkeypatch: pytest.MonkeyPatch
+    layer: ExpertLayer, planned: tuple[PlannedCase, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(monkeypatch, "broken", writes_nothing_without_work)
     register(monkeypatch, "steady", right)

@@ -6,14 +6,14 @@ import pytest
 
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
-from moectl.problem import MoEProblem
-from moectl.run import POLICY, Machine, this_machine
+from moectl.problem.moe_problem import MoEProblem
+from moectl.run import POLICY, RunMachine, this_machine
 
 ABSENT = {"arch", "package"}
 """Groups of reasons that lie in the machine: its GPU is another one, or a library is not installed."""
 
 
-def refusals(problem: MoEProblem, backend: str, machine: Machine) -> dict[str, str]:
+def refusals(problem: MoEProblem, backend: str, machine: RunMachine) -> dict[str, str]:
     """Why the policy's rules refuse `problem` on `backend` here, by group; empty where it serves."""
     decision = select(problem, machine.device, machine.packages, policy_named(POLICY), backend)
     assert decision.candidates, f"the policy knows no backend {backend}"

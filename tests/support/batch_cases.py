@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.kernels.triton import marlin, runner
-from moectl.kernels.triton.batch import one_each
-from moectl.kernels.triton.routing import order_of_counts
-from moectl.problem import MoEProblem
+from moectl.kernels.triton import marlin, triton_runner
+from moectl.kernels.triton.expert_batches import one_each
+from moectl.kernels.triton.sort_and_combine import order_of_counts
+from moectl.problem.moe_problem import MoEProblem
 from support.random_layers import DTYPES, layer_among_others, random_layer
 
 COUNTS = ("uneven", "full", "none", "last alone", "one each")
@@ -73,7 +73,7 @@ def agrees(problem: MoEProblem, launch: object, name: str, most: int, device: st
             batched = runner_for("triton").batched
             assert batched is not None
             return batched(prepared, x, there)
-        return runner.run_batch_with(prepared, x, there, launch)  # type: ignore[arg-type]
+        return triton_runner.run_batch_with(prepared, x, there, launch)  # type: ignore[arg-type]
 
     y = run()
     held(layer, prepared, x, counts, y)
@@ -102,6 +102,6 @@ def writes_no_other_rows(problem: MoEProblem, launch: object) -> None:
     _, prepared = layer_among_others(problem, "cpu")
     counts = counts_of("uneven", problem.local_experts, 5)
     x = batch_of(problem, counts, 5, "cpu")
-    y = runner.run_batch_with(prepared, x, counts, launch)  # type: ignore[arg-type]
+    y = triton_runner.run_batch_with(prepared, x, counts, launch)  # type: ignore[arg-type]
     token = torch.arange(5)[None, :] < counts[:, None]
     assert bool(y[~token].isnan().all()) and not bool(y[token].isnan().any())

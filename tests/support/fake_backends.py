@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from moectl.environment import Packages, detect_cpu
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
 from moectl.oracle import registry
 from moectl.oracle.backend import Backend
 from moectl.oracle.engines.moectl.own import TORCH
-from moectl.run import POLICY, Machine
+from moectl.run import POLICY, RunMachine
 from support.runners import register_runner
 
-CPU = Machine(torch.device("cpu"), detect_cpu(), Packages())
+CPU = RunMachine(torch.device("cpu"), detect_cpu(), Packages())
 
 Compute = Callable[[PreparedMoE, Tensor, Tensor, Tensor], Tensor]
 

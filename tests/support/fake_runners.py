@@ -7,13 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.quantize import dequantize, from_tiles
-from moectl.kernels.quantized import Quantized
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.quantize_tokens import QuantizedTokens, dequantize, from_tiles
 from moectl.kernels.reference import route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
-from moectl.schemes import MXFP8_ACT, NVFP4_ACT, ActFormat
+from moectl.problem.schemes import MXFP8_ACT, NVFP4_ACT, ActFormat
 
 FP8_BLOCKS = ActFormat("fp8", 8, (1, 128))
 FP8_STATIC = ActFormat("fp8", 8, (-1, -1), dynamic=False)
@@ -44,24 +43,24 @@ def leaves_weights(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tenso
     return y
 
 
-def plain(prepared: PreparedMoE, tokens: Quantized, tiled: bool) -> Tensor:
+def plain(prepared: PreparedMoE, tokens: QuantizedTokens, tiled: bool) -> Tensor:
     """The tokens that a runner was given, decoded, in the model's dtype."""
     scale = prepared.weights.get("w13_input")
     if tiled:
         rows, blocks = tokens.values.shape[-2], tokens.values.shape[-1] * 2 // 16
         tokens = replace(tokens, scales=from_tiles(tokens.scales, rows, blocks))
-    flat = Quantized(tokens.values.flatten(0, -2), tokens.scales.flatten(0, -2), tokens.format)
+    flat = QuantizedTokens(tokens.values.flatten(0, -2), tokens.scales.flatten(0, -2), tokens.format)
     return dequantize(flat, scale).view(*tokens.values.shape[:-1], -1).bfloat16()
 
 
 def wanting(form: ActFormat, tiled: bool = False) -> Runner:
     """A runner that takes tokens in `form`, standard and batched."""
 
-    def compute(prepared: PreparedMoE, tokens: Quantized, ids: Tensor, weights: Tensor) -> Tensor:
+    def compute(prepared: PreparedMoE, tokens: QuantizedTokens, ids: Tensor, weights: Tensor) -> Tensor:
         assert tokens.format == form and len(tokens) == len(ids)
         return _compute(prepared, plain(prepared, tokens, tiled), ids, weights)
 
-    def batched(prepared: PreparedMoE, tokens: Quantized, counts: Tensor) -> Tensor:
+    def batched(prepared: PreparedMoE, tokens: QuantizedTokens, counts: Tensor) -> Tensor:
         assert TORCH.batched is not None
         return TORCH.batched(prepared, plain(prepared, tokens, tiled), counts)
 

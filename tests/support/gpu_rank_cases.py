@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moectl.building import build_kernel
-from moectl.convert.shards import Shard, Share
-from moectl.environment.devices import find_device
-from moectl.experts import ExpertLayer
-from moectl.kernels.inputs import Inputs, make_inputs
-from moectl.kernels.modular import FusedMoEKernel
+from moectl.convert.rank_slice import RankShard, RankShare
+from moectl.environment.named_devices import find_device
+from moectl.kernels.layer_inputs import LayerInputs, make_inputs
+from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.problem import Dims, MoEProblem, Parallel
+from moectl.layer.build_kernel import build_kernel
+from moectl.layer.experts import ExpertLayer
+from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from support.random_layers import GPT_OSS, KIMI, canonical_roles, layer_of
 from support.rank_cases import decision_for
 
@@ -46,7 +46,7 @@ class GpuRank:
 
     def kernel(self, most: int | None) -> FusedMoEKernel:
         problem = LAYERS[self.name]
-        share = Share(problem, Shard(1, 0, self.size, self.rank))
+        share = RankShare(problem, RankShard(1, 0, self.size, self.rank))
         first, last = share.experts
         roles = {role: t[first:last].cuda() for role, t in canonical_roles(problem).items()}
         part = replace(layer_of(share.problem, roles), share=share).prepared("triton", "cuda")
@@ -57,13 +57,13 @@ class GpuRank:
         assert decision.chosen is not None and decision.chosen.backend.runner == "triton"
         return build_kernel(decision, part, group=dist.group.WORLD, most_tokens=most)
 
-    def inputs(self, tokens: Sequence[int], seed: int, distribution: str = "uniform") -> Inputs:
+    def inputs(self, tokens: Sequence[int], seed: int, distribution: str = "uniform") -> LayerInputs:
         return make_inputs(
             LAYERS[self.name], tokens[self.rank], 10 * seed + self.rank, distribution, device="cuda"
         )
 
 
-def wrong(layer: ExpertLayer, y: torch.Tensor, inputs: Inputs) -> str:
+def wrong(layer: ExpertLayer, y: torch.Tensor, inputs: LayerInputs) -> str:
     expected = moe_reference(inputs.x, inputs.ids, inputs.weights, layer.reference, layer.problem)
     result = check(y, expected, tolerance_for(layer.problem))
     return "" if result.ok else f"{len(y)} tokens: max {result.max:.2e} rms {result.rms:.2e}"

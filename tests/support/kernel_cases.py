@@ -11,16 +11,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moectl.convert.shards import Share, shard_of
-from moectl.kernels.inputs import Inputs
-from moectl.kernels.prepared import PreparedMoE
+from moectl.convert.rank_slice import RankShare, shard_of
+from moectl.kernels.layer_inputs import LayerInputs
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
-from moectl.kernels.triton.items import BASES
-from moectl.kernels.triton.launch import Launch, Tile
-from moectl.kernels.triton.runner import run_with
-from moectl.problem import Activation, Dims, MoEProblem
-from moectl.schemes import MXFP4, WeightFormat
+from moectl.kernels.triton.expert_items import BASES
+from moectl.kernels.triton.launches import Launch, Tile
+from moectl.kernels.triton.triton_runner import run_with
+from moectl.problem.moe_problem import Activation, Dims, MoEProblem
+from moectl.problem.schemes import MXFP4, WeightFormat
 from support.kernel_grid import Case
 from support.random_layers import (
     DTYPES,
@@ -61,7 +61,7 @@ def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: filled(empty_like(*a, **k)))
 
 
-def _run(prepared: PreparedMoE, inputs: Inputs, launch: Launch) -> torch.Tensor:
+def _run(prepared: PreparedMoE, inputs: LayerInputs, launch: Launch) -> torch.Tensor:
     """The result of a run; on a GPU a second one must give the same bits."""
     first = run_with(prepared, inputs.x, inputs.ids, inputs.weights, launch)
     if prepared.device.type == "cuda":
@@ -169,7 +169,7 @@ def decodes_exactly(weight: WeightFormat, floats: tuple[str, str], launch: Launc
             ]
             exact = any(torch.equal(y, square) for square in squares)
             # One-hot tokens leave no surplus to round in the first product, but the second takes squares.
-            times = surplus(launch.regime, base)
+            times = surplus(launch.family, base)
             assert exact or (times and nearly(y, squares[1], times))
 
 
@@ -222,7 +222,7 @@ def weighs_the_input(launch: Launch, device: str) -> None:
 def one_rank(launch: Launch, device: str) -> None:
     """The rank with the last lanes, fewer than the others have and padded to theirs, and the last experts."""
     whole = replace(GPT_OSS, dims=Dims(96, 352))
-    share = Share(whole, shard_of(7, tp_size=4, ep_size=2))
+    share = RankShare(whole, shard_of(7, tp_size=4, ep_size=2))
     assert share.intermediate == (288, 352)
     (first, last), roles = share.experts, canonical_roles(whole)
     held = share.cut({role: t[first:last] for role, t in roles.items()})

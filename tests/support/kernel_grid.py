@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, cycle, product
 from typing import Any
 
-from moectl.problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.problem.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
 
 FORMATS: tuple[WeightFormat, ...] = (
     MXFP4,

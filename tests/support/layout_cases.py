@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 
 from moectl.convert.canonical import canonical_shapes
-from moectl.convert.layout import LAYOUTS, Chain, WeightLayout
-from moectl.convert.transforms import DTYPES
-from moectl.padding import size_rule
-from moectl.problem import SILU, Activation, Dims, MoEProblem
-from moectl.schemes import A16, FP8_TENSOR, FULL, NVFP4, NVFP4_ACT, ActFormat, Scheme, WeightFormat
+from moectl.convert.layouts.registry import LAYOUTS, Chain, WeightLayout
+from moectl.convert.steps.transforms import DTYPES
+from moectl.problem.moe_problem import SILU, Activation, Dims, MoEProblem
+from moectl.problem.padding import size_rule
+from moectl.problem.schemes import (
+    A16,
+    FP8_TENSOR,
+    FULL,
+    NVFP4,
+    NVFP4_ACT,
+    ActFormat,
+    Scheme,
+    WeightFormat,
+)
 
 SIZES = ((288, 96), (96, 416), (128, 32), (352, 192))
 ROWS = ("interleaved", "concatenated", "single")

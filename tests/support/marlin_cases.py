@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from moectl.kernels.inputs import Inputs
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.layer_inputs import LayerInputs
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.marlin import TILES as TILES_IN_USE
 from moectl.kernels.triton.marlin import MarlinTile, run_with
-from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.schemes import FULL, Scheme, int_format
+from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.problem.schemes import FULL, Scheme, int_format
 from support.random_layers import KIMI, canonical_roles, inputs_of, judged, layer_of, random_layer, skipping
 
 SMALL = replace(KIMI, dims=Dims(128, 64), experts=5, top_k=2, routing=Routing())
@@ -52,7 +52,7 @@ TILES = {
 }
 
 
-def run(prepared: PreparedMoE, inputs: Inputs, tile: MarlinTile) -> torch.Tensor:
+def run(prepared: PreparedMoE, inputs: LayerInputs, tile: MarlinTile) -> torch.Tensor:
     """The result of a run; on a GPU a second one must give the same bits."""
     first = run_with(prepared, inputs.x, inputs.ids, inputs.weights, tile)
     if prepared.device.type == "cuda":

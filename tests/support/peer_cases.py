@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from moectl.experts import ExpertLayer
 from moectl.kernels.activation import activate as judge_activate
-from moectl.kernels.inputs import Inputs
-from moectl.kernels.peers.around import activate, blocks_of, most_slots, ragged_of, weighted_sum
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.external.gemm_glue import activate, blocks_of, most_slots, ragged_of, weighted_sum
+from moectl.kernels.layer_inputs import LayerInputs
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.runner import Runner
-from moectl.problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.random_layer import RandomLayer
-from moectl.schemes import (
+from moectl.layer.experts import ExpertLayer
+from moectl.layer.random_layer import RandomLayer
+from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.problem.schemes import (
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
@@ -146,7 +146,7 @@ def sums(weigh: bool, tokens: int, device: str) -> None:
     assert torch.allclose(y.cpu().float(), wanted, rtol=2.0**-8, atol=1e-6)
 
 
-def with_ids(inputs: Inputs, kind: str, experts: int) -> Inputs:
+def with_ids(inputs: LayerInputs, kind: str, experts: int) -> LayerInputs:
     """`inputs` as they are, with a part skipped, all on one expert, or no assignment at all."""
     if kind == "skipped":
         return skipping(inputs, 3)
@@ -155,7 +155,7 @@ def with_ids(inputs: Inputs, kind: str, experts: int) -> Inputs:
     return replace(inputs, ids=torch.full_like(inputs.ids, -1)) if kind == "none" else inputs
 
 
-def _first(inputs: Inputs) -> torch.Tensor:
+def _first(inputs: LayerInputs) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.long, device=inputs.ids.device)
 
 

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moectl.checkpoint.model import Checkpoint, Origin
+from moectl.checkpoint.checkpoint import Checkpoint, Origin
 from moectl.checkpoint.tensors.storage import PER_EXPERT, STORAGES, Storage
+from moectl.convert.execute.convert import convert
 from moectl.convert.portable.options import PortableOptions
-from moectl.convert.portable.plan import plan_portable
-from moectl.convert.stream import convert
+from moectl.convert.portable.portable_plan import plan_portable
 from moectl.files.safetensors_header import read_header
-from moectl.problem import Dims
-from moectl.schemes import WeightFormat
+from moectl.problem.moe_problem import Dims
+from moectl.problem.schemes import WeightFormat
 from support.stored_layers import EXPERTS, LAYER, PREFIX, Case, Layer, make_layer
 
 FILE = "model.safetensors"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from devtools.inspection.offline_gpu import STAND_INS, standing_in
 
-from moectl.kernels.prepared import PreparedMoE
-from moectl.kernels.triton.inspection.standin import STAND_INS, standing_in
-from moectl.kernels.triton.launch import Launch
-from moectl.kernels.triton.runner import run_with
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.triton.launches import Launch
+from moectl.kernels.triton.triton_runner import run_with
 
 COPIES = re.compile(r"cp\.async\.cg\.shared\.global \[ (%r\d+) \+ 0 \]")
 """Triton's asynchronous copies into shared memory: the address of a thread's 16 bytes."""

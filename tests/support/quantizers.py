@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from moectl.schemes import FULL, MXFP4, MXFP8, NVFP4, WeightFormat, int_format
+from moectl.problem.schemes import FULL, MXFP4, MXFP8, NVFP4, WeightFormat, int_format
 
 FORMATS: Mapping[str, WeightFormat] = {
     "mxfp4": MXFP4,

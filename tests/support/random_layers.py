@@ -8,17 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moectl.convert.recipe import Output, Recipe
-from moectl.experts import ExpertLayer
+from moectl.convert.recipe.recipe import Recipe, StoredOutput
 from moectl.files.tensor_table import TensorType
-from moectl.kernels.inputs import Inputs, make_inputs
-from moectl.kernels.prepared import CANONICAL, PreparedMoE
+from moectl.kernels.layer_inputs import LayerInputs, make_inputs
+from moectl.kernels.prepared_layer import CANONICAL, PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import CheckResult, check, tolerance_for
-from moectl.padding import pad
-from moectl.problem import SILU, SWIGLU_OAI, Dims, MoEProblem, Routing
-from moectl.schemes import FULL, MXFP4, Scheme, int_format
+from moectl.layer.experts import ExpertLayer
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Dims, MoEProblem, Routing
+from moectl.problem.padding import pad
+from moectl.problem.schemes import FULL, MXFP4, Scheme, int_format
 
 GPT_OSS = MoEProblem(
     Dims(192, 96),
@@ -94,7 +94,7 @@ def layer_of(problem: MoEProblem, roles: Mapping[str, Tensor]) -> ExpertLayer:
         problem,
         0,
         CANONICAL,
-        Recipe(shapes, {role: Output(role) for role in shapes}),
+        Recipe(shapes, {role: StoredOutput(role) for role in shapes}),
         lambda ids: {role: t[torch.as_tensor(ids)] for role, t in roles.items()},
         lambda device: {role: t.to(device) for role, t in roles.items()},
         None,
@@ -134,7 +134,7 @@ def layer_among_others(problem: MoEProblem, device: str) -> tuple[ExpertLayer, P
     return layer_of(problem, cut_to(padded, roles)), replace(prepared, problem=padded, derived={})
 
 
-def judged(layer: ExpertLayer, prepared: PreparedMoE, y: Tensor, inputs: Inputs) -> CheckResult:
+def judged(layer: ExpertLayer, prepared: PreparedMoE, y: Tensor, inputs: LayerInputs) -> CheckResult:
     """`y` against the fp64 reference, computed where the layer's own storage is."""
     place = layer.canonical([0])["w13"].device
     x, ids, weights = (t.to(place) for t in (inputs.x, inputs.ids, inputs.weights))
@@ -145,11 +145,11 @@ def judged(layer: ExpertLayer, prepared: PreparedMoE, y: Tensor, inputs: Inputs)
 
 def inputs_of(
     problem: MoEProblem, tokens: int, *, distribution: str = "uniform", device: str = "cpu"
-) -> Inputs:
+) -> LayerInputs:
     return make_inputs(problem, tokens, seed=tokens + 1, distribution=distribution, device=device)
 
 
-def beyond(inputs: Inputs, experts: int) -> tuple[Inputs, Inputs]:
+def beyond(inputs: LayerInputs, experts: int) -> tuple[LayerInputs, LayerInputs]:
     """`inputs` with ids that no expert has, and the same with such assignments skipped."""
     ids, skipped = inputs.ids.clone(), inputs.ids.clone()
     for first, odd in ((0, experts), (1, 1_000_000), (2, -1), (3, -77)):
@@ -157,7 +157,7 @@ def beyond(inputs: Inputs, experts: int) -> tuple[Inputs, Inputs]:
     return replace(inputs, ids=ids), replace(inputs, ids=skipped)
 
 
-def skipping(inputs: Inputs, every: int) -> Inputs:
+def skipping(inputs: LayerInputs, every: int) -> LayerInputs:
     """`inputs` with each `every`-th assignment skipped, and all of the first token's."""
     ids = inputs.ids.clone()
     ids.view(-1)[::every] = -1

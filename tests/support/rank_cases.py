@@ -14,27 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moectl.building import build_kernel
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.shards import Shard, Share
+from moectl.convert.rank_slice import RankShard, RankShare
 from moectl.environment import Device, Packages
-from moectl.environment.devices import find_device
+from moectl.environment.named_devices import find_device
 from moectl.errors import NoBackend, UsageError
-from moectl.experts import ExpertLayer
-from moectl.kernels.dispatch.exchange import Gathered, Replicated
-from moectl.kernels.inputs import Inputs, make_inputs
-from moectl.kernels.modular import FusedMoEKernel, map_of
-from moectl.kernels.prepared import DenseExpert, PreparedMoE
-from moectl.kernels.quantize import dequantize, quantize
+from moectl.kernels.layer_inputs import LayerInputs, make_inputs
+from moectl.kernels.modular.exchange import GatheringExchange, ReplicatedExchange
+from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel, map_of
+from moectl.kernels.prepared_layer import DenseExpert, PreparedMoE
+from moectl.kernels.quantize_tokens import dequantize, quantize
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import RUNNERS
 from moectl.kernels.runner import ActivationFormat, Runner
 from moectl.kernels.tolerance import Tolerance, check, tolerance_for
+from moectl.layer.build_kernel import build_kernel
+from moectl.layer.experts import ExpertLayer
+from moectl.layer.prepare import checkpoint_layer, load_prepared
 from moectl.oracle.decision import Decision
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
-from moectl.prepare import checkpoint_layer, load_prepared
-from moectl.problem import Dims, MoEProblem, Parallel
+from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from support.fake_runners import FP8, MONOLITHIC, MXFP8, NVFP4, TORCH, UNWEIGHED
 from support.random_layers import GPT_OSS, KIMI, QWEN, canonical_roles, layer_of, skipping
 from support.runners import entry_of
@@ -67,20 +67,26 @@ class World:
     def share(self, problem: MoEProblem, tp: bool = False) -> tuple[ExpertLayer, PreparedMoE]:
         """The whole layer, and this rank's part: its experts, or with `tp` its slice of each."""
         whole = canonical_roles(problem)
-        shard = Shard(self.size, self.rank) if tp else Shard(1, 0, self.size, self.rank)
-        share = Share(problem, shard)
+        shard = RankShard(self.size, self.rank) if tp else RankShard(1, 0, self.size, self.rank)
+        share = RankShare(problem, shard)
         first, last = share.experts
         roles = share.cut({role: t[first:last] for role, t in whole.items()})
         part = replace(layer_of(share.problem, roles), share=share)
         return layer_of(problem, whole), part.prepared("torch", "cpu")
 
-    def inputs(self, problem: MoEProblem, tokens: Sequence[int], distribution: str = "uniform") -> Inputs:
+    def inputs(
+        self, problem: MoEProblem, tokens: Sequence[int], distribution: str = "uniform"
+    ) -> LayerInputs:
         """This rank's inputs, other ones on every rank."""
         return make_inputs(problem, tokens[self.rank], seed=self.rank + 1, distribution=distribution)
 
 
 def wrong(
-    layer: ExpertLayer, y: Tensor, inputs: Inputs, bound: Tolerance | None = None, added: Tensor | None = None
+    layer: ExpertLayer,
+    y: Tensor,
+    inputs: LayerInputs,
+    bound: Tolerance | None = None,
+    added: Tensor | None = None,
 ) -> str:
     """What is wrong with `y`; empty when it is the layer's output, and `added`."""
     expected = moe_reference(inputs.x, inputs.ids, inputs.weights, layer.reference, layer.problem)
@@ -119,7 +125,7 @@ class Spread:
             inputs = replace(inputs, logits=logits, ids=torch.zeros_like(inputs.ids))
         if self.skipped:
             inputs = skipping(inputs, 3)
-        exchange = Gathered(world.group, self.most)
+        exchange = GatheringExchange(world.group, self.most)
         kernel = FusedMoEKernel(prepared, self.runner, self.form, exchange, expert_map=map_of(prepared))
         bias = torch.zeros(problem.experts) if problem.routing.correction_bias else None
         y = kernel.run(inputs, bias if kernel.monolithic else None)
@@ -138,7 +144,7 @@ class QuantizedSpread:
     def __call__(self, world: World) -> str:
         layer, prepared = world.share(QWEN)
         inputs = world.inputs(QWEN, UNEVEN)
-        exchange = Gathered(world.group, self.most)
+        exchange = GatheringExchange(world.group, self.most)
         kernel = FusedMoEKernel(prepared, self.runner, self.form, exchange, expert_map=map_of(prepared))
         y = kernel.run(inputs)
         if not len(inputs.x):
@@ -164,7 +170,7 @@ def built(world: World) -> str:
         dtype=torch.float32,
     )
     y = kernel.apply(inputs.x, inputs.ids, inputs.weights)
-    if y.dtype != torch.float32 or not isinstance(kernel.exchange, Gathered):
+    if y.dtype != torch.float32 or not isinstance(kernel.exchange, GatheringExchange):
         return f"{y.dtype} through {kernel.exchange.name}"
     return wrong(layer, y, inputs, added=2 * inputs.x.float())
 
@@ -191,7 +197,7 @@ def replicated(world: World) -> str:
         layer, prepared = world.share(problem, tp=not parallel.ep)
         inputs = make_inputs(problem, 5, seed=1)
         kernel = build_kernel(decision_for(problem, parallel), prepared, group=world.group)
-        if not isinstance(kernel.exchange, Replicated):
+        if not isinstance(kernel.exchange, ReplicatedExchange):
             return f"exchanged through {kernel.exchange.name}"
         found.append(wrong(layer, kernel.apply(inputs.x, inputs.ids, inputs.weights), inputs))
     return "; ".join(filter(None, found))

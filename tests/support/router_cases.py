@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moectl.kernels import reference
 from moectl.kernels.triton import router
-from moectl.problem import Dims, MoEProblem, Routing
-from moectl.schemes import BF16, Scheme
+from moectl.problem.moe_problem import Dims, MoEProblem, Routing
+from moectl.problem.schemes import BF16, Scheme
 
 VOCABULARY = 50
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moectl.kernels.triton import records as planning
-from moectl.kernels.triton import routing
-from moectl.kernels.triton.items import items_of
-from moectl.kernels.triton.routing import Sum, combine, sort_by_expert
+from moectl.kernels.triton import expert_records as planning
+from moectl.kernels.triton import sort_and_combine
+from moectl.kernels.triton.expert_items import items_of
+from moectl.kernels.triton.sort_and_combine import CombineLaunch, combine, sort_by_expert
 
 WAYS = {"few": 1 << 30, "many": 0}
 """How many assignments count as few, so that one way or the other is taken."""
@@ -43,7 +43,7 @@ def sorts(
     way: str, name: str, assignments: int, experts: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every valid slot once, by expert and in order; what is written past them is nobody's."""
-    monkeypatch.setattr(routing, "FEW", WAYS[way])
+    monkeypatch.setattr(sort_and_combine, "FEW", WAYS[way])
     ids = ids_of(name, assignments, experts, device)
     slots, offsets = sort_by_expert(ids, experts)
     order, ends = expected_order(ids, experts)
@@ -105,7 +105,7 @@ def sums(
     top_k: int,
     hidden: int,
     splits: int,
-    launch: Sum | None,
+    launch: CombineLaunch | None,
     device: str,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:

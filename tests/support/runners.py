@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor
 
 from moectl.kernels import registry
-from moectl.kernels.modular import FusedMoEKernel
-from moectl.kernels.prepared import PreparedMoE
+from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import RunnerEntry
 from moectl.kernels.runner import Runner
 

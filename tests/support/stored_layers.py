@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moectl.checkpoint.model import Checkpoint, ExpertNames, LayerGroup, Origin
+from moectl.checkpoint.checkpoint import Checkpoint, ExpertNames, LayerGroup, Origin
 from moectl.checkpoint.tensors.shapes import SymbolicShape
 from moectl.checkpoint.tensors.storage import Storage, format_sizes
 from moectl.checkpoint.tensors.stored_formats import SHOWN
 from moectl.files.tensor_table import TensorInfo
-from moectl.problem import Activation, Dims, MoEProblem
-from moectl.schemes import FULL, Scheme, WeightFormat
+from moectl.problem.moe_problem import Activation, Dims, MoEProblem
+from moectl.problem.schemes import FULL, Scheme, WeightFormat
 from moectl.torch_dtypes import TORCH_DTYPES
 
 EXPERTS, LAYER = 2, 7

@@ -8,27 +8,27 @@ import pytest
 import torch
 
 from moectl.checkpoint import Checkpoint, open_checkpoint
-from moectl.checkpoint.catalogue import model_names
-from moectl.convert.layout import LAYOUTS
-from moectl.convert.plan import Plan
-from moectl.convert.planning import plan_conversion
-from moectl.convert.stream import convert
-from moectl.convert.unconvert import unconvert
-from moectl.convert.verify import verify
+from moectl.checkpoint.source.catalogue import model_names
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import LAYOUTS
+from moectl.convert.plan.conversion_plan import ConversionPlan
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
+from moectl.convert.restore.unconvert import unconvert
+from moectl.convert.restore.verify import verify
 from moectl.errors import NoBackend, UsageError
-from moectl.prepare import checkpoint_layer
-from moectl.run import Machine, run_layer, this_machine
+from moectl.layer.prepare import checkpoint_layer
+from moectl.run import RunMachine, run_layer, this_machine
 from moectl.synth import synthesize
 
 SMALL = {"layers": 1, "experts": 4, "top_k": 2, "hidden": 256, "intermediate": 256}
 
 
 @pytest.fixture(scope="module")
-def machine() -> Machine:
+def machine() -> RunMachine:
     return this_machine("cpu")
 
 
-def first_plan(found: Checkpoint) -> Plan:
+def first_plan(found: Checkpoint) -> ConversionPlan:
     """The conversion to the first layout of the table that takes the model."""
     reasons = []
     for layout in LAYOUTS:
@@ -46,7 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_made_read_run_and_converted_there_and_back(name: str, machine: Machine, tmp_path: Path) -> None:
+def test_made_read_run_and_converted_there_and_back(name: str, machine: RunMachine, tmp_path: Path) -> None:
     made = synthesize(name, tmp_path / "made", **SMALL)
     found, published = open_checkpoint(made), open_checkpoint(name, offline=True).groups[0]
     (group,) = found.groups

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from moectl.checkpoint import Checkpoint, open_checkpoint
-from moectl.checkpoint.catalogue import built_in
+from moectl.checkpoint.source.catalogue import built_in
 from moectl.convert.codecs import codec_for
 from moectl.errors import Unavailable, UsageError
 from moectl.synth import synthesize

@@ -8,9 +8,9 @@ from ...dtypes import SHORT_NAMES
 from ...errors import CheckpointError
 from ...files.strict_json import FETCH_AGAIN, shown
 from ...files.tensor_table import TensorInfo
-from ...problem import MoEProblem
-from ..declared import Declared
-from ..model import ExpertNames
+from ...problem.moe_problem import MoEProblem
+from ..checkpoint import ExpertNames
+from ..config.declared_layers import Declared
 from .layer_index import RENAME, LayerTensors
 from .storage import AUXILIARY, SPELLED, SUFFIX_ROLES, Storage
 

@@ -10,11 +10,11 @@ from ...dtypes import SHORT_NAMES
 from ...errors import CheckpointError
 from ...files.strict_json import FETCH_AGAIN, shown
 from ...files.tensor_table import TensorInfo
-from ...problem import Activation, Dims, MoEProblem, Routing
-from ...ranges import ranges
-from ..declared import Declared, declared_layers
-from ..model import ExpertNames, LayerGroup
-from ..stated import Stated
+from ...problem.layer_ranges import ranges
+from ...problem.moe_problem import Activation, Dims, MoEProblem, Routing
+from ..checkpoint import ExpertNames, LayerGroup
+from ..config.declared_layers import Declared, declared_layers
+from ..config.user_assumptions import Stated
 from .auxiliary import NO_ROUTER, check_router, count_shared, router_dtype, shared_dtype, tensor_names
 from .layer_index import LayerTensors, index_layers
 from .match_storage import CONFIG_HINT, StorageMatch, match_storage

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from ...errors import CheckpointError
 from ...files.strict_json import FETCH_AGAIN, shown
 from ...files.tensor_table import TensorInfo
-from ...problem import MoEProblem
-from ...schemes import FULL, Scheme, WeightFormat
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import FULL, Scheme, WeightFormat
 from .layer_index import RENAME, LayerTensors
 from .shapes import AxisSize, SymbolicShape, shape_at
 from .storage import STORAGES, Storage, format_sizes

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...schemes import FULL
+from ...problem.schemes import FULL
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...schemes import MXFP4, Scheme, WeightFormat
+from ...problem.schemes import MXFP4, Scheme, WeightFormat
 from .shapes import AxisSize, SymbolicShape, parse_shape, shape_at
 from .stored_formats import E8M0, FLOATS, FORMATS, StoredFormat, Suffix
 

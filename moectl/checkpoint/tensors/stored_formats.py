@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...schemes import (
+from ...problem.schemes import (
     A16,
     BF16,
     FULL,
@@ -18,7 +18,7 @@ from ...schemes import (
     WeightFormat,
     int_format,
 )
-from ..specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
+from ..config.quantization_formats import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
 from .shapes import SymbolicShape, parse_shape
 
 FLOATS = ("BF16", "F16", "F32")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench import Settings, parse_counts
+from ...bench import BenchSettings, parse_counts
 from ...errors import ExitCode, UsageError
-from ...models import FORMATS as WEIGHTS
-from ...models import MODELS
+from ...problem.published_layers import FORMATS as WEIGHTS
+from ...problem.published_layers import MODELS
 from ..checkpoint_argument import DEVICE, backend_names, find_source
 from ..options import (
     SEED,
@@ -29,10 +29,10 @@ from ..output import Output, count
 from .output import RowOutput, RowOutputOptions
 
 if TYPE_CHECKING:
-    from ...bench.journal import Journal
-    from ...bench.measure import Bench
-    from ...bench.rows import Key, Row
-    from ...layer.source import LayerSource
+    from ...bench.bench_rows import BenchRow, Key
+    from ...bench.journal import RowJournal
+    from ...bench.run_bench import Bench
+    from ...layer.layer_source import LayerSource
 
 EXAMPLES = (
     "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
@@ -48,7 +48,7 @@ MORE = (
 
 
 SETTINGS = RecordOptions(
-    Settings,
+    BenchSettings,
     tokens=ParsedOption(
         option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024."),
         parse_counts,
@@ -133,7 +133,7 @@ def bench(
         list[Path] | None, option("--rows", own=True, help="Instead of CKPT: show rows of an earlier bench.")
     ] = None,
     *,
-    measured: Annotated[Callable[..., Settings], SETTINGS],
+    measured: Annotated[Callable[..., BenchSettings], SETTINGS],
     activation: Activation = None,
     offline: Offline = False,
     rows_to: RowOutputOptions,
@@ -187,7 +187,7 @@ def _check_together(context: typer.Context, given: Mapping[str, Any]) -> None:
 def _from_rows(
     paths: Sequence[Path], others: tuple[str | None, ...], shown: RowOutput, out: Output
 ) -> ExitCode:
-    from ...bench.reading import read_rows
+    from ...bench.read_rows import read_rows
 
     if any(others):
         raise UsageError("--rows shows rows that are there, and CKPT and --model measure new ones")
@@ -206,8 +206,8 @@ def _from_rows(
     return ExitCode.DONE
 
 
-def _compile(settings: Settings, source: "LayerSource | None", jobs: int, out: Output) -> ExitCode:
-    from ...bench.compiling import compile_parts
+def _compile(settings: BenchSettings, source: "LayerSource | None", jobs: int, out: Output) -> ExitCode:
+    from ...bench.precompile import compile_parts
 
     lines: list[str] = []
     failed = False
@@ -222,24 +222,24 @@ def _compile(settings: Settings, source: "LayerSource | None", jobs: int, out: O
 
 
 def _measure(
-    settings: Settings,
+    settings: BenchSettings,
     source: "LayerSource | None",
     path: Path | None,
     actions: ActionOptions,
     out: Output,
-) -> "tuple[Mapping[str, Any], Sequence[Row]]":
+) -> "tuple[Mapping[str, Any], Sequence[BenchRow]]":
     """What rows were taken on, as plain data, and all rows; they go into a journal at `path` as they come."""
-    from ...bench.about import about, rates_of
-    from ...bench.journal import Journal, Run
-    from ...bench.keeping import keep
-    from ...bench.opening import open_bench
+    from ...bench.journal import RowJournal, RunHeader
+    from ...bench.open_bench import open_bench
+    from ...bench.run_metadata import about, rates_of
+    from ...bench.save_times import keep
 
     with ExitStack() as stack:
-        journal = stack.enter_context(Journal.open(path, resume=actions.resume)) if path else None
+        journal = stack.enter_context(RowJournal.open(path, resume=actions.resume)) if path else None
         before = journal.before if journal else None
         rates = rates_of(before.about) if before else None
         opened = open_bench(settings, source, rates=rates, say=out.note)
-        run = Run(settings.to_json(), about(opened.machine, settings, opened.rates))
+        run = RunHeader(settings.to_json(), about(opened.machine, settings, opened.rates))
         told = journal.begin(run) if journal else run.to_json()
         there = before.rows if before else ()
         if before:
@@ -255,8 +255,8 @@ def _measure(
 
 
 def _measured(
-    opened: "Bench", done: "frozenset[Key]", journal: "Journal | None", out: Output
-) -> "Iterator[Row]":
+    opened: "Bench", done: "frozenset[Key]", journal: "RowJournal | None", out: Output
+) -> "Iterator[BenchRow]":
     """Rows that are not `done`, each in the journal by the time it comes."""
     left = opened.left(done)
     with out.progress("measuring", unit="rows") as progress:

@@ -11,7 +11,7 @@ from ..output import Output, count, table
 from ..output_paths import check_writable
 
 if TYPE_CHECKING:
-    from ...bench.rows import Row
+    from ...bench.bench_rows import BenchRow
 
 FORMATS = ("md", "csv", "json", "jsonl")
 READ_BACK = (".jsonl", ".json", ".csv")
@@ -87,9 +87,9 @@ class RowOutput:
             check_writable(self.plot, reads)
             check_plot(self.plot)
 
-    def show(self, about: Mapping[str, Any], rows: "Sequence[Row]", out: Output) -> None:
+    def show(self, about: Mapping[str, Any], rows: "Sequence[BenchRow]", out: Output) -> None:
         """Writes files other than the journal, the plot, and stdout."""
-        from ...bench.render import brief, document
+        from ...bench.row_tables import brief, document
         from ...files.atomic import write_file
 
         for path in self.files:
@@ -112,7 +112,7 @@ class RowOutput:
         elif out.quiet:
             out.text("\t".join(map(str, self.files)))
 
-    def _where(self, rows: "Sequence[Row]") -> str:
+    def _where(self, rows: "Sequence[BenchRow]") -> str:
         """What the files hold, and how it is seen."""
         failed = sum(row.failed for row in rows)
         said = f"{count(len(rows), 'row')} in {', '.join(map(str, self.files))}"
@@ -121,9 +121,9 @@ class RowOutput:
         return said if again is None or self.stdout else f"{said}; moectl bench --rows {again} shows them"
 
 
-def render(format: str, about: Mapping[str, Any], rows: "Sequence[Row]", out: Output) -> str:
+def render(format: str, about: Mapping[str, Any], rows: "Sequence[BenchRow]", out: Output) -> str:
     """The whole result in one of `FORMATS`."""
-    from ...bench.render import as_csv, document, markdown
+    from ...bench.row_tables import as_csv, document, markdown
 
     if format == "json":
         return out.json(document(about, rows)) + "\n"
@@ -133,10 +133,10 @@ def render(format: str, about: Mapping[str, Any], rows: "Sequence[Row]", out: Ou
     return markdown(about, rows) if format == "md" else as_csv(about, rows)
 
 
-def draw_table(about: Mapping[str, Any], rows: "Sequence[Row]", console: Any) -> None:
+def draw_table(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: Any) -> None:
     """Tables of times and costs, what they rest on, and latency as characters."""
     from ...bench.plot import text_plots
-    from ...bench.render import COLUMNS, COSTS, cost_rows, footer, served, shown
+    from ...bench.row_tables import COLUMNS, COSTS, cost_rows, footer, served, shown
 
     for columns, some in ((COLUMNS, served(rows)), (COSTS, cost_rows(rows))):
         if not some:

@@ -11,7 +11,7 @@ import typer
 
 from ...convert.portable.options import PortableOptions
 from ...errors import CheckpointError, UsageError
-from ...portable import CONTAINERS, PORTABLE
+from ...problem.portable_formats import CONTAINERS, PORTABLE
 from ..options import Activation, CheckpointArg, Offline, RecordOptions, Routing, framed, option
 from ..output import Output, count, size
 from .planner import TargetOptions, planner
@@ -20,8 +20,8 @@ from .text import draw_done, draw_plans, finished_document, plan_document, ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ...convert.rank_plans import RankPlan
-    from ...convert.stream import Summary
+    from ...convert.execute.convert import ConversionSummary
+    from ...convert.execute.rank_plans import RankPlan
 
 EXAMPLES = (
     "moectl convert ./gpt-oss-20b ./marlin --to marlin",
@@ -105,14 +105,14 @@ def convert(
     execution.check()
 
     from ...checkpoint import open_checkpoint
-    from ...checkpoint.stated import parse_stated
+    from ...checkpoint.config.user_assumptions import parse_stated
 
     source = open_checkpoint(checkpoint, offline=offline, stated=parse_stated(activation, routing))
     if not source.groups:
         raise CheckpointError(f"{checkpoint} has no MoE layers", hint="`moectl explain` shows what it holds")
 
-    from ...convert.portions import portion_of
-    from ...convert.rank_plans import check_outputs, plan_ranks
+    from ...convert.execute.rank_plans import check_outputs, plan_ranks
+    from ...convert.worker_partition import portion_of
 
     plan = planner(source, making, portable(target=making.to), memory)
     plans = plan_ranks(target, ranks.tp_size, ranks.ep_size, ranks.rank, plan)
@@ -149,7 +149,7 @@ def convert(
 
 def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
     """Completes what all parts have written."""
-    from ...convert.stream import complete
+    from ...convert.execute.convert import complete
 
     summaries = [complete(item.plan, item.folder) for item in plans]
     layout = plans[0].plan.layout.name
@@ -170,7 +170,7 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
 
 def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None:
     """Shows what would be done."""
-    from ...convert.estimate import measured_rate
+    from ...convert.plan.rate_estimate import measured_rate
 
     rate = measured_rate(plans[0].plan, threads)
     estimates = [
@@ -187,10 +187,10 @@ def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None
 
 def _convert(
     plans: "Sequence[RankPlan]", execution: ExecutionOptions, target: Path, out: Output
-) -> "list[Summary]":
+) -> "list[ConversionSummary]":
     """Converts one rank after the other."""
-    from ...convert.rank_plans import convert_ranks
-    from ...convert.stream import convert as library
+    from ...convert.execute.convert import convert as library
+    from ...convert.execute.rank_plans import convert_ranks
 
     read, written = (
         sum(sizes) for sizes in zip(*((it.own.bytes_in, it.own.bytes_out) for it in plans), strict=True)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from ...convert.portable.options import PortableOptions, not_for
 from ...errors import UsageError
-from ...portable import CONTAINERS, PORTABLE
-from ...targets import ACTS, LAYOUTS, TARGETS
+from ...problem.layouts import ACTS, LAYOUTS, TARGETS
+from ...problem.portable_formats import CONTAINERS, PORTABLE
 from ..options import option, pick
 
 if TYPE_CHECKING:
-    from ...checkpoint.model import Checkpoint
-    from ...convert.plan import Plan
-    from ...convert.shards import Shard
+    from ...checkpoint.checkpoint import Checkpoint
+    from ...convert.plan.conversion_plan import ConversionPlan
+    from ...convert.rank_slice import RankShard
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class TargetOptions:
 
 def planner(
     source: "Checkpoint", target: TargetOptions, portable: PortableOptions, max_memory: int | None = None
-) -> "Callable[[Shard], Plan]":
+) -> "Callable[[RankShard], ConversionPlan]":
     """What plans one rank's conversion of `source`. Raises UsageError for options that do not go together."""
     if target.to in PORTABLE:
         return _portable(source, target, portable, max_memory)
     if portable.given:
         raise not_for(next(iter(portable.given)), target.to, "goes with portable formats only")
-    from ...convert.layout import layout_for
-    from ...convert.planning import plan_conversion
+    from ...convert.layouts.registry import layout_for
+    from ...convert.plan.kernel_layout_plan import plan_conversion
 
     layout = layout_for(target.to, source.groups[0].problem.scheme.weight, target.arch, target.act)
     if portable.requantize:
@@ -70,13 +70,13 @@ def planner(
 
 def _portable(
     source: "Checkpoint", target: TargetOptions, portable: PortableOptions, max_memory: int | None
-) -> "Callable[[Shard], Plan]":
+) -> "Callable[[RankShard], ConversionPlan]":
     for name, value in (("--arch", target.arch), ("--act", target.act)):
         if value:
             raise not_for(name, target.to, "goes with kernel layouts only")
 
     from ...convert.codecs import E8M0_RULES
-    from ...convert.portable.plan import plan_portable
+    from ...convert.portable.portable_plan import plan_portable
     from ...convert.quantize import METHODS
     from ...kernels.activation import activate
 
@@ -92,7 +92,7 @@ def _portable(
         options = replace(options, rule=pick(options.rule, E8M0_RULES, "rule for scales"))
     options.check()
 
-    def plan(shard: "Shard") -> "Plan":
+    def plan(shard: "RankShard") -> "ConversionPlan":
         if shard.ranks > 1:
             raise UsageError(
                 "a portable checkpoint is whole; engines slice it themselves.",

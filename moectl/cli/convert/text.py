@@ -4,16 +4,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ranges import ranges
+from ...problem.layer_ranges import ranges
 from ..output import count, duration, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ...convert.estimate import Rate
-    from ...convert.plan import Plan
-    from ...convert.rank_plans import RankPlan
-    from ...convert.stream import Summary
+    from ...convert.execute.convert import ConversionSummary
+    from ...convert.execute.rank_plans import RankPlan
+    from ...convert.plan.conversion_plan import ConversionPlan
+    from ...convert.plan.rate_estimate import ConversionRate
 
 
 def ranks_document(documents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def ranks_document(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return documents[0] if len(documents) == 1 else {"ranks": documents}
 
 
-def plan_document(plan: "Plan") -> dict[str, Any]:
+def plan_document(plan: "ConversionPlan") -> dict[str, Any]:
     """A plan as plain data; sizes in bytes."""
     layout = plan.layout
     return {
@@ -67,7 +67,7 @@ def plan_document(plan: "Plan") -> dict[str, Any]:
     }
 
 
-def draw_plans(plans: "Sequence[RankPlan]", rate: "Rate", console: Any) -> None:
+def draw_plans(plans: "Sequence[RankPlan]", rate: "ConversionRate", console: Any) -> None:
     """What conversions would do, rank by rank, for a person: the first one's tensors, then the shares."""
     if plans[0].plan.shard.ranks > 1:
         made = table("rank", "layers", "experts", "intermediate", "padded", "written", "disk needed")
@@ -88,7 +88,7 @@ def draw_plans(plans: "Sequence[RankPlan]", rate: "Rate", console: Any) -> None:
     draw_plan(plans[0].own, rate, console)
 
 
-def draw_plan(plan: "Plan", rate: "Rate", console: Any) -> None:
+def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> None:
     """What a conversion would do, for a person."""
     if not plan.layers:
         console.print("no layers fall to this part; nothing was written (--dry-run)", markup=False)
@@ -123,7 +123,7 @@ def draw_plan(plan: "Plan", rate: "Rate", console: Any) -> None:
     console.print("nothing was written (--dry-run)")
 
 
-def finished_document(item: "RankPlan", summary: "Summary", seconds: float) -> dict[str, Any]:
+def finished_document(item: "RankPlan", summary: "ConversionSummary", seconds: float) -> dict[str, Any]:
     """A conversion that is done as plain data: its plan, and what came of it."""
     return {
         **plan_document(item.own),
@@ -138,7 +138,7 @@ def finished_document(item: "RankPlan", summary: "Summary", seconds: float) -> d
 def draw_done(
     target: Path,
     plans: "Sequence[RankPlan]",
-    summaries: "Sequence[Summary]",
+    summaries: "Sequence[ConversionSummary]",
     seconds: float,
     console: Any,
     *,
@@ -163,7 +163,7 @@ def draw_done(
 
 def draw_costs(folder: Path, console: Any) -> None:
     """The summary of the report that a portable output holds."""
-    from ...convert.portable.parts import CostTable, read_report
+    from ...convert.portable.report_fragments import CostTable, read_report
 
     costs = CostTable(read_report(folder)["layers"])
     made = table(*costs.columns)

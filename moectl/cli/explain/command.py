@@ -13,7 +13,7 @@ from ..output import Output
 from .options import MOST_CELLS, AnswerOptions, DecisionOptions, ExplainedCheckpoint
 
 if TYPE_CHECKING:
-    from ...explain.machines import Machine
+    from ...explain.assumed_machines import AssumedMachine
     from .output import AnswerOutput
 
 EXAMPLES = (
@@ -63,9 +63,9 @@ def answered(
 ) -> ExitCode:
     """The explanation of a checkpoint, the matrix, what would have to change, or what did."""
     from ...checkpoint import open_checkpoint
-    from ...checkpoint.stated import parse_stated
+    from ...checkpoint.config.user_assumptions import parse_stated
     from ...explain import explain as library
-    from ...explain.matrix import matrix
+    from ...explain.decision_matrix import matrix
     from .command_line import ExplainCommand
 
     policy, others = options.policies()
@@ -96,7 +96,7 @@ def answered(
     return shown.diff(explanation, answer.diff) if answer.diff else shown.explanation(explanation)
 
 
-def assumed_of(machines: "tuple[Machine, ...]") -> list[str]:
+def assumed_of(machines: "tuple[AssumedMachine, ...]") -> list[str]:
     """What is assumed of `machines`, and what hides some of this machine's GPUs."""
     from ...environment import INSTALLED
     from ...environment.gpus import visibility_set
@@ -114,8 +114,8 @@ def assumed_of(machines: "tuple[Machine, ...]") -> list[str]:
 
 def replayed(path: Path, answer: AnswerOptions, shown: "AnswerOutput") -> ExitCode:
     """The explanation or matrix in the document at `path`, decided again."""
+    from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
-    from ...explain.machines import Machine
     from ...explain.replay import read_document, replay, replay_matrix
     from ...oracle.registry import policy_named
     from .command_line import ExplainCommand
@@ -130,7 +130,7 @@ def replayed(path: Path, answer: AnswerOptions, shown: "AnswerOutput") -> ExitCo
         first = explanation.groups[0].decision.inputs
         policy = policy_named(first.policy)
         question = Question(policy, first.problem.parallel, first.requested, first.allow_fallback)
-        machine = Machine(first.device, first.packages, first.device.name, "installed", True)
+        machine = AssumedMachine(first.device, first.packages, first.device.name, "installed", True)
         switches = tuple(first.packages.env.items())
         command = ExplainCommand(explanation.origin.name, machine, question, switches)
         return shown.why(explanation, command, pick(answer.why, policy.request_names(), "backend"))

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...environment import Device, find_device
-from ...explain.changes import Change
+from ...explain.assumed_machines import AssumedMachine
 from ...explain.explanation import Question
-from ...explain.machines import Machine
+from ...explain.proposed_changes import ProposedChange
 from ...oracle.machine_packages import default_profile
 from ...oracle.registry import engine_named
-from ...problem import Parallel
+from ...problem.moe_problem import Parallel
 
 ABSENT = "no"
 """The value of an option that is left out."""
@@ -23,7 +23,7 @@ class ExplainCommand:
     """How a question was asked on the command line."""
 
     checkpoint: str
-    machine: Machine
+    machine: AssumedMachine
     question: Question
     env: tuple[tuple[str, str], ...] = ()
     policy: str = ""
@@ -44,7 +44,7 @@ class ExplainCommand:
             **dict(self.stated),
         }
 
-    def changed(self, changes: Iterable[Change]) -> str:
+    def changed(self, changes: Iterable[ProposedChange]) -> str:
         """The `moectl explain` command with `changes` made, largest first as they are applied."""
         options, device = self.options(), self.machine.device
         for change in sorted(changes, key=lambda c: -c.size):

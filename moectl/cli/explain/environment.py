@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ...environment import Packages
-from ...environment.installed import distribution_version
-from ...environment.variables import SET, Finding
+from ...environment.installed_packages import distribution_version
+from ...environment.variables import SET, VariableFinding
 from ...explain import Explanation
 from ...files.records import to_json
 from ...oracle.decision import Decision
 from ...oracle.registry import engine_named
 from ...oracle.tuned_files import TunedFiles, TunedStatus, tuned_status
-from ...ranges import ranges
-from ..text_blocks import Block, Facts, Heading
+from ...problem.layer_ranges import ranges
+from ..text_blocks import Block, Heading, LabelledValues
 
 
 def environment_blocks(explanation: Explanation, verbose: bool) -> Iterator[Block]:
@@ -30,7 +30,7 @@ def environment_blocks(explanation: Explanation, verbose: bool) -> Iterator[Bloc
     rows += [("tuned files", sentence) for sentence in file_sentences(explanation)]
     if rows:
         yield Heading("environment")
-        yield Facts(tuple(rows))
+        yield LabelledValues(tuple(rows))
 
 
 def environment_document(explanation: Explanation) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def environment_document(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def variables(policy: str, packages: Packages) -> tuple[Finding, ...]:
+def variables(policy: str, packages: Packages) -> tuple[VariableFinding, ...]:
     """What the policy's engine makes of each of its variables that is set."""
     return engine_named(policy).judge(packages.env)
 
@@ -57,7 +57,7 @@ def notes_of(decision: Decision) -> tuple[str, ...]:
     return tuple(note for note in decision.notes if note not in told)
 
 
-def _told(finding: Finding) -> str:
+def _told(finding: VariableFinding) -> str:
     """The remark; else what the variable is for and how it is read."""
     if finding.remark:
         return finding.remark

@@ -12,11 +12,11 @@ from ...errors import UsageError
 from ..options import Activation, Offline, Routing, named, option, pick
 
 if TYPE_CHECKING:
+    from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
-    from ...explain.machines import Machine
     from ...oracle.engine import Engine
     from ...oracle.policy import Policy
-    from ...problem import Parallel
+    from ...problem.moe_problem import Parallel
 
 Names = Callable[[], Iterable[str]]
 
@@ -159,7 +159,7 @@ class DecisionOptions:
 
     def parallels(self, policy: "Policy") -> "tuple[Parallel, ...]":
         """Every deployment; UsageError for ranks that are no numbers and unknown exchanges."""
-        from ...problem import Parallel
+        from ...problem.moe_problem import Parallel
 
         exchange = self.all2all and pick(self.all2all, policy.exchanges, "exchange")
         return tuple(
@@ -168,10 +168,10 @@ class DecisionOptions:
             for tp in numbers(self.tp, "--tp")
         )
 
-    def machines(self) -> "tuple[Machine, ...]":
+    def machines(self) -> "tuple[AssumedMachine, ...]":
         """Every machine; UsageError for unknown names, and for more cells than a matrix may have."""
         from ...environment import device_names
-        from ...explain.machines import machine
+        from ...explain.assumed_machines import machine
 
         names: list[str | None] = [None]
         if self.gpu is not None:
@@ -188,8 +188,8 @@ class DecisionOptions:
         self, policy: "Policy", parallel: "Parallel", others: "tuple[Policy, ...]", measured: bool
     ) -> "Question":
         """What is asked of every layer group; with times of this user's cache where `measured`."""
-        from ...explain.evidence import cached, nothing
         from ...explain.explanation import Question
+        from ...explain.measured_evidence import cached, nothing
 
         name = self.backend and pick(self.backend, policy.request_names(), "backend")
         assumptions = pairs(self.assume or [], "--assume", "act=mxfp8")

@@ -7,11 +7,11 @@ from typing import Any
 
 from ...errors import ExitCode
 from ...explain import Explanation
-from ...explain.diff import diff
-from ...explain.matrix import Matrix
+from ...explain.counterfactual import why
+from ...explain.decision_matrix import DecisionMatrix
+from ...explain.explanation_diff import diff
 from ...explain.replay import read_document
-from ...explain.why import why
-from ...ranges import ranges
+from ...problem.layer_ranges import ranges
 from .. import text_blocks
 from ..output import Output
 from .command_line import ExplainCommand
@@ -47,7 +47,7 @@ class AnswerOutput:
         self.show(document(found), sections(found, self.view), brief(found, self.view.measured))
         return self.code(found)
 
-    def matrix(self, found: Matrix) -> ExitCode:
+    def matrix(self, found: DecisionMatrix) -> ExitCode:
         """The table; 1 where nothing serves every layer, or under --strict a cell is no first choice."""
         width = 10_000 if self.markdown else text_blocks.columns_here()
         self.show(found.to_json(), matrix_blocks(found, width), matrix_lines(found))

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...environment import Device
-from ...explain import Explanation, Floors, GroupExplanation, Memory, OtherAnswer, source_of
+from ...explain import Explanation, GroupExplanation, OtherAnswer, StepTimes, WeightMemory, source_of
 from ...explain.fallback import serves_request
 from ...oracle.backend import GROUPS, UNTRIED, Backend
 from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
-from ...oracle.sentences import sentence
-from ...problem import MoEProblem, Parallel
-from ...targets import LAYOUTS
+from ...oracle.verdict_sentences import sentence
+from ...problem.layouts import LAYOUTS
+from ...problem.moe_problem import MoEProblem, Parallel
 from ..output import duration, size
-from ..text_blocks import Block, Facts, Grid, Heading, Line
+from ..text_blocks import Block, Heading, LabelledValues, TableBlock, TextLine
 from .environment import environment_blocks, environment_document, notes_of
 from .text import candidate_blocks, fallback_words, layers_line, refusals
 
@@ -116,7 +116,7 @@ def _head(explanation: Explanation, view: ExplanationView) -> Iterator[Block]:
     yield Heading(f"{origin.name} on {explanation.device.name} under {explanation.policy}", 1)
     revision = f", revision {origin.revision}" if origin.revision else ""
     switches = " ".join(f"{key}={value}" for key, value in packages.env.items())
-    yield Facts(
+    yield LabelledValues(
         (
             ("checkpoint", f"{origin.name} (read from: {origin.kind}{revision})"),
             ("device", device_words(explanation.device)),
@@ -142,13 +142,13 @@ def _choice(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     chosen, dims = decision.chosen, decision.problem.dims
     if chosen is None or not decision.usable:
         for said in refusals(decision):
-            yield Line(said if said.startswith("no backend") else f"no backend: {said}", strong=True)
+            yield TextLine(said if said.startswith("no backend") else f"no backend: {said}", strong=True)
         return
     kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
     layout = chosen.layout
     if layout in LAYOUTS:
         layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
-    yield Facts(
+    yield LabelledValues(
         (
             ("backend", backend_words(chosen.backend, decision.inputs.device)),
             ("because", because(decision)),
@@ -173,14 +173,14 @@ def backend_words(backend: Backend, device: Device) -> str:
     return f"{backend.name}, {UNTRIED}" if backend.untried(device) else backend.name
 
 
-def weights_words(memory: Memory, layers: int) -> str:
+def weights_words(memory: WeightMemory, layers: int) -> str:
     """Bytes as stored, as padded, and while they are repacked."""
     padded = "" if memory.padded == memory.stored else f" as stored, {size(memory.padded * layers)} as padded"
     extra = f"; {size(memory.repacking)} more while loading ({memory.why})" if memory.repacking else ""
     return f"{size(memory.stored * layers)}{padded} per rank, {size(memory.padded)} a layer{extra}"
 
 
-def floor_words(floors: Floors) -> str:
+def floor_words(floors: StepTimes) -> str:
     """The floors of decode and prefill; ``unknown`` where a rate is not published."""
     if all(step.floor is None for step in (*floors.decode, floors.prefill)):
         return "unknown: no bandwidth is known for this device"
@@ -222,13 +222,13 @@ def because(decision: Decision) -> str:
 def _notes(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     rows = tuple(("note", note) for note in (*notes_of(group.decision), *group.notes))
     if rows:
-        yield Facts(rows)
+        yield LabelledValues(rows)
 
 
 def _others(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     rows = tuple((other.policy, other_words(other)) for other in group.others)
     if rows:
-        yield Facts(rows)
+        yield LabelledValues(rows)
 
 
 def other_words(other: OtherAnswer) -> str:
@@ -257,7 +257,7 @@ def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]
     yield Heading("measured on this device", 3)
     if evidence.measured.rows:
         rows = sorted(evidence.measured.rows, key=lambda row: (row.cell, row.us))
-        yield Grid(
+        yield TableBlock(
             TIMES,
             tuple(
                 (
@@ -267,12 +267,12 @@ def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]
                 for row in rows
             ),
         )
-        yield Line(f"times of {', '.join(dict.fromkeys(row.source for row in rows))}")
+        yield TextLine(f"times of {', '.join(dict.fromkeys(row.source for row in rows))}")
     else:
-        yield Line("no times of backends: moectl bench --save keeps some")
-    tuned = ", ".join(f"M={row.tokens} {row.regime} {row.us:.1f} us" for row in evidence.tuned)
+        yield TextLine("no times of backends: moectl bench --save keeps some")
+    tuned = ", ".join(f"M={row.tokens} {row.family} {row.us:.1f} us" for row in evidence.tuned)
     when = max((row.when for row in evidence.tuned), default="")
-    yield Line(
+    yield TextLine(
         f"launches of the triton backend: {tuned} (moectl tune, {when})"
         if tuned
         else "no launches of the triton backend: moectl tune finds them"
@@ -281,7 +281,7 @@ def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]
 
 def _facts(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     yield Heading("what the layers are", 3)
-    yield Grid(
+    yield TableBlock(
         ("fact", "value", "source"),
         tuple((fact, value, source_of(fact, group.sources)) for fact, value in group.facts.items()),
     )

@@ -8,17 +8,17 @@ from itertools import groupby
 from typing import Any
 
 from ...explain import GroupExplanation
-from ...explain.diff import Cause, Difference, GroupDifference
-from ...explain.matrix import Cell, Matrix
-from ...explain.why import Answer, Why
+from ...explain.counterfactual import Counterfactual, Counterfactuals
+from ...explain.decision_matrix import DecisionMatrix, MatrixCell
+from ...explain.explanation_diff import ChoiceCause, ExplanationDiff, GroupDifference
 from ...oracle.backend import UNTRIED
 from ...oracle.checks import Verdict
 from ...oracle.decision import Candidate, Decision
 from ...oracle.registry import policy_named
-from ...oracle.sentences import reasons, sentence
-from ...problem import Parallel
-from ...ranges import ranges
-from ..text_blocks import Block, Entry, Facts, Grid, Heading, Line, Listing
+from ...oracle.verdict_sentences import reasons, sentence
+from ...problem.layer_ranges import ranges
+from ...problem.moe_problem import Parallel
+from ..text_blocks import Block, Heading, LabelledValues, Listing, ListingEntry, TableBlock, TextLine
 from .command_line import ExplainCommand
 
 
@@ -155,11 +155,14 @@ def on_other_platforms(row: CandidateRow, decision: Decision) -> bool:
 def candidate_listing(rows: Iterable[CandidateRow]) -> Listing:
     """`rows` with their reasons."""
     return Listing(
-        tuple(Entry(row.mark, row.head, row.reasons, strong=row.answer.startswith("chosen")) for row in rows)
+        tuple(
+            ListingEntry(row.mark, row.head, row.reasons, strong=row.answer.startswith("chosen"))
+            for row in rows
+        )
     )
 
 
-def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | Line]:
+def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | TextLine]:
     """The candidates; unless `verbose`, a line for those that come later and one for other platforms."""
     rows = rows_of(decision)
     hidden = [] if verbose else [row for row in rows if on_other_platforms(row, decision)]
@@ -167,10 +170,12 @@ def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | Li
     yield candidate_listing(row for row in rows if row not in hidden and row not in later)
     if later:
         named = ", ".join(f"{row.mark} {replace(row, answer='').head}" for row in later)
-        yield Line(f"Would serve too, but come later: {named}.")
+        yield TextLine(f"Would serve too, but come later: {named}.")
     if hidden:
         names = ", ".join(dict.fromkeys(row.first.backend.name for row in hidden))
-        yield Line(f"Not for {decision.inputs.device.platform} devices: {names} (-v lists their reasons).")
+        yield TextLine(
+            f"Not for {decision.inputs.device.platform} devices: {names} (-v lists their reasons)."
+        )
 
 
 class _Footnotes:
@@ -184,10 +189,10 @@ class _Footnotes:
 
     def listing(self) -> Iterator[Block]:
         if self.numbers:
-            yield Listing(tuple(Entry(f"[{number}]", text) for text, number in self.numbers.items()))
+            yield Listing(tuple(ListingEntry(f"[{number}]", text) for text, number in self.numbers.items()))
 
 
-def matrix_blocks(matrix: Matrix, width: int) -> Iterator[Block]:
+def matrix_blocks(matrix: DecisionMatrix, width: int) -> Iterator[Block]:
     """Every layer group's table; groups with the same cells share one."""
     yield Heading(f"{matrix.origin.name} under {matrix.question.policy.name}", 1)
     notes, legend = _Footnotes(), set[str]()
@@ -202,7 +207,7 @@ def matrix_blocks(matrix: Matrix, width: int) -> Iterator[Block]:
         yield from _table(matrix, rows, width)
     for mark, meaning in _LEGEND.items():
         if mark in legend:
-            yield Line(f"{mark}: {meaning}.")
+            yield TextLine(f"{mark}: {meaning}.")
     yield from notes.listing()
 
 
@@ -214,7 +219,7 @@ _LEGEND = {
 
 
 def _rows(
-    matrix: Matrix, cells: Sequence[Cell], notes: _Footnotes, legend: set[str]
+    matrix: DecisionMatrix, cells: Sequence[MatrixCell], notes: _Footnotes, legend: set[str]
 ) -> tuple[tuple[str, ...], ...]:
     """GPUs with a cell for each deployment; neighbours that agree in all of them share a row."""
     wide = len(matrix.parallels)
@@ -228,7 +233,7 @@ def _rows(
     )
 
 
-def _cell(matrix: Matrix, cell: Cell, notes: _Footnotes, legend: set[str]) -> str:
+def _cell(matrix: DecisionMatrix, cell: MatrixCell, notes: _Footnotes, legend: set[str]) -> str:
     over = matrix.fits(cell.machine, cell.parallel) is False
     marks = ["!"] if over else []
     if cell.answer is None:
@@ -255,15 +260,17 @@ def parallel_name(parallel: Parallel) -> str:
     return f"TP {parallel.tp}{dp}{' EP' if parallel.ep else ''}"
 
 
-def _table(matrix: Matrix, rows: Sequence[tuple[str, ...]], width: int) -> Iterator[Block]:
+def _table(matrix: DecisionMatrix, rows: Sequence[tuple[str, ...]], width: int) -> Iterator[Block]:
     """A table where it fits into `width`; else a list, deployments that agree together."""
     names = tuple(parallel_name(parallel) for parallel in matrix.parallels)
     columns = ("GPU", "arch", *names)
     needed = 2 + sum(2 + max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns)))
     if needed <= width:
-        yield Grid(columns, tuple(rows))
+        yield TableBlock(columns, tuple(rows))
         return
-    yield Listing(tuple(Entry("", f"{arch}: {gpus}", _agreeing(names, cells)) for gpus, arch, *cells in rows))
+    yield Listing(
+        tuple(ListingEntry("", f"{arch}: {gpus}", _agreeing(names, cells)) for gpus, arch, *cells in rows)
+    )
 
 
 def _agreeing(names: Sequence[str], cells: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -274,7 +281,7 @@ def _agreeing(names: Sequence[str], cells: Sequence[str]) -> tuple[tuple[str, st
     return tuple(found)
 
 
-def matrix_lines(matrix: Matrix) -> list[str]:
+def matrix_lines(matrix: DecisionMatrix) -> list[str]:
     """One line a cell: GPU, deployment, layers, backend."""
     return [
         "\t".join(
@@ -289,13 +296,13 @@ def matrix_lines(matrix: Matrix) -> list[str]:
     ]
 
 
-Answers = tuple[tuple[tuple[int, ...], Why], ...]
+Answers = tuple[tuple[tuple[int, ...], Counterfactuals], ...]
 """Layers with what was found for them."""
 
 
 def why_blocks(command: ExplainCommand, found: Answers) -> Iterator[Block]:
     """The answers for each layer group, equal ones together."""
-    groups: dict[str, tuple[list[int], Why]] = {}
+    groups: dict[str, tuple[list[int], Counterfactuals]] = {}
     for layers, why in found:
         groups.setdefault(str(why.to_json()), ([], why))[0].extend(layers)
     for numbers, why in groups.values():
@@ -303,29 +310,29 @@ def why_blocks(command: ExplainCommand, found: Answers) -> Iterator[Block]:
         yield from _group_answers(command, why)
 
 
-def _group_answers(command: ExplainCommand, why: Why) -> Iterator[Block]:
+def _group_answers(command: ExplainCommand, why: Counterfactuals) -> Iterator[Block]:
     if why.chosen:
-        yield Line(f"Nothing: {why.backend} is chosen.", strong=True)
+        yield TextLine(f"Nothing: {why.backend} is chosen.", strong=True)
     elif why.answers:
         yield Listing(
             tuple(_answer_entry(command, number, answer) for number, answer in enumerate(why.answers, 1))
         )
-        yield Line("Each answer was checked by deciding again with the change made.")
+        yield TextLine("Each answer was checked by deciding again with the change made.")
     else:
-        yield Line("Nothing that can be changed helps.", strong=True)
+        yield TextLine("Nothing that can be changed helps.", strong=True)
         if why.reason:
-            yield Line(f"{why.reason[0].upper()}{why.reason[1:]}.")
+            yield TextLine(f"{why.reason[0].upper()}{why.reason[1:]}.")
         yield Listing(
             tuple(
-                Entry("", candidate.variant.experts, (("because", f"it {sentence(verdict)}"),))
+                ListingEntry("", candidate.variant.experts, (("because", f"it {sentence(verdict)}"),))
                 for candidate, verdict in why.remaining
             )
         )
     if not why.complete:
-        yield Line("The search was cut short; there may be further answers.")
+        yield TextLine("The search was cut short; there may be further answers.")
 
 
-def _answer_entry(command: ExplainCommand, number: int, answer: Answer) -> Entry:
+def _answer_entry(command: ExplainCommand, number: int, answer: Counterfactual) -> ListingEntry:
     chosen = answer.decision.chosen
     largest = max(answer.changes, key=lambda change: change.size)
     # The largest change comes last, with its alternatives.
@@ -333,7 +340,7 @@ def _answer_entry(command: ExplainCommand, number: int, answer: Answer) -> Entry
     also = [change.text for change in answer.also]
     said = [change.text for change in ordered if change is not largest]
     said.append(_alternatives([largest.text, *also]))
-    return Entry(
+    return ListingEntry(
         str(number),
         ", and ".join(said),
         (
@@ -383,21 +390,21 @@ def why_lines(command: ExplainCommand, found: Answers) -> list[str]:
     return lines
 
 
-def difference_blocks(found: Difference) -> Iterator[Block]:
+def difference_blocks(found: ExplanationDiff) -> Iterator[Block]:
     """Inputs that changed, then each group's choice with the rules that did it."""
     yield Heading("what changed", 1)
     if found.empty:
-        yield Line("Nothing: inputs, choices, order and verdicts are the same.", strong=True)
+        yield TextLine("Nothing: inputs, choices, order and verdicts are the same.", strong=True)
         return
     if not found.chosen_otherwise:
-        yield Line("Every layer gets what it got before.", strong=True)
+        yield TextLine("Every layer gets what it got before.", strong=True)
     if found.inputs:
-        yield Facts(
+        yield LabelledValues(
             tuple((change.path, f"{_value(change.old)} -> {_value(change.new)}") for change in found.inputs)
         )
     for layers, when in ((found.only_old, "before"), (found.only_new, "now")):
         if layers:
-            yield Line(f"Layers {layers_line(layers)} are there only {when}.")
+            yield TextLine(f"Layers {layers_line(layers)} are there only {when}.")
     for group in found.groups:
         yield from _group_difference(group)
 
@@ -412,7 +419,7 @@ def _choice(choice: tuple[str, str] | None) -> str:
     return f"{choice[0]} ({choice[1]})" if choice else "no backend"
 
 
-def _cause(cause: Cause) -> str:
+def _cause(cause: ChoiceCause) -> str:
     return " ".join([cause.says, *filter(None, ["; ".join(dict.fromkeys(map(sentence, cause.verdicts)))])])
 
 
@@ -427,22 +434,22 @@ def _group_difference(group: GroupDifference) -> Iterator[Block]:
     if group.old_choice != group.new_choice:
         rows = [("choice", f"{_choice(group.old_choice)} -> {_choice(group.new_choice)}")]
         rows += [("because", _cause(rule)) for rule in group.rules]
-        yield Facts(tuple(rows), strong=frozenset({"choice"}))
-    yield Facts(
+        yield LabelledValues(tuple(rows), strong=frozenset({"choice"}))
+    yield LabelledValues(
         tuple(
             ("order", f"{move.backend} ({move.experts}) {_places(move.old, move.new)}")
             for move in group.moved
         )
     )
     if group.failures and group.old_choice == group.new_choice:
-        yield Facts(tuple(zip(("failed with", "fails with"), group.failures, strict=True)))
+        yield LabelledValues(tuple(zip(("failed with", "fails with"), group.failures, strict=True)))
     alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for change in group.candidates:
         name = f"{change.backend} ({change.experts})"
         alike.setdefault(_changed_verdicts(change.old, change.new), []).append(name)
     if alike:
         yield Heading("verdicts that changed", 3)
-        yield Listing(tuple(Entry("", ", ".join(names), lines) for lines, names in alike.items()))
+        yield Listing(tuple(ListingEntry("", ", ".join(names), lines) for lines, names in alike.items()))
 
 
 def _changed_verdicts(old: Sequence[Verdict], new: Sequence[Verdict]) -> tuple[tuple[str, str], ...]:

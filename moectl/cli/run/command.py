@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ...dtypes import MODEL_DTYPES
 from ...errors import ExitCode, UsageError
-from ...problem import MAX_TOKENS
-from ...run.plan import EVERY, RunPlan
+from ...problem.moe_problem import MAX_TOKENS
+from ...run.run_plan import EVERY, RunPlan
 from ..checkpoint_argument import DEVICE, backend_names, find_source, pick_layers
 from ..options import (
     SEED,
@@ -27,8 +27,8 @@ from ..output_paths import check_writable
 from . import text
 
 if TYPE_CHECKING:
-    from ...layer.source import LayerSource
-    from ...run import LayerRun, Machine
+    from ...layer.layer_source import LayerSource
+    from ...run import LayerRun, RunMachine
 
 EXAMPLES = (
     "moectl run ./gpt-oss-20b --layer 3 --tokens 64",
@@ -128,13 +128,13 @@ def _runs(
     source: "LayerSource",
     layer: int | None,
     layers: str | None,
-    machine: "Machine",
+    machine: "RunMachine",
     plan: "RunPlan",
     out: Output,
 ) -> "Iterator[LayerRun]":
     """Each layer's run; of one layer alone its errors are raised."""
     from ...run import run_one
-    from ...run.every_layer import every_layer
+    from ...run.all_layers import every_layer
 
     with out.progress("running", unit="layers") as progress:
         if layers is None:

@@ -10,8 +10,8 @@ from ...errors import ExitCode, MoectlError
 from ..output import count, duration, size, table
 
 if TYPE_CHECKING:
-    from ...run import LayerRun, Outcome
-    from ...run.difference import Difference
+    from ...run import BackendOutcome, LayerRun
+    from ...run.result_difference import ResultDifference
     from ...run.stress import CaseResult
 
 Data = dict[str, Any]
@@ -70,7 +70,7 @@ def _told(error: MoectlError | None) -> Data | None:
     }
 
 
-def _outcome_data(outcome: Outcome) -> Data:
+def _outcome_data(outcome: BackendOutcome) -> Data:
     found: Data = {"backend": outcome.backend, "ok": outcome.ok, "error": _told(outcome.error)}
     if outcome.refused:
         found["refused"] = True
@@ -90,7 +90,7 @@ def _outcome_data(outcome: Outcome) -> Data:
     return found | ({"stress": [_case_data(case) for case in outcome.stress]} if outcome.stress else {})
 
 
-def _difference(found: Difference) -> Data:
+def _difference(found: ResultDifference) -> Data:
     worst = [asdict(token) for token in found.worst]
     return {"cosine": found.cosine, "rel_l2": found.l2, "max_abs": found.max, "worst_tokens": worst}
 

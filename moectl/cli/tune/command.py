@@ -17,9 +17,9 @@ from .text import draw_list, draw_search, listed, search_document, tile_words
 
 if TYPE_CHECKING:
     from ...oracle.engine import Engine
-    from ...tuning.here import Tuning
-    from ...tuning.layers import Layer
-    from ...tuning.search import Plan, Progress
+    from ...tuning.launch_search import SearchPlan, SearchProgress
+    from ...tuning.tune import Tuning
+    from ...tuning.tuned_layers import TunedLayer
 
 EXAMPLES = (
     "moectl tune --model qwen3-30b -m 16,1024 --budget 5m",
@@ -48,13 +48,13 @@ class TunedLayerOptions:
     activation: Activation = None
     offline: Offline = False
 
-    def layers(self, checkpoint: str | None) -> "list[Layer]":
+    def layers(self, checkpoint: str | None) -> "list[TunedLayer]":
         """The layers that are asked for, one rank's share of each."""
         from ...checkpoint import open_checkpoint
-        from ...checkpoint.stated import parse_stated
-        from ...models import MODELS
-        from ...problem import Parallel
-        from ...tuning.layers import checkpoint_layers, named_layers
+        from ...checkpoint.config.user_assumptions import parse_stated
+        from ...problem.moe_problem import Parallel
+        from ...problem.published_layers import MODELS
+        from ...tuning.tuned_layers import checkpoint_layers, named_layers
 
         parallel = Parallel(self.tp, ep=self.ep)
         if (checkpoint is None) == (self.model is None):
@@ -95,25 +95,25 @@ class SearchOptions:
         ),
     ] = None
 
-    def plan(self, out: Output, progress: Any) -> "Plan":
+    def plan(self, out: Output, progress: Any) -> "SearchPlan":
         """How the search is run, reported to a bar; what is left out is noted with its reason."""
         import time
 
-        from ...tuning.search import Plan
+        from ...tuning.launch_search import SearchPlan
 
-        def report(at: "Progress") -> None:
-            best = f"{at.best[0]:.1f} us {at.best[1].regime}" if at.best else "nothing right yet"
+        def report(at: "SearchProgress") -> None:
+            best = f"{at.best[0]:.1f} us {at.best[1].family}" if at.best else "nothing right yet"
             progress(at.tried, at.launches, f"{at.cell} ({at.number + 1} of {at.cells}): {best}")
             if at.last and at.last.why:
-                out.note(f"{at.cell}: {at.last.regime} {tile_words(at.last.tile)}: {at.last.why}")
+                out.note(f"{at.cell}: {at.last.family} {tile_words(at.last.tile)}: {at.last.why}")
 
-        return Plan(parse_budget(self.budget), time.monotonic, self.repeats, report)
+        return SearchPlan(parse_budget(self.budget), time.monotonic, self.repeats, report)
 
     def engine_place(self, checkpoint: str | None) -> "tuple[Engine, Path] | None":
         """The engine whose files are asked for, and where they go; None where they are not."""
         if self.to is None:
             return None
-        from ...tuning.engine_files import tunable_engines
+        from ...tuning.engine_tuned_files import tunable_engines
 
         engines = tunable_engines()
         engine = engines[pick(self.to[0], engines, "engine")]
@@ -162,7 +162,7 @@ def tune(
         asked = checkpoint is not None or tuned.model is not None
         return _listed(tuned.layers(checkpoint) if asked else None, kept, out)
     place = search.engine_place(checkpoint)
-    from ...tuning.here import tune_layers
+    from ...tuning.tune import tune_layers
 
     layers = tuned.layers(checkpoint)
     if place is not None:
@@ -175,7 +175,7 @@ def tune(
     return _shown(tuning, search_document(tuning), out)
 
 
-def _listed(layers: "Sequence[Layer] | None", kept: KeptOptions, out: Output) -> ExitCode:
+def _listed(layers: "Sequence[TunedLayer] | None", kept: KeptOptions, out: Output) -> ExitCode:
     """Shows what is kept of `layers`, or of all, and drops it where that is asked for."""
     found = listed(layers, kept.stale)
     dropped = found.clear() if kept.clear else 0
@@ -199,14 +199,14 @@ def parse_budget(text: str) -> float:
 
 def _families(text: str | None) -> list[str]:
     """The families of kernels that are asked for."""
-    from ...kernels.triton.runner import REGIMES
+    from ...kernels.triton.triton_runner import FAMILIES
 
-    names = list(REGIMES) if text is None else named(text, "--families")
-    return [pick(name, REGIMES, "family") for name in names]
+    names = list(FAMILIES) if text is None else named(text, "--families")
+    return [pick(name, FAMILIES, "family") for name in names]
 
 
 def _write_for_engine(
-    layers: "Sequence[Layer]",
+    layers: "Sequence[TunedLayer]",
     counts: Sequence[int],
     search: SearchOptions,
     engine: "Engine",
@@ -214,10 +214,10 @@ def _write_for_engine(
     out: Output,
 ) -> ExitCode:
     """Tunes the engine's choices, and writes the file of each layer from all that is known of it."""
-    from ...cache.keys import built
+    from ...cache.measurement_keys import built
     from ...environment import detect_device
     from ...oracle.machine_packages import default_profile, packages_from
-    from ...tuning.engine_files import (
+    from ...tuning.engine_tuned_files import (
         check_choices,
         check_some_gpu,
         files_of,
@@ -226,7 +226,7 @@ def _write_for_engine(
         target_of,
         write_choices,
     )
-    from ...tuning.here import known_choices, this_gpu, tune_for_engine
+    from ...tuning.tune import known_choices, this_gpu, tune_for_engine
 
     packages = packages_from(None)
     known = packages.has(engine.package)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...cache.folder import Kind, device_key
-from ...cache.keys import layer_key, layer_words
-from ...cache.launches import KINDS, Entry, Found, Row, clear, load
+from ...cache.cache_file import CacheFileKind, device_key
+from ...cache.launches_file import KINDS, CachedLayer, LaunchFile, LaunchRow, clear, load
+from ...cache.measurement_keys import layer_key, layer_words
 from ..output import count, table
 
 if TYPE_CHECKING:
-    from ...tuning.here import Tuning
-    from ...tuning.layers import Layer
+    from ...tuning.tune import Tuning
+    from ...tuning.tuned_layers import TunedLayer
 
 
 def tile_words(tile: Any) -> str:
@@ -47,14 +47,14 @@ def draw_search(tuning: Tuning, console: Any) -> None:
     made = table(*SEARCH, right=SEARCH[1:-1])
     rows = [(cell, row, "") for cell, row in found.rows] + [(c, r, " (kept)") for c, r in found.kept]
     for cell, row, state in sorted(rows, key=lambda item: (item[0].name, item[0].tokens)):
-        made.add_row(cell.name, *_cells(row), f"{row.regime} {tile_words(row.tile)}{state}")
+        made.add_row(cell.name, *_cells(row), f"{row.family} {tile_words(row.tile)}{state}")
     for cell in found.left:
         made.add_row(cell.name, str(cell.tokens), *["-"] * 5, "not done")
     console.print(made)
     console.print(f"{tuning.device.name}; kept in {tuning.path}", markup=False)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: LaunchRow) -> tuple[str, ...]:
     gain = f"{100 * (1 - row.us / row.before_us):.0f}%"
     return (
         str(row.tokens),
@@ -70,8 +70,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 class Listed:
     """Entries of the cache with the file each is in, those that were asked for; `ignored` are whole files."""
 
-    entries: tuple[tuple[Kind, Found, Entry], ...]
-    ignored: tuple[tuple[Kind, Found], ...]
+    entries: tuple[tuple[CacheFileKind, LaunchFile, CachedLayer], ...]
+    ignored: tuple[tuple[CacheFileKind, LaunchFile], ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -105,7 +105,7 @@ class Listed:
         return sum(clear(path, lambda entry: entry in wanted, kind) for path, kind in files.items())
 
 
-def listed(layers: Sequence[Layer] | None, stale: bool) -> Listed:
+def listed(layers: Sequence[TunedLayer] | None, stale: bool) -> Listed:
     """What the cache keeps of `layers`, or of all; only what is not used with `stale`."""
     keys = None if layers is None else [layer_key(layer.problem) for layer in layers]
     files = [(kind, load(path, kind=kind)) for kind in KINDS for path in kind.files()]
@@ -126,7 +126,7 @@ def draw_list(found: Listed, dropped: int | None, console: Any) -> None:
     for _, file, entry in found.entries:
         words, state = layer_words(dict(entry.layer)), f"no: {entry.stale}" if entry.stale else "yes"
         for row in entry.rows:
-            launch = f"{row.regime} {tile_words(row.tile)}"
+            launch = f"{row.family} {tile_words(row.tile)}"
             made.add_row(file.device["name"], words, str(row.tokens), f"{row.us:.1f}", launch, state)
         for tokens, attempts in entry.unfinished.items():
             launch = f"{count(len(attempts), 'tile')} tried, not done"

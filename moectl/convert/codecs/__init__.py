@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...errors import UsageError
-from ...number_formats import NUMBER_FORMATS
-from ...schemes import WeightFormat
+from ...problem.number_formats import NUMBER_FORMATS
+from ...problem.schemes import WeightFormat
 from .codec import Codec, Encoded, check_scales, check_weights, from_halves, in_halves
 from .grids import GRIDS
 from .plain import Plain

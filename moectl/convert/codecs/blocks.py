@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...schemes import FULL, WeightFormat
+from ...problem.schemes import FULL, WeightFormat
 
 WITHIN = (2, 4)
 """Axes of a blocked tensor that lie within one block."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class ScaleBlocks:
     """Rows and columns of a matrix and of its blocks.
 
     A blocked tensor is ``[e, block rows, rows of a block, block columns, columns of a block]``; the scale
@@ -51,7 +51,7 @@ def over(scale: Tensor) -> Tensor:
     return scale[:, :, None, :, None]
 
 
-def blocks_of(weight: WeightFormat, n: int, k: int, scale_rows: int | None = None) -> Blocks:
+def blocks_of(weight: WeightFormat, n: int, k: int, scale_rows: int | None = None) -> ScaleBlocks:
     """How a matrix ``[n, k]`` of `weight` falls into blocks.
 
     `scale_rows` is how many scales a format of one scale for all rows stores: one, or one for each half
@@ -62,8 +62,8 @@ def blocks_of(weight: WeightFormat, n: int, k: int, scale_rows: int | None = Non
     if k == 0 or n == 0 or (down in (1, FULL) and k % columns) or k * weight.bits % 8:
         raise CheckpointError(f"{weight} needs rows of whole groups and bytes, got {n} rows of {k} weights.")
     if down != FULL:
-        return Blocks(n, k, down, columns)
+        return ScaleBlocks(n, k, down, columns)
     parts = scale_rows or 1
     if n % parts:
         raise CheckpointError(f"{n} rows of {weight} do not make {parts} equal parts, one for each scale.")
-    return Blocks(n, k, n // parts, columns)
+    return ScaleBlocks(n, k, n // parts, columns)

@@ -28,7 +28,7 @@ class Rounding(NamedTuple):
     magic: float
 
 
-class Grid(Hashable, Protocol):
+class ValueGrid(Hashable, Protocol):
     """The numbers that codes of `bits` bits stand for; `largest` is the largest magnitude on both sides."""
 
     @property
@@ -100,7 +100,7 @@ class Minifloat:
 
 
 @dataclass(frozen=True)
-class Integers:
+class IntegerGrid:
     """Whole numbers in offset codes: ``q + 2**(bits - 1)``.
 
     `largest` lies half a step beyond the positive end, so that a scale of largest magnitude / `largest`
@@ -134,15 +134,15 @@ class Integers:
 
 E2M1 = Minifloat(4, 1, 0, 6.0)
 E4M3 = Minifloat(8, 3, -6, 448.0)
-INT4 = Integers(4)
-INT8 = Integers(8)
+INT4 = IntegerGrid(4)
+INT8 = IntegerGrid(8)
 
-GRIDS: Mapping[str, Grid] = {"E2M1": E2M1, "E4M3": E4M3, "INT4": INT4, "INT8": INT8}
+GRIDS: Mapping[str, ValueGrid] = {"E2M1": E2M1, "E4M3": E4M3, "INT4": INT4, "INT8": INT8}
 """Grids by `CodeGrid.name`."""
 
 
 @lru_cache(maxsize=32)
-def _table(grid: Grid, device: torch.device) -> Tensor:
+def _table(grid: ValueGrid, device: torch.device) -> Tensor:
     """``[256, 8 / bits]`` float32: the values of the codes in a byte, the low bits first."""
     values = torch.tensor([grid.value(code) for code in range(1 << grid.bits)], device=device)
     byte = torch.arange(256, device=device)
@@ -150,19 +150,19 @@ def _table(grid: Grid, device: torch.device) -> Tensor:
     return torch.stack([values[byte >> shift & last] for shift in range(0, 8, grid.bits)], -1)
 
 
-def unpacked(grid: Grid, packed: Tensor) -> Tensor:
+def unpacked(grid: ValueGrid, packed: Tensor) -> Tensor:
     """``[..., m * 8 / bits]`` float32: the values of `packed` uint8 codes ``[..., m]``."""
     values = _table(grid, packed.device).index_select(0, packed.reshape(-1).int())
     return values.reshape(*packed.shape[:-1], -1)
 
 
-def values_of(grid: Grid, codes: Tensor) -> Tensor:
+def values_of(grid: ValueGrid, codes: Tensor) -> Tensor:
     """Float32 of the shape of `codes`, one code to a byte."""
     first = _table(grid, codes.device)[:, 0]
     return first.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
 
 
-def packed(grid: Grid, codes: Tensor) -> Tensor:
+def packed(grid: ValueGrid, codes: Tensor) -> Tensor:
     """Bytes ``[..., m * bits / 8]`` from one code to a byte ``[..., m]``, the first in the low bits."""
     if grid.bits == 8:
         return codes

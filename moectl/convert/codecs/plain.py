@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...schemes import WeightFormat
+from ...problem.schemes import WeightFormat
 from .codec import Encoded, check_weights
 
 

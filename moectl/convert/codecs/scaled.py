@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...schemes import WeightFormat
-from .blocks import WITHIN, Blocks, blocks_of, over
+from ...problem.schemes import WeightFormat
+from .blocks import WITHIN, ScaleBlocks, blocks_of, over
 from .codec import Encoded, check_weights
-from .grids import E4M3, Grid, Integers, packed, unpacked, values_of
+from .grids import E4M3, IntegerGrid, ValueGrid, packed, unpacked, values_of
 from .scales import E8M0, TINY, E4M3Scale, ScaleStore, quotient
 
 
@@ -27,7 +27,7 @@ class Scaled:
     """
 
     weight: WeightFormat
-    grid: Grid
+    grid: ValueGrid
     store: ScaleStore
     two_level: bool = False
 
@@ -69,7 +69,7 @@ class Scaled:
         scale, zero = self.usual_scales(w)
         return Encoded(self.pack(blocks, self.codes(w, scale, zero)), scale, zero, global_scale)
 
-    def blocks(self, weights: Tensor) -> Blocks:
+    def blocks(self, weights: Tensor) -> ScaleBlocks:
         """How `weights` ``[e, n, k]`` fall into blocks; CheckpointError when they do not."""
         return blocks_of(self.weight, weights.shape[1], weights.shape[2])
 
@@ -91,7 +91,7 @@ class Scaled:
 
     def shift(self, zero: Tensor) -> Tensor:
         """Float32 grid value of the codes in `zero`."""
-        if not isinstance(self.grid, Integers):
+        if not isinstance(self.grid, IntegerGrid):
             raise CheckpointError(f"{self.weight} has no zero points.")
         return zero.float().sub_(self.grid.offset)
 
@@ -120,7 +120,7 @@ class Scaled:
         x = w / over(self.store.load(scale))
         return x if zero is None else x.add_(over(self.shift(zero)))
 
-    def pack(self, blocks: Blocks, codes: Tensor) -> Tensor:
+    def pack(self, blocks: ScaleBlocks, codes: Tensor) -> Tensor:
         """Canonical codes from blocked ones."""
         return packed(self.grid, blocks.join(codes))
 
@@ -130,9 +130,9 @@ class Scaled:
 
     def _check(
         self, codes: Tensor, scale: Tensor | None, zero: Tensor | None, global_scale: Tensor | None
-    ) -> Blocks:
+    ) -> ScaleBlocks:
         bytes_wanted = self.store.dtype is torch.uint8
-        may_be_bytes = not isinstance(self.grid, Integers)
+        may_be_bytes = not isinstance(self.grid, IntegerGrid)
         if (
             codes.dtype is not torch.uint8
             or scale is None
@@ -144,7 +144,7 @@ class Scaled:
             raise CheckpointError(
                 f"{self.weight} is uint8 codes and {kind} scales, got {codes.dtype}, {got}."
             )
-        if zero is not None and not isinstance(self.grid, Integers):
+        if zero is not None and not isinstance(self.grid, IntegerGrid):
             raise CheckpointError(f"{self.weight} has no zero points, got some.")
         e, n, m = codes.shape
         blocks = blocks_of(self.weight, n, m * 8 // self.grid.bits, scale.shape[1])

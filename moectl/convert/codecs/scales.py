@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from ...schemes import WeightFormat
-from ..transforms import DTYPES
-from .grids import E4M3, Grid, Minifloat, unpacked
+from ...problem.schemes import WeightFormat
+from ..steps.transforms import DTYPES
+from .grids import E4M3, Minifloat, ValueGrid, unpacked
 
 E8M0_BIAS = 127
 E8M0_NAN = 255
@@ -32,7 +32,7 @@ class ScaleStore(Protocol):
     def store(self, scale: Tensor) -> Tensor:
         """The stored scales nearest to positive float32 ones, neither zero nor infinite."""
 
-    def covering(self, largest: Tensor, grid: Grid) -> Tensor:
+    def covering(self, largest: Tensor, grid: ValueGrid) -> Tensor:
         """Stored scales by the format's usual rule, for blocks of these `largest` magnitudes (float32)."""
 
     def near(self, stored: Tensor, step: float) -> Tensor:
@@ -103,7 +103,7 @@ class E8M0:
         fraction, exponent = torch.frexp(scale)
         return self._bytes(exponent - (fraction < 2.0**-0.5).int())
 
-    def covering(self, largest: Tensor, grid: Grid) -> Tensor:
+    def covering(self, largest: Tensor, grid: ValueGrid) -> Tensor:
         if not isinstance(grid, Minifloat):
             raise UsageError("scales that are powers of two go with floating-point codes only.")
         return self._bytes(E8M0_RULES[self.rule](largest, grid))
@@ -129,7 +129,7 @@ class E4M3Scale:
     def store(self, scale: Tensor) -> Tensor:
         return E4M3.codes(scale.clamp(2.0**-9, E4M3.largest))
 
-    def covering(self, largest: Tensor, grid: Grid) -> Tensor:
+    def covering(self, largest: Tensor, grid: ValueGrid) -> Tensor:
         return self.store(quotient(largest, grid.largest))
 
     def near(self, stored: Tensor, step: float) -> Tensor:
@@ -149,7 +149,7 @@ class FloatScale:
         limits = torch.finfo(self.dtype)
         return scale.clamp(limits.tiny, limits.max).to(self.dtype)
 
-    def covering(self, largest: Tensor, grid: Grid) -> Tensor:
+    def covering(self, largest: Tensor, grid: ValueGrid) -> Tensor:
         return self.store(quotient(largest, grid.largest))
 
     def near(self, stored: Tensor, step: float) -> Tensor:

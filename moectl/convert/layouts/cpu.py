@@ -22,16 +22,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...dtypes import MODEL_DTYPES
-from ...problem import MoEProblem
-from ...schemes import BF16, FP8_BLOCK, FULL, MXFP4, int_format
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import BF16, FP8_BLOCK, FULL, MXFP4, int_format
 from ..canonical import gate_then_up, padded, scale_dtype
-from ..chain import Chain
-from ..recipe import Output
-from ..rescale import AtMost
-from ..sums import MIDDLE, CodesAndSums, Fill
-from ..transforms import Codes, Rearrange, Step, View, Widen
-from ..values import Shapes
-from ..weight_layout import Options, WeightLayout, by_role
+from ..recipe.chain import Chain
+from ..recipe.recipe import StoredOutput
+from ..recipe.weight_sums import MIDDLE, CodesAndSums, Fill
+from ..steps.rescale import AtMost
+from ..steps.transforms import DtypeView, PackedCodes, Rearrange, Step, Widen
+from ..steps.value_steps import Shapes
+from .weight_layout import LayoutOptions, WeightLayout, by_role
 
 _ROWS_OF_32 = Rearrange("e (o n) g -> e o g n", {"n": 32})
 _INT4_CODES = {"p": 2, "h": 2, "r": 8, "c": 4}
@@ -67,7 +67,7 @@ def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     if role.endswith("_scale"):
         return (*start, _ROWS_OF_32)
     codes = Rearrange("e (o h m) (k d) -> e o k (m d h)", {"h": 2, "m": 16, "d": 2})
-    return (*start, Codes(4, True), codes, Codes(4, False))
+    return (*start, PackedCodes(4, True), codes, PackedCodes(4, False))
 
 
 def _int4_weights(problem: MoEProblem, role: str, zero: str) -> CodesAndSums:
@@ -80,20 +80,20 @@ def _int4_weights(problem: MoEProblem, role: str, zero: str) -> CodesAndSums:
     return CodesAndSums(zero, columns, (*order, codes), (*order, _ROWS_OF_32))
 
 
-def _int4(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+def _int4(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
     widened = () if scale_dtype(problem) == "F32" else (Widen(scale_dtype(problem)),)
-    made: dict[str, Output] = {}
+    made: dict[str, StoredOutput] = {}
     for matrix in ("w13", "w2"):
         scale, zero = f"{matrix}_scale", f"{matrix}_zero"
         rows = Chain((*gate_then_up(problem, scale), _ROWS_OF_32))
         known = zero if zero in shapes else ""
-        made[matrix] = Output(matrix, (_int4_weights(problem, matrix, known),))
-        made[scale] = Output(scale, chain=Chain((*rows.steps, *widened)))
+        made[matrix] = StoredOutput(matrix, (_int4_weights(problem, matrix, known),))
+        made[scale] = StoredOutput(scale, chain=Chain((*rows.steps, *widened)))
         if known:
             most = AtMost(127, "zero points are signed bytes here")
-            made[zero] = Output(zero, (most,), Chain((*rows.steps, View("U8", "I8"))))
+            made[zero] = StoredOutput(zero, (most,), Chain((*rows.steps, DtypeView("U8", "I8"))))
         else:
-            made[zero] = Output(scale, (Fill(MIDDLE, "I8"),), rows)
+            made[zero] = StoredOutput(scale, (Fill(MIDDLE, "I8"),), rows)
     return made
 
 

@@ -18,18 +18,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ...dtypes import MODEL_DTYPES
-from ...problem import MoEProblem
-from ...schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4
 from ..canonical import gate_then_up, groups, halves, padded, up_then_gate
-from ..chain import Chain
-from ..recipe import Output
-from ..rescale import Round
-from ..transforms import Pad, Rearrange, Step
-from ..values import Shapes
-from ..weight_layout import Build, Options, WeightLayout, by_role
-from .numbers import Steps, fp8_block, fp8_tensor, nvfp4
+from ..recipe.chain import Chain
+from ..recipe.recipe import StoredOutput
+from ..steps.rescale import Round
+from ..steps.transforms import Pad, Rearrange, Step
+from ..steps.value_steps import Shapes
+from .scaled_tensors import Steps, fp8_block, fp8_tensor, nvfp4
 from .trtllm import TILES_128X4
-from .words import BYTES, E2M1_SHIFTED, WORDS
+from .weight_layout import Build, LayoutOptions, WeightLayout, by_role
+from .word_orders import BYTES, E2M1_SHIFTED, WORDS
 
 WEIGHTS: tuple[Step, ...] = (
     Rearrange(
@@ -81,16 +81,16 @@ def _with(scales: Callable[[MoEProblem, str], tuple[Step, ...]], rows: Steps) ->
 def _mxfp4(rows: Steps, weights: Steps, scales: Steps) -> Build:
     """Rows in one order everywhere, then `weights` and `scales` by their steps; biases as BF16."""
 
-    def build(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
-        made: dict[str, Output] = {}
+    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+        made: dict[str, StoredOutput] = {}
         for role in shapes:
             kind = role.partition("_")[2]
             if kind == "bias":
                 values = () if MODEL_DTYPES[problem.dtype] == "BF16" else (Round("BF16"),)
-                made[role] = Output(role, values, Chain(rows(problem, role)))
+                made[role] = StoredOutput(role, values, Chain(rows(problem, role)))
             elif kind in ("", "scale"):
                 steps = scales if kind else weights
-                made[role] = Output(role, chain=Chain((*rows(problem, role), *steps(problem, role))))
+                made[role] = StoredOutput(role, chain=Chain((*rows(problem, role), *steps(problem, role))))
         return made
 
     return build

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...problem import MoEProblem
-from ...schemes import FULL, WeightFormat, int_format
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import FULL, WeightFormat, int_format
 from ..canonical import groups, padded
-from ..chain import Chain
-from ..recipe import Output
-from ..rescale import AtMost, DistanceCodes, Int16OfLargest, Largest4096th, Times
-from ..transforms import Codes, Rearrange, Step, View
-from ..values import Shapes, Value
-from ..weight_layout import Build, Options, WeightLayout
-from .words import NIBBLES_APART, NIBBLES_IN_TURN, WORDS
+from ..recipe.chain import Chain
+from ..recipe.recipe import StoredOutput
+from ..steps.rescale import AtMost, DistanceCodes, Int16OfLargest, Largest4096th, Times
+from ..steps.transforms import DtypeView, PackedCodes, Rearrange, Step
+from ..steps.value_steps import Shapes, ValueStep
+from .weight_layout import Build, LayoutOptions, WeightLayout
+from .word_orders import NIBBLES_APART, NIBBLES_IN_TURN, WORDS
 
 _TILE = {"w": 4, "c": 2, "h": 8, "rh": 2, "l": 4}
 _TILE_A8 = {"w": 4, "g": 8, "h": 2, "l": 4}
@@ -96,11 +96,11 @@ def _weights(bits: int, act: str) -> tuple[Step, ...]:
 def _zeros(bits: int, act: str) -> tuple[Step, ...]:
     """Codes of zero ``[e, n, groups]`` in the order of grouped scales, packed along n."""
     columns = (_ZERO_COLUMNS[bits],) if act == "a16" else ()
-    packed = (Codes(4, False),) if bits == 4 else ()
-    return (SCALES_GROUPED, *columns, *packed, View("U8", "I32"))
+    packed = (PackedCodes(4, False),) if bits == 4 else ()
+    return (SCALES_GROUPED, *columns, *packed, DtypeView("U8", "I32"))
 
 
-def _scale_values(problem: MoEProblem, role: str, act: str) -> tuple[Value, ...]:
+def _scale_values(problem: MoEProblem, role: str, act: str) -> tuple[ValueStep, ...]:
     if act == "fp8":
         return (Times(_FP8_EXPONENT),)
     return (Int16OfLargest(role),) if act == "int8" and several_groups(problem, role) else ()
@@ -109,26 +109,26 @@ def _scale_values(problem: MoEProblem, role: str, act: str) -> tuple[Value, ...]
 def _integer(act: str) -> Build:
     """The stored tensors of integer weights for activations of the format `act`."""
 
-    def one(problem: MoEProblem, role: str, shapes: Shapes) -> Output:
+    def one(problem: MoEProblem, role: str, shapes: Shapes) -> StoredOutput:
         bits = problem.scheme.weight.bits
         start = padded(problem, role)
         if role.endswith("_bias"):
-            return Output(role, chain=Chain((*start, BIAS)))
+            return StoredOutput(role, chain=Chain((*start, BIAS)))
         if role.endswith("_zero"):
             known = (AtMost(15, "zero points are 4-bit codes here"),) if bits == 4 else ()
-            return Output(role, known, Chain((*start, *_zeros(bits, act))))
+            return StoredOutput(role, known, Chain((*start, *_zeros(bits, act))))
         if role.endswith("_scale"):
             steps = scale_steps(act == "a16" and several_groups(problem, role))
-            return Output(role, _scale_values(problem, role, act), Chain((*start, *steps)))
+            return StoredOutput(role, _scale_values(problem, role, act), Chain((*start, *steps)))
         zero = f"{role}_zero" if f"{role}_zero" in shapes else ""
         codes = (DistanceCodes(zero),) if act == "fp8" else ()
-        return Output(role, codes, Chain((*start, *_weights(bits, act))))
+        return StoredOutput(role, codes, Chain((*start, *_weights(bits, act))))
 
-    def build(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
         made = {role: one(problem, role, shapes) for role in shapes if not role.endswith("_input")}
         if act == "int8":
             made |= {
-                f"{matrix}_input_global": Output(scale, (Largest4096th(scale),), per_layer=True)
+                f"{matrix}_input_global": StoredOutput(scale, (Largest4096th(scale),), per_layer=True)
                 for matrix in ("w13", "w2")
                 if several_groups(problem, scale := f"{matrix}_scale")
             }

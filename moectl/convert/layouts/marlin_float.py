@@ -14,15 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...dtypes import MODEL_DTYPES
-from ...problem import MoEProblem
-from ...schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, MXFP4, MXFP8, NVFP4
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, MXFP4, MXFP8, NVFP4
 from ..canonical import halves, padded, scale_dtype
-from ..chain import Chain
-from ..recipe import Output
-from ..rescale import S0E5M3, AtMost, GlobalOfS0E5M3, HalfE8M0, PerExpert, RepeatRows, Round, Times
-from ..transforms import Add, Step
-from ..values import Shapes, Value
-from ..weight_layout import Build, Options, WeightLayout
+from ..recipe.chain import Chain
+from ..recipe.recipe import StoredOutput
+from ..steps.rescale import S0E5M3, AtMost, GlobalOfS0E5M3, HalfE8M0, PerExpert, RepeatRows, Round, Times
+from ..steps.transforms import Add, Step
+from ..steps.value_steps import Shapes, ValueStep
 from .marlin import (
     BIAS,
     SCALE_PAIRS,
@@ -34,6 +33,7 @@ from .marlin import (
     scale_steps,
     several_groups,
 )
+from .weight_layout import Build, LayoutOptions, WeightLayout
 
 _FP4_IN_FP8 = 6
 """Exponent bias of E4M3 less that of E2M1: what fp8 activations add to E8M0 bytes."""
@@ -41,37 +41,37 @@ _EXPONENTS = {"bf16": 120, "fp16": 8}
 """Exponent bias of the model's dtype less that of E4M3."""
 
 
-def _weights(problem: MoEProblem, role: str, steps: tuple[Step, ...]) -> Output | None:
+def _weights(problem: MoEProblem, role: str, steps: tuple[Step, ...]) -> StoredOutput | None:
     """A weight matrix or a bias; None for other roles."""
     if role in ("w13", "w2"):
-        return Output(role, chain=Chain((*padded(problem, role), *steps)))
+        return StoredOutput(role, chain=Chain((*padded(problem, role), *steps)))
     if role.endswith("_bias"):
-        return Output(role, chain=Chain((*padded(problem, role), BIAS)))
+        return StoredOutput(role, chain=Chain((*padded(problem, role), BIAS)))
     return None
 
 
 def _mx(steps: tuple[Step, ...], act: str = "a16") -> Build:
     """Weights by `steps` with E8M0 scales."""
 
-    def scale(problem: MoEProblem, role: str) -> Output:
-        known: tuple[Value, ...] = (HalfE8M0(),) if problem.dtype == "fp16" else ()
+    def scale(problem: MoEProblem, role: str) -> StoredOutput:
+        known: tuple[ValueStep, ...] = (HalfE8M0(),) if problem.dtype == "fp16" else ()
         if act == "a16":
-            return Output(role, known, Chain((*padded(problem, role), SCALES_GROUPED, SCALE_PAIRS)))
+            return StoredOutput(role, known, Chain((*padded(problem, role), SCALES_GROUPED, SCALE_PAIRS)))
         bound = AtMost(255 - _FP4_IN_FP8, "scales for fp8 activations are E8M0 bytes plus 6")
-        return Output(
+        return StoredOutput(
             role, (*known, bound), Chain((*padded(problem, role), SCALES_PER_CHANNEL, Add(_FP4_IN_FP8)))
         )
 
-    def build(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
         roles = [role for role in shapes if not role.endswith("_input")]
         return {role: _weights(problem, role, steps) or scale(problem, role) for role in roles}
 
     return build
 
 
-def _nvfp4(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+def _nvfp4(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
     half = problem.dtype == "fp16"
-    made: dict[str, Output] = {}
+    made: dict[str, StoredOutput] = {}
     for role in shapes:
         weights = _weights(problem, role, WEIGHTS_4BIT)
         matrix, _, kind = role.partition("_")
@@ -79,27 +79,27 @@ def _nvfp4(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str
             made[role] = weights
         elif kind == "scale":
             chain = Chain((*padded(problem, role), SCALES_GROUPED, SCALE_PAIRS))
-            made[role] = Output(role, (S0E5M3(role, half),), chain)
+            made[role] = StoredOutput(role, (S0E5M3(role, half),), chain)
         elif kind == "global":
             values = (PerExpert("first", halves(problem, role)), GlobalOfS0E5M3(f"{matrix}_scale", half))
-            made[role] = Output(role, values)
+            made[role] = StoredOutput(role, values)
     return made
 
 
-def _fp8_scale(problem: MoEProblem, role: str) -> Output:
+def _fp8_scale(problem: MoEProblem, role: str) -> StoredOutput:
     """Scales of one row and column block in the model's dtype, whatever blocks of rows they stand for."""
     weight, dtype = problem.scheme.weight, MODEL_DTYPES[problem.dtype]
-    values: tuple[Value, ...] = () if scale_dtype(problem) == dtype else (Round(dtype),)
+    values: tuple[ValueStep, ...] = () if scale_dtype(problem) == dtype else (Round(dtype),)
     values += (Times(_EXPONENTS[problem.dtype]),)
     if weight.block[0] != 1:
         rows = problem.dims.intermediate if role.startswith("w13") else problem.dims.hidden
         times = rows if weight.block[0] == FULL else weight.block[0]
         values += (RepeatRows(times, rows, halves(problem, role)),)
     order = scale_steps(several_groups(problem, role))
-    return Output(role, values, Chain((*padded(problem, role, every_row=True), *order)))
+    return StoredOutput(role, values, Chain((*padded(problem, role, every_row=True), *order)))
 
 
-def _fp8(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+def _fp8(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
     roles = [role for role in shapes if not role.endswith("_input")]
     return {role: _weights(problem, role, WEIGHTS_8BIT) or _fp8_scale(problem, role) for role in roles}
 

@@ -41,12 +41,12 @@ block of 16; without a gate rows keep their order.
 
 from __future__ import annotations
 
-from ...problem import MoEProblem
-from ...schemes import FULL, MXFP4, int_format
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import FULL, MXFP4, int_format
 from ..canonical import INTERLEAVED, halves, padded, scale_dtype
-from ..transforms import Bits, Pad, Rearrange, Step, View, Xor
-from ..weight_layout import WeightLayout, by_role
-from .words import BYTES, E2M1_TURNED, NIBBLES_APART, WORDS
+from ..steps.transforms import Bits, DtypeView, Pad, Rearrange, Step, Xor
+from .weight_layout import WeightLayout, by_role
+from .word_orders import BYTES, E2M1_TURNED, NIBBLES_APART, WORDS
 
 _LANES = {"w": 4, "h": 2, "g": 8, "c": 4}
 
@@ -98,7 +98,7 @@ def _build(problem: MoEProblem, role: str) -> tuple[Step, ...]:
             return start
         case "scale":
             order = _GROUPS_OF_32 if group == 32 else _GROUPS_WIDER
-            return (*start, order, View(scale_dtype(problem), "I32"))
+            return (*start, order, DtypeView(scale_dtype(problem), "I32"))
         case "zero":
             order = _ZEROS_OF_32 if group == 32 else _ZEROS_WIDER
             return (*start, *_AS_16_BITS, order, WORDS)

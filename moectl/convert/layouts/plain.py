@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...problem import MoEProblem
-from ...schemes import BF16, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, int_format
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import BF16, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, int_format
 from ..canonical import gate_then_up, padded
-from ..chain import Chain
-from ..recipe import Output
-from ..rescale import AtMost
-from ..transforms import Codes, Rearrange, Step
-from ..values import Shapes
-from ..weight_layout import Options, WeightLayout, by_role
-from .numbers import fp8_tensor
+from ..recipe.chain import Chain
+from ..recipe.recipe import StoredOutput
+from ..steps.rescale import AtMost
+from ..steps.transforms import PackedCodes, Rearrange, Step
+from ..steps.value_steps import Shapes
+from .scaled_tensors import fp8_tensor
+from .weight_layout import LayoutOptions, WeightLayout, by_role
 
 
 def _rows(problem: MoEProblem, role: str) -> tuple[Step, ...]:
@@ -27,22 +27,22 @@ def _rows(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 
 _ZEROS_IN_TWOS: tuple[Step, ...] = (
     Rearrange("e (n s) g -> e n (g s)", {"s": 2}),
-    Codes(4, False),
+    PackedCodes(4, False),
 )
 
 
-def _fp8(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+def _fp8(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
     if problem.scheme.weight == FP8_TENSOR:
         return fp8_tensor(_rows)(problem, shapes, options)
     return by_role(_rows)(problem, shapes, options)
 
 
-def _wna16(problem: MoEProblem, shapes: Shapes, options: Options) -> Mapping[str, Output]:
+def _wna16(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
     made = dict(by_role(_rows)(problem, shapes, options))
     for role in [role for role in shapes if role.endswith("_zero")]:
         if problem.scheme.weight.bits == 4:
             known = AtMost(15, "zero points are 4-bit codes here")
-            made[role] = Output(role, (known,), Chain((*_rows(problem, role), *_ZEROS_IN_TWOS)))
+            made[role] = StoredOutput(role, (known,), Chain((*_rows(problem, role), *_ZEROS_IN_TWOS)))
     return made
 
 

@@ -13,11 +13,11 @@ Stored per expert, with N rows and K columns, row-major (the kernel sees the tra
 from __future__ import annotations
 
 from ...dtypes import MODEL_DTYPES
-from ...problem import MoEProblem
-from ...schemes import MXFP4
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import MXFP4
 from ..canonical import halves, in_pairs, padded
-from ..transforms import Pad, Rearrange, Step, Widen
-from ..weight_layout import WeightLayout, by_role
+from ..steps.transforms import Pad, Rearrange, Step, Widen
+from .weight_layout import WeightLayout, by_role
 
 
 def _up(size: int, unit: int) -> int:

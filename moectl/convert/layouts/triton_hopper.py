@@ -13,12 +13,12 @@ Stored per expert, with N rows and K columns, row-major (the kernel sees the tra
 from __future__ import annotations
 
 from ...dtypes import MODEL_DTYPES
-from ...problem import MoEProblem
-from ...schemes import MXFP4
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import MXFP4
 from ..canonical import in_pairs, padded
-from ..transforms import Pad, Rearrange, Step, Widen
-from ..weight_layout import WeightLayout, by_role
-from .words import BYTES, E2M1_SHIFTED, WORDS
+from ..steps.transforms import Pad, Rearrange, Step, Widen
+from .weight_layout import WeightLayout, by_role
+from .word_orders import BYTES, E2M1_SHIFTED, WORDS
 
 WARPS = 8
 """Warps of the kernel, which the order of the scales depends on; engines use 8."""

@@ -22,12 +22,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...dtypes import MODEL_DTYPES
-from ...problem import MoEProblem
-from ...schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, MXFP8, NVFP4, int_format
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, MXFP8, NVFP4, int_format
 from ..canonical import groups, halves, padded, up_then_gate
-from ..transforms import Rearrange, Step, Widen, Xor
-from ..weight_layout import WeightLayout, by_role
-from .numbers import fp8_block, fp8_tensor, nvfp4
+from ..steps.transforms import Rearrange, Step, Widen, Xor
+from .scaled_tensors import fp8_block, fp8_tensor, nvfp4
+from .weight_layout import WeightLayout, by_role
 
 TILES_128X4 = Rearrange("e (nb i j) (kb k) -> e (nb kb j i k)", {"i": 4, "j": 32, "k": 4})
 _ONE_SCALE = 127

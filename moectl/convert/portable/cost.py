@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..quantize import Report
+from ..quantize import QuantizationReport
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Cost:
     unit: str
     count: int
     exact: int
-    report: Report | None = None
+    report: QuantizationReport | None = None
 
     def merge(self, other: Cost) -> Cost:
         """Both together; they are of one kind."""

@@ -8,27 +8,27 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ...checkpoint.model import Checkpoint
-from ...checkpoint.quantization import zeros_less_one
-from ...checkpoint.specs import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.config.quantization import zeros_less_one
+from ...checkpoint.config.quantization_formats import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
 from ...checkpoint.tensors.shapes import shape_at
 from ...checkpoint.tensors.storage import PER_EXPERT, Arrangement, Storage, format_sizes
 from ...checkpoint.tensors.stored_formats import FORMATS, SHOWN, StoredFormat
 from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...files.tensor_table import TensorInfo, TensorType
-from ...portable import PORTABLE
-from ...problem import Activation, Dims, MoEProblem
-from ...schemes import ActFormat, Scheme, WeightFormat
+from ...problem.moe_problem import Activation, Dims, MoEProblem
+from ...problem.portable_formats import PORTABLE
+from ...problem.schemes import ActFormat, Scheme, WeightFormat
 from ..canonical import canonical_shapes
 from ..sources import LayerMapping, MappedTensors, TensorMapping
 from ..sources.map_layer import read_dtype, tensor_mapping
 from ..sources.packings import check_extra
-from ..values import Shapes
-from .changes import Change, Decoded, Kept
-from .parts import label_of
+from ..steps.value_steps import Shapes
+from .format_changes import Decoded, FormatChange, SameFormat
+from .portable_writer import MatrixChange, PortableWriter
+from .report_fragments import label_of
 from .slots import Slot, container_format, slots
-from .writer import PortableWriter, Work
 
 PLAIN = frozenset(("BF16", "F16", "F32"))
 WEIGHTS = ("weight", "weight_packed", "qweight")
@@ -214,7 +214,7 @@ def plan_linears(
     shapes: dict[str, TensorType] = {}
     made: dict[str, TensorType] = {}
     found: list[Slot] = []
-    matrices: dict[str, Work] = {}
+    matrices: dict[str, MatrixChange] = {}
     problems: dict[str, MoEProblem] = {}
     less = linears[0].storage.format.packing == "gptq" and zeros_less_one(checkpoint.config)
     for i, linear in enumerate(linears):
@@ -237,7 +237,7 @@ def plan_linears(
                 hint="Choose --container compressed-tensors, or --experts-only.",
             ) from error
         found += slots(MATRIX.of(form), target, f"{linear.module}.", new, {"w1": (role, None)})
-        matrices[role] = Work(change, 1, linear.n * linear.k, linear.module.rpartition(".")[2])
+        matrices[role] = MatrixChange(change, 1, linear.n * linear.k, linear.module.rpartition(".")[2])
     layer = LinearsMapping(number, "", tuple(mapped), shapes, less, problems)
     writer = PortableWriter(made, tuple(found), matrices, {}, label_of(number))
     return LinearsPlan(layer, linears[0].problem(dtype), writer, linears)
@@ -249,7 +249,7 @@ def _has_inputs(linear: Linear) -> bool:
 
 def _change(
     linear: Linear, storage: str, problem: MoEProblem, requantize: bool
-) -> tuple[MoEProblem, MoEProblem, Change]:
+) -> tuple[MoEProblem, MoEProblem, FormatChange]:
     """The matrix as it is read, as it is written, and the step between."""
     weight = linear.scheme.weight
     scale = next(
@@ -273,7 +273,7 @@ def _change(
         if weight.scale_dtype == "E8M0" and weight.name == "fp8"
         else weight
     )
-    return source, replace(problem, scheme=Scheme(target, linear.scheme.act)), Kept(weight, target)
+    return source, replace(problem, scheme=Scheme(target, linear.scheme.act)), SameFormat(weight, target)
 
 
 def _renamed(shapes: Shapes, role: str) -> dict[str, TensorType]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import UsageError
-from ...portable import PORTABLE, PortableFormat
+from ...problem.portable_formats import PORTABLE, PortableFormat
 
 if TYPE_CHECKING:
     from ..quantize import Quantizer

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...checkpoint.model import LayerGroup
-from ...checkpoint.tensors.storage import (
-    FUSED_TRANSPOSED,
-    GPT_OSS,
-    PROJECTIONS,
-    UNGATED_PROJECTIONS,
-    Storage,
-)
-from ...problem import MoEProblem
-from ...schemes import WeightFormat
+from ...checkpoint.checkpoint import LayerGroup
+from ...checkpoint.tensors.storage import FUSED_TRANSPOSED, GPT_OSS, PROJECTIONS, UNGATED_PROJECTIONS, Storage
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import WeightFormat
 from ..sources import output_prefix
-from ..values import Shapes
+from ..steps.value_steps import Shapes
 from .slots import Slot, container_format, slots
 
 

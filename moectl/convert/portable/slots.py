@@ -12,15 +12,15 @@ from ...checkpoint.tensors.shapes import SymbolicShape, shape_at
 from ...checkpoint.tensors.storage import Storage, StoredTensor, format_sizes
 from ...checkpoint.tensors.stored_formats import StoredFormat, format_in
 from ...errors import UsageError
-from ...number_formats import NumberFormat
-from ...problem import MoEProblem
-from ...schemes import FULL, WeightFormat
+from ...problem.moe_problem import MoEProblem
+from ...problem.number_formats import NumberFormat
+from ...problem.schemes import FULL, WeightFormat
 from ..canonical import halves
-from ..chain import Chain
+from ..recipe.chain import Chain
 from ..sources.map_layer import ROLE_AND_HALF, is_transposed
 from ..sources.packings import PACKINGS, TRANSPOSED
-from ..transforms import DTYPES, Shape, Step
-from ..values import Shapes, Tensors
+from ..steps.transforms import DTYPES, Shape, Step
+from ..steps.value_steps import Shapes, Tensors
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from .calibration import Calibration, hessian, importance, intermediate
-from .options import METHODS, Quantizer
-from .report import Errors, Report, Worst
-from .run import Quantized, quantize
+from .error_report import QuantizationReport, SquaredErrors, WorstBlock
+from .quantize_weights import QuantizedRoles, quantize
+from .quantizer_options import METHODS, Quantizer
 
 __all__ = [
     "METHODS",
     "Calibration",
-    "Errors",
-    "Quantized",
+    "QuantizationReport",
+    "QuantizedRoles",
     "Quantizer",
-    "Report",
-    "Worst",
+    "SquaredErrors",
+    "WorstBlock",
     "hessian",
     "importance",
     "intermediate",

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...schemes import FULL
-from ..codecs.blocks import Blocks, blocks_of
+from ...problem.schemes import FULL
+from ..codecs.blocks import ScaleBlocks, blocks_of
 from ..codecs.scaled import Scaled
-from .search import search
+from .scale_search import search
 
 COLUMNS = 128
 """Columns whose errors are passed on one by one before the rest of the matrix takes them up at once."""
@@ -85,7 +85,7 @@ def feed_back(
 def _anew(
     codec: Scaled,
     w: Tensor,
-    whole: Blocks,
+    whole: ScaleBlocks,
     column: int,
     importance: Tensor,
     scales: Tensor,
@@ -93,9 +93,9 @@ def _anew(
 ) -> None:
     """Writes the scales (and zeros) of the column group that begins at `column`."""
     end = min(whole.k, column + whole.columns)
-    part = Blocks(whole.n, end - column, whole.rows, whole.columns)
+    part = ScaleBlocks(whole.n, end - column, whole.rows, whole.columns)
     blocked = part.split(w[None, :, column:end])
-    weight = Blocks(1, end - column, 1, whole.columns).split(importance[None, None, column:end])
+    weight = ScaleBlocks(1, end - column, 1, whole.columns).split(importance[None, None, column:end])
     usual, zero = codec.usual_scales(blocked)
     found, zero = search(codec, blocked, usual, zero, weight)
     scales[:, column // whole.columns] = found[0, :, 0]
@@ -104,7 +104,7 @@ def _anew(
 
 
 def _of_rows(
-    codec: Scaled, scales: Tensor, zeros: Tensor | None, at: int, whole: Blocks
+    codec: Scaled, scales: Tensor, zeros: Tensor | None, at: int, whole: ScaleBlocks
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and grid value of zero of every row ``[n]`` in column group `at`."""
 

@@ -10,20 +10,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...checkpoint.model import Checkpoint, LayerGroup
-from ...checkpoint.quantization import zeros_less_one
+from ...checkpoint.checkpoint import Checkpoint, LayerGroup
+from ...checkpoint.config.quantization import zeros_less_one
 from ...checkpoint.tensors.shapes import SymbolicShape
 from ...checkpoint.tensors.storage import Storage, format_sizes
 from ...dtypes import MODEL_DTYPES, ONE_BYTE
 from ...errors import CheckpointError, UsageError
 from ...files.safetensors_writer import nbytes
 from ...files.tensor_table import TensorInfo
-from ...problem import MoEProblem
-from ...schemes import FULL
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import FULL
 from ..canonical import INTERLEAVED, canonical_shapes, halves
-from ..chain import Chain
-from ..transforms import Shape, Step, Widen
-from ..values import Shapes, Value
+from ..recipe.chain import Chain
+from ..steps.transforms import Shape, Step, Widen
+from ..steps.value_steps import Shapes, ValueStep
 from .packings import EXTRAS, PACKINGS, TRANSPOSED, Repeated, Rounded
 from .tensor_mapping import LayerMapping, MappedTensors, TensorMapping
 
@@ -225,7 +225,9 @@ def is_transposed(storage: Storage, matrix: str, shape: Shape) -> bool:
     return storage.arrangement.transposed and len(shape) == 2
 
 
-def _dtype_change(kind: str, dtype: str, problem: MoEProblem) -> tuple[tuple[Step, ...], tuple[Value, ...]]:
+def _dtype_change(
+    kind: str, dtype: str, problem: MoEProblem
+) -> tuple[tuple[Step, ...], tuple[ValueStep, ...]]:
     """Steps and values from a float dtype to the one that the kind's canonical role has."""
     if kind in NUMBERS:
         target = "F32"

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files.tensor_table import TensorType
-from ...problem import MoEProblem
+from ...problem.moe_problem import MoEProblem
 from ..canonical import groups
-from ..transforms import DTYPES, Add, Codes, Rearrange, Shape, Step, View, Xor
-from ..values import Exact, Facts, Tensors, Value, named
+from ..steps.transforms import DTYPES, Add, DtypeView, PackedCodes, Rearrange, Shape, Step, Xor
+from ..steps.value_steps import ExactStep, Facts, Tensors, ValueStep, named
 
-_BYTES = View("I32", "U8")
+_BYTES = DtypeView("I32", "U8")
 _AWQ_COLUMNS = {"p": 2, "q": 4}
 """Nibble 4p + q of an AWQ word is column 2q + p of its eight."""
 
@@ -57,21 +57,21 @@ def gptq_zeros(bits: int, one_less: bool = False) -> tuple[Step, ...]:
 def awq_weights() -> tuple[Step, ...]:
     """AWQ ``qweight``: words ``[e, k, n / 8]`` in AWQ's nibble order to packed rows ``[e, n, k / 2]``."""
     columns = Rearrange("e k (j p q) -> e (j q p) k", _AWQ_COLUMNS)
-    return (_BYTES, Codes(4, True), columns, Codes(4, False))
+    return (_BYTES, PackedCodes(4, True), columns, PackedCodes(4, False))
 
 
 def awq_zeros() -> tuple[Step, ...]:
     """AWQ ``qzeros``: words ``[e, groups, n / 8]`` in AWQ's nibble order to codes ``[e, n, groups]``."""
-    return (_BYTES, Codes(4, True), Rearrange("e g (j p q) -> e (j q p) g", _AWQ_COLUMNS))
+    return (_BYTES, PackedCodes(4, True), Rearrange("e g (j p q) -> e (j q p) g", _AWQ_COLUMNS))
 
 
 def _codes(bits: int) -> tuple[Step, ...]:
-    return () if bits == 8 else (Codes(bits, True),)
+    return () if bits == 8 else (PackedCodes(bits, True),)
 
 
 @named("repeated")
 @dataclass(frozen=True)
-class Repeated(Exact):
+class Repeated(ExactStep):
     """One number an expert as `times` rows of one: a scale that gate and up share."""
 
     times: int
@@ -94,7 +94,7 @@ class Repeated(Exact):
 
 @named("reciprocal")
 @dataclass(frozen=True)
-class Reciprocal(Exact):
+class Reciprocal(ExactStep):
     """Numbers that divide as F32 factors. Rounded, so `undo` gives a number near the stored one."""
 
     @property
@@ -120,7 +120,7 @@ class Reciprocal(Exact):
 
 @named("rounded")
 @dataclass(frozen=True)
-class Rounded(Exact):
+class Rounded(ExactStep):
     """Floats of one width as the nearest of another; `undo` gives the rounded numbers back."""
 
     source: str
@@ -168,7 +168,7 @@ class Packing:
     """
 
     steps: Callable[[int, bool], Steps] = lambda bits, less: {}
-    values: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    values: Mapping[str, tuple[ValueStep, ...]] = field(default_factory=dict)
     whole_words: bool = False
     refuse: Callable[[MoEProblem], str] = lambda problem: ""
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ...files.safetensors_writer import nbytes
 from ...files.tensor_table import TensorInfo, TensorType
-from ...problem import MoEProblem
-from ..chain import Chain
-from ..recipe import SIDE
-from ..transforms import Shape, View
-from ..values import Shapes, Value
+from ...problem.moe_problem import MoEProblem
+from ..recipe.chain import Chain
+from ..recipe.recipe import SIDE
+from ..steps.transforms import DtypeView, Shape
+from ..steps.value_steps import Shapes, ValueStep
 from .packings import check_extra
 
 STORED = SIDE + "stored."
@@ -39,7 +39,7 @@ class TensorMapping:
     dtype: str
     shape: Shape
     chain: Chain = field(default_factory=Chain)
-    values: tuple[Value, ...] = ()
+    values: tuple[ValueStep, ...] = ()
     rows: tuple[int, int] = (0, 0)
     shared: bool = False
 
@@ -61,7 +61,7 @@ class TensorMapping:
     @property
     def direct(self) -> bool:
         """True when its bytes are canonical rows as they are."""
-        return bool(self.role) and not self.values and all(isinstance(s, View) for s in self.chain.steps)
+        return bool(self.role) and not self.values and all(isinstance(s, DtypeView) for s in self.chain.steps)
 
     @property
     def type(self) -> TensorType:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...capabilities.own_kernels import TORCH_PLATFORMS
-from ...problem import MoEProblem
+from ...problem.moe_problem import MoEProblem
 from ..activation import unknown
-from ..prepared import DenseExpert, PreparedMoE
+from ..prepared_layer import DenseExpert, PreparedMoE
 
 DECODE_BYTES = 512 << 20
 """Bound on the fp32 experts that are decoded at a time; a single expert may be larger."""

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from ...capabilities.own_kernels import TRITON_MARLIN
 from ...errors import UsageError
-from ...problem import MoEProblem
-from ..prepared import PreparedMoE
+from ...problem.moe_problem import MoEProblem
+from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat, Runner
 from . import marlin_kernels as kernels
-from .batch import compute_batch, one_each
-from .items import BASES, items_of, overlapping
-from .launch import Launch, tile_words
-from .layer import Call, activation_numbers, scale_name
-from .routing import INTERPRETED, finish
-from .runner import gpu_refusal
+from .expert_batches import compute_batch, one_each
+from .expert_items import BASES, items_of, overlapping
+from .kernel_family import KernelCall, activation_numbers, scale_name
+from .launches import Launch, tile_words
+from .sort_and_combine import INTERPRETED, finish
+from .triton_runner import gpu_refusal
 from .workspace import products_and_lists
 
 LAYOUT = TRITON_MARLIN.weights[0].layout
@@ -69,7 +69,7 @@ def tile_for(problem: MoEProblem, tokens: int) -> MarlinTile:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MarlinMatrix:
     """One of the two expert matrices.
 
     Attributes:
@@ -90,7 +90,7 @@ class Matrix:
     group: int
 
 
-def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
+def matrix_of(prepared: PreparedMoE, role: str) -> MarlinMatrix:
     """The matrix `role` of a layer; UsageError when its tensors do not fit each other."""
     weights = prepared.weights
     codes, scales = weights[role], weights[f"{role}_scale"]
@@ -107,12 +107,12 @@ def matrix_of(prepared: PreparedMoE, role: str) -> Matrix:
     if prepared.problem.scheme.weight.zero_point and (zeros is None or zeros.shape[1:] != (groups, n // 8)):
         got = None if zeros is None else list(zeros.shape)
         raise UsageError(f"{role}_zero must be [experts, {groups}, {n // 8}], got {got}")
-    return Matrix(codes.view(torch.int16), scales, zeros, bias, n, k, k // groups if groups > 1 else 0)
+    return MarlinMatrix(codes.view(torch.int16), scales, zeros, bias, n, k, k // groups if groups > 1 else 0)
 
 
-def _matrices(prepared: PreparedMoE) -> tuple[Matrix, Matrix]:
+def _matrices(prepared: PreparedMoE) -> tuple[MarlinMatrix, MarlinMatrix]:
     """The layer's two matrices; made once and kept with it."""
-    made: tuple[Matrix, Matrix] | None = prepared.derived.get("triton_marlin")
+    made: tuple[MarlinMatrix, MarlinMatrix] | None = prepared.derived.get("triton_marlin")
     if made is None:
         made = matrix_of(prepared, "w13"), matrix_of(prepared, "w2")
         prepared.derived["triton_marlin"] = made
@@ -120,7 +120,7 @@ def _matrices(prepared: PreparedMoE) -> tuple[Matrix, Matrix]:
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class _MarlinArguments:
     """Arguments of the kernels that follow from the layer and the tile, not from the call."""
 
     problem: MoEProblem
@@ -131,7 +131,7 @@ class _Arguments:
         """How rows of the first matrix make up an activation."""
         return self.problem.rows if self.problem.activation.gated else "single"
 
-    def gemm1(self, m: Matrix) -> dict[str, Any]:
+    def gemm1(self, m: MarlinMatrix) -> dict[str, Any]:
         p, act, tile = self.problem, self.problem.activation, self.tile
         share = tile.warps1 // 2
         return {
@@ -146,7 +146,7 @@ class _Arguments:
             "num_warps": tile.warps1,
         }
 
-    def gemm2(self, m: Matrix) -> dict[str, Any]:
+    def gemm2(self, m: MarlinMatrix) -> dict[str, Any]:
         p, tile = self.problem, self.tile
         share = tile.warps2 // tile.rows2
         return {
@@ -158,7 +158,7 @@ class _Arguments:
             "num_warps": tile.warps2,
         }
 
-    def _gemm(self, m: Matrix, columns: int, outputs: int, share: int) -> dict[str, Any]:
+    def _gemm(self, m: MarlinMatrix, columns: int, outputs: int, share: int) -> dict[str, Any]:
         return {
             "W": m.codes,
             "S": m.scales,
@@ -187,15 +187,17 @@ def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, til
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not len(x):
         return y
-    call = Call(x.contiguous(), ids.contiguous().view(-1), weights.contiguous().view(-1), y)
+    call = KernelCall(x.contiguous(), ids.contiguous().view(-1), weights.contiguous().view(-1), y)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         _run(prepared.problem, _matrices(prepared), call, tile)
     return y
 
 
-def _run(problem: MoEProblem, matrices: tuple[Matrix, Matrix], call: Call, tile: MarlinTile) -> None:
+def _run(
+    problem: MoEProblem, matrices: tuple[MarlinMatrix, MarlinMatrix], call: KernelCall, tile: MarlinTile
+) -> None:
     """Fills ``call.y``."""
-    arguments, experts = _Arguments(problem, tile), problem.local_experts
+    arguments, experts = _MarlinArguments(problem, tile), problem.local_experts
     routing, bound = items_of(call.ids, experts, tile.tokens, call.order)
     first, second = arguments.gemm1(matrices[0]), arguments.gemm2(matrices[1])
     h, parts = call.x.new_empty(call.assignments, problem.dims.intermediate), call.parts()

@@ -9,9 +9,9 @@ whole rows, are permuted among 32 rows.
 import triton
 import triton.language as tl
 
-from .fused_moe_kernels import _gated, _ungated
 from .marlin_product_kernels import _product
 from .mtile64_kernels import _nearest
+from .portable_kernels import _gated, _ungated
 
 
 @triton.jit

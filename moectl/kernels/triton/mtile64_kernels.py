@@ -16,7 +16,7 @@ the same values are then computed in fp32.
 import triton
 import triton.language as tl
 
-from .mtile64_assembly import DEQUANTIZATIONS
+from .mtile64_asm import DEQUANTIZATIONS
 
 
 @triton.jit

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import triton
 
-from ...problem import MoEProblem
-from . import fused_moe_kernels as kernels
-from .launch import DECODE, Tile, grouped_for, is_legal, token_tiles
-from .layer import Call, Layer, Matrix, Regime, activation_numbers, scale_name
-from .routing import INTERPRETED, combine, finish, order_of
+from ...problem.moe_problem import MoEProblem
+from . import portable_kernels as kernels
+from .kernel_family import KernelCall, KernelFamily, KernelLayer, KernelMatrix, activation_numbers, scale_name
+from .launches import DECODE, Tile, grouped_for, is_legal, token_tiles
+from .sort_and_combine import INTERPRETED, combine, finish, order_of
 
 
 def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
@@ -39,10 +39,10 @@ def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class _PortableArguments:
     """Arguments of the kernels that follow from the layer and the tile, not from the call."""
 
-    layer: Layer
+    layer: KernelLayer
     tile: Tile
 
     @property
@@ -67,7 +67,7 @@ class _Arguments:
             "WEIGHTED": not p.routing.weight_on_input,
         }
 
-    def _gemm(self, m: Matrix, columns: int, outputs: int) -> dict[str, Any]:
+    def _gemm(self, m: KernelMatrix, columns: int, outputs: int) -> dict[str, Any]:
         return {
             "W": m.codes.view(torch.int32),
             "S": m.scales,
@@ -83,14 +83,14 @@ class _Arguments:
             **_shared_constants(self.layer.problem, self.tile),
         }
 
-    def row_tiles(self, m: Matrix) -> int:
+    def row_tiles(self, m: KernelMatrix) -> int:
         """Programs that cover the rows of `m`."""
         return math.ceil(m.n / self.tile.rows)
 
 
-def _decode(layer: Layer, call: Call, tile: Tile) -> None:
+def _decode(layer: KernelLayer, call: KernelCall, tile: Tile) -> None:
     problem, t = layer.problem, call.assignments
-    arguments = _Arguments(layer, tile)
+    arguments = _PortableArguments(layer, tile)
     programs = min(t, problem.local_experts)
     blocks = triton.cdiv(len(call.x), tile.tokens)
     h = call.x.new_empty(t, problem.dims.intermediate)
@@ -116,9 +116,9 @@ def _decode(layer: Layer, call: Call, tile: Tile) -> None:
     combine(parts, call.ids, call.y, problem.local_experts)
 
 
-def _grouped(layer: Layer, call: Call, tile: Tile) -> None:
+def _grouped(layer: KernelLayer, call: KernelCall, tile: Tile) -> None:
     problem, t = layer.problem, call.assignments
-    arguments = _Arguments(layer, tile)
+    arguments = _PortableArguments(layer, tile)
     experts = problem.local_experts
     sorted_slots, offsets = order_of(call, experts)
     h = call.x.new_empty(t, problem.dims.intermediate)
@@ -150,5 +150,5 @@ def _grouped_tiles(problem: MoEProblem) -> list[Tile]:
     return [tile for _, tile in grouped_for(problem)]
 
 
-DECODE_REGIME = Regime(Tile, _decode, _fits, interpreted=True, candidates=_decode_tiles, each=(0, 16))
-GROUPED_REGIME = Regime(Tile, _grouped, _fits, interpreted=True, candidates=_grouped_tiles)
+DECODE_FAMILY = KernelFamily(Tile, _decode, _fits, interpreted=True, candidates=_decode_tiles, each=(0, 16))
+GROUPED_FAMILY = KernelFamily(Tile, _grouped, _fits, interpreted=True, candidates=_grouped_tiles)

@@ -8,10 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ...problem import MoEProblem
+from ...problem.moe_problem import MoEProblem
 from ..reference import SMALLEST_SUM, limits
 from . import router_kernels as kernels
-from .routing import launch_options
+from .sort_and_combine import launch_options
 
 FEWEST_PLACES, MOST_PLACES = 32, 1024
 """Among which a warp chooses: one a lane, and as many as its registers hold."""

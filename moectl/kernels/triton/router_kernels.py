@@ -10,7 +10,7 @@ Choices are compared as integers that rise with the float (`_rank`); below all o
 import triton
 import triton.language as tl
 
-from .routing_kernels import _await_inputs
+from .sort_and_combine_kernels import _await_inputs
 
 _LOWEST: tl.constexpr = tl.constexpr(-(2**31) + 0x7FFFFF)  # the rank of -inf
 _NAN: tl.constexpr = tl.constexpr(-(2**31) + 1)

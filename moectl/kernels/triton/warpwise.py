@@ -13,12 +13,20 @@ from typing import Any
 
 import torch
 
-from ...problem import MoEProblem
+from ...problem.moe_problem import MoEProblem
 from . import warpwise_kernels as kernels
-from .items import BASES, overlapping
-from .layer import Call, Layer, Matrix, Regime, activation_numbers, column_refusal, scale_name
-from .records import plan_and_order
-from .routing import INTERPRETED, finish
+from .expert_items import BASES, overlapping
+from .expert_records import plan_and_order
+from .kernel_family import (
+    KernelCall,
+    KernelFamily,
+    KernelLayer,
+    KernelMatrix,
+    activation_numbers,
+    column_refusal,
+    scale_name,
+)
+from .sort_and_combine import INTERPRETED, finish
 
 REGISTERS = 96
 """Of a lane where they suffice: 20 warps an SM. Left alone, ptxas takes 80 and spills."""
@@ -50,13 +58,13 @@ class WarpwiseTile:
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class _WarpwiseArguments:
     """Arguments of the kernels that follow from the layer and the tile, not from the call."""
 
     problem: MoEProblem
     tile: WarpwiseTile
 
-    def gemm1(self, m: Matrix) -> dict[str, Any]:
+    def gemm1(self, m: KernelMatrix) -> dict[str, Any]:
         p, act = self.problem, self.problem.activation
         return {
             **self._gemm(m, p.dims.hidden, p.dims.intermediate, self.tile.rows1, self.tile.warps1),
@@ -67,14 +75,14 @@ class _Arguments:
             "WEIGHTED": p.routing.weight_on_input,
         }
 
-    def gemm2(self, m: Matrix) -> dict[str, Any]:
+    def gemm2(self, m: KernelMatrix) -> dict[str, Any]:
         p = self.problem
         return {
             **self._gemm(m, p.dims.intermediate, p.dims.hidden, self.tile.rows2, self.tile.warps2),
             "WEIGHTED": not p.routing.weight_on_input,
         }
 
-    def _gemm(self, m: Matrix, columns: int, outputs: int, rows: int, warps: int) -> dict[str, Any]:
+    def _gemm(self, m: KernelMatrix, columns: int, outputs: int, rows: int, warps: int) -> dict[str, Any]:
         share, group = warps // rows, self.problem.scheme.weight.group
         scales = m.scales.view(SCALES[scale_name(self.problem)])
         limited = self.tile.tokens == 8 and m.zeros is None
@@ -109,9 +117,9 @@ OF_ONE_GEMM = ("W", "S", "Z", "B", "N", "K", "LX", "NX", "row_tiles", "V", "KW",
 """Arguments that a kernel of both GEMMs has twice, for the second with ``_2`` behind the name."""
 
 
-def _run(layer: Layer, call: Call, tile: WarpwiseTile) -> None:
+def _run(layer: KernelLayer, call: KernelCall, tile: WarpwiseTile) -> None:
     problem, w13, w2 = layer.problem, layer.w13, layer.w2
-    arguments = _Arguments(problem, tile)
+    arguments = _WarpwiseArguments(problem, tile)
     first, second = arguments.gemm1(w13), arguments.gemm2(w2)
     records, x = call.ids, call.x
     if tile.planned:
@@ -164,4 +172,6 @@ def _candidates(problem: MoEProblem) -> list[WarpwiseTile]:
     return [WarpwiseTile(8, *sides) for sides in WORTH_A_TRY]
 
 
-WARPWISE_REGIME = Regime(WarpwiseTile, _run, _fits, interpreted=True, candidates=_candidates, each=(0, 10))
+WARPWISE_FAMILY = KernelFamily(
+    WarpwiseTile, _run, _fits, interpreted=True, candidates=_candidates, each=(0, 10)
+)

@@ -11,10 +11,10 @@ of their own: of experts with a gate, these are gates and their ups.
 import triton
 import triton.language as tl
 
-from .fused_moe_kernels import _gated, _ungated
 from .marlin_kernels import _put, _tile_rows
 from .marlin_product_kernels import _added, _by_element, _operand_b, _raised
 from .mtile64_kernels import _nearest
+from .portable_kernels import _gated, _ungated
 
 
 @triton.jit

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ...problem import MoEProblem
-from ..prepared import PreparedMoE
+from ...problem.moe_problem import MoEProblem
+from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat
-from .launch import Launch, token_tiles
-from .layer import layer_of
-from .routing import BLOCK
+from .kernel_family import layer_of
+from .launches import Launch, token_tiles
+from .sort_and_combine import BLOCK
 
 SMALLEST = 8 << 10
 """Bytes that small tensors may take."""
@@ -29,7 +29,7 @@ def workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat, launch
     """
     layer = layer_of(prepared)
     rows = tokens * prepared.problem.local_experts if form is ActivationFormat.BATCHED else tokens
-    orders = launch.regime in ORDERING and launch.tile.planned
+    orders = launch.family in ORDERING and launch.tile.planned
     ordered = 2 * rows * layer.w13.k if orders else 0
     return ordered + products_and_lists(prepared.problem, tokens, form, launch, layer.w2.k)
 
@@ -42,7 +42,7 @@ def products_and_lists(
     assignments = tokens * (experts if batched else problem.top_k)
     split = getattr(launch.tile, "split", 1)
     # Of a batch there is one part a row, and where it is in the model's dtype it is the result.
-    part = 4 * split if launch.regime in PARTS_IN_FP32 else 0 if batched else 2
+    part = 4 * split if launch.family in PARTS_IN_FP32 else 0 if batched else 2
     products = assignments * (2 * intermediate + part * problem.dims.hidden)
     block = getattr(launch.tile, "tokens", 16)
     records = 4 * (RECORD + block) * token_tiles(assignments, experts, block)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from moectl.convert.codecs import check_scales, codec_for
 from moectl.errors import CheckpointError, UsageError
-from moectl.schemes import FULL, MXFP4, WeightFormat, int_format
+from moectl.problem.schemes import FULL, MXFP4, WeightFormat, int_format
 
 RECORDED = (
     Path(__file__).resolve().parents[2] / "data" / "codecs" / "ckpt_compressed_tensors_pack.safetensors"

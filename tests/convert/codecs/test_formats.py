@@ -12,7 +12,7 @@ from moectl.convert.codecs import Encoded, codec_for, decode_role, from_halves, 
 from moectl.convert.codecs.grids import E2M1, E4M3, INT4, INT8
 from moectl.convert.codecs.scales import E8M0_RULES
 from moectl.errors import CheckpointError, UsageError
-from moectl.schemes import BF16, FULL, MXFP4, MXFP8, NVFP4, WeightFormat, int_format
+from moectl.problem.schemes import BF16, FULL, MXFP4, MXFP8, NVFP4, WeightFormat, int_format
 
 FP8_BLOCK = WeightFormat("fp8", 8, (128, 128), "F32")
 FP8_CHANNEL = WeightFormat("fp8", 8, (1, FULL), "F32")

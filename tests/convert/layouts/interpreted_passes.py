@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from moectl.convert import cuda_pass
-from moectl.convert.chain import Chain
-from moectl.convert.layout import layout_named
-from moectl.convert.transforms import Add, Bits, Codes, Flip, Pad, Rearrange, View, Xor
+from moectl.convert.layouts.registry import layout_named
+from moectl.convert.onepass import cuda_pass
+from moectl.convert.recipe.chain import Chain
+from moectl.convert.steps.transforms import Add, Bits, DtypeView, Flip, PackedCodes, Pad, Rearrange, Xor
 from support.layout_cases import canonical_tensors, problem_for, random_bytes
 
 from .test_passes import check_both_ways
@@ -43,9 +43,12 @@ def test_layouts(name, weight):
             (2, 7, 13),
         ),
         ((Pad(1, 9, 3), Add(6), Rearrange("e n (a b) -> e a n b", {"b": 8})), (3, 7, 16)),
-        ((Codes(2, True), Rearrange("e n (k a) -> e (n a) k", {"a": 4}), Codes(2, False)), (1, 5, 12)),
+        (
+            (PackedCodes(2, True), Rearrange("e n (k a) -> e (n a) k", {"a": 4}), PackedCodes(2, False)),
+            (1, 5, 12),
+        ),
         ((Rearrange("e n k -> e k n"),), (2, 131, 45)),
-        ((Flip(1), Flip(2), View("U8", "I32"), REVERSED), (2, 6, 24)),
+        ((Flip(1), Flip(2), DtypeView("U8", "I32"), REVERSED), (2, 6, 24)),
     ],
 )
 def test_single_steps(steps, shape):

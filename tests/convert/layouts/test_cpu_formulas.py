@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from moectl.convert.layout import layout_named
-from moectl.convert.recipe import Output
-from moectl.convert.sums import CodesAndSums
-from moectl.convert.transforms import Rearrange
+from moectl.convert.layouts.registry import layout_named
+from moectl.convert.recipe.recipe import StoredOutput
+from moectl.convert.recipe.weight_sums import CodesAndSums
+from moectl.convert.steps.transforms import Rearrange
 from moectl.errors import CheckpointError, NoBackend
-from moectl.schemes import BF16, FULL, int_format
+from moectl.problem.schemes import BF16, FULL, int_format
 from support.layout_cases import problem_for, same, stored, tensors_for
 
 INT4 = layout_named("cpu-amx-int4")
@@ -129,7 +129,7 @@ def test_a_manifest_cannot_ask_for_other_blocks(columns, codes, sums, message):
     }
     data = {"role": "w2", "values": [step], "chain": [], "per_layer": False}
     with pytest.raises(CheckpointError, match=message):
-        Output.from_json(json.loads(json.dumps(data)), "w2").stored("U8", (1, 64, 32))
+        StoredOutput.from_json(json.loads(json.dumps(data)), "w2").stored("U8", (1, 64, 32))
 
 
 @pytest.mark.parametrize("code", [0, 15])

@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 import pytest
 import torch
 
-from moectl.convert.layout import Chain, layout_named
 from moectl.convert.layouts import cutlass, trtllm
-from moectl.schemes import MXFP4, int_format
+from moectl.convert.layouts.registry import Chain, layout_named
+from moectl.problem.schemes import MXFP4, int_format
 from support.layout_cases import canonical_tensors, problem_for, random_bytes, same
 
 try:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from moectl.convert.layout import Chain, layout_named
 from moectl.convert.layouts import marlin, triton_hopper
-from moectl.convert.transforms import Codes, Rearrange, View
-from moectl.schemes import FULL, MXFP4, int_format
+from moectl.convert.layouts.registry import Chain, layout_named
+from moectl.convert.steps.transforms import DtypeView, PackedCodes, Rearrange
+from moectl.problem.schemes import FULL, MXFP4, int_format
 from support.layout_cases import canonical_tensors, problem_for, random_bytes, same
 
 
@@ -59,13 +59,13 @@ def test_marlin_weights_the_slow_way():
     t = random_bytes((2, 192, 40), "U8")
     slow = Chain(
         (
-            Codes(4, True),
+            PackedCodes(4, True),
             Rearrange(
                 "e (nt w c h) (kt rh l rl) -> e kt (nt h l w rl c rh)",
                 {"w": 4, "c": 2, "h": 8, "rh": 2, "l": 4, "rl": 2},
             ),
-            Codes(4, False),
-            View("U8", "I32"),
+            PackedCodes(4, False),
+            DtypeView("U8", "I32"),
         )
     )
     assert same(slow.apply(t), Chain(marlin.WEIGHTS_4BIT).apply(t))

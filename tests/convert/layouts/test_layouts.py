@@ -9,16 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-import moectl.padding
-import moectl.targets
+import moectl.problem.layouts
+import moectl.problem.padding
 from moectl.convert.canonical import row_order
-from moectl.convert.layout import LAYOUTS, Chain, layout_for, layout_named
-from moectl.convert.recipe import Output, Recipe
-from moectl.convert.transforms import DTYPES
+from moectl.convert.layouts.registry import LAYOUTS, Chain, layout_for, layout_named
+from moectl.convert.recipe.recipe import Recipe, StoredOutput
+from moectl.convert.steps.transforms import DTYPES
 from moectl.errors import CheckpointError, NoBackend, UsageError
-from moectl.padding import padding, size_rule
-from moectl.problem import Activation, Align, Dims, MoEProblem
-from moectl.schemes import BF16, FP8_TENSOR, FULL, MXFP4, NVFP4, Scheme, WeightFormat, int_format
+from moectl.problem.moe_problem import Activation, Align, Dims, MoEProblem
+from moectl.problem.padding import padding, size_rule
+from moectl.problem.schemes import (
+    BF16,
+    FP8_TENSOR,
+    FULL,
+    MXFP4,
+    NVFP4,
+    Scheme,
+    WeightFormat,
+    int_format,
+)
 from support.layout_cases import (
     EVERY_LAYOUT,
     LARGEST,
@@ -43,7 +52,7 @@ def test_the_way_back_gives_the_same_bytes(layout, weight, rows):
         }
         assert not recipe.lossy
         outputs = {
-            name: Output.from_json(json.loads(json.dumps(output.to_json())), name)
+            name: StoredOutput.from_json(json.loads(json.dumps(output.to_json())), name)
             for name, output in recipe.outputs.items()
         }
         assert outputs == recipe.outputs
@@ -61,7 +70,7 @@ def test_experts_convert_one_by_one(layout, weight, rows, monkeypatch):
     some = {role: t[1:4] for role, t in tensors.items()}
     first = recipe.look({role: t[:2] for role, t in tensors.items()}, {})
     assert recipe.look({role: t[2:] for role, t in tensors.items()}, first) == facts
-    monkeypatch.setattr("moectl.convert.chain.BLOCK_BYTES", 1)
+    monkeypatch.setattr("moectl.convert.recipe.chain.BLOCK_BYTES", 1)
     per_layer = {name for name, output in recipe.outputs.items() if output.per_layer}
     for name, t in recipe.store(some, facts):
         assert same(t, whole[name] if name in per_layer else whole[name][1:4])
@@ -259,7 +268,7 @@ def test_unknown_layouts_are_named():
 
 def test_registry_is_closed_and_complete():
     names = [layout.name for layout in LAYOUTS]
-    assert sorted(names) == sorted(moectl.targets.LAYOUTS) == sorted(moectl.padding.RULES)
+    assert sorted(names) == sorted(moectl.problem.layouts.LAYOUTS) == sorted(moectl.problem.padding.RULES)
     for layout in LAYOUTS:
         assert layout.version >= 1
         assert layout.readers
@@ -267,14 +276,14 @@ def test_registry_is_closed_and_complete():
             assert size_rule(layout.name, weight).align == layout.align(weight)
             for arch in layout.archs:
                 assert all(layout_for(layout.target, weight, arch, act) is layout for act in layout.acts)
-        usual = moectl.targets.LAYOUTS[layout.name].instead_of
+        usual = moectl.problem.layouts.LAYOUTS[layout.name].instead_of
         if usual:
             known = layout_named(usual)
             assert (known.target, known.weights) == (layout.target, layout.weights)
             assert not set(known.acts) & set(layout.acts)
         else:
             assert all(layout_for(layout.target, weight) is layout for weight in layout.weights)
-    assert set(moectl.targets.TARGETS) == {layout.target for layout in LAYOUTS}
+    assert set(moectl.problem.layouts.TARGETS) == {layout.target for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from moectl.convert.layout import layout_named
-from moectl.schemes import FULL, MXFP4, int_format
+from moectl.convert.layouts.registry import layout_named
+from moectl.problem.schemes import FULL, MXFP4, int_format
 from support.layout_cases import canonical_tensors, problem_for
 
 from .test_formulas import codes_of, interleaved

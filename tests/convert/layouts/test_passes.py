@@ -21,21 +21,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moectl.convert import _cpu_kernels, cpu_pass, cuda_pass, passes
-from moectl.convert.chain import Chain
-from moectl.convert.compose import STEPS_AS_VIEWS, compose
-from moectl.convert.layout import layout_named
-from moectl.convert.layouts.words import E2M1_SHIFTED, NIBBLES_APART
-from moectl.convert.program import Program
-from moectl.convert.transforms import (
+from moectl.convert.layouts.registry import layout_named
+from moectl.convert.layouts.word_orders import E2M1_SHIFTED, NIBBLES_APART
+from moectl.convert.onepass import _cpu_kernels, cpu_pass, cuda_pass, executors
+from moectl.convert.onepass.compose import STEPS_AS_VIEWS, compose
+from moectl.convert.onepass.word_program import WordProgram
+from moectl.convert.recipe.chain import Chain
+from moectl.convert.steps.transforms import (
     STEPS,
     Add,
     Bits,
-    Codes,
+    DtypeView,
     Flip,
+    PackedCodes,
     Pad,
     Rearrange,
-    View,
     Widen,
     Xor,
     type_of,
@@ -44,7 +44,7 @@ from moectl.errors import CheckpointError
 from moectl.files.tensor_table import TensorType
 from support.layout_cases import EVERY_LAYOUT, as_bytes, moved, problem_for, random_bytes, same
 
-Run = Callable[[Program, torch.Tensor, torch.Tensor], bool]
+Run = Callable[[WordProgram, torch.Tensor, torch.Tensor], bool]
 
 
 def poisoned(like: torch.Tensor) -> torch.Tensor:
@@ -138,11 +138,11 @@ def _step(shape, kind):
         ),
         st.builds(lambda a, more: Pad(a, shape[a] + more), axis, st.integers(0, 9)),
         st.builds(Flip, axis),
-        st.builds(Codes, st.sampled_from((1, 2, 4)), st.just(True)),
+        st.builds(PackedCodes, st.sampled_from((1, 2, 4)), st.just(True)),
         st.builds(Xor, st.integers(0, 255)),
         st.sampled_from((E2M1_SHIFTED, NIBBLES_APART)),
         st.permutations(range(32)).map(lambda order: Bits(tuple(order))),
-        st.builds(View, st.just(kind), st.sampled_from(("U8", "I32", "I16", "BF16"))),
+        st.builds(DtypeView, st.just(kind), st.sampled_from(("U8", "I32", "I16", "BF16"))),
         st.builds(Add, st.integers(0, 255)),
         st.just(Widen("BF16")),
     )
@@ -162,7 +162,14 @@ def test_random_chains():
 
 
 def test_codes_taken_apart_and_put_back():
-    chain = Chain((Codes(4, True), Rearrange("e n (k a) -> e (n a) k", {"a": 2}), Codes(4, False), Xor(0x88)))
+    chain = Chain(
+        (
+            PackedCodes(4, True),
+            Rearrange("e n (k a) -> e (n a) k", {"a": 2}),
+            PackedCodes(4, False),
+            Xor(0x88),
+        )
+    )
     assert check_both_ways(chain, random_bytes((3, 5, 24), "U8"), needed=True) == 2
 
 
@@ -173,7 +180,7 @@ def test_padding_of_both_axes_inside_a_word(fill):
 
 
 def test_bytes_that_are_added_to():
-    steps = (Pad(1, 9, 3), Add(6), Rearrange("e n (a b) -> e a n b", {"b": 8}), View("U8", "I32"))
+    steps = (Pad(1, 9, 3), Add(6), Rearrange("e n (a b) -> e a n b", {"b": 8}), DtypeView("U8", "I32"))
     assert check_both_ways(Chain(steps), random_bytes((2, 7, 16), "U8"), needed=True) == 2
     assert check_both_ways(Chain((Add(6), Xor(1))), random_bytes((2, 7, 16), "U8"), needed=False) == 1
 
@@ -186,8 +193,8 @@ def test_a_long_prime_axis_is_cut_into_tiles():
 @pytest.mark.parametrize(
     ("steps", "shape"),
     [
-        ((Codes(1, True), Pad(2, (1 << 23) + 1)), (1, 1, 1 << 20)),
-        ((Codes(2, True), Pad(2, 1_599_863)), (1, 64, 399_964)),
+        ((PackedCodes(1, True), Pad(2, (1 << 23) + 1)), (1, 1, 1 << 20)),
+        ((PackedCodes(2, True), Pad(2, 1_599_863)), (1, 64, 399_964)),
     ],
 )
 def test_chains_that_would_need_huge_tables_go_step_by_step(steps, shape):
@@ -213,7 +220,7 @@ def test_large_tensors_take_the_one_pass(threads, monkeypatch):
     t = random_bytes((5, 77, 36), "U8")
     slow = chain.apply(t)
     ran = []
-    monkeypatch.setattr(passes, "SMALLEST", 1)
+    monkeypatch.setattr(executors, "SMALLEST", 1)
     monkeypatch.setattr(cpu_pass, "thread_count", lambda: threads)
     monkeypatch.setattr(Chain, "_blocks", lambda *_: ran.append("steps"))
     assert same(chain.apply(t), slow)
@@ -225,22 +232,24 @@ def test_large_tensors_take_the_one_pass(threads, monkeypatch):
 
 
 def test_tensors_with_gaps_go_step_by_step(monkeypatch):
-    monkeypatch.setattr(passes, "SMALLEST", 1)
+    monkeypatch.setattr(executors, "SMALLEST", 1)
     chain = Chain((Xor(1),))
     t = random_bytes((2, 6, 8), "U8")
     assert same(chain.apply(t[:, ::2]), t[:, ::2] ^ 1)
 
 
 def test_without_numba_the_steps_run(monkeypatch):
-    monkeypatch.setattr(passes, "SMALLEST", 1)
-    monkeypatch.setattr(passes, "EXECUTORS", {"cpu": passes.Executor("cpu_pass", "no_such_compiler")})
-    passes.load.cache_clear()
+    monkeypatch.setattr(executors, "SMALLEST", 1)
+    monkeypatch.setattr(executors, "EXECUTORS", {"cpu": executors.Executor("cpu_pass", "no_such_compiler")})
+    executors.load.cache_clear()
     try:
         t = random_bytes((2, 6, 8), "U8")
         assert same(Chain((Xor(1),)).apply(t), t ^ 1)
-        assert passes.fast_path().startswith("cpu: step by step, because no_such_compiler cannot be imported")
+        assert executors.fast_path().startswith(
+            "cpu: step by step, because no_such_compiler cannot be imported"
+        )
     finally:
-        passes.load.cache_clear()
+        executors.load.cache_clear()
 
 
 def plus_one(number):
@@ -275,7 +284,7 @@ def test_compiled_code_that_cannot_be_kept_runs(tmp_path, monkeypatch):
 
 
 def test_the_fast_path_is_named():
-    assert passes.fast_path().startswith("cpu: in one pass, compiled by numba ")
+    assert executors.fast_path().startswith("cpu: in one pass, compiled by numba ")
 
 
 def test_the_pass_for_gpus_in_the_interpreter():
@@ -336,7 +345,7 @@ def test_compiled_for_a_gpu_that_is_not_here(name, tmp_path):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from moectl.convert._cuda_kernels import _convert_kernel
+    from moectl.convert.onepass._cuda_kernels import _convert_kernel
 
     layout = layout_named(name)
     problem = problem_for(layout, layout.weights[0], "interleaved", 2880, 2880, experts=1)

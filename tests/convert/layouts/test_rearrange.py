@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moectl.convert.rearrange import Pattern
+from moectl.convert.steps.rearrange import Pattern
 from moectl.errors import CheckpointError
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
+from devtools.vectors.compare_vectors import VectorStatus, check_file
 from safetensors.torch import save_file
 
-from moectl.convert.vectors import Status, check_file
 from support import kernel_recorder as recorder
 
 INT8, FP8 = "torch.int8", "torch.float8_e4m3fn"
@@ -85,4 +85,4 @@ def test_other_sizes_of_the_same_kinds(case, tmp_path):
     path = tmp_path / "any.safetensors"
     save_file(tensors, path, {"function": function, "params": json.dumps(params)})
     found = check_file(path)
-    assert found.status is Status.PASS, found.reason
+    assert found.status is VectorStatus.PASS, found.reason

@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moectl.convert.chain import MAX_STEPS, Chain
-from moectl.convert.layouts.words import E2M1_SHIFTED, NIBBLES_APART
-from moectl.convert.transforms import (
+from moectl.convert.layouts.word_orders import E2M1_SHIFTED, NIBBLES_APART
+from moectl.convert.recipe.chain import MAX_STEPS, Chain
+from moectl.convert.steps.transforms import (
     DTYPES,
     STEPS,
     Add,
     Bits,
-    Codes,
+    DtypeView,
     Flip,
+    PackedCodes,
     Pad,
     Rearrange,
-    View,
     Widen,
     Xor,
     dtype_name,
@@ -48,7 +48,7 @@ def steps(draw):
     if kind == "rearrange":
         return Rearrange("e n (k a b) -> e (b k) (n a)", {"a": 2, "b": 2}), (e, n, k), dtype
     if kind == "codes":
-        return Codes(draw(st.sampled_from((1, 2, 4))), True), (e, n, k), "U8"
+        return PackedCodes(draw(st.sampled_from((1, 2, 4))), True), (e, n, k), "U8"
     if kind == "xor":
         return Xor(draw(st.integers(0, 255))), (e, n, k), "U8"
     if kind == "add":
@@ -56,7 +56,7 @@ def steps(draw):
     if kind == "bits":
         return Bits(tuple(draw(st.permutations(range(32))))), (e, n, k), "I32"
     if kind == "view":
-        return View(dtype, draw(st.sampled_from(sorted(DTYPES)))), (e, n, k), dtype
+        return DtypeView(dtype, draw(st.sampled_from(sorted(DTYPES)))), (e, n, k), dtype
     source = draw(st.sampled_from(("BF16", "F16")))
     return Widen(source), (e, n, k), source
 
@@ -88,16 +88,16 @@ def test_bits_one_by_one(order, words):
 def test_bits_in_several_blocks(monkeypatch):
     t = random_bytes((2, 5, 1001), "I32")
     whole = E2M1_SHIFTED.apply(t)
-    monkeypatch.setattr("moectl.convert.transforms._BLOCK", 7)
+    monkeypatch.setattr("moectl.convert.steps.transforms._BLOCK", 7)
     assert same(E2M1_SHIFTED.apply(t), whole)
 
 
 def test_codes_one_by_one():
     t = torch.tensor([[0x21, 0x43]], dtype=torch.uint8)
-    assert Codes(4, True).apply(t).tolist() == [[1, 2, 3, 4]]
-    assert Codes(2, True).apply(t).tolist() == [[1, 0, 2, 0, 3, 0, 0, 1]]
+    assert PackedCodes(4, True).apply(t).tolist() == [[1, 2, 3, 4]]
+    assert PackedCodes(2, True).apply(t).tolist() == [[1, 0, 2, 0, 3, 0, 0, 1]]
     with pytest.raises(CheckpointError, match="more bits"):
-        Codes(4, False).apply(torch.tensor([[1, 16]], dtype=torch.uint8))
+        PackedCodes(4, False).apply(torch.tensor([[1, 16]], dtype=torch.uint8))
 
 
 def test_nibbles_apart():
@@ -113,7 +113,7 @@ def test_widening_keeps_nans():
 
 def test_a_view_of_bytes_that_start_anywhere():
     t = random_bytes((1, 1, 9), "U8")[..., 1:]
-    chain = Chain((View("U8", "I32"),))
+    chain = Chain((DtypeView("U8", "I32"),))
     assert same(chain.undo(chain.apply(t), "U8", (1, 1, 8)), t.contiguous())
 
 
@@ -139,11 +139,11 @@ def test_an_empty_chain_copies():
         (Chain((Pad(1, 4),)), (1, 5), "U8", "cannot pad"),
         (Chain((Pad(3, 4),)), (1, 5), "U8", "cannot pad"),
         (Chain((Flip(1),)), (1, 5), "U8", "no halves"),
-        (Chain((View("U8", "I32"),)), (1, 5), "U8", "whole elements"),
-        (Chain((View("I32", "U8"),)), (1, 5), "U8", "needs I32, got U8"),
+        (Chain((DtypeView("U8", "I32"),)), (1, 5), "U8", "whole elements"),
+        (Chain((DtypeView("I32", "U8"),)), (1, 5), "U8", "needs I32, got U8"),
         (Chain((Xor(1),)), (1, 5), "BF16", "needs bytes"),
         (Chain((Bits(tuple(range(32))),)), (1, 5), "U8", "32-bit words"),
-        (Chain((Codes(4, False),)), (1, 5), "U8", "do not fill bytes"),
+        (Chain((PackedCodes(4, False),)), (1, 5), "U8", "do not fill bytes"),
         (Chain((Widen("F16"),)), (1, 5), "BF16", "needs F16"),
         (Chain((Rearrange("e (n a) -> e a n", {"a": 2}),)), (1, 5), "U8", "multiple of 2"),
         (Chain((Pad(1, 1 << 31), Pad(2, 1 << 31))), (1, 5, 5), "U8", "larger than any MoE layer"),
@@ -205,7 +205,7 @@ def test_unknown_dtypes_are_refused():
 
 def test_memory_does_not_grow_with_the_batch(monkeypatch):
     """Blocks of experts: no step ever sees more than a block."""
-    monkeypatch.setattr("moectl.convert.chain.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("moectl.convert.recipe.chain.BLOCK_BYTES", 4096)
     seen = []
 
     class Spy(Xor):

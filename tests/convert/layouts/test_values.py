@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moectl.convert.layout import layout_named
+from moectl.convert.layouts.registry import layout_named
 from moectl.errors import CheckpointError
-from moectl.schemes import FP8_TENSOR, MXFP4, NVFP4, int_format
+from moectl.problem.schemes import FP8_TENSOR, MXFP4, NVFP4, int_format
 from support.layout_cases import problem_for, same, tensors_for
 
 

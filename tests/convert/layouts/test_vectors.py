@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from devtools.vectors.compare_vectors import VectorStatus, check_file, check_folder, total
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moectl.convert.layout import layout_named
-from moectl.convert.vectors import Status, check_file, check_folder, total
+from moectl.convert.layouts.registry import layout_named
 from moectl.errors import UsageError
-from moectl.problem import Dims, MoEProblem
-from moectl.schemes import Scheme, int_format
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import Scheme, int_format
 
 ROOT = Path(__file__).resolve().parents[3]
 VECTORS = ROOT / "tests" / "data" / "vectors"
@@ -45,13 +45,13 @@ def outcome(path):
 @pytest.mark.parametrize("path", sorted(VECTORS.glob("*.safetensors")), ids=lambda path: path.stem)
 def test_recordings_are_reproduced(path):
     status, reason = outcome(path)
-    assert status is (Status.DEVIATION if path.stem == QUIRK else Status.PASS), reason
+    assert status is (VectorStatus.DEVIATION if path.stem == QUIRK else VectorStatus.PASS), reason
 
 
 def test_a_file_name_means_nothing(tmp_path):
     quirk, plain = load(QUIRK), load("trtllm_mxint4_small")
-    assert outcome(save(tmp_path / "marlin_int8_channel.safetensors", *plain))[0] is Status.PASS
-    assert outcome(save(tmp_path / "renamed.safetensors", *quirk))[0] is Status.DEVIATION
+    assert outcome(save(tmp_path / "marlin_int8_channel.safetensors", *plain))[0] is VectorStatus.PASS
+    assert outcome(save(tmp_path / "renamed.safetensors", *quirk))[0] is VectorStatus.DEVIATION
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_one_changed_byte_fails(tmp_path, name):
         t.view(torch.uint8).view(-1)[-1] ^= 1
         changed[key] = t
         status, reason = outcome(save(tmp_path / "a.safetensors", changed, metadata))
-        assert status is Status.FAIL, key
+        assert status is VectorStatus.FAIL, key
         assert "bytes differ" in reason
 
 
@@ -74,10 +74,10 @@ def test_tensors_missing_or_too_many_fail(tmp_path, name):
     tensors, metadata = load(name)
     for key in tensors:
         rest = {other: t for other, t in tensors.items() if other != key}
-        assert outcome(save(tmp_path / "a.safetensors", rest, metadata))[0] is Status.FAIL, key
+        assert outcome(save(tmp_path / "a.safetensors", rest, metadata))[0] is VectorStatus.FAIL, key
     extra = tensors | {"in.g_idx": torch.zeros(3)}
     assert outcome(save(tmp_path / "a.safetensors", extra, metadata)) == (
-        Status.FAIL,
+        VectorStatus.FAIL,
         "tensors nobody compares: g_idx",
     )
 
@@ -85,28 +85,33 @@ def test_tensors_missing_or_too_many_fail(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "params", "status", "reason"),
     [
-        ("marlin_int4_g32_E2", {"zp": True}, Status.FAIL, "differ about zero points"),
-        ("marlin_int4_g32_E2", {"zp": 1}, Status.FAIL, "expected true or false"),
-        ("marlin_int4_g32_E2", {"act": "torch.int8"}, Status.FAIL, "bytes differ"),
-        ("marlin_int4_g32_E2", {"act": "torch.float16"}, Status.UNSUPPORTED, "torch.float16 activations"),
-        ("marlin_int8_channel", {"act": "torch.float8_e4m3fn"}, Status.UNSUPPORTED, "float8"),
-        ("marlin_int4_g32_E2", {"dtype": "torch.float32"}, Status.UNSUPPORTED, "dtype torch.float32"),
-        ("marlin_int4_g32_E2", {"bits": 2}, Status.UNSUPPORTED, "2-bit"),
-        ("marlin_int4_g32_E2", {"bits": "4"}, Status.FAIL, "no whole number bits"),
-        ("marlin_int4_g32_E2", {"hidden": None}, Status.FAIL, "params say None"),
-        ("marlin_int4_g32_E2", {"padded_intermediate": 128}, Status.FAIL, "pads to 64"),
-        ("marlin_int4_g32_E2", {"E": 3}, Status.FAIL, "expected"),
-        ("marlin_int4_g32_E2", {"group_size": 64}, Status.FAIL, "expected"),
-        ("marlin_mxfp4_small", {"act": "torch.float8_e4m3fn"}, Status.FAIL, "bytes differ"),
-        ("marlin_mxfp4_small", {"act": "torch.int8"}, Status.UNSUPPORTED, "int8 activations"),
-        ("triton_hopper_small", {"arch": 80}, Status.UNSUPPORTED, "arch 80"),
-        ("triton_hopper_small", {"arch": 100}, Status.FAIL, "is recorded, moectl has"),
-        ("triton_hopper_small", {"num_warps": 4}, Status.FAIL, "bytes differ"),
-        ("triton_hopper_small", {"N": 1 << 40}, Status.FAIL, "is missing"),
-        ("trtllm_mxfp4_concat_small", {"w13_rows": "interleaved"}, Status.FAIL, "bytes differ"),
-        ("trtllm_mxfp4_concat_small", {"w13_rows": "sorted"}, Status.UNSUPPORTED, "rows 'sorted'"),
-        ("trtllm_mxint4_small", {"gated": False}, Status.FAIL, "w13 has 512 rows"),
-        ("trtllm_mxint4_small", {"group": 64}, Status.FAIL, "expected"),
+        ("marlin_int4_g32_E2", {"zp": True}, VectorStatus.FAIL, "differ about zero points"),
+        ("marlin_int4_g32_E2", {"zp": 1}, VectorStatus.FAIL, "expected true or false"),
+        ("marlin_int4_g32_E2", {"act": "torch.int8"}, VectorStatus.FAIL, "bytes differ"),
+        (
+            "marlin_int4_g32_E2",
+            {"act": "torch.float16"},
+            VectorStatus.UNSUPPORTED,
+            "torch.float16 activations",
+        ),
+        ("marlin_int8_channel", {"act": "torch.float8_e4m3fn"}, VectorStatus.UNSUPPORTED, "float8"),
+        ("marlin_int4_g32_E2", {"dtype": "torch.float32"}, VectorStatus.UNSUPPORTED, "dtype torch.float32"),
+        ("marlin_int4_g32_E2", {"bits": 2}, VectorStatus.UNSUPPORTED, "2-bit"),
+        ("marlin_int4_g32_E2", {"bits": "4"}, VectorStatus.FAIL, "no whole number bits"),
+        ("marlin_int4_g32_E2", {"hidden": None}, VectorStatus.FAIL, "params say None"),
+        ("marlin_int4_g32_E2", {"padded_intermediate": 128}, VectorStatus.FAIL, "pads to 64"),
+        ("marlin_int4_g32_E2", {"E": 3}, VectorStatus.FAIL, "expected"),
+        ("marlin_int4_g32_E2", {"group_size": 64}, VectorStatus.FAIL, "expected"),
+        ("marlin_mxfp4_small", {"act": "torch.float8_e4m3fn"}, VectorStatus.FAIL, "bytes differ"),
+        ("marlin_mxfp4_small", {"act": "torch.int8"}, VectorStatus.UNSUPPORTED, "int8 activations"),
+        ("triton_hopper_small", {"arch": 80}, VectorStatus.UNSUPPORTED, "arch 80"),
+        ("triton_hopper_small", {"arch": 100}, VectorStatus.FAIL, "is recorded, moectl has"),
+        ("triton_hopper_small", {"num_warps": 4}, VectorStatus.FAIL, "bytes differ"),
+        ("triton_hopper_small", {"N": 1 << 40}, VectorStatus.FAIL, "is missing"),
+        ("trtllm_mxfp4_concat_small", {"w13_rows": "interleaved"}, VectorStatus.FAIL, "bytes differ"),
+        ("trtllm_mxfp4_concat_small", {"w13_rows": "sorted"}, VectorStatus.UNSUPPORTED, "rows 'sorted'"),
+        ("trtllm_mxint4_small", {"gated": False}, VectorStatus.FAIL, "w13 has 512 rows"),
+        ("trtllm_mxint4_small", {"group": 64}, VectorStatus.FAIL, "expected"),
     ],
 )
 def test_params_decide(tmp_path, name, params, status, reason):
@@ -119,7 +124,7 @@ def test_an_unknown_function_is_not_passed_over(tmp_path):
     tensors, metadata = load("marlin_int4_g32_E2")
     for function in ("vllm other.py::repack", "no function at all", "mxfp4.py::convert_weight_to_mxfp4_moe"):
         status, reason = outcome(save(tmp_path / "a.safetensors", tensors, metadata | {"function": function}))
-        assert status is Status.UNSUPPORTED
+        assert status is VectorStatus.UNSUPPORTED
         assert function in reason
 
 
@@ -128,13 +133,13 @@ def test_damaged_files_fail(tmp_path):
     whole = (VECTORS / f"{QUIRK}.safetensors").read_bytes()
     for data in (b"", whole[:100], whole[:-1], b"\xff" * 64):
         path.write_bytes(data)
-        assert outcome(path)[0] is Status.FAIL
+        assert outcome(path)[0] is VectorStatus.FAIL
     tensors, metadata = load(QUIRK)
     for broken in ({}, {"function": metadata["function"]}, metadata | {"params": "[1]"}, {"params": "{}"}):
         save_file(tensors, path, broken)
-        assert outcome(path)[0] is Status.FAIL
+        assert outcome(path)[0] is VectorStatus.FAIL
     save_file({"weight": torch.zeros(2)}, path, metadata)
-    assert outcome(path) == (Status.FAIL, "tensor weight is neither in.* nor out.*")
+    assert outcome(path) == (VectorStatus.FAIL, "tensor weight is neither in.* nor out.*")
 
 
 def quirk_problem():
@@ -161,7 +166,7 @@ def test_a_recording_that_follows_the_kernel_passes(tmp_path):
     tensors, metadata = load(QUIRK)
     right = layout_named("marlin-int4").chains(quirk_problem())["w13_scale"].apply(tensors["in.w13_scale"])
     path = save(tmp_path / "a.safetensors", tensors | {"out.w13_scale": right}, metadata)
-    assert outcome(path)[0] is Status.PASS
+    assert outcome(path)[0] is VectorStatus.PASS
 
 
 def test_the_deviation_needs_its_params(tmp_path):
@@ -172,7 +177,7 @@ def test_the_deviation_needs_its_params(tmp_path):
     single = single + 2 * (within // 8) + within % 2 + 8 * ((within % 8) // 2)
     wrong = tensors["in.w13_scale"].transpose(1, 2)[:, :, single].contiguous()
     path = save(tmp_path / "a.safetensors", tensors | {"out.w13_scale": wrong}, metadata)
-    assert outcome(path)[0] is Status.FAIL
+    assert outcome(path)[0] is VectorStatus.FAIL
 
 
 def test_a_folder_without_recordings_is_an_error(tmp_path):

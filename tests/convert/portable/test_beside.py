@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moectl.convert.portable.verify import verify_portable
+from moectl.convert.portable.verify_portable import verify_portable
 from moectl.errors import UsageError
-from moectl.schemes import BF16, MXFP4, NVFP4, WeightFormat, int_format
+from moectl.problem.schemes import BF16, MXFP4, NVFP4, WeightFormat, int_format
 from support.portable_folders import case_of, contents, converted, random_layer, storage_of
 from support.stored_layers import make_layer
 

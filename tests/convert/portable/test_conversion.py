@@ -12,17 +12,17 @@ from safetensors.torch import save_file
 from moectl.checkpoint import open_checkpoint
 from moectl.cli.convert.planner import TargetOptions, planner
 from moectl.cli.main import app
-from moectl.convert import layer_work
+from moectl.convert.execute import layer_stages
+from moectl.convert.execute.convert import convert
 from moectl.convert.portable.options import PortableOptions
-from moectl.convert.portable.parts import PART, read_report
-from moectl.convert.portable.plan import plan_portable
-from moectl.convert.portable.verify import verify_portable
-from moectl.convert.shards import shard_of
-from moectl.convert.stream import convert
+from moectl.convert.portable.portable_plan import plan_portable
+from moectl.convert.portable.report_fragments import PART, read_report
+from moectl.convert.portable.verify_portable import verify_portable
+from moectl.convert.rank_slice import shard_of
 from moectl.errors import CheckpointError, UsageError
 from moectl.kernels.activation import activate
-from moectl.problem import Dims
-from moectl.schemes import BF16, MXFP4
+from moectl.problem.moe_problem import Dims
+from moectl.problem.schemes import BF16, MXFP4
 from support.portable_folders import converted, random_layer, write_folder
 
 CONFIG = {
@@ -87,7 +87,7 @@ def test_an_interrupted_conversion_is_resumed_to_the_same_bytes(tmp_path, monkey
         convert(plan_portable(checkpoint, PortableOptions(target, method=method)), tmp_path / out, **options)
 
     go("whole")
-    record, seen = layer_work.LayerWork.record, []
+    record, seen = layer_stages.LayerInProgress.record, []
 
     def broken(self):
         seen.append(self.plan.layer)
@@ -95,7 +95,7 @@ def test_an_interrupted_conversion_is_resumed_to_the_same_bytes(tmp_path, monkey
             raise KeyboardInterrupt
         return record(self)
 
-    monkeypatch.setattr(layer_work.LayerWork, "record", broken)
+    monkeypatch.setattr(layer_stages.LayerInProgress, "record", broken)
     with pytest.raises(KeyboardInterrupt):
         go("out")
     monkeypatch.undo()
@@ -112,7 +112,7 @@ def test_an_interrupted_conversion_is_resumed_to_the_same_bytes(tmp_path, monkey
 
 
 def test_there_is_no_way_back(tmp_path):
-    from moectl.convert.unconvert import unconvert
+    from moectl.convert.restore.unconvert import unconvert
 
     out = converted(random_layer("plain", BF16), tmp_path, "int8")
     with pytest.raises(CheckpointError, match="portable checkpoint, which holds no way back"):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from moectl.convert.portable.parts import read_report
+from moectl.convert.portable.report_fragments import read_report
 from moectl.errors import UsageError
-from moectl.schemes import BF16, FULL, MXFP4, MXFP8, NVFP4, WeightFormat, int_format
+from moectl.problem.schemes import BF16, FULL, MXFP4, MXFP8, NVFP4, WeightFormat, int_format
 from support.portable_folders import contents, converted, layer_in, random_layer, storage_of
 from support.stored_layers import EXPERTS, LAYER, judge
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from moectl.checkpoint import open_checkpoint
+from moectl.convert.execute.convert import convert
 from moectl.convert.portable.options import PortableOptions
-from moectl.convert.portable.plan import plan_portable
-from moectl.convert.stream import convert
-from moectl.schemes import BF16, MXFP4, int_format
+from moectl.convert.portable.portable_plan import plan_portable
+from moectl.problem.schemes import BF16, MXFP4, int_format
 from support.portable_folders import contents, converted, layer_in, random_layer, storage_of
 from support.stored_layers import EXPERTS, judge
 

@@ -10,8 +10,8 @@ from moectl.convert.codecs import decode_role
 from moectl.convert.quantize import Calibration, Quantizer, hessian, importance, intermediate, quantize
 from moectl.errors import CheckpointError
 from moectl.kernels.activation import activate
-from moectl.problem import Activation
-from moectl.schemes import MXFP4
+from moectl.problem.moe_problem import Activation
+from moectl.problem.schemes import MXFP4
 
 
 def tokens(n, k, seed=0):

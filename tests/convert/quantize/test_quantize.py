@@ -10,9 +10,9 @@ import torch
 
 from moectl.convert.codecs import codec_for, decode_role, from_halves, in_halves
 from moectl.convert.codecs.codec import Encoded
-from moectl.convert.quantize import Quantizer, hessian, quantize, work
+from moectl.convert.quantize import Quantizer, hessian, matrix_quantizer, quantize
 from moectl.errors import CheckpointError, UsageError
-from moectl.schemes import BF16, FULL, MXFP4, MXFP8, NVFP4, WeightFormat, int_format
+from moectl.problem.schemes import BF16, FULL, MXFP4, MXFP8, NVFP4, WeightFormat, int_format
 
 FORMATS = {
     "mxfp4": MXFP4,
@@ -158,8 +158,8 @@ def test_batches_and_pieces_change_nothing(weight, method, monkeypatch):
     w, h = heavy(3, N, K), hessian(correlated(300, K))
     options = Quantizer(weight, method)
     whole = quantize(w, options, "w2", hessian=h)
-    monkeypatch.setattr(work, "PIECE", {"cpu": 128 * K})
-    monkeypatch.setattr(work, "LEAST", 128 * K)
+    monkeypatch.setattr(matrix_quantizer, "PIECE", {"cpu": 128 * K})
+    monkeypatch.setattr(matrix_quantizer, "LEAST", 128 * K)
     parts = [quantize(w[i : i + 1], options, "w2", hessian=h, first_expert=i) for i in range(3)]
     for role, tensor in whole.roles.items():
         assert torch.equal(tensor, torch.cat([part.roles[role] for part in parts])), role

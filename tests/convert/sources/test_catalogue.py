@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moectl.checkpoint import open_checkpoint
-from moectl.checkpoint.catalogue import model_names
+from moectl.checkpoint.source.catalogue import model_names
 from moectl.convert.sources import map_layer
 
 

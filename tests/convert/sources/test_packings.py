@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moectl.convert.chain import Chain
+from moectl.convert.recipe.chain import Chain
 from moectl.convert.sources import packings
 from moectl.errors import CheckpointError
 

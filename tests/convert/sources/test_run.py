@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from moectl.checkpoint.tensors.storage import PER_EXPERT, Storage
-from moectl.convert.layout import layout_named
-from moectl.convert.manifest import read_file_header
-from moectl.prepare import checkpoint_layer
+from moectl.convert.layouts.registry import layout_named
+from moectl.convert.manifest.manifest import read_file_header
+from moectl.layer.prepare import checkpoint_layer
 from moectl.run import choose_backends, run_layer, this_machine
 from support.stored_layers import cases, make_layer
 

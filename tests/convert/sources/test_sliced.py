@@ -10,9 +10,10 @@ import torch
 
 from moectl.checkpoint.tensors.storage import Storage
 from moectl.convert.canonical import canonical_shapes
-from moectl.convert.shards import Share, shard_of, slice_unit
-from moectl.convert.sources import ExpertBatches, map_layer
-from moectl.problem import Dims
+from moectl.convert.rank_slice import RankShare, shard_of, slice_unit
+from moectl.convert.sources import map_layer
+from moectl.convert.stream.expert_batches import ExpertBatches
+from moectl.problem.moe_problem import Dims
 from moectl.torch_dtypes import TORCH_DTYPES
 from support.stored_layers import EXPERTS, LAYER, cases, make_layer
 
@@ -25,7 +26,7 @@ def test_slices_lead_back_to_the_stored_tensors(storage: Storage) -> None:
         inter = 2 * math.lcm(slice_unit(case.weight), 8)
         layer = make_layer(replace(case, dims=Dims(case.dims.hidden, inter)))
         mapped, batch = read(layer)
-        shares = [Share(layer.group.problem, shard_of(rank, tp_size=2)) for rank in range(2)]
+        shares = [RankShare(layer.group.problem, shard_of(rank, tp_size=2)) for rank in range(2)]
         assert [share.intermediate for share in shares] == [(0, inter // 2), (inter // 2, inter)]
         slices = [share.cut(batch) for share in shares]
         for share, cut in zip(shares, slices, strict=True):

@@ -14,7 +14,8 @@ from moectl.checkpoint.tensors.layer_index import LayerTensors
 from moectl.checkpoint.tensors.match_storage import match_storage
 from moectl.checkpoint.tensors.storage import STORAGES, Storage
 from moectl.convert.codecs import decode_role
-from moectl.convert.sources import ExpertBatches, LayerMapping, map_layer
+from moectl.convert.sources import LayerMapping, map_layer
+from moectl.convert.stream.expert_batches import ExpertBatches
 from moectl.errors import CheckpointError, NoBackend, UsageError
 from moectl.torch_dtypes import TORCH_DTYPES
 from support.stored_layers import EXPERTS, LAYER, PREFIX, Layer, cases, judge, make_layer

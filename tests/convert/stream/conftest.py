@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.layout import layout_for
-from moectl.convert.plan import Plan
-from moectl.convert.planning import plan_conversion
-from moectl.convert.stream import convert
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import layout_for
+from moectl.convert.plan.conversion_plan import ConversionPlan
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from support.stream_checkpoints import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def kimi(tmp_path: Path) -> Path:
     return CHECKPOINTS["kimi"](tmp_path / "source")
 
 
-def plan_of(source: Path, target: str = "marlin", **options: Any) -> Plan:
+def plan_of(source: Path, target: str = "marlin", **options: Any) -> ConversionPlan:
     """The plan to convert a folder to a target."""
     checkpoint = open_checkpoint(source)
     layout = layout_for(target, checkpoint.groups[0].problem.scheme.weight, None)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.layout import layout_for
-from moectl.convert.passes import warm_up
-from moectl.convert.planning import plan_conversion
-from moectl.convert.portions import portion_of
-from moectl.convert.stream import convert
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import layout_for
+from moectl.convert.onepass.executors import warm_up
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
+from moectl.convert.worker_partition import portion_of
 from moectl.errors import MoectlError
 
 

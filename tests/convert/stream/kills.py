@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.layout import layout_for
-from moectl.convert.planning import plan_conversion
-from moectl.convert.stream import convert
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import layout_for
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
 
 PWRITE = os.pwrite
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moectl.convert.device import Extent, Host, device_named
-from moectl.convert.shards import shard_of
-from moectl.convert.stream import convert
-from moectl.convert.verify import verify
+from moectl.convert.execute.convert import convert
+from moectl.convert.rank_slice import shard_of
+from moectl.convert.restore.verify import verify
+from moectl.convert.stream.devices import BufferExtent, HostMemory, device_named
 from moectl.errors import Unavailable, UsageError
 from support.stream_checkpoints import CHECKPOINTS, folder_bytes
 
@@ -32,13 +32,13 @@ def test_a_gpu_that_is_not_there_is_said(gpt_oss: Path, tmp_path: Path) -> None:
 
 
 def test_the_host_is_what_auto_falls_back_to() -> None:
-    assert isinstance(device_named("cpu"), Host)
-    assert isinstance(device_named("auto"), Host) != torch.cuda.is_available()
+    assert isinstance(device_named("cpu"), HostMemory)
+    assert isinstance(device_named("auto"), HostMemory) != torch.cuda.is_available()
 
 
 def test_the_hosts_buffers_are_those_of_the_slot() -> None:
-    slot = Host().slot(3, 2, 1)
-    pieces, ready = Host().run(slot, Extent(3, 1), lambda *buffers: list(map(len, buffers)))  # type: ignore[arg-type]
+    slot = HostMemory().slot(3, 2, 1)
+    pieces, ready = HostMemory().run(slot, BufferExtent(3, 1), lambda *buffers: list(map(len, buffers)))  # type: ignore[arg-type]
     ready()
     assert pieces == [3, 2, 1]
 

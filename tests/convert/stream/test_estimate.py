@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moectl.convert import estimate
-from moectl.convert.estimate import measured_rate
+from moectl.convert.plan import rate_estimate
+from moectl.convert.plan.rate_estimate import measured_rate
 from moectl.errors import CheckpointError
 from support.stream_checkpoints import folder_bytes
 
@@ -32,6 +32,6 @@ def test_numbers_that_cannot_be_converted_leave_an_assumed_rate(
     def refuse(*args: object) -> None:
         raise CheckpointError("a scale is no number")
 
-    monkeypatch.setattr(estimate.ExpertBatches, "convert", refuse)
+    monkeypatch.setattr(rate_estimate.ExpertBatches, "convert", refuse)
     rate = measured_rate(plan_of(gpt_oss))
-    assert dataclasses.astuple(rate) == (estimate.ASSUMED_RATE, False)
+    assert dataclasses.astuple(rate) == (rate_estimate.ASSUMED_RATE, False)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from moectl.checkpoint import open_checkpoint, read_header
-from moectl.convert.stream import convert
-from moectl.convert.verify import verify
+from moectl.convert.execute.convert import convert
+from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError, ExitCode, MoectlError, Unavailable, UsageError
 from moectl.files.atomic import replacing, write_exactly
 from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from moectl.convert.manifest import load_layer, load_manifest
-from moectl.convert.stream import convert
-from moectl.convert.unconvert import unconvert
-from moectl.convert.verify import verify
+from moectl.convert.execute.convert import convert
+from moectl.convert.manifest.manifest import load_layer, load_manifest
+from moectl.convert.restore.unconvert import unconvert
+from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError, MoectlError, UsageError
 from support.stream_checkpoints import folder_bytes
 

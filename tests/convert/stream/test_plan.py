@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moectl.checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from moectl.convert.layout import layout_for
-from moectl.convert.planning import plan_conversion
-from moectl.convert.stream import convert
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import layout_for
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from moectl.errors import CheckpointError, ExitCode, MoectlError, NoBackend, Unavailable, UsageError
-from moectl.problem import MoEProblem
+from moectl.problem.moe_problem import MoEProblem
 from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint, kimi_checkpoint
 
 from .conftest import plan_of

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.layout import Chain, WeightLayout, layout_named
-from moectl.convert.manifest import load_manifest
-from moectl.convert.planning import plan_conversion
-from moectl.convert.recipe import Output
-from moectl.convert.stream import convert
-from moectl.convert.transforms import Xor
-from moectl.convert.values import Shapes
-from moectl.convert.weight_layout import Options
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import Chain, WeightLayout, layout_named
+from moectl.convert.layouts.weight_layout import LayoutOptions
+from moectl.convert.manifest.manifest import load_manifest
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
+from moectl.convert.recipe.recipe import StoredOutput
+from moectl.convert.steps.transforms import Xor
+from moectl.convert.steps.value_steps import Shapes
 from moectl.errors import CheckpointError
-from moectl.prepare import converted_layer, load_prepared, prepare
-from moectl.problem import MoEProblem
+from moectl.layer.prepare import converted_layer, load_prepared, prepare
+from moectl.problem.moe_problem import MoEProblem
 
 LAYER = "moectl-layer-00000.safetensors"
 
@@ -45,7 +45,7 @@ def folder(gpt_oss: Path, tmp_path: Path) -> Path:
 def other_version(layout: WeightLayout, version: int) -> WeightLayout:
     """`layout` as a release might have had it that stored its codes inverted."""
 
-    def build(problem: MoEProblem, shapes: Shapes, options: Options) -> dict[str, Output]:
+    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> dict[str, StoredOutput]:
         return {
             role: dataclasses.replace(output, chain=Chain((Xor(255), *output.chain.steps)))
             if role in ("w13", "w2")

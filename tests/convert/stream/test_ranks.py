@@ -19,20 +19,20 @@ from torch import Tensor
 
 import moectl
 from moectl.checkpoint import open_checkpoint
-from moectl.checkpoint.opening import rank_folder
-from moectl.convert.layout import layout_for
-from moectl.convert.manifest import load_manifest
-from moectl.convert.planning import plan_conversion
-from moectl.convert.rank_plans import check_outputs, convert_ranks, plan_ranks
-from moectl.convert.shards import shard_of
-from moectl.convert.stream import Summary, convert
-from moectl.convert.unconvert import unconvert
-from moectl.convert.verify import verify
+from moectl.checkpoint.source.open_checkpoint import rank_folder
+from moectl.convert.execute.convert import ConversionSummary, convert
+from moectl.convert.execute.rank_plans import check_outputs, convert_ranks, plan_ranks
+from moectl.convert.layouts.registry import layout_for
+from moectl.convert.manifest.manifest import load_manifest
+from moectl.convert.plan.kernel_layout_plan import plan_conversion
+from moectl.convert.rank_slice import shard_of
+from moectl.convert.restore.unconvert import unconvert
+from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError, UsageError
-from moectl.kernels.inputs import make_inputs
+from moectl.kernels.layer_inputs import make_inputs
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
-from moectl.prepare import checkpoint_layer, load_prepared
+from moectl.layer.prepare import checkpoint_layer, load_prepared
 from support.stream_checkpoints import (
     all_tensors,
     folder_bytes,
@@ -47,7 +47,7 @@ MAKE: dict[str, Callable[..., Path]] = {"gpt_oss": gpt_oss_checkpoint, "kimi": k
 
 def shard_all(
     source: Path, out: Path, tp: int = 1, ep: int = 1, target: str = "marlin", **options: Any
-) -> list[Summary]:
+) -> list[ConversionSummary]:
     """Every rank of `source` converted into `out`."""
     checkpoint = open_checkpoint(source)
     layout = layout_for(target, checkpoint.groups[0].problem.scheme.weight)

@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moectl.convert.layout import layout_named
-from moectl.convert.manifest import load_layer, load_manifest
-from moectl.convert.stream import convert
-from moectl.convert.unconvert import unconvert
-from moectl.convert.verify import verify
+from moectl.convert.execute.convert import convert
+from moectl.convert.layouts.registry import layout_named
+from moectl.convert.manifest.manifest import load_layer, load_manifest
+from moectl.convert.restore.unconvert import unconvert
+from moectl.convert.restore.verify import verify
 from support.stream_checkpoints import CHECKPOINTS, all_tensors, folder_bytes, kimi_checkpoint, same_tensors
 
 from .conftest import plan_of

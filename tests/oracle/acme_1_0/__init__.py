@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from moectl.environment.probes import Probe
+from moectl.environment.package_probes import Probe
 from moectl.oracle.decision import NAME
 from moectl.oracle.engine import CacheFolder, CompiledKernels, Engine, Profile, Recordings, Repacking
-from moectl.schemes import MXFP4
+from moectl.problem.schemes import MXFP4
 
 from .backends import KERNELS
 from .policy import POLICY

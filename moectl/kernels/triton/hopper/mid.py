@@ -12,23 +12,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....capabilities.own_kernels import GATED, UNGATED
-from ....problem import MoEProblem
-from ....schemes import FULL
-from ..launch import token_tiles
-from ..layer import (
-    Call,
-    Layer,
-    Matrix,
-    Regime,
+from ....problem.moe_problem import MoEProblem
+from ....problem.schemes import FULL
+from ..kernel_family import (
+    KernelCall,
+    KernelFamily,
+    KernelLayer,
+    KernelMatrix,
     activation_numbers,
     column_refusal,
     multiprocessors,
     scale_name,
 )
-from ..routing import finish, order_of
+from ..launches import token_tiles
+from ..sort_and_combine import finish, order_of
 from . import mid_kernels as kernels
-from . import mid_ring as ring
-from .products import FORMATS, SHARED_MEMORY, Product, operand, product_of
+from . import mid_loader as ring
+from .gemm_spec import FORMATS, SHARED_MEMORY, GemmSpec, operand, product_of
 
 WIDTHS: dict[int, tuple[int, ...]] = {
     16: (16,),
@@ -89,7 +89,7 @@ class MidTile:
 
 
 @dataclass(frozen=True)
-class Variant(Product):
+class MidVariant(GemmSpec):
     """What a GEMM kernel is compiled for: a product, and a tile.
 
     Attributes:
@@ -136,11 +136,11 @@ def registers(tile: MidTile) -> tuple[int, int]:
     return next((have for tokens, have in most.items() if tile.tokens <= tokens), (0, 0))
 
 
-def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Variant:
+def _variant(layer: KernelLayer, stage: int, assignments: int, tile: MidTile) -> MidVariant:
     p = layer.problem
     weight, act = p.scheme.weight, p.activation
     m, columns = operand(layer, stage)
-    return Variant(
+    return MidVariant(
         **product_of(layer, stage),
         group=0 if weight.group == FULL else weight.group,
         wide=assignments * p.dims.hidden >= 2**31,
@@ -160,7 +160,7 @@ def _variant(layer: Layer, stage: int, assignments: int, tile: MidTile) -> Varia
 
 
 @dataclass(frozen=True)
-class Schedule:
+class MidSchedule:
     """Where each expert's tokens are: sorted slots, and at most `bound` tiles of them.
 
     Attributes:
@@ -175,7 +175,7 @@ class Schedule:
     bound: int
 
 
-def schedule(call: Call, experts: int, tokens: int) -> Schedule:
+def schedule(call: KernelCall, experts: int, tokens: int) -> MidSchedule:
     """Sorts a call's assignments by expert and cuts them into tiles of up to `tokens`."""
     slots, offsets = order_of(call, experts)
     bound = token_tiles(call.assignments, experts, tokens)
@@ -190,10 +190,12 @@ def schedule(call: Call, experts: int, tokens: int) -> Schedule:
         BLOCK=16,
         launch_pdl=True,
     )
-    return Schedule(slots, tiles, count, bound)
+    return MidSchedule(slots, tiles, count, bound)
 
 
-def gemm(layer: Layer, stage: int, call: Call, plan: Schedule, x: Tensor, y: Tensor, tile: MidTile) -> None:
+def gemm(
+    layer: KernelLayer, stage: int, call: KernelCall, plan: MidSchedule, x: Tensor, y: Tensor, tile: MidTile
+) -> None:
     """Fills `y`: activations of the first GEMM by sorted position, or of the second the parts by slot.
 
     Args:
@@ -233,19 +235,19 @@ def launch_registers(tile: MidTile) -> int:
     return 65536 // (32 * (4 * tile.workers + loading) * tile.programs) // 8 * 8
 
 
-def _descriptor(m: Matrix, depth: int) -> TensorDescriptor:
+def _descriptor(m: KernelMatrix, depth: int) -> TensorDescriptor:
     """The codes as lines of 128 bytes; a copy moves `depth` tiles."""
     lines = m.codes.shape[-1] // 128
     return TensorDescriptor.from_tensor(m.codes.view(-1, 128), [depth * lines, 128], _CODES)
 
 
-def _words_descriptor(words: Tensor, how: Variant) -> TensorDescriptor:
+def _words_descriptor(words: Tensor, how: MidVariant) -> TensorDescriptor:
     """Scale or zero words in a row; a copy moves those of one row block of a stage."""
     each = ring._stage_words.fn(how)
     return TensorDescriptor.from_tensor(words.view(-1), [each], _WORDS)
 
 
-def _run(layer: Layer, call: Call, tile: MidTile) -> None:
+def _run(layer: KernelLayer, call: KernelCall, tile: MidTile) -> None:
     p, t = layer.problem, call.assignments
     plan = schedule(call, p.local_experts, tile.tokens)
     h = call.x.new_empty(t, p.dims.intermediate)
@@ -325,6 +327,6 @@ def _candidates(problem: MoEProblem) -> Sequence[MidTile]:
     return found
 
 
-MID_REGIME = Regime(
+MID_FAMILY = KernelFamily(
     MidTile, _run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, each=(3.0, 130.0)
 )

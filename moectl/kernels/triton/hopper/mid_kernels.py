@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .fragments import code_layout, code_lines, fragment, scale_layout, scale_words
-from .joint import joined, joint_finished, joint_issued, joint_operand, joint_zeros
-from .mid_results import _biases, _note, _store_all, _sums
-from .mid_ring import (
+from .gluon_compat import reinterpret
+from .mid_epilogue import _biases, _note, _store_all, _sums
+from .mid_loader import (
     _before,
     _cached,
     _first,
@@ -40,7 +40,7 @@ from .mid_ring import (
     _width,
     _words_layout,
 )
-from .names import reinterpret
+from .mixed_width_wgmma import joined, joint_finished, joint_issued, joint_operand, joint_zeros
 
 
 @triton.jit

@@ -12,21 +12,29 @@ import triton
 from torch import Tensor
 
 from ....capabilities.own_kernels import GATED, UNGATED
-from ....problem import MoEProblem
-from ..launch import token_tiles
-from ..layer import Call, Layer, Regime, activation_numbers, column_refusal, multiprocessors, scale_name
-from ..routing import finish, launch_options, order_of
+from ....problem.moe_problem import MoEProblem
+from ..kernel_family import (
+    KernelCall,
+    KernelFamily,
+    KernelLayer,
+    activation_numbers,
+    column_refusal,
+    multiprocessors,
+    scale_name,
+)
+from ..launches import token_tiles
+from ..sort_and_combine import finish, launch_options, order_of
 from . import prefill_kernels as kernels
 from .fragments import scale_words
+from .gemm_spec import FORMATS, SHARED_MEMORY, GemmSpec, operand, product_of
 from .prefill_tiles import _schedule_kernel
-from .products import FORMATS, SHARED_MEMORY, Product, operand, product_of
 
 UNIT = 16
 """Tokens by which the widths of token tiles differ."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PrefillShape:
     """How a program is laid out.
 
     Attributes:
@@ -51,10 +59,10 @@ class Shape:
         return 64 * self.workers * self.blocks
 
 
-SHAPES: dict[int, Shape] = {
-    8: Shape(2, 2, (2, 4, 5, 6, 7, 8), (64, 32, 32), (216, 72)),
-    9: Shape(2, 2, (2, 4, 5, 6, 7, 8, 9), (64, 32, 32, 16), (216, 72)),
-    12: Shape(3, 1, (2, 4, 6, 8, 10, 12), (64, 64, 64), (152, 56)),
+SHAPES: dict[int, PrefillShape] = {
+    8: PrefillShape(2, 2, (2, 4, 5, 6, 7, 8), (64, 32, 32), (216, 72)),
+    9: PrefillShape(2, 2, (2, 4, 5, 6, 7, 8, 9), (64, 32, 32, 16), (216, 72)),
+    12: PrefillShape(3, 1, (2, 4, 6, 8, 10, 12), (64, 64, 64), (152, 56)),
 }
 """Most units of a tile -> the shape of its program."""
 
@@ -88,7 +96,7 @@ class PrefillTile:
 
 
 @dataclass(frozen=True)
-class Variant(Product):
+class PrefillVariant(GemmSpec):
     """What a GEMM kernel is compiled for: a product, and a tile.
 
     Attributes:
@@ -138,11 +146,11 @@ def _rest(units: int) -> int:
     return triton.next_power_of_2(UNIT * (units - 8)) if units > 8 else 0
 
 
-def _variant(layer: Layer, stage: int, tile: PrefillTile) -> Variant:
+def _variant(layer: KernelLayer, stage: int, tile: PrefillTile) -> PrefillVariant:
     p = layer.problem
     weight, act, shape = p.scheme.weight, p.activation, SHAPES[tile.units]
     m, columns = operand(layer, stage)
-    return Variant(
+    return PrefillVariant(
         **product_of(layer, stage),
         group=32 if weight.group == 32 else 64,
         span=m.k // 64 // m.scales.shape[2],
@@ -160,7 +168,7 @@ def _variant(layer: Layer, stage: int, tile: PrefillTile) -> Variant:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PrefillSchedule:
     """A call's assignments by expert, cut into token tiles.
 
     Attributes:
@@ -177,7 +185,7 @@ class Schedule:
 
 
 def cut(offsets: Tensor, assignments: int, experts: int, tile: PrefillTile) -> tuple[Tensor, Tensor, int]:
-    """`tiles`, `count` and `bound` of a `Schedule` for experts whose positions begin at `offsets`."""
+    """`tiles`, `count` and `bound` of a `PrefillSchedule` for experts whose positions begin at `offsets`."""
     bound = token_tiles(assignments, experts, UNIT * tile.units)
     tiles, count = offsets.new_empty(bound, 4), offsets.new_empty(3)
     padded = triton.next_power_of_2(experts)
@@ -185,14 +193,20 @@ def cut(offsets: Tensor, assignments: int, experts: int, tile: PrefillTile) -> t
     return tiles, count, bound
 
 
-def schedule(call: Call, experts: int, tile: PrefillTile) -> Schedule:
+def schedule(call: KernelCall, experts: int, tile: PrefillTile) -> PrefillSchedule:
     """Sorts a call's assignments and cuts them into tiles."""
     slots, offsets = order_of(call, experts)
-    return Schedule(slots, *cut(offsets, call.assignments, experts, tile))
+    return PrefillSchedule(slots, *cut(offsets, call.assignments, experts, tile))
 
 
 def gemm(
-    layer: Layer, stage: int, call: Call, plan: Schedule, x: Tensor, y: Tensor, tile: PrefillTile
+    layer: KernelLayer,
+    stage: int,
+    call: KernelCall,
+    plan: PrefillSchedule,
+    x: Tensor,
+    y: Tensor,
+    tile: PrefillTile,
 ) -> None:
     """Fills `y`: activations of the first GEMM by sorted position, or of the second the parts by slot.
 
@@ -228,7 +242,7 @@ def gemm(
     )
 
 
-def run(layer: Layer, call: Call, tile: PrefillTile) -> None:
+def run(layer: KernelLayer, call: KernelCall, tile: PrefillTile) -> None:
     """Fills ``call.y``."""
     p, t = layer.problem, call.assignments
     plan = schedule(call, p.local_experts, tile)
@@ -262,6 +276,6 @@ def _candidates(problem: MoEProblem) -> list[PrefillTile]:
     return [tile for tile in PROMISING if not _fits(problem, tile)]
 
 
-PREFILL_REGIME = Regime(
+PREFILL_FAMILY = KernelFamily(
     PrefillTile, run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, each=(40, math.inf)
 )

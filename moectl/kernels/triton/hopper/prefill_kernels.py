@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .fragments import code_layout, code_lines, fragment, scale_layout, scale_words, tile_bytes
-from .joint import joint_finished, joint_issued, joint_operand, joint_zeros
-from .names import reinterpret
+from .gluon_compat import reinterpret
+from .mixed_width_wgmma import joint_finished, joint_issued, joint_operand, joint_zeros
+from .prefill_epilogue import _store_all, _store_jointly
 from .prefill_loader import _loader
-from .prefill_results import _store_all, _store_jointly
 from .prefill_tiles import _field, _mma, _narrow, _operand, _units, _wide
 
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .fragments import scale_words, tile_bytes
-from .names import async_load
+from .gluon_compat import async_load
 from .prefill_tiles import _once, _placed, _rows_layout, _set_field, _start
 
 

@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 
 from ....capabilities.own_kernels import GATED, TRITON, UNGATED
-from ....problem import MoEProblem
-from ..layer import Call, Layer, Matrix, Regime, activation_numbers, column_refusal
-from ..records import plan
-from ..routing import combine
+from ....problem.moe_problem import MoEProblem
+from ..expert_records import plan
+from ..kernel_family import (
+    KernelCall,
+    KernelFamily,
+    KernelLayer,
+    KernelMatrix,
+    activation_numbers,
+    column_refusal,
+)
+from ..sort_and_combine import combine
 from . import stream_kernels as kernels
 from . import stream_layer_kernels as layer_kernels
-from .products import SHARED_MEMORY
+from .gemm_spec import SHARED_MEMORY
 
 DTYPES = ("bf16", "fp16")
 
@@ -32,7 +39,7 @@ itself the compiler takes fewer and spills some."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StreamShape:
     """How the warps of a program share a GEMM's tiles.
 
     Attributes:
@@ -70,7 +77,7 @@ class StreamTile:
     Attributes:
         tokens: most tokens of an expert in one program, of `TOKENS`.
         planned: 1 to gather assignments of one expert first; 0 when each runs alone, with `tokens` 1.
-        columns, rows, blocks, depth, tiles: `Shape` of the first GEMM; with a 2, of the second.
+        columns, rows, blocks, depth, tiles: `StreamShape` of the first GEMM; with a 2, of the second.
         split: programs that share the second GEMM's reduction.
         fused: 1 for both GEMMs in one launch, which takes a plan, equally many warps in both, and no split.
     """
@@ -91,19 +98,19 @@ class StreamTile:
     fused: int = 0
 
     @property
-    def first(self) -> Shape:
-        return Shape(self.columns, self.rows, self.blocks, self.depth, self.tiles)
+    def first(self) -> StreamShape:
+        return StreamShape(self.columns, self.rows, self.blocks, self.depth, self.tiles)
 
     @property
-    def second(self) -> Shape:
-        return Shape(self.columns2, self.rows2, self.blocks2, self.depth2, self.tiles2)
+    def second(self) -> StreamShape:
+        return StreamShape(self.columns2, self.rows2, self.blocks2, self.depth2, self.tiles2)
 
 
 EXACT_SCALES = range(63, 255)
 """E8M0 bytes whose products with the fewest operations are exact: 2^-64 and above."""
 
 
-def _kind(problem: MoEProblem, m: Matrix) -> tuple[str, str, str, bool, bool]:
+def _kind(problem: MoEProblem, m: KernelMatrix) -> tuple[str, str, str, bool, bool]:
     """What `stream_asm.TileAsm` needs to know of the numbers: formats, zero points, and every scale."""
     weight = problem.scheme.weight
     scale = {"BF16": "bf16", "F16": "fp16"}.get(weight.scale_dtype, problem.dtype)
@@ -116,7 +123,7 @@ def _words(t: Tensor) -> Tensor:
     return (t if t.data_ptr() % 16 == 0 else t.clone()).view(torch.int32)
 
 
-def _gemm(layer: Layer, m: Matrix, shape: Shape, tile: StreamTile) -> dict[str, Any]:
+def _gemm(layer: KernelLayer, m: KernelMatrix, shape: StreamShape, tile: StreamTile) -> dict[str, Any]:
     """Arguments that follow from a matrix and how it is shared."""
     problem, dims = layer.problem, layer.problem.dims
     limited = problem.scheme.weight.name == "mxfp4" and tile.tokens == 8
@@ -155,7 +162,9 @@ OF_ONE_GEMM = ("W", "SC", "ZP", "B", "N", "K", "KX2", "NX", "RUNS", "KIND", "S",
 """Arguments that a kernel of both GEMMs has twice, for the second with ``_2`` behind the name."""
 
 
-def _run_fused(layer: Layer, call: Call, tile: StreamTile, records: Tensor, h: Tensor, parts: Tensor) -> None:
+def _run_fused(
+    layer: KernelLayer, call: KernelCall, tile: StreamTile, records: Tensor, h: Tensor, parts: Tensor
+) -> None:
     problem, first, second = layer.problem, tile.first, tile.second
     arguments, others = _gemm(layer, layer.w13, first, tile), _gemm(layer, layer.w2, second, tile)
     del arguments["PLANNED"]
@@ -183,8 +192,8 @@ def _run_fused(layer: Layer, call: Call, tile: StreamTile, records: Tensor, h: T
     combine(parts, call.ids, call.y, problem.local_experts)
 
 
-def run(layer: Layer, call: Call, tile: StreamTile) -> None:
-    """Fills ``call.y``; see `Regime.run`."""
+def run(layer: KernelLayer, call: KernelCall, tile: StreamTile) -> None:
+    """Fills ``call.y``; see `KernelFamily.run`."""
     problem, t = layer.problem, call.assignments
     dims, act = problem.dims, problem.activation
     records = plan(call.ids, problem.local_experts, tile.tokens, call.order) if tile.planned else call.ids
@@ -219,7 +228,7 @@ def run(layer: Layer, call: Call, tile: StreamTile) -> None:
     combine(parts, call.ids, call.y, problem.local_experts)
 
 
-def shared_memory(shape: Shape, steps: int, tokens: int) -> int:
+def shared_memory(shape: StreamShape, steps: int, tokens: int) -> int:
     """Bytes of a program, at most: the tokens of all columns, their sums, and sums of column parts."""
     tiles = steps * shape.depth * shape.columns
     of_tokens = math.ceil(steps / 8) * 8 * shape.depth * shape.columns * 128 * max(1, tokens // 8)
@@ -258,18 +267,18 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
     return ""
 
 
-HALVES, DEEP_HALVES = Shape(2, 4, 1, 4, 1), Shape(2, 4, 1, 8, 1)
+HALVES, DEEP_HALVES = StreamShape(2, 4, 1, 4, 1), StreamShape(2, 4, 1, 8, 1)
 FOUR_ROWS, DEEP, DEEP_RUN, TALL = (
-    Shape(1, 4, 1, 4, 1),
-    Shape(1, 4, 1, 8, 1),
-    Shape(1, 4, 1, 8, 2),
-    Shape(1, 4, 2, 4, 1),
+    StreamShape(1, 4, 1, 4, 1),
+    StreamShape(1, 4, 1, 8, 1),
+    StreamShape(1, 4, 1, 8, 2),
+    StreamShape(1, 4, 2, 4, 1),
 )
-WIDE_DEEP, WIDE_TALL = Shape(1, 8, 1, 8, 1), Shape(1, 8, 2, 4, 1)
+WIDE_DEEP, WIDE_TALL = StreamShape(1, 8, 1, 8, 1), StreamShape(1, 8, 2, 4, 1)
 
-WORTH_A_TRY: tuple[tuple[int, int, Shape, Shape, int, int], ...] = (
-    (1, 0, Shape(2, 2, 1, 4, 1), Shape(4, 4, 1, 4, 1), 1, 0),
-    (1, 0, Shape(2, 2, 1, 4, 1), DEEP, 2, 0),
+WORTH_A_TRY: tuple[tuple[int, int, StreamShape, StreamShape, int, int], ...] = (
+    (1, 0, StreamShape(2, 2, 1, 4, 1), StreamShape(4, 4, 1, 4, 1), 1, 0),
+    (1, 0, StreamShape(2, 2, 1, 4, 1), DEEP, 2, 0),
     (1, 0, HALVES, HALVES, 1, 0),
     (1, 0, DEEP_HALVES, DEEP_HALVES, 1, 0),
     (1, 0, WIDE_DEEP, TALL, 1, 0),
@@ -293,6 +302,6 @@ def candidates(problem: MoEProblem) -> tuple[StreamTile, ...]:
     )
 
 
-STREAM_REGIME = Regime(
+STREAM_FAMILY = KernelFamily(
     StreamTile, run, fits, capability=((9, 0), (9, 0)), candidates=candidates, each=(0.0, 9.0)
 )

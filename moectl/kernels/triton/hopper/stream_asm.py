@@ -18,7 +18,7 @@ A_REGISTERS = [f"a{i}" for i in FOUR]
 
 
 @dataclass(frozen=True)
-class Codes:
+class FragmentCodes:
     """How the registers a0..a3 of one m16n8k16 instruction come out of the words of a tile.
 
     Attributes:
@@ -88,12 +88,12 @@ lop3.b32 a{2 * k8 + h}, t, 0x00FF00FF, 0x64806480, 0x6A;
 )
 
 CODES = {
-    ("mxfp4", "bf16"): Codes(_E2M1, 1),
-    ("mxfp4", "fp16"): Codes(_E2M1_HALF, 1),
-    ("int4", "bf16"): Codes(_NIBBLES.format(magic="0x43004300"), 1, 0x3F803F80, 128.0, 0xC308C308),
-    ("int4", "fp16"): Codes(_NIBBLES.format(magic="0x64006400"), 1, 0x3C003C00, 1024.0, 0xE408E408),
-    ("int8", "bf16"): Codes(_BYTES_BF16, 2, 0x3F803F80, -128.0),
-    ("int8", "fp16"): Codes(_BYTES_HALF, 2, 0x3C003C00, 1024.0, 0xE480E480),
+    ("mxfp4", "bf16"): FragmentCodes(_E2M1, 1),
+    ("mxfp4", "fp16"): FragmentCodes(_E2M1_HALF, 1),
+    ("int4", "bf16"): FragmentCodes(_NIBBLES.format(magic="0x43004300"), 1, 0x3F803F80, 128.0, 0xC308C308),
+    ("int4", "fp16"): FragmentCodes(_NIBBLES.format(magic="0x64006400"), 1, 0x3C003C00, 1024.0, 0xE408E408),
+    ("int8", "bf16"): FragmentCodes(_BYTES_BF16, 2, 0x3F803F80, -128.0),
+    ("int8", "fp16"): FragmentCodes(_BYTES_HALF, 2, 0x3C003C00, 1024.0, 0xE480E480),
 }
 """By weight format and the tokens' dtype.
 

@@ -20,8 +20,8 @@ how many tokens it has, and their slots (slot: index of an assignment in the fla
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .epilogue import activate, activate_one
-from .names import reinterpret, thread_barrier
+from .activation_epilogue import activate, activate_one
+from .gluon_compat import reinterpret, thread_barrier
 from .stream_layouts import (
     _factor,
     _input_scaled,

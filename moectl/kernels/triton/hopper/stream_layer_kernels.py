@@ -11,7 +11,7 @@ A record's third word counts the programs of the first GEMM that are done with i
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .names import thread_barrier
+from .gluon_compat import thread_barrier
 from .stream_kernels import _let_next_start, _stream, _wait
 from .stream_operands import _record
 

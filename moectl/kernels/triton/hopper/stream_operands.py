@@ -8,7 +8,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .names import async_copy, async_load, reinterpret
+from .gluon_compat import async_copy, async_load, reinterpret
 from .stream_layouts import (
     _factor,
     _fill_batch,

@@ -4,15 +4,24 @@ from functools import partial
 
 from ....capabilities import external_kernels as kernels
 from ....capabilities.kernel_packages import MARLIN_LIBRARY
-from ....capabilities.unpacked import PREFIX
-from ....padding import padding, size_rule
-from ...archs import SM90
-from ...backend import Ask, Backend, Capability, Form, Need, Rule, Variant, only
+from ....capabilities.unpacked_libraries import PREFIX
+from ....problem.padding import padding, size_rule
+from ...backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    ExpertsClass,
+    PackageNeed,
+    SupportQuery,
+    WeightForm,
+    only,
+)
+from ...gpu_archs import SM90
 from .kernel_rules import SCALE_DTYPE, archs_of, model_dtype, offers_of, scales_of, weighting
 from .own import GATE, NAIVE
 
 
-def _whole_words(ask: Ask) -> bool:
+def _whole_words(ask: SupportQuery) -> bool:
     dims = ask.problem.dims
     return dims.hidden % kernels.HUMMING.multiple == 0 and dims.intermediate % kernels.HUMMING.multiple == 0
 
@@ -21,18 +30,18 @@ HUMMING = Backend(
     name="humming",
     engine_name="humming",
     variants=(
-        Variant(
+        ExpertsClass(
             "indexed",
             Capability(
                 arch=archs_of(kernels.HUMMING),
-                needs=(Need("humming", "forward.humming_forward", instead=(f"{PREFIX}humming",)),),
+                needs=(PackageNeed("humming", "forward.humming_forward", instead=(f"{PREFIX}humming",)),),
                 offers=offers_of(kernels.HUMMING),
                 spread=NAIVE,
                 act_order=False,
                 scales=scales_of(kernels.HUMMING),
                 rules=(
                     GATE,
-                    Rule(
+                    BackendRule(
                         question="sizes",
                         group="shape",
                         code="other",
@@ -56,7 +65,7 @@ HUMMING = Backend(
 _MARLIN_LAYOUTS = {row.formats[0].name: row.layout for row in kernels.MARLIN.weights}
 
 
-def _marlin_sizes(ask: Ask) -> bool:
+def _marlin_sizes(ask: SupportQuery) -> bool:
     """True when the layout can hold the hidden size, which is rounded up for MXFP4 alone."""
     problem = ask.problem
     weight, gated, hidden = problem.scheme.weight, problem.activation.gated, problem.dims.hidden
@@ -64,7 +73,7 @@ def _marlin_sizes(ask: Ask) -> bool:
     return name is None or hidden % size_rule(name, weight, gated, hidden).needs.hidden == 0
 
 
-def _without_bias(ask: Ask) -> bool:
+def _without_bias(ask: SupportQuery) -> bool:
     return not (ask.problem.routing.weight_on_input and ask.problem.bias)
 
 
@@ -72,17 +81,17 @@ MARLIN = Backend(
     name="marlin",
     engine_name="marlin",
     variants=(
-        Variant(
+        ExpertsClass(
             "moe_wna16_marlin_gemm",
             Capability(
                 arch=archs_of(kernels.MARLIN),
-                needs=(Need("vllm", MARLIN_LIBRARY, instead=(f"{PREFIX}vllm",)),),
+                needs=(PackageNeed("vllm", MARLIN_LIBRARY, instead=(f"{PREFIX}vllm",)),),
                 offers=offers_of(kernels.MARLIN),
                 spread=NAIVE,
                 act_order=False,
                 rules=(
                     GATE,
-                    Rule(
+                    BackendRule(
                         question="hidden size",
                         group="shape",
                         code="other",
@@ -92,7 +101,7 @@ MARLIN = Backend(
                     ),
                     model_dtype(kernels.MARLIN),
                     SCALE_DTYPE,
-                    Rule(
+                    BackendRule(
                         question="router's weight on the input",
                         group="scheme",
                         code="other",
@@ -105,7 +114,7 @@ MARLIN = Backend(
         ),
     ),
     forms=tuple(
-        Form(layout, partial(padding, layout), weights=frozenset({name}))
+        WeightForm(layout, partial(padding, layout), weights=frozenset({name}))
         for name, layout in _MARLIN_LAYOUTS.items()
     ),
     runner="marlin",
@@ -120,12 +129,14 @@ TRITON_KERNELS = Backend(
     name="triton_kernels",
     engine_name="triton_kernels",
     variants=(
-        Variant(
+        ExpertsClass(
             "matmul_ogs",
             Capability(
                 arch=archs_of(kernels.TRITON_KERNELS),
                 needs=(
-                    Need("triton_kernels", "routing.compute_expt_data", instead=(f"{PREFIX}triton_kernels",)),
+                    PackageNeed(
+                        "triton_kernels", "routing.compute_expt_data", instead=(f"{PREFIX}triton_kernels",)
+                    ),
                 ),
                 offers=offers_of(kernels.TRITON_KERNELS),
                 ungated=bool(kernels.TRITON_KERNELS.ungated),
@@ -139,7 +150,7 @@ TRITON_KERNELS = Backend(
             ),
         ),
     ),
-    forms=(Form(_HOPPER, partial(padding, _HOPPER)),),
+    forms=(WeightForm(_HOPPER, partial(padding, _HOPPER)),),
     runner="triton_kernels",
     verified=(SM90,),
     note="The copy that vLLM carries; that of Triton's repository where it has the same functions.",

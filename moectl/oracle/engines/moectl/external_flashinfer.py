@@ -7,7 +7,7 @@ from ....capabilities.flashinfer import (
     CUTLASS,
     QUESTIONS,
     TRTLLM,
-    Kernel,
+    FlashInferKernel,
     kernel_of,
     unfit_activation,
     unfit_bias,
@@ -19,24 +19,34 @@ from ....capabilities.flashinfer import (
     unweighted_input,
 )
 from ....environment.variables import Variable
-from ....padding import padding
-from ....problem import MoEProblem
-from ....schemes import A16, MXFP4, MXFP8_ACT
-from ...archs import SM10X, SM90
-from ...backend import Ask, Backend, Capability, Form, Need, Offer, Rule, Variant, only
-from ...keys import act_key, exact_key
+from ....problem.moe_problem import MoEProblem
+from ....problem.padding import padding
+from ....problem.schemes import A16, MXFP4, MXFP8_ACT
+from ...backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    ExpertsClass,
+    FormatSupport,
+    PackageNeed,
+    SupportQuery,
+    WeightForm,
+    only,
+)
+from ...format_keys import act_key, exact_key
+from ...gpu_archs import SM10X, SM90
 from .own import NAIVE
 
-KERNELS = Need(
+KERNELS = PackageNeed(
     "flashinfer_cubin",
     instead=("nvcc", "ninja"),
     switch=Variable("VLLM_HAS_FLASHINFER_CUBIN", "takes FlashInfer's kernels as present"),
 )
 """Compiled kernels, or the tools to compile them at run time."""
 
-Kernels = tuple[Kernel, ...]
-Find = Callable[[MoEProblem], Kernel | None]
-Unfit = Callable[[Kernel, MoEProblem], str]
+Kernels = tuple[FlashInferKernel, ...]
+Find = Callable[[MoEProblem], FlashInferKernel | None]
+Unfit = Callable[[FlashInferKernel, MoEProblem], str]
 
 _NAMED: Mapping[Unfit, tuple[str, str]] = {
     unfit_activation: ("activation in FlashInfer", "scheme"),
@@ -55,25 +65,25 @@ _TO_ROUTERS: Mapping[Unfit, tuple[str, str]] = {
 """Questions to kernels that route by themselves."""
 
 
-def _needs(functions: Iterable[str]) -> tuple[Need, ...]:
+def _needs(functions: Iterable[str]) -> tuple[PackageNeed, ...]:
     """FlashInfer with these functions of its fused MoE, and kernels that are compiled or can be."""
-    return (*(Need("flashinfer", f"fused_moe.{name}") for name in sorted(set(functions))), KERNELS)
+    return (*(PackageNeed("flashinfer", f"fused_moe.{name}") for name in sorted(set(functions))), KERNELS)
 
 
-def _offers(kernels: Kernels) -> tuple[Offer, ...]:
+def _offers(kernels: Kernels) -> tuple[FormatSupport, ...]:
     """The pairs of number formats of `kernels`."""
-    return tuple(Offer(frozenset({exact_key(k.weight)}), only(act_key(k.act))) for k in kernels)
+    return tuple(FormatSupport(frozenset({exact_key(k.weight)}), only(act_key(k.act))) for k in kernels)
 
 
-def _forms(kernels: Kernels) -> tuple[Form, ...]:
+def _forms(kernels: Kernels) -> tuple[WeightForm, ...]:
     """The layouts of `kernels`, by the key of their weights."""
     return tuple(
-        Form(layout, partial(padding, layout), scaled=only(exact_key(kernel.weight)))
+        WeightForm(layout, partial(padding, layout), scaled=only(exact_key(kernel.weight)))
         for layout, kernel in {kernel.layout: kernel for kernel in kernels}.items()
     )
 
 
-def _rules(find: Find, *, routes: bool = False) -> tuple[Rule, ...]:
+def _rules(find: Find, *, routes: bool = False) -> tuple[BackendRule, ...]:
     """A rule for each question to the kernel that `find` has for a problem; `routes`: of its routing, too."""
     asked: list[tuple[Unfit, tuple[str, str]]] = [(unfit, _NAMED[unfit]) for unfit in QUESTIONS]
     if routes:
@@ -81,12 +91,12 @@ def _rules(find: Find, *, routes: bool = False) -> tuple[Rule, ...]:
     return tuple(_rule(find, unfit, *named) for unfit, named in asked)
 
 
-def _rule(find: Find, unfit: Unfit, question: str, group: str) -> Rule:
-    def why(ask: Ask) -> str:
+def _rule(find: Find, unfit: Unfit, question: str, group: str) -> BackendRule:
+    def why(ask: SupportQuery) -> str:
         kernel = find(ask.problem)
         return "" if kernel is None else unfit(kernel, ask.problem)
 
-    return Rule(
+    return BackendRule(
         question=question,
         group=group,
         code="other",
@@ -105,7 +115,7 @@ FLASHINFER_CUTLASS = Backend(
     name="flashinfer_cutlass",
     engine_name="flashinfer_cutlass",
     variants=(
-        Variant(
+        ExpertsClass(
             "cutlass_fused_moe",
             Capability(
                 arch=(SM90,),
@@ -127,21 +137,27 @@ FLASHINFER_CUTLASS = Backend(
 _MXFP4_FP8 = tuple(kernel for kernel in TRTLLM if (kernel.weight, kernel.act) == (MXFP4, MXFP8_ACT))
 
 
-def _with_fp8_tokens(problem: MoEProblem) -> Kernel | None:
+def _with_fp8_tokens(problem: MoEProblem) -> FlashInferKernel | None:
     """The kernel for MXFP4 weights and MXFP8 tokens, also of a checkpoint that declares 16-bit ones."""
     scheme = problem.scheme
     return kernel_of(_MXFP4_FP8, scheme.weight, MXFP8_ACT) if scheme.act in (A16, MXFP8_ACT) else None
 
 
 def _backend(
-    name: str, kernels: tuple[Kernel, ...], find: Find, pairs: tuple[Offer, ...], *, logits: bool, note: str
+    name: str,
+    kernels: tuple[FlashInferKernel, ...],
+    find: Find,
+    pairs: tuple[FormatSupport, ...],
+    *,
+    logits: bool,
+    note: str,
 ) -> Backend:
     functions: Iterable[str] = ((kernel.logits if logits else kernel.routed) for kernel in kernels)
     return Backend(
         name=name,
         engine_name=name,
         variants=(
-            Variant(
+            ExpertsClass(
                 "logits" if logits else "ids and weights",
                 Capability(
                     arch=(SM10X,),
@@ -160,7 +176,7 @@ def _backend(
     )
 
 
-_ANY_TOKENS = (Offer(frozenset({exact_key(MXFP4)}), only("a16", "mxfp8")),)
+_ANY_TOKENS = (FormatSupport(frozenset({exact_key(MXFP4)}), only("a16", "mxfp8")),)
 _FP8_NOTE = "Tokens are rounded to MXFP8, which the checkpoint does not ask for: only when asked for by name."
 
 FLASHINFER_TRTLLM = _backend(

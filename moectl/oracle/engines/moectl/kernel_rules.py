@@ -1,9 +1,9 @@
 """Parts of records that are made of what kernels compute, and questions to other projects' kernels."""
 
 from ....capabilities.kernel_support import KernelSupport
-from ...archs import Archs, sm
-from ...backend import ANY, Ask, Choice, Offer, Rule, only
-from ...keys import exact_key
+from ...backend import ANY, BackendRule, FormatSupport, NameSet, SupportQuery, only
+from ...format_keys import exact_key
+from ...gpu_archs import Archs, sm
 
 
 def archs_of(support: KernelSupport) -> Archs:
@@ -12,27 +12,27 @@ def archs_of(support: KernelSupport) -> Archs:
     return (sm(low, high),)
 
 
-def offers_of(support: KernelSupport) -> tuple[Offer, ...]:
+def offers_of(support: KernelSupport) -> tuple[FormatSupport, ...]:
     """The weight formats, with 16-bit activations alone before those with any."""
     rows = {any_act: [row for row in support.weights if row.any_act == any_act] for any_act in (False, True)}
     keys = {act: frozenset(exact_key(it) for row in some for it in row.formats) for act, some in rows.items()}
-    exact, any_act = (Offer(keys[False]),), (Offer(keys[True], Choice()),)
+    exact, any_act = (FormatSupport(keys[False]),), (FormatSupport(keys[True], NameSet()),)
     return (*(exact if keys[False] else ()), *(any_act if keys[True] else ()))
 
 
-def scales_of(support: KernelSupport) -> Choice:
+def scales_of(support: KernelSupport) -> NameSet:
     """The dtypes of scales that are read."""
     return ANY if support.scales is None else only(*support.scales)
 
 
-def model_dtype(support: KernelSupport) -> Rule:
+def model_dtype(support: KernelSupport) -> BackendRule:
     """The model's dtype, of kernels that take fp16 with integers alone."""
 
-    def holds(ask: Ask) -> bool:
+    def holds(ask: SupportQuery) -> bool:
         row = support.row(ask.problem.scheme.weight.name)
         return ask.dtype in (row.dtypes if row else ("bf16",))
 
-    return Rule(
+    return BackendRule(
         question="model dtype by weights",
         group="scheme",
         code="other",
@@ -42,14 +42,14 @@ def model_dtype(support: KernelSupport) -> Rule:
     )
 
 
-def _scale_dtype(ask: Ask) -> bool:
+def _scale_dtype(ask: SupportQuery) -> bool:
     """True when scales of integers are of the model's dtype; those of other formats are made anew."""
     weight = ask.problem.scheme.weight
     model = {"bf16": "BF16", "fp16": "F16"}.get(ask.problem.dtype)
     return not weight.name.startswith("int") or weight.scale_dtype in ("", model)
 
 
-SCALE_DTYPE = Rule(
+SCALE_DTYPE = BackendRule(
     question="scale dtype by weights",
     group="scheme",
     code="other",
@@ -57,7 +57,7 @@ SCALE_DTYPE = Rule(
     wanted=lambda ask: f"{ask.problem.scheme.weight.scale_dtype}, {ask.problem.dtype} model",
     offered="the model's dtype for integers",
 )
-_WEIGHT_AT_THE_END = Rule(
+_WEIGHT_AT_THE_END = BackendRule(
     question="router's weight",
     group="scheme",
     code="other",
@@ -67,6 +67,6 @@ _WEIGHT_AT_THE_END = Rule(
 )
 
 
-def weighting(support: KernelSupport) -> tuple[Rule, ...]:
+def weighting(support: KernelSupport) -> tuple[BackendRule, ...]:
     """Where the router's weight multiplies, of kernels that do so at the end alone."""
     return () if support.weight_on_input else (_WEIGHT_AT_THE_END,)

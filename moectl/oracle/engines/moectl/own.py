@@ -3,12 +3,21 @@
 from functools import partial
 
 from ....capabilities import own_kernels
-from ....padding import padding, size_rule
-from ...archs import CPU, SM90, Arch
-from ...backend import Ask, Backend, Capability, Form, Rule, Spread, Variant, only
+from ....problem.padding import padding, size_rule
+from ...backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    ExpertsClass,
+    ParallelSupport,
+    SupportQuery,
+    WeightForm,
+    only,
+)
+from ...gpu_archs import CPU, SM90, Arch
 from .kernel_rules import archs_of, offers_of, scales_of
 
-NAIVE = Spread(exchange=only("none", "allgather_reducescatter"), eplb=False)
+NAIVE = ParallelSupport(exchange=only("none", "allgather_reducescatter"), eplb=False)
 """Ranks that gather all tokens and scatter the sums, around experts that skip those of other ranks.
 
 No expert moves between calls: there is no balancing.
@@ -17,12 +26,12 @@ No expert moves between calls: there is no balancing.
 _GATED, _UNGATED = only(*own_kernels.GATED), only(*own_kernels.UNGATED)
 
 
-def _with_its_gate(ask: Ask) -> bool:
+def _with_its_gate(ask: SupportQuery) -> bool:
     known = _GATED if ask.problem.activation.gated else _UNGATED
     return known.allows(ask.problem.activation.name)
 
 
-GATE = Rule(
+GATE = BackendRule(
     question="activation and gate",
     group="scheme",
     code="other",
@@ -36,7 +45,7 @@ TRITON = Backend(
     name="triton",
     engine_name="triton",
     variants=(
-        Variant(
+        ExpertsClass(
             "grouped_gemm",
             Capability(
                 arch=archs_of(own_kernels.TRITON),
@@ -48,14 +57,14 @@ TRITON = Backend(
             ),
         ),
     ),
-    forms=(Form(_MTILE64, partial(padding, _MTILE64)),),
+    forms=(WeightForm(_MTILE64, partial(padding, _MTILE64)),),
     runner="triton",
     verified=(SM90,),
 )
 _MARLIN = own_kernels.TRITON_MARLIN.weights[0].layout
 
 
-def _marlin_sizes(ask: Ask) -> bool:
+def _marlin_sizes(ask: SupportQuery) -> bool:
     """True when the layout can hold the hidden size, which it does not round up."""
     problem = ask.problem
     gated, hidden = problem.activation.gated, problem.dims.hidden
@@ -66,7 +75,7 @@ TRITON_MARLIN = Backend(
     name="triton_marlin",
     engine_name="triton_marlin",
     variants=(
-        Variant(
+        ExpertsClass(
             "marlin",
             Capability(
                 arch=archs_of(own_kernels.TRITON_MARLIN),
@@ -77,7 +86,7 @@ TRITON_MARLIN = Backend(
                 scales=scales_of(own_kernels.TRITON_MARLIN),
                 rules=(
                     GATE,
-                    Rule(
+                    BackendRule(
                         question="hidden size",
                         group="shape",
                         code="other",
@@ -89,7 +98,7 @@ TRITON_MARLIN = Backend(
             ),
         ),
     ),
-    forms=(Form(_MARLIN, partial(padding, _MARLIN)),),
+    forms=(WeightForm(_MARLIN, partial(padding, _MARLIN)),),
     runner="triton_marlin",
     verified=(SM90,),
     note="Reads weights in Marlin's layout as they lie, for decode: a folder converted for Marlin runs "
@@ -99,7 +108,7 @@ TORCH_ARCHS = tuple(map(Arch, own_kernels.TORCH_PLATFORMS))
 TORCH = Backend(
     name="torch",
     engine_name="torch",
-    variants=(Variant("torch", Capability(arch=TORCH_ARCHS, spread=NAIVE, act_order=False)),),
+    variants=(ExpertsClass("torch", Capability(arch=TORCH_ARCHS, spread=NAIVE, act_order=False)),),
     runner="torch",
     verified=(SM90, CPU),
     note="Plain torch: the reference for correctness, and the only choice without a supported GPU. "
@@ -108,7 +117,7 @@ TORCH = Backend(
 EMULATION = Backend(
     name="emulation",
     engine_name="emulation",
-    variants=(Variant("emulation", Capability(arch=TORCH_ARCHS, spread=NAIVE, act_order=False)),),
+    variants=(ExpertsClass("emulation", Capability(arch=TORCH_ARCHS, spread=NAIVE, act_order=False)),),
     runner="emulation",
     note="The slow twin of kernels that quantize activations: weights are decoded, activations rounded to "
     "the format that the checkpoint declares.",

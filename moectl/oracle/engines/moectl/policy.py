@@ -1,12 +1,12 @@
 """What moectl itself runs on one machine: its order of backends."""
 
 from ....environment import Device
-from ....number_formats import NUMBER_FORMATS
-from ....problem import MoEProblem, Parallel
-from ...archs import OUT_OF_TREE, TPU
+from ....problem.moe_problem import MoEProblem, Parallel
+from ....problem.number_formats import NUMBER_FORMATS
 from ...backend import ANY, Backend
+from ...gpu_archs import OUT_OF_TREE, TPU
 from ...policy import Policy, ServeOptions
-from ...route import DECLARED_ACT, Order, Route, StandIn
+from ...route import DECLARED_ACT, EngineSubstitute, Order, Route
 from .external import HUMMING, MARLIN, TRITON_KERNELS
 from .external_flashinfer import (
     FLASHINFER_CUTLASS,
@@ -56,8 +56,8 @@ POLICY = Policy(
             on_request=ON_REQUEST,
             covers=ANY,
             stand_ins=(
-                StandIn("none", (TPU,), "there is no kernel for TPUs here", at_once=True),
-                StandIn(
+                EngineSubstitute("none", (TPU,), "there is no kernel for TPUs here", at_once=True),
+                EngineSubstitute(
                     "none",
                     (OUT_OF_TREE,),
                     "there is no kernel here for platforms that an engine knows through a plug-in",

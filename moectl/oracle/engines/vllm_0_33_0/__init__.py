@@ -1,13 +1,13 @@
 """vLLM 0.33.0: its rules, backends, variables, packages, tuned files and memory, all in this folder."""
 
-from ....schemes import BF16, MXFP4
+from ....problem.schemes import BF16, MXFP4
 from ...decision import CAPABILITY, DTYPE, NAME, PLATFORM
 from ...engine import CacheFolder, Engine, Recordings
 from .data import GRID
 from .deployment import REPACKING
 from .packages import COMPILED_KERNELS, DEFAULT_PROFILES, PACKAGES, profiles
 from .policy import POLICY
-from .tuned import TUNED_FILES
+from .tuned_files import TUNED_FILES
 from .variables import other_names
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from ....capabilities.kernel_packages import KERNEL_PACKAGES
-from ....environment.probes import Probe
+from ....environment.package_probes import Probe
 from ...engine import CompiledKernels, Profile
 from .backends.flashinfer import KERNELS
 from .data import GRID

@@ -1,6 +1,6 @@
 """vLLM 0.33.0: which fused-MoE backend it chooses, as rows, one module for each family of formats.
 
-Orders, conditions and sizes are those of the release; `moectl.conformance` compares them with its
+Orders, conditions and sizes are those of the release; `devtools.conformance` compares them with its
 recorded decisions.
 """
 

@@ -1,43 +1,43 @@
 """AITER: AMD's kernels. On other platforms they stand in the ranking and are refused."""
 
-from .....problem import SWIGLU_OAI, Align
-from .....schemes import MXFP4_ACT, MXFP8_ACT, ActFormat
-from ....archs import ROCM, gfx
+from .....problem.moe_problem import SWIGLU_OAI, Align
+from .....problem.schemes import MXFP4_ACT, MXFP8_ACT, ActFormat
 from ....backend import (
     ALONE,
-    Ask,
     Backend,
+    BackendRule,
     Capability,
-    Form,
-    Need,
-    Offer,
-    Rule,
-    Spread,
-    Stop,
-    Switch,
-    Variant,
+    EnvironmentSwitch,
+    ExpertsClass,
+    FormatSupport,
+    PackageNeed,
+    ParallelSupport,
+    RuntimeFailure,
+    SupportQuery,
+    WeightForm,
     only,
     weighted_input,
 )
+from ....gpu_archs import ROCM, gfx
 from ..variables import VARIABLES
 from .defaults import NO_NVLINK_EXCHANGE, mxfp4_forms
 from .triton import FEW_EXPERTS
 
-_NEEDS = (Need("aiter"),)
+_NEEDS = (PackageNeed("aiter"),)
 CDNA3 = (gfx("gfx942", "gfx950", "gfx1250"),)
 """Architectures of CDNA3 and newer, on which the engine uses AITER at all."""
-_SWITCHES = (Switch(VARIABLES["VLLM_ROCM_USE_AITER"]),)
+_SWITCHES = (EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER"]),)
 _MXFP4 = frozenset({"mxfp4 group 32"})
 _FORMS = mxfp4_forms("aiter-mxfp4")
 _ROUTERS = ("Renormalize", "RenormalizeNaive")
 
-_MOE = (*_SWITCHES, Switch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"]))
+_MOE = (*_SWITCHES, EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"]))
 _ACTIVATIONS = only("silu", "gelu", "situ", "swigluoai", "swigluoai_uninterleave")
 
 
-def _fused(experts: str, *offers: Offer, stops: tuple[Stop, ...] = ()) -> Variant:
+def _fused(experts: str, *offers: FormatSupport, stops: tuple[RuntimeFailure, ...] = ()) -> ExpertsClass:
     """Kernels of CDNA3 and newer, on by switch."""
-    return Variant(
+    return ExpertsClass(
         experts,
         Capability(
             arch=CDNA3,
@@ -55,11 +55,11 @@ def _fused(experts: str, *offers: Offer, stops: tuple[Stop, ...] = ()) -> Varian
 AITER_PLAIN = Backend(
     name="aiter",
     engine_name="ROCm AITER",
-    variants=(_fused("AiterUnquantizedExperts", Offer(frozenset({"bf16"}))),),
+    variants=(_fused("AiterUnquantizedExperts", FormatSupport(frozenset({"bf16"}))),),
     forms=(
         # Its kernels pick tiles of 64 or 128 by the size itself.
-        Form("aiter-shuffled", Align(1, 64), up_to=192),
-        Form("aiter-shuffled", Align(1, 128)),
+        WeightForm("aiter-shuffled", Align(1, 64), up_to=192),
+        WeightForm("aiter-shuffled", Align(1, 128)),
     ),
 )
 AITER_W8A8 = Backend(
@@ -68,30 +68,32 @@ AITER_W8A8 = Backend(
     variants=(
         _fused(
             "AiterFp8BlockExperts",
-            Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
+            FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
             stops=(weighted_input("AssertionError"),),
         ),
         _fused(
             "AiterFp8TensorExperts",
-            Offer(frozenset({"fp8 per tensor"}), only("fp8 per tensor static", "fp8 per tensor dynamic")),
+            FormatSupport(
+                frozenset({"fp8 per tensor"}), only("fp8 per tensor static", "fp8 per tensor dynamic")
+            ),
         ),
         _fused(
             "AiterFp8ChannelExperts",
-            Offer(frozenset({"fp8 per channel"}), only("fp8 per token dynamic")),
+            FormatSupport(frozenset({"fp8 per channel"}), only("fp8 per token dynamic")),
         ),
     ),
-    forms=(Form("aiter-shuffled"),),
+    forms=(WeightForm("aiter-shuffled"),),
 )
 
-_CK = Variant(
+_CK = ExpertsClass(
     "AiterMxfp4Experts",
     Capability(
         arch=CDNA3,
         needs=_NEEDS,
         switches=_MOE,
         offers=(
-            Offer(_MXFP4, only("a16", "mxfp4"), (gfx("gfx950"),)),
-            Offer(frozenset({"int4 group 32"}), only("a16"), (gfx("gfx942"),)),
+            FormatSupport(_MXFP4, only("a16", "mxfp4"), (gfx("gfx950"),)),
+            FormatSupport(frozenset({"int4 group 32"}), only("a16"), (gfx("gfx942"),)),
         ),
         activations=_ACTIVATIONS,
         ungated=False,
@@ -103,7 +105,7 @@ AITER_BF16 = Backend(
     engine_name="AITER_MXFP4_BF16",
     variants=(_CK,),
     forms=(
-        Form("aiter-mxfp4", Align(128, 128), (ROCM,), activations=only("silu", "situ")),
+        WeightForm("aiter-mxfp4", Align(128, 128), (ROCM,), activations=only("silu", "situ")),
         *_FORMS,
     ),
 )
@@ -112,19 +114,19 @@ AITER_MXFP4 = Backend(
     engine_name="AITER_MXFP4_MXFP4",
     variants=(_CK,),
     act=MXFP4_ACT,
-    forms=(Form("aiter-mxfp4", Align(256, 128), (ROCM,)), *_FORMS),
+    forms=(WeightForm("aiter-mxfp4", Align(256, 128), (ROCM,)), *_FORMS),
 )
 AITER_TRITON_BF16 = Backend(
     name="aiter_triton_mxfp4_bf16",
     engine_name="AITER_TRITON_MXFP4_BF16",
     variants=(
-        Variant(
+        ExpertsClass(
             "AiterW4A16ExpertsMonolithic",
             Capability(
                 arch=CDNA3,
                 needs=_NEEDS,
                 switches=_SWITCHES,
-                offers=(Offer(_MXFP4),),
+                offers=(FormatSupport(_MXFP4),),
                 activations=only("silu", "swigluoai"),
                 ungated=False,
                 routing=only(*_ROUTERS, "DeepseekV4", "DeepSeekV3"),
@@ -140,17 +142,17 @@ AITER_FP8 = Backend(
     name="aiter_mxfp4_fp8",
     engine_name="AITER_MXFP4_FP8",
     variants=(
-        Variant(
+        ExpertsClass(
             "AiterW4A8ExpertsMonolithic",
             Capability(
                 arch=(gfx("gfx950", "gfx1250"),),
                 needs=_NEEDS,
                 switches=_SWITCHES,
-                offers=(Offer(_MXFP4, only("fp8 per tensor static")),),
+                offers=(FormatSupport(_MXFP4, only("fp8 per tensor static")),),
                 activations=only("swigluoai"),
                 ungated=False,
                 routing=only(*_ROUTERS),
-                spread=Spread(eplb=False, dp=False, ep=False),
+                spread=ParallelSupport(eplb=False, dp=False, ep=False),
             ),
             monolithic=True,
         ),
@@ -162,13 +164,13 @@ AITER_TRITON_MXFP4 = Backend(
     name="aiter_triton_mxfp4_mxfp4",
     engine_name="AITER_TRITON_MXFP4_MXFP4",
     variants=(
-        Variant(
+        ExpertsClass(
             "AiterW4A4ExpertsMonolithic",
             Capability(
                 arch=(gfx("gfx1250"),),
                 needs=_NEEDS,
                 switches=_SWITCHES,
-                offers=(Offer(_MXFP4, only("mxfp4")),),
+                offers=(FormatSupport(_MXFP4, only("mxfp4")),),
                 activations=only("silu", "swigluoai", "swigluoai_uninterleave"),
                 ungated=False,
                 routing=only(*_ROUTERS, "DeepseekV4", "DeepSeekV3", "MiniMax2"),
@@ -183,7 +185,7 @@ AITER_TRITON_MXFP4 = Backend(
 )
 
 
-def _published_alpha(ask: Ask) -> bool:
+def _published_alpha(ask: SupportQuery) -> bool:
     activation = ask.problem.activation
     return activation.name != "swigluoai" or activation.alpha in (None, SWIGLU_OAI.alpha)
 
@@ -192,18 +194,18 @@ AITER_MXFP8 = Backend(
     name="aiter",
     engine_name="AITER_MXFP8",
     variants=(
-        Variant(
+        ExpertsClass(
             "AiterMxfp8Experts",
             Capability(
                 arch=(gfx("gfx950", "gfx1250"),),
                 needs=_NEEDS,
-                switches=(*_SWITCHES, Switch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"])),
-                offers=(Offer(frozenset({"mxfp8 group 32"}), only("mxfp8")),),
+                switches=(*_SWITCHES, EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"])),
+                offers=(FormatSupport(frozenset({"mxfp8 group 32"}), only("mxfp8")),),
                 activations=only("silu", "swigluoai_uninterleave"),
                 lora=True,
                 rules=(
                     FEW_EXPERTS,
-                    Rule(
+                    BackendRule(
                         question="activation parameters",
                         group="scheme",
                         code="other",
@@ -217,5 +219,5 @@ AITER_MXFP8 = Backend(
         ),
     ),
     act=MXFP8_ACT,
-    forms=(Form("aiter-mxfp8"),),
+    forms=(WeightForm("aiter-mxfp8"),),
 )

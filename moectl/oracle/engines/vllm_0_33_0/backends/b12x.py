@@ -2,29 +2,41 @@
 
 from dataclasses import replace
 
-from .....schemes import MXFP8_ACT, NVFP4_ACT
-from ....archs import SM12X
-from ....backend import Ask, Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, only
+from .....problem.schemes import MXFP8_ACT, NVFP4_ACT
+from ....backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    EnvironmentSwitch,
+    ExpertsClass,
+    FormatSupport,
+    PackageNeed,
+    ParallelSupport,
+    SupportQuery,
+    WeightForm,
+    only,
+)
+from ....gpu_archs import SM12X
 from ..variables import VARIABLES
 
 
-def _rule(question: str, offered: str, multiple_of_hidden: int) -> Rule:
-    def holds(ask: Ask) -> bool:
+def _rule(question: str, offered: str, multiple_of_hidden: int) -> BackendRule:
+    def holds(ask: SupportQuery) -> bool:
         dims = ask.problem.dims
         return dims.intermediate % 32 == 0 and dims.hidden % multiple_of_hidden == 0
 
-    def wanted(ask: Ask) -> str:
+    def wanted(ask: SupportQuery) -> str:
         return f"hidden {ask.problem.dims.hidden}, intermediate {ask.problem.dims.intermediate} per rank"
 
-    return Rule(question, "shape", "shape", holds, wanted, offered)
+    return BackendRule(question, "shape", "shape", holds, wanted, offered)
 
 
-def _situ_fits(ask: Ask) -> bool:
+def _situ_fits(ask: SupportQuery) -> bool:
     activation = ask.problem.activation
     return activation.name != "situ" or (activation.beta, activation.linear_beta) == (4.0, 25.0)
 
 
-_SITU = Rule(
+_SITU = BackendRule(
     question="activation parameters",
     group="scheme",
     code="other",
@@ -34,43 +46,43 @@ _SITU = Rule(
 )
 _BF16 = Capability(
     arch=(SM12X,),
-    needs=(Need("b12x"),),
-    offers=(Offer(frozenset({"mxfp4 group 32"}), only("a16", "mxfp8")),),
+    needs=(PackageNeed("b12x"),),
+    offers=(FormatSupport(frozenset({"mxfp4 group 32"}), only("a16", "mxfp8")),),
     activations=only("silu", "situ", "swigluoai_uninterleave", "relu2_no_mul"),
-    spread=Spread(exchange=only("none"), eplb=False, ep=False),
+    spread=ParallelSupport(exchange=only("none"), eplb=False, ep=False),
     bias=False,
     rules=(_SITU, _rule("sizes", "intermediate a multiple of 32", 1)),
 )
 _NVFP4 = replace(
     _BF16,
-    offers=(Offer(frozenset({"nvfp4 group 16"}), only("a16", "nvfp4")),),
+    offers=(FormatSupport(frozenset({"nvfp4 group 16"}), only("a16", "nvfp4")),),
     activations=only("silu", "situ", "relu2_no_mul", "swigluoai_uninterleave"),
     rules=(_SITU,),
 )
 _MXFP8 = replace(
     _BF16,
     activations=only("silu", "situ"),
-    switches=(Switch(VARIABLES["VLLM_B12X_MOE_FP4_FORCE_A16"], wanted=False),),
+    switches=(EnvironmentSwitch(VARIABLES["VLLM_B12X_MOE_FP4_FORCE_A16"], wanted=False),),
     rules=(_SITU, _rule("sizes", "hidden a multiple of 256, intermediate of 32", 256)),
 )
 
 B12X_BF16 = Backend(
     name="b12x",
     engine_name="B12X_MXFP4_BF16",
-    variants=(Variant("B12xExperts", _BF16),),
-    forms=(Form("b12x-mxfp4"),),
+    variants=(ExpertsClass("B12xExperts", _BF16),),
+    forms=(WeightForm("b12x-mxfp4"),),
 )
 B12X_MXFP8 = Backend(
     name="b12x",
     engine_name="B12X_MXFP4_MXFP8",
-    variants=(Variant("B12xExperts", _MXFP8),),
+    variants=(ExpertsClass("B12xExperts", _MXFP8),),
     act=MXFP8_ACT,
-    forms=(Form("b12x-mxfp4"),),
+    forms=(WeightForm("b12x-mxfp4"),),
 )
 B12X_NVFP4 = Backend(
     name="b12x",
     engine_name="B12X",
-    variants=(Variant("B12xExperts", _NVFP4),),
+    variants=(ExpertsClass("B12xExperts", _NVFP4),),
     act=NVFP4_ACT,
-    forms=(Form("b12x-nvfp4"),),
+    forms=(WeightForm("b12x-nvfp4"),),
 )

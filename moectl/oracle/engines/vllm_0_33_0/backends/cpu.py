@@ -3,23 +3,23 @@
 import math
 from dataclasses import replace
 
-from .....problem import Align
-from ....archs import ROCM, X86_AMX, Arch
+from .....problem.moe_problem import Align
 from ....backend import (
-    Ask,
     Backend,
+    BackendRule,
     Capability,
-    Form,
-    Need,
-    Offer,
-    Rule,
-    Spread,
-    Switch,
-    Variant,
+    EnvironmentSwitch,
+    ExpertsClass,
+    FormatSupport,
+    PackageNeed,
+    ParallelSupport,
+    SupportQuery,
+    WeightForm,
     but,
     only,
     weighted_input,
 )
+from ....gpu_archs import ROCM, X86_AMX, Arch
 from ..variables import VARIABLES
 
 _ZEN = Arch("cpu", features=frozenset({"zen"}))
@@ -32,11 +32,11 @@ CPU_MXFP4 = Backend(
     name="cpu",
     engine_name="CPU",
     variants=(
-        Variant(
+        ExpertsClass(
             "CPUExpertsMxfp4",
             Capability(
                 arch=(X86_AMX,),
-                offers=(Offer(frozenset({"mxfp4 group 32"})),),
+                offers=(FormatSupport(frozenset({"mxfp4 group 32"})),),
                 activations=only("silu", "swigluoai", "gelu", "gelu_tanh"),
                 ungated=False,
                 routing=only(*_ROUTERS, "DeepseekV4"),
@@ -45,17 +45,20 @@ CPU_MXFP4 = Backend(
         ),
     ),
     # The engine rounds for ROCm before it looks at the backend.
-    forms=(Form("cpu-amx-mxfp4", Align(256, 256), where=(ROCM,)), Form("cpu-amx-mxfp4", Align(32, 32))),
+    forms=(
+        WeightForm("cpu-amx-mxfp4", Align(256, 256), where=(ROCM,)),
+        WeightForm("cpu-amx-mxfp4", Align(32, 32)),
+    ),
 )
 CPU_INT4 = Backend(
     name="cpu",
     engine_name="CPU",
     variants=(
-        Variant(
+        ExpertsClass(
             "CPUExpertsInt4",
             Capability(
                 arch=(X86_AMX,),
-                offers=(Offer(frozenset({"int4 group"})),),
+                offers=(FormatSupport(frozenset({"int4 group"})),),
                 activations=only("silu", "gelu_tanh"),
                 ungated=False,
                 routing=only(*_ROUTERS),
@@ -63,28 +66,28 @@ CPU_INT4 = Backend(
             ),
         ),
     ),
-    forms=(Form("cpu-amx-int4"),),
+    forms=(WeightForm("cpu-amx-int4"),),
 )
 
 
-def _multiples(hidden: int, intermediate: int = 1) -> Rule:
+def _multiples(hidden: int, intermediate: int = 1) -> BackendRule:
     """Sizes that the kernels take; intermediate sizes that they pad themselves are not asked for."""
     also = f", intermediate of {intermediate}" if intermediate > 1 else ""
 
-    def holds(ask: Ask) -> bool:
+    def holds(ask: SupportQuery) -> bool:
         dims = ask.problem.dims
         return dims.hidden % hidden == 0 and dims.intermediate % intermediate == 0
 
-    return Rule("sizes", "shape", "shape", holds, _sizes, f"hidden a multiple of {hidden}{also}")
+    return BackendRule("sizes", "shape", "shape", holds, _sizes, f"hidden a multiple of {hidden}{also}")
 
 
-def _sizes(ask: Ask) -> str:
+def _sizes(ask: SupportQuery) -> str:
     return f"hidden {ask.problem.dims.hidden}, intermediate {ask.problem.dims.intermediate} per rank"
 
 
 _INT8 = Capability(
     arch=(X86_AMX,),
-    offers=(Offer(frozenset({"int8 per channel"}), only("int8 per token dynamic")),),
+    offers=(FormatSupport(frozenset({"int8 per channel"}), only("int8 per token dynamic")),),
     activations=only("silu", "gelu_tanh"),
     ungated=False,
     routing=only(*_ROUTERS),
@@ -95,60 +98,63 @@ _INT8_SPLIT = replace(
     _INT8,
     stops=(),
     activations=only("silu", "swigluoai", "gelu", "gelu_tanh"),
-    spread=Spread(ep=False),
+    spread=ParallelSupport(ep=False),
 )
 CPU_INT8 = Backend(
     name="cpu",
     engine_name="CPU",
     variants=(
-        Variant("ZenCPUExpertsInt8", replace(_INT8_SPLIT, arch=(_ZEN,), needs=(Need("zentorch"),), rules=())),
-        Variant(
+        ExpertsClass(
+            "ZenCPUExpertsInt8",
+            replace(_INT8_SPLIT, arch=(_ZEN,), needs=(PackageNeed("zentorch"),), rules=()),
+        ),
+        ExpertsClass(
             "PowerCPUExpertsInt8",
             replace(_INT8_SPLIT, arch=(_POWER,), dtypes=only("bf16", "fp32"), rules=(_multiples(16, 16),)),
         ),
-        Variant("ArmCPUExpertsInt8", replace(_INT8_SPLIT, arch=(_ARM,), rules=(_multiples(32, 32),))),
-        Variant("CPUExpertsInt8", _INT8),
+        ExpertsClass("ArmCPUExpertsInt8", replace(_INT8_SPLIT, arch=(_ARM,), rules=(_multiples(32, 32),))),
+        ExpertsClass("CPUExpertsInt8", _INT8),
     ),
-    forms=(Form("cpu-int8"),),
+    forms=(WeightForm("cpu-int8"),),
 )
 
 CPU_W4A8 = Backend(
     name="cpu",
     engine_name="CPU_INT4",
     variants=(
-        Variant(
+        ExpertsClass(
             "CPUExpertsInt4",
             Capability(
                 arch=(_ARM,),
-                offers=(Offer(frozenset({"int4 group", "int4 group 32"})),),
+                offers=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
                 activations=only("silu", "swigluoai", "swiglustep"),
                 ungated=False,
                 routing=only(*_ROUTERS),
-                spread=Spread(ep=False),
+                spread=ParallelSupport(ep=False),
             ),
             monolithic=True,
         ),
     ),
-    forms=(Form("kleidiai-int4"),),
+    forms=(WeightForm("kleidiai-int4"),),
 )
 
 
-def _grouped_gemm(output: int, reduction: int, zen: bool = False) -> Rule:
+def _grouped_gemm(output: int, reduction: int, zen: bool = False) -> BackendRule:
     """Tiles of the grouped GEMM: the intermediate size is padded to them, but not for gpt-oss rows."""
 
-    def holds(ask: Ask) -> bool:
+    def holds(ask: SupportQuery) -> bool:
         if zen and _ZEN.fits(ask.device) and ask.packages.has("zentorch"):
             return True
         dims, tile = ask.problem.dims, math.lcm(output, reduction)
         return dims.hidden % tile == 0 and (ask.activation != "swigluoai" or dims.intermediate % tile == 0)
 
     tile = math.lcm(output, reduction)
-    return Rule("sizes", "shape", "shape", holds, _sizes, f"hidden and gpt-oss intermediate of {tile}")
+    return BackendRule("sizes", "shape", "shape", holds, _sizes, f"hidden and gpt-oss intermediate of {tile}")
 
 
 _BF16 = Capability(
     arch=(Arch("cpu"),),
-    offers=(Offer(frozenset({"bf16"})),),
+    offers=(FormatSupport(frozenset({"bf16"})),),
     activations=only("silu", "swigluoai", "gelu", "gelu_tanh"),
     ungated=False,
 )
@@ -156,32 +162,32 @@ CPU_BF16 = Backend(
     name="cpu",
     engine_name="CPU",
     variants=(
-        Variant(
+        ExpertsClass(
             "X86CPUUnquantizedExperts",
             replace(_BF16, arch=(X86_AMX,), dtypes=only("bf16"), rules=(_grouped_gemm(32, 32),)),
         ),
-        Variant(
+        ExpertsClass(
             "ArmCPUUnquantizedExperts",
             replace(_BF16, arch=(_ARM,), dtypes=only("bf16"), rules=(_grouped_gemm(32, 4),)),
         ),
-        Variant(
+        ExpertsClass(
             "PowerCPUUnquantizedExperts",
             replace(_BF16, arch=(_POWER,), dtypes=only("bf16"), rules=(_grouped_gemm(16, 2),)),
         ),
-        Variant("CPUUnquantizedExperts", replace(_BF16, rules=(_grouped_gemm(32, 1, zen=True),))),
+        ExpertsClass("CPUUnquantizedExperts", replace(_BF16, rules=(_grouped_gemm(32, 1, zen=True),))),
     ),
     forms=(
-        Form("cpu-bf16", where=(X86_AMX,), dtypes=only("bf16")),
-        Form("cpu-bf16-neon", where=(_ARM,), dtypes=only("bf16")),
-        Form("cpu-bf16-vsx", where=(_POWER,), dtypes=only("bf16")),
-        Form("cpu-bf16-vec"),
+        WeightForm("cpu-bf16", where=(X86_AMX,), dtypes=only("bf16")),
+        WeightForm("cpu-bf16-neon", where=(_ARM,), dtypes=only("bf16")),
+        WeightForm("cpu-bf16-vsx", where=(_POWER,), dtypes=only("bf16")),
+        WeightForm("cpu-bf16-vec"),
     ),
     note="Kernels of one architecture come before the portable ones.",
 )
 
 _FP8 = Capability(
     arch=(X86_AMX,),
-    offers=(Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),),
+    offers=(FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),),
     activations=only("silu", "gelu", "gelu_tanh"),
     ungated=False,
     routing=only(*_ROUTERS, "DeepSeekV3", "DeepseekV4"),
@@ -190,14 +196,14 @@ _FP8 = Capability(
 CPU_FP8 = Backend(
     name="cpu",
     engine_name="CPU",
-    variants=(Variant("CPUExpertsFp8", _FP8),),
-    forms=(Form("cpu-amx-fp8"),),
+    variants=(ExpertsClass("CPUExpertsFp8", _FP8),),
+    forms=(WeightForm("cpu-amx-fp8"),),
 )
 CPU_W8A8 = Backend(
     name="cpu_w8a8",
     engine_name="CPU_W8A8",
     variants=(
-        Variant(
+        ExpertsClass(
             "CPUExpertsFp8W8A8",
             replace(
                 _FP8,
@@ -206,12 +212,12 @@ CPU_W8A8 = Backend(
             ),
         ),
     ),
-    forms=(Form("cpu-amx-fp8-w8a8"),),
+    forms=(WeightForm("cpu-amx-fp8-w8a8"),),
     note="First, as it alone keeps FP8 activations; without AMX-FP8 the next one takes 16-bit ones.",
 )
 
 
-def _whole_words(ask: Ask) -> bool:
+def _whole_words(ask: SupportQuery) -> bool:
     group = ask.problem.scheme.weight.group
     return group > 0 and group % 4 == 0
 
@@ -220,23 +226,23 @@ ZEN_INT4 = Backend(
     name="zen_cpu",
     engine_name="ZEN_CPU",
     variants=(
-        Variant(
+        ExpertsClass(
             "ZentorchExpertsInt4",
             Capability(
                 arch=(_ZEN,),
-                needs=(Need("zentorch"),),
-                switches=(Switch(VARIABLES["VLLM_CPU_INT4_W4A8"], code="other"),),
-                offers=(Offer(frozenset({"int4 group", "int4 group 32"})),),
+                needs=(PackageNeed("zentorch"),),
+                switches=(EnvironmentSwitch(VARIABLES["VLLM_CPU_INT4_W4A8"], code="other"),),
+                offers=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
                 activations=only("silu", "gelu", "gelu_tanh", "swigluoai"),
                 ungated=False,
                 routing=only(*_ROUTERS, "Custom"),
-                spread=Spread(ep=False),
+                spread=ParallelSupport(ep=False),
                 checkpoints=but("moe_wna16", "quark_int4"),
                 act_order=False,
                 zero_points=False,
                 dtypes=only("bf16"),
                 rules=(
-                    Rule(
+                    BackendRule(
                         question="scale groups",
                         group="shape",
                         code="other",
@@ -244,7 +250,7 @@ ZEN_INT4 = Backend(
                         wanted=lambda ask: str(ask.problem.scheme.weight),
                         offered="groups of a multiple of 4",
                     ),
-                    Rule(
+                    BackendRule(
                         question="experts per token",
                         group="shape",
                         code="other",
@@ -257,5 +263,5 @@ ZEN_INT4 = Backend(
             monolithic=True,
         ),
     ),
-    forms=(Form("zentorch-int4"),),
+    forms=(WeightForm("zentorch-int4"),),
 )

@@ -1,26 +1,35 @@
 """DeepGEMM: FP8 activations with FP8 weights in blocks, or with FP4 weights on Blackwell."""
 
-from .....problem import Align
-from .....schemes import MXFP8_ACT, ActFormat
-from ....archs import SM10X, SM12X, SM90
-from ....backend import Backend, Capability, Form, Need, Offer, Switch, Variant, only
+from .....problem.moe_problem import Align
+from .....problem.schemes import MXFP8_ACT, ActFormat
+from ....backend import (
+    Backend,
+    Capability,
+    EnvironmentSwitch,
+    ExpertsClass,
+    FormatSupport,
+    PackageNeed,
+    WeightForm,
+    only,
+)
+from ....gpu_archs import SM10X, SM12X, SM90
 from ..variables import VARIABLES
 from .defaults import NO_NVLINK_EXCHANGE
 
-_NEEDS = (Need("deep_gemm"),)
-_SWITCHES = (Switch(VARIABLES["VLLM_USE_DEEP_GEMM"]),)
-_FP8 = (Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),)
-_FORMS = (Form("deep-gemm-fp8"),)
+_NEEDS = (PackageNeed("deep_gemm"),)
+_SWITCHES = (EnvironmentSwitch(VARIABLES["VLLM_USE_DEEP_GEMM"]),)
+_FP8 = (FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),)
+_FORMS = (WeightForm("deep-gemm-fp8"),)
 
-PLAIN_DEEP_GEMM = Variant(
+PLAIN_DEEP_GEMM = ExpertsClass(
     "DeepGemmExperts",
     Capability(
         arch=(SM90, SM10X, SM12X),
         needs=_NEEDS,
         switches=_SWITCHES,
         offers=(
-            Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
-            Offer(frozenset({"mxfp8 group 32"}), only("mxfp8"), (SM10X,)),
+            FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
+            FormatSupport(frozenset({"mxfp8 group 32"}), only("mxfp8"), (SM10X,)),
         ),
         activations=only("silu", "swiglustep", "swigluoai_uninterleave"),
         ungated=False,
@@ -33,13 +42,13 @@ DEEP_GEMM_MXFP8 = Backend(
     engine_name="DEEPGEMM",
     variants=(PLAIN_DEEP_GEMM,),
     act=MXFP8_ACT,
-    forms=(Form("deep-gemm"),),
+    forms=(WeightForm("deep-gemm"),),
 )
 DEEP_GEMM_FP8 = Backend(
     name="deep_gemm",
     engine_name="DEEPGEMM",
     variants=(
-        Variant(
+        ExpertsClass(
             # Small batches go to Triton at run time, so both must serve the deployment.
             "TritonOrDeepGemmExperts",
             Capability(
@@ -59,7 +68,7 @@ BATCHED_DEEP_GEMM = Backend(
     name="batched_deep_gemm",
     engine_name="BATCHED_DEEPGEMM",
     variants=(
-        Variant(
+        ExpertsClass(
             "BatchedDeepGemmExperts",
             Capability(
                 arch=(SM90, SM10X, SM12X),
@@ -78,13 +87,13 @@ DEEP_GEMM_MXFP4 = Backend(
     name="deep_gemm",
     engine_name="DEEPGEMM_MXFP4",
     variants=(
-        Variant(
+        ExpertsClass(
             "DeepGemmFP4Experts",
             Capability(
                 arch=(SM10X, SM12X),
                 needs=_NEEDS,
                 switches=_SWITCHES,
-                offers=(Offer(frozenset({"mxfp4 group 32"}), only("fp8 group 128 dynamic")),),
+                offers=(FormatSupport(frozenset({"mxfp4 group 32"}), only("fp8 group 128 dynamic")),),
                 activations=only("silu", "swiglustep", "situ"),
                 ungated=False,
                 spread=NO_NVLINK_EXCHANGE,
@@ -92,5 +101,5 @@ DEEP_GEMM_MXFP4 = Backend(
         ),
     ),
     act=ActFormat("fp8", 8, (1, 128)),
-    forms=(Form("deep-gemm", Align(128, 128)),),
+    forms=(WeightForm("deep-gemm", Align(128, 128)),),
 )

@@ -5,9 +5,9 @@ gate and up rows, ``swigluoai_uninterleave`` the same over concatenated ones; ``
 without a gate.
 """
 
-from .....problem import Align
-from ....archs import ROCM
-from ....backend import Form, Spread, but, only
+from .....problem.moe_problem import Align
+from ....backend import ParallelSupport, WeightForm, but, only
+from ....gpu_archs import ROCM
 
 SHARED = only(
     "silu",
@@ -25,16 +25,16 @@ SHARED = only(
 """What a step of its own between the two GEMMs computes."""
 
 
-NO_NVLINK_EXCHANGE = Spread(
+NO_NVLINK_EXCHANGE = ParallelSupport(
     exchange=but("flashinfer_nvlink_two_sided", "flashinfer_all2allv", "flashinfer_nvlink_one_sided")
 )
-NO_TWO_SIDED_EXCHANGE = Spread(exchange=but("flashinfer_nvlink_two_sided", "flashinfer_all2allv"))
+NO_TWO_SIDED_EXCHANGE = ParallelSupport(exchange=but("flashinfer_nvlink_two_sided", "flashinfer_all2allv"))
 
 
-def mxfp4_forms(layout: str) -> tuple[Form, ...]:
+def mxfp4_forms(layout: str) -> tuple[WeightForm, ...]:
     """The sizes that MXFP4 weights are rounded up to, for a layout with no rule of its own."""
     mxfp4 = frozenset({"mxfp4"})
     return (
-        Form(layout, Align(256, 256), where=(ROCM,), weights=mxfp4),
-        Form(layout, Align(1, 64), weights=mxfp4),
+        WeightForm(layout, Align(256, 256), where=(ROCM,), weights=mxfp4),
+        WeightForm(layout, Align(1, 64), weights=mxfp4),
     )

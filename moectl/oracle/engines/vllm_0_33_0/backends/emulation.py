@@ -2,42 +2,42 @@
 
 from dataclasses import replace
 
-from .....problem import Align
-from .....schemes import MXFP8_ACT
-from ....archs import CUDA, ROCM
-from ....backend import Backend, Form, Need, Offer, Variant, but
+from .....problem.moe_problem import Align
+from .....problem.schemes import MXFP8_ACT
+from ....backend import Backend, ExpertsClass, FormatSupport, PackageNeed, WeightForm, but
+from ....gpu_archs import CUDA, ROCM
 from .triton import MXFP8_CAPABILITY, PLAIN_CAPABILITY
 
 EMULATION_MX = Backend(
     name="emulation",
     engine_name="EMULATION",
     variants=(
-        Variant(
+        ExpertsClass(
             "OCP_MXQuantizationEmulationTritonExperts",
-            replace(PLAIN_CAPABILITY, offers=None, needs=(Need("quark", code="package"),)),
+            replace(PLAIN_CAPABILITY, offers=None, needs=(PackageNeed("quark", code="package"),)),
         ),
     ),
     follows_declared=True,
-    forms=(Form("plain", Align(32, 32)),),
+    forms=(WeightForm("plain", Align(32, 32)),),
 )
 EMULATION_MXFP8 = Backend(
     name="emulation",
     engine_name="EMULATION",
-    variants=(Variant("Mxfp8EmulationTritonExperts", replace(MXFP8_CAPABILITY, arch=None)),),
+    variants=(ExpertsClass("Mxfp8EmulationTritonExperts", replace(MXFP8_CAPABILITY, arch=None)),),
     act=MXFP8_ACT,
-    forms=(Form("plain"),),
+    forms=(WeightForm("plain"),),
 )
 EMULATION_INT4 = Backend(
     name="emulation",
     engine_name="EMULATION",
     variants=(
-        Variant(
+        ExpertsClass(
             "Int4EmulationTritonExperts",
             replace(
                 PLAIN_CAPABILITY,
                 arch=(CUDA, ROCM),
                 offers=(
-                    Offer(
+                    FormatSupport(
                         frozenset(
                             {
                                 "int4 group",
@@ -52,5 +52,5 @@ EMULATION_INT4 = Backend(
             ),
         ),
     ),
-    forms=(Form("plain"),),
+    forms=(WeightForm("plain"),),
 )

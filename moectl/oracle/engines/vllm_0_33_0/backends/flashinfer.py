@@ -1,12 +1,26 @@
 """FlashInfer's fused MoE kernels: TRT-LLM generated ones on SM10x, CUTLASS on SM90, SM10x and SM12x."""
 
-from .....padding import padding
-from .....schemes import MXFP4, MXFP8_ACT
-from ....archs import SM10X, SM12X, SM90, sm
-from ....backend import ALONE, Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, only
+from .....problem.padding import padding
+from .....problem.schemes import MXFP4, MXFP8_ACT
+from ....backend import (
+    ALONE,
+    Backend,
+    BackendRule,
+    Capability,
+    EnvironmentSwitch,
+    ExpertsClass,
+    FormatSupport,
+    PackageNeed,
+    ParallelSupport,
+    WeightForm,
+    only,
+)
+from ....gpu_archs import SM10X, SM12X, SM90, sm
 from ..variables import VARIABLES
 
-KERNELS = Need("flashinfer_cubin", instead=("nvcc", "ninja"), switch=VARIABLES["VLLM_HAS_FLASHINFER_CUBIN"])
+KERNELS = PackageNeed(
+    "flashinfer_cubin", instead=("nvcc", "ninja"), switch=VARIABLES["VLLM_HAS_FLASHINFER_CUBIN"]
+)
 """Compiled kernels, or the tools to compile them at run time."""
 
 TRTLLM_SYMBOLS = (
@@ -24,13 +38,13 @@ CUTLASS_SYMBOLS = (
 )
 
 
-def flashinfer_needs(symbols: tuple[str, ...] = ("",)) -> tuple[Need, ...]:
+def flashinfer_needs(symbols: tuple[str, ...] = ("",)) -> tuple[PackageNeed, ...]:
     """FlashInfer with `symbols`, and kernels that are compiled or can be."""
-    return (*(Need("flashinfer", symbol) for symbol in symbols), KERNELS)
+    return (*(PackageNeed("flashinfer", symbol) for symbol in symbols), KERNELS)
 
 
 SITU = "tllm_enums.Situ"
-SITU_KERNELS = Rule(
+SITU_KERNELS = BackendRule(
     question="SiTU in FlashInfer",
     group="package",
     code="activation",
@@ -43,7 +57,7 @@ _MXFP4 = frozenset({"mxfp4 group 32"})
 _TRTLLM = Capability(
     arch=(SM10X,),
     needs=flashinfer_needs(),
-    offers=(Offer(_MXFP4, only("a16", "mxfp8")),),
+    offers=(FormatSupport(_MXFP4, only("a16", "mxfp8")),),
     activations=only("silu", "swigluoai", "situ"),
     ungated=False,
     rules=(SITU_KERNELS,),
@@ -59,10 +73,10 @@ _TRTLLM_MONOLITHIC = Capability(
     rules=_TRTLLM.rules,
 )
 _TRTLLM_VARIANTS = (
-    Variant("TrtLlmMxfp4ExpertsMonolithic", _TRTLLM_MONOLITHIC, monolithic=True),
-    Variant("TrtLlmMxfp4ExpertsModular", _TRTLLM),
+    ExpertsClass("TrtLlmMxfp4ExpertsMonolithic", _TRTLLM_MONOLITHIC, monolithic=True),
+    ExpertsClass("TrtLlmMxfp4ExpertsModular", _TRTLLM),
 )
-_TRTLLM_FORMS = (Form("trtllm-mxfp4", padding("trtllm-mxfp4", MXFP4)),)
+_TRTLLM_FORMS = (WeightForm("trtllm-mxfp4", padding("trtllm-mxfp4", MXFP4)),)
 
 TRTLLM_BF16 = Backend(
     name="flashinfer_trtllm",
@@ -82,12 +96,12 @@ TRTLLM_LORA = Backend(
     name="flashinfer_trtllm",
     engine_name="FLASHINFER_TRTLLM_MXFP4_BF16",
     variants=(
-        Variant(
+        ExpertsClass(
             "TrtLlmMxfp4LoRAExperts",
             Capability(
                 arch=(SM10X,),
                 needs=flashinfer_needs(TRTLLM_SYMBOLS),
-                offers=(Offer(_MXFP4),),
+                offers=(FormatSupport(_MXFP4),),
                 activations=only("silu", "swigluoai"),
                 ungated=False,
                 spread=ALONE,
@@ -104,21 +118,21 @@ TRTLLM_INT4 = Backend(
     name="flashinfer_trtllm",
     engine_name="FLASHINFER_TRTLLM",
     variants=(
-        Variant(
+        ExpertsClass(
             "TrtLlmMxint4ExpertsMonolithic",
             Capability(
                 arch=(SM10X,),
                 needs=flashinfer_needs(TRTLLM_SYMBOLS),
-                switches=(Switch(VARIABLES["VLLM_USE_FLASHINFER_MOE_INT4"]),),
-                offers=(Offer(frozenset({"int4 group 32"})),),
+                switches=(EnvironmentSwitch(VARIABLES["VLLM_USE_FLASHINFER_MOE_INT4"]),),
+                offers=(FormatSupport(frozenset({"int4 group 32"})),),
                 activations=only("silu", "swigluoai"),
                 ungated=False,
                 routing=only("Renormalize", "RenormalizeNaive", "DeepSeekV3", "Llama4"),
-                spread=Spread(exchange=only("none", "allgather_reducescatter"), eplb=False),
+                spread=ParallelSupport(exchange=only("none", "allgather_reducescatter"), eplb=False),
                 zero_points=False,
                 bias=False,
                 rules=(
-                    Rule(
+                    BackendRule(
                         question="router dtype of this method",
                         group="scheme",
                         code="other",
@@ -132,19 +146,19 @@ TRTLLM_INT4 = Backend(
             monolithic=True,
         ),
     ),
-    forms=(Form("trtllm-mxint4"),),
+    forms=(WeightForm("trtllm-mxint4"),),
 )
 
 CUTLASS_CAPABILITY = Capability(
     arch=(SM90, SM10X, SM12X),
     needs=flashinfer_needs(CUTLASS_SYMBOLS),
     offers=(
-        Offer(frozenset({"bf16"}), only("a16"), (sm(90),)),
-        Offer(frozenset({"fp8 per tensor"}), only("fp8 per tensor static"), (sm(90),)),
-        Offer(_MXFP4, only("a16"), (SM90,)),
-        Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic"), (SM90,)),
-        Offer(_MXFP4, only("mxfp8"), (sm(100),)),
-        Offer(frozenset({"nvfp4 group 16"}), only("nvfp4"), (sm(100),)),
+        FormatSupport(frozenset({"bf16"}), only("a16"), (sm(90),)),
+        FormatSupport(frozenset({"fp8 per tensor"}), only("fp8 per tensor static"), (sm(90),)),
+        FormatSupport(_MXFP4, only("a16"), (SM90,)),
+        FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic"), (SM90,)),
+        FormatSupport(_MXFP4, only("mxfp8"), (sm(100),)),
+        FormatSupport(frozenset({"nvfp4 group 16"}), only("nvfp4"), (sm(100),)),
     ),
     activations=only("silu", "gelu_tanh", "relu2_no_mul", "swigluoai", "swigluoai_uninterleave"),
 )
@@ -152,26 +166,29 @@ CUTLASS_CAPABILITY = Capability(
 CUTLASS_BF16 = Backend(
     name="flashinfer_cutlass",
     engine_name="FLASHINFER_CUTLASS_MXFP4_BF16",
-    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
-    forms=(Form("cutlass-sm90", padding("cutlass-sm90", MXFP4)),),
+    variants=(ExpertsClass("FlashInferExperts", CUTLASS_CAPABILITY),),
+    forms=(WeightForm("cutlass-sm90", padding("cutlass-sm90", MXFP4)),),
 )
 CUTLASS_MXFP8 = Backend(
     name="flashinfer_cutlass_afp8",
     engine_name="FLASHINFER_CUTLASS_MXFP4_MXFP8",
-    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
+    variants=(ExpertsClass("FlashInferExperts", CUTLASS_CAPABILITY),),
     act=MXFP8_ACT,
-    forms=(Form("cutlass-sm100", padding("cutlass-sm100", MXFP4)),),
+    forms=(WeightForm("cutlass-sm100", padding("cutlass-sm100", MXFP4)),),
 )
 CUTLASS_PLAIN = Backend(
     name="flashinfer_cutlass",
     engine_name="FlashInfer CUTLASS",
-    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
-    forms=(Form("cutlass-bf16"),),
+    variants=(ExpertsClass("FlashInferExperts", CUTLASS_CAPABILITY),),
+    forms=(WeightForm("cutlass-bf16"),),
 )
 CUTLASS_FP8 = Backend(
     name="flashinfer_cutlass",
     engine_name="FLASHINFER_CUTLASS",
-    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
+    variants=(ExpertsClass("FlashInferExperts", CUTLASS_CAPABILITY),),
     # Sizes are padded when the weights are repacked.
-    forms=(Form("cutlass-fp8-block", scaled=only("fp8 block 128x128")), Form("cutlass-fp8-tensor")),
+    forms=(
+        WeightForm("cutlass-fp8-block", scaled=only("fp8 block 128x128")),
+        WeightForm("cutlass-fp8-tensor"),
+    ),
 )

@@ -1,25 +1,34 @@
 """HPC: FP8 kernels for SM90, from a package of their own."""
 
-from ....archs import SM90
-from ....backend import Backend, Capability, Form, Need, Offer, Rule, Variant, only
+from ....backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    ExpertsClass,
+    FormatSupport,
+    PackageNeed,
+    WeightForm,
+    only,
+)
+from ....gpu_archs import SM90
 
 HPC = Backend(
     name="hpc",
     engine_name="HPC",
     variants=(
-        Variant(
+        ExpertsClass(
             "HPCExperts",
             Capability(
                 arch=(SM90,),
-                needs=(Need("hpc"),),
+                needs=(PackageNeed("hpc"),),
                 offers=(
-                    Offer(frozenset({"fp8 per tensor"}), only("fp8 per tensor static")),
-                    Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
+                    FormatSupport(frozenset({"fp8 per tensor"}), only("fp8 per tensor static")),
+                    FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
                 ),
                 activations=only("silu"),
                 ungated=False,
                 rules=(
-                    Rule(
+                    BackendRule(
                         question="hidden size",
                         group="shape",
                         code="shape",
@@ -31,6 +40,6 @@ HPC = Backend(
             ),
         ),
     ),
-    forms=(Form("plain"),),
+    forms=(WeightForm("plain"),),
     note="Last in the automatic order, where Triton, Marlin or Humming come first.",
 )

@@ -1,13 +1,24 @@
 """Humming: generated GEMMs for many weight formats; the engine's first choice on Hopper."""
 
-from ....archs import sm
-from ....backend import Ask, Backend, Capability, Form, Need, Offer, Rule, Variant, only, weighted_input
+from ....backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    ExpertsClass,
+    FormatSupport,
+    PackageNeed,
+    SupportQuery,
+    WeightForm,
+    only,
+    weighted_input,
+)
+from ....gpu_archs import sm
 from .defaults import SHARED, mxfp4_forms
 
 _SWITCH = "VLLM_HUMMING_MOE_GEMM_TYPE"
 
 
-def gemm_type(ask: Ask) -> str:
+def gemm_type(ask: SupportQuery) -> str:
     """The GEMM that the engine asks for: by switch, else grouped with expert parallelism."""
     asked = ask.packages.env.get(_SWITCH, "auto").lower()
     if asked != "auto":
@@ -15,8 +26,8 @@ def gemm_type(ask: Ask) -> str:
     return "grouped_contiguous" if ask.problem.parallel.ep else "indexed"
 
 
-def _gemm(kind: str) -> Rule:
-    return Rule(
+def _gemm(kind: str) -> BackendRule:
+    return BackendRule(
         question="GEMM type",
         group="parallel",
         code="gemm_type",
@@ -28,19 +39,21 @@ def _gemm(kind: str) -> Rule:
 
 
 _OFFERS = (
-    Offer(
+    FormatSupport(
         frozenset({"mxfp4 group 32"}),
         only("a16", "mxfp4", "mxfp8", "fp8 per token dynamic", "fp8 group 128 dynamic"),
     ),
-    Offer(frozenset({"nvfp4 group 16"}), only("a16", "fp8 per token dynamic", "nvfp4")),
-    Offer(frozenset({"mxfp8 group 32"}), only("a16", "fp8 per token dynamic", "mxfp8")),
-    Offer(
+    FormatSupport(frozenset({"nvfp4 group 16"}), only("a16", "fp8 per token dynamic", "nvfp4")),
+    FormatSupport(frozenset({"mxfp8 group 32"}), only("a16", "fp8 per token dynamic", "mxfp8")),
+    FormatSupport(
         frozenset({"fp8 per channel", "fp8 per tensor"}),
         only("a16", "fp8 per token dynamic", "fp8 per tensor static", "fp8 group 128 dynamic"),
     ),
-    Offer(frozenset({"fp8 block 128x128"}), only("a16", "fp8 per token dynamic", "fp8 group 128 dynamic")),
-    Offer(frozenset({"int4 group", "int8 group"}), only("a16", "fp8 per token dynamic")),
-    Offer(
+    FormatSupport(
+        frozenset({"fp8 block 128x128"}), only("a16", "fp8 per token dynamic", "fp8 group 128 dynamic")
+    ),
+    FormatSupport(frozenset({"int4 group", "int8 group"}), only("a16", "fp8 per token dynamic")),
+    FormatSupport(
         frozenset({"int4 group 32", "int4 group 32 with zero points", "int8 per channel"}),
         only("a16", "fp8 per token dynamic", "int8 per token dynamic"),
     ),
@@ -50,7 +63,7 @@ _OFFERS = (
 def _capability(kind: str) -> Capability:
     return Capability(
         arch=(sm(75),),
-        needs=(Need("humming"),),
+        needs=(PackageNeed("humming"),),
         offers=_OFFERS,
         activations=SHARED,
         invariant=True,
@@ -63,9 +76,9 @@ HUMMING = Backend(
     name="humming",
     engine_name="HUMMING",
     variants=(
-        Variant("BatchedHummingGroupedExperts", _capability("grouped_masked"), batched=True),
-        Variant("HummingGroupedExperts", _capability("grouped_contiguous")),
-        Variant("HummingIndexedExperts", _capability("indexed")),
+        ExpertsClass("BatchedHummingGroupedExperts", _capability("grouped_masked"), batched=True),
+        ExpertsClass("HummingGroupedExperts", _capability("grouped_contiguous")),
+        ExpertsClass("HummingIndexedExperts", _capability("indexed")),
     ),
-    forms=(*mxfp4_forms("humming"), Form("humming")),
+    forms=(*mxfp4_forms("humming"), WeightForm("humming")),
 )

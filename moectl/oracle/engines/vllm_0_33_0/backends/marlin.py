@@ -2,11 +2,21 @@
 
 from dataclasses import replace
 
-from .....padding import padding
-from .....problem import Align
-from .....schemes import FULL, MXFP4
-from ....archs import XPU, sm
-from ....backend import Ask, Backend, Capability, Choice, Form, Offer, Rule, Variant, but
+from .....problem.moe_problem import Align
+from .....problem.padding import padding
+from .....problem.schemes import FULL, MXFP4
+from ....backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    ExpertsClass,
+    FormatSupport,
+    NameSet,
+    SupportQuery,
+    WeightForm,
+    but,
+)
+from ....gpu_archs import XPU, sm
 from .defaults import NO_TWO_SIDED_EXCHANGE, SHARED
 
 GROUPS = (FULL, 32, 64, 128)
@@ -16,7 +26,7 @@ HIDDEN = 128
 INTEGERS = frozenset({"int4", "int8"})
 
 
-def shape_fits(ask: Ask) -> bool:
+def shape_fits(ask: SupportQuery) -> bool:
     """True when the integer kernels take the sizes of one rank; other formats have no such rule.
 
     The hidden size is never padded. The intermediate size is, up to `TILE`, where the method pads
@@ -32,12 +42,12 @@ def shape_fits(ask: Ask) -> bool:
     return dims.hidden % HIDDEN == 0 and dims.intermediate % step == 0 and group in GROUPS
 
 
-def _sizes(ask: Ask) -> str:
+def _sizes(ask: SupportQuery) -> str:
     dims, weight = ask.problem.dims, ask.problem.scheme.weight
     return f"hidden {dims.hidden}, intermediate {dims.intermediate} per rank, {weight}"
 
 
-SHAPE = Rule(
+SHAPE = BackendRule(
     question="Marlin tiles",
     group="shape",
     code="marlin_shape",
@@ -63,31 +73,31 @@ _WEIGHTS = frozenset(
 )
 _CAPABILITY = Capability(
     arch=(sm(75),),
-    offers=(Offer(_WEIGHTS, acts=Choice()),),
+    offers=(FormatSupport(_WEIGHTS, acts=NameSet()),),
     activations=SHARED,
     spread=NO_TWO_SIDED_EXCHANGE,
     checkpoints=but("moe_wna16", "quark_int4"),
     rules=(SHAPE,),
 )
 _FORMS = (
-    Form("marlin-mxfp4", Align(128, 128), where=(XPU,), weights=frozenset({"mxfp4"})),
-    Form("marlin-mxfp4", padding("marlin-mxfp4", MXFP4), weights=frozenset({"mxfp4"})),
+    WeightForm("marlin-mxfp4", Align(128, 128), where=(XPU,), weights=frozenset({"mxfp4"})),
+    WeightForm("marlin-mxfp4", padding("marlin-mxfp4", MXFP4), weights=frozenset({"mxfp4"})),
     # Other weights are padded to the layout's tiles only when they are repacked.
-    Form("marlin-int4", weights=frozenset({"int4"})),
-    Form("marlin-int8", weights=frozenset({"int8"})),
-    *(Form(f"marlin-{name}", weights=frozenset({name})) for name in ("fp8", "nvfp4", "mxfp8")),
-    Form("marlin"),
+    WeightForm("marlin-int4", weights=frozenset({"int4"})),
+    WeightForm("marlin-int8", weights=frozenset({"int8"})),
+    *(WeightForm(f"marlin-{name}", weights=frozenset({name})) for name in ("fp8", "nvfp4", "mxfp8")),
+    WeightForm("marlin"),
 )
 
 MARLIN = Backend(
     name="marlin",
     engine_name="MARLIN",
-    variants=(Variant("MarlinExperts", replace(_CAPABILITY, lora=True)),),
+    variants=(ExpertsClass("MarlinExperts", replace(_CAPABILITY, lora=True)),),
     forms=_FORMS,
 )
 BATCHED_MARLIN = Backend(
     name="batched_marlin",
     engine_name="BATCHED_MARLIN",
-    variants=(Variant("BatchedMarlinExperts", _CAPABILITY, batched=True),),
+    variants=(ExpertsClass("BatchedMarlinExperts", _CAPABILITY, batched=True),),
     forms=_FORMS,
 )

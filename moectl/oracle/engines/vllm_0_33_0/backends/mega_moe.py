@@ -3,9 +3,20 @@
 Only DeepSeek-V4 and Kimi-K3 have them, and only when asked for by name.
 """
 
-from .....schemes import MXFP8_ACT
-from ....archs import SM10X, gfx
-from ....backend import Backend, Capability, Form, Need, Offer, Rule, Spread, Switch, Variant, only
+from .....problem.schemes import MXFP8_ACT
+from ....backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    EnvironmentSwitch,
+    ExpertsClass,
+    FormatSupport,
+    PackageNeed,
+    ParallelSupport,
+    WeightForm,
+    only,
+)
+from ....gpu_archs import SM10X, gfx
 from ..variables import VARIABLES
 
 _MULTIPLE = 128
@@ -15,18 +26,18 @@ DEEP_GEMM_MEGA = Backend(
     name="deep_gemm_mega_moe",
     engine_name="DEEPGEMM_MEGA_MOE",
     variants=(
-        Variant(
+        ExpertsClass(
             "DeepGemmMegaMoEExperts",
             Capability(
                 arch=(SM10X,),
-                needs=(Need("deep_gemm"),),
-                offers=(Offer(_MXFP4, only("mxfp8")),),
+                needs=(PackageNeed("deep_gemm"),),
+                offers=(FormatSupport(_MXFP4, only("mxfp8")),),
                 activations=only("silu", "situ"),
                 ungated=False,
                 routing=only("DeepseekV4", "DeepSeekV3"),
-                spread=Spread(alone=False),
+                spread=ParallelSupport(alone=False),
                 rules=(
-                    Rule(
+                    BackendRule(
                         question="sizes",
                         group="shape",
                         code="shape",
@@ -41,7 +52,7 @@ DEEP_GEMM_MEGA = Backend(
                         ),
                         offered=f"multiples of {_MULTIPLE}",
                     ),
-                    Rule(
+                    BackendRule(
                         question="expert groups",
                         group="scheme",
                         code="routing_method",
@@ -54,30 +65,30 @@ DEEP_GEMM_MEGA = Backend(
         ),
     ),
     act=MXFP8_ACT,
-    forms=(Form("deep-gemm-mega"),),
+    forms=(WeightForm("deep-gemm-mega"),),
 )
 AITER_MEGA = Backend(
     name="aiter_mega_moe",
     engine_name="AITER_MEGA_MOE",
     variants=(
-        Variant(
+        ExpertsClass(
             "DeepseekV4AiterMegaMoEExperts",
             Capability(
                 arch=(gfx("gfx950"),),
-                needs=(Need("aiter"),),
+                needs=(PackageNeed("aiter"),),
                 switches=(
-                    Switch(VARIABLES["VLLM_ROCM_USE_AITER"]),
-                    Switch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"]),
+                    EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER"]),
+                    EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"]),
                 ),
-                offers=(Offer(_MXFP4),),
+                offers=(FormatSupport(_MXFP4),),
                 activations=only("silu"),
                 ungated=False,
                 routing=only("DeepseekV4"),
-                spread=Spread(
+                spread=ParallelSupport(
                     exchange=only("mori_high_throughput", "mori_low_latency"), eplb=False, alone=False
                 ),
                 rules=(
-                    Rule(
+                    BackendRule(
                         question="tensor parallel ranks",
                         group="parallel",
                         code="parallel",
@@ -89,5 +100,5 @@ AITER_MEGA = Backend(
             ),
         ),
     ),
-    forms=(Form("aiter-mega"),),
+    forms=(WeightForm("aiter-mega"),),
 )

@@ -2,24 +2,35 @@
 
 from dataclasses import replace
 
-from ....archs import sm
-from ....backend import Backend, Capability, Form, Need, Offer, Rule, Spread, Variant, but, only
+from ....backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    ExpertsClass,
+    FormatSupport,
+    PackageNeed,
+    ParallelSupport,
+    WeightForm,
+    but,
+    only,
+)
+from ....gpu_archs import sm
 
 _CAPABILITY = Capability(
     arch=(sm(100, 100), sm(103, 103)),
-    needs=(Need("flashinfer", code="other"),),
+    needs=(PackageNeed("flashinfer", code="other"),),
     offers=(
-        Offer(frozenset({"mxfp4 group 32"}), only("a16")),
-        Offer(frozenset({"nvfp4 group 16"}), only("nvfp4")),
+        FormatSupport(frozenset({"mxfp4 group 32"}), only("a16")),
+        FormatSupport(frozenset({"nvfp4 group 16"}), only("nvfp4")),
     ),
     activations=only("silu"),
     ungated=False,
-    spread=Spread(exchange=but("deepep_low_latency", "nixl_ep"), alone=False),
+    spread=ParallelSupport(exchange=but("deepep_low_latency", "nixl_ep"), alone=False),
     bias=False,
     dtypes=only("bf16"),
     codes={"expert bias": "other"},
     rules=(
-        Rule(
+        BackendRule(
             question="activation parameters",
             group="scheme",
             code="other",
@@ -32,23 +43,23 @@ _CAPABILITY = Capability(
 MOE_EP_CUTEDSL = Backend(
     name="flashinfer_moe_ep_cutedsl",
     engine_name="FLASHINFER_MOE_EP_CUTEDSL",
-    variants=(Variant("FlashInferMoeEpExperts", _CAPABILITY),),
-    forms=(Form("plain"),),
+    variants=(ExpertsClass("FlashInferMoeEpExperts", _CAPABILITY),),
+    forms=(WeightForm("plain"),),
 )
 MOE_EP_DEEP_GEMM = Backend(
     name="flashinfer_moe_ep_mega_deep_gemm",
     engine_name="FLASHINFER_MOE_EP_DEEP_GEMM",
     variants=(
-        Variant(
+        ExpertsClass(
             "FlashInferMoeEpExperts",
             replace(
                 _CAPABILITY,
-                offers=(Offer(frozenset({"mxfp4 group 32"}), only("a16")),),
+                offers=(FormatSupport(frozenset({"mxfp4 group 32"}), only("a16")),),
                 routing=only("DeepseekV4"),
                 spread=replace(_CAPABILITY.spread, eplb=False),
                 codes={"expert bias": "other", "routing method": "other", "expert balancing": "other"},
             ),
         ),
     ),
-    forms=(Form("plain"),),
+    forms=(WeightForm("plain"),),
 )

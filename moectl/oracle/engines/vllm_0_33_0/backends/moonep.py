@@ -1,22 +1,22 @@
 """MoonEP: experts that work in the layout of their own token exchange."""
 
-from ....archs import CUDA
-from ....backend import Backend, Capability, Form, Offer, Spread, Variant, only
+from ....backend import Backend, Capability, ExpertsClass, FormatSupport, ParallelSupport, WeightForm, only
+from ....gpu_archs import CUDA
 
 MOONEP = Backend(
     name="moonep",
     engine_name="MOONEP",
     variants=(
-        Variant(
+        ExpertsClass(
             "MoonEPExperts",
             Capability(
                 arch=(CUDA,),
-                offers=(Offer(frozenset({"bf16"})),),
+                offers=(FormatSupport(frozenset({"bf16"})),),
                 activations=only("silu"),
                 ungated=False,
-                spread=Spread(exchange=only("moonep"), eplb=False),
+                spread=ParallelSupport(exchange=only("moonep"), eplb=False),
             ),
         ),
     ),
-    forms=(Form("moonep"),),
+    forms=(WeightForm("moonep"),),
 )

@@ -2,15 +2,24 @@
 
 from dataclasses import replace
 
-from .....schemes import NVFP4_ACT
-from ....archs import SM10X, SM12X, sm
-from ....backend import Backend, Capability, Form, Offer, Spread, Variant, but, only
+from .....problem.schemes import NVFP4_ACT
+from ....backend import (
+    Backend,
+    Capability,
+    ExpertsClass,
+    FormatSupport,
+    ParallelSupport,
+    WeightForm,
+    but,
+    only,
+)
+from ....gpu_archs import SM10X, SM12X, sm
 from .defaults import SHARED
 from .flashinfer import CUTLASS_CAPABILITY, SITU_KERNELS, TRTLLM_SYMBOLS, flashinfer_needs
 from .triton import PLAIN_CAPABILITY
 
 WEIGHTS = frozenset({"nvfp4 group 16"})
-_W4A4 = (Offer(WEIGHTS, only("nvfp4")),)
+_W4A4 = (FormatSupport(WEIGHTS, only("nvfp4")),)
 
 _TRTLLM = Capability(
     arch=(SM10X,),
@@ -23,7 +32,7 @@ TRTLLM_NVFP4 = Backend(
     name="flashinfer_trtllm",
     engine_name="FLASHINFER_TRTLLM",
     variants=(
-        Variant(
+        ExpertsClass(
             "TrtLlmNvFp4ExpertsMonolithic",
             replace(
                 _TRTLLM,
@@ -37,22 +46,22 @@ TRTLLM_NVFP4 = Backend(
                     "MiniMax2",
                 ),
                 logits=only("bf16", "fp32"),
-                spread=Spread(exchange=only("none"), eplb=False),
+                spread=ParallelSupport(exchange=only("none"), eplb=False),
             ),
             monolithic=True,
         ),
-        Variant("TrtLlmNvFp4ExpertsModular", _TRTLLM),
+        ExpertsClass("TrtLlmNvFp4ExpertsModular", _TRTLLM),
     ),
     act=NVFP4_ACT,
     # Weights are padded to the layout's tiles only when they are repacked, here as in all of these.
-    forms=(Form("trtllm-nvfp4"),),
+    forms=(WeightForm("trtllm-nvfp4"),),
 )
 
 CUTEDSL = Backend(
     name="flashinfer_cutedsl",
     engine_name="FLASHINFER_CUTEDSL",
     variants=(
-        Variant(
+        ExpertsClass(
             "FlashInferCuteDSLExperts",
             Capability(
                 arch=(SM10X,),
@@ -63,13 +72,13 @@ CUTEDSL = Backend(
         ),
     ),
     act=NVFP4_ACT,
-    forms=(Form("cutedsl-nvfp4"),),
+    forms=(WeightForm("cutedsl-nvfp4"),),
 )
 CUTEDSL_BATCHED = Backend(
     name="flashinfer_cutedsl_batched",
     engine_name="FLASHINFER_CUTEDSL_BATCHED",
     variants=(
-        Variant(
+        ExpertsClass(
             "FlashInferCuteDSLBatchedExperts",
             Capability(
                 arch=(SM10X,),
@@ -89,49 +98,49 @@ CUTEDSL_BATCHED = Backend(
         ),
     ),
     act=NVFP4_ACT,
-    forms=(Form("cutedsl-batched-nvfp4"),),
+    forms=(WeightForm("cutedsl-batched-nvfp4"),),
 )
 FLASHINFER_B12X = Backend(
     name="flashinfer_b12x",
     engine_name="FLASHINFER_B12X",
     variants=(
-        Variant(
+        ExpertsClass(
             "FlashInferB12xExperts",
             Capability(
                 arch=(SM12X,),
                 needs=flashinfer_needs(
                     ("fused_moe.b12x_fused_moe", "cute_dsl.utils.convert_sf_to_mma_layout")
                 ),
-                offers=(Offer(WEIGHTS, only("nvfp4", "a16")),),
+                offers=(FormatSupport(WEIGHTS, only("nvfp4", "a16")),),
                 activations=only("silu", "gelu_tanh", "relu2_no_mul"),
-                spread=Spread(ep=False),
+                spread=ParallelSupport(ep=False),
                 clamps=False,
             ),
         ),
     ),
     act=NVFP4_ACT,
-    forms=(Form("flashinfer-cutlass-nvfp4"),),
+    forms=(WeightForm("flashinfer-cutlass-nvfp4"),),
     note="the engine keeps it out of its own order until an operation of SM121 is unguarded upstream",
 )
 FLASHINFER_CUTLASS_NVFP4 = Backend(
     name="flashinfer_cutlass",
     engine_name="FLASHINFER_CUTLASS",
-    variants=(Variant("FlashInferExperts", CUTLASS_CAPABILITY),),
+    variants=(ExpertsClass("FlashInferExperts", CUTLASS_CAPABILITY),),
     act=NVFP4_ACT,
-    forms=(Form("flashinfer-cutlass-nvfp4"),),
+    forms=(WeightForm("flashinfer-cutlass-nvfp4"),),
 )
 CUTLASS_NVFP4 = Backend(
     name="cutlass",
     engine_name="VLLM_CUTLASS",
     variants=(
-        Variant(
+        ExpertsClass(
             "CutlassExpertsFp4",
             Capability(
                 arch=(sm(100, 129),),
                 offers=_W4A4,
                 activations=SHARED,
                 invariant=True,
-                spread=Spread(
+                spread=ParallelSupport(
                     exchange=but(
                         "flashinfer_nvlink_two_sided",
                         "flashinfer_all2allv",
@@ -143,17 +152,17 @@ CUTLASS_NVFP4 = Backend(
         ),
     ),
     act=NVFP4_ACT,
-    forms=(Form("cutlass-nvfp4"),),
+    forms=(WeightForm("cutlass-nvfp4"),),
 )
 EMULATION_NVFP4 = Backend(
     name="emulation",
     engine_name="EMULATION",
     variants=(
-        Variant(
+        ExpertsClass(
             "Nvfp4QuantizationEmulationTritonExperts",
             replace(PLAIN_CAPABILITY, offers=_W4A4, bias=False, lora=False),
         ),
     ),
     act=NVFP4_ACT,
-    forms=(Form("plain"),),
+    forms=(WeightForm("plain"),),
 )

@@ -1,11 +1,20 @@
 """A HIP kernel for symmetric int4 weights on gfx1100."""
 
-from ....archs import gfx
-from ....backend import Ask, Backend, Capability, Form, Offer, Rule, Variant, only
+from ....backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    ExpertsClass,
+    FormatSupport,
+    SupportQuery,
+    WeightForm,
+    only,
+)
+from ....gpu_archs import gfx
 from .defaults import NO_NVLINK_EXCHANGE, SHARED
 
 
-def _grouped(ask: Ask) -> bool:
+def _grouped(ask: SupportQuery) -> bool:
     return ask.problem.scheme.weight.group > 0
 
 
@@ -13,11 +22,11 @@ RDNA3 = Backend(
     name="rdna3",
     engine_name="RDNA3",
     variants=(
-        Variant(
+        ExpertsClass(
             "Rdna3WNA16Experts",
             Capability(
                 arch=(gfx("gfx1100"),),
-                offers=(Offer(frozenset({"int4 group", "int4 group 32"})),),
+                offers=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
                 activations=SHARED,
                 spread=NO_NVLINK_EXCHANGE,
                 checkpoints=only("compressed-tensors"),
@@ -25,7 +34,7 @@ RDNA3 = Backend(
                 zero_points=False,
                 bias=False,
                 rules=(
-                    Rule(
+                    BackendRule(
                         question="scale groups",
                         group="shape",
                         code="layout",
@@ -38,5 +47,5 @@ RDNA3 = Backend(
             ),
         ),
     ),
-    forms=(Form("rdna3-int4"),),
+    forms=(WeightForm("rdna3-int4"),),
 )

@@ -2,35 +2,35 @@
 
 from dataclasses import replace
 
-from .....padding import padding
-from .....problem import Align
-from .....schemes import MXFP4, MXFP8_ACT
-from ....archs import CUDA, ROCM, SM90, XPU, gfx, sm
+from .....problem.moe_problem import Align
+from .....problem.padding import padding
+from .....problem.schemes import MXFP4, MXFP8_ACT
 from ....backend import (
     ALONE,
-    Ask,
     Backend,
+    BackendRule,
     Capability,
-    Choice,
-    Form,
-    Need,
-    Offer,
-    Rule,
-    Variant,
+    ExpertsClass,
+    FormatSupport,
+    NameSet,
+    PackageNeed,
+    SupportQuery,
+    WeightForm,
     but,
     only,
 )
+from ....gpu_archs import CUDA, ROCM, SM90, XPU, gfx, sm
 from .defaults import NO_NVLINK_EXCHANGE, SHARED, mxfp4_forms
 
-_MXFP4 = (Offer(frozenset({"mxfp4 group 32"})),)
-_NEEDS = (Need("triton_kernels"),)
+_MXFP4 = (FormatSupport(frozenset({"mxfp4 group 32"})),)
+_NEEDS = (PackageNeed("triton_kernels"),)
 _ARCHS = (
     sm(90, 129),
     gfx("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1150", "gfx1151", "gfx1200", "gfx1201"),
 )
 OAI_FORMS = (
-    Form("triton-hopper", padding("triton-hopper", MXFP4), where=(SM90,)),
-    Form("triton-blackwell", padding("triton-blackwell", MXFP4), where=(sm(100, 129),)),
+    WeightForm("triton-hopper", padding("triton-hopper", MXFP4), where=(SM90,)),
+    WeightForm("triton-blackwell", padding("triton-blackwell", MXFP4), where=(sm(100, 129),)),
     *mxfp4_forms("triton-kernels"),
 )
 
@@ -38,7 +38,7 @@ TRITON_MXFP4 = Backend(
     name="triton",
     engine_name="TRITON",
     variants=(
-        Variant(
+        ExpertsClass(
             "OAITritonMxfp4ExpertsMonolithic",
             Capability(
                 arch=_ARCHS,
@@ -51,7 +51,7 @@ TRITON_MXFP4 = Backend(
             ),
             monolithic=True,
         ),
-        Variant(
+        ExpertsClass(
             "OAITritonExperts",
             Capability(
                 arch=_ARCHS, needs=_NEEDS, offers=_MXFP4, activations=only("swigluoai"), ungated=False
@@ -64,7 +64,7 @@ TRITON_UNFUSED = Backend(
     name="triton_unfused",
     engine_name="TRITON_UNFUSED",
     variants=(
-        Variant(
+        ExpertsClass(
             "UnfusedOAITritonExperts",
             Capability(
                 arch=_ARCHS,
@@ -77,19 +77,19 @@ TRITON_UNFUSED = Backend(
         ),
     ),
     forms=(
-        Form("triton-kernels", Align(256, 256), where=(gfx("gfx950"),)),
-        Form("triton-kernels", Align(128, 128), where=(ROCM,), activations=only("silu", "situ")),
+        WeightForm("triton-kernels", Align(256, 256), where=(gfx("gfx950"),)),
+        WeightForm("triton-kernels", Align(128, 128), where=(ROCM,), activations=only("silu", "situ")),
         *OAI_FORMS,
     ),
 )
 
 
-def few_experts(ask: Ask) -> bool:
+def few_experts(ask: SupportQuery) -> bool:
     """True when the experts of all ranks, rounded up to 32, stay under 1024."""
     return ask.device.platform not in ("cuda", "rocm") or -(-ask.problem.experts // 32) * 32 < 1024
 
 
-FEW_EXPERTS = Rule(
+FEW_EXPERTS = BackendRule(
     question="number of experts",
     group="shape",
     code="shape",
@@ -108,7 +108,7 @@ XPU_ACTIVATIONS = only(
     "gelu_tanh_no_mul",
     "relu2_no_mul",
 )
-XPU_MASKED = Rule(
+XPU_MASKED = BackendRule(
     question="activation function on xpu",
     group="scheme",
     code="activation",
@@ -120,7 +120,7 @@ XPU_MASKED = Rule(
 INTEGER_CAPABILITY = Capability(
     arch=(CUDA, ROCM, XPU),
     offers=(
-        Offer(
+        FormatSupport(
             frozenset(
                 {
                     "int4 group",
@@ -130,7 +130,7 @@ INTEGER_CAPABILITY = Capability(
                     "int8 group",
                 }
             ),
-            Choice(),
+            NameSet(),
         ),
     ),
     activations=but("situ", "relu2"),
@@ -145,8 +145,8 @@ INTEGER_CAPABILITY = Capability(
 TRITON_INT = Backend(
     name="triton",
     engine_name="TRITON",
-    variants=(Variant("TritonWNA16Experts", INTEGER_CAPABILITY),),
-    forms=(Form("triton-wna16"),),
+    variants=(ExpertsClass("TritonWNA16Experts", INTEGER_CAPABILITY),),
+    forms=(WeightForm("triton-wna16"),),
 )
 
 _TURING = (sm(75), ROCM, XPU)
@@ -160,13 +160,13 @@ _FP8_GROUPS = only("fp8 group 128 dynamic")
 PLAIN_CAPABILITY = Capability(
     arch=(CUDA, ROCM, XPU),
     offers=(
-        Offer(frozenset({"bf16"})),
-        Offer(frozenset({"int8 per channel"}), only("int8 per token dynamic"), _TURING),
-        Offer(frozenset({"int8 per tensor"}), only("int8 per tensor dynamic"), _TURING),
+        FormatSupport(frozenset({"bf16"})),
+        FormatSupport(frozenset({"int8 per channel"}), only("int8 per token dynamic"), _TURING),
+        FormatSupport(frozenset({"int8 per tensor"}), only("int8 per tensor dynamic"), _TURING),
         # The block is an argument of the kernel.
-        Offer(frozenset({"fp8 block *"}), _FP8_GROUPS, _FP8),
-        Offer(*_FP8_TOKENS, _FP8),
-        Offer(*_FP8_TENSOR, _FP8),
+        FormatSupport(frozenset({"fp8 block *"}), _FP8_GROUPS, _FP8),
+        FormatSupport(*_FP8_TOKENS, _FP8),
+        FormatSupport(*_FP8_TENSOR, _FP8),
     ),
     activations=SHARED,
     spread=NO_NVLINK_EXCHANGE,
@@ -175,14 +175,14 @@ PLAIN_CAPABILITY = Capability(
     rules=(FEW_EXPERTS,),
 )
 _PLAIN_FORMS = (
-    Form("plain-bf16", weights=frozenset({"bf16"})),
-    Form("plain-fp8", weights=frozenset({"fp8"})),
-    Form("plain"),
+    WeightForm("plain-bf16", weights=frozenset({"bf16"})),
+    WeightForm("plain-fp8", weights=frozenset({"fp8"})),
+    WeightForm("plain"),
 )
 TRITON_PLAIN = Backend(
     name="triton",
     engine_name="TRITON",
-    variants=(Variant("TritonExperts", PLAIN_CAPABILITY),),
+    variants=(ExpertsClass("TritonExperts", PLAIN_CAPABILITY),),
     forms=_PLAIN_FORMS,
 )
 
@@ -191,15 +191,15 @@ BATCHED_TRITON = Backend(
     name="batched_triton",
     engine_name="BATCHED_TRITON",
     variants=(
-        Variant(
+        ExpertsClass(
             "BatchedTritonExperts",
             Capability(
                 arch=(CUDA, ROCM, XPU),
                 offers=(
-                    Offer(frozenset({"bf16"})),
-                    Offer(frozenset({"fp8 block 128x128"}), _FP8_GROUPS, _FP8_BATCHED),
-                    Offer(*_FP8_TOKENS, _FP8_BATCHED),
-                    Offer(*_FP8_TENSOR, _FP8_BATCHED),
+                    FormatSupport(frozenset({"bf16"})),
+                    FormatSupport(frozenset({"fp8 block 128x128"}), _FP8_GROUPS, _FP8_BATCHED),
+                    FormatSupport(*_FP8_TOKENS, _FP8_BATCHED),
+                    FormatSupport(*_FP8_TENSOR, _FP8_BATCHED),
                 ),
                 activations=SHARED,
                 rules=(XPU_MASKED,),
@@ -210,13 +210,15 @@ BATCHED_TRITON = Backend(
     forms=_PLAIN_FORMS,
 )
 
-MXFP8_CAPABILITY = replace(PLAIN_CAPABILITY, offers=(Offer(frozenset({"mxfp8 group 32"}), only("mxfp8")),))
+MXFP8_CAPABILITY = replace(
+    PLAIN_CAPABILITY, offers=(FormatSupport(frozenset({"mxfp8 group 32"}), only("mxfp8")),)
+)
 TRITON_MXFP8 = Backend(
     name="triton",
     engine_name="TRITON_MXFP8",
     variants=(
-        Variant("Mxfp8NativeTritonExperts", replace(MXFP8_CAPABILITY, arch=(gfx("gfx950", "gfx1250"),))),
+        ExpertsClass("Mxfp8NativeTritonExperts", replace(MXFP8_CAPABILITY, arch=(gfx("gfx950", "gfx1250"),))),
     ),
     act=MXFP8_ACT,
-    forms=(Form("plain"),),
+    forms=(WeightForm("plain"),),
 )

@@ -2,27 +2,38 @@
 
 from dataclasses import replace
 
-from .....problem import Align
-from ....archs import SM10X
-from ....backend import Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, but, only
+from .....problem.moe_problem import Align
+from ....backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    ExpertsClass,
+    FormatSupport,
+    ParallelSupport,
+    SupportQuery,
+    WeightForm,
+    but,
+    only,
+)
+from ....gpu_archs import SM10X
 from .flashinfer import TRTLLM_SYMBOLS, flashinfer_needs
 from .trtllm_fp8 import ROUTED_EXPERTS
 
 _TRTLLM = Capability(
     arch=(SM10X,),
     needs=flashinfer_needs(TRTLLM_SYMBOLS),
-    offers=(Offer(frozenset({"bf16"})),),
+    offers=(FormatSupport(frozenset({"bf16"})),),
     activations=only("silu", "relu2_no_mul"),
     rules=(ROUTED_EXPERTS,),
 )
-_GATHERED = Spread(exchange=only("none", "allgather_reducescatter"), eplb=False)
-_FORMS = (Form("trtllm-bf16", Align(1, 128)),)
+_GATHERED = ParallelSupport(exchange=only("none", "allgather_reducescatter"), eplb=False)
+_FORMS = (WeightForm("trtllm-bf16", Align(1, 128)),)
 
 TRTLLM_PLAIN = Backend(
     name="flashinfer_trtllm",
     engine_name="FlashInfer TRTLLM",
     variants=(
-        Variant(
+        ExpertsClass(
             "TrtLlmBf16ExpertsMonolithic",
             replace(
                 _TRTLLM,
@@ -39,12 +50,12 @@ TRTLLM_PLAIN = Backend(
             ),
             monolithic=True,
         ),
-        Variant(
+        ExpertsClass(
             # Without an exchange that routes tokens itself, only the monolithic form is used.
             "TrtLlmBf16ExpertsModular",
             replace(
                 _TRTLLM,
-                spread=Spread(
+                spread=ParallelSupport(
                     exchange=but("none", "allgather_reducescatter", "deepep_high_throughput"), eplb=False
                 ),
             ),
@@ -54,7 +65,7 @@ TRTLLM_PLAIN = Backend(
 )
 
 
-def _whole_tiles(ask: Ask) -> bool:
+def _whole_tiles(ask: SupportQuery) -> bool:
     return ask.problem.dims.intermediate % 128 == 0
 
 
@@ -62,7 +73,7 @@ TRTLLM_LORA = Backend(
     name="flashinfer_trtllm",
     engine_name="FlashInfer TRTLLM",
     variants=(
-        Variant(
+        ExpertsClass(
             "TrtLlmBf16LoRAExperts",
             replace(
                 _TRTLLM,
@@ -72,7 +83,7 @@ TRTLLM_LORA = Backend(
                 spread=_GATHERED,
                 lora=True,
                 rules=(
-                    Rule(
+                    BackendRule(
                         question="intermediate size",
                         group="shape",
                         code="shape",

@@ -2,8 +2,18 @@
 
 from dataclasses import replace
 
-from ....archs import SM10X
-from ....backend import Ask, Backend, Capability, Form, Offer, Rule, Spread, Variant, only
+from ....backend import (
+    Backend,
+    BackendRule,
+    Capability,
+    ExpertsClass,
+    FormatSupport,
+    ParallelSupport,
+    SupportQuery,
+    WeightForm,
+    only,
+)
+from ....gpu_archs import SM10X
 from .flashinfer import TRTLLM_SYMBOLS, flashinfer_needs
 
 _ALONE_OR_GATHERED = ("none", "allgather_reducescatter")
@@ -11,7 +21,7 @@ _SWIGLU = ("silu", "swigluoai_uninterleave")
 _BLOCKS = frozenset({"fp8 block 128x128", "mxfp8 group 32"})
 MOST_EXPERTS = 2048
 
-ROUTED_EXPERTS = Rule(
+ROUTED_EXPERTS = BackendRule(
     question="number of experts",
     group="shape",
     code="other",
@@ -21,12 +31,12 @@ ROUTED_EXPERTS = Rule(
 )
 
 
-def _clamp_fits(ask: Ask) -> bool:
+def _clamp_fits(ask: SupportQuery) -> bool:
     """Parameters of the activation reach the kernel with block scales and a gated SiLU only."""
     return not ask.parametrized or (ask.weight in _BLOCKS and ask.activation in _SWIGLU)
 
 
-_CLAMP = Rule(
+_CLAMP = BackendRule(
     question="activation parameters",
     group="scheme",
     code="other",
@@ -36,11 +46,11 @@ _CLAMP = Rule(
 )
 
 
-def _llama4_fits(ask: Ask) -> bool:
+def _llama4_fits(ask: SupportQuery) -> bool:
     return ask.routing != "Llama4" or ask.weight not in _BLOCKS
 
 
-_LLAMA4 = Rule(
+_LLAMA4 = BackendRule(
     question="routing of Llama 4",
     group="scheme",
     code="routing_method",
@@ -53,11 +63,11 @@ _MODULAR = Capability(
     arch=(SM10X,),
     needs=flashinfer_needs(TRTLLM_SYMBOLS),
     offers=(
-        Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
-        Offer(frozenset({"mxfp8 group 32"}), only("mxfp8")),
+        FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
+        FormatSupport(frozenset({"mxfp8 group 32"}), only("mxfp8")),
     ),
     activations=only(*_SWIGLU, "relu2_no_mul"),
-    spread=Spread(
+    spread=ParallelSupport(
         exchange=only(
             *_ALONE_OR_GATHERED,
             "deepep_v2",
@@ -73,7 +83,7 @@ _MONOLITHIC = replace(
     _MODULAR,
     offers=(
         *(_MODULAR.offers or ()),
-        Offer(frozenset({"fp8 per tensor"}), only("fp8 per tensor static")),
+        FormatSupport(frozenset({"fp8 per tensor"}), only("fp8 per tensor static")),
     ),
     routing=only(
         "DeepSeekV3",
@@ -85,7 +95,7 @@ _MONOLITHIC = replace(
         "Llama4",
     ),
     logits=only("bf16", "fp32"),
-    spread=Spread(exchange=only(*_ALONE_OR_GATHERED), eplb=False, sequence=False),
+    spread=ParallelSupport(exchange=only(*_ALONE_OR_GATHERED), eplb=False, sequence=False),
     rules=(ROUTED_EXPERTS, _CLAMP, _LLAMA4),
 )
 
@@ -93,13 +103,13 @@ TRTLLM_FP8 = Backend(
     name="flashinfer_trtllm",
     engine_name="FLASHINFER_TRTLLM",
     variants=(
-        Variant("TrtLlmFp8ExpertsMonolithic", _MONOLITHIC, monolithic=True),
-        Variant("TrtLlmFp8ExpertsModular", _MODULAR),
+        ExpertsClass("TrtLlmFp8ExpertsMonolithic", _MONOLITHIC, monolithic=True),
+        ExpertsClass("TrtLlmFp8ExpertsModular", _MODULAR),
     ),
     # Weights are padded to the layout's tiles only when they are repacked.
     forms=(
-        Form("trtllm-mxfp8", weights=frozenset({"mxfp8"})),
-        Form("trtllm-fp8-block", scaled=only("fp8 block 128x128")),
-        Form("trtllm-fp8-tensor"),
+        WeightForm("trtllm-mxfp8", weights=frozenset({"mxfp8"})),
+        WeightForm("trtllm-fp8-block", scaled=only("fp8 block 128x128")),
+        WeightForm("trtllm-fp8-tensor"),
     ),
 )

@@ -2,42 +2,45 @@
 
 from dataclasses import replace
 
-from ....archs import XPU
-from ....backend import Backend, Capability, Form, Offer, Variant, only
+from ....backend import Backend, Capability, ExpertsClass, FormatSupport, WeightForm, only
+from ....gpu_archs import XPU
 from .defaults import mxfp4_forms
 
 _ACTIVATIONS = only("silu", "gelu", "gelu_tanh", "swigluoai", "relu2_no_mul")
 
 _PLAIN = Capability(
     arch=(XPU,),
-    offers=(Offer(frozenset({"fp8 per tensor"}), only("a16", "fp8 per tensor dynamic")),),
+    offers=(FormatSupport(frozenset({"fp8 per tensor"}), only("a16", "fp8 per tensor dynamic")),),
     activations=_ACTIVATIONS,
 )
 XPU_FP8 = Backend(
     name="xpu",
     engine_name="XPU",
     variants=(
-        Variant("XPUExpertsFp8", _PLAIN),
-        Variant(
+        ExpertsClass("XPUExpertsFp8", _PLAIN),
+        ExpertsClass(
             "XPUExpertsMxFp8",
-            replace(_PLAIN, offers=(Offer(frozenset({"mxfp8 group 32"}), only("a16", "mxfp8")),)),
+            replace(_PLAIN, offers=(FormatSupport(frozenset({"mxfp8 group 32"}), only("a16", "mxfp8")),)),
         ),
-        Variant(
+        ExpertsClass(
             "XPUExpertsBlockFp8",
-            replace(_PLAIN, offers=(Offer(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),)),
+            replace(
+                _PLAIN,
+                offers=(FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),),
+            ),
         ),
     ),
-    forms=(Form("xpu-fp8"),),
+    forms=(WeightForm("xpu-fp8"),),
 )
 XPU_MXFP4 = Backend(
     name="xpu",
     engine_name="XPU",
     variants=(
-        Variant(
+        ExpertsClass(
             "XPUExpertsMxFp4",
             Capability(
                 arch=(XPU,),
-                offers=(Offer(frozenset({"mxfp4 group 32"}), only("a16", "mxfp4")),),
+                offers=(FormatSupport(frozenset({"mxfp4 group 32"}), only("a16", "mxfp4")),),
                 activations=_ACTIVATIONS,
             ),
         ),
@@ -48,23 +51,25 @@ XPU_INT4 = Backend(
     name="xpu",
     engine_name="XPU",
     variants=(
-        Variant(
+        ExpertsClass(
             "XPUExpertsWNA16",
             Capability(
                 arch=(XPU,),
-                offers=(Offer(frozenset({"int4 group", "int4 group 32"})),),
+                offers=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
                 activations=_ACTIVATIONS,
             ),
         ),
     ),
-    forms=(Form("xpu-int4"),),
+    forms=(WeightForm("xpu-int4"),),
 )
 
 XPU_PLAIN = Backend(
     name="xpu",
     engine_name="XPU",
     variants=(
-        Variant("XPUExperts", replace(_PLAIN, offers=(Offer(frozenset({"bf16"})), *(_PLAIN.offers or ())))),
+        ExpertsClass(
+            "XPUExperts", replace(_PLAIN, offers=(FormatSupport(frozenset({"bf16"})), *(_PLAIN.offers or ())))
+        ),
     ),
-    forms=(Form("xpu-transposed"),),
+    forms=(WeightForm("xpu-transposed"),),
 )

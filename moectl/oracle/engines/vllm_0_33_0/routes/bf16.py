@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from ....archs import sm
-from ....backend import ANY, Ask, Backend, only
-from ....route import Assignment, Condition, Move, Order, Route, StandIn
+from ....backend import ANY, Backend, SupportQuery, only
+from ....gpu_archs import sm
+from ....route import Assignment, Condition, EngineSubstitute, Order, OrderMove, Route
 from ..backends import aiter, cpu, flashinfer, moonep, triton, trtllm_bf16, xpu
 from .order import AITER_DEMANDED, CPU, OUT_OF_TREE, ROCM, TPU, XPU, without_aiter
 
@@ -14,11 +14,11 @@ _PLUG_IN = "the platform's plug-in computes the layer; vLLM itself chooses no ke
 _LAST_FOR_GPT_OSS = "FlashInfer goes last for gpt-oss, whose activation it takes for plain SwiGLU"
 
 
-def _data_parallel(ask: Ask) -> bool:
+def _data_parallel(ask: SupportQuery) -> bool:
     return ask.problem.parallel.dp > 1
 
 
-def _gpt_oss(ask: Ask) -> bool:
+def _gpt_oss(ask: SupportQuery) -> bool:
     return ask.activation == "swigluoai"
 
 
@@ -49,11 +49,11 @@ _BF16 = Route(
         ),
     ),
     moves=(
-        Move(trtllm_bf16.TRTLLM_PLAIN, (sm(90, 99),), last=True, why=_LAST_ON_HOPPER),
-        Move(flashinfer.CUTLASS_PLAIN, (sm(90, 99),), last=True, why=_LAST_ON_HOPPER),
-        Move(flashinfer.CUTLASS_PLAIN, last=True, when=_data_parallel, why=_LAST_WITH_DP),
-        Move(trtllm_bf16.TRTLLM_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
-        Move(flashinfer.CUTLASS_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
+        OrderMove(trtllm_bf16.TRTLLM_PLAIN, (sm(90, 99),), last=True, why=_LAST_ON_HOPPER),
+        OrderMove(flashinfer.CUTLASS_PLAIN, (sm(90, 99),), last=True, why=_LAST_ON_HOPPER),
+        OrderMove(flashinfer.CUTLASS_PLAIN, last=True, when=_data_parallel, why=_LAST_WITH_DP),
+        OrderMove(trtllm_bf16.TRTLLM_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
+        OrderMove(flashinfer.CUTLASS_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
     ),
     exclusions=(without_aiter(aiter.AITER_PLAIN),),
     demands=(replace(AITER_DEMANDED, falls_back=True),),
@@ -65,8 +65,8 @@ _BF16 = Route(
     rounds=True,
     covers=ANY,
     stand_ins=(
-        StandIn("TPU", TPU, _PLUG_IN, at_once=True),
-        StandIn("OOT", OUT_OF_TREE, _PLUG_IN, at_once=True),
+        EngineSubstitute("TPU", TPU, _PLUG_IN, at_once=True),
+        EngineSubstitute("OOT", OUT_OF_TREE, _PLUG_IN, at_once=True),
     ),
 )
 _ADAPTERS = replace(

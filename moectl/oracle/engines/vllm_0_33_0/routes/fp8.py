@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from .....problem import Dims, MoEProblem
-from .....schemes import FULL, ActFormat, WeightFormat
-from ....archs import SM10X, SM90
-from ....backend import ANY, Ask, Backend, but, only
+from .....problem.moe_problem import Dims, MoEProblem
+from .....problem.schemes import FULL, ActFormat, WeightFormat
+from ....backend import ANY, Backend, SupportQuery, but, only
 from ....decision import Candidate, Failure
-from ....keys import act_key, exact_key
-from ....route import DECLARED_ACT, Aftermath, Condition, Exclusion, Move, Order, Route, StandIn
+from ....format_keys import act_key, exact_key
+from ....gpu_archs import SM10X, SM90
+from ....route import (
+    DECLARED_ACT,
+    Condition,
+    EngineSubstitute,
+    Exclusion,
+    LateFailure,
+    Order,
+    OrderMove,
+    Route,
+)
 from ..backends import aiter, cpu, cutlass, deep_gemm, flashinfer, hpc, triton, trtllm_fp8, xpu
 from ..backends.humming import HUMMING
 from ..backends.marlin import MARLIN
@@ -74,7 +83,7 @@ def _refined(problem: MoEProblem) -> int:
     return edge if edge >= _FINEST else 0
 
 
-def _fit_blocks(ask: Ask, named: tuple[Backend, ...]) -> Ask | Failure:
+def _fit_blocks(ask: SupportQuery, named: tuple[Backend, ...]) -> SupportQuery | Failure:
     """Blocks cut across ranks get finer scales, or for a request that cannot take those, whole blocks."""
     weight, dims = ask.problem.scheme.weight, ask.problem.dims
     if not _blocks(weight):
@@ -98,7 +107,7 @@ def _fit_blocks(ask: Ask, named: tuple[Backend, ...]) -> Ask | Failure:
     return replace(ask, problem=replace(ask.problem, dims=padded), sliced=dims.intermediate)
 
 
-def _takes(ask: Ask, backend: Backend) -> bool:
+def _takes(ask: SupportQuery, backend: Backend) -> bool:
     """True when some kernel of `backend` is made for the number formats."""
     return any(
         variant.offers.offers is None
@@ -107,7 +116,7 @@ def _takes(ask: Ask, backend: Backend) -> bool:
     )
 
 
-def _cut_block(ask: Ask, chosen: Candidate | None) -> bool:
+def _cut_block(ask: SupportQuery, chosen: Candidate | None) -> bool:
     weight, parallel = ask.problem.scheme.weight, ask.problem.parallel
     if not _blocks(weight) or ask.weight not in (_BLOCK, exact_key(weight)):
         return False
@@ -116,7 +125,7 @@ def _cut_block(ask: Ask, chosen: Candidate | None) -> bool:
     return bool(size % rows or (parallel.tp > 1 and size % columns))
 
 
-_CUTS_BLOCKS = Aftermath(
+_CUTS_BLOCKS = LateFailure(
     "weight blocks",
     _cut_block,
     lambda ask, chosen: (
@@ -131,7 +140,7 @@ _CUTLASS_PAIR = (cutlass.CUTLASS_FP8, cutlass.BATCHED_CUTLASS_FP8)
 _DEEP_GEMM_PAIR = (deep_gemm.DEEP_GEMM_FP8, deep_gemm.BATCHED_DEEP_GEMM)
 
 
-def _hopper_blocks(ask: Ask) -> bool:
+def _hopper_blocks(ask: SupportQuery) -> bool:
     return ask.weight == _BLOCK and act_key(ask.declared) == act_key(_PER_GROUP)
 
 
@@ -179,30 +188,30 @@ _COMPRESSED_FP8 = Route(
     ),
     moves=(
         HUMMING_FIRST,
-        Move(
+        OrderMove(
             trtllm_fp8.TRTLLM_FP8,
             (SM10X,),
             first=True,
             when=lambda ask: ask.exchange == "deepep_v2" and _hopper_blocks(ask),
             why="TRT-LLM goes first with DeepEP v2, as it skips the padding between experts",
         ),
-        Move(
+        OrderMove(
             flashinfer.CUTLASS_FP8,
             (SM90,),
             first=True,
             when=lambda ask: ask.problem.parallel.ep_size > 1 and _hopper_blocks(ask),
             why="FlashInfer's CUTLASS goes first for blocks on SM90 with expert parallelism",
         ),
-        Move(
+        OrderMove(
             triton.TRITON_PLAIN,
             (SM90,),
             first=True,
             when=lambda ask: ask.problem.parallel.ep_size == 1 and _hopper_blocks(ask),
             why="Triton goes first for blocks on SM90 without expert parallelism",
         ),
-        Move(xpu.XPU_FP8, XPU, first=True, why="the platform's own kernels go first on XPU"),
-        Move(cpu.CPU_FP8, CPU, first=True, why="the platform's own kernels go first on CPUs"),
-        Move(cpu.CPU_W8A8, CPU, first=True, why="FP8 activations go before 16-bit ones on CPUs"),
+        OrderMove(xpu.XPU_FP8, XPU, first=True, why="the platform's own kernels go first on XPU"),
+        OrderMove(cpu.CPU_FP8, CPU, first=True, why="the platform's own kernels go first on CPUs"),
+        OrderMove(cpu.CPU_W8A8, CPU, first=True, why="FP8 activations go before 16-bit ones on CPUs"),
     ),
     exclusions=_SHARED_EXCLUSIONS,
     demands=(DEEP_GEMM_DEMANDED, AITER_DEMANDED),
@@ -216,7 +225,7 @@ _COMPRESSED_FP8 = Route(
     minimum=70,
     aftermath=(_CUTS_BLOCKS,),
     stand_ins=(
-        StandIn(
+        EngineSubstitute(
             "NONE",
             (*CPU, *XPU, *TPU, *OUT_OF_TREE),
             "no kernel serves this deployment, and vLLM goes on without one until the weights are loaded",
@@ -227,13 +236,13 @@ _COMPRESSED_FP8 = Route(
 _PAIRS = frozenset({("per tensor", "per tensor"), ("per channel", "per token")})
 
 
-def _pair(ask: Ask) -> tuple[str, str]:
+def _pair(ask: SupportQuery) -> tuple[str, str]:
     """Extents of the scales of weights and activations."""
     weight, act = ask.problem.scheme.weight, act_key(ask.problem.scheme.act)
     return exact_key(weight).removeprefix("fp8 "), act.removeprefix("fp8 ").rpartition(" ")[0]
 
 
-def _says_pair(ask: Ask) -> str:
+def _says_pair(ask: SupportQuery) -> str:
     return f"{ask.problem.scheme} are not among the combinations of scales that the method takes"
 
 

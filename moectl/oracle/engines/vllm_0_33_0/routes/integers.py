@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from .....schemes import FULL
+from .....problem.schemes import FULL
 from ....backend import but, only
-from ....keys import exact_key, group32_key, symmetric_group32_key, symmetric_group_key
+from ....format_keys import exact_key, group32_key, symmetric_group32_key, symmetric_group_key
 from ....route import DECLARED_ACT, Assignment, Condition, Order, Route
 from ..backends import cpu, emulation, flashinfer, flydsl, rdna3, triton, xpu
 from ..backends.humming import HUMMING

@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-from ....archs import SM12X
 from ....backend import Backend, but, only
-from ....route import RANKED_ACT, Assignment, Move, Order, Route
+from ....gpu_archs import SM12X
+from ....route import RANKED_ACT, Assignment, Order, OrderMove, Route
 from ..backends import aiter, b12x, cpu, cutlass, deep_gemm, emulation, flashinfer, moe_ep, triton, xpu
 from ..backends.humming import HUMMING
 from ..backends.marlin import BATCHED_MARLIN, MARLIN
 from .order import HUMMING_FIRST, XPU
 from .terms import REFUSES_ACT_ORDER, refuses
 
-_TRITON_LATE = Move(
+_TRITON_LATE = OrderMove(
     triton.TRITON_MXFP4,
     (SM12X,),
     after=BATCHED_MARLIN,

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ....archs import gfx
-from ....backend import ANY, Ask, Backend, is_on, only
+from ....backend import ANY, Backend, SupportQuery, is_on, only
+from ....gpu_archs import gfx
 from ....route import Assignment, Condition, Order, Route
 from ..backends import aiter, cpu, deep_gemm, emulation, flashinfer, mega_moe, triton, xpu
 from ..backends.humming import HUMMING
@@ -70,7 +70,7 @@ LEAST_SLICE = 256
 """Intermediate size below which Kimi-K3 pads the slices of tensor-parallel ranks."""
 
 
-def _padded_slice(ask: Ask, asked: tuple[Backend, ...]) -> Ask:
+def _padded_slice(ask: SupportQuery, asked: tuple[Backend, ...]) -> SupportQuery:
     """`ask` with the intermediate size that the model pads itself before it makes its experts."""
     problem = ask.problem
     parallel, inter = problem.parallel, problem.dims.intermediate
@@ -97,7 +97,7 @@ _KIMI_K3 = replace(
 )
 
 
-def _aiter_situ(ask: Ask) -> bool:
+def _aiter_situ(ask: SupportQuery) -> bool:
     return (
         ask.activation == "situ"
         and gfx("gfx950").fits(ask.device)

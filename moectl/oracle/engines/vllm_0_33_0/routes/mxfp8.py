@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from .....problem import MoEProblem
-from .....schemes import MXFP8_ACT, ActFormat
-from ....backend import Ask, but, only
+from .....problem.moe_problem import MoEProblem
+from .....problem.schemes import MXFP8_ACT, ActFormat
+from ....backend import SupportQuery, but, only
 from ....decision import Candidate
-from ....route import DECLARED_ACT, Aftermath, Order, Route
+from ....route import DECLARED_ACT, LateFailure, Order, Route
 from ..backends import aiter, deep_gemm, emulation, triton, trtllm_fp8, xpu
 from ..backends.humming import HUMMING
 from ..backends.marlin import MARLIN
@@ -20,12 +20,12 @@ def _mxfp8(problem: MoEProblem, invariant: bool) -> ActFormat:
     return MXFP8_ACT
 
 
-def _crosses(ask: Ask, chosen: Candidate | None) -> bool:
+def _crosses(ask: SupportQuery, chosen: Candidate | None) -> bool:
     dims = chosen.dims if chosen else ask.problem.dims
     return bool(dims.padded_hidden % _GROUP or dims.padded_intermediate % _GROUP)
 
 
-_WHOLE_GROUPS = Aftermath(
+_WHOLE_GROUPS = LateFailure(
     "scale groups",
     _crosses,
     lambda ask, chosen: (

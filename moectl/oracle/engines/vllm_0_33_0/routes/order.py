@@ -1,8 +1,8 @@
 """Changes of order that several formats share."""
 
-from ....archs import SM90, Arch
-from ....backend import Ask, Backend, is_on
-from ....route import Demand, Exclusion, Move
+from ....backend import Backend, SupportQuery, is_on
+from ....gpu_archs import SM90, Arch
+from ....route import Exclusion, OrderMove, SwitchRequest
 from ..backends.humming import HUMMING
 from ..backends.marlin import MARLIN
 from ..variables import VARIABLES
@@ -10,7 +10,7 @@ from ..variables import VARIABLES
 CPU, XPU, ROCM = (Arch("cpu"),), (Arch("xpu"),), (Arch("rocm"),)
 TPU, OUT_OF_TREE = (Arch("tpu"),), (Arch("out-of-tree"),)
 
-HUMMING_FIRST = Move(
+HUMMING_FIRST = OrderMove(
     HUMMING, (SM90,), before=MARLIN, why="Humming goes before Marlin on compute capability 9.0 only"
 )
 
@@ -18,23 +18,23 @@ _AITER, _AITER_MOE = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE"
 _AITER_SWITCHES = frozenset({_AITER, _AITER_MOE})
 
 
-def _stated(ask: Ask, switches: frozenset[str]) -> bool:
+def _stated(ask: SupportQuery, switches: frozenset[str]) -> bool:
     """True when one of the switches is set, to anything."""
     return not switches.isdisjoint(ask.packages.env)
 
 
-def _aiter_wanted(ask: Ask) -> bool:
+def _aiter_wanted(ask: SupportQuery) -> bool:
     """True when both switches are on, but for RDNA4, which has AITER's Triton kernels only."""
     rdna4 = ask.device.arch in ("gfx1200", "gfx1201") and ask.packages.has("aiter")
     on = is_on(ask.packages, VARIABLES[_AITER]) and is_on(ask.packages, VARIABLES[_AITER_MOE])
     return _stated(ask, _AITER_SWITCHES) and on and not rdna4
 
 
-def _aiter_refused(ask: Ask) -> bool:
+def _aiter_refused(ask: SupportQuery) -> bool:
     return _stated(ask, _AITER_SWITCHES) and not _aiter_wanted(ask)
 
 
-AITER_DEMANDED = Demand(
+AITER_DEMANDED = SwitchRequest(
     "aiter",
     _aiter_wanted,
     why=f"{_AITER} asks for AITER",
@@ -59,16 +59,16 @@ _HURT_BY_DEEP_GEMM = {
 }
 
 
-def _deep_gemm_on(ask: Ask) -> bool:
+def _deep_gemm_on(ask: SupportQuery) -> bool:
     return is_on(ask.packages, VARIABLES[_DEEP_GEMM]) and is_on(ask.packages, VARIABLES[_DEEP_GEMM_MOE])
 
 
-def _hurt(ask: Ask) -> bool:
+def _hurt(ask: SupportQuery) -> bool:
     families = _HURT_BY_DEEP_GEMM.get(ask.problem.model_type, ())
     return not _stated(ask, _DEEP_GEMM_SWITCHES) and ask.device.capability // 10 in families
 
 
-DEEP_GEMM_DEMANDED = Demand(
+DEEP_GEMM_DEMANDED = SwitchRequest(
     "deep_gemm",
     lambda ask: _stated(ask, _DEEP_GEMM_SWITCHES) and _deep_gemm_on(ask),
     why=f"{_DEEP_GEMM} or {_DEEP_GEMM_MOE} is set, which asks for DeepGEMM and nothing else",

@@ -1,16 +1,16 @@
 """What vLLM refuses with every method, before any layer is made."""
 
-from ....backend import Ask, is_on
+from ....backend import SupportQuery, is_on
 from ....route import Condition
 from ..backends.aiter import CDNA3
 from ..variables import VARIABLES
 
 
-def _moonep(ask: Ask) -> bool:
+def _moonep(ask: SupportQuery) -> bool:
     return ask.problem.parallel.all2all == "moonep"
 
 
-def _quantized(ask: Ask) -> bool:
+def _quantized(ask: SupportQuery) -> bool:
     return ask.problem.scheme.weight.name != "bf16"
 
 
@@ -19,11 +19,11 @@ _A4W4_MODELS = ("deepseek_v41", "deepseek_v41_text")
 _SHARED = "VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS"
 
 
-def _mori(ask: Ask) -> bool:
+def _mori(ask: SupportQuery) -> bool:
     return ask.exchange.startswith("mori")
 
 
-def _fused_aiter(ask: Ask) -> bool:
+def _fused_aiter(ask: SupportQuery) -> bool:
     """True when the engine fuses experts with AITER, which it does for gated ones only."""
     if not ask.problem.activation.gated:
         return False

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .....environment import Device
-from .....problem import Dims, MoEProblem
-from .....schemes import FULL
-from ....backend import Ask
+from .....problem.moe_problem import Dims, MoEProblem
+from .....problem.schemes import FULL
+from ....backend import SupportQuery
 from ....decision import Candidate
-from ....route import Aftermath, Condition
+from ....route import Condition, LateFailure
 from ..backends.marlin import BATCHED_MARLIN, MARLIN, shape_fits
 
 
@@ -55,7 +55,7 @@ def refuses(name: str, says: str, kind: str) -> Condition:
     return Condition(name, lambda ask: True, lambda ask: says, kind)
 
 
-def _group_order(ask: Ask) -> bool:
+def _group_order(ask: SupportQuery) -> bool:
     return ask.problem.act_order == "group"
 
 
@@ -81,21 +81,21 @@ AWQ_HAS_4_BITS = Condition(
 )
 
 
-def _no_awq_kernels(ask: Ask) -> bool:
+def _no_awq_kernels(ask: SupportQuery) -> bool:
     old = ask.device.platform == "cuda" and ask.device.capability < 75
     return ask.problem.storage == "awq" and (old or ask.device.platform in ("cpu", "xpu"))
 
 
-def _per_channel(ask: Ask, chosen: Candidate | None) -> bool:
+def _per_channel(ask: SupportQuery, chosen: Candidate | None) -> bool:
     marlin = chosen is not None and chosen.backend in (MARLIN, BATCHED_MARLIN)
     return ask.problem.scheme.weight.group == FULL and not marlin
 
 
-def _final(ask: Ask, chosen: Candidate | None) -> Dims:
+def _final(ask: SupportQuery, chosen: Candidate | None) -> Dims:
     return chosen.dims if chosen else ask.problem.dims
 
 
-def _straddles(ask: Ask, chosen: Candidate | None) -> bool:
+def _straddles(ask: SupportQuery, chosen: Candidate | None) -> bool:
     weight, dims = ask.problem.scheme.weight, _final(ask, chosen)
     sizes = (dims.padded_hidden, dims.padded_intermediate)
     if weight.group != FULL and any(size % weight.group for size in sizes):
@@ -105,7 +105,7 @@ def _straddles(ask: Ask, chosen: Candidate | None) -> bool:
     return weight.zero_point and any(size % words for size in (sizes[0], 2 * sizes[1]))
 
 
-def _halved_below_32(ask: Ask, chosen: Candidate | None) -> bool:
+def _halved_below_32(ask: SupportQuery, chosen: Candidate | None) -> bool:
     group, dims = ask.problem.scheme.weight.group, _final(ask, chosen)
     if group == FULL:
         return True
@@ -116,7 +116,7 @@ def _halved_below_32(ask: Ask, chosen: Candidate | None) -> bool:
     return False
 
 
-def _sizes(ask: Ask, chosen: Candidate | None) -> str:
+def _sizes(ask: SupportQuery, chosen: Candidate | None) -> str:
     dims, weight = _final(ask, chosen), ask.problem.scheme.weight
     return f"hidden {dims.padded_hidden}, intermediate {dims.padded_intermediate} per rank, {weight}"
 
@@ -136,7 +136,7 @@ MARLIN_REFUSES = Condition(
     lambda ask: not shape_fits(replace(ask, pads_tiles=True)),
     lambda ask: f"Marlin does not take the sizes of {ask.problem.dims}",
 )
-CHANNELS_WITH_MARLIN_ONLY = Aftermath(
+CHANNELS_WITH_MARLIN_ONLY = LateFailure(
     "scales per channel",
     _per_channel,
     lambda ask, chosen: (
@@ -145,14 +145,14 @@ CHANNELS_WITH_MARLIN_ONLY = Aftermath(
     ),
     kind="AssertionError",
 )
-WHOLE_GROUPS = Aftermath(
+WHOLE_GROUPS = LateFailure(
     "scale groups",
     _straddles,
     lambda ask, chosen: f"scale groups would cross ranks ({_sizes(ask, chosen)})",
     kind="ValueError",
     sized=True,
 )
-HALVES_GROUPS = Aftermath(
+HALVES_GROUPS = LateFailure(
     "scale groups",
     _halved_below_32,
     lambda ask, chosen: f"no scale group of 32 or more divides the sizes ({_sizes(ask, chosen)})",

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from .....schemes import FULL
-from ....backend import Ask, only
+from .....problem.schemes import FULL
+from ....backend import SupportQuery, only
 from ....decision import Candidate
-from ....keys import group32_key
-from ....route import DECLARED_ACT, Aftermath, Condition, Order, Route
+from ....format_keys import group32_key
+from ....route import DECLARED_ACT, Condition, LateFailure, Order, Route
 from ..backends import cpu, cutlass
 from ..backends.humming import HUMMING
 from .order import CPU
@@ -14,12 +14,12 @@ from .order import CPU
 _TILE = 256
 
 
-def _ragged(ask: Ask, chosen: Candidate | None) -> bool:
+def _ragged(ask: SupportQuery, chosen: Candidate | None) -> bool:
     dims = chosen.dims if chosen else ask.problem.dims
     return bool(dims.padded_hidden % _TILE or dims.padded_intermediate % _TILE)
 
 
-def _uneven(ask: Ask) -> bool:
+def _uneven(ask: SupportQuery) -> bool:
     dims, group = ask.problem.dims, ask.problem.scheme.weight.group
     return group != FULL and bool(dims.hidden % group or dims.intermediate % group)
 
@@ -51,7 +51,7 @@ _FP8 = Route(
         ),
     ),
     aftermath=(
-        Aftermath(
+        LateFailure(
             "tiles",
             _ragged,
             lambda ask, chosen: (

@@ -1,0 +1,123 @@
+"""The layers that a bench is of: groups of a checkpoint, layers of a converted folder, named layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..convert.rank_slice import RankShard, RankShare
+from ..convert.recipe.recipe import Recipe, StoredOutput
+from ..errors import UsageError
+from ..kernels.prepared_layer import CANONICAL
+from ..layer.experts import ExpertLayer, Ids
+from ..layer.layer_source import LayerSource
+from ..layer.random_layer import RandomLayer
+from ..problem.layer_ranges import ranges
+from ..problem.moe_problem import MoEProblem
+from ..problem.published_layers import named_problem
+from .settings import BenchSettings
+
+RANDOM = "-"
+"""What stands for the numbers of layers where weights are random."""
+
+
+@dataclass(frozen=True)
+class BenchTarget:
+    """One layer that is timed, and the layers of the model that are alike.
+
+    Attributes:
+        model, layers: as in `Row`.
+        parallel: as in `Row`.
+        experts: the layer, or what the first rank has of it.
+    """
+
+    model: str
+    layers: str
+    parallel: str
+    experts: ExpertLayer
+
+    @property
+    def problem(self) -> MoEProblem:
+        """What the layer computes."""
+        return self.experts.problem
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights and scales."""
+        return self.problem.expert_bytes() * self.problem.local_experts
+
+
+def targets_of(
+    settings: BenchSettings, source: LayerSource | None, device: torch.device
+) -> tuple[BenchTarget, ...]:
+    """What `settings` ask for; `source` is what its checkpoint's name stands for, None for named layers.
+
+    Raises UsageError for unknown names, layers without experts, and shares that cannot be cut; and what
+    `LayerSource.layer` raises.
+    """
+    shard = RankShard(tp_size=settings.tp, ep_size=settings.ep)
+    found = _named(settings, device) if source is None else _stored(settings, source)
+    return tuple(_first_rank(target, shard) for target in found)
+
+
+def _named(settings: BenchSettings, device: torch.device) -> Iterator[BenchTarget]:
+    for name, problem in map(named_problem, settings.models):
+        yield BenchTarget(name, RANDOM, "1", RandomLayer(problem, device).experts)
+
+
+def _stored(settings: BenchSettings, source: LayerSource) -> Iterator[BenchTarget]:
+    model = (
+        Path(settings.checkpoint).resolve().name
+        if Path(settings.checkpoint).exists()
+        else settings.checkpoint
+    )
+    for layers in source.groups:
+        if settings.layer is None or settings.layer in layers:
+            number = min(layers) if settings.layer is None else settings.layer
+            yield BenchTarget(model, ranges(layers), words(source.shard), source.layer(number))
+
+
+def words(shard: RankShard) -> str:
+    """How a layer is shared, in short: ``1``, ``tp2``, ``ep8``, ``tp2 ep4``."""
+    sizes = {"tp": shard.tp_size, "ep": shard.ep_size}
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1"
+
+
+def _first_rank(target: BenchTarget, shard: RankShard) -> BenchTarget:
+    if shard.ranks == 1:
+        return target
+    if target.parallel != "1":
+        raise UsageError(
+            f"the folder holds what one rank has ({target.parallel}), which is not shared again",
+            hint="leave --tp and --ep out, or give the checkpoint that it was made of",
+        )
+    return replace(target, parallel=words(shard), experts=shared(target.experts, shard))
+
+
+def shared(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
+    """What `shard` has of a whole `layer`; UsageError when it cannot be cut so."""
+    share = RankShare(layer.problem, shard)
+    first, last = share.experts
+    shapes = {
+        role: kind.with_first_axis(last - first) for role, kind in share.shapes(layer.recipe.shapes).items()
+    }
+
+    def canonical(ids: Ids) -> dict[str, torch.Tensor]:
+        return dict(share.cut(layer.canonical([first + int(i) for i in ids])))
+
+    def stored(device: torch.device) -> dict[str, torch.Tensor]:
+        return {role: t.to(device) for role, t in canonical(range(last - first)).items()}
+
+    recipe = Recipe(shapes, {role: StoredOutput(role) for role in shapes})
+    return replace(
+        layer,
+        problem=share.problem,
+        layout=CANONICAL,
+        recipe=recipe,
+        canonical=canonical,
+        stored=stored,
+        share=share,
+    )

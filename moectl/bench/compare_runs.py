@@ -1,0 +1,238 @@
+"""Two runs of a bench held against each other, with verdicts that noise does not make."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..cache.backend_times import FEWEST_ROUNDS
+from .bench_rows import BenchRow
+from .read_rows import BenchRows
+
+THRESHOLD = 0.02
+"""Relative change below which nothing is called faster or slower."""
+
+ERRORS = 4.0
+"""Standard errors of the difference of two medians below which noise explains it: of ten thousand cells
+that did not change, one would be called faster or slower."""
+
+VERDICTS = {
+    "faster": "B took less: quartiles do not overlap, medians are more than "
+    f"{ERRORS:.0f} standard errors and the threshold apart",
+    "slower": "B took more, likewise",
+    "level": "timed in both, and neither faster nor slower",
+    "unknown": f"timed in both, of fewer than {FEWEST_ROUNDS} rounds or without quartiles: noise not known",
+    "broken": "timed in A, without a time in B",
+    "mended": "without a time in A, timed in B",
+    "neither": "in both runs, without a time in either",
+    "missing": "timed in A, not in B, which was asked for its backend or for all",
+    "gone": "not in B: had no time in A, or is of a backend that B was not asked for",
+    "new": "in B alone",
+}
+"""What a verdict on a cell says, by its word; A is the earlier run, B the later one."""
+
+REGRESSIONS = ("slower", "broken", "missing")
+"""Verdicts that make a comparison fail."""
+
+
+@dataclass(frozen=True)
+class CaseVerdict:
+    """One cell in two runs; a row is None where its run does not have the cell.
+
+    Attributes:
+        word: one of `VERDICTS`.
+        ratio: the median after over the one before; None without both.
+    """
+
+    before: BenchRow | None
+    after: BenchRow | None
+    word: str
+    ratio: float | None = None
+
+    @property
+    def row(self) -> BenchRow:
+        """The later row, or the only one."""
+        found = self.after or self.before
+        assert found is not None
+        return found
+
+
+def judge(
+    before: BenchRow | None, after: BenchRow | None, threshold: float = THRESHOLD, *, asked: bool = True
+) -> CaseVerdict:
+    """The verdict on one cell; `asked` is whether the later run was asked for its backend.
+
+    Faster or slower needs three things: the quartiles of the two runs do not overlap (the later run's first
+    quartile lies above the earlier one's third, or the other way round), the medians differ by more than
+    `ERRORS` standard errors, and by more than `threshold`. Anything else is level: the noise of the two runs
+    explains it, or it is too small to matter. The quartiles are over rounds between which the other backends
+    took their turns; a median's standard error is 1.25 times the standard deviation over the root of the
+    number of rounds, and the quartiles of normal noise are 1.35 standard deviations apart. A row of fewer
+    than `FEWEST_ROUNDS` rounds, or without quartiles, has no such error: the verdict is unknown.
+    """
+    if before is None:
+        return CaseVerdict(before, after, "new")
+    if after is None:
+        return CaseVerdict(before, after, "missing" if asked and before.timed else "gone")
+    if not (before.timed and after.timed):
+        words = {(True, False): "broken", (False, True): "mended", (False, False): "neither"}
+        return CaseVerdict(before, after, words[before.timed, after.timed])
+    assert before.median_us and after.median_us
+    ratio = after.median_us / before.median_us
+    low, high = _quartiles(before), _quartiles(after)
+    if low is None or high is None:
+        return CaseVerdict(before, after, "unknown", ratio)
+    word = "level"
+    clear = abs(after.median_us - before.median_us) > ERRORS * math.hypot(
+        _error(low, before.rounds), _error(high, after.rounds)
+    )
+    if clear and high[0] > low[1] and ratio > 1 + threshold:
+        word = "slower"
+    elif clear and high[1] < low[0] and ratio < 1 / (1 + threshold):
+        word = "faster"
+    return CaseVerdict(before, after, word, ratio)
+
+
+def _quartiles(row: BenchRow) -> tuple[float, float] | None:
+    """First and third quartile; None where they are not there, or are of too few rounds."""
+    if row.q1_us is None or row.q3_us is None or row.rounds < FEWEST_ROUNDS:
+        return None
+    return row.q1_us, row.q3_us
+
+
+def _error(quartiles: tuple[float, float], rounds: int) -> float:
+    """The standard error of the median of so many rounds, in microseconds."""
+    low, high = quartiles
+    return 1.25 * (high - low) / 1.35 / math.sqrt(rounds)
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Two runs: a verdict on every cell of either, and how the runs themselves differ, a phrase each."""
+
+    verdicts: tuple[CaseVerdict, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def regressed(self) -> bool:
+        """True when anything became slower, has no time any more, or no cell is in both runs."""
+        return not self.paired or any(verdict.word in REGRESSIONS for verdict in self.verdicts)
+
+    @property
+    def paired(self) -> bool:
+        """True when some cell is in both runs."""
+        return any(verdict.before and verdict.after for verdict in self.verdicts)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many cells have each verdict."""
+        return Counter(verdict.word for verdict in self.verdicts)
+
+
+def compare(before: BenchRows, after: BenchRows, threshold: float = THRESHOLD) -> RunComparison:
+    """`after` held against `before`, cell by cell: model, layers, scheme, backend, M, routing, parallel."""
+    old, new = ({row.key: row for row in run.rows} for run in (before, after))
+    asked = _asked(after)
+    verdicts = tuple(
+        judge(old.get(key), new.get(key), threshold, asked=asked is None or key[BACKEND] in asked)
+        for key in dict.fromkeys((*old, *new))
+    )
+    return RunComparison(verdicts, tuple(_notes(before, after, verdicts)))
+
+
+BACKEND = 3
+"""Where the backend stands in a key."""
+
+
+def _asked(run: BenchRows) -> frozenset[str] | None:
+    """Backends that a run was asked for; None where it was every one, or the run does not say."""
+    settings = run.about.get("settings")
+    names = settings.get("backends") if isinstance(settings, Mapping) else None
+    if not names or not isinstance(names, (list, tuple)):
+        return None
+    return frozenset(map(str, names))
+
+
+def _notes(before: BenchRows, after: BenchRows, verdicts: Sequence[CaseVerdict]) -> list[str]:
+    notes = [f"{when}: {note}" for when, run in (("A", before), ("B", after)) for note in run.notes]
+    notes += _changes(_software(before.about), _software(after.about))
+    both = [
+        (v.before, v.after) for v in verdicts if v.before and v.after and v.before.timed and v.after.timed
+    ]
+    caches = sorted({f"{_kind(a)} before, {_kind(b)} after" for a, b in both if _kind(a) != _kind(b)})
+    notes += [f"caches were {text}" for text in caches]
+    for when, rows in (("before", [a for a, _ in both]), ("after", [b for _, b in both])):
+        held = [row for row in rows if row.throttled]
+        if held:
+            notes.append(
+                f"clocks were held down {when} in {len(held)} of {len(rows)} cells ({held[0].throttled})"
+            )
+    unknown = sum(verdict.word == "unknown" for verdict in verdicts)
+    if unknown:
+        notes.append(
+            f"{unknown} of {len(both)} cells are of fewer than {FEWEST_ROUNDS} rounds or have no quartiles: "
+            "their noise is not known, and nothing is called faster or slower"
+        )
+    if not any(v.before and v.after for v in verdicts):
+        notes.append("no cell is in both runs: nothing was compared")
+    return notes
+
+
+def _software(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Device, driver, and each version under its own name."""
+    versions = about.get("versions")
+    named = versions.items() if isinstance(versions, Mapping) else ()
+    return {
+        "device": about.get("device"),
+        "driver": about.get("driver"),
+        **{f"version of {name}": value for name, value in named},
+    }
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs, a phrase each."""
+    return [
+        f"{name} is {_told(new.get(name))}, was {_told(old.get(name))}"
+        for name in dict.fromkeys((*old, *new))
+        if (new.get(name) or None) != (old.get(name) or None)
+    ]
+
+
+def _told(value: Any) -> str:
+    return repr(value) if value else "not said"
+
+
+def _kind(row: BenchRow) -> str:
+    return row.caches.partition(":")[0] or "unknown"
+
+
+def document(found: RunComparison, threshold: float) -> dict[str, Any]:
+    """The comparison as plain data."""
+    return {
+        "threshold": threshold,
+        "counts": dict(found.counts),
+        "regressed": found.regressed,
+        "notes": list(found.notes),
+        "cells": [
+            {
+                "model": v.row.model,
+                "layers": v.row.layers,
+                "scheme": v.row.scheme,
+                "backend": v.row.backend,
+                "tokens": v.row.tokens,
+                "routing": v.row.routing,
+                "parallel": v.row.parallel,
+                "verdict": v.word,
+                "ratio": v.ratio,
+                "before_us": v.before.median_us if v.before else None,
+                "after_us": v.after.median_us if v.after else None,
+                "before_tactic": v.before.tactic if v.before else None,
+                "after_tactic": v.after.tactic if v.after else None,
+                "reason": v.row.reason,
+            }
+            for v in found.verdicts
+        ],
+    }

@@ -1,0 +1,100 @@
+"""Kernels of a bench compiled beforehand, by several processes at once."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from ..errors import ExitCode, MoectlError, Unavailable
+from ..layer.layer_source import LayerSource
+from .bench_rows import CompileOutcome
+from .settings import BenchSettings
+
+WORK = "from moectl.bench.precompile import work; work()"
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """What one process compiles: its part of a bench's layers, backends and numbers of tokens."""
+
+    settings: BenchSettings
+    source: LayerSource | None
+    part: int
+    parts: int
+
+
+def compile_parts(
+    settings: BenchSettings, source: LayerSource | None, processes: int
+) -> Iterator[CompileOutcome]:
+    """Runs every cell of a bench once, spread over `processes`; says what each has done, as it ends.
+
+    What is compiled lies in the caches of the libraries, such as TRITON_CACHE_DIR. A process that fails
+    says why, and what it did not come to is compiled later, when it is measured.
+    """
+    jobs = [CompileJob(settings, source, part, processes) for part in range(processes)]
+    running: list[tuple[CompileJob, subprocess.Popen[bytes], IO[str]]] = []
+    try:
+        for job in jobs:
+            # One by one, so that those that run are stopped when one cannot start.
+            running.append((job, *_start(job)))
+        while running:
+            time.sleep(POLL_SECONDS)
+            for item in [item for item in running if item[1].poll() is not None]:
+                running.remove(item)
+                job, process, log = item
+                log.seek(0)
+                yield from map(CompileOutcome, log.read().splitlines())
+                log.close()
+                if process.returncode:
+                    ended = f"part {job.part + 1} of {job.parts} failed, with status {process.returncode}"
+                    yield CompileOutcome(ended, failed=True)
+    finally:
+        for _, process, log in running:
+            process.kill()
+            process.wait()
+            log.close()
+
+
+def _start(job: CompileJob) -> tuple[subprocess.Popen[bytes], IO[str]]:
+    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed above
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORK], stdin=subprocess.PIPE, stdout=log, stderr=log
+        )
+    except OSError as error:
+        log.close()
+        raise Unavailable(
+            f"part {job.part + 1} of {job.parts} cannot be started: {error.strerror}",
+            hint="compile with fewer --jobs",
+        ) from error
+    assert process.stdin is not None
+    # One that has ended already takes nothing more: its status and its last words tell why.
+    with suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(pickle.dumps(job))
+    return process, log
+
+
+def work() -> None:
+    """In a process of `compile_parts`: does the `CompileJob` that its parent has written to stdin."""
+    job: CompileJob = pickle.load(sys.stdin.buffer)
+    from .open_bench import open_bench
+
+    failed = False
+    try:
+        bench = open_bench(job.settings, job.source, measure_rates=False)
+        for line in bench.compiled(job.part, job.parts):
+            failed |= line.failed
+            print(line.text, flush=True)
+    except MoectlError as error:
+        print("\n".join(part for part in (error.what, error.reason, error.hint) if part), flush=True)
+        sys.exit(int(error.exit_code))
+    if failed:
+        sys.exit(int(ExitCode.FOUND))

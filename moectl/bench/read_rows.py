@@ -1,0 +1,130 @@
+"""Files of rows, read: what a bench has written, by this or another of its runs. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import SCHEMA_VERSION
+from ..errors import UsageError
+from ..files.safe_reading import unreadable
+from .bench_rows import BenchRow
+from .settings import both
+
+LARGEST_FILE = 1 << 30
+"""Most bytes of a file of rows that is read."""
+
+
+@dataclass(frozen=True)
+class BenchRows:
+    """A file of rows, read: what they were taken on, as plain data, and the rows, the last of each cell.
+
+    `notes` say what of the file does not count.
+    """
+
+    about: Mapping[str, Any]
+    rows: tuple[BenchRow, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What was asked for, as plain data; empty where the file does not say."""
+        return _settings(self.about)
+
+
+def read_rows(path: Path) -> BenchRows:
+    """The rows of a .jsonl, .json or .csv file that a bench has written.
+
+    Of rows of the same cell the last one counts; a last line that was not finished does not, which is noted.
+    Raises UsageError when the file cannot be read or is none.
+    """
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise UsageError(f"{path} has more than {LARGEST_FILE} bytes: that is no file of rows")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(str(path), path, error, "a file of rows in UTF-8") from error
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UsageError(
+            f"the suffix of {path} names no file of rows, expected one of {', '.join(_READERS)}",
+            hint="give what `moectl bench -o` wrote",
+        )
+    about, rows = reader(text, str(path))
+    version = about.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} has rows of schema version {version!r}, and this moectl reads version {SCHEMA_VERSION}",
+            hint="read it with the moectl that wrote it",
+        )
+    cut = path.suffix.lower() == ".jsonl" and not text.endswith("\n")
+    notes = (f"the last line of {path} was not finished and does not count",) if cut else ()
+    return BenchRows(about, tuple({row.key: row for row in rows}.values()), notes)
+
+
+OF_ROWS = ("rows", "unsteady")
+"""What a JSON document has beside that which rows were taken on."""
+
+_Read = tuple[Mapping[str, Any], Iterable[BenchRow]]
+
+
+def _from_jsonl(text: str, where: str) -> _Read:
+    whole, _, _ = text.rpartition("\n")
+    about: Mapping[str, Any] = {}
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        place = f"{where}, line {number}"
+        data = _object(line, place)
+        if data.get("kind") == "run" and (number == 1 or about):
+            about = data if number == 1 else {**about, "settings": both(_settings(about), _settings(data))}
+        elif data.get("kind") == "row":
+            rows.append(BenchRow.from_json(data, place))
+        else:
+            raise UsageError(f"{place} is no line of a bench", hint="give what `moectl bench -o` wrote")
+    if not about:
+        raise UsageError(f"{where} does not begin as a bench's file does")
+    return about, rows
+
+
+def _settings(about: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = about.get("settings")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _from_json(text: str, where: str) -> _Read:
+    data = _object(text, where)
+    rows = data.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(f"{where} has no rows of a bench")
+    about = {name: value for name, value in data.items() if name not in OF_ROWS}
+    return about, [BenchRow.from_json(row, f"{where}, row {i}") for i, row in enumerate(rows, 1)]
+
+
+def _from_csv(text: str, where: str) -> _Read:
+    lines = list(csv.DictReader(io.StringIO(text)))
+    about: dict[str, Any] = {name: lines[0].get(name) for name in CONSTANT if lines and name in lines[0]}
+    if about.get("versions"):
+        pairs = (item.strip().partition(" ") for item in about["versions"].split(","))
+        about["versions"] = {name: version for name, _, version in pairs}
+    return about, [BenchRow.from_json(line, f"{where}, line {i}") for i, line in enumerate(lines, 2)]
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{where} is not a JSON object")
+    return data
+
+
+_READERS = {".jsonl": _from_jsonl, ".json": _from_json, ".csv": _from_csv}
+
+CONSTANT = ("device", "driver", "versions", "rates")
+"""What a CSV file says of the machine, the same in every line."""

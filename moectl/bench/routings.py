@@ -1,0 +1,276 @@
+"""Which experts the tokens of a cell go to: drawn, read from a trace, or chosen by the layer's own router."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..files.safe_reading import unreadable
+from ..kernels.layer_inputs import check_ids, check_tokens, inputs_from, no_bias, random_logits
+from ..kernels.routing import route_by
+from ..layer.experts import ExpertLayer
+from ..problem.moe_problem import MAX_TOKENS, MoEProblem
+from ..seeds import seed_of
+from .settings import ROUTER, TRACE, BenchSettings
+
+LONGEST_LINE = 1 << 16
+"""Most characters of a line of a trace."""
+
+FAR = -1e4
+"""Logit of experts that were not chosen."""
+
+
+@dataclass(frozen=True)
+class BenchRouting:
+    """One routing, on any device.
+
+    Attributes:
+        ids: ``[tokens, top_k]`` int32 of all the layer's experts.
+        weights: ``[tokens, top_k]`` fp32.
+        logits: ``[tokens, experts]`` fp32.
+        x: ``[tokens, hidden]`` that was routed; None for tokens of any value.
+        agrees: the routing of the problem makes ids and weights of the logits, so that kernels which
+            route by themselves compute the same.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    logits: Tensor
+    x: Tensor | None = None
+    agrees: bool = True
+
+
+Sets = Callable[[int, int], list[BenchRouting]]
+"""Routings of so many tokens, so many of them."""
+
+
+def routing_of(
+    name: str, layer: ExpertLayer, settings: BenchSettings, device: torch.device = torch.device("cpu")
+) -> Sets:
+    """What gives routings called `name`; drawn ones are drawn on the CPU and routed on `device`.
+
+    Raises UsageError when the layer has no router, a trace is too short or of other experts, or a file
+    cannot be read.
+    """
+    if name == ROUTER:
+        return _by_router(layer, settings)
+    if name.startswith(TRACE):
+        return _by_trace(Path(name[len(TRACE) :]), layer.problem)
+    return lambda tokens, count: [
+        _drawn(layer.problem, tokens, name, seed_of("routing", settings.seed, i), device)
+        for i in range(count)
+    ]
+
+
+def _drawn(
+    problem: MoEProblem, tokens: int, distribution: str, seed: int, device: torch.device
+) -> BenchRouting:
+    generator = torch.Generator().manual_seed(seed)
+    return _chosen(problem, random_logits(problem, tokens, distribution, generator).to(device))
+
+
+def _chosen(problem: MoEProblem, logits: Tensor) -> BenchRouting:
+    """The routing that follows from `logits` alone: of no bias, table or factors that a router has."""
+    bias = no_bias(problem)
+    made = inputs_from(problem, logits, logits, None if bias is None else bias.to(logits.device))
+    return BenchRouting(made.ids, made.weights, logits, agrees=_by_logits(problem))
+
+
+def _by_logits(problem: MoEProblem) -> bool:
+    """Whether ids and weights follow from logits and a bias: not where a table or factors come in."""
+    return not (problem.routing.hashed or problem.routing.expert_scale)
+
+
+def _by_router(layer: ExpertLayer, settings: BenchSettings) -> Sets:
+    router, problem = layer.router, layer.problem
+    if router is None:
+        raise UsageError(
+            "the layer has no router beside its experts that could route tokens",
+            hint="give a checkpoint with its router, or another --routing",
+        )
+    if problem.model_hidden != problem.dims.hidden:
+        raise UsageError(
+            f"the router takes tokens of width {problem.model_hidden}, its experts of {problem.dims.hidden}",
+            hint="give another --routing",
+        )
+    given = _input(Path(settings.input), problem) if settings.input else None
+
+    def sets(tokens: int, count: int) -> list[BenchRouting]:
+        made = []
+        for i in range(count):
+            if given is None:
+                generator = torch.Generator().manual_seed(seed_of("tokens", settings.seed, i))
+                x = torch.randn(tokens, problem.dims.hidden, generator=generator)
+            else:
+                x = _window(given, tokens, i, f"--input {settings.input}")
+            token_ids = None
+            if router.table is not None:
+                # Tokens of no text have no ids: random ones.
+                generator = torch.Generator().manual_seed(seed_of("token ids", settings.seed, i))
+                token_ids = torch.randint(len(router.table), (tokens,), generator=generator)
+            ids, weights, logits = route_by(router, x, problem, token_ids)
+            made.append(BenchRouting(ids, weights, logits, x, _by_logits(problem)))
+        return made
+
+    return sets
+
+
+def _input(path: Path, problem: MoEProblem) -> Tensor:
+    x = _tensors(path, f"--input {path}").get("x")
+    check_tokens(x, problem, f"x in --input {path}")
+    assert x is not None
+    return x.float()
+
+
+def _tensors(path: Path, what: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise unreadable(what, path, error, "a safetensors file") from error
+
+
+def _window(rows: Tensor, tokens: int, number: int, what: str) -> Tensor:
+    """`tokens` rows in a run, the `number`-th such run; it begins again where the rows end."""
+    if len(rows) < tokens:
+        raise UsageError(
+            f"{what} has {len(rows)} tokens, and {tokens} are asked for",
+            hint=f"ask for at most {len(rows)} by -m, or give a longer file",
+        )
+    at = (number * tokens + torch.arange(tokens)) % len(rows)
+    return rows[at]
+
+
+def _by_trace(path: Path, problem: MoEProblem) -> Sets:
+    ids, weights = read_trace(path, problem)
+
+    def sets(tokens: int, count: int) -> list[BenchRouting]:
+        made = []
+        for i in range(count):
+            some = _window(ids, tokens, i, f"trace {path}")
+            given = None if weights is None else _window(weights, tokens, i, f"trace {path}")
+            made.append(_traced(some, given, problem))
+        return made
+
+    return sets
+
+
+def _traced(ids: Tensor, weights: Tensor | None, problem: MoEProblem) -> BenchRouting:
+    """A routing that a trace states, with logits from which it follows where it can."""
+    falling = torch.linspace(1.0, 0.5, problem.top_k).expand(ids.shape)
+    logits = torch.full((len(ids), problem.experts), FAR).scatter_(1, ids.long(), falling)
+    made = _chosen(problem, logits)
+    agrees = made.agrees and weights is None and torch.equal(made.ids, ids)
+    if weights is None:
+        weights = made.weights if agrees else torch.full(ids.shape, problem.routing.scale / problem.top_k)
+    return BenchRouting(ids, weights, logits, agrees=agrees)
+
+
+def read_trace(path: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | None]:
+    """Expert ids ``[tokens, top_k]`` int32 of a trace, and their fp32 weights or None.
+
+    A .safetensors file holds ``ids`` and optionally ``weights``; a .jsonl file has a token in each line,
+    a list of ids or an object of ``ids`` and optionally ``weights``. Every token has `top_k` different
+    experts of the layer, and weights are finite.
+
+    Raises UsageError when the file cannot be read or is no trace of this layer.
+    """
+    ids, weights = _READERS.get(path.suffix.lower(), _refused)(path)
+    if ids.ndim != 2 or ids.shape[1] != problem.top_k or not len(ids):
+        raise UsageError(
+            f"ids in trace {path} must be [tokens, {problem.top_k}], of at least one token, "
+            f"got {list(ids.shape)}",
+            hint="a trace has the experts of each token, as many as this layer's top-k",
+        )
+    if weights is not None and (
+        weights.shape != ids.shape or weights.is_complex() or not bool(torch.isfinite(weights.float()).all())
+    ):
+        raise UsageError(f"weights in trace {path} must be finite numbers {list(ids.shape)}")
+    check_ids(ids, problem, f"ids in trace {path}")
+    return ids.int(), None if weights is None else weights.float()
+
+
+def _refused(path: Path) -> tuple[Tensor, Tensor | None]:
+    raise UsageError(
+        f"the suffix of trace {path} names no file of expert ids", hint="give a .safetensors or .jsonl file"
+    )
+
+
+def _trace_tensors(path: Path) -> tuple[Tensor, Tensor | None]:
+    found = _tensors(path, f"trace {path}")
+    if "ids" not in found:
+        raise UsageError(f"trace {path} must hold a tensor ids, got {', '.join(sorted(found)) or 'none'}")
+    return found["ids"], found.get("weights")
+
+
+def _trace_lines(path: Path) -> tuple[Tensor, Tensor | None]:
+    ids: list[list[int]] = []
+    weights: list[list[float]] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), ""), 1):
+                if number > MAX_TOKENS:
+                    raise UsageError(f"trace {path} has more than {MAX_TOKENS} tokens")
+                some, given = _token(line, f"line {number} of trace {path}")
+                ids.append(some)
+                if given is not None:
+                    weights.append(given)
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(f"trace {path}", path, error, "a UTF-8 text file") from error
+    if weights and len(weights) != len(ids):
+        raise UsageError(
+            f"trace {path} has weights for {len(weights)} of {len(ids)} tokens, expected all or none"
+        )
+    lengths = {len(some) for some in ids} | {len(some) for some in weights}
+    if len(lengths) > 1:
+        raise UsageError(f"tokens of trace {path} have different numbers of experts: {sorted(lengths)}")
+    return torch.tensor(ids, dtype=torch.long), torch.tensor(weights) if weights else None
+
+
+def _token(line: str, where: str) -> tuple[list[int], list[float] | None]:
+    """One line: ids, and weights where it has some."""
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON") from error
+    ids, weights = (data.get("ids"), data.get("weights")) if isinstance(data, dict) else (data, None)
+    if not isinstance(ids, list) or not all(type(i) is int and abs(i) < 1 << 31 for i in ids):
+        raise UsageError(f"{where} must be a list of expert ids, or an object with ids")
+    if weights is not None and not (
+        isinstance(weights, list) and all(type(w) in (int, float) for w in weights)
+    ):
+        raise UsageError(f"{where}: weights must be a list of numbers")
+    return ids, weights
+
+
+_READERS = {".safetensors": _trace_tensors, ".jsonl": _trace_lines}
+
+
+def warm_share(sets: Sequence[Sequence[int]], copies: int, expert_bytes: int, cache: int) -> float:
+    """The part of the weights read that a cache of `cache` bytes may still hold from calls before.
+
+    `sets` are the experts that each call hits; calls use `copies` copies of the weights in turn, and begin
+    with a cache that was flushed. The cache keeps what was used last, whole experts at a time.
+    """
+    room = cache // max(1, expert_bytes)
+    kept: OrderedDict[tuple[int, int], None] = OrderedDict()
+    found = read = 0
+    for number, experts in enumerate(sets):
+        for expert in experts:
+            place = (number % copies, expert)
+            read += 1
+            found += place in kept
+            kept[place] = None
+            kept.move_to_end(place)
+            while len(kept) > room:
+                kept.popitem(last=False)
+    return found / read if read else 0.0

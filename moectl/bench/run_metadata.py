@@ -1,0 +1,75 @@
+"""What rows are taken on: this machine, its versions and rates."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..cache.measurement_keys import kernel_hash
+from ..capabilities.unpacked_libraries import PLACES, PREFIX
+from ..environment import detect_gpus
+from ..kernels.timing.cold_calls import last_level_cache
+from ..problem.roofline import DeviceRates
+from ..run import RunMachine
+from .run_bench import gpu_name
+from .settings import BenchSettings
+
+LIBRARIES = (
+    "triton",
+    *("vllm", "flashinfer", "flashinfer_cubin", "humming", "triton_kernels"),
+    *(PREFIX + name for name in PLACES),
+)
+"""Packages, beside torch, whose versions times depend on: installed ones, and those of `MOECTL_PEERS`."""
+
+
+def versions_of(machine: RunMachine) -> dict[str, str]:
+    """Versions of what times depend on, as far as it is there; ``kernels`` is a hash of moectl's own."""
+    found = {
+        "moectl": __version__,
+        "kernels": kernel_hash(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    known = {"triton": _triton(), **machine.packages.versions}
+    return found | {name: known[name] for name in LIBRARIES if known.get(name)}
+
+
+def _triton() -> str:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def about(machine: RunMachine, settings: BenchSettings, rates: DeviceRates) -> dict[str, Any]:
+    """The machine as plain data: see `Run.machine`."""
+    gpu = gpu_name(machine.torch)
+    driver = next((g.driver for g in detect_gpus() if gpu in ("", g.uuid)), "") if gpu else ""
+    return {
+        "device": machine.device.name,
+        "driver": driver,
+        "versions": versions_of(machine),
+        "rates": asdict(rates),
+        "cache_bytes": last_level_cache(machine.torch),
+        "caches": settings.caches,
+        "clocks": "nvidia-smi, while each cell was timed" if gpu else "not recorded: no NVIDIA GPU",
+        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def rates_of(data: Mapping[str, Any]) -> DeviceRates | None:
+    """The rates that an earlier run has measured; None where it does not say."""
+    try:
+        found = data["rates"]
+        return DeviceRates(float(found["bandwidth"]), float(found["flops"]), str(found["source"]))
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,1 @@
+"""What config.json says about MoE layers and their quantization."""

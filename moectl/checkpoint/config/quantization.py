@@ -1,0 +1,301 @@
+"""What a checkpoint's `quantization_config` says about its expert weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import CheckpointError
+from ...problem.schemes import (
+    BF16,
+    FULL,
+    MXFP4,
+    MXFP8,
+    MXFP8_ACT,
+    Scheme,
+    act_format,
+    int_format,
+    weight_format,
+)
+from .quantization_formats import (
+    FP8_TENSOR,
+    FP8_TENSOR_STATIC,
+    FP8_TENSOR_WEIGHT,
+    Config,
+    group_scheme,
+    group_size,
+    integer,
+    is_expert_rule,
+    is_general_expert_rule,
+    mapping,
+    modelopt_scheme,
+    names,
+    pair,
+    quark_scheme,
+    refuse,
+    word,
+)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How expert weights are stored and computed, as a quantization config declares it.
+
+    Attributes:
+        storage: as `MoEProblem.storage`.
+        scheme: weight and activation formats.
+        act_order: as `MoEProblem.act_order`.
+        sources: for each of the fields above, the config key that it was read from.
+        ignore: module name patterns that stay unquantized, in the config's own spelling.
+        method: `quant_method` as the config spells it; ``""`` without a config.
+        act_stated: False when the config has no word on activations, not even that they stay 16-bit.
+    """
+
+    storage: str
+    scheme: Scheme
+    act_order: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
+    method: str = ""
+    act_stated: bool = True
+
+
+UNQUANTIZED = Quantization("plain", Scheme(BF16), sources={"scheme": "config:no quantization_config"})
+"""What a model without a quantization config has."""
+
+
+def parse_quantization(
+    quantization_config: Config | None, *, model_type: str = "", expert_dtype: str = ""
+) -> Quantization:
+    """The `Quantization` of most expert weights; plain BF16 when the config is absent or empty.
+
+    `model_type` tells gpt-oss, whose MXFP4 experts are fused blocks, from other MXFP4 checkpoints;
+    `expert_dtype` is the model config's key of that name, which speaks of the experts alone.
+
+    Raises:
+        CheckpointError: the method is unknown, or a key that decides the format has a value that no
+            known writer produces.
+    """
+    if quantization_config is None:
+        return UNQUANTIZED
+    if not isinstance(quantization_config, Mapping):
+        raise CheckpointError(
+            f"quantization_config must be an object, got {type(quantization_config).__name__}.",
+            hint="Check config.json.",
+        )
+    if not quantization_config:
+        return UNQUANTIZED
+    method = quantization_config.get("quant_method")
+    parser = _METHODS.get(method) if isinstance(method, str) else None
+    if parser is None or not isinstance(method, str):
+        raise CheckpointError(
+            f"quantization method {method!r} is not understood; known ones are {', '.join(KNOWN_METHODS)}.",
+            hint="Check quantization_config.quant_method in config.json, or ask for this method to be added.",
+        )
+    storage, scheme, order, keys, ignore = parser(quantization_config, model_type)
+    named = {name: f"config:quantization_config.{key}" for name, key in keys.items()}
+    if method == "fp8" and expert_dtype == "fp4" and scheme.weight.name == "fp8":
+        storage, scheme = "mxfp4", Scheme(MXFP4)
+        named = dict.fromkeys(named, "config:expert_dtype")
+    return Quantization(storage, scheme, order, named, ignore, method, _states_act(quantization_config))
+
+
+Parsed = tuple[str, Scheme, str, dict[str, str], tuple[str, ...]]
+
+
+def _mxfp4(config: Config, model_type: str) -> Parsed:
+    storage = "gpt_oss" if model_type == "gpt_oss" else "mxfp4"
+    keys = {"storage": "quant_method", "scheme": "quant_method"}
+    return storage, Scheme(MXFP4), "", keys, names(config, "modules_to_not_convert", "ignored_layers")
+
+
+def _mxfp8(config: Config, model_type: str) -> Parsed:
+    keys = {"storage": "quant_method", "scheme": "quant_method"}
+    ignore = names(config, "ignored_layers", "modules_to_not_convert")
+    return "fp8", Scheme(MXFP8, MXFP8_ACT), "", keys, ignore
+
+
+def _fp8(config: Config, model_type: str) -> Parsed:
+    ignore = names(config, "modules_to_not_convert", "ignored_layers", "ignore")
+    if "moe_quant_algo" in config:
+        scheme = modelopt_scheme(config["moe_quant_algo"], "moe_quant_algo")
+        return "modelopt", scheme, "", {"storage": "moe_quant_algo", "scheme": "moe_quant_algo"}, ignore
+    if config.get("weight_block_size") is not None:
+        rows, columns = pair(config, "weight_block_size", "")
+        scheme = Scheme(weight_format("fp8", (rows, columns)), act_format("fp8", (1, columns)))
+        return "fp8", scheme, "", {"storage": "quant_method", "scheme": "weight_block_size"}, ignore
+    activations = {"static": FP8_TENSOR_STATIC, "dynamic": FP8_TENSOR}
+    name = word(config, "activation_scheme", "dynamic")
+    if name not in activations:
+        raise refuse("activation_scheme", "'static' or 'dynamic'", name)
+    scheme = Scheme(FP8_TENSOR_WEIGHT, activations[name])
+    return "fp8", scheme, "", {"storage": "quant_method", "scheme": "activation_scheme"}, ignore
+
+
+def _modelopt(config: Config, model_type: str) -> Parsed:
+    inner = mapping(config, "quantization") or config
+    ignore = names(inner, "ignore", "exclude_modules")
+    name, key = inner.get("quant_algo"), "quant_algo"
+    if name is None and "quant_algo" in inner:
+        return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
+    if name == "MIXED_PRECISION":
+        found = Counter(listed_algorithms(inner).values())
+        if not found:
+            raise refuse("quantized_layers", "an object that names the quant_algo of routed experts", None)
+        name, key = found.most_common(1)[0][0], "quantized_layers"
+    return "modelopt", modelopt_scheme(name, key), "", {"storage": "quant_method", "scheme": key}, ignore
+
+
+def listed_algorithms(config: Config) -> dict[str, str]:
+    """ModelOpt's name of the format of each module of routed experts, where the config lists modules."""
+    return {
+        module: str(entry.get("quant_algo"))
+        for module, entry in mapping(config, "quantized_layers").items()
+        if isinstance(entry, Mapping) and is_expert_rule(module)
+    }
+
+
+_ACT_ORDERS = {
+    None: "",
+    False: "",
+    True: "group",
+    "weight": "weight",
+    "static": "weight",
+    "group": "group",
+    "dynamic": "group",
+}
+
+
+def _compressed_group(config: Config) -> tuple[str, Config]:
+    groups = mapping(config, "config_groups")
+    usable = {name: group for name, group in groups.items() if isinstance(group, Mapping)}
+    if not usable or len(usable) != len(groups):
+        raise refuse("config_groups", "an object with at least one group", config.get("config_groups"))
+
+    def rank(item: tuple[str, Config]) -> int:
+        targets = names(item[1], "targets")
+        if any(map(is_general_expert_rule, targets)):
+            return 0
+        return 1 if "Linear" in targets else 2 if any(map(is_expert_rule, targets)) else 3
+
+    return min(usable.items(), key=rank)
+
+
+def _compressed(config: Config, model_type: str) -> Parsed:
+    name, group = _compressed_group(config)
+    where = f"config_groups.{name}"
+    order = mapping(group, "weights").get("actorder")
+    if isinstance(order, (list, dict)) or order not in _ACT_ORDERS:
+        raise refuse(f"{where}.weights.actorder", "null, 'weight', 'static', 'group' or 'dynamic'", order)
+    keys = {
+        "storage": "quant_method",
+        "scheme": f"{where}.weights",
+        "act_order": f"{where}.weights.actorder",
+    }
+    return (
+        "compressed-tensors",
+        group_scheme(group, where),
+        _ACT_ORDERS[order],
+        keys,
+        names(config, "ignore"),
+    )
+
+
+def _states_act(config: Config) -> bool:
+    """False for groups of compressed-tensors in which the key of activations is missing."""
+    if config.get("quant_method") != "compressed-tensors":
+        return True
+    return "input_activations" in _compressed_group(config)[1]
+
+
+def _lists_experts(modules: object) -> bool:
+    """True when routed experts are on GPTQ's list of what to quantize, or there is none."""
+    if not isinstance(modules, list) or not modules:
+        return True
+    flat = [name for entry in modules for name in (entry if isinstance(entry, list) else [entry])]
+    return any(isinstance(name, str) and is_expert_rule(name) for name in flat)
+
+
+def _gptq(config: Config, model_type: str) -> Parsed:
+    rules = mapping(config, "dynamic")
+    ignore = tuple(name[2:] for name in rules if name.startswith("-:"))
+    for name, rule in rules.items():
+        if not name.startswith("-:") and is_expert_rule(name) and isinstance(rule, Mapping):
+            config = {**config, **rule}
+    if not _lists_experts(config.get("modules_in_block_to_quantize")):
+        key = "modules_in_block_to_quantize"
+        return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
+    bits = integer(config, "bits", "")
+    if bits not in (4, 8):
+        raise refuse("bits", "4 or 8", bits)
+    group = group_size(config, "group_size", "", FULL)
+    weight = int_format(bits, group, "F16", zero_point=config.get("sym", True) is False)
+    # With one group per column the permuted order changes nothing.
+    order = "group" if config.get("desc_act") and group != FULL else ""
+    keys = {"storage": "quant_method", "scheme": "bits", "act_order": "desc_act"}
+    return "gptq", Scheme(weight), order, keys, ignore + names(config, "modules_to_not_convert")
+
+
+def zeros_less_one(config: Mapping[str, Any]) -> bool:
+    """True when GPTQ zero points are stored less one, as all but the second version of the format have them.
+
+    `config` is config.json's object, the quantization config at its top or in the text model's.
+    """
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, Mapping) else {}):
+        found = place.get("quantization_config")
+        if isinstance(found, Mapping):
+            return found.get("checkpoint_format") != "gptq_v2"
+    return True
+
+
+def _awq(config: Config, model_type: str) -> Parsed:
+    bits = integer(config, "bits" if "bits" in config else "w_bit", "")
+    if bits not in (4, 8):
+        raise refuse("bits", "4 or 8", bits)
+    group = group_size(config, "group_size" if "group_size" in config else "q_group_size", "", FULL)
+    weight = int_format(bits, group, "F16", zero_point=config.get("zero_point", True) is True)
+    keys = {"storage": "quant_method", "scheme": "bits"}
+    return "awq", Scheme(weight), "", keys, names(config, "modules_to_not_convert")
+
+
+def _quark(config: Config, model_type: str) -> Parsed:
+    chosen, where = mapping(config, "global_quant_config"), "global_quant_config"
+    for name, rule in mapping(config, "layer_quant_config").items():
+        if is_general_expert_rule(name) and isinstance(rule, Mapping):
+            chosen, where = rule, f"layer_quant_config.{name}"
+    keys = {"storage": "quant_method", "scheme": where}
+    return "quark", quark_scheme(chosen, where), "", keys, names(config, "exclude")
+
+
+def _auto_round(config: Config, model_type: str) -> Parsed:
+    """AutoRound packs as one of the two others, and says as which."""
+    return (_awq if "awq" in str(config.get("packing_format")) else _gptq)(config, model_type)
+
+
+def auto_round_scheme(config: Config, entry: Config) -> Scheme:
+    """The scheme of the modules that AutoRound's `entry` describes, by what differs from `config`."""
+    merged = {**config, **entry}
+    return Scheme(BF16) if integer(merged, "bits", "") >= 16 else _auto_round(merged, "")[1]
+
+
+_METHODS: dict[str, Callable[[Config, str], Parsed]] = {
+    "auto-round": _auto_round,
+    "awq": _awq,
+    "awq_marlin": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "gptq_marlin": _gptq,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "modelopt_mixed": _modelopt,
+    "mxfp4": _mxfp4,
+    "gpt_oss_mxfp4": _mxfp4,
+    "mxfp8": _mxfp8,
+    "quark": _quark,
+}
+KNOWN_METHODS = tuple(sorted(_METHODS))
+"""The `quant_method` names that `parse_quantization` reads."""

@@ -1,0 +1,323 @@
+"""Checkpoints on the Hugging Face Hub: small JSON files whole, safetensors headers by HTTP range.
+
+Headers are asked for by several workers at once and kept by commit (`hub_cache`).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError, Unavailable
+from ...files.safetensors_header import LENGTH_BYTES, Budget, header_length, read_header
+from ...files.strict_json import shown
+from ...files.tensor_table import TensorTable
+from .hub_cache import HeaderCache
+from .shards import CONFIG, INDEX, check_document_size, index_files, join_tensors, parse_document, shard_names
+
+FIRST_BYTES = 128 << 10
+"""Bytes of a file that are asked for first; most headers are shorter."""
+
+WORKERS = 8
+"""Most requests for headers at once."""
+
+TIMEOUT = 10.0
+ATTEMPTS = 4
+"""Times that a busy server, or one that breaks off, is asked."""
+
+PAUSE = 0.5
+"""Seconds before the second attempt; doubled each time, unless the server says how long."""
+
+LONGEST_PAUSE = 30.0
+_AGAIN = (429, 500, 502, 503, 504)
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+class NotOnHub(CheckpointError):
+    """The Hub has no such model or revision, or does not show it."""
+
+
+class HubUnreachable(Unavailable):
+    """The Hub does not answer, or only to those who are logged in."""
+
+
+class _CutShort(CheckpointError):
+    """An answer ended too soon."""
+
+
+@dataclass(frozen=True)
+class HubCheckpoint:
+    """What a Hub repository says at one commit: its JSON documents by file name, and its tensors.
+
+    `note` says what went wrong that harms nothing but speed.
+    """
+
+    revision: str
+    documents: Mapping[str, Mapping[str, Any]]
+    tensors: TensorTable | None
+    files: frozenset[str]
+    note: str = ""
+
+
+def hub_is_offline() -> bool:
+    """True when the environment (HF_HUB_OFFLINE) forbids the network."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def cached_folder(repo: str, revision: str | None) -> Path | None:
+    """The folder of `repo` at `revision` (default: main) in the Hub cache, if its config.json is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, CONFIG, revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def read_hub(repo: str, revision: str | None, token: str | None, wanted: tuple[str, ...]) -> HubCheckpoint:
+    """The documents `wanted` and all tensor headers of `repo`, every file at one commit.
+
+    JSON files go through the Hub cache; of weight files only headers travel, and those once.
+
+    Raises:
+        NotOnHub: no such model, revision or config.json.
+        HubUnreachable: no network, no answer, or no permission.
+        CheckpointError: a file is damaged.
+    """
+    from huggingface_hub import HfApi
+
+    with _explained(repo, revision):
+        # First, as it fails at once without a network, where a download tries for half a minute.
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token, timeout=TIMEOUT)
+        sizes = {item.rfilename: item.size for item in info.siblings or []}
+        commit = _commit(info.sha, repo)
+        if CONFIG not in sizes:
+            raise NotOnHub(
+                f"{repo} on the Hub has no config.json.",
+                hint="Give a repository of a whole model, with a config.json and safetensors files.",
+            )
+        for name in (CONFIG, *wanted):
+            check_document_size(sizes.get(name) or 0, name)
+        # By the name asked for, so that the cache learns which commit it stands for.
+        if _download(repo, CONFIG, revision, token).parent.name != commit:
+            _download(repo, CONFIG, commit, token)
+        documents = {
+            name: parse_document(_download(repo, name, commit, token), name)
+            for name in (CONFIG, *wanted)
+            if name in sizes
+        }
+        index = index_files(documents[INDEX]) if INDEX in documents else None
+        names = shard_names(sizes, index)
+        cache = HeaderCache(repo, commit)
+        read = partial(_header, repo, commit, token, Budget(), cache)
+        with ThreadPoolExecutor(min(WORKERS, max(1, len(names)))) as pool:
+            try:
+                shards = list(pool.map(read, names, [sizes[name] for name in names]))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    if names:
+        cache.write_listing({name: shard.size for name, shard in zip(names, shards, strict=True)})
+    note = f"headers could not be cached: {cache.refused}" if cache.refused else ""
+    tensors = join_tensors([shard.tensors for shard in shards], index) if names else None
+    return HubCheckpoint(commit, documents, tensors, frozenset(sizes), note)
+
+
+def _commit(sha: str | None, repo: str) -> str:
+    if sha is None or re.fullmatch(r"[0-9a-f]{40}", sha) is None:
+        raise CheckpointError(
+            f"the Hub names no commit for {repo}, got {shown(sha)}.",
+            hint="Check HF_ENDPOINT, or download the checkpoint and give its folder.",
+        )
+    return sha
+
+
+def _download(repo: str, name: str, revision: str | None, token: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(repo, name, revision=revision, token=token))
+
+
+@contextmanager
+def _explained(repo: str, revision: str | None) -> Iterator[None]:
+    """Turn the Hub client's errors into this package's."""
+    from huggingface_hub import errors
+
+    at = repo if revision is None else f"{repo}@{revision}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise HubUnreachable(
+            f"the Hub shows {at} only to those whom its owner has admitted.",
+            hint="Accept its terms on the Hub, then run `hf auth login` or set HF_TOKEN.",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise NotOnHub(
+            f"the Hub has no revision {revision} of {repo}.",
+            hint="Give a branch, tag or commit of it, or leave the revision out.",
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise NotOnHub(
+            f"the Hub shows no model {at}.",
+            hint="Check the name; for a private model run `hf auth login` or set HF_TOKEN.",
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise _unreachable(at, error) from error
+    except errors.EntryNotFoundError as error:
+        raise NotOnHub(
+            f"a file of {at} is missing on the Hub: {_first(error)}.",
+            hint="Try again, as the repository may just be changing, or give another revision.",
+        ) from error
+    except errors.HfHubHTTPError as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        hint = "Run `hf auth login` or set HF_TOKEN." if status in (401, 403) else _OFFLINE
+        raise HubUnreachable(f"the Hub refuses {at}: {_first(error)}.", hint=hint) from error
+    except errors.HFValidationError as error:
+        raise NotOnHub(f"{at} is no Hub id: {_first(error)}.", hint="Give the model as org/name.") from error
+    except (OSError, getattr(errors, "HTTPError", OSError)) as error:
+        raise _unreachable(at, error) from error
+
+
+_OFFLINE = "Check the network and HF_ENDPOINT, or give a folder, a config.json or a built-in model."
+
+
+def _unreachable(at: str, error: BaseException) -> HubUnreachable:
+    return HubUnreachable(f"the Hub cannot be reached for {at}: {_first(error)}.", hint=_OFFLINE)
+
+
+def _first(error: BaseException) -> str:
+    """The first line of an error's text, without a full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A weight file: its size and tensors."""
+
+    size: int
+    tensors: TensorTable
+
+
+def _header(
+    repo: str,
+    commit: str,
+    token: str | None,
+    budget: Budget,
+    cache: HeaderCache,
+    name: str,
+    listed: int | None,
+) -> _Shard:
+    """The header of weight file `name`, of `listed` bytes by the listing, from the cache or the Hub."""
+    kept = cache.read(name)
+    if kept is not None and listed in (None, kept[1]):
+        with suppress(CheckpointError):
+            return _Shard(kept[1], read_header(*kept, name, budget))
+    start, size = _remote_header(repo, commit, token, name)
+    if listed is not None and listed != size:
+        raise CheckpointError(
+            f"{name}: the Hub lists {listed} bytes, but serves a file of {size}.",
+            hint="Try again, as the file may just be changing, or download the checkpoint.",
+        )
+    tensors = read_header(start, size, name, budget)
+    cache.write(name, start, size)
+    return _Shard(size, tensors)
+
+
+def _remote_header(repo: str, commit: str, token: str | None, name: str) -> tuple[bytes, int]:
+    """The first bytes of a weight file up to its header's end, and the file's size."""
+    from huggingface_hub import hf_hub_url
+
+    url = hf_hub_url(repo, name, revision=commit)
+    first, size = _read_range(url, 0, FIRST_BYTES, name, token)
+    end = LENGTH_BYTES + header_length(first, size, name)
+    if end > len(first):
+        rest, _ = _read_range(url, len(first), end, name, token)
+        first += rest
+    return first[:end], size
+
+
+def _client() -> Any:
+    """The Hub client's HTTP layer, whose session carries proxies and certificates."""
+    from huggingface_hub import utils
+
+    return utils
+
+
+def _read_range(url: str, start: int, end: int, name: str, token: str | None) -> tuple[bytes, int]:
+    """Bytes `start` to `end` of a file (fewer where it ends), and the size of the whole file.
+
+    Raises CheckpointError when the server answers with anything else than that range.
+    """
+    from huggingface_hub import errors
+
+    headers: dict[str, str] = _client().build_hf_headers(token=token)
+    headers |= {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    broken_off = (OSError, getattr(errors, "HTTPError", OSError), _CutShort)
+    for attempt in range(ATTEMPTS):
+        last, pause = attempt + 1 == ATTEMPTS, PAUSE * 2**attempt
+        try:
+            with _stream(url, headers) as response:
+                if last or response.status_code not in _AGAIN:
+                    return _take_range(response, start, end, name)
+                pause = _asked_pause(response.headers.get("Retry-After"), pause)
+        except broken_off as error:
+            if last or isinstance(error, errors.HfHubHTTPError):
+                raise
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _asked_pause(text: str | None, usual: float) -> float:
+    """Seconds that a busy server asks for, within reason; `usual` when it names no number."""
+    return min(float(text), LONGEST_PAUSE) if text is not None and text.isdecimal() else usual
+
+
+@contextmanager
+def _stream(url: str, headers: Mapping[str, str]) -> Iterator[Any]:
+    """The response to a GET, its body not yet read; for both HTTP clients that huggingface_hub has used."""
+    session = _client().get_session()
+    if hasattr(session, "build_request"):
+        opened = session.stream("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True)
+    else:
+        opened = session.get(url, headers=headers, timeout=TIMEOUT, stream=True)
+    with opened as response:
+        yield response
+
+
+def _take_range(response: Any, start: int, end: int, name: str) -> tuple[bytes, int]:
+    if response.status_code >= 400 and response.status_code != 416:
+        if hasattr(response, "read"):
+            response.read()
+        _client().hf_raise_for_status(response)
+    match = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    if response.status_code != 206 or match is None or int(match[1]) != start:
+        raise CheckpointError(
+            f"{name}: the server answers a request for bytes {start} to {end} "
+            f"with status {response.status_code} instead of that range.",
+            hint="Use a Hub endpoint that serves ranges, or download the checkpoint.",
+        )
+    size = int(match[3])
+    body, expected = bytearray(), min(end, size) - start
+    for piece in response.iter_bytes() if hasattr(response, "iter_bytes") else response.iter_content(65536):
+        body += piece
+        if len(body) > expected:
+            break
+    if len(body) < expected:
+        raise _CutShort(
+            f"{name}: the answer breaks off: the server sends {len(body)} bytes, {expected} were asked for.",
+            hint="Try again, or download the checkpoint.",
+        )
+    if len(body) > expected:
+        raise CheckpointError(
+            f"{name}: the server sends {len(body)} bytes or more, {expected} were asked for.",
+            hint="Use a Hub endpoint that serves ranges, or download the checkpoint.",
+        )
+    return bytes(body), size

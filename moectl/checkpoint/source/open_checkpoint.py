@@ -1,0 +1,290 @@
+"""Finding a checkpoint: a folder, a config.json, the Hub cache, the Hub, or the built-in catalogue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from ...errors import CheckpointError, MoectlError, Unavailable
+from ...files.strict_json import shown
+from ...files.tensor_table import TensorInfo
+from ..checkpoint import Checkpoint, Origin
+from ..config.user_assumptions import Stated
+from ..tensors.layer_groups import layer_groups
+from .catalogue import CatalogueEntry, find_entry, near_names, suggestion
+from .shards import (
+    CONFIG,
+    INDEX,
+    QUANTIZATION_FILES,
+    SUFFIX,
+    quantization_apart,
+    read_document,
+    read_folder,
+    weight_files,
+)
+
+MANIFEST = "moectl.json"
+"""The file that marks a converted folder."""
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Where a rank's converted folder is in the folder of all ranks."""
+    return folder / f"rank-{rank:02d}"
+
+
+_HUB_ID = re.compile(
+    r"(?P<repo>[A-Za-z0-9_][\w.\-]*/[A-Za-z0-9_][\w.\-]*)(?:@(?!\S*\.\.)(?P<revision>[\w.\-/]+))?", re.ASCII
+)
+_HUB_URL = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/tree/([^?#]+?))?/?"
+)
+
+
+def open_checkpoint(
+    ref: str | Path,
+    *,
+    token: str | None = None,
+    offline: bool = False,
+    allow_catalogue: bool = True,
+    stated: Stated = Stated(),
+) -> Checkpoint:
+    """The checkpoint that `ref` names: config, checked tensor headers, MoE layer groups.
+
+    `ref` is a folder, a ``config.json``, a Hub id ``org/name[@revision]``, the address of a model's
+    page on the Hub (``https://huggingface.co/org/name[/tree/revision]``) or a built-in model.
+    ``org/name`` is looked up as a folder, in the Hub cache (when whole), on the Hub, as a config.json
+    in the cache, then in the catalogue; without the network, cache, then catalogue. A revision never
+    comes from the catalogue. `Checkpoint.origin` says where it was found.
+
+    Args:
+        token: Hub token; default: HF_TOKEN or the one stored by `hf auth login`.
+        offline: stay off the network; HF_HUB_OFFLINE does the same.
+        allow_catalogue: False to leave the built-in models out.
+        stated: what the user says of activation and routing, before config and headers.
+
+    Raises:
+        CheckpointError: nothing there, or damaged, incomplete, converted or not understood.
+        Unavailable: the Hub is needed, and cannot be reached or wants a login.
+    """
+    found = _find(str(ref), token, offline, allow_catalogue)
+    quantization, source = quantization_apart(found.documents)
+    groups = layer_groups(
+        found.config, found.tensors, quantization=quantization, quantization_file=source, stated=stated
+    )
+    return Checkpoint(found.config, found.tensors or {}, groups, found.origin, found.folder)
+
+
+@dataclass(frozen=True)
+class _OpenedSource:
+    """What was read of a checkpoint; `tensors` is None for a config alone, `folder` without data."""
+
+    config: Mapping[str, Any]
+    documents: Mapping[str, Mapping[str, Any] | None]
+    tensors: Mapping[str, TensorInfo] | None
+    origin: Origin
+    folder: Path | None
+
+
+def _find(ref: str, token: str | None, offline: bool, allow_catalogue: bool) -> _OpenedSource:
+    """What `ref` names, wherever it is found."""
+    name = _without_url(ref)
+    if not name.strip():
+        raise CheckpointError(
+            "the name of the checkpoint is empty, expected a folder, config.json, Hub id or built-in model.",
+            hint="Give one; `.` is the folder you are in.",
+        )
+    path = _path(name)
+    with _readable(name):
+        if path.is_dir():
+            return _open_folder(path, Origin("folder", name, path=path))
+        if path.is_file():
+            return _open_config(path, name)
+        if path.exists():
+            raise CheckpointError(
+                f"the checkpoint {shown(name)} is a pipe or device, expected a folder or a config.json.",
+                hint="Give the folder of a checkpoint.",
+            )
+    if _looks_like_a_path(name):
+        raise CheckpointError(
+            f"there is no {shown(name)}.",
+            hint="Check the path, or give a Hub id org/name or a built-in model.",
+        )
+    match = _HUB_ID.fullmatch(name)
+    if match is not None:
+        return _open_id(match["repo"], match["revision"], token, offline, allow_catalogue)
+    entry = find_entry(name) if allow_catalogue else None
+    if entry is not None:
+        return _open_entry(entry)
+    raise CheckpointError(
+        f"no folder, config.json, Hub id or built-in model is called {shown(name)}.",
+        hint=f"Check the path. {suggestion(name)}",
+    )
+
+
+def _without_url(ref: str) -> str:
+    """`ref`, or the Hub id that it is the page of; CheckpointError for any other address."""
+    match = _HUB_URL.fullmatch(ref)
+    if match is not None:
+        return match[1] if match[2] is None else f"{match[1]}@{unquote(match[2])}"
+    if "://" in ref:
+        raise CheckpointError(
+            f"the address {shown(ref)} is not that of a model's page on the Hub.",
+            hint="Give https://huggingface.co/org/name or org/name, or download the checkpoint.",
+        )
+    return ref
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the path {shown(name)} names the home folder of a user who has none.",
+            hint="Give the whole path.",
+        ) from error
+
+
+def _looks_like_a_path(name: str) -> bool:
+    """True for what can be no Hub id; its revision, after ``@``, may hold slashes."""
+    before = name.partition("@")[0]
+    return (
+        name.startswith((".", "/", "~"))
+        or "\\" in name
+        or before.count("/") > 1
+        or before.endswith(("/", ".json", SUFFIX))
+    )
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Turns what the system says about a name that it cannot take, or may not show, into CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {shown(name)} cannot be read: {error.strerror or error}.",
+            hint="Check the path and its permissions.",
+        ) from error
+
+
+def _open_folder(folder: Path, origin: Origin) -> _OpenedSource:
+    if (folder / MANIFEST).exists():
+        raise _converted(str(folder))
+    if (rank_folder(folder, 0) / MANIFEST).exists():
+        raise CheckpointError(
+            f"{folder} holds the converted folders of several ranks, and is no checkpoint.",
+            hint=f"`moectl run` takes one of them, such as {rank_folder(folder, 0)}; "
+            "`moectl unconvert` makes a checkpoint of all of them.",
+        )
+    config = read_document(folder, CONFIG)
+    if config is None:
+        raise CheckpointError(
+            f"{folder} has no config.json.",
+            hint="Give the folder of a whole checkpoint, or a built-in model.",
+        )
+    documents = {name: read_document(folder, name) for name in QUANTIZATION_FILES}
+    tensors = read_folder(folder)
+    if tensors is None:
+        origin = Origin("config", origin.name, origin.revision, origin.path, "it holds no safetensors file")
+    return _OpenedSource(config, documents, tensors, origin, None if tensors is None else folder)
+
+
+def _open_config(path: Path, name: str) -> _OpenedSource:
+    if path.suffix != ".json":
+        what = "one weight file" if path.suffix == SUFFIX else "a file"
+        raise CheckpointError(
+            f"{path} is {what}, expected a folder or a config.json.", hint=f"Give its folder, {path.parent}."
+        )
+    config = read_document(path.parent, path.name)
+    assert config is not None, "the caller saw the file"
+    if path.name == INDEX or "weight_map" in config:
+        raise CheckpointError(
+            f"{path} is an index, expected a config.json.", hint=f"Give its folder, {path.parent}."
+        )
+    beside = {name: read_document(path.parent, name) for name in QUANTIZATION_FILES}
+    documents = beside if path.name == CONFIG else {}
+    return _OpenedSource(config, documents, None, Origin("config", name, path=path), None)
+
+
+def _open_id(
+    repo: str, revision: str | None, token: str | None, offline: bool, allow_catalogue: bool
+) -> _OpenedSource:
+    from .hub import HubUnreachable, NotOnHub, cached_folder, hub_is_offline
+
+    offline = offline or hub_is_offline()
+    folder = cached_folder(repo, revision)
+    if folder is not None and (offline or _is_whole(folder)):
+        return _open_cached(folder, repo, "")
+    why: MoectlError
+    if offline:
+        why = Unavailable(
+            f"{repo}{f'@{revision}' if revision else ''} is not in the Hub cache, and the network is off.",
+            hint=f"Unset HF_HUB_OFFLINE or leave --offline out. {suggestion(repo)}",
+        )
+    else:
+        try:
+            return _open_hub(repo, revision, token)
+        except (NotOnHub, HubUnreachable) as error:
+            why = error
+    if folder is not None:
+        return _open_cached(folder, repo, why.what)
+    entry = find_entry(repo) if allow_catalogue and revision is None else None
+    if entry is not None:
+        return _open_entry(entry, why.what)
+    near = near_names(repo) if not offline else []
+    if near:
+        raise type(why)(why.what, reason=why.reason, hint=f"{why.hint} {suggestion(repo)}") from why
+    raise why
+
+
+def _is_whole(folder: Path) -> bool:
+    """True when every weight file of a cached checkpoint is there; an incomplete one is no error yet."""
+    try:
+        return bool(weight_files(folder)[0])
+    except CheckpointError:
+        return False
+
+
+def _open_cached(folder: Path, repo: str, note: str) -> _OpenedSource:
+    from .hub_cache import HeaderCache
+
+    origin = Origin("cache", repo, folder.name, folder, note)
+    if _is_whole(folder):
+        return _open_folder(folder, origin)
+    config = read_document(folder, CONFIG)
+    assert config is not None, "the cache lookup saw the file"
+    documents = {name: read_document(folder, name) for name in QUANTIZATION_FILES}
+    tensors = HeaderCache(repo, folder.name).tensors(read_document(folder, INDEX))
+    held = "config.json" if tensors is None else "headers"
+    note = "; ".join(part for part in (note, f"the cache holds its {held}, not its weights") if part)
+    return _OpenedSource(config, documents, tensors, Origin("cache", repo, folder.name, folder, note), None)
+
+
+def _open_hub(repo: str, revision: str | None, token: str | None) -> _OpenedSource:
+    from .hub import read_hub
+
+    found = read_hub(repo, revision, token, (INDEX, *QUANTIZATION_FILES))
+    if MANIFEST in found.files:
+        raise _converted(repo)
+    origin = Origin("hub", repo, found.revision, note=found.note)
+    return _OpenedSource(found.documents[CONFIG], found.documents, found.tensors, origin, None)
+
+
+def _open_entry(entry: CatalogueEntry, note: str = "") -> _OpenedSource:
+    note = "; ".join(part for part in (note, entry.note) if part)
+    origin = Origin("catalogue", entry.name, entry.revision, note=note)
+    return _OpenedSource(entry.config, entry.documents, entry.listing(), origin, None)
+
+
+def _converted(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} is a converted folder, not a checkpoint.",
+        reason=f"It holds {MANIFEST}.",
+        hint="Use it with `moectl run`, `moectl bench` or `moectl verify`; "
+        "`moectl unconvert` makes a checkpoint of it again.",
+    )

@@ -1,0 +1,249 @@
+"""The safetensors files of a checkpoint: which they are, and their tensors together."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ...errors import CheckpointError
+from ...files.safe_reading import not_regular, open_regular
+from ...files.safetensors_header import Budget, read_header
+from ...files.strict_json import FETCH_AGAIN, parse_json_object, shown
+from ...files.tensor_table import TensorTable, joined
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+
+QUANTIZATION_FILES: Mapping[str, str] = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+}
+"""Files of their own that describe the quantization, and the method whose keys they hold."""
+
+
+def quantization_apart(
+    documents: Mapping[str, Mapping[str, Any] | None],
+) -> tuple[Mapping[str, Any] | None, str]:
+    """The quantization config of a checkpoint's first file of `QUANTIZATION_FILES`, and that file's name."""
+    for name, method in QUANTIZATION_FILES.items():
+        document = documents.get(name)
+        if document is not None:
+            return {"quant_method": method, **document}, name
+    return None, ""
+
+
+DOCUMENT_LIMIT = 64 << 20
+"""Largest config or index that is read, bytes; the index of a model with 200 000 tensors has 23 MB."""
+
+SHARD_LIMIT = 10_000
+"""Most weight files of a checkpoint."""
+
+FILE_NAME_LIMIT = 255
+"""Longest file name, bytes; what file systems allow."""
+
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors", re.ASCII)
+
+
+def index_files(document: Mapping[str, Any], where: str = INDEX) -> dict[str, str]:
+    """The index's map from tensor name to file name, every file name safe to join to the folder.
+
+    Raises:
+        CheckpointError: no ``weight_map`` of strings, or a file name that is absolute, leads out of
+            the folder or is no safetensors file's.
+    """
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{where}: weight_map must be an object that maps tensors to files.", hint=FETCH_AGAIN
+        )
+    checked: set[str] = set()
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str):
+            raise CheckpointError(
+                f"{where}: the file of tensor {shown(tensor)} must be a name, got {shown(file)}.",
+                hint=FETCH_AGAIN,
+            )
+        if file not in checked:
+            _check_file_name(file, tensor, where)
+            checked.add(file)
+    return weight_map
+
+
+def _check_file_name(file: str, tensor: str, where: str) -> None:
+    parts = file.split("/")
+    bad = PurePosixPath(file).is_absolute() or {"", ".", ".."} & set(parts) or {"\\", ":"} & set(file)
+    long = len(file) > 4 * FILE_NAME_LIMIT or any(
+        len(part.encode("utf-8", "replace")) > FILE_NAME_LIMIT for part in parts
+    )
+    if bad or long or not file.isprintable() or not file.endswith(SUFFIX):
+        raise CheckpointError(
+            f"{where}: tensor {shown(tensor)} is said to be in {shown(file)}, "
+            "expected the name of a safetensors file inside the checkpoint's folder.",
+            reason=f"Absolute paths, '..' and names over {FILE_NAME_LIMIT} bytes are refused.",
+            hint=FETCH_AGAIN,
+        )
+
+
+def shard_names(listed: Iterable[str], index: Mapping[str, str] | None) -> list[str]:
+    """The weight files to read: those of the index, else every safetensors file among `listed`.
+
+    Raises:
+        CheckpointError: the index names a file that is not listed, or a numbered file is missing.
+    """
+    present = set(listed)
+    if index is not None:
+        for tensor, file in index.items():
+            if file not in present:
+                raise CheckpointError(
+                    f"{INDEX}: tensor {shown(tensor)} is said to be in {shown(file)}, which does not exist.",
+                    hint="The checkpoint is incomplete; download it again.",
+                )
+        return _few(sorted(set(index.values())))
+    names = _few(sorted(name for name in present if name.endswith(SUFFIX) and "/" not in name))
+    numbered = {name: match for name in names if (match := _NUMBERED.fullmatch(name))}
+    there: dict[str, set[int]] = defaultdict(set)
+    for match in numbered.values():
+        there[match["stem"]].add(int(match["number"]))
+    for name, match in numbered.items():
+        found, count = there[match["stem"]], int(match["count"])
+        if len(found) != count or max(found) - min(found) >= count or min(found) > 1:
+            raise CheckpointError(
+                f"{name}: the checkpoint has {count} files by its name, "
+                f"{len(found)} are there, with numbers from {min(found)} to {max(found)}.",
+                hint="Download the others, or remove those that belong to another checkpoint.",
+            )
+    return names
+
+
+def _few(names: list[str]) -> list[str]:
+    """`names`; CheckpointError when there are more than `SHARD_LIMIT`."""
+    if len(names) > SHARD_LIMIT:
+        raise CheckpointError(
+            f"the checkpoint has {len(names)} weight files, expected at most {SHARD_LIMIT}.",
+            hint="Store it in fewer, larger files.",
+        )
+    return names
+
+
+def join_tensors(shards: Iterable[TensorTable], index: Mapping[str, str] | None) -> TensorTable:
+    """All tensors of a checkpoint by name.
+
+    Raises:
+        CheckpointError: a name occurs in two files, or the index names a tensor that its file lacks.
+    """
+    tensors = joined(shards)
+    if tensors.repeated is not None:
+        name, first, second = tensors.repeated
+        raise CheckpointError(
+            f"{second}: tensor {shown(name)} is there a second time, first in {first}.",
+            hint="Remove the file that does not belong to the checkpoint.",
+        )
+    if index is not None and not _agrees(tensors, index):
+        for name, file in index.items():
+            found = tensors.get(name)
+            if found is None or found.file != file:
+                raise CheckpointError(
+                    f"{file}: tensor {shown(name)} is missing, though {INDEX} says it is there.",
+                    hint="The checkpoint is incomplete; download it again.",
+                )
+    return tensors
+
+
+def _agrees(tensors: TensorTable, index: Mapping[str, str]) -> bool:
+    """True when every tensor of the index is in the file that it says."""
+    return tensors.has_all(index.keys()) and all(
+        {file, None}.issuperset(map(index.get, names)) for file, names in tensors.by_file()
+    )
+
+
+def read_document(folder: Path, name: str) -> dict[str, Any] | None:
+    """The JSON object in `folder`'s file `name`, or None when there is no such file.
+
+    Raises CheckpointError when it is damaged, too long, no regular file, or leads out of the folder.
+    """
+    path = folder / name
+    if not path.exists() and not path.is_symlink():
+        return None
+    inside(folder, name)
+    return parse_document(path, str(path))
+
+
+def parse_document(path: Path, where: str) -> dict[str, Any]:
+    """The JSON object in the regular file `path`, of at most `DOCUMENT_LIMIT` bytes.
+
+    Raises CheckpointError when there is none; `where` names the file in messages.
+    """
+    with open_regular(path, where) as file:
+        data = file.read(DOCUMENT_LIMIT + 1)
+        check_document_size(max(len(data), os.fstat(file.fileno()).st_size), where)
+    return parse_json_object(data, where)
+
+
+def check_document_size(nbytes: int, where: str) -> None:
+    """CheckpointError when a config or index has more than `DOCUMENT_LIMIT` bytes."""
+    if nbytes > DOCUMENT_LIMIT:
+        raise CheckpointError(
+            f"{where} has {nbytes} bytes, expected at most {DOCUMENT_LIMIT} of a config or index.",
+            hint=FETCH_AGAIN,
+        )
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` in `folder`, links resolved; CheckpointError when it is none, or leads out.
+
+    A Hub cache keeps ``models--ORG--NAME/snapshots/REVISION``, whose files are links to ``blobs``
+    beside it: those links are a checkpoint's own.
+    """
+    try:
+        real = (folder / name).resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{name}: the file cannot be found ({error}).", hint="Download it again."
+        ) from error
+    root = folder.resolve()
+    roots, repository = [root], root.parent.parent
+    if root.parent.name == "snapshots" and repository.name.startswith("models--"):
+        roots.append(repository / "blobs")
+    if not any(real.is_relative_to(root) for root in roots):
+        raise CheckpointError(
+            f"{name} is a link to {real}, outside of the checkpoint.",
+            hint="Replace the link by the file, or give the folder that it points to.",
+        )
+    if not real.is_file():
+        raise not_regular(name)
+    return real
+
+
+def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The names of a local checkpoint's weight files, and its index if there is one.
+
+    Raises CheckpointError when the index is damaged or a file is missing.
+    """
+    document = read_document(folder, INDEX)
+    index = None if document is None else index_files(document)
+    listed = {path.name for path in folder.glob(f"*{SUFFIX}")}
+    listed |= {file for file in set((index or {}).values()) if (folder / file).exists()}
+    return shard_names(listed, index), index
+
+
+def read_folder(folder: Path) -> TensorTable | None:
+    """Every tensor of a local checkpoint by name, or None when it has no safetensors file or index.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or outside of the folder.
+    """
+    names, index = weight_files(folder)
+    if not names:
+        return None
+    budget = Budget()
+    return join_tensors((_read_local(folder, name, budget) for name in names), index)
+
+
+def _read_local(folder: Path, name: str, budget: Budget) -> TensorTable:
+    with open_regular(inside(folder, name), name) as file:
+        return read_header(file, os.fstat(file.fileno()).st_size, name, budget)

@@ -1,0 +1,1 @@
+"""A planned conversion carried out, layer by layer, resumable."""

@@ -1,0 +1,89 @@
+"""What completes a converted folder: small files, index, configs, manifest, and READY last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import __version__
+from ...files.atomic import write_file
+from ..manifest.manifest_records import (
+    CONFIG,
+    FORMAT_VERSION,
+    INDEX,
+    MANIFEST,
+    READY,
+    SOURCE_CONFIG,
+    FileRecord,
+    LayerRecord,
+    ManifestRecord,
+    PassthroughRecord,
+    converted_config,
+    manifest_bytes,
+    ready_bytes,
+)
+from ..plan.conversion_plan import ConversionPlan
+from .passthrough import copy_small_files, source_record
+
+
+def producer() -> dict[str, str]:
+    """Versions of what writes the folder; an absent package is ``""``."""
+    versions = {"moectl": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name, package in (("triton", "triton"), ("flashinfer", "flashinfer-python")):
+        try:
+            versions[name] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[name] = ""
+    return versions
+
+
+def finish_folder(
+    plan: ConversionPlan,
+    folder: Path,
+    out: Path,
+    layers: Sequence[LayerRecord],
+    rest: Sequence[PassthroughRecord],
+) -> tuple[str, ...]:
+    """Copies the small files, then writes index, configs, manifest, and READY last."""
+    if plan.ending is not None:
+        return plan.ending.finish(plan, folder, out, layers, rest, producer())
+    files, skipped = copy_small_files(folder, out, {info.file for info in plan.checkpoint.tensors.values()})
+    config = converted_config(plan.checkpoint.config, plan.layout)
+    source = source_record(plan.checkpoint, folder)
+    documents = {
+        INDEX: _document(plan.index),
+        CONFIG: _document(config),
+        SOURCE_CONFIG: (folder / CONFIG).read_bytes(),
+    }
+    for name, data in documents.items():
+        write_file(out / name, data)
+    record = ManifestRecord(
+        format_version=FORMAT_VERSION,
+        producer=producer(),
+        source=source,
+        layout=plan.layout,
+        shard=plan.shard,
+        experts_only=plan.experts_only,
+        groups=plan.groups,
+        layers=tuple(layers),
+        rest=tuple(rest),
+        files=files,
+        documents=tuple(
+            FileRecord(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in documents.items()
+        ),
+    )
+    data = manifest_bytes(record)
+    write_file(out / MANIFEST, data)
+    write_file(out / READY, ready_bytes(data))
+    return skipped
+
+
+def _document(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,273 @@
+"""One layer on its way through the pipeline: read, hashed, converted, written, and its file closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+
+from ...errors import CheckpointError
+from ...files.atomic import NewFile
+from ...files.tensor_table import TensorInfo
+from ..canonical import byte_scales
+from ..codecs import check_scales
+from ..manifest.manifest_records import LayerRecord, PartHashes
+from ..manifest.progress_log import Meter, ProgressLog
+from ..plan.conversion_plan import LayerPlan
+from ..rank_slice import SliceHashes
+from ..steps.value_steps import Facts, Tensors
+from ..stream.devices import BufferExtent, ConversionDevice
+from ..stream.expert_batches import ExpertBatches
+from ..stream.pipeline import PipelineSlot, WorkerThreads
+from ..stream.source_reader import Digests, FolderReader, Piece, as_bytes, spans
+
+CHECKED_SCALES = 1 << 20
+"""Bytes of scales that are checked at once: counting those that are not numbers takes several times as
+much memory, which the plan of a conversion does not count."""
+
+MANY_THREADS = 8
+"""Threads from which two layers are converted at once."""
+
+WRITE_BYTES = 16 << 20
+"""Bytes of a piece that one thread writes at a time."""
+
+
+@dataclass
+class LayerInProgress:
+    """A layer that is being converted: its new file, and the hashes of what came in and went out."""
+
+    plan: LayerPlan
+    out: Path
+    file: NewFile | None = None
+    facts: Facts = field(default_factory=dict)
+    came: Digests = field(default_factory=Digests)
+    went: Digests = field(default_factory=Digests)
+    slices: SliceHashes = field(default_factory=SliceHashes)
+    pending: list[Future[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ends = {info.name: stop for info, _, stop in self.plan.map.extents}
+        self._next: dict[str, int] = {info.name: start for info, start, _ in self.plan.map.extents}
+
+    @cached_property
+    def batches(self) -> ExpertBatches:
+        """The layer's experts, batch by batch."""
+        return ExpertBatches(self.plan.map)
+
+    def open(self, crew: WorkerThreads) -> None:
+        """Creates the layer's file under its temporary name, with its header.
+
+        Its space is asked for beside the first reads: file systems in memory take their time for it.
+        """
+        self.file = NewFile(self.out / self.plan.file.name, self.plan.file.size)
+        self.pending.append(crew.write(self.file.reserve))
+        self.pending.append(crew.write(partial(self.file.write, memoryview(self.plan.file.header), 0)))
+
+    def unseen(self, info: TensorInfo, at: int, size: int) -> bool | None:
+        """Whether bytes of a tensor are its next to be hashed, and then whether they are its last.
+
+        None for bytes that were hashed before: a tensor that all experts share is read for each.
+        """
+        if self._next[info.name] != at:
+            return None
+        self._next[info.name] = at + size
+        return at + size == self._ends[info.name]
+
+    def record(self) -> LayerRecord:
+        """What the log and the manifest say of the layer, once all of it is written."""
+        file = self.plan.file
+        source = {
+            mapped.mapping.stored: PartHashes(
+                tuple(self.came[info.name] for info in mapped.tensors),
+                tuple(info.file for info in mapped.tensors),
+            )
+            for mapped in self.plan.map.mapped
+        }
+        written = {name: self.went[name] for name in file.tensors}
+        return LayerRecord(self.plan.layer, file.name, file.size, written, source, self.slices.result())
+
+    def commit(self) -> LayerRecord:
+        """Waits for the last byte, syncs the file and gives it its name; the layer's record."""
+        for future in self.pending:
+            future.result()
+        record = self.record()
+        assert self.file is not None
+        self.file.commit()
+        return record
+
+    def discard(self) -> None:
+        """Removes a file that was not finished."""
+        if self.file is not None:
+            self.file.discard()
+
+
+@dataclass(frozen=True)
+class ExpertBatch:
+    """Experts `first` to `last` of a layer."""
+
+    layer: LayerInProgress
+    first: int
+    last: int
+
+    @property
+    def experts(self) -> int:
+        return self.last - self.first
+
+    @property
+    def ends(self) -> bool:
+        """True for the last batch of its layer."""
+        return self.last == self.layer.plan.map.experts
+
+
+Made = tuple[list[Piece], Callable[[], None]]
+"""Pieces of a batch, and a function that returns when their bytes are there."""
+
+
+@dataclass
+class LayerStages:
+    """The stages of batches of many layers, one after the other; each file is synced beside the next."""
+
+    reader: FolderReader
+    device: ConversionDevice
+    crew: WorkerThreads
+    meter: Meter
+    log: ProgressLog
+    _closing: Future[None] | None = None
+
+    def batches(self, layers: list[LayerInProgress]) -> Iterator[ExpertBatch]:
+        """Every batch of `layers`; a layer's file is created when its first is asked for.
+
+        With threads to spare, batches of two layers take turns: a tensor is hashed by one thread from
+        its first byte to its last, and the largest one of a layer would hold up all others.
+        """
+        together = 2 if self.crew.size >= MANY_THREADS else 1
+        for first in range(0, len(layers), together):
+            turns = [self._batches_of(layer) for layer in layers[first : first + together]]
+            for jobs in zip_longest(*turns):
+                yield from (job for job in jobs if job is not None)
+
+    def _batches_of(self, layer: LayerInProgress) -> Iterator[ExpertBatch]:
+        layer.open(self.crew)
+        jobs = [ExpertBatch(layer, *span) for span in spans(layer.plan.map.experts, layer.plan.batch)]
+        self._look(jobs, layer)
+        yield from jobs
+
+    def _look(self, jobs: list[ExpertBatch], layer: LayerInProgress) -> None:
+        """Takes the facts that the writer needs, in a pass over the roles that they are about."""
+        plan, roles = layer.plan, frozenset(fact.role for fact in layer.plan.writer.facts)
+        batches = ExpertBatches(plan.map, roles)
+        for job in jobs if roles else []:
+            batch = batches.load(job.first, job.last, self._fill)
+            layer.facts = plan.writer.look(plan.share.cut(batch), layer.facts)
+
+    def _fill(self, info: TensorInfo, at: int, view: memoryview) -> None:
+        self.reader.read(info.file, view, info.start + at)
+
+    def read(self, job: ExpertBatch, slot: PipelineSlot) -> None:
+        layer = job.layer
+
+        def fill(info: TensorInfo, at: int, view: memoryview) -> None:
+            self._fill(info, at, view)
+            last = layer.unseen(info, at, len(view))
+            if last is not None:
+                update = partial(layer.came.update, info.name, view, last=last)
+                slot.pending.append(self.crew.hash(f"in {info.name}", len(view), update, last=last))
+
+        begun = len(slot.pending)
+        layer.batches.read(job.first, job.last, fill, layer.batches.stored(slot.read, job.experts))
+        layer.pending += slot.pending[begun:]
+
+    def work(self, job: ExpertBatch, slot: PipelineSlot) -> Made:
+        plan, batches = job.layer.plan, job.layer.batches
+        used = BufferExtent(batches.read_bytes(job.experts), plan.writer.buffer_bytes(job.experts))
+        if job.first == 0:
+            self.meter.say(f"layer {plan.layer}")
+        check_extras(plan, batches.stored(slot.read, job.experts), job.first)
+        pieces, ready = self.device.run(slot, used, partial(self._convert, job))
+        if job.ends and self._closing is not None:
+            # So that of all layers at most the one before is not on the disk.
+            self._closing.result()
+        self.meter.advance(sum(size for m in plan.map.mapped for _, _, size, _ in m.run(job.first, job.last)))
+        return pieces, ready
+
+    def _convert(
+        self, job: ExpertBatch, read: torch.Tensor, made: torch.Tensor, written: torch.Tensor
+    ) -> list[Piece]:
+        layer, plan = job.layer, job.layer.plan
+        batch = layer.batches.convert(layer.batches.stored(read, job.experts), made)
+        check_numbers(plan, batch, job.first)
+        held = plan.share.cut(batch)
+        if plan.share.sliced:
+            roles = plan.map.shapes
+            layer.slices.take({role: t.cpu() for role, t in held.items() if role in roles}, job.first)
+        return list(plan.writer.store(held, job.first, layer.facts, written))
+
+    def write(self, job: ExpertBatch, slot: PipelineSlot, made: Made) -> None:
+        layer, (pieces, ready) = job.layer, made
+        assert layer.file is not None
+        begun = len(slot.pending)
+        for piece in pieces:
+            place, view = layer.plan.file.tensors[piece.name], as_bytes(piece.data.contiguous())
+            last = piece.at + len(view) == place.nbytes
+            hashed = partial(_after, ready, partial(layer.went.update, piece.name, view, last=last))
+            slot.pending.append(self.crew.hash(f"out {piece.name}", len(view), hashed, last=last))
+            for at in range(0, len(view), WRITE_BYTES):
+                store = partial(layer.file.write, view[at : at + WRITE_BYTES], place.start + piece.at + at)
+                slot.pending.append(self.crew.write(partial(_after, ready, store)))
+        layer.pending += slot.pending[begun:]
+        if job.ends:
+            self._closing = self.crew.close_file(partial(self._close, layer))
+
+    def _close(self, layer: LayerInProgress) -> None:
+        record = layer.commit()
+        layer.plan.writer.done(layer.out)
+        self.log.add(record)
+
+    def finish(self) -> None:
+        """Returns when the last layer's file is on the disk."""
+        if self._closing is not None:
+            self._closing.result()
+
+
+def _after(ready: Callable[[], None], task: Callable[[], None]) -> None:
+    ready()
+    task()
+
+
+def check_extras(layer: LayerPlan, stored: Tensors, first: int) -> None:
+    """Refuses tensors without weights that contradict the weights; on the host, one expert after another."""
+    for mapped in layer.map.mapped:
+        if mapped.mapping.role:
+            continue
+        for i, values in enumerate(stored[mapped.mapping.side]):
+            reason = layer.map.check(mapped.mapping, layer.share.whole, values)
+            if reason:
+                name = mapped.tensors[first + i if mapped.per_expert else 0].name
+                raise CheckpointError(f"{name} {reason}.", hint="Check the checkpoint.")
+
+
+def check_numbers(layer: LayerPlan, batch: Tensors, first: int) -> None:
+    """Refuses a NaN or infinite scale."""
+    for role, t in batch.items():
+        if role.endswith("_scale") and role in layer.map.shapes:
+            step = max(1, CHECKED_SCALES * len(t) // max(1, t.numel() * t.element_size()))
+            for at in range(0, len(t), step):
+                _check_scales(layer, role, t[at : at + step], first + at)
+
+
+def _check_scales(layer: LayerPlan, role: str, scales: torch.Tensor, first: int) -> None:
+    try:
+        check_scales(scales, byte_scales(layer.problem))
+    except CheckpointError as error:
+        mapped = next(m for m in layer.map.mapped if m.mapping.role == role)
+        name = mapped.tensors[first if mapped.per_expert else 0].name
+        raise CheckpointError(
+            f"layer {layer.layer}, {role} of experts from {first} ({name}): {error.what}",
+            reason=error.reason,
+            hint=error.hint,
+        ) from error

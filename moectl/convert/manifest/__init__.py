@@ -1,0 +1,1 @@
+"""The manifest of a converted directory: its records, checked when read."""

@@ -1,0 +1,290 @@
+"""A composed program run on CPU tensors: tables looked up by compiled loops, on all threads.
+
+Nothing but tables of some kilobytes is allocated. Tiles are words that lie together in the output;
+the places of a tile are walked so that the input is read in the finest steps last, which keeps the rows
+that a tile touches in the first-level cache.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .word_program import CopyLoop, OutputWord, SourceByte, WordProgram
+
+TILE_WORDS = 128
+"""Words of a tile: enough to hide the cost of a tile, few enough to stay in the cache."""
+
+SHORTEST_RUN = 16
+"""Bytes from which copying a run is faster than looking its words up."""
+
+CHUNKS = 4
+"""Pieces of work per thread."""
+
+Array = NDArray[Any]
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """A program that copies runs of bytes: `loops` without the run, and the arguments after them."""
+
+    loops: Array
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """A program that looks words up by tiles: `loops` without the tile's, and the arguments after them."""
+
+    width: int
+    loops: Array
+    arguments: tuple[Any, ...]
+
+
+def run(program: WordProgram, source: Tensor, target: Tensor) -> bool:
+    """True, with contiguous `target` filled from contiguous `source`, both of the same number of experts."""
+    from . import _cpu_kernels
+
+    work = plan(program)
+    experts = source.shape[0]
+    loops = work.loops.copy()
+    loops[0, 0] = experts
+    places = int(np.prod(loops[:, 0]))
+    given = source.reshape(-1).view(torch.uint8).numpy()
+    made = target.view(-1).view(torch.uint8).numpy()
+    if isinstance(work, Runs):
+        body = _cpu_kernels.copy_runs
+    else:
+        body, made = _cpu_kernels.gather, made.view(_WORDS[work.width])
+    threads = min(thread_count(), places)
+    pieces = min(threads * CHUNKS, places) if threads > 1 else 1
+    ends = [places * i // pieces for i in range(pieces + 1)]
+    calls = [(given, made, first, last, loops, *work.arguments) for first, last in pairwise(ends)]
+    if threads == 1:
+        body(*calls[0])
+        return True
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(body, *call) for call in calls]:
+            done.result()
+    return True
+
+
+def thread_count() -> int:
+    """Threads that convert at once: torch's number, but no more than there are cores."""
+    return max(1, min(torch.get_num_threads(), os.cpu_count() or 1))
+
+
+@lru_cache(maxsize=128)
+def plan(program: WordProgram) -> Runs | Tiles:
+    """`program` as arguments of a compiled loop; the number of experts is still open."""
+    return _as_runs(program) or _as_tiles(program)
+
+
+def _rows(loops: list[CopyLoop], unit: int) -> Array:
+    """Loops as rows of numbers, output places counted in `unit` bytes."""
+    return np.array(
+        [(lp.size, lp.source, lp.target // unit, *lp.source_at, *lp.target_at) for lp in loops],
+        dtype=np.int64,
+    )
+
+
+def _as_runs(program: WordProgram) -> Runs | None:
+    """The program as copies of runs, where it is one with runs long enough.
+
+    A run is counted in words, or in bytes where its bytes differ in a coordinate of the input.
+    """
+    found = _copied(program)
+    if found is None:
+        return None
+    mask, apart = found
+    (word,) = program.words
+    loops, unit, units = list(program.for_experts(1)), program.width, 1
+    step = (0,) * (len(apart) + len(word.at))
+    if len(loops) > 1 and loops[-1].source == loops[-1].target == unit:
+        last = loops.pop()
+        step, units = (*last.source_at, *last.target_at), last.size
+    if any(apart):
+        if any(step[len(apart) :]) or (units > 1 and step[: len(apart)] != tuple(unit * at for at in apart)):
+            return None
+        step, unit, units = (*apart, *word.at), 1, units * unit
+    if unit * units < SHORTEST_RUN or min(step, default=0) < 0:
+        return None
+    return _run_tiles(program, loops, (unit, units, step), mask)
+
+
+def _run_tiles(
+    program: WordProgram, loops: list[CopyLoop], run: tuple[int, int, tuple[int, ...]], mask: int
+) -> Runs:
+    """Runs of `units` units of `unit` bytes, each of which moves the coordinates by `step`, in tiles.
+
+    A limit in whose coordinate nothing but the run itself moves cuts all runs alike.
+    """
+    unit, units, step = run
+    (word,) = program.words
+    slot, sources = word.slots[0], len(program.source_limits)
+    outer, inner, extra = _tiled(loops)
+    limits = np.array((*program.source_limits, *program.target_limits, *extra), dtype=np.int64)
+    steps = np.array((*step, *(0 for _ in extra)), dtype=np.int64)
+    start = np.array((slot.source, *slot.at, *word.at, *(0 for _ in extra)), dtype=np.int64)
+    rows, tile = _rows(outer, 1), _offsets(inner, 1, 2 + len(limits))
+    still = ~(rows[:, 3:].any(0) | tile[:, 2:].any(0)) & (steps > 0)
+    room = -(-(limits - start[1:]) // np.maximum(steps, 1))
+    source_side = np.arange(len(limits)) < sources
+    there, wanted = (
+        int(max(0, min(units, room[still & side].min(initial=units)))) for side in (source_side, ~source_side)
+    )
+    moving = ~still
+    kept = np.concatenate(([True, True], moving))
+    arguments = (
+        *(np.ascontiguousarray(tile[:, kept]), unit, there, wanted, steps[moving], start[[True, *moving]]),
+        *(np.uint8(mask), np.uint8(slot.fill ^ mask), limits[moving], int((moving & source_side).sum())),
+        (tile[:, 2:].max(0) + start[1:] + (units - 1) * steps)[moving],
+    )
+    return Runs(np.ascontiguousarray(rows[:, [True, *kept]]), arguments)
+
+
+def _copied(program: WordProgram) -> tuple[int, tuple[int, ...]] | None:
+    """Where words are bytes that lie in the input as they are: the mask that every byte is inverted by,
+    and how far a byte is from the next in each coordinate of the input."""
+    if len(program.words) != 1:
+        return None
+    (word,) = program.words
+    masks = {word.invert >> 8 * i & 255 for i in range(program.width)}
+    if word.target or len(word.slots) != program.width or len(masks) != 1:
+        return None
+    first, second = word.slots[0], word.slots[min(1, program.width - 1)]
+    apart = tuple(b - a for a, b in zip(first.at, second.at, strict=True))
+    for i, slot in enumerate(word.slots):
+        moves = tuple((bit, 8 * i + bit) for bit in range(8))
+        at = tuple(a + i * by for a, by in zip(first.at, apart, strict=True))
+        if slot != SourceByte(first.source + i, at, moves, first.fill):
+            return None
+    return masks.pop(), apart
+
+
+def _as_tiles(program: WordProgram) -> Tiles:
+    loops, inner, extra = _tiled(list(program.for_experts(1)))
+    loops = [loops[0], *sorted(loops[1:], key=lambda lp: -abs(lp.source))]
+    sources, targets = len(program.source_limits), len(program.target_limits) + len(extra)
+    tile = _offsets(inner, program.width, 2 + sources + targets)
+    words = np.array(
+        [(w.target // program.width, *w.at, *(0 for _ in extra)) for w in program.words], dtype=np.int64
+    )
+    slots, tables, fills = _tables(program)
+    limits = np.array((*program.source_limits, *program.target_limits, *extra), dtype=np.int64)
+    lowest, highest = (
+        np.array(
+            [int(pick(tile[:, 2 + j])) + int(pick(_of(slots, words, sources, j))) for j in range(len(limits))]
+        )
+        for pick in (np.min, np.max)
+    )
+    arguments = (
+        *(tile, slots, words, tables, fills, limits, sources),
+        *(lowest.astype(np.int64), highest.astype(np.int64)),
+    )
+    return Tiles(program.width, _rows(loops, program.width), arguments)
+
+
+def _of(slots: Array, words: Array, sources: int, limit: int) -> Array:
+    """What the slots, or the words, add to coordinate `limit`."""
+    return slots[:, :, 1 + limit] if limit < sources else words[:, 1 + limit - sources]
+
+
+def _tiled(loops: list[CopyLoop]) -> tuple[list[CopyLoop], list[CopyLoop], list[int]]:
+    """The loops around the tiles, those of a tile, and a limit more where a tile does not divide its loop.
+
+    A tile takes the loops with the finest steps in the output, the last of them in part.
+    """
+    outer, inner, extra = list(loops), list[CopyLoop](), list[int]()
+    words = 1
+    while words < TILE_WORDS and len(outer) > 1:
+        loop = outer.pop()
+        room = max(TILE_WORDS // words, 1)
+        size, part = loop.size, _part(loop.size, room)
+        if part < loop.size:
+            slow = -(-loop.size // part)
+            outer.append(_scaled(loop, slow, part))
+            if slow * part > loop.size:
+                extra.append(loop.size)
+                outer, inner = (
+                    [replace(lp, target_at=(*lp.target_at, 0)) for lp in some] for some in (outer, inner)
+                )
+                outer[-1] = replace(outer[-1], target_at=(*outer[-1].target_at[:-1], part))
+                loop = replace(loop, target_at=(*loop.target_at, 1))
+        inner.insert(0, replace(loop, size=part))
+        words *= part
+        if part < size:
+            break
+    return outer, inner, extra
+
+
+def _part(size: int, room: int) -> int:
+    """How many of `size` repetitions a tile with `room` takes: all, a divisor, or what does not divide."""
+    if size <= 2 * room:
+        return size
+    best = max(part for part in range(1, room + 1) if size % part == 0)
+    return best if best * 4 >= room else room
+
+
+def _scaled(loop: CopyLoop, size: int, by: int) -> CopyLoop:
+    """`size` repetitions, each `by` of the loop's."""
+    return CopyLoop(
+        size,
+        loop.source * by,
+        loop.target * by,
+        tuple(at * by for at in loop.source_at),
+        tuple(at * by for at in loop.target_at),
+    )
+
+
+def _offsets(loops: list[CopyLoop], width: int, columns: int) -> Array:
+    """Every place of `loops` as a row: input bytes, output words, coordinates."""
+    places = np.zeros((1, columns), dtype=np.int64)
+    for loop in loops:
+        row = _rows([loop], width)[0, 1:]
+        steps = np.arange(loop.size, dtype=np.int64)[:, None] * row
+        places = (places[:, None] + steps[None]).reshape(-1, columns)
+    return np.ascontiguousarray(places)
+
+
+def _tables(program: WordProgram) -> tuple[Array, Array, Array]:
+    """Slots' places, tables and fills; every word gets as many slots as the largest, empty ones added."""
+    most = max(1, *(len(word.slots) for word in program.words))
+    most = most if most <= 2 else 4 * math.ceil(most / 4)
+    kind = _WORDS[program.width]
+    slots = np.zeros((len(program.words), most, 1 + len(program.source_limits)), dtype=np.int64)
+    tables = np.zeros((len(program.words), most, 256), dtype=kind)
+    fills = np.zeros((len(program.words), most), dtype=np.uint8)
+    for i, word in enumerate(program.words):
+        for j in range(most):
+            slot = word.slots[min(j, len(word.slots) - 1)] if word.slots else None
+            if slot is not None:
+                slots[i, j] = (slot.source, *slot.at)
+                fills[i, j] = slot.fill
+            if j < max(len(word.slots), 1):
+                tables[i, j] = _table(word, j, kind)
+    return slots, tables, fills
+
+
+def _table(word: OutputWord, which: int, kind: type[np.unsignedinteger[Any]]) -> Array:
+    """What every value of byte `which` adds to `word`; the first also brings the constant bits."""
+    moves = word.slots[which].moves if word.slots else ()
+    mine = sum(1 << to for _, to in moves)
+    add = word.slots[which].add if word.slots else 0
+    constant = word.invert & ~sum(1 << to for slot in word.slots for _, to in slot.moves) if which == 0 else 0
+    table = []
+    for byte in range(256):
+        value = sum((byte + add >> bit & 1) << to for bit, to in moves)
+        table.append(value ^ word.invert & mine | constant)
+    return np.array(table, dtype=kind)

@@ -1,0 +1,247 @@
+"""A composed program run on CUDA tensors: one launch over tiles of all experts.
+
+A tile holds powers of two of the program's loops, chosen so that what lies together in the input, and
+what lies together in the output, is read and written together; its words change order between the two in
+registers and shared memory. A loop that no power of two divides well runs over its end, masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .word_program import CopyLoop, OutputWord, SourceByte, WordProgram
+
+TILE_WORDS = 2048
+RANK = 8
+"""Axes of a tile, which the kernel names one by one."""
+
+TOGETHER = 128
+"""Bytes that a tile covers without a gap on either side, where the loops allow: one cache line."""
+
+MOST = 1 << 31
+"""Places inside an expert, and tiles, are counted in 32 bits."""
+
+WASTE = 1.15
+"""How far a tile's axis may run over the end of its loop."""
+
+UNITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+@dataclass(frozen=True, eq=False)
+class PassLaunch:
+    """What a launch needs beside the tensors: bytes that are read and written at once, tiles per expert,
+    and the kernel's constants."""
+
+    unit: int
+    width: int
+    tiles: int
+    constants: dict[str, Any]
+
+
+def run(program: WordProgram, source: Tensor, target: Tensor) -> bool:
+    """True, with contiguous `target` filled from `source`; False, untouched, where addresses forbid it."""
+    launch = plan(program, gcd(source.data_ptr(), program.source_bytes, 8))
+    tiles = launch.tiles * source.shape[0]
+    if target.data_ptr() % launch.width or max(program.source_bytes, program.target_bytes, tiles) >= MOST:
+        return False
+    from ._cuda_kernels import _convert_kernel
+
+    given = source.reshape(-1).view(UNITS[launch.unit])
+    made = target.view(-1).view(UNITS[launch.width])
+    with torch.cuda.device(source.device) if source.is_cuda else nullcontext():
+        _convert_kernel[(tiles,)](given, made, **launch.constants)
+    return True
+
+
+@lru_cache(maxsize=256)
+def plan(program: WordProgram, alignment: int) -> PassLaunch:
+    """The launch of `program` on an input whose experts begin at multiples of `alignment` bytes."""
+    unit, words = _in_units(program, alignment)
+    program = _counted_coarsely(program, words)
+    words = program.words
+    loops, fields, ends = _tiled(program, unit)
+    read = (*program.source_limits, *ends)
+    write = (*program.target_limits, *ends)
+    by_source = sorted(fields, key=lambda field: -abs(field.source))
+    by_target = sorted(fields, key=lambda field: -field.target)
+    constants = {
+        "LOOPS": tuple(
+            (lp.size, lp.source // unit, lp.target // program.width, *lp.source_at, *lp.target_at)
+            for lp in (*reversed(loops), _experts(program, len(read), len(write)))
+        ),
+        "READ": _fields(by_source, lambda lp: (lp.source // unit, *lp.source_at)),
+        "WRITE": _fields(by_target, lambda lp: (lp.target // program.width, *lp.target_at)),
+        "SHAPE": (*(1 for _ in range(RANK - len(fields))), *(field.size for field in by_source)),
+        "ORDER": (
+            *range(RANK - len(fields)),
+            *(RANK - len(fields) + by_source.index(field) for field in by_target),
+        ),
+        **_word_tables(words, unit, program.width, (0,) * len(ends)),
+        "READ_LIMITS": read,
+        "WRITE_LIMITS": write,
+        "TILE": prod(field.size for field in fields),
+        "MOVED": by_source != by_target,
+    }
+    return PassLaunch(unit, program.width, prod(lp.size for lp in loops), constants)
+
+
+def _fields(
+    fields: list[CopyLoop], steps: Callable[[CopyLoop], tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """Fields with the number of places below each, the slowest first."""
+    return tuple(
+        (prod(lower.size for lower in fields[i + 1 :]), field.size, *steps(field))
+        for i, field in enumerate(fields)
+    )
+
+
+def _experts(program: WordProgram, read: int, write: int) -> CopyLoop:
+    """The outermost loop; its size only ends the division by it."""
+    return CopyLoop(1 << 30, program.source_bytes, program.target_bytes, (0,) * read, (0,) * write)
+
+
+def _word_tables(
+    words: tuple[OutputWord, ...], unit: int, width: int, more: tuple[int, ...]
+) -> dict[str, Any]:
+    """Words, slots and moves as the kernel reads them: bits that travel equally far share a move."""
+    rows: list[tuple[int, ...]] = []
+    slots: list[tuple[int, ...]] = []
+    moves: list[tuple[int, int]] = []
+    for word in words:
+        first_slot = len(slots)
+        for slot in word.slots:
+            masks: dict[int, int] = {}
+            for bit, to in slot.moves:
+                masks[to - bit] = masks.get(to - bit, 0) | 1 << to
+            ends = (len(moves), len(moves) + len(masks))
+            moves += masks.items()
+            slots.append((slot.source // unit, slot.fill, slot.add, *ends, *slot.at, *more))
+        rows.append((word.target // width, word.invert, first_slot, len(slots), *word.at, *more))
+    return {"WORDS": tuple(rows), "SLOTS": tuple(slots), "MOVES": tuple(moves)}
+
+
+def _in_units(program: WordProgram, alignment: int) -> tuple[int, tuple[OutputWord, ...]]:
+    """The widest loads that need fewest slots, and the words with slots of that many bytes."""
+    found = []
+    for unit in (1, 2, 4):
+        if alignment % unit == 0 and all(loop.source % unit == 0 for loop in program.loops):
+            slots = [_joined(program, word, unit) for word in program.words]
+            words = [
+                replace(word, slots=some)
+                for word, some in zip(program.words, slots, strict=True)
+                if some is not None
+            ]
+            if len(words) == len(slots):
+                found.append((unit, tuple(words)))
+    return min(found, key=lambda item: sum(len(word.slots) for word in item[1]))
+
+
+def _joined(program: WordProgram, word: OutputWord, unit: int) -> tuple[SourceByte, ...] | None:
+    """The slots of `word` with those of one `unit` joined; None where its bytes may not exist together.
+
+    Codes that share a byte may lie on two sides of a limit: units of one byte are joined where all
+    coordinates are the same, so that there are always slots.
+    """
+    groups: dict[tuple[object, ...], list[SourceByte]] = {}
+    for slot in word.slots:
+        groups.setdefault((slot.source // unit, slot.add, slot.at if unit == 1 else ()), []).append(slot)
+    made = []
+    for slots in groups.values():
+        at, add = slots[0].source // unit, slots[0].add
+        first = min(slots, key=lambda slot: slot.source)
+        if (add and unit > 1) or not all(_together(program, first, slot, unit) for slot in slots):
+            return None
+        moves = tuple((8 * (s.source % unit) + bit, to) for s in slots for bit, to in s.moves)
+        fill = sum(slot.fill << 8 * (slot.source % unit) for slot in slots)
+        made.append(SourceByte(at * unit, first.at, moves, fill, add))
+    return tuple(made)
+
+
+def _counted_coarsely(program: WordProgram, words: tuple[OutputWord, ...]) -> WordProgram:
+    """The program with `words`, each input coordinate divided by what all its steps share.
+
+    The compiler then sees that neighbours lie on the same side of a limit, and loads them together.
+    """
+    coarse = [
+        gcd(*(lp.source_at[i] for lp in program.loops), *(s.at[i] for word in words for s in word.slots)) or 1
+        for i in range(len(program.source_limits))
+    ]
+
+    def less(at: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(one // by for one, by in zip(at, coarse, strict=True))
+
+    return replace(
+        program,
+        loops=tuple(replace(loop, source_at=less(loop.source_at)) for loop in program.loops),
+        words=tuple(replace(w, slots=tuple(replace(s, at=less(s.at)) for s in w.slots)) for w in words),
+        source_limits=tuple(-(-limit // by) for limit, by in zip(program.source_limits, coarse, strict=True)),
+    )
+
+
+def _together(program: WordProgram, first: SourceByte, other: SourceByte, unit: int) -> bool:
+    """True when two bytes of a unit lie on the same side of every limit, wherever the loops stand."""
+    apart = other.source - first.source
+    for i, limit in enumerate(program.source_limits):
+        if first.at[i] == other.at[i]:
+            continue
+        steps = (limit, first.at[i] - first.source % unit, *(loop.source_at[i] for loop in program.loops))
+        if other.at[i] - first.at[i] != apart or any(step % unit for step in steps):
+            return False
+    return True
+
+
+def _tiled(program: WordProgram, unit: int) -> tuple[list[CopyLoop], list[CopyLoop], tuple[int, ...]]:
+    """The loops around the tiles, those of a tile, and sizes that a tile's axes may run over."""
+    loops = list(program.loops)
+    parts = [1] * len(loops)
+    wishes = [
+        *((i, TOGETHER // loops[i].target) for i in _finest(loops, lambda lp: lp.target)),
+        *(
+            (i, TOGETHER // max(abs(loops[i].source), unit))
+            for i in _finest(loops, lambda lp: abs(lp.source))
+        ),
+        *((i, TILE_WORDS) for i in _finest(loops, lambda lp: lp.target)),
+    ]
+    for i, wish in wishes:
+        if parts[i] == 1 and sum(part > 1 for part in parts) == RANK:
+            continue
+        room = TILE_WORDS // (prod(parts) // parts[i])
+        parts[i] = max(parts[i], _part(loops[i].size, min(wish, room)))
+    over = [i for i, part in enumerate(parts) if loops[i].size % part]
+    ends = tuple(loops[i].size for i in over)
+    outer, inner = [], []
+    for i, (loop, part) in enumerate(zip(loops, parts, strict=True)):
+        mine = tuple(int(i == j) for j in over)
+        fast = replace(
+            loop, size=part, source_at=(*loop.source_at, *mine), target_at=(*loop.target_at, *mine)
+        )
+        slow = CopyLoop(
+            -(-loop.size // part),
+            fast.source * part,
+            fast.target * part,
+            tuple(at * part for at in fast.source_at),
+            tuple(at * part for at in fast.target_at),
+        )
+        outer += [slow] if slow.size > 1 else []
+        inner += [fast] if part > 1 else []
+    return outer, inner, ends
+
+
+def _finest(loops: list[CopyLoop], step: Callable[[CopyLoop], int]) -> list[int]:
+    return sorted(range(len(loops)), key=lambda i: step(loops[i]))
+
+
+def _part(size: int, wish: int) -> int:
+    """The largest power of two up to `wish` that wastes little of a loop of `size`."""
+    part = 1 << max(wish, 1).bit_length() - 1
+    while -(-size // part) * part > WASTE * size:
+        part //= 2
+    return part

@@ -1,0 +1,202 @@
+"""From headers alone to the plan of a conversion into a kernel layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ...checkpoint.checkpoint import Checkpoint, LayerGroup
+from ...errors import CheckpointError, Unavailable, UsageError
+from ...files.safetensors_writer import TensorSpec, plan_file
+from ...files.tensor_table import TensorInfo, files_of
+from ...problem.moe_problem import MoEProblem
+from ...torch_dtypes import TORCH_DTYPES
+from ..layouts.registry import WeightLayout
+from ..manifest.manifest_records import (
+    FORMAT_VERSION,
+    GroupRecord,
+    LayoutRecord,
+    RoleRecord,
+    is_plain_name,
+    part_record,
+)
+from ..rank_slice import RankShard, RankShare
+from ..recipe.recipe import Recipe
+from ..sources import LayerMapping, map_layer, output_name, output_prefix
+from ..stream.layer_writer import prepared_writer
+from .conversion_plan import RESERVED, ConversionPlan, LayerPlan, PassthroughPlan, layer_file
+from .memory_budget import default_memory, plan_batch
+
+
+def plan_conversion(
+    checkpoint: Checkpoint,
+    layout: WeightLayout,
+    *,
+    max_memory: int | None = None,
+    experts_only: bool = False,
+    shard: RankShard = RankShard(),
+) -> ConversionPlan:
+    """The `ConversionPlan` to convert every MoE layer of `checkpoint` to `layout`.
+
+    Args:
+        max_memory: bytes that the conversion may hold above the program's own; a quarter of the
+            machine's memory by default.
+        experts_only: leave out tensors that are no experts.
+        shard: the rank whose share of every layer is converted; all of it by default.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or of another shape or dtype.
+        Unavailable: there are no tensor headers to plan from.
+        NoBackend: the layout cannot hold a layer, or the rank's slice of it.
+        UsageError: the storage format has no converter, a layer cannot be shared so, or one expert
+            does not fit `max_memory`.
+    """
+    memory = default_memory() if max_memory is None else max_memory
+    check_plannable(checkpoint)
+    groups: list[GroupRecord] = []
+    layers: list[LayerPlan] = []
+    consumed: dict[str, str] = {}
+    for group in checkpoint.groups:
+        share = RankShare(group.problem, shard)
+        maps = map_group(checkpoint, group)
+        consumed |= {info.name: info.file for mapped in maps for info in mapped.tensors}
+        record, planned = _plan_group(group, share, maps, layout, memory)
+        groups.append(record)
+        layers += planned
+    layers.sort(key=lambda layer: layer.layer)
+    rest = () if experts_only else tuple(plan_rest(checkpoint, consumed))
+    facts = LayoutRecord(
+        layout.name,
+        layout.target,
+        layout.version,
+        layout.archs,
+        tuple(map(str, layout.readers)),
+        layout.verified,
+    )
+    return ConversionPlan(checkpoint, facts, shard, tuple(groups), tuple(layers), rest, experts_only, memory)
+
+
+def check_plannable(checkpoint: Checkpoint) -> None:
+    """Raises unless there are MoE layers, their headers, and files that an output can have beside its own."""
+    if not checkpoint.groups:
+        raise CheckpointError("the checkpoint has no MoE layers, so there is nothing to convert.")
+    if not checkpoint.tensors:
+        raise Unavailable(
+            f"{checkpoint.origin.name} gives no tensor headers; a conversion is planned from them.",
+            hint="Give a folder or repository with its safetensors files.",
+        )
+    check_file_names(checkpoint)
+
+
+def map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMapping]:
+    """The layers of `group`, whose tensors are all mapped alike."""
+    maps = [map_layer(checkpoint, group, layer) for layer in group.layers]
+    for mapped in maps:
+        check_uniform(mapped, maps[0])
+    return maps
+
+
+def _plan_group(
+    group: LayerGroup, share: RankShare, whole: list[LayerMapping], layout: WeightLayout, memory: int
+) -> tuple[GroupRecord, list[LayerPlan]]:
+    problem = share.padded(layout.pad)
+    maps = [mapped.of_experts(*share.experts) for mapped in whole]
+    recipe = layout.recipe(problem, share.shapes(maps[0].shapes))
+    for role, (dtype, shape) in recipe.stored.items():
+        if dtype not in TORCH_DTYPES:
+            raise UsageError(
+                f"layout {layout.name} stores {role} as {dtype} {list(shape)}, which has no place."
+            )
+    slices = recipe.shapes if share.sliced else {}
+    batch, working = plan_batch(maps[0], prepared_writer(maps[0], recipe), slices, memory)
+    planned = []
+    for mapped in maps:
+        writer = prepared_writer(mapped, recipe)
+        file = plan_file(layer_file(mapped.layer), writer.specs, _metadata(layout))
+        holds = {output_name(mapped.prefix, role): kind for role, kind in layout.logical_dtypes.items()}
+        planned.append(LayerPlan(mapped, share, problem, writer, file, batch, working, holds))
+    return _group_record(group, share, problem, layout, maps[0], recipe), planned
+
+
+def _metadata(layout: WeightLayout) -> dict[str, str]:
+    return {
+        "format": "pt",
+        "moectl.format_version": str(FORMAT_VERSION),
+        "moectl.layout": f"{layout.name} {layout.version}",
+    }
+
+
+def check_uniform(mapped: LayerMapping, first: LayerMapping) -> None:
+    """CheckpointError unless both layers store their experts in the same forms."""
+    mappings = [tuple(each.mapping for each in layer.mapped) for layer in (mapped, first)]
+    if mappings[0] != mappings[1]:
+        different = next(a.stored for a, b in zip(*mappings, strict=False) if a != b)
+        raise CheckpointError(
+            f"layers {first.layer} and {mapped.layer} store their experts differently, first in {different}.",
+            reason="Layers of one group must be alike.",
+        )
+
+
+def _group_record(
+    group: LayerGroup,
+    share: RankShare,
+    problem: MoEProblem,
+    layout: WeightLayout,
+    mapped: LayerMapping,
+    recipe: Recipe,
+) -> GroupRecord:
+    names = group.names.experts
+    return GroupRecord(
+        layers=tuple(group.layers),
+        problem=problem,
+        experts=share.experts,
+        intermediate=share.intermediate,
+        whole_intermediate=share.whole.dims.intermediate,
+        pad_value=0,
+        prefix=output_prefix(names[mapped.mapped[0].mapping.stored]),
+        canonical=dict(recipe.shapes),
+        roles={role: role_record(role, recipe, layout) for role in recipe.stored}
+        | {role: RoleRecord(dtype, shape, dtype, None) for role, (dtype, shape) in mapped.kept.items()},
+        parts={it.mapping.stored: part_record(it, names[it.mapping.stored]) for it in mapped.mapped},
+        router=dict(group.names.router),
+    )
+
+
+def role_record(role: str, recipe: Recipe, layout: WeightLayout) -> RoleRecord:
+    """The record of a stored role of `recipe`."""
+    dtype, shape = recipe.stored[role]
+    made = recipe.outputs[role].to_json() if role in recipe.outputs else None
+    return RoleRecord(dtype, shape, layout.logical_dtypes.get(role, dtype), made)
+
+
+def check_file_names(checkpoint: Checkpoint) -> None:
+    """CheckpointError for a tensor file whose name could not stand, or would clash, in the output."""
+    for file in sorted(files_of(checkpoint.tensors) - {""}):
+        if not is_plain_name(file) or file.startswith(RESERVED):
+            raise CheckpointError(
+                f"tensor file {file!r} must have a plain name in the checkpoint's own folder that does not "
+                f"begin with {RESERVED}."
+            )
+
+
+def plan_rest(
+    checkpoint: Checkpoint, consumed: Mapping[str, str], prefix: str = f"{RESERVED}rest-"
+) -> Iterable[PassthroughPlan]:
+    """One `PassthroughPlan` per file with other tensors: files without experts stay whole.
+
+    `consumed` has the experts' tensors and their files; names of new files begin with `prefix`.
+    """
+    by_file: dict[str, list[TensorInfo]] = {file: [] for file in files_of(checkpoint.tensors)}
+    mixed = set(consumed.values())
+    for name in checkpoint.tensors:
+        if name not in consumed:
+            info = checkpoint.tensors[name]
+            by_file[info.file].append(info)
+    for file in sorted(by_file):
+        infos = sorted(by_file[file], key=lambda info: info.start)
+        if file not in mixed:
+            yield PassthroughPlan(file, tuple(infos), None)
+        elif infos:
+            specs = [TensorSpec(i.name, i.dtype, i.shape) for i in infos]
+            name = f"{prefix}{Path(file).stem}.safetensors"
+            yield PassthroughPlan(file, tuple(infos), plan_file(name, specs, {"format": "pt"}))

@@ -1,0 +1,102 @@
+"""The last files of a portable output: config, index, report; the config last of all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import CheckpointError, UsageError
+from ...files.atomic import write_file
+from ...files.records import to_json
+from ..execute.passthrough import copy_small_files, source_record
+from ..manifest.manifest_records import CONFIG, INDEX, LOG, FileRecord, LayerRecord, PassthroughRecord
+from .report_fragments import REPORT, label_of, read_parts, read_report, remove_parts
+from .verify_portable import layer_digest, verify_portable
+
+if TYPE_CHECKING:
+    from ..plan.conversion_plan import ConversionPlan
+
+STALE = frozenset(("hf_quant_config.json", "quantize_config.json", "quant_config.json", REPORT))
+"""Files beside the config that describe the quantization that there was before."""
+
+REPORT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PortableFinalizer:
+    """What completes a portable output.
+
+    Attributes:
+        target, container: as `PortableOptions`.
+        config: the model's config with the new quantization.
+    """
+
+    target: str
+    container: str
+    config: Mapping[str, Any]
+    mark = CONFIG
+
+    def check_finished(self, plan: ConversionPlan, folder: Path, out: Path) -> None:
+        report = read_report(out)
+        wanted = {"conversion": plan.layout.name, "source": to_json(source_record(plan.checkpoint, folder))}
+        for key, value in wanted.items():
+            if report.get(key) != value:
+                raise UsageError(
+                    f"{out} holds another conversion; it differs in {key}.",
+                    hint="Resume with the same arguments, or convert into an empty folder.",
+                )
+        findings = verify_portable(out).findings
+        if findings:
+            raise CheckpointError(f"{out} is damaged: {findings[0]}.", hint="Convert into an empty folder.")
+        remove_parts(out)
+        (out / LOG).unlink(missing_ok=True)
+
+    def finish(
+        self,
+        plan: ConversionPlan,
+        folder: Path,
+        out: Path,
+        layers: Sequence[LayerRecord],
+        rest: Sequence[PassthroughRecord],
+        producer: Mapping[str, str],
+    ) -> tuple[str, ...]:
+        """Copies small files, writes index, report and config; names of files left out."""
+        tensor_files = {info.file for info in plan.checkpoint.tensors.values()}
+        files, skipped = copy_small_files(folder, out, tensor_files, STALE, keep_index=False)
+        documents = {INDEX: _document(plan.index), CONFIG: _document(self.config)}
+        write_file(out / INDEX, documents[INDEX])
+        written = [FileRecord(name, len(data), _digest(data)) for name, data in documents.items()]
+        report = {
+            "report_version": REPORT_VERSION,
+            "format": self.target,
+            "container": self.container,
+            "conversion": plan.layout.name,
+            "producer": dict(producer),
+            "source": to_json(source_record(plan.checkpoint, folder)),
+            "experts_only": plan.experts_only,
+            "layers": read_parts(out, [label_of(layer.layer) for layer in plan.layers]),
+            "experts": [
+                {"file": r.file, "size": r.size, "sha256": layer_digest(layer.file.header, r.sha256.values())}
+                for layer, r in zip(plan.layers, layers, strict=True)
+            ],
+            "files": [
+                {"file": item.file, "size": item.size, "sha256": item.sha256}
+                for item in (*rest, *files, *written)
+            ],
+        }
+        write_file(out / REPORT, _document(report))
+        write_file(out / CONFIG, documents[CONFIG])
+        remove_parts(out)
+        return skipped
+
+
+def _document(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

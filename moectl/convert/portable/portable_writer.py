@@ -1,0 +1,158 @@
+"""A layer's batches in another format, as the tensors of an ordinary checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from ...files.safetensors_writer import TensorSpec, nbytes
+from ...files.tensor_table import TensorType
+from ..plan.memory_budget import CHAIN_COPIES
+from ..recipe.chain import BLOCK_BYTES, Chain
+from ..steps.transforms import Step
+from ..steps.value_steps import ExpertStatistic, Facts, Shapes, Tensors
+from ..stream.expert_batches import buffer_bytes, buffer_views
+from ..stream.layer_writer import cut
+from ..stream.source_reader import Piece
+from .cost import Cost
+from .format_changes import ExpertMatrix, FormatChange
+from .report_fragments import write_part
+from .slots import Slot
+
+
+@dataclass(frozen=True)
+class MatrixChange:
+    """How one matrix of every expert changes.
+
+    Attributes:
+        change: from the source's format to the output's.
+        halves: equal parts of its rows that have blocks of their own.
+        weights: of one expert.
+        title: names it in the report; its role where empty.
+    """
+
+    change: FormatChange
+    halves: int
+    weights: int
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class PortableWriter:
+    """One tensor per expert and matrix part, or one for all experts, as each slot's name says.
+
+    Attributes:
+        shapes: canonical roles in the new format, for all experts.
+        slots: the stored tensors.
+        matrices: by the role of each matrix.
+        order: steps that put a role's rows into the order of the output, before anything else.
+        label: names the layer in the report.
+    """
+
+    shapes: Shapes
+    slots: tuple[Slot, ...]
+    matrices: Mapping[str, MatrixChange]
+    order: Mapping[str, tuple[Step, ...]]
+    label: str
+    # What batches cost so far; no part of what the writer is.
+    _costs: dict[str, Cost] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def experts(self) -> int:
+        return next(iter(self.shapes.values())).shape[0]
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(name, slot.dtype, shape) for slot in self.slots for name, shape in self._tensors(slot)
+        )
+
+    def _tensors(self, slot: Slot) -> Iterator[tuple[str, tuple[int, ...]]]:
+        if slot.fused:
+            yield slot.template, (self.experts, *slot.shape)
+            return
+        for expert in range(self.experts):
+            yield slot.template.replace("{expert}", str(expert)), slot.shape
+
+    @property
+    def facts(self) -> tuple[ExpertStatistic, ...]:
+        return ()
+
+    @property
+    def _made(self) -> Shapes:
+        return {slot.template: TensorType(slot.dtype, (self.experts, *slot.shape)) for slot in self.slots}
+
+    def buffer_bytes(self, experts: int) -> int:
+        return buffer_bytes(self._made, experts)
+
+    def block_bytes(self, experts: int) -> int:
+        return math.ceil(self._block(experts) * self._work / CHAIN_COPIES)
+
+    @property
+    def _work(self) -> float:
+        """Bytes that changing one expert takes."""
+        return max(work.change.works * work.weights for work in self.matrices.values())
+
+    def _block(self, experts: int) -> int:
+        """Experts that are worked on at once."""
+        return max(1, min(experts, int(BLOCK_BYTES // max(1.0, self._work))))
+
+    def look(self, batch: Tensors, before: Facts) -> dict[ExpertStatistic, Tensor]:
+        return {}
+
+    def store(self, batch: Tensors, first: int, facts: Facts, buffer: Tensor) -> Iterator[Piece]:
+        if first == 0:
+            self._costs.clear()
+        experts = len(next(iter(batch.values())))
+        made = buffer_views(buffer, self._made, experts)
+        block = self._block(experts)
+        for at in range(0, experts, block):
+            stop = min(at + block, experts)
+            changed = self._change(cut(batch, at, stop), first + at)
+            for slot in self.slots:
+                into = made[slot.template][at:stop]
+                into.copy_(slot.stored(changed, stop - at).view(into.dtype))
+        for slot in self.slots:
+            yield from _pieces(slot, made[slot.template], first)
+
+    def _change(self, batch: Tensors, first: int) -> dict[str, Tensor]:
+        """The new canonical roles of a batch whose first expert is `first`."""
+        for role, steps in self.order.items():
+            if role in batch and steps:
+                batch = {**batch, role: Chain(steps).apply(batch[role])}
+        found = {role: t for role, t in batch.items() if role in self.shapes}
+        for role, work in self.matrices.items():
+            roles, cost = work.change.apply(batch, ExpertMatrix(role, work.halves, first))
+            found.update(roles)
+            cost = self._restated(role, cost, roles)
+            title = work.title or role
+            self._costs[title] = self._costs[title].merge(cost) if title in self._costs else cost
+        return found
+
+    def _restated(self, role: str, cost: Cost, roles: Tensors) -> Cost:
+        """`cost` less what loses its last bit because the container stores a reciprocal of its scale."""
+        name = f"{role}_global"
+        if cost.report is not None or name not in roles:
+            return cost
+        each = cost.count // roles[name].numel()
+        for slot in self.slots:
+            if slot.divisor and slot.role == name:
+                stated = roles[name][:, slot.rows[0] : slot.rows[1]]
+                moved = int((stated.reciprocal().reciprocal() != stated).sum())
+                cost = replace(cost, exact=cost.exact - moved * each)
+        return cost
+
+    def done(self, folder: Path) -> None:
+        write_part(folder, self.label, {role: cost.to_json() for role, cost in self._costs.items()})
+
+
+def _pieces(slot: Slot, data: Tensor, first: int) -> Iterator[Piece]:
+    if slot.fused:
+        yield Piece(slot.template, first * nbytes(slot.dtype, slot.shape), data)
+        return
+    for i, one in enumerate(data):
+        yield Piece(slot.template.replace("{expert}", str(first + i)), 0, one)

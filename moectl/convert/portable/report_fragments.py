@@ -1,0 +1,117 @@
+"""The report of a portable output: a part for every layer while it grows, one document in the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ...files.atomic import write_file
+from ...files.strict_json import parse_json_object
+from ..manifest.manifest_records import REPORT as REPORT
+
+PART = "moectl-report-part-"
+
+
+def label_of(layer: int) -> str:
+    """What the report calls a layer, or, below zero, other matrices."""
+    return str(layer) if layer >= 0 else f"linears{-1 - layer}"
+
+
+def part_name(label: str) -> str:
+    """The file of one layer's part."""
+    return f"{PART}{label}.json"
+
+
+def write_part(folder: Path, label: str, costs: Mapping[str, Any]) -> None:
+    """Writes the report of what `label` names: costs by role."""
+    write_file(folder / part_name(label), json.dumps({"label": label, "roles": dict(costs)}).encode())
+
+
+def read_parts(folder: Path, labels: Iterable[str]) -> dict[str, Any]:
+    """Costs by label and role; CheckpointError when a part is missing."""
+    found: dict[str, Any] = {}
+    for label in labels:
+        path = folder / part_name(label)
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing: the report of a finished layer.", hint="Convert into an empty folder."
+            )
+        found[label] = parse_json_object(path.read_bytes(), part_name(label)).get("roles")
+    return found
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """The costs of a portable output, by layer and role."""
+
+    layers: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What stands in `rows`."""
+        outputs = ("output SNR dB", "rtn output SNR dB") if self._calibrated else ()
+        errors = ("RMS error", "SNR dB", "rtn SNR dB", "worst block")
+        return ("tensor", "layers", "became", "lossless", *errors, *outputs)
+
+    @property
+    def _calibrated(self) -> bool:
+        return any("output_snr_db" in cost for found in self.layers.values() for cost in found.values())
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """For each role: how many layers, what became of it, and the worst layer's errors, as text."""
+        roles = dict.fromkeys(role for costs in self.layers.values() for role in costs)
+        for role in roles:
+            costs = [found[role] for found in self.layers.values() if role in found]
+            outputs = _signal_to_noise(costs, "output_snr_db") if self._calibrated else ()
+            yield (role, str(len(costs)), costs[0]["kind"], _lossless(costs), *_errors(costs), *outputs)
+
+
+def _lossless(costs: Sequence[Mapping[str, Any]]) -> str:
+    exact = sum(cost.get("lossless", 0) for cost in costs)
+    for unit in ("blocks", "weights"):
+        if "lossless" in costs[0] and unit in costs[0]:
+            return f"{exact} of {sum(cost[unit] for cost in costs)} {unit}"
+    return ""
+
+
+def _errors(costs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
+    """RMS error, SNR, that of round-to-nearest, and worst block, of the layer where each is worst."""
+    measured = [cost for cost in costs if "rms_error" in cost]
+    if not measured:
+        return "", "", "", ""
+    rms = max(cost["rms_error"] for cost in measured)
+    worst = max(cost["worst_block"]["relative_error"] for cost in measured)
+    return f"{rms:.3g}", *_signal_to_noise(costs, "snr_db"), f"{worst:.3g}"
+
+
+def _signal_to_noise(costs: Sequence[Mapping[str, Any]], key: str) -> tuple[str, str]:
+    """The least `key`, and the least of round-to-nearest; empty where nothing was measured."""
+    measured = [cost for cost in costs if key in cost]
+    if not measured:
+        return "", ""
+    kinds = (measured, [cost["rtn"] for cost in measured])
+    least = [min((c[key] for c in kind if c[key] is not None), default=None) for kind in kinds]
+    ours, nearest = ("exact" if snr is None else f"{snr:.2f}" for snr in least)
+    return ours, nearest
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report in `folder`; CheckpointError when there is none, or it lacks a part."""
+    try:
+        report = parse_json_object((folder / REPORT).read_bytes(), REPORT)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / REPORT}: {error.strerror or error}.") from error
+    for key, kind in (("layers", Mapping), ("experts", list), ("files", list)):
+        if not isinstance(report.get(key), kind):
+            raise CheckpointError(f"{REPORT} of {folder} has no {key}.", hint="Convert again.")
+    return report
+
+
+def remove_parts(folder: Path) -> None:
+    """Removes the parts once the document holds them."""
+    for path in folder.glob(f"{PART}*.json"):
+        path.unlink()

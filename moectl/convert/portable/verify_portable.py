@@ -1,0 +1,75 @@
+"""Whether a portable output is what was written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ...files.records import from_json
+from ...files.safe_reading import file_findings, range_sha256
+from ..manifest.manifest import read_file_header
+from ..manifest.manifest_records import FileRecord, is_plain_name
+from ..manifest.progress_log import Meter, Progress, silent
+from ..restore.verify import VerifyReport
+from ..stream.source_reader import FolderReader
+from .report_fragments import REPORT, read_report
+
+
+def is_portable(folder: Path) -> bool:
+    """True for a folder that a portable conversion has finished, or nearly."""
+    return (folder / REPORT).is_file()
+
+
+def layer_digest(header: bytes, tensors: Iterable[str]) -> str:
+    """SHA-256 of a layer's file header, then of the SHA-256 of its tensors in the order of the file.
+
+    Tensors are hashed while they are made, in no order, so that a file need not be read again.
+    """
+    return hashlib.sha256(header + "".join(tensors).encode()).hexdigest()
+
+
+def verify_portable(out: Path, *, progress: Progress = silent) -> VerifyReport:
+    """Checks a portable output against the lengths and hashes of its report; damage is a finding.
+
+    Raises CheckpointError when the report cannot be read.
+    """
+    report = read_report(out)
+    layers = [_file_record(item) for item in report["experts"]]
+    files = [_file_record(item) for item in report["files"]]
+    size = sum(item.size for item in (*layers, *files))
+    meter = Meter(progress, size)
+    findings: list[str] = []
+    with FolderReader(out) as reader:
+        for item in layers:
+            meter.say(item.file)
+            try:
+                if _digest(out, item, reader) != item.sha256:
+                    findings.append(f"{item.file} holds other bytes than were written")
+            except CheckpointError as error:
+                findings.append(str(error))
+            meter.advance(item.size)
+    for item in files:
+        meter.say(item.file)
+        findings += file_findings(out / item.file, item.size, item.sha256)
+        meter.advance(item.size)
+    return VerifyReport(len(layers), len(files), 0, 0, size, False, tuple(findings))
+
+
+def _digest(out: Path, item: FileRecord, reader: FolderReader) -> str:
+    """The `layer_digest` of a file that is there."""
+    header = read_file_header(out, item.file, item.size)
+    infos = sorted(header.values(), key=lambda info: info.start)
+    head = bytearray(infos[0].start if infos else item.size)
+    reader.read(item.file, memoryview(head), 0)
+    fd = reader.fd(item.file)
+    return layer_digest(bytes(head), (range_sha256(fd, i.start, i.end, item.file) for i in infos))
+
+
+def _file_record(data: Any) -> FileRecord:
+    record = from_json(FileRecord, data if isinstance(data, Mapping) else {}, REPORT)
+    if not is_plain_name(record.file):
+        raise CheckpointError(f"{REPORT} names the file {record.file!r}, which lies outside.")
+    return record

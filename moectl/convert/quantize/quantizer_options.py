@@ -1,0 +1,44 @@
+"""What a quantizer is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import UsageError
+from ...problem.schemes import WeightFormat
+from ..codecs import E8M0_RULES
+
+METHODS = ("search", "rtn", "gptq")
+"""How codes and scales are found, the default first.
+
+``rtn`` takes the format's usual scale and rounds to nearest; ``search`` takes for every block the scale of
+the smallest squared error, weighted by activations where they are given; ``gptq`` searches scales column
+group by column group and makes later columns take up the error of earlier ones (Frantar et al., 2022).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantizer:
+    """How weights become codes and scales.
+
+    Attributes:
+        weight: the format.
+        method: one of `METHODS`.
+        rule: the usual scale of formats with scales of powers of two, one of `E8M0_RULES`.
+        damping: what ``gptq`` adds to the diagonal of a Hessian, as a share of its mean.
+    """
+
+    weight: WeightFormat
+    method: str = METHODS[0]
+    rule: str = "floor"
+    damping: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UsageError(f"no quantizer is called {self.method!r}; choose one of {', '.join(METHODS)}.")
+        if self.rule not in E8M0_RULES:
+            raise UsageError(
+                f"no rule for scales is called {self.rule!r}; choose one of {', '.join(E8M0_RULES)}."
+            )
+        if not 0 < self.damping <= 1:
+            raise UsageError(f"damping must be above 0 and at most 1, got {self.damping}.")

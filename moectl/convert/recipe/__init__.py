@@ -1,0 +1,1 @@
+"""How canonical tensors become stored ones and back: chains of steps, one recipe per layer."""

@@ -1,0 +1,1 @@
+"""Verifying a converted directory and restoring its source bit for bit."""

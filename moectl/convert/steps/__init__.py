@@ -1,0 +1,1 @@
+"""Reversible steps from canonical tensors to stored ones."""

@@ -1,0 +1,1 @@
+"""Reading, converting and writing batches of experts: pipeline, devices, progress log."""

@@ -1,0 +1,92 @@
+"""Canonical batches of experts read from source files, piece by piece, hashed on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ...files.safe_reading import open_regular, read_exactly
+from ...files.safetensors_writer import nbytes
+from ...torch_dtypes import TORCH_DTYPES
+
+
+class FolderReader(AbstractContextManager["FolderReader"]):
+    """A folder's files, each opened once and read by offset, never written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+
+    def fd(self, name: str) -> int:
+        """The descriptor of a file of the folder, opened for reading only."""
+        if name not in self._open:
+            with open_regular(self._folder / name, str(self._folder / name)) as file:
+                self._open[name] = os.dup(file.fileno())
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(self._open[name], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return self._open[name]
+
+    def read(self, name: str, view: memoryview, offset: int) -> None:
+        """Fills `view` from the file; CheckpointError when the file is too short."""
+        read_exactly(self.fd(name), view, offset, name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+
+class Digests:
+    """SHA-256 of tensors whose bytes come in order, piece by piece."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Any] = {}
+        self._done: dict[str, str] = {}
+
+    def update(self, name: str, view: memoryview, *, last: bool) -> None:
+        """The next bytes of tensor `name`; `last` when no more follow."""
+        digest = self._running.setdefault(name, hashlib.sha256())
+        digest.update(view)
+        if last:
+            self._done[name] = self._running.pop(name).hexdigest()
+
+    def __getitem__(self, name: str) -> str:
+        return self._done[name]
+
+    def __contains__(self, name: str) -> bool:
+        """True when all bytes of tensor `name` were seen."""
+        return name in self._done
+
+
+def as_tensor(buffer: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The first bytes of a uint8 `buffer` as a tensor, nothing copied."""
+    return buffer[: nbytes(dtype, shape)].view(TORCH_DTYPES[dtype]).reshape(shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """A CPU tensor's own bytes, to be read or filled; RuntimeError for one that is not contiguous."""
+    view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return view
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a stored tensor: the tensor's name, where the run begins in it, bytes, and the run itself."""
+
+    name: str
+    at: int
+    data: torch.Tensor
+
+
+def spans(experts: int, batch: int) -> list[tuple[int, int]]:
+    """Experts cut into runs of at most `batch`: first and last (exclusive) of each."""
+    return [(first, min(first + batch, experts)) for first in range(0, experts, batch)]

@@ -1,0 +1,135 @@
+"""The state of a machine as far as MoE layers go, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..environment import Device
+from ..environment.gpus import Gpu
+from ..environment.installed_packages import InstalledPackage
+from ..environment.variables import SET, VariableFinding
+from ..files.records import to_json
+from .kernel_caches import CompilerJobs, KernelCache
+from .runnable_backends import BackendStatus
+from .software import Software, TorchView
+
+PROBLEM, NOTE = "problem", "note"
+"""How much a `DoctorRemark` weighs: something to mend, or something to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorRemark:
+    """One sentence about the machine, with what to do about it."""
+
+    level: str
+    about: str
+    says: str
+    do: str = ""
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """Everything that was found.
+
+    Attributes:
+        gpus: every GPU; `shown` those that this process may use, in its order.
+        hidden_by: variables that hide or order GPUs, as set.
+        refused: why `shown` could not be told, such as a variable that asks for too much.
+        device: what a decision would be made for.
+        driver_cuda: highest CUDA version that the driver runs.
+        packages: optional packages and tools, present or not.
+        imports: with a deep look, why a package cannot be imported, by name; empty for one that can.
+        torch_view: with a deep look, what torch says of its devices.
+        peers_refused: why the folder of unpacked libraries could not be looked into.
+    """
+
+    software: Software
+    gpus: tuple[Gpu, ...]
+    shown: tuple[Gpu, ...]
+    hidden_by: Mapping[str, str]
+    refused: str
+    device: Device
+    driver_cuda: str
+    packages: tuple[InstalledPackage, ...]
+    caches: tuple[KernelCache, ...]
+    jobs: CompilerJobs
+    variables: tuple[VariableFinding, ...]
+    backends: tuple[BackendStatus, ...]
+    imports: Mapping[str, str] = field(default_factory=dict)
+    torch_view: TorchView | None = None
+    peers_refused: str = ""
+    remarks: tuple[DoctorRemark, ...] = ()
+
+    @property
+    def problems(self) -> tuple[DoctorRemark, ...]:
+        """What should be mended."""
+        return tuple(remark for remark in self.remarks if remark.level == PROBLEM)
+
+    @property
+    def driver(self) -> str:
+        """The driver's version; empty without GPUs, or where it does not say."""
+        return next((gpu.driver for gpu in self.gpus if gpu.driver), "")
+
+    def installed(self, name: str) -> InstalledPackage:
+        """The package or tool called `name`."""
+        return next(found for found in self.packages if found.name == name)
+
+    def odd_variables(self) -> Iterator[VariableFinding]:
+        """Variables that do not do what was meant."""
+        return (finding for finding in self.variables if finding.verdict != SET)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: everything that is shown, and more."""
+        return {
+            "software": to_json(self.software),
+            "driver": self.driver,
+            "driver_cuda": self.driver_cuda,
+            "gpus": [_gpu_json(gpu, gpu in self.shown) for gpu in self.gpus],
+            "hidden_by": dict(self.hidden_by),
+            "refused": self.refused or None,
+            "device": {
+                "platform": self.device.platform,
+                "arch": self.device.arch,
+                "name": self.device.name,
+                "sms": self.device.sms,
+                "memory_bytes": self.device.memory_bytes,
+                "features": sorted(self.device.features),
+            },
+            "peers_refused": self.peers_refused or None,
+            "packages": [_package_json(found, self.imports) for found in self.packages],
+            "imports": dict(self.imports),
+            "torch_devices": self.torch_view.devices if self.torch_view else None,
+            "caches": to_json(self.caches),
+            "jobs": self.jobs.to_json(),
+            "variables": to_json(self.variables),
+            "backends": [status.to_json() for status in self.backends],
+            "remarks": to_json(self.remarks),
+        }
+
+
+def _gpu_json(gpu: Gpu, shown: bool) -> dict[str, Any]:
+    return {
+        "index": gpu.index,
+        "name": gpu.device.name,
+        "arch": gpu.device.arch,
+        "memory_bytes": gpu.device.memory_bytes,
+        "mig": gpu.mig or None,
+        "shown": shown,
+        "remark": gpu.remark or None,
+    }
+
+
+def _package_json(found: InstalledPackage, imports: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "present": found.present,
+        "module": found.module or None,
+        "version": found.version or None,
+        "path": found.path or None,
+        "lacks": list(found.lacks),
+        "wrong": found.wrong or None,
+        "wrong_version": found.wrong_version or None,
+        "import_error": imports.get(found.name) or None,
+    }

@@ -1,0 +1,221 @@
+"""What is wrong with a machine: one function for each subject, all in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..capabilities.unpacked_libraries import VARIABLE
+from ..environment.gpus import cut_short
+from ..environment.installed_packages import another_of_the_name
+from ..environment.packages import Packages
+from ..oracle.engine import Engine
+from ..oracle.registry import known_packages, newest_engines
+from .doctor_report import NOTE, PROBLEM, DoctorRemark, DoctorReport
+from .kernel_caches import JOB_BYTES, ROOMY
+
+
+def remarks_on(report: DoctorReport, packages: Packages) -> tuple[DoctorRemark, ...]:
+    """Every remark on `report`, problems first; `packages` are those that a decision counts on."""
+    found = [remark for check in CHECKS for remark in check(report, packages)]
+    return tuple(sorted(found, key=lambda remark: remark.level != PROBLEM))
+
+
+def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    if report.refused:
+        yield DoctorRemark(PROBLEM, "GPUs", report.refused)
+    elif ignored := cut_short(report.gpus, report.hidden_by):
+        names = ", ".join(name for name in report.hidden_by if name != "CUDA_DEVICE_ORDER")
+        yield DoctorRemark(
+            PROBLEM, "GPUs", f"{names} lists {', '.join(ignored)}, which do not count: no such GPU"
+        )
+    for gpu in report.gpus:
+        if gpu.remark:
+            yield DoctorRemark(
+                PROBLEM, "GPUs", f"GPU {gpu.index}: {gpu.remark}", "nvidia-smi mig -cgi ... -C"
+            )
+    if not report.gpus:
+        yield DoctorRemark(NOTE, "GPUs", "no GPU was found: decisions are made for the CPU")
+    elif not report.shown and not report.refused:
+        said = ", ".join(f"{name}={value!r}" for name, value in report.hidden_by.items())
+        yield DoctorRemark(NOTE, "GPUs", f"every GPU is hidden by {said}")
+    kinds = {gpu.device.name for gpu in report.gpus}
+    by_name = any(value.startswith(("GPU-", "MIG-")) for value in report.hidden_by.values())
+    nvidia = any(gpu.device.platform == "cuda" for gpu in report.gpus)
+    if nvidia and len(kinds) > 1 and not by_name and "CUDA_DEVICE_ORDER" not in report.hidden_by:
+        yield DoctorRemark(
+            NOTE,
+            "GPUs",
+            "the GPUs differ, and CUDA numbers them by speed while nvidia-smi and moectl go by slot",
+            "set CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        )
+
+
+def _torch(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    software = report.software
+    if not software.torch_built:
+        yield DoctorRemark(PROBLEM, "torch", "torch is not installed", "pip install torch")
+        return
+    wanted = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}.get(report.device.platform, "")
+    if wanted and not software.torch_built.startswith(wanted):
+        yield DoctorRemark(
+            PROBLEM,
+            "torch",
+            f"torch {software.libraries.get('torch', '')} is built for {software.torch_built}, "
+            f"the device is {report.device.name}",
+            f"install a build of torch for {wanted}",
+        )
+    if _newer(software.torch_cuda, report.driver_cuda):
+        yield DoctorRemark(
+            PROBLEM,
+            "driver",
+            f"driver {report.driver} runs CUDA up to {report.driver_cuda}, torch is built with "
+            f"{software.torch_cuda}",
+            "update the driver, or install a build of torch for an older CUDA",
+        )
+
+
+def _newer(wanted: str, there: str) -> bool:
+    """True when the major CUDA version `wanted` is above the driver's; minor ones are compatible."""
+    return bool(wanted and there) and int(wanted.split(".")[0]) > int(there.split(".")[0])
+
+
+def _engine(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    for engine in newest_engines():
+        if engine.package and engine.package not in report.software.libraries:
+            says = f"{engine.title} is not installed: its backends are judged by its rules alone"
+            yield DoctorRemark(NOTE, engine.package, says)
+
+
+def _packages(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    known = known_packages()
+    for found in report.packages:
+        probe = known.get(found.name)
+        if probe is None:
+            continue
+        if found.wrong:
+            yield DoctorRemark(
+                PROBLEM,
+                found.name,
+                another_of_the_name(found),
+                f"pip uninstall {found.name}; the real one: {probe.get}",
+            )
+        lacks = [symbol for symbol in found.lacks if symbol not in probe.own]
+        if lacks:
+            yield DoctorRemark(
+                PROBLEM,
+                found.name,
+                f"{found.name} {found.version} lacks {', '.join(lacks)}",
+                f"update it: {probe.get}",
+            )
+
+
+def _peers(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    if report.peers_refused:
+        yield DoctorRemark(
+            PROBLEM,
+            VARIABLE,
+            report.peers_refused,
+            f"unset {VARIABLE}, or name a folder as docs/environment.md says; until then other commands stop",
+        )
+
+
+def _deep(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    for name, why in report.imports.items():
+        if why:
+            yield DoctorRemark(PROBLEM, name, f"{name} is installed and cannot be imported: {why}")
+    view, usable = report.torch_view, [gpu for gpu in report.shown if not gpu.remark]
+    if view is not None and usable and view.devices == 0 and not report.imports.get("torch"):
+        why = f": {view.error}" if view.error else ""
+        yield DoctorRemark(
+            PROBLEM, "torch", f"torch sees no device, the driver shows {len(usable)} to this process{why}"
+        )
+
+
+def _compiled_kernels(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    for engine in newest_engines():
+        yield from _not_compiled(engine, report, packages)
+
+
+def _not_compiled(engine: Engine, report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    for row in engine.compiled_kernels:
+        if packages.has(row.package) and not row.need.met(packages):
+            lacking = " and ".join(name for name in row.need.instead if not packages.has(name))
+            yield DoctorRemark(
+                PROBLEM,
+                row.package,
+                f"{row.title} has neither {row.kernels} nor the means to compile them "
+                f"({lacking} missing): {engine.title} uses none of its backends",
+                row.get.format(version=report.installed(row.package).version or "VERSION"),
+            )
+
+
+def _flashinfer(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    flashinfer, cubin = report.installed("flashinfer"), report.installed("flashinfer_cubin")
+    if cubin.present and cubin.version and flashinfer.version and cubin.version != flashinfer.version:
+        yield DoctorRemark(
+            PROBLEM,
+            "flashinfer",
+            f"flashinfer-cubin {cubin.version} does not belong to flashinfer {flashinfer.version} and is "
+            "ignored: kernels are downloaded or compiled when they are first called",
+            f"pip install flashinfer-cubin=={flashinfer.version}",
+        )
+
+
+def _caches(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    for cache in report.caches:
+        if not cache.writable:
+            yield DoctorRemark(
+                PROBLEM,
+                "caches",
+                f"{cache.name} cannot write to {cache.path}: it compiles its kernels at every start",
+                f"set {cache.variable} to a folder that can be written to",
+            )
+        elif cache.free < ROOMY:
+            yield DoctorRemark(
+                PROBLEM,
+                "caches",
+                f"{cache.free / 1e9:.2g} GB are free for {cache.name}'s kernels in {cache.path}",
+                f"make room, or set {cache.variable}",
+            )
+        if cache.remote and cache.there:
+            yield DoctorRemark(
+                NOTE,
+                "caches",
+                f"{cache.name}'s kernels lie on {cache.filesystem} ({cache.path}): starting is slow",
+                f"set {cache.variable} to a local disk",
+            )
+
+
+def _jobs(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    jobs = report.jobs
+    compiles = packages.has("nvcc") and packages.has("ninja")
+    if compiles and jobs.too_many:
+        running = jobs.asked or f"{jobs.cores} (one a core)"
+        yield DoctorRemark(
+            PROBLEM,
+            "compilers",
+            f"{running} compilers of {JOB_BYTES >> 30} GiB each would run at once, "
+            f"{jobs.memory / (1 << 30):.0f} GiB are free",
+            f"export MAX_JOBS={jobs.safe}",
+        )
+
+
+def _variables(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    for finding in report.odd_variables():
+        yield DoctorRemark(PROBLEM, "variables", finding.remark)
+
+
+CHECKS: tuple[Callable[[DoctorReport, Packages], Iterator[DoctorRemark]], ...] = (
+    _gpus,
+    _torch,
+    _engine,
+    _packages,
+    _peers,
+    _deep,
+    _compiled_kernels,
+    _flashinfer,
+    _caches,
+    _jobs,
+    _variables,
+)
+"""Every subject."""

@@ -1,0 +1,124 @@
+"""Which backends can run on a machine, and why the others cannot: no checkpoint has a part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..environment import Device, Packages
+from ..environment.installed_packages import package_folder
+from ..kernels.registry import RUNNERS
+from ..oracle.backend import Backend, ExpertsClass
+from ..oracle.checks import Verdict, formats_on, judge_machine
+from ..oracle.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """One backend on one machine.
+
+    Attributes:
+        policy, name: the backend.
+        experts: its experts classes that can run; empty when none can.
+        formats: weight formats that those classes serve; empty where any is.
+        against: what the class that comes nearest fails, when none can run.
+        untried: this tool would run it, and nobody has checked its results on such a device.
+    """
+
+    policy: str
+    name: str
+    experts: tuple[str, ...]
+    formats: tuple[str, ...]
+    against: tuple[Verdict, ...] = ()
+    untried: bool = False
+
+    @property
+    def runs(self) -> bool:
+        """True when one of its classes can run."""
+        return bool(self.experts)
+
+    @property
+    def elsewhere(self) -> bool:
+        """True when it is for other devices."""
+        return any(verdict.question == "device" for verdict in self.against)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; reasons as a decision gives them."""
+        return {
+            "policy": self.policy,
+            "backend": self.name,
+            "runs": self.runs,
+            "experts": list(self.experts),
+            "formats": list(self.formats),
+            "verified": not self.untried,
+            "reasons": [
+                {"question": v.question, "wanted": v.wanted, "offered": v.offered} for v in self.against
+            ],
+        }
+
+
+def backend_statuses(
+    policy: Policy, device: Device, packages: Packages, libraries: Mapping[str, str]
+) -> tuple[BackendStatus, ...]:
+    """Every backend of `policy` on `device`: those that can run, those that lack something, the others.
+
+    `libraries` are versions of what else is installed.
+    """
+    merged: dict[str, list[ExpertsClass]] = {}
+    lacking: dict[str, tuple[Verdict, ...]] = {}
+    untried: set[str] = set()
+    for backend in _listed(policy):
+        if backend.untried(device):
+            untried.add(backend.name)
+        merged.setdefault(backend.name, []).extend(backend.variants)
+        lacking[backend.name] = tuple(
+            Verdict(f"package {name}", "package", name, "not installed", False)
+            for name in _missing(backend, libraries)
+        )
+    found = [
+        replace(
+            _status(policy.name, name, variants, device, packages, lacking[name]), untried=name in untried
+        )
+        for name, variants in merged.items()
+    ]
+    return tuple(sorted(found, key=lambda status: (not status.runs, status.elsewhere, status.name)))
+
+
+def _missing(backend: Backend, libraries: Mapping[str, str]) -> list[str]:
+    """Packages that this tool's runner of `backend` imports and that are not installed."""
+    needed = RUNNERS[backend.runner].packages if backend.runner else ()
+    return [name for name in needed if name not in libraries and package_folder(name) is None]
+
+
+def _listed(policy: Policy) -> list[Backend]:
+    """Every backend that a row or a row's detour may name, each once."""
+    found = {id(backend): backend for row in policy.rows() for backend in row.backends()}
+    return sorted(found.values(), key=lambda backend: (backend.name, backend.engine_name))
+
+
+def _status(
+    policy: str,
+    name: str,
+    variants: Iterable[ExpertsClass],
+    device: Device,
+    packages: Packages,
+    lacking: tuple[Verdict, ...],
+) -> BackendStatus:
+    judged = [
+        (variant, (*(v for v in judge_machine(device, packages, variant) if not v.holds), *lacking))
+        for variant in variants
+    ]
+    able = [variant for variant, against in judged if not against]
+    if not able:
+        nearest = min((against for _, against in judged), key=_far)
+        return BackendStatus(policy, name, (), (), nearest)
+    formats: set[str] = set()
+    for variant in able:
+        formats |= formats_on(device, variant.offers)
+    return BackendStatus(policy, name, tuple(dict.fromkeys(v.experts for v in able)), tuple(sorted(formats)))
+
+
+def _far(against: tuple[Verdict, ...]) -> tuple[bool, int]:
+    """How far a class is from running: another device is farthest, then by what it lacks."""
+    return any(verdict.question == "device" for verdict in against), len(against)

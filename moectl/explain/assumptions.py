@@ -1,0 +1,107 @@
+"""What can be assumed of a layer instead of what the checkpoint says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ..dtypes import MODEL_DTYPES
+from ..errors import UsageError
+from ..oracle.format_keys import act_key
+from ..problem.moe_problem import Dims, MoEProblem
+from ..problem.schemes import A16, FULL, ActFormat, act_format, block_formats
+
+ACTIVATIONS: Mapping[str, ActFormat] = {
+    act_key(form): form
+    for form in (
+        A16,
+        act_format("fp8", (FULL, FULL), dynamic=False),
+        act_format("fp8", (FULL, FULL)),
+        act_format("fp8", (1, FULL)),
+        act_format("fp8", (1, 128)),
+        act_format("int8", (1, FULL)),
+        act_format("int8", (FULL, FULL)),
+        *(act_format(number.name) for number in block_formats() if number.token_tolerance),
+    )
+}
+"""Activation formats by the names that questions use."""
+
+
+def _size(value: str, name: str) -> int:
+    if not value.isdigit() or not int(value):
+        raise UsageError(f"--assume {name} takes a positive number, got {value!r}")
+    return int(value)
+
+
+def _flag(value: str, name: str) -> bool:
+    if value.lower() not in ("yes", "no"):
+        raise UsageError(f"--assume {name} takes yes or no, got {value!r}")
+    return value.lower() == "yes"
+
+
+def _of(value: str, name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    spelled = {key.replace(" ", "-"): key for key in known}
+    found = spelled.get(value.lower().replace(" ", "-"))
+    if found is None:
+        raise UsageError(f"--assume {name} takes one of {', '.join(spelled)}, got {value!r}")
+    return found
+
+
+def _hidden(problem: MoEProblem, value: str) -> MoEProblem:
+    latent = problem.model_hidden != problem.dims.hidden
+    size = _size(value, "hidden")
+    return replace(
+        problem,
+        dims=Dims(size, problem.dims.intermediate),
+        model_hidden=problem.model_hidden if latent else size,
+    )
+
+
+def _intermediate(problem: MoEProblem, value: str) -> MoEProblem:
+    whole = replace(problem, dims=Dims(problem.dims.hidden, _size(value, "intermediate")))
+    return replace(whole, parallel=type(problem.parallel)()).on(problem.parallel)
+
+
+def _act(problem: MoEProblem, value: str) -> MoEProblem:
+    return replace(problem, scheme=replace(problem.scheme, act=ACTIVATIONS[_of(value, "act", ACTIVATIONS)]))
+
+
+def _zero_points(problem: MoEProblem, value: str) -> MoEProblem:
+    weight = replace(problem.scheme.weight, zero_point=_flag(value, "zero_points"))
+    return replace(problem, scheme=replace(problem.scheme, weight=weight))
+
+
+def _act_order(problem: MoEProblem, value: str) -> MoEProblem:
+    order = _of(value, "act_order", ("none", "weight", "group"))
+    return replace(problem, act_order="" if order == "none" else order)
+
+
+def _dtype(problem: MoEProblem, value: str) -> MoEProblem:
+    return replace(problem, dtype=_of(value, "dtype", MODEL_DTYPES))
+
+
+def _lora(problem: MoEProblem, value: str) -> MoEProblem:
+    return replace(problem, lora=_flag(value, "lora"))
+
+
+ASSUMPTIONS: Mapping[str, Callable[[MoEProblem, str], MoEProblem]] = {
+    "hidden": _hidden,
+    "intermediate": _intermediate,
+    "act": _act,
+    "zero_points": _zero_points,
+    "act_order": _act_order,
+    "dtype": _dtype,
+    "lora": _lora,
+}
+"""What may be assumed instead of what the checkpoint says: sizes are those of the whole expert."""
+
+
+def assume(problem: MoEProblem, assumptions: Mapping[str, str]) -> MoEProblem:
+    """`problem` with `assumptions`; UsageError for a name or value that makes no sense."""
+    for name, value in assumptions.items():
+        if name not in ASSUMPTIONS:
+            raise UsageError(
+                f"nothing is known to assume about {name!r}", hint=f"choose one of {', '.join(ASSUMPTIONS)}"
+            )
+        problem = ASSUMPTIONS[name](problem, value)
+    return problem

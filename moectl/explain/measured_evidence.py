@@ -1,0 +1,51 @@
+"""What was measured of a layer on a device, as an explanation shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cache import backend_times_file, launches_file
+from ..cache.backend_times import MeasuredTimes
+from ..environment import Device, Packages
+from ..files.records import to_json
+from ..problem.moe_problem import MoEProblem
+
+
+@dataclass(frozen=True)
+class MeasuredEvidence:
+    """Measurements of one layer on one device.
+
+    Attributes:
+        measured: times of backends, as `moectl bench --save` keeps them.
+        tuned: the launches that `moectl tune` found for moectl's own kernels.
+        notes: files of the cache that are not used, and why.
+    """
+
+    measured: MeasuredTimes = field(default_factory=MeasuredTimes)
+    tuned: tuple[launches_file.LaunchRow, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "rows": self.measured.to_json(),
+            "tuned": to_json(self.tuned),
+            "notes": list(self.notes),
+        }
+
+
+Known = Callable[[Device, MoEProblem, Packages], MeasuredEvidence]
+
+
+def nothing(device: Device, problem: MoEProblem, packages: Packages) -> MeasuredEvidence:
+    """No evidence: the choice is the policy's order alone."""
+    return MeasuredEvidence()
+
+
+def cached(device: Device, problem: MoEProblem, packages: Packages) -> MeasuredEvidence:
+    """What this user's cache has of a layer on a device, with the versions of `packages` where known."""
+    times = backend_times_file.known(device, problem, packages.versions)
+    rows, note = launches_file.rows_of(problem, device)
+    return MeasuredEvidence(times.measured, rows, (*times.notes, *([note] if note else [])))

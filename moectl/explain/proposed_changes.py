@@ -1,0 +1,365 @@
+"""What could be changed to turn a failing verdict: tables of generators, by the question that failed.
+
+A generator proposes; only a decision on the changed input says whether a proposal helps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from ..environment import Packages, device_names, find_device
+from ..oracle.checks import Verdict
+from ..oracle.decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate
+from ..oracle.format_keys import act_key
+from ..oracle.policy import Policy
+from ..oracle.registry import engine_named, known_packages, policy_named
+from ..oracle.selection_inputs import SelectionInputs
+from ..problem.moe_problem import Parallel
+from .assumed_machines import machine
+from .assumptions import assume
+
+KINDS = ("request", "variable", "launch", "package", "parallel", "padding", "checkpoint", "gpu")
+"""Kinds of change, the smallest first."""
+
+NODE = 8
+"""Ranks of the deployment that is proposed where there is one rank: the GPUs of a usual node."""
+
+
+@dataclass(frozen=True)
+class ProposedChange:
+    """One thing done differently.
+
+    Attributes:
+        kind: one of `KINDS`.
+        slot: what it changes; a combination changes each slot once.
+        text: what to do, as a sentence without a full stop.
+        options: options of `moectl explain` that ask the changed question, with their values.
+    """
+
+    kind: str
+    slot: str
+    text: str
+    options: tuple[tuple[str, str], ...]
+    apply: Callable[[SelectionInputs], SelectionInputs] = field(compare=False)
+
+    @property
+    def size(self) -> int:
+        return KINDS.index(self.kind)
+
+
+def request(name: str, policy: Policy) -> ProposedChange:
+    """Asking for a backend by name, with the command of the policy's engine."""
+    return ProposedChange(
+        "request",
+        "request",
+        f"ask for it by name ({policy.serve.backend.format(name)})",
+        (("--backend", name),),
+        lambda now: replace(now, requested=name),
+    )
+
+
+def variable(name: str, value: str) -> ProposedChange:
+    """Setting an environment variable of the engine."""
+
+    def apply(now: SelectionInputs) -> SelectionInputs:
+        packages = replace(now.packages, env={**now.packages.env, name: value})
+        return replace(now, packages=packages)
+
+    return ProposedChange("variable", name, f"set {name}={value}", (("--env", f"{name}={value}"),), apply)
+
+
+def package(names: tuple[str, ...]) -> ProposedChange:
+    """Installing packages, complete with every symbol."""
+
+    def apply(now: SelectionInputs) -> SelectionInputs:
+        old = now.packages
+        missing = frozenset(symbol for symbol in old.missing if symbol.split(":")[0] not in names)
+        return replace(now, packages=Packages({**old.versions, **dict.fromkeys(names, "")}, missing, old.env))
+
+    probes = known_packages()
+    known = [probes[name].get for name in names if name in probes and probes[name].get]
+    also = f" ({'; '.join(known)})" if known else ""
+    return ProposedChange(
+        "package",
+        "package " + names[0],
+        f"install {' and '.join(names)}{also}",
+        tuple(("--packages", name) for name in names),
+        apply,
+    )
+
+
+def parallel(target: Parallel, text: str) -> ProposedChange:
+    """Deploying differently."""
+    options = [("--tp", str(target.tp)), ("--dp", str(target.dp)), ("--ep", "" if target.ep else "no")]
+    options += [("--eplb", "" if target.eplb else "no")]
+    options += [("--all2all", target.all2all if target.exchanges else "no")]
+    return ProposedChange(
+        "parallel",
+        "parallel",
+        text,
+        tuple(options),
+        lambda now: replace(now, problem=now.problem.on(target)),
+    )
+
+
+def assumption(kind: str, name: str, value: str, text: str) -> ProposedChange:
+    """A checkpoint that is different in one respect."""
+    return ProposedChange(
+        kind,
+        name,
+        text,
+        (("--assume", f"{name}={value.replace(' ', '-')}"),),
+        lambda now: replace(now, problem=assume(now.problem, {name: value})),
+    )
+
+
+def gpu(name: str) -> ProposedChange:
+    """Another device; on another platform with the engine's default packages there."""
+
+    def apply(now: SelectionInputs) -> SelectionInputs:
+        there = machine(name, None, now.packages.env, engine_named(now.policy))
+        same = there.device.platform == now.device.platform
+        return replace(now, device=there.device, packages=now.packages if same else there.packages)
+
+    return ProposedChange("gpu", "gpu", f"use {name} ({find_device(name).arch})", (("--gpu", name),), apply)
+
+
+def _switches(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    """Values of the switch that the failing question reads."""
+    offers = candidate.variant.offers
+    for switch in offers.switches:
+        if verdict.question == f"switch {switch.variable.name}":
+            yield variable(switch.variable.name, verdict.wanted)
+    for rule in offers.rules:
+        if rule.question == verdict.question and rule.switch:
+            known = policy_named(now.policy).variables.get(rule.switch)
+            for value in dict.fromkeys((*(known.choices if known else ()), "1", "0")):
+                if value != now.packages.env.get(rule.switch):
+                    yield variable(rule.switch, value)
+
+
+def _packages(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    """What the failing need asks for, and what does instead; every symbol of one package at once."""
+    for need in candidate.variant.offers.needs:
+        if verdict.question == f"package {need.package}" and not need.met(now.packages):
+            yield package((need.package,))
+            if need.instead:
+                yield package(need.instead)
+
+
+def _ranks(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    """Other tensor-parallel sizes, the nearest first."""
+    here = now.problem.parallel
+    sizes = sorted((1, 2, 4, 8, 16, 32), key=lambda tp: (abs(math.log2(tp / here.tp)), tp))
+    for tp in sizes:
+        if tp != here.tp:
+            yield parallel(replace(here, tp=tp), f"use {policy_named(now.policy).serve.tensor.format(tp)}")
+    yield from _together(now, candidate, verdict)
+
+
+def _together(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    """Whole experts on each rank instead of slices."""
+    here, serve = now.problem.parallel, policy_named(now.policy).serve
+    if not here.ep and here.ranks > 1:
+        yield parallel(
+            replace(here, ep=True), f"spread whole experts over the ranks ({serve.expert.format(here.ranks)})"
+        )
+    if here.ranks == 1:
+        for option, there in (
+            (serve.tensor, replace(here, tp=NODE, ep=True)),
+            (serve.data, replace(here, dp=NODE, ep=True)),
+        ):
+            yield parallel(there, f"deploy with {option.format(NODE)} {serve.expert.format(NODE)}")
+
+
+def _exchanged(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    """Data-parallel ranks that exchange tokens, where none are exchanged."""
+    here, serve = now.problem.parallel, policy_named(now.policy).serve
+    if here.exchanges:
+        return
+    ranks = here.ranks if here.ranks > 1 else NODE
+    policy = policy_named(now.policy)
+    for name in sorted(policy.exchanges):
+        flags = " ".join([serve.data.format(ranks), serve.expert.format(ranks), serve.exchange.format(name)])
+        yield parallel(replace(here, tp=1, dp=ranks, ep=True, all2all=name), f"deploy with {flags}")
+
+
+def _spread(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    """The same ranks used in another way, or with another exchange."""
+    here = now.problem.parallel
+    if here.eplb:
+        yield parallel(replace(here, eplb=False), "turn expert load balancing off")
+    if here.exchanges:
+        policy = policy_named(now.policy)
+        for name in sorted(policy.exchanges - {here.all2all}):
+            yield parallel(replace(here, all2all=name), f"use {policy.serve.exchange.format(name)}")
+    if here.dp > 1:
+        ranks = here.ranks
+        yield parallel(
+            replace(here, tp=ranks, dp=1), f"use tensor parallelism over the {ranks} ranks instead"
+        )
+    if here.ep:
+        yield parallel(replace(here, ep=False), "do without expert parallelism")
+    if here.ep and here.dp > 1:
+        yield parallel(
+            replace(here, tp=here.ranks, dp=1, ep=False, eplb=False),
+            f"use tensor parallelism over the {here.ranks} ranks, without expert parallelism",
+        )
+
+
+def _padding(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    """Sizes rounded up with zeros, the least first."""
+    dims, ranks = now.problem.dims, now.problem.parallel.tp_size
+    for name, size, factor in (
+        ("intermediate", dims.intermediate, ranks),
+        ("hidden", dims.hidden, 1),
+    ):
+        for padded in dict.fromkeys(-(-size // step) * step for step in (32, 64, 128, 256, 512)):
+            if padded != size:
+                text = f"pad the experts' {name} size with zeros from {size * factor} to {padded * factor}"
+                yield assumption("padding", name, str(padded * factor), text)
+
+
+def _act_formats(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    """Activation formats with which the weights' format is offered."""
+    key = verdict.wanted.rpartition(" with ")[0]
+    declared = {
+        act
+        for offer in candidate.variant.offers.offers or ()
+        if any(key == name or (name.endswith("*") and key.startswith(name[:-1])) for name in offer.weights)
+        for act in (offer.acts.only or ())
+    }
+    backend = candidate.backend
+    for act in sorted(declared | {act_key(backend.act)}):
+        if act != act_key(now.problem.scheme.act):
+            what = "16-bit activations" if act == "a16" else f"{act} activations"
+            how = (
+                "a checkpoint without activation scales"
+                if act == "a16"
+                else "a checkpoint with activation scales"
+            )
+            yield assumption("checkpoint", "act", act, f"use {how} for {what}")
+
+
+def _symmetric(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    if now.problem.scheme.weight.zero_point:
+        yield assumption("checkpoint", "zero_points", "no", "use a checkpoint without zero points")
+
+
+def _unordered(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    if now.problem.act_order:
+        yield assumption("checkpoint", "act_order", "none", "use a checkpoint without activation order")
+
+
+def _dtypes(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    for dtype, flag in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if dtype != now.problem.dtype:
+            yield assumption(
+                "launch",
+                "dtype",
+                dtype,
+                f"run the model with {policy_named(now.policy).serve.dtype.format(flag)}",
+            )
+
+
+def _adapters(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    yield assumption("launch", "lora", "no", "serve without LoRA adapters on experts")
+
+
+def _variant(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    if switch := policy_named(now.policy).invariance:
+        yield variable(switch.name, "0")
+
+
+def _devices(
+    now: SelectionInputs, candidate: Candidate | None, verdict: Verdict | None
+) -> Iterator[ProposedChange]:
+    """One device of each architecture that differs from this one."""
+    seen = {(now.device.arch, now.device.features)}
+    for name in device_names():
+        device = find_device(name)
+        if (device.arch, device.features) not in seen:
+            seen.add((device.arch, device.features))
+            yield gpu(name)
+
+
+Generator = Callable[[SelectionInputs, Candidate, Verdict], Iterable[ProposedChange]]
+
+BY_QUESTION: Mapping[str, tuple[Generator, ...]] = {
+    "device": (_devices,),
+    "number formats": (_act_formats, _devices),
+    "activation filter": (_act_formats,),
+    "zero points": (_symmetric,),
+    "activation order": (_unordered,),
+    "model dtype": (_dtypes,),
+    "token exchange": (_spread, _exchanged),
+    "expert parallel": (_spread,),
+    "data parallel ranks": (_spread,),
+    "expert balancing": (_spread,),
+    "experts over ranks": (_together,),
+    "token sequence": (_spread,),
+    "token format": (_spread,),
+    "batch invariance": (_variant,),
+    "adapters on experts": (_adapters,),
+}
+"""What may turn a failing question that the check names."""
+
+FIXED = {
+    "activation function": "the model's activation function",
+    "activation clamp": "the limits of the model's activation function",
+    "gating": "whether the model's experts are gated",
+    "checkpoint storage": "how the checkpoint stores its experts",
+    "expert bias": "the method hands over an expert bias",
+    "routing method": "the model's routing",
+    "hash routing": "the model's routing by token id",
+    "router dtype": "the dtype of the model's router",
+    "scale dtype": "the dtype of the checkpoint's scales",
+}
+"""Questions that nothing changes: they are about what the model is."""
+
+BY_GROUP: Mapping[str, tuple[Generator, ...]] = {
+    "package": (_packages,),
+    "shape": (_switches, _ranks, _padding),
+    "parallel": (_switches, _spread, _ranks),
+    "policy": (_switches,),
+    "scheme": (_switches,),
+    "arch": (_devices,),
+}
+"""What may turn a failing question that has no row of its own, by its group."""
+
+
+def proposals(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+    """Changes that may turn the failing `verdict` of `candidate`."""
+    if verdict.question in FIXED:
+        return
+    for generator in BY_QUESTION.get(verdict.question, BY_GROUP[verdict.group]):
+        yield from generator(now, candidate, verdict)
+
+
+BY_GATE: Mapping[str, tuple[Generator, ...]] = {
+    PLATFORM: (_devices,),
+    CAPABILITY: (_devices,),
+    DTYPE: (_dtypes, _devices),
+    NAME: (),
+}
+"""What may open a gate of the engine, by its kind; for others what may help on a failure."""
+
+ON_FAILURE: tuple[Generator, ...] = (_dtypes, _ranks, _padding, _spread, _symmetric, _unordered, _devices)
+"""What may help when the engine fails though every question of a candidate holds."""
+
+
+def proposals_for_failure(
+    now: SelectionInputs, candidate: Candidate, gates: Iterable[str]
+) -> Iterator[ProposedChange]:
+    """Changes that may help when the engine refuses (`gates`) or fails around a good `candidate`."""
+    gates = tuple(gates)
+    nothing = Verdict("", "shape", "", "", False)
+    for generator in BY_GATE.get(gates[0], ON_FAILURE) if gates else ON_FAILURE:
+        yield from generator(now, candidate, nothing)
+
+
+def new_devices(now: SelectionInputs) -> Iterator[ProposedChange]:
+    """Other devices, for a backend that no order here names."""
+    yield from _devices(now, None, None)

@@ -1,0 +1,1 @@
+"""Modular kernels: prepare and finalize around the experts of one layer."""

@@ -1,1 +1,0 @@
-"""Libraries of others as backends: how each is found, given a layer, called, and what it cannot do."""

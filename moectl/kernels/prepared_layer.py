@@ -1,0 +1,148 @@
+"""One layer's weights in one backend's layout, the dense experts behind them, and the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..problem.moe_problem import MoEProblem
+
+CANONICAL = "canonical"
+"""Name of the storage that no chain has touched: what a checkpoint's own tensors are read into."""
+
+
+@dataclass(frozen=True)
+class DenseExpert:
+    """One expert as plain matrices, with the rows of `w13` in the problem's order.
+
+    Attributes:
+        w13: ``[2 * intermediate, hidden]`` float.
+        w2: ``[hidden, intermediate]`` float.
+        w13_bias, w2_bias: ``[2 * intermediate]`` and ``[hidden]``, or None.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DenseExperts:
+    """A batch of `DenseExpert`, stacked along a leading axis in the order that was asked for."""
+
+    w13: Tensor
+    w2: Tensor
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.w13)
+
+    def __getitem__(self, i: int) -> DenseExpert:
+        return DenseExpert(
+            self.w13[i],
+            self.w2[i],
+            None if self.w13_bias is None else self.w13_bias[i],
+            None if self.w2_bias is None else self.w2_bias[i],
+        )
+
+
+NORM_EPSILON = 1e-6
+"""Added to the mean square of a token that a router normalizes (``rms_norm_eps`` of Gemma 4's configs)."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """The linear layer that scores experts.
+
+    Attributes:
+        weight: ``[experts, hidden]``.
+        bias: ``[experts]`` of the linear layer, or None.
+        correction_bias: ``[experts]`` added to the scores for the choice only, or None.
+        expert_scale: ``[experts]`` factors on the final weights, or None.
+        table: ``[vocabulary, top_k]`` integer expert ids by token id, which are not chosen then; or None.
+        input_scale: ``[hidden]`` factors on tokens that are normalized to a length of 1 first, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    correction_bias: Tensor | None = None
+    expert_scale: Tensor | None = None
+    table: Tensor | None = None
+    input_scale: Tensor | None = None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """``[tokens, experts]`` fp32 logits of `x` ``[tokens, hidden]``, computed in fp32."""
+        if x.shape[-1] != self.weight.shape[-1]:
+            raise UsageError(
+                f"the router expects tokens of width {self.weight.shape[-1]}, got {x.shape[-1]}",
+                hint="give an input with the model's hidden size",
+            )
+        x = x.float()
+        if self.input_scale is not None:
+            x = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON) * x.shape[-1] ** -0.5
+            x = x * self.input_scale.float()
+        logits = x @ self.weight.float().T
+        return logits if self.bias is None else logits + self.bias.float()
+
+    def to(self, device: torch.device | str) -> Router:
+        """The same router with its tensors on `device`."""
+        return Router(*(None if t is None else t.to(device) for t in self._tensors()))  # type: ignore[arg-type]
+
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class PreparedMoE:
+    """One MoE layer ready to run on one backend. Made per layer, never shared between layers.
+
+    Attributes:
+        problem: what the layer computes; runners read sizes, activation and routing from here.
+        backend: name of the runner that reads `weights`.
+        layout: name of the layout of `weights`.
+        weights: storage tensors by role (``w13``, ``w13_scale``, ``w13_bias``, ``w2``, ...), experts first.
+        dense: decoded fp32 experts for a batch of expert ids, undone from `weights`.
+        relaid: how the stored layout was changed for this backend; empty when it was loaded as it is.
+        first_expert: the expert of the layer that is expert 0 here, on a rank that has some of them.
+        derived: what the runner has made of `weights` once and keeps with the layer.
+    """
+
+    problem: MoEProblem
+    backend: str
+    layout: str
+    weights: Mapping[str, Tensor]
+    dense: Callable[[Sequence[int] | Tensor], DenseExperts]
+    relaid: str = field(default="")
+    first_expert: int = 0
+    derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weights["w13"].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, scales and biases as stored."""
+        return sum(t.numel() * t.element_size() for t in self.weights.values())
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        """Ids of the layer's experts as runners take them: counted from the first here, -1 for others."""
+        return local_ids(ids, self.first_expert, self.problem.local_experts)
+
+    def expert(self, expert: int) -> DenseExpert:
+        """Expert `expert`, decoded: the form that `moe_reference` asks for."""
+        return self.dense([expert])[0]
+
+
+def local_ids(ids: Tensor, first: int, experts: int) -> Tensor:
+    """`ids` counted from expert `first`, and -1 for those that are none of the `experts` from there."""
+    local = ids - first
+    return torch.where((local >= 0) & (local < experts), local, -1)

@@ -1,0 +1,1 @@
+"""Timing of kernel calls: cold caches, interleaved rounds, device rates."""

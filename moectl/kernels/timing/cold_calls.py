@@ -1,0 +1,204 @@
+"""Times of calls, with cold caches unless asked otherwise, and measured rates of a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ...errors import UsageError
+from ...problem.roofline import DeviceRates
+
+Call = Callable[[], object]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Times of one call.
+
+    Attributes:
+        median_us: median in microseconds.
+        spread_us: distance between the first and the third quartile.
+        fastest_us: the shortest.
+        samples: number of measurements.
+        cold: whether caches were flushed before each.
+        method: how it was measured.
+    """
+
+    median_us: float
+    spread_us: float
+    fastest_us: float
+    samples: int
+    cold: bool
+    method: str
+
+
+LEAD_SECONDS = 0.05
+"""How long a GPU is kept busy before it is timed: at its power limit it takes about as long to change its
+clocks, and until then a kernel runs at those that the one before it has left (docs/bench.md: an example)."""
+
+
+def settle(run: Call, device: torch.device) -> None:
+    """Runs it untimed, once or more, until the clocks of a GPU are those that it gets by itself."""
+    end = time.monotonic() + LEAD_SECONDS
+    while True:
+        run()
+        torch.cuda.synchronize(device)
+        if time.monotonic() >= end:
+            return
+
+
+def time_calls(
+    calls: Sequence[Call],
+    device: torch.device,
+    *,
+    repeats: int = 11,
+    cold: bool = True,
+    capturable: bool = True,
+    settled: bool = False,
+) -> Timing:
+    """Time of one of `calls`: equal work on different inputs, so that one call does not warm the next.
+
+    With `cold`, caches are flushed before every measurement; where a measurement is of several calls,
+    they must touch more than a cache holds to stay cold.
+
+    On CUDA all calls are captured in one graph, which is replayed between two events; calls that are not
+    `capturable` are made one after the other between the events. On a CPU they run in turn between
+    two readings of the clock. With `settled`, a GPU's clocks are first brought to where they stay (`settle`).
+    """
+    if not calls or repeats < 1:
+        raise UsageError(f"timing needs calls and repeats, got {len(calls)} and {repeats}")
+    if device.type == "cuda":
+        return _time_cuda(calls, repeats, cold, capturable, settled)
+    return _time_cpu(calls, repeats, cold)
+
+
+def _summary(seconds: Sequence[float], cold: bool, method: str) -> Timing:
+    us = [1e6 * s for s in seconds]
+    low, _, high = statistics.quantiles(us, n=4) if len(us) > 1 else (us[0],) * 3
+    return Timing(statistics.median(us), high - low, min(us), len(us), cold, method)
+
+
+def _time_cpu(calls: Sequence[Call], repeats: int, cold: bool) -> Timing:
+    flush = flusher(torch.device("cpu")) if cold else None
+    calls[0]()
+    seconds = []
+    for i in range(repeats):
+        if flush is not None:
+            flush()
+        start = time.perf_counter()
+        calls[i % len(calls)]()
+        seconds.append(time.perf_counter() - start)
+    return _summary(seconds, cold, "clock")
+
+
+def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool, capturable: bool, settled: bool) -> Timing:
+    flush = flusher(torch.device("cuda")) if cold else None
+    run = captured(calls)[0].replay if capturable else partial(_in_turn, calls)
+    run()
+    if settled:
+        settle(run, torch.device("cuda"))
+    method = "cuda graph" if capturable else "cuda calls"
+    events = []
+    for _ in range(repeats):
+        if flush is not None:
+            flush()
+        start, stop = event(), event()
+        start.record()
+        run()
+        stop.record()
+        events.append((start, stop))
+    torch.cuda.synchronize()
+    return _summary([a.elapsed_time(b) * 1e-3 / len(calls) for a, b in events], cold, method)
+
+
+def _in_turn(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def captured(calls: Sequence[Callable[[], Result]]) -> tuple[torch.cuda.CUDAGraph, list[Result]]:
+    """A CUDA graph of all `calls` and what they gave, which each replay writes anew.
+
+    They are made once outside the capture, so that kernels are compiled.
+    """
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [call() for call in calls]
+    return graph, results
+
+
+def flusher(device: torch.device) -> Call:
+    """A call that replaces what the last-level cache of `device` holds."""
+    size = last_level_cache(device)
+    buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)
+    return lambda: buffer.add_(1)
+
+
+def last_level_cache(device: torch.device) -> int:
+    """Bytes of the largest cache in front of the memory of `device`."""
+    return _cuda_cache() if device.type == "cuda" else _cpu_cache()
+
+
+def _cuda_cache() -> int:
+    """Bytes of the GPU's L2; 64 MB where torch does not tell."""
+    return int(getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0)) or 64 << 20
+
+
+CACHE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@cache
+def _cpu_cache() -> int:
+    """Bytes of this CPU's largest cache, at most 256 MB; 64 MB where the system does not tell."""
+    sizes = []
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        if text[:-1].isdigit() and text[-1] in CACHE_UNITS:
+            sizes.append(int(text[:-1]) * CACHE_UNITS[text[-1]])
+    return min(max(sizes, default=64 << 20), 256 << 20)
+
+
+def measure_copy_bandwidth(device: torch.device, nbytes: int = 0) -> float:
+    """Bytes read plus written per second by a pass over `nbytes` (2 GB on a GPU, 256 MB on a CPU).
+
+    The fastest of several. An elementwise kernel, as a plain copy in a CUDA graph may be given to a
+    copy engine, which is slower than the memory.
+    """
+    nbytes = nbytes or (2 << 30 if device.type == "cuda" else 256 << 20)
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    timing = time_calls([lambda: torch.neg(source, out=target)], device, repeats=7, cold=False)
+    return 2 * nbytes / (timing.fastest_us * 1e-6)
+
+
+def measure_matmul_rate(device: torch.device, size: int = 0) -> float:
+    """FLOP/s of a square matmul of random values: 8192 wide in bf16 on a GPU, 1024 in fp32 on a CPU."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    timing = time_calls([lambda: a @ b], device, repeats=7, cold=False)
+    return 2 * size**3 / (timing.fastest_us * 1e-6)
+
+
+def measured_rates(device: torch.device) -> DeviceRates:
+    """Bandwidth and matrix rate of `device`, measured now (about a second)."""
+    return DeviceRates(measure_copy_bandwidth(device), measure_matmul_rate(device), "measured")

@@ -1,0 +1,76 @@
+"""What `mid` and `prefill` share on the host: formats, and what a product is compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....problem.moe_problem import MoEProblem
+from ..kernel_family import KernelLayer, KernelMatrix, scale_name
+from .fragment_asm import FOLDED_SCALES, fold_factor
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program may have on SM90."""
+
+FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
+    "e8m0": (("mxfp4", "bf16"),),
+    "bf16": (("int4", "bf16"), ("int8", "bf16")),
+    "fp16": (("int4", "fp16"), ("int8", "fp16"), ("int4", "bf16")),
+}
+"""Scales -> weights and the activations that they are multiplied with: none rounds a weight twice."""
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """One of a layer's two products, as far as a kernel is compiled for it.
+
+    Attributes:
+        stage: 1 or 2, the first or the second GEMM.
+        exact: weights come out as they are, see `fragments`.
+        split: fp16 scales, bf16 tokens.
+        weighted: whether the router's weights are applied here.
+    """
+
+    stage: int
+    format: str
+    zeros: bool
+    exact: bool
+    split: bool
+    bias: bool
+    weighted: bool
+    top_k: int
+
+    @property
+    def factor(self) -> float:
+        """What sums are to be multiplied with."""
+        return 1.0 if self.exact else fold_factor(self.format)
+
+
+def operand(layer: KernelLayer, stage: int) -> tuple[KernelMatrix, int]:
+    """The matrix of a product, and how many columns its tokens have."""
+    dims = layer.problem.dims
+    return (layer.w13, dims.hidden) if stage == 1 else (layer.w2, dims.intermediate)
+
+
+def product_of(layer: KernelLayer, stage: int) -> dict[str, Any]:
+    """The fields of a `GemmSpec`."""
+    p = layer.problem
+    m, _ = operand(layer, stage)
+    return {
+        "stage": stage,
+        "format": p.scheme.weight.name,
+        "zeros": m.zeros is not None,
+        "exact": exact_weights(p, m),
+        "split": (scale_name(p), p.dtype) == ("fp16", "bf16"),
+        "bias": m.bias is not None,
+        "weighted": p.routing.weight_on_input == (stage == 1),
+        "top_k": p.top_k,
+    }
+
+
+def exact_weights(problem: MoEProblem, m: KernelMatrix) -> bool:
+    """Whether the weights of `m` cannot come out times a power of two."""
+    name = problem.scheme.weight.name
+    if name == "int4" and (m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}):
+        return True
+    return name not in FOLDED_SCALES or not m.exponents_within(FOLDED_SCALES[name])

@@ -1,0 +1,130 @@
+# mypy: ignore-errors
+"""Device code behind the products of `mid_kernels`: from fp32 sums of a tile to results in global memory."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .activation_epilogue import activate_one, activate_rows
+from .mid_loader import _cached, _first, _rest
+
+
+@gluon.constexpr_function
+def _sums(WIDTH):
+    """Registers of [64, WIDTH] fp32 sums of one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+
+
+@gluon.jit
+def _activated(acc, alpha, limit, WIDTH: gl.constexpr, HOW: gl.constexpr):
+    """Activations of [64, WIDTH] sums: [32, WIDTH]; ungated, all 64."""
+    ACT: gl.constexpr = HOW.activation
+    return activate_rows(acc, alpha, limit, WIDTH, ACT) if HOW.gated else activate_one(acc, ACT)
+
+
+@gluon.constexpr_function
+def _rows_of(HEIGHT):
+    """Registers of [HEIGHT, columns] results on their way out: 8 neighbouring rows, 16 bytes, a thread."""
+    return gl.BlockedLayout([8, 1], [HEIGHT // 8, 256 // HEIGHT], [1, 4], [0, 1])
+
+
+@gluon.jit
+def _store(
+    acc, notes, Y, bias, block, first, tokens, NX, alpha, limit,
+    AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Writes sums [64, WIDTH], from column AT of the tile on: activated by position, or weighted by slot."""
+    slots, weights = notes
+    L: gl.constexpr = acc.type.layout
+    if not HOW.exact:
+        acc = acc * HOW.factor
+    if HOW.weighted:
+        weight = gl.expand_dims(weights.slice(AT, WIDTH).load(gl.SliceLayout(0, L)), 0)
+        if HOW.stage == 1:
+            acc = acc * weight
+    if HOW.bias:
+        acc = acc + gl.expand_dims(gl.convert_layout(bias, gl.SliceLayout(1, L)), 1)
+    if HOW.stage == 1:
+        result = _activated(acc, alpha, limit, WIDTH, HOW)
+    elif HOW.weighted:
+        result = acc * weight
+    else:
+        result = acc
+    HEIGHT: gl.constexpr = result.shape[0]
+    R: gl.constexpr = _rows_of(HEIGHT)
+    result = gl.convert_layout(result.to(Y.dtype.element_ty), R)
+    columns = block * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, R))
+    place = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, R))
+    if HOW.stage == 1:
+        base = Y + (first + AT).to(gl.int64) * NX
+        row = place * NX
+    else:
+        base = Y
+        slot = slots.slice(AT, WIDTH).load(gl.SliceLayout(0, R))
+        row = (slot.to(gl.int64) if HOW.wide else slot) * NX
+    target = base + (gl.expand_dims(row, 0) + gl.expand_dims(columns, 1))
+    live = gl.expand_dims(AT + place < tokens, 0) & gl.expand_dims(columns < NX, 1)
+    gl.store(target, result, mask=live)
+
+
+@gluon.jit
+def _store_sums(
+    acc, notes, Y, bias, block, first, tokens, NX, alpha, limit,
+    AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """`_store` by up to 32 columns: all at once would not fit registers."""
+    HALF: gl.constexpr = WIDTH // 2
+    QUARTER: gl.constexpr = WIDTH // 4
+    if WIDTH <= 32:
+        _store(acc, notes, Y, bias, block, first, tokens, NX, alpha, limit, AT, WIDTH, HOW)
+    else:
+        for h in gl.static_range(2):
+            half = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))[h]
+            if WIDTH <= 64:
+                _store(
+                    half, notes, Y, bias, block, first, tokens, NX, alpha, limit, AT + h * HALF, HALF, HOW
+                )  # fmt: skip
+            else:
+                for q in gl.static_range(2):
+                    quarter = gl.split(half.reshape([64, 2, QUARTER]).permute((0, 2, 1)))[q]
+                    _store(
+                        quarter, notes, Y, bias, block, first, tokens, NX, alpha, limit,
+                        AT + h * HALF + q * QUARTER, QUARTER, HOW,
+                    )  # fmt: skip
+
+
+@gluon.jit
+def _note(notes, SORTED, WEIGHTS, first, tokens, HOW: gl.constexpr):
+    """Slots and router weights of a tile, into shared memory: loaded now, they do not delay its end."""
+    CACHE: gl.constexpr = _cached(HOW)
+    slots, weights = notes
+    if HOW.stage == 2 or HOW.weighted:
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        place = gl.arange(0, slots.shape[0], layout=L)
+        slot = gl.load(SORTED + first + place, mask=place < tokens, other=0, cache_modifier=CACHE)
+        slots.store(slot)
+        if HOW.weighted:
+            weights.store(gl.load(WEIGHTS + slot, mask=place < tokens, other=0.0, cache_modifier=CACHE))
+
+
+@gluon.jit
+def _biases(B, expert, block, N, HOW: gl.constexpr):
+    """Biases of a row block in fp32; without any, something of that shape."""
+    rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _sums(16)))
+    if HOW.bias:
+        bias = gl.load(B + expert.to(gl.int64) * N + rows, mask=rows < N, other=0.0).to(gl.float32)
+    else:
+        bias = rows
+    return bias
+
+
+@gluon.jit
+def _store_all(
+    acc, notes, Y, bias, block, first, tokens, NX, alpha, limit, WIDTH: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """Both parts of a row block's sums."""
+    sums, rest = acc
+    _store_sums(sums, notes, Y, bias, block, first, tokens, NX, alpha, limit, 0, _first(WIDTH), HOW)
+    if _rest(WIDTH):
+        _store_sums(
+            rest, notes, Y, bias, block, first, tokens, NX, alpha, limit, _first(WIDTH), _rest(WIDTH), HOW
+        )  # fmt: skip

@@ -1,0 +1,270 @@
+# mypy: ignore-errors
+"""Device code that fills the ring of the GEMMs in `mid_kernels`, tile by tile, as far ahead as it can.
+
+A stage holds ``HOW.depth`` pieces of 64 columns: codes (by TMA), scale and zero words of each worker's row
+blocks (by cp.async; boxed, by TMA), and the rows of the tile's tokens (by cp.async, gathered). Its barrier
+`full` counts the bytes that TMA brings and the loaders' threads, its barrier `empty` the workers that are
+done with it.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .fragments import code_lines, scale_words
+from .gluon_compat import async_load, tma_load
+
+
+@gluon.constexpr_function
+def _width(i, HOW):
+    """The i-th number of columns; there is none before the first."""
+    return HOW.widths[i] if i >= 0 else 0
+
+
+@gluon.constexpr_function
+def _first(WIDTH):
+    """The power of two of columns that are multiplied at once; the rest follows."""
+    return 1 << (WIDTH.bit_length() - 1)
+
+
+@gluon.constexpr_function
+def _rest(WIDTH):
+    return WIDTH - _first(WIDTH)
+
+
+@gluon.constexpr_function
+def _rows(HOW):
+    """Tokens of a piece whose columns lie in one array; those beyond are in another."""
+    return _first(HOW.widths[-1])
+
+
+@gluon.constexpr_function
+def _jointly(WIDTH, HOW):
+    """Whether WIDTH is no power of two and yet one product: its tokens lie in one array."""
+    return _rest(WIDTH) > 0 and _first(WIDTH) < _rows(HOW)
+
+
+@gluon.constexpr_function
+def _together(HOW):
+    """Whether tokens and codes share an array: joint products read from where the shared memory begins.
+
+    Triton has no name for another place, and puts the largest array first. That is the one of the tokens
+    where a piece has more of them than lines of codes.
+    """
+    jointly = any(_jointly(width, HOW) for width in HOW.widths)
+    return jointly and _rows(HOW) <= HOW.blocks * code_lines(HOW.format)
+
+
+@gluon.constexpr_function
+def _before(HOW):
+    """Places of codes that the ring's tokens take in the array of codes, before the first of these."""
+    return HOW.stages * _rows(HOW) // code_lines(HOW.format) if _together(HOW) else 0
+
+
+@gluon.constexpr_function
+def _span(HOW):
+    """Columns of one run of scale words; 0: all."""
+    return 64 if HOW.group == 32 else HOW.group
+
+
+@gluon.constexpr_function
+def _runs(HOW):
+    """Runs of scale words that a stage needs of each row block, and has one behind the other."""
+    return max(1, HOW.depth * 64 // HOW.group) if HOW.group > 64 else (HOW.depth if HOW.group else 1)
+
+
+@gluon.constexpr_function
+def _run(D, HOW):
+    """Which of a stage's runs of scale words belongs to its D-th 64 columns."""
+    return D * 64 // _span(HOW) if HOW.group else 0
+
+
+@gluon.constexpr_function
+def _stage_words(HOW):
+    """Scale words, or zero words, in a stage: of a row block if boxed, else of a power of two of them."""
+    if HOW.boxed:
+        return _runs(HOW) * scale_words(HOW.format, HOW.group)
+    return (1 << (HOW.blocks - 1).bit_length()) * HOW.depth * scale_words(HOW.format, HOW.group)
+
+
+@gluon.constexpr_function
+def _words_layout(HOW):
+    return gl.NVMMASharedLayout(0, 32, 1) if HOW.boxed else gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@gluon.constexpr_function
+def _cached(HOW):
+    """Cache modifier of the plan: the second GEMM reads early, when L1 may still hold an earlier call's."""
+    return ".cg" if HOW.stage == 2 else ""
+
+
+@gluon.jit
+def _here(value, HOW: gl.constexpr):
+    """`value`; where registers are few computed where it is used: partitions keep what they share in them."""
+    if HOW.lean:
+        value = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, False, 1)
+    return value
+
+
+@gluon.jit
+def _size_here(size, UNIT: gl.constexpr, HOW: gl.constexpr):
+    """`_here` of a size that stays known to be a multiple of UNIT: stores of 16 bytes need that."""
+    if HOW.lean:
+        size = _here(size // UNIT, HOW) * UNIT
+    return size
+
+
+@gluon.jit
+def _program(HOW: gl.constexpr):
+    """The program's number and how many there are."""
+    if HOW.lean:
+        number = gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], gl.int32, False, 1)
+        count = gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x;", "=r", [], gl.int32, False, 1)
+    else:
+        number = gl.program_id(0)
+        count = gl.num_programs(0)
+    return number, count
+
+
+@gluon.jit
+def _next(stage, phase, HOW: gl.constexpr):
+    """The ring position after (stage, phase)."""
+    last = stage == HOW.stages - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.constexpr):
+    """Fills the ring's codes, scale and zero words, tile by tile, as far ahead as it goes."""
+    BLOCKS: gl.constexpr = HOW.blocks
+    CACHE: gl.constexpr = _cached(HOW)
+    _x, _more, codes, words, full, empty = ring
+    WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
+    LINES: gl.constexpr = code_lines(HOW.format)
+    ALL: gl.constexpr = _stage_words(HOW)
+    BYTES: gl.constexpr = HOW.depth * LINES * 128 + (ALL * 4 if HOW.boxed else 0)
+    SPAN: gl.constexpr = _span(HOW)
+    BEFORE: gl.constexpr = _before(HOW)
+    K = _size_here(K, 32, HOW)
+    N = _size_here(N, 32, HOW)
+    if not HOW.boxed:
+        L: gl.constexpr = gl.BlockedLayout([ALL // 32], [32], [1], [0])
+        word = gl.arange(0, ALL, layout=L)
+    columns = K // 64
+    blocks = N // 64
+    runs = K // SPAN if SPAN else 1
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    program, programs = _program(HOW)
+    for tile in range(program, count * row_tiles, programs):
+        expert = gl.load(TILES + (tile // row_tiles) * 4, cache_modifier=CACHE)
+        block = (tile % row_tiles) * HOW.blocks
+        line = (expert * blocks + block) * columns * LINES
+        if HOW.boxed:
+            own = expert * blocks + block
+        else:
+            own = expert * blocks + gl.minimum(block + word // (HOW.depth * WORDS), blocks - 1)
+        base = own * (runs * WORDS)  # one word for 64 weights or more: fits 32 bits
+        for k in range(0, columns, HOW.depth):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), HOW.blocks * BYTES)
+            for b in gl.static_range(BLOCKS):
+                into = codes.index(BEFORE + stage * HOW.blocks + b)
+                tma_load(CODES, [line + (b * columns + k) * LINES, 0], full.index(stage), into)
+                if HOW.boxed:
+                    run = base + (b * runs + (k * 64 // SPAN if SPAN else 0)) * WORDS
+                    tma_load(S, [run], full.index(stage), words.index(stage * HOW.blocks + b))
+            if not HOW.boxed:
+                if SPAN == 64:  # the words of consecutive columns are neighbours
+                    at = k * WORDS + word % (HOW.depth * WORDS)
+                elif SPAN:
+                    at = (k + word // WORDS % HOW.depth) * 64 // SPAN * WORDS + word % WORDS
+                else:
+                    at = word % WORDS
+                live = at < runs * WORDS
+                async_load(words.index(stage).slice(0, ALL), S + (base + at), mask=live)
+                if HOW.zeros:
+                    into = words.index(stage).slice(ALL, ALL)
+                    async_load(into, Z + (base + at), mask=live)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            stage, phase = _next(stage, phase, HOW)
+
+
+@gluon.jit
+def _sources(X, SORTED, first, tokens, KX, WIDTH: gl.constexpr, HOW: gl.constexpr):
+    """Where the first 64 columns of up to WIDTH tokens from `first` on are: a base, offsets, who is live."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [HOW.loaders, 1], [1, 0])
+    place = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))
+    column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, L)), 0)
+    row = gl.minimum(place, tokens - 1)
+    if HOW.stage == 1:
+        row = gl.load(SORTED + first + row) // HOW.top_k
+        if HOW.wide:  # rows of a batch, which all have a slot of their own
+            row = row.to(gl.int64)
+        base = X
+    else:
+        row = _here(row, HOW)  # as pointers, which they become if known, rows would take twice the registers
+        base = X + first.to(gl.int64) * KX
+    return base, gl.expand_dims(row * KX, 1) + column, gl.expand_dims(place < tokens, 1), column
+
+
+@gluon.jit
+def _copy(into, source, k, KX, HOW: gl.constexpr):
+    """Starts copying 64 columns of each token, zeros where there are none."""
+    base, offsets, live, column = source
+    if HOW.even:
+        async_load(into, base + k * 64 + offsets, mask=live)
+    else:
+        there = live & (column < KX - k * 64)
+        async_load(into, base + k * 64 + offsets, mask=there)
+
+
+@gluon.jit
+def _token_tile(
+    ring, stage, phase, X, SORTED, first, tokens, K, KX, WIDTH: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """Fills the ring with the columns of a tile's tokens."""
+    DEPTH: gl.constexpr = HOW.depth
+    FIRST: gl.constexpr = _first(WIDTH)
+    REST: gl.constexpr = _rest(WIDTH)
+    x, more, _codes, _words, full, empty = ring
+    source = _sources(X, SORTED, first, tokens, KX, FIRST, HOW)
+    if REST:
+        rest = _sources(X, SORTED, first + FIRST, tokens - FIRST, KX, REST, HOW)
+    for k in range(0, K // 64, HOW.depth):
+        mbarrier.wait(empty.index(stage), phase)
+        for d in gl.static_range(DEPTH):
+            piece = stage * HOW.depth + d
+            _copy(x.index(piece).slice(0, FIRST), source, k + d, KX, HOW)
+            if REST:
+                if x.shape[1] == FIRST:
+                    _copy(more.index(piece).slice(0, REST), rest, k + d, KX, HOW)
+                else:
+                    _copy(x.index(piece).slice(FIRST, REST), rest, k + d, KX, HOW)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        stage, phase = _next(stage, phase, HOW)
+    return stage, phase
+
+
+@gluon.jit
+def _token_loader(ring, X, SORTED, TILES, count, K, KX, row_tiles, HOW: gl.constexpr):
+    """Fills the ring's token rows, as `_weight_loader` its weights."""
+    WIDTHS: gl.constexpr = len(HOW.widths)
+    CACHE: gl.constexpr = _cached(HOW)
+    K = _size_here(K, 32, HOW)
+    if HOW.stage == 2:
+        tl.extra.cuda.gdc_wait()  # for the first GEMM; weights are on their way already
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    program, programs = _program(HOW)
+    for tile in range(program, count * row_tiles, programs):
+        m = tile // row_tiles
+        first = gl.load(TILES + m * 4 + 1, cache_modifier=CACHE)
+        tokens = gl.load(TILES + m * 4 + 2, cache_modifier=CACHE)
+        for i in gl.static_range(WIDTHS):
+            if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
+                stage, phase = _token_tile(
+                    ring, stage, phase, X, SORTED, first, tokens, K, KX, _width(i, HOW), HOW
+                )

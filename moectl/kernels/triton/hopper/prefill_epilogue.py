@@ -1,0 +1,85 @@
+# mypy: ignore-errors
+"""Device code behind the products of `prefill_kernels`: from fp32 sums of a tile to results in memory."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .activation_epilogue import activate_one, activate_rows
+from .mixed_width_wgmma import joined
+from .prefill_tiles import _mma, _narrow, _rows_layout, _wide
+
+
+@gluon.jit
+def _store(
+    acc, out, notes, Y, block, first, end, NX, alpha, limit,
+    own: gl.constexpr, AT: gl.constexpr, TOKENS: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Epilogue of the 64 weight rows of `block`, number `own` of the tile, and TOKENS tokens from its AT on.
+
+    In GEMM 1 rows of Y are positions from `first` on, in GEMM 2 their slots.
+    """
+    slots, weights, bias = notes
+    COLUMNS: gl.constexpr = 32 if HOW.gated else 64
+    L: gl.constexpr = _rows_layout(COLUMNS)
+    M: gl.constexpr = _mma(TOKENS)
+    if not HOW.exact:
+        acc = acc * HOW.factor
+    if HOW.weighted:
+        weight = gl.expand_dims(weights.slice(AT, TOKENS).load(gl.SliceLayout(0, M)), 0)
+        if HOW.stage == 1:
+            acc = acc * weight
+    if HOW.bias:
+        acc = acc + gl.expand_dims(bias.slice(64 * own, 64).load(gl.SliceLayout(1, M)), 1)
+    if HOW.weighted and HOW.stage == 2:
+        acc = acc * weight
+    ACT: gl.constexpr = HOW.activation
+    if HOW.gated:
+        acc = activate_rows(acc, alpha, limit, TOKENS, ACT)
+    elif ACT != "":
+        acc = activate_one(acc, ACT)
+    turned = out.slice(0, TOKENS).slice(0, COLUMNS, 1)
+    turned.permute((1, 0)).store(acc.to(Y.dtype.element_ty))
+    rows = first + AT + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L))
+    live = rows < end
+    if HOW.stage == 2:
+        rows = slots.slice(AT, TOKENS).load(gl.SliceLayout(1, L))
+    columns = block * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    p = Y + gl.expand_dims(rows.to(gl.int64) * NX, 1) + gl.expand_dims(columns, 0)
+    gl.store(p, turned.load(L), mask=gl.expand_dims(live, 1) & gl.expand_dims(columns < NX, 0))
+
+
+@gluon.jit
+def _store_all(
+    acc, low, out, notes, Y, block, first, end, NX, alpha, limit,
+    own: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """`_store` of both accumulators, at most 64 tokens at a time: they would not fit registers otherwise."""
+    WIDE: gl.constexpr = _wide(UNITS)
+    NARROW: gl.constexpr = _narrow(UNITS)
+    if NARROW:
+        _store(low, out, notes, Y, block, first, end, NX, alpha, limit, own, WIDE, NARROW, HOW)
+    if WIDE == 128:
+        left, right = gl.split(acc.reshape([64, 2, 64]).permute((0, 2, 1)))
+        left = gl.convert_layout(left, _mma(64), assert_trivial=True)
+        right = gl.convert_layout(right, _mma(64), assert_trivial=True)
+        _store(left, out, notes, Y, block, first, end, NX, alpha, limit, own, 0, 64, HOW)
+        _store(right, out, notes, Y, block, first, end, NX, alpha, limit, own, 64, 64, HOW)
+    else:
+        _store(acc, out, notes, Y, block, first, end, NX, alpha, limit, own, 0, WIDE, HOW)
+
+
+@gluon.jit
+def _store_jointly(
+    acc, out, notes, Y, block, first, end, NX, alpha, limit,
+    own: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """`_store` of an accumulator by units, at most 64 tokens at a time."""
+    for i in gl.static_range(UNITS // 4):
+        part = joined(acc, 4 * i, 4)
+        _store(part, out, notes, Y, block, first, end, NX, alpha, limit, own, 64 * i, 64, HOW)
+    if UNITS % 4 >= 2:
+        part = joined(acc, UNITS // 4 * 4, 2)
+        _store(part, out, notes, Y, block, first, end, NX, alpha, limit, own, UNITS // 4 * 64, 32, HOW)
+    if UNITS % 2:
+        part = joined(acc, UNITS - 1, 1)
+        _store(part, out, notes, Y, block, first, end, NX, alpha, limit, own, 16 * UNITS - 16, 16, HOW)

@@ -1,0 +1,167 @@
+"""Which launch is fastest for a layer and a number of tokens, as measured: ``launches.json``.
+
+A file of measurements that ships with the package. An entry is one layer on one GPU; its rows say which
+kernels, with which tile, were fastest at a number of tokens. What was not measured takes the nearest
+that was: by the weights' format, by sizes, by how many experts are hit and how many tokens each gets.
+Before all of them comes what `moectl tune` measured of this very layer on this very machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ...cache.cache_file import CacheWarning
+from ...cache.launches_file import rows_of
+from ...environment import Device
+from ...problem.moe_problem import MoEProblem
+
+FILE = "launches.json"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModel:
+    """What of a GPU decides a launch: its compute capability and number of multiprocessors."""
+
+    capability: tuple[int, int]
+    sms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpread:
+    """How tokens spread over experts when each token takes `top_k` of `experts` at random.
+
+    Attributes:
+        hit: expected number of experts with a token.
+        each: tokens that each of them gets, on average.
+    """
+
+    hit: float
+    each: float
+
+    @staticmethod
+    def of(experts: int, top_k: int, tokens: int) -> TokenSpread:
+        """The spread of `tokens` tokens, one or more."""
+        share = min(top_k, experts) / experts
+        hit = experts * -math.expm1(tokens * math.log1p(-share)) if share < 1 else float(experts)
+        return TokenSpread(hit, tokens * top_k / hit)
+
+    @staticmethod
+    def here(problem: MoEProblem, tokens: int) -> TokenSpread:
+        """The spread over the experts of one rank, which has its share of those that are hit."""
+        whole = TokenSpread.of(problem.experts, problem.top_k, tokens)
+        return TokenSpread(whole.hit * problem.local_experts / problem.experts, whole.each)
+
+    def distance(self, other: TokenSpread) -> float:
+        """In doublings; tokens per expert decide the kernel, experts only how full the GPU is."""
+        return abs(math.log2(self.each / other.each)) + 0.5 * abs(math.log2(self.hit / other.hit))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLaunch:
+    """The fastest launch of one layer at one number of tokens: kernels, and their tile's fields."""
+
+    spread: TokenSpread
+    family: str
+    tile: Mapping[str, int]
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLaunches:
+    """One layer on one GPU, and what was fastest."""
+
+    gpu: GpuModel
+    weight: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    rows: tuple[MeasuredLaunch, ...]
+
+    def distance(self, problem: MoEProblem) -> float:
+        """How unlike `problem` the measured layer is: 0 for the same one.
+
+        What experts and choices make of a number of tokens is the matter of its `TokenSpread`.
+        """
+        dims, weight = problem.dims, problem.scheme.weight
+        kind = 0.0 if self.weight == str(weight) else 1.0 if self.weight[:4] == str(weight)[:4] else 3.0
+        sizes = math.log2(self.hidden / dims.hidden), math.log2(self.intermediate / dims.intermediate)
+        spread = math.log2(self.experts / problem.local_experts), math.log2(self.top_k / problem.top_k)
+        return kind + 0.5 * sum(map(abs, sizes)) + 0.1 * sum(map(abs, spread))
+
+
+@cache
+def entries() -> tuple[LayerLaunches, ...]:
+    """Every measured layer that ships with the package."""
+    data = json.loads((files(__package__) / FILE).read_text("utf-8"))
+    return tuple(_entry(item) for item in data["layers"])
+
+
+def _entry(item: Mapping[str, Any]) -> LayerLaunches:
+    experts, top_k = item["experts"], item["top_k"]
+    rows = tuple(
+        MeasuredLaunch(TokenSpread.of(experts, top_k, row["tokens"]), row["family"], row["tile"], row["us"])
+        for row in item["rows"]
+    )
+    major, minor = item["capability"]
+    gpu = GpuModel((major, minor), item["sms"])
+    sizes = (item["hidden"], item["intermediate"], experts, top_k)
+    return LayerLaunches(gpu, item["weight"], *sizes, rows)
+
+
+NEAR = 0.5
+"""Doublings of the number of tokens for which a row of the user's holds."""
+
+
+def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[MeasuredLaunch]:
+    """What `moectl tune` found fastest for this layer near `tokens` tokens on `device`, the nearest first.
+
+    A file of the cache that cannot be used is ignored with a `CacheWarning`, once.
+    """
+    rows, note = rows_of(problem, device)
+    if note:
+        warnings.warn(note, CacheWarning, stacklevel=2)
+    far = {row.tokens: abs(math.log2(row.tokens / tokens)) for row in rows}
+    for row in sorted(rows, key=lambda row: far[row.tokens]):
+        if far[row.tokens] <= NEAR:
+            spread = TokenSpread.here(problem, row.tokens)
+            yield MeasuredLaunch(spread, row.family, row.tile, row.us)
+
+
+def nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> Iterator[MeasuredLaunch]:
+    """Measured launches for `tokens` tokens of `problem`, the likeliest first; none for other GPUs.
+
+    A GPU of the same compute capability counts as the same, however many multiprocessors it has.
+    """
+    yield from (row for _, row in _by_distance(problem, tokens, gpu))
+
+
+def unlikeness(problem: MoEProblem, tokens: int, gpu: GpuModel) -> float:
+    """How far the launch that `nearest` gives first was measured from these `tokens`, about in doublings.
+
+    0 for a cell that ships measured, infinite for another GPU.
+    """
+    return next((far for far, _ in _by_distance(problem, tokens, gpu)), math.inf)
+
+
+OF_A_LAYER = 4.0
+"""How many times a layer's distance counts beside that of the numbers of tokens. With it 22 cells of other
+layers took 1.3% more on an H200 than with the better of two rows each, with all rows of the nearest layer
+first 3.7%."""
+
+
+def _by_distance(problem: MoEProblem, tokens: int, gpu: GpuModel) -> list[tuple[float, MeasuredLaunch]]:
+    """The rows for GPUs of one compute capability, the likeliest first."""
+    spread = TokenSpread.here(problem, tokens)
+    here = [entry for entry in entries() if entry.gpu.capability == gpu.capability]
+    far = [(entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms)), entry) for entry in here]
+    rows = [(OF_A_LAYER * of + row.spread.distance(spread), row) for of, entry in far for row in entry.rows]
+    return sorted(rows, key=lambda item: item[0])

@@ -1,0 +1,155 @@
+"""Layers with random weights, random tokens and routings, drawn where they are used and from seeds.
+
+Weights are drawn expert by expert, so that a layer can be made in several layouts one after the other,
+with the same numbers in each, and decoded again for a few experts. Nothing is ever on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..convert.canonical import canonical_shapes
+from ..convert.recipe.recipe import Recipe, StoredOutput
+from ..kernels.layer_inputs import random_logits
+from ..kernels.prepared_layer import CANONICAL, local_ids
+from ..kernels.reference import moe_reference
+from ..problem.moe_problem import MoEProblem
+from ..seeds import seed_of
+from ..torch_dtypes import MODEL_TORCH_DTYPES, TORCH_DTYPES
+from .experts import ExpertLayer, Ids
+
+
+@dataclass(frozen=True)
+class RandomRouting:
+    """One routing: int32 `ids`, -1 for experts of other ranks, and fp32 `weights` ``[tokens, top_k]``."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+def routings(
+    problem: MoEProblem, tokens: int, distribution: str, count: int, device: torch.device
+) -> list[RandomRouting]:
+    """`count` routings of `tokens` tokens, the same for the same arguments on one device.
+
+    Of a layer whose experts are spread over ranks they are those that the first rank sees.
+    """
+    generator = torch.Generator(device).manual_seed(seed_of("routings", tokens))
+    made = []
+    for _ in range(count):
+        ids = random_logits(problem, tokens, distribution, generator).topk(problem.top_k).indices
+        chosen = torch.randn(tokens, problem.top_k, generator=generator, device=device)
+        here = local_ids(ids.int(), 0, problem.local_experts)
+        made.append(RandomRouting(here, torch.softmax(chosen, -1)))
+    return made
+
+
+def tokens_of(problem: MoEProblem, tokens: int, device: torch.device) -> Tensor:
+    """``[tokens, hidden]`` random input in the model's dtype."""
+    generator = torch.Generator(device).manual_seed(seed_of("tokens", tokens))
+    x = torch.randn(tokens, problem.dims.hidden, generator=generator, device=device)
+    return x.to(MODEL_TORCH_DTYPES[problem.dtype])
+
+
+@dataclass(frozen=True)
+class RandomLayer:
+    """A layer of `problem` with random weights on `device`, in whatever layout is asked for."""
+
+    problem: MoEProblem
+    device: torch.device
+
+    @cached_property
+    def experts(self) -> ExpertLayer:
+        """The layer as moectl reads one."""
+        shapes = canonical_shapes(self.problem, self.problem.local_experts)
+        recipe = Recipe(shapes, {role: StoredOutput(role) for role in shapes})
+        return ExpertLayer(self.problem, 0, CANONICAL, recipe, self.canonical, self._stored, router=None)
+
+    def canonical(self, ids: Ids) -> dict[str, Tensor]:
+        """Canonical roles of some experts."""
+        shapes = canonical_shapes(self.problem, 1)
+        drawn: dict[str, Tensor] = {}
+        for role, (dtype, shape) in shapes.items():
+            out = torch.empty(len(ids), *shape[1:], dtype=TORCH_DTYPES[dtype], device=self.device)
+            for i, expert in enumerate(map(int, ids)):
+                generator = torch.Generator(self.device).manual_seed(seed_of(role, expert))
+                self._draw(role, out[i], generator)
+            drawn[role] = out
+        return drawn
+
+    def _stored(self, device: torch.device) -> dict[str, Tensor]:
+        return {role: t.to(device) for role, t in self.canonical(range(self.problem.local_experts)).items()}
+
+    def _draw(self, role: str, out: Tensor, generator: torch.Generator) -> None:
+        """Fills one expert's `role` so that each product has a variance of about one."""
+        matrix, _, kind = role.partition("_")
+        k = self.problem.dims.hidden if matrix == "w13" else self.problem.dims.intermediate
+        DRAWN[kind](out, generator, self.problem, k)
+
+    def reference(self, x: Tensor, routed: RandomRouting, rows: list[int]) -> Tensor:
+        """fp32 result of the tokens `rows`."""
+        some = torch.tensor(rows, device=self.device)
+        chosen = x[some], routed.ids[some], routed.weights[some]
+        return moe_reference(*chosen, self.experts.reference, self.problem)
+
+
+def _codes(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    """Random codes of packed formats; 16-bit weights are numbers, FP8 ones the bytes of numbers."""
+    grid = problem.scheme.weight.number.grid
+    if grid.rms:
+        out.random_(0, 256, generator=generator)
+        return
+    numbers = torch.empty(out.shape, device=out.device).normal_(generator=generator)
+    if out.dtype != torch.uint8:
+        out.copy_(numbers / math.sqrt(k))
+    else:
+        out.copy_(numbers.to(TORCH_DTYPES[grid.dtype]).view(torch.uint8))
+
+
+def _scales(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    """What codes are multiplied with; of scales below a global one the bytes of numbers around one."""
+    number = problem.scheme.weight.number
+    size = (number.grid.rms or 1.0) * math.sqrt(k)
+    if number.byte_scale == "F8_E4M3":
+        near = torch.empty(out.shape, device=out.device).uniform_(0.5, 1.5, generator=generator)
+        out.copy_(near.to(torch.float8_e4m3fn).view(torch.uint8))
+    elif out.dtype == torch.uint8:
+        middle = 127 - round(math.log2(size))
+        out.random_(middle - 1, middle + 2, generator=generator)
+    else:
+        out.uniform_(0.5 / size, 1.5 / size, generator=generator)
+
+
+def _zeros(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    middle = 1 << (problem.scheme.weight.bits - 1)
+    out.random_(middle - 1, middle + 2, generator=generator)
+
+
+def _globals(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    out.fill_(1 / (problem.scheme.weight.number.grid.rms * math.sqrt(k)))
+
+
+def _inputs(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    """What enters either GEMM stays below 112, where E4M3 ends with a scale of 1/4."""
+    out.fill_(1 / 4)
+
+
+def _biases(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
+    out.normal_(0.0, 0.3, generator=generator)
+
+
+DRAWN: Mapping[str, Callable[[Tensor, torch.Generator, MoEProblem, int], None]] = {
+    "": _codes,
+    "scale": _scales,
+    "zero": _zeros,
+    "global": _globals,
+    "input": _inputs,
+    "bias": _biases,
+}
+"""How a canonical role is drawn, by what stands behind its matrix's name."""

@@ -1,0 +1,198 @@
+"""Kernel layouts by the name a user asks for, and who reads each: a table that needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReader:
+    """An engine and its backends that read a layout."""
+
+    engine: str
+    backends: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.engine} {', '.join(self.backends)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFacts:
+    """What is known of a layout without building it.
+
+    Attributes:
+        target: what a user asks for; the scheme, then the activations and the architecture, pick the layout.
+        archs: device architectures whose kernels read it.
+        readers: engines and backends that read it.
+        acts: activation formats that the kernels take with it, the usual one first; ``-per-token`` where
+            each token has a global scale of its own.
+        instead_of: the layout that engines take unless they are told to use other activations.
+        verified: False when it is transcribed from sources and no recorded conversion has confirmed it.
+    """
+
+    target: str
+    archs: tuple[str, ...]
+    readers: tuple[LayoutReader, ...]
+    acts: tuple[str, ...] = ("a16",)
+    instead_of: str = ""
+    verified: bool = True
+
+
+_SM10X = ("sm100", "sm103", "sm110")
+_SM12X = ("sm120", "sm121")
+_SM90_UP = ("sm90", *_SM10X, *_SM12X)
+_SM89_UP = ("sm89", *_SM90_UP)
+_SM80_UP = ("sm80", "sm86", "sm87", *_SM89_UP)
+_TRTLLM_ARCHS = ("sm100", "sm103")
+_CPU = ("x86",)
+
+
+def _vllm(*backends: str) -> LayoutReader:
+    return LayoutReader("vLLM", backends)
+
+
+def _flashinfer(*functions: str) -> LayoutReader:
+    return LayoutReader("FlashInfer", functions)
+
+
+def _marlin(act: str = "a16", instead_of: str = "", runner: str = "") -> LayoutFacts:
+    archs = {"a16": ("sm75", *_SM80_UP), "int8": ("sm75", *_SM80_UP), "fp8": ("sm89", *_SM12X)}[act]
+    own = (LayoutReader("moectl", (runner,)),) if runner else ()
+    return LayoutFacts("marlin", archs, (_vllm("marlin", "batched_marlin"), *own), (act,), instead_of)
+
+
+def _trtllm(function: str, *acts: str, backends: tuple[str, ...] = ("flashinfer_trtllm",)) -> LayoutFacts:
+    own = LayoutReader("moectl", tuple(f"{name}{form}" for name in backends for form in ("", "_monolithic")))
+    return LayoutFacts("trtllm", _TRTLLM_ARCHS, (_vllm(*backends), _flashinfer(function), own), acts)
+
+
+_OWN_CUTLASS = LayoutReader("moectl", ("flashinfer_cutlass",))
+
+
+def _cutlass(
+    target: str, archs: tuple[str, ...], act: str, *backends: str, own: tuple[LayoutReader, ...] = ()
+) -> LayoutFacts:
+    return LayoutFacts(target, archs, (_vllm(*backends), _flashinfer("cutlass_fused_moe"), *own), (act,))
+
+
+def _cpu(target: str = "cpu") -> LayoutFacts:
+    return LayoutFacts(target, _CPU, (_vllm("cpu"),), verified=False)
+
+
+LAYOUTS: Mapping[str, LayoutFacts] = {
+    "marlin-int4": _marlin(runner="triton_marlin"),
+    "marlin-int4-act-int8": _marlin("int8", "marlin-int4"),
+    "marlin-int4-act-fp8": _marlin("fp8", "marlin-int4"),
+    "marlin-int8": _marlin(),
+    "marlin-int8-act-int8": _marlin("int8", "marlin-int8"),
+    "marlin-mxfp4": _marlin(),
+    "marlin-mxfp4-act-fp8": _marlin("fp8", "marlin-mxfp4"),
+    "marlin-nvfp4": _marlin(),
+    "marlin-fp8": _marlin(),
+    "marlin-mxfp8": _marlin(),
+    "trtllm-mxfp4": _trtllm(
+        "trtllm_fp4_block_scale_moe",
+        "a16",
+        "mxfp8",
+        backends=("flashinfer_trtllm", "flashinfer_trtllm_afp8"),
+    ),
+    "trtllm-mxint4": _trtllm("trtllm_mxint4_block_scale_moe", "a16"),
+    "trtllm-nvfp4": _trtllm("trtllm_fp4_block_scale_moe", "nvfp4"),
+    "trtllm-nvfp4-act-nvfp4-per-token": LayoutFacts(
+        "trtllm",
+        _TRTLLM_ARCHS,
+        (_vllm("flashinfer_trtllm"), _flashinfer("trtllm_fp4_block_scale_moe")),
+        ("nvfp4-per-token",),
+        "trtllm-nvfp4",
+        verified=False,
+    ),
+    "trtllm-fp8-block": _trtllm("trtllm_fp8_block_scale_moe", "fp8"),
+    "trtllm-fp8-tensor": _trtllm("trtllm_fp8_per_tensor_scale_moe", "fp8"),
+    "trtllm-mxfp8": _trtllm("trtllm_fp8_block_scale_moe", "mxfp8"),
+    "trtllm-bf16": _trtllm("trtllm_bf16_moe", "a16"),
+    "triton-hopper": LayoutFacts(
+        "triton-hopper",
+        ("sm90",),
+        (
+            _vllm("triton", "triton_unfused"),
+            LayoutReader("triton_kernels", ("matmul_ogs",)),
+            LayoutReader("moectl", ("triton_kernels",)),
+        ),
+    ),
+    "triton-blackwell": LayoutFacts(
+        "triton-blackwell",
+        (*_SM10X, *_SM12X),
+        (_vllm("triton", "triton_unfused"), LayoutReader("triton_kernels", ("matmul_ogs",))),
+    ),
+    "cutlass-sm90": _cutlass("cutlass-sm90", ("sm90",), "a16", "flashinfer_cutlass", own=(_OWN_CUTLASS,)),
+    "cutlass-fp8-block": _cutlass(
+        "cutlass-sm90", ("sm90",), "fp8", "flashinfer_cutlass", own=(_OWN_CUTLASS,)
+    ),
+    "cutlass-fp8-tensor": _cutlass("cutlass-sm90", _SM90_UP, "fp8", "flashinfer_cutlass"),
+    "cutlass-bf16": LayoutFacts(
+        "cutlass-sm90",
+        _SM90_UP,
+        (_vllm("flashinfer_cutlass"), _flashinfer("cutlass_fused_moe"), _OWN_CUTLASS),
+        verified=False,
+    ),
+    "cutlass-sm100": _cutlass("cutlass-sm100", (*_SM10X, *_SM12X), "mxfp8", "flashinfer_cutlass_afp8"),
+    "flashinfer-cutlass-nvfp4": LayoutFacts(
+        "cutlass-sm100",
+        (*_SM10X, *_SM12X),
+        (
+            _vllm("flashinfer_cutlass", "flashinfer_b12x"),
+            _flashinfer("cutlass_fused_moe", "b12x_fused_moe"),
+        ),
+        ("nvfp4", "a16"),
+    ),
+    "cutlass-mxfp4": LayoutFacts("cutlass", (*_SM10X,), (_vllm("cutlass"),), ("mxfp4",)),
+    "cutlass-nvfp4": LayoutFacts("cutlass", (*_SM10X, *_SM12X), (_vllm("cutlass"),), ("nvfp4",)),
+    "cutedsl-nvfp4": LayoutFacts(
+        "cutedsl",
+        _TRTLLM_ARCHS,
+        (_vllm("flashinfer_cutedsl"), _flashinfer("cute_dsl_fused_moe_nvfp4")),
+        ("nvfp4",),
+    ),
+    "cutedsl-batched-nvfp4": LayoutFacts(
+        "cutedsl-batched",
+        _TRTLLM_ARCHS,
+        (_vllm("flashinfer_cutedsl_batched"), _flashinfer("grouped_gemm_nt_masked")),
+        ("nvfp4",),
+        verified=False,
+    ),
+    "b12x-nvfp4": LayoutFacts("b12x", _SM12X, (_vllm("b12x"),), ("nvfp4",)),
+    "b12x-mxfp4": LayoutFacts("b12x", _SM12X, (_vllm("b12x"),), ("a16", "mxfp8")),
+    "plain-bf16": LayoutFacts(
+        "triton", ("sm75", *_SM80_UP), (_vllm("triton", "batched_triton"),), verified=False
+    ),
+    "plain-fp8": LayoutFacts(
+        "triton",
+        _SM89_UP,
+        (_vllm("triton", "batched_triton", "cutlass", "batched_cutlass"),),
+        ("fp8",),
+        verified=False,
+    ),
+    "triton-wna16": LayoutFacts("triton", ("sm75", *_SM80_UP), (_vllm("triton"),), verified=False),
+    "cpu-bf16": _cpu(),
+    "cpu-bf16-vec": _cpu("cpu-vec"),
+    "cpu-amx-fp8": _cpu(),
+    "cpu-amx-mxfp4": _cpu(),
+    "cpu-amx-int4": _cpu(),
+    "moectl-mtile64": LayoutFacts("moectl", _SM80_UP, (LayoutReader("moectl", ("triton",)),)),
+}
+"""Facts by the name of the layout."""
+
+TARGETS: Mapping[str, tuple[LayoutReader, ...]] = {
+    facts.target: tuple(
+        dict.fromkeys(r for other in LAYOUTS.values() if other.target == facts.target for r in other.readers)
+    )
+    for facts in LAYOUTS.values()
+}
+"""Readers by what a user asks for: the closed list of ``moectl convert --to``."""
+
+ACTS: tuple[str, ...] = tuple(dict.fromkeys(act for facts in LAYOUTS.values() for act in facts.acts))
+"""Every activation format that chooses a layout."""
+
+UNVERIFIED: frozenset[str] = frozenset(name for name, facts in LAYOUTS.items() if not facts.verified)
+"""Layouts that no recorded conversion has confirmed."""

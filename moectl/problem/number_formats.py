@@ -1,0 +1,184 @@
+"""Number formats of expert weights and activations: one record each, from which the rest is derived.
+
+What a record says holds wherever the format occurs. What one engine, layout or kernel does with a format is
+said there; how one file format or config spells it, in `moectl.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..dtypes import DTYPE_BITS
+from ..errors import NoBackend
+
+
+@dataclass(frozen=True, slots=True)
+class CodeGrid:
+    """The values that codes stand for before they are scaled; `moectl.convert.codecs` computes with them.
+
+    Attributes:
+        name: ``E4M3`` or ``E2M1`` for small floats, ``INT8`` or ``INT4`` for offset integers, and ``BF16``
+            for 16-bit numbers, which are stored as they are.
+        bits: bits of a code.
+        dtype: safetensors dtype of codes that are numbers by themselves; ``U8`` for all others.
+        largest: largest magnitude of a quantized activation's code.
+        rms: root mean square of what uniformly random codes stand for; 0 where some of them are NaN.
+        matrix_unit: the narrowest matrix unit that multiplies such activations, ``fp4``, ``fp8`` or
+            ``bf16``; empty where no rate of one is known.
+    """
+
+    name: str
+    bits: int
+    dtype: str
+    largest: float
+    rms: float = 0.0
+    matrix_unit: str = ""
+
+    @property
+    def integer(self) -> bool:
+        """True for whole numbers."""
+        return self.name.startswith("INT")
+
+
+class TokenTolerance(NamedTuple):
+    """What quantized activations may cost a layer's result, relative to the RMS of the reference.
+
+    Attributes:
+        max: of any element.
+        rms: of the whole result.
+        reason: where the numbers come from.
+    """
+
+    max: float
+    rms: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """One number format.
+
+    Attributes:
+        name: as `WeightFormat.name` and `ActFormat.name`.
+        grid: what codes stand for.
+        scale: dtype of the scales where a checkpoint states none: ``E8M0`` (powers of two), ``F8_E4M3``,
+            ``F32``, or ``BF16`` for the model's own; empty for no scales.
+        block: rows and columns that share a scale, where the format allows no other; None where every
+            checkpoint says its own.
+        within_row: no block spans rows.
+        global_scale: scales of blocks are multiplied with a float32 number of the whole matrix, which
+            checkpoints also store for activations.
+        token_tolerance: what activations in this format may cost; None where nothing quantizes them.
+        compressed_tensors: ``format`` in a config of compressed-tensors; empty where it has none.
+    """
+
+    name: str
+    grid: CodeGrid
+    scale: str = ""
+    block: tuple[int, int] | None = None
+    within_row: bool = True
+    global_scale: bool = False
+    token_tolerance: TokenTolerance | None = None
+    compressed_tensors: str = ""
+
+    @property
+    def bits(self) -> int:
+        """Bits of one weight or activation, scales not counted."""
+        return self.grid.bits
+
+    @property
+    def byte_scale(self) -> str:
+        """``E8M0`` or ``F8_E4M3`` where scales are bytes by definition of the format; empty for floats."""
+        return self.scale if self.scale in ("E8M0", "F8_E4M3") else ""
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one scale."""
+        return DTYPE_BITS["F8_E8M0" if self.scale == "E8M0" else self.scale] // 8
+
+    @property
+    def decoding(self) -> str:
+        """How decoding rounds to bf16: ``plain`` and ``exact`` not at all, ``rounded`` once.
+
+        Numbers that are stored as they are are ``plain``; codes of few bits times a power of two ``exact``.
+        """
+        return "plain" if not self.scale else "exact" if self.scale == "E8M0" else "rounded"
+
+    @property
+    def input_largest(self) -> float:
+        """The largest activation that a static scale of 1 reaches; 0 for formats without static scales."""
+        if self.byte_scale == "E8M0" or not self.scale:
+            return 0.0
+        return self.grid.largest * (E4M3.largest if self.global_scale else 1.0)
+
+
+PLAIN = CodeGrid("BF16", 16, "BF16", 3.3895313892515355e38, matrix_unit="bf16")
+E4M3 = CodeGrid("E4M3", 8, "F8_E4M3", 448.0, matrix_unit="fp8")
+E2M1 = CodeGrid("E2M1", 4, "U8", 6.0, 2.9, "fp4")
+INT8 = CodeGrid("INT8", 8, "U8", 127.0, 74.0)
+INT4 = CodeGrid("INT4", 4, "U8", 7.0, 4.6)
+
+_ROUNDED_ONCE = "what enters each GEMM is rounded once, with normal tokens and weights:"
+_THREE_BITS = TokenTolerance(0.8, 0.1, f"{_ROUNDED_ONCE} 3 bits of mantissa cost 5.0e-2 RMS at most, doubled")
+
+NUMBER_FORMATS: dict[str, NumberFormat] = {
+    number.name: number
+    for number in (
+        NumberFormat("bf16", PLAIN, within_row=False),
+        NumberFormat(
+            "fp8",
+            E4M3,
+            "F32",
+            within_row=False,
+            token_tolerance=_THREE_BITS,
+            compressed_tensors="float-quantized",
+        ),
+        NumberFormat(
+            "mxfp8", E4M3, "E8M0", (1, 32), token_tolerance=_THREE_BITS, compressed_tensors="mxfp8-quantized"
+        ),
+        NumberFormat(
+            "mxfp4",
+            E2M1,
+            "E8M0",
+            (1, 32),
+            token_tolerance=TokenTolerance(
+                2.0, 0.43, f"{_ROUNDED_ONCE} 1 bit of mantissa in blocks of 32 costs 2.1e-1 RMS, doubled"
+            ),
+            compressed_tensors="mxfp4-pack-quantized",
+        ),
+        NumberFormat(
+            "nvfp4",
+            E2M1,
+            "F8_E4M3",
+            (1, 16),
+            global_scale=True,
+            token_tolerance=TokenTolerance(
+                1.6, 0.34, f"{_ROUNDED_ONCE} 1 bit of mantissa in blocks of 16 costs 1.7e-1 RMS, doubled"
+            ),
+            compressed_tensors="nvfp4-pack-quantized",
+        ),
+        NumberFormat(
+            "int8",
+            INT8,
+            "BF16",
+            token_tolerance=TokenTolerance(
+                0.25, 0.04, f"{_ROUNDED_ONCE} 127 steps to a token's largest cost 2.0e-2 RMS, doubled"
+            ),
+            compressed_tensors="pack-quantized",
+        ),
+        NumberFormat("int4", INT4, "BF16", compressed_tensors="pack-quantized"),
+    )
+}
+"""Every number format by name. The next one is a row here; CONTRIBUTING says what it may need besides."""
+
+
+def number_format(name: str) -> NumberFormat:
+    """The record of the format `name`; ``a16``, activations in the model's dtype, is that of 16-bit weights.
+
+    Raises NoBackend for any other name.
+    """
+    found = NUMBER_FORMATS.get("bf16" if name == "a16" else name)
+    if found is None:
+        raise NoBackend(f"number format {name!r} is unknown; known are {', '.join(NUMBER_FORMATS)}.")
+    return found

@@ -1,0 +1,139 @@
+"""The one table of sizes: what each weight layout rounds up, and what it cannot round.
+
+A rule rounds `hidden` and the per-rank `intermediate` up with zeros. Layouts may pad further inside
+their own tiles; such lanes are seen by no kernel as a size and are not stated here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ..errors import UsageError
+from .moe_problem import Align, MoEProblem
+from .schemes import WeightFormat
+
+_NONE = Align()
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRule:
+    """`align` is what the layout rounds up to; `needs` the multiples that a size must already have.
+
+    `ungated` is the rule for experts of one matrix before the activation, where that differs, and
+    `odd_hidden` the one for hidden sizes that are no multiple of 128.
+    """
+
+    align: Align = _NONE
+    needs: Align = _NONE
+    ungated: SizeRule | None = None
+    odd_hidden: SizeRule | None = None
+
+    def of(self, gated: bool, hidden: int) -> SizeRule:
+        """The rule for such experts of this hidden size."""
+        if self.odd_hidden and hidden % 128:
+            return self.odd_hidden
+        return self if gated or self.ungated is None else self.ungated
+
+
+def _marlin(hidden: int) -> Callable[[WeightFormat], SizeRule]:
+    """Whole 64-wide tiles of whole groups; the hidden size is not padded and has to be a multiple."""
+
+    def rule(weight: WeightFormat) -> SizeRule:
+        group = max(weight.group, 1)
+        return SizeRule(Align(1, math.lcm(64, group)), needs=Align(math.lcm(hidden, group), 1))
+
+    return rule
+
+
+def _mtile64(weight: WeightFormat) -> SizeRule:
+    """Tiles of 64 rows by 64 columns, and whole groups along the columns."""
+    columns = math.lcm(64, max(weight.group, 1))
+    return SizeRule(Align(columns, columns))
+
+
+def _cpu_int4(weight: WeightFormat) -> SizeRule:
+    """Blocks of 32 rows by whole groups, or 128 columns of longer ones; gate and up have their own."""
+    columns = math.lcm(32, weight.group if weight.group > 0 else 128)
+    return SizeRule(needs=Align(columns, columns))
+
+
+_WIDE = SizeRule(Align(256, 128))
+_WIDE_NVFP4 = SizeRule(Align(256, 64), ungated=_WIDE)
+_WIDE_NVFP4_PER_TOKEN = SizeRule(Align(256, 64), ungated=SizeRule(Align(512, 128)))
+"""FlashInfer's rule where each token has a global scale of its own."""
+_SWIZZLED_NVFP4 = SizeRule(needs=Align(1, 64), ungated=SizeRule(Align(1, 128)))
+"""Gate and up together must be whole tiles of 128 rows; only one matrix alone is padded."""
+_MXFP4_128 = SizeRule(Align(128, 128))
+_CPU_BF16 = SizeRule(Align(1, 32), needs=Align(32, 1))
+_MARLIN_FP8 = _marlin(64)
+_MARLIN_INT = _marlin(128)
+
+RULES: Mapping[str, SizeRule | Callable[[WeightFormat], SizeRule]] = {
+    "marlin-int4": _MARLIN_INT,
+    "marlin-int4-act-int8": _MARLIN_INT,
+    "marlin-int4-act-fp8": _MARLIN_INT,
+    "marlin-int8": _MARLIN_INT,
+    "marlin-int8-act-int8": _MARLIN_INT,
+    "marlin-mxfp4": _WIDE,
+    "marlin-mxfp4-act-fp8": _WIDE,
+    "marlin-nvfp4": SizeRule(
+        Align(1, 64), needs=Align(64, 1), odd_hidden=SizeRule(Align(1, 128), needs=Align(64, 1))
+    ),
+    "marlin-fp8": _MARLIN_FP8,
+    "marlin-mxfp8": _MARLIN_FP8,
+    "trtllm-mxfp4": _WIDE,
+    "trtllm-mxint4": SizeRule(needs=Align(256, 256)),
+    "trtllm-nvfp4": _WIDE_NVFP4,
+    "trtllm-nvfp4-act-nvfp4-per-token": _WIDE_NVFP4_PER_TOKEN,
+    "trtllm-fp8-tensor": SizeRule(
+        Align(1, 16), needs=Align(32, 1), ungated=SizeRule(Align(1, 128), needs=Align(32, 1))
+    ),
+    "trtllm-fp8-block": SizeRule(needs=Align(128, 128)),
+    "trtllm-mxfp8": _WIDE,
+    "trtllm-bf16": SizeRule(Align(1, 128), needs=Align(64, 1)),
+    "triton-hopper": SizeRule(Align(1, 64)),
+    "triton-blackwell": SizeRule(Align(1, 64)),
+    "cutlass-sm90": _MXFP4_128,
+    "cutlass-sm100": _MXFP4_128,
+    "cutlass-mxfp4": _MXFP4_128,
+    "flashinfer-cutlass-nvfp4": _SWIZZLED_NVFP4,
+    "cutlass-nvfp4": _SWIZZLED_NVFP4,
+    "cutedsl-batched-nvfp4": _SWIZZLED_NVFP4,
+    "cutedsl-nvfp4": _WIDE_NVFP4,
+    "b12x-nvfp4": SizeRule(Align(1, 64), ungated=SizeRule(Align(1, 128))),
+    "b12x-mxfp4": SizeRule(),
+    "cutlass-fp8-tensor": SizeRule(Align(1, 16), ungated=SizeRule(Align(1, 128))),
+    "cutlass-fp8-block": SizeRule(),
+    "cutlass-bf16": SizeRule(),
+    "plain-bf16": SizeRule(),
+    "plain-fp8": SizeRule(),
+    "triton-wna16": SizeRule(),
+    "cpu-bf16": _CPU_BF16,
+    "cpu-bf16-vec": _CPU_BF16,
+    "cpu-amx-fp8": SizeRule(needs=Align(128, 128)),
+    "cpu-amx-mxfp4": SizeRule(Align(32, 32)),
+    "cpu-amx-int4": _cpu_int4,
+    "moectl-mtile64": _mtile64,
+}
+"""Size rules by the name of the layout."""
+
+
+def size_rule(layout: str, weight: WeightFormat, gated: bool = True, hidden: int = 0) -> SizeRule:
+    """The rule of `layout` for `weight` and such experts; UsageError for a layout that has none."""
+    rule = RULES.get(layout)
+    if rule is None:
+        raise UsageError(f"no weight layout is called {layout!r}; known are {', '.join(RULES)}.")
+    return (rule if isinstance(rule, SizeRule) else rule(weight)).of(gated, hidden)
+
+
+def padding(layout: str, weight: WeightFormat, gated: bool = True, hidden: int = 0) -> Align:
+    """The multiples to which `layout` rounds sizes up for `weight`; UsageError for an unknown layout."""
+    return size_rule(layout, weight, gated, hidden).align
+
+
+def pad(layout: str, problem: MoEProblem) -> MoEProblem:
+    """`problem` with the padded sizes of `layout`; UsageError for an unknown layout."""
+    align = padding(layout, problem.scheme.weight, problem.activation.gated, problem.dims.hidden)
+    return replace(problem, dims=align.apply(problem.dims))

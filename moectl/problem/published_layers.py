@@ -1,0 +1,61 @@
+"""Expert layers of published models by name, for times and launches that need no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..errors import UsageError
+from .moe_problem import SILU, SWIGLU_OAI, Dims, MoEProblem
+from .schemes import MXFP4, Scheme, WeightFormat, int_format
+
+FORMATS: Mapping[str, WeightFormat] = {
+    "mxfp4": MXFP4,
+    "int4-g32": int_format(4, 32),
+    "int4-g128": int_format(4, 128),
+}
+"""Weight formats by the names that scripts and commands give them."""
+
+
+def _gpt_oss(experts: int) -> MoEProblem:
+    dims = Dims(2880, 2880)
+    return MoEProblem(dims, experts, 4, Scheme(MXFP4), SWIGLU_OAI, rows="interleaved", bias=True)
+
+
+def _plain(hidden: int, intermediate: int, experts: int, top_k: int, weight: str) -> MoEProblem:
+    return MoEProblem(Dims(hidden, intermediate), experts, top_k, Scheme(FORMATS[weight]), SILU)
+
+
+MODELS: Mapping[str, MoEProblem] = {
+    "gpt-oss-120b": _gpt_oss(128),
+    "gpt-oss-20b": _gpt_oss(32),
+    "kimi-k2": _plain(7168, 2048, 384, 8, "int4-g32"),
+    "qwen3-30b": _plain(2048, 768, 128, 8, "int4-g128"),
+    "deepseek-v3": _plain(7168, 2048, 256, 8, "int4-g128"),
+}
+"""Expert layers of published models, each with the format that it is timed in by default."""
+
+
+def default_format(model: str) -> str:
+    """The name in `FORMATS` of a model's usual format."""
+    return next(name for name, weight in FORMATS.items() if weight == MODELS[model].scheme.weight)
+
+
+def named_problem(text: str) -> tuple[str, MoEProblem]:
+    """The model's name and its layer, of ``NAME`` or ``NAME:FORMAT``; UsageError for what is not known."""
+    name, colon, format = text.partition(":")
+    return name, model_problem(name, format if colon else None)
+
+
+def model_problem(model: str, format: str | None = None, experts: int | None = None) -> MoEProblem:
+    """The layer of `model`, in another of `FORMATS` or with fewer experts where asked.
+
+    Raises UsageError for a name that is not known.
+    """
+    for name, known, what in ((model, MODELS, "model"), (format, FORMATS, "format")):
+        if name is not None and name not in known:
+            raise UsageError(f"no {what} is called {name!r}; there are {', '.join(known)}")
+    problem = MODELS[model]
+    if format is not None:
+        problem = replace(problem, scheme=Scheme(FORMATS[format]))
+    return replace(problem, experts=experts, local_experts=experts) if experts else problem

@@ -1,0 +1,107 @@
+"""Layers of a whole checkpoint, one after the other, each with a memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import MoectlError, Unavailable
+from ..layer.experts import ExpertLayer
+from ..layer.layer_source import LayerSource
+from .backend_comparison import BackendComparison, BackendOutcome, compare_backends, first_that_runs
+from .layer_variants import in_dtype
+from .run_machine import BackendChoice, RunMachine, choose_backends
+from .run_plan import RunPlan
+from .stress import plan_stress
+from .workload import Workload, workload_of
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """What came of one layer: backends compared, or why it could not be run at all.
+
+    Attributes:
+        choice: the backends that were chosen for it, with the decision behind them.
+        model_dtype: the dtype that the checkpoint says, where the layer ran in another; else empty.
+    """
+
+    number: int
+    layer: ExpertLayer | None = None
+    workload: Workload | None = None
+    compared: BackendComparison | None = None
+    error: MoectlError | None = None
+    choice: BackendChoice | None = None
+    model_dtype: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ran, and every backend agrees with the reference."""
+        return self.compared is not None and self.compared.ok
+
+
+def run_one(
+    layer: ExpertLayer,
+    machine: RunMachine,
+    plan: RunPlan,
+    progress: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> LayerRun:
+    """`layer` as `plan` says; `note` is told when measured times choose the backend.
+
+    Raises what it cannot be run for at all.
+    """
+    model_dtype = layer.problem.dtype if plan.dtype not in ("", layer.problem.dtype) else ""
+    layer = in_dtype(layer, plan.dtype or layer.problem.dtype)
+    choice = choose(layer, machine, plan)
+    if not plan.backends and not plan.compares and choice.by_measurement:
+        note(choice.by_measurement)
+    workload = workload_of(layer, plan.tokens, plan.seed, plan.source)
+    cases = plan_stress(layer, machine.torch, seed=plan.seed) if plan.stress else ()
+    run = compare_backends if plan.compares else first_that_runs
+    compared = run(
+        layer, choice.names, machine, workload, cases=cases, repeats=plan.repeats, progress=progress
+    )
+    refused = tuple(BackendOutcome(name, error=error, refused=True) for name, error in choice.refused.items())
+    if plan.compares:
+        compared = replace(compared, outcomes=_as_asked((*refused, *compared.outcomes), plan.backends))
+    else:
+        compared = replace(compared, tried=(*refused, *compared.tried))
+    return LayerRun(layer.layer, layer, workload, compared, choice=choice, model_dtype=model_dtype)
+
+
+def _as_asked(outcomes: Sequence[BackendOutcome], names: Sequence[str]) -> tuple[BackendOutcome, ...]:
+    """In the order of `names`; those of other names last."""
+    places = {name: at for at, name in enumerate(names)}
+    return tuple(sorted(outcomes, key=lambda it: places.get(it.backend, len(places))))
+
+
+def choose(layer: ExpertLayer, machine: RunMachine, plan: RunPlan) -> BackendChoice:
+    """The backends that `plan` runs `layer` on, in order; the first alone where no other may take over.
+
+    Raises as `choose_backends`, and `none_serves` when none of those asked for can serve.
+    """
+    names = () if plan.every else plan.backends
+    choice = choose_backends(layer.problem, machine, names, layer.layout, fallback=plan.fallback).require()
+    best_alone = not names and not plan.every and not plan.fallback
+    return replace(choice, names=choice.names[:1]) if best_alone else choice
+
+
+def every_layer(
+    source: LayerSource,
+    numbers: Sequence[int],
+    machine: RunMachine,
+    plan: RunPlan,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[LayerRun]:
+    """Each of the layers `numbers`, as soon as it has run; one that cannot be run has the error.
+
+    No layer's weights are held when the next one is opened.
+    """
+    for number in numbers:
+        try:
+            run = run_one(source.layer(number), machine, plan, progress)
+        except MoectlError as error:
+            run = LayerRun(number, error=error)
+        except OSError as error:
+            run = LayerRun(number, error=Unavailable(f"layer {number} cannot be read: {error}"))
+        yield run

@@ -1,0 +1,158 @@
+"""Other forms of a layer: in another dtype, one rank's share, and with numbers in its padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..convert.canonical import padded, scale_dtype
+from ..convert.rank_slice import RankShare, shard_of
+from ..convert.recipe.chain import Chain
+from ..convert.recipe.recipe import Recipe, StoredOutput
+from ..convert.steps.value_steps import Shapes
+from ..dtypes import MODEL_DTYPES
+from ..errors import UsageError
+from ..files.tensor_table import TensorType
+from ..kernels.prepared_layer import CANONICAL, DenseExpert, PreparedMoE
+from ..kernels.registry import runner_for
+from ..layer.experts import ExpertLayer, Ids, decode
+from ..problem.moe_problem import Dims, MoEProblem
+from ..problem.padding import pad
+from ..torch_dtypes import TORCH_DTYPES
+
+FILL = 0x7A
+"""What padded lanes are filled with: codes, scale bytes and numbers that are all finite and not zero."""
+
+
+def experts_on(layer: ExpertLayer, device: torch.device) -> Callable[[int], DenseExpert]:
+    """Experts of `layer`, decoded on `device` from what is stored: the form that the reference asks for."""
+
+    def expert(number: int) -> DenseExpert:
+        roles = {role: t.to(device) for role, t in layer.canonical([number]).items()}
+        return decode(roles, layer.problem)[0]
+
+    return expert
+
+
+def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
+    """`layer` with activations of `dtype`, ``bf16`` or ``fp16``.
+
+    Its biases, and weights of 16 bits, are rounded to it; quantized weights and their scales stay.
+    Raises UsageError, when they are read, for numbers beyond what `dtype` holds.
+    """
+    old = layer.problem
+    if dtype == old.dtype:
+        return layer
+    kept = replace(old.scheme.weight, scale_dtype=scale_dtype(old)) if old.scheme.weight.bits < 16 else None
+
+    def moved(problem: MoEProblem) -> MoEProblem:
+        scheme = replace(problem.scheme, weight=kept) if kept and _own_scales(problem) else problem.scheme
+        return replace(problem, dtype=dtype, scheme=scheme)
+
+    def changes(role: str) -> bool:
+        return role.endswith("_bias") or (old.scheme.weight.bits == 16 and role in ("w13", "w2"))
+
+    def canonical(ids: Ids) -> dict[str, Tensor]:
+        batch = layer.canonical(ids)
+        return {role: _rounded(t, role, layer, dtype) if changes(role) else t for role, t in batch.items()}
+
+    shapes = {
+        role: TensorType(MODEL_DTYPES[dtype] if changes(role) else kind, shape)
+        for role, (kind, shape) in layer.recipe.shapes.items()
+    }
+    share = layer.share and replace(layer.share, whole=moved(layer.share.whole))
+    return _plain(replace(layer, problem=moved(old), share=share), shapes, canonical)
+
+
+def _own_scales(problem: MoEProblem) -> bool:
+    """True where the scales' dtype is the model's because nothing else is stated."""
+    weight = problem.scheme.weight
+    return weight.block != (0, 0) and not weight.scale_dtype and scale_dtype(problem) != "U8"
+
+
+def _rounded(t: Tensor, role: str, layer: ExpertLayer, dtype: str) -> Tensor:
+    made = t.to(TORCH_DTYPES[MODEL_DTYPES[dtype]])
+    if not bool(torch.isfinite(made).all()):
+        raise UsageError(
+            f"{role} of layer {layer.layer} has numbers up to {float(t.abs().max()):.3g}, which {dtype} does "
+            "not hold",
+            hint=f"run it in {layer.problem.dtype}",
+        )
+    return made
+
+
+def rank_share(layer: ExpertLayer, ranks: int, rank: int) -> ExpertLayer:
+    """The experts of `layer`, which is whole, that `rank` of `ranks` has; counted from its first.
+
+    Raises UsageError when there are more ranks than experts.
+    """
+    share = RankShare(layer.problem, shard_of(rank, tp_size=1, ep_size=ranks))
+    return _taken(layer, share, range(*share.experts))
+
+
+def every_second(layer: ExpertLayer) -> tuple[ExpertLayer, Tensor]:
+    """Experts 1, 3, 5 and so on of `layer`, which is whole; and the map to them.
+
+    The map is ``[experts]`` int32 from the layer's ids to those of the share, the last expert first, and -1
+    for experts that are not in it. Raises UsageError when there is one expert alone.
+    """
+    count = layer.problem.experts
+    numbers = range(1, count, 2)[::-1]
+    table = torch.full((count,), -1, dtype=torch.int32)
+    table[list(numbers)] = torch.arange(len(numbers), dtype=torch.int32)
+    # The last of two ranks has as many experts; where they lie in the layer, the map tells.
+    share = RankShare(layer.problem, shard_of(1, tp_size=1, ep_size=2))
+    return _taken(layer, share, numbers), table
+
+
+def _taken(layer: ExpertLayer, share: RankShare, numbers: Sequence[int]) -> ExpertLayer:
+    """The experts `numbers` of `layer` as those of `share`."""
+
+    def canonical(ids: Ids) -> dict[str, Tensor]:
+        return dict(layer.canonical([numbers[int(i)] for i in ids]))
+
+    count = share.problem.local_experts
+    shapes = {role: kind.with_first_axis(count) for role, kind in layer.recipe.shapes.items()}
+    return _plain(replace(layer, problem=share.problem, share=share), shapes, canonical)
+
+
+def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> PreparedMoE | None:
+    """`layer` prepared for `backend` with `FILL` in every lane past its logical sizes; None without such.
+
+    Raises as `ExpertLayer.prepared`.
+    """
+    runner, old = runner_for(backend), layer.problem
+    layout = runner.layout_of(old)
+    full = None if layout is None else pad(layout, old)
+    if full is None or (full.dims.padded_hidden, full.dims.padded_intermediate) == (
+        old.dims.hidden,
+        old.dims.intermediate,
+    ):
+        return None
+    chains = {role: Chain(padded(full, role, FILL)) for role in layer.recipe.shapes}
+    sizes = Dims(full.dims.padded_hidden, full.dims.padded_intermediate)
+
+    def canonical(ids: Ids) -> dict[str, Tensor]:
+        return {role: chains[role].apply(t) for role, t in layer.canonical(ids).items()}
+
+    shapes = {role: chains[role].stored_type(*kind) for role, kind in layer.recipe.shapes.items()}
+    # A rank's experts as a layer of their own: how experts are spread is no matter of the layout.
+    whole = replace(old, dims=sizes, experts=old.local_experts)
+    larger = _plain(replace(layer, problem=whole, share=None), shapes, canonical)
+    prepared = larger.prepared(backend, device)
+    made = replace(prepared, problem=old, first_expert=layer.first_expert, derived={})
+    runner.ready(made)
+    return made
+
+
+def _plain(layer: ExpertLayer, shapes: Shapes, canonical: Callable[[Ids], dict[str, Tensor]]) -> ExpertLayer:
+    """`layer` stored as canonical tensors of `shapes`, which `canonical` gives."""
+
+    def stored(device: torch.device) -> dict[str, Tensor]:
+        return {role: t.to(device) for role, t in canonical(range(layer.problem.local_experts)).items()}
+
+    recipe = Recipe(shapes, {role: StoredOutput(role) for role in shapes})
+    return replace(layer, layout=CANONICAL, recipe=recipe, canonical=canonical, stored=stored)

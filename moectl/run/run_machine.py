@@ -1,0 +1,158 @@
+"""The machine that layers run on, and which backends can serve a layer there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..cache import backend_times_file
+from ..cache.cache_file import CacheWarning
+from ..environment import Device, Packages, detect_cpu, detect_device
+from ..errors import MoectlError, NoBackend, Unavailable, UsageError
+from ..oracle.decision import Decision
+from ..oracle.machine_packages import packages_from
+from ..oracle.registry import policy_named
+from ..oracle.select import select
+from ..oracle.verdict_sentences import sentence
+from ..problem.moe_problem import MoEProblem
+
+POLICY = "moectl"
+"""The policy whose backends this tool runs itself."""
+
+
+@dataclass(frozen=True)
+class RunMachine:
+    """Where a layer runs: torch's device, and the same machine as the oracle sees it."""
+
+    torch: torch.device
+    device: Device
+    packages: Packages
+
+
+def this_machine(device: str | None = None) -> RunMachine:
+    """This machine, on `device` (``cpu`` or ``cuda``); a GPU where torch has one by default.
+
+    Raises Unavailable when torch sees no such device.
+    """
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    packages = packages_from(None)
+    if name == "cpu":
+        return RunMachine(torch.device("cpu"), detect_cpu(), packages)
+    if not torch.cuda.is_available():
+        raise Unavailable("torch sees no CUDA device here", hint="run on the CPU with --device cpu")
+    return RunMachine(torch.device("cuda"), detect_device(), packages)
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The backends that serve one layer on one machine, and the decision that they come from.
+
+    Attributes:
+        names: runners that can serve it: those asked for, in that order, then the others, best first.
+        refused: backends that were asked for and cannot serve it, each with the reason.
+        decision: of the policy by itself; None where only backends that were asked for are judged.
+    """
+
+    names: tuple[str, ...]
+    refused: Mapping[str, MoectlError] = field(default_factory=dict)
+    decision: Decision | None = None
+
+    def require(self) -> BackendChoice:
+        """The same; raises `none_serves` when backends were asked for and none is left."""
+        if self.refused and not self.names:
+            raise none_serves(tuple(self.refused.values()))
+        return self
+
+    @property
+    def by_measurement(self) -> str:
+        """Why times that were measured here choose the first backend, a sentence; empty where none do."""
+        decision = self.decision
+        if decision is None or decision.ranking is None or decision.chosen is None:
+            return ""
+        if self.names[:1] != (decision.chosen.backend.runner,):
+            return ""
+        return f"{decision.ranking.best}: {decision.ranking}"
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Backends of the policy that cannot serve the layer, each with its first reason."""
+        candidates = self.decision.candidates if self.decision else ()
+        usable = {c.backend.name for c in candidates if c.usable}
+        reasons: dict[str, str] = {}
+        for c in candidates:
+            if c.failed and c.backend.name not in usable:
+                reasons.setdefault(c.backend.name, sentence(c.failed[0]))
+        return reasons
+
+
+Decide = Callable[[str | None], Decision]
+"""The policy's decision when a backend of this name is asked for, or none is."""
+
+
+def choose_backends(
+    problem: MoEProblem,
+    machine: RunMachine,
+    names: Sequence[str] = (),
+    stored: str = "",
+    *,
+    fallback: bool = False,
+) -> BackendChoice:
+    """Runners that can serve `problem` on `machine`, best first; only `names` where some are given.
+
+    The policy decides once for each of `names`, and once by itself where there are none or with
+    `fallback`, which puts all others that can serve behind them. One that reads the layout `stored` comes
+    before the others: its weights need no repacking. Then comes the fastest of those that `moectl bench
+    --save` has measured here on such a layer (`BackendChoice.by_measurement`).
+
+    Raises:
+        NoBackend: every backend refuses the problem; the reasons are in the text.
+        UsageError: a name that no backend has.
+    """
+    known = backend_times_file.known(machine.device, problem, machine.packages.versions)
+    for note in known.notes:
+        warnings.warn(note, CacheWarning, stacklevel=2)
+
+    def decide(name: str | None) -> Decision:
+        policy = policy_named(POLICY)
+        return select(problem, machine.device, machine.packages, policy, name, measured=known.measured)
+
+    serving: list[str] = []
+    refused: dict[str, MoectlError] = {}
+    for name in dict.fromkeys(names):
+        try:
+            serving.append(_requested(name, decide))
+        except (NoBackend, Unavailable) as error:
+            refused[name] = error
+    decision = decide(None) if fallback or not names else None
+    if decision is not None:
+        if not decision.best_first:
+            raise NoBackend(decision.error)
+        ranked = sorted(decision.best_first, key=lambda c: not stored or c.layout != stored)
+        serving += [c.backend.runner for c in ranked]
+    return BackendChoice(tuple(dict.fromkeys(serving)), refused, decision)
+
+
+def none_serves(refused: Sequence[MoectlError]) -> MoectlError:
+    """The error of backends that were asked for and of which none can serve: the one, or one of them all."""
+    if len(refused) == 1:
+        return refused[0]
+    elsewhere = next((error for error in refused if isinstance(error, Unavailable)), None)
+    listed = "; ".join(error.what for error in refused)
+    text = f"none of the backends that were asked for can serve: {listed}"
+    return Unavailable(text, hint=elsewhere.hint) if elsewhere else NoBackend(text, hint=refused[0].hint)
+
+
+def _requested(name: str, decide: Decide) -> str:
+    """The runner of the backend `name`; Unavailable or NoBackend when it cannot serve."""
+    decision = decide(name)
+    if not decision.candidates:
+        known = [c.backend.name for c in decide(None).candidates]
+        raise UsageError(f"no backend that runs here is called {name!r}; there are {', '.join(known)}")
+    if decision.chosen is not None:
+        return decision.chosen.backend.runner
+    wrong_device = any(v.group == "arch" for c in decision.candidates for v in c.failed)
+    kind = Unavailable if wrong_device else NoBackend
+    raise kind(decision.error, hint=f"moectl explain CKPT --policy {POLICY} lists every reason")

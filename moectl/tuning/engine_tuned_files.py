@@ -1,0 +1,126 @@
+"""Tuned files of an engine's Triton kernels: which one a layer's experts read, and how it is written.
+
+A file maps numbers of tokens to the six choices of `kernels.triton.plain_gemm.Blocks`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..environment import Device, Packages, device_names, find_device
+from ..errors import NoBackend, Unavailable, UsageError
+from ..oracle.decision import Decision
+from ..oracle.engine import Engine
+from ..oracle.registry import newest_engines
+from ..oracle.select import select
+from ..oracle.tuned_files import TunedFile, TunedFiles, TunedKernel, tuned_status
+from ..problem.moe_problem import MoEProblem
+
+
+@dataclass(frozen=True)
+class TunedFileTarget:
+    """The file that a layer's experts read, what their kernel multiplies, and the decision behind it."""
+
+    name: TunedFile
+    form: TunedKernel
+    decision: Decision
+
+
+def tunable_engines() -> dict[str, Engine]:
+    """Engines whose experts read tuned files, by the name of the family."""
+    return {engine.family: engine for engine in newest_engines() if engine.tuned_files}
+
+
+def files_of(engine: Engine) -> TunedFiles:
+    """The tuned files of `engine`; UsageError for one that reads none."""
+    if engine.tuned_files is None:
+        raise UsageError(
+            f"{engine.name} reads no tuned files", hint=f"choose one of {', '.join(tunable_engines())}"
+        )
+    return engine.tuned_files
+
+
+def target_of(problem: MoEProblem, device: Device, packages: Packages, engine: Engine) -> TunedFileTarget:
+    """The file that `engine` reads for one rank's `problem` on `device`.
+
+    Raises NoBackend when the experts that it chooses read none, or one whose kernel moectl cannot stand
+    in for, UsageError when the engine has no such files.
+    """
+    files = files_of(engine)
+    decision = select(problem, device, packages, engine.policy)
+    status = tuned_status(decision, files)
+    if not status.reads or status.wanted is None:
+        raise NoBackend(
+            f"a tuned file would change nothing: {status.why}",
+            hint="`moectl explain CKPT` says which backend runs the layer, and why",
+        )
+    form = files.kernel(status.wanted)
+    if form is None:
+        known = " and ".join(form.says for form in files.kernels)
+        raise NoBackend(
+            f"{engine.name} reads {status.wanted}, and moectl has no kernel of that form: "
+            f"it has one for {known}",
+            reason="Tiles of moectl's own kernels mean nothing to the engine's, which has another layout.",
+            hint="tune it with the engine's own benchmark",
+        )
+    return TunedFileTarget(status.wanted, form, decision)
+
+
+def check_some_gpu(problem: MoEProblem, packages: Packages, engine: Engine) -> None:
+    """Raises the NoBackend of `target_of` when the experts read no file on any GPU that has a name."""
+    errors = []
+    for name in device_names():
+        device = find_device(name)
+        if device.platform not in ("cuda", "rocm"):
+            continue
+        try:
+            target_of(problem, device, packages, engine)
+        except NoBackend as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
+
+
+def place_of(target: Path, name: TunedFile) -> Path:
+    """Where the file goes: `target` itself when it ends in ``.json``, else in the folder it names."""
+    return target if target.suffix == ".json" else target / str(name)
+
+
+def misnamed(place: Path, name: TunedFile, engine: Engine) -> str:
+    """What is to be said of a file that `engine` would not look for; empty when it would."""
+    found = files_of(engine).parse(place.name)
+    return "" if found == name else f"{place.name} is not what {engine.title} looks for: {name}"
+
+
+def check_choices(place: Path, triton: str, engine: Engine) -> None:
+    """UsageError for a file at `place` that is no tuned file, or was measured with another Triton."""
+    if place.exists() and (remark := files_of(engine).remark(place, triton)):
+        raise UsageError(remark, hint="choose another place, or remove the file")
+
+
+def write_choices(place: Path, rows: Mapping[int, Mapping[str, int]], triton: str, engine: Engine) -> None:
+    """Writes `engine`'s choices by number of tokens to `place`; other numbers that are there stay.
+
+    Raises UsageError as `check_choices`, Unavailable where it cannot be written.
+    """
+    kept: dict[str, Any] = {}
+    choices = files_of(engine).choices
+    check_choices(place, triton, engine)
+    if place.exists():
+        kept = json.loads(place.read_text(encoding="utf-8"))
+        kept.pop("triton_version", None)
+    for tokens, tile in rows.items():
+        kept[str(tokens)] = {name: tile[field] for name, field in choices.items()}
+    document = {"triton_version": triton, **{key: kept[key] for key in sorted(kept, key=int)}}
+    part = place.with_name(f"{place.name}.part")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(document, indent=4) + "\n", encoding="utf-8")
+        part.replace(place)
+    except OSError as error:
+        raise Unavailable(f"cannot write {place}: {error.strerror or error}") from error

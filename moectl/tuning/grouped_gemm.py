@@ -1,0 +1,123 @@
+"""A grouped GEMM over plain weights, with the six launch choices that a tuned file of vLLM's holds.
+
+No layer of moectl runs on it: it is there to be timed, as a kernel of the same shape as the one that reads
+such files. Weights are ``[experts, n, k]``, assignments are sorted by expert and each expert's are filled
+up to whole blocks of `GemmConfig.block_m` rows; both products of a layer take the same choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ..errors import UsageError
+from .grouped_gemm_kernels import _plain_gemm_kernel
+
+SPAN = 128
+"""Columns, and rows of weights, that share a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """One choice of launch: tile sizes, blocks of rows that go over the columns together, warps, stages."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class PaddedAssignments:
+    """Assignments by expert, in blocks of one size.
+
+    Attributes:
+        order: int32 assignment of every row; their number where a block has none.
+        experts: int32 expert of every block.
+        filled: int32 ``[1]``, rows of the blocks that have assignments.
+        assignments: how many there are.
+        most: the most rows that any routing of so many assignments fills.
+    """
+
+    order: Tensor
+    experts: Tensor
+    filled: Tensor
+    assignments: int
+    most: int
+
+
+def sort(ids: Tensor, experts: int, block_m: int) -> PaddedAssignments:
+    """``[tokens, top_k]`` expert ids, -1 for none, sorted into blocks of `block_m`. Waits for the GPU."""
+    flat = ids.flatten().long()
+    hit = min(len(flat), experts)
+    most = (hit + (len(flat) - hit) // block_m) * block_m
+    by_expert = flat.argsort(stable=True)
+    by_expert = by_expert[flat[by_expert] >= 0]
+    of = flat[by_expert]
+    counts = torch.bincount(of, minlength=experts)
+    whole = (counts + block_m - 1) // block_m * block_m
+    begins = whole.cumsum(0) - whole
+    within = torch.arange(len(of), device=ids.device) - (counts.cumsum(0) - counts)[of]
+    order = torch.full((most,), len(flat), dtype=torch.int32, device=ids.device)
+    order[begins[of] + within] = by_expert.int()
+    of_block = torch.repeat_interleave(torch.arange(experts, device=ids.device), whole // block_m)
+    padded = torch.zeros(most // block_m, dtype=torch.int32, device=ids.device)
+    padded[: len(of_block)] = of_block.int()
+    return PaddedAssignments(order, padded, whole.sum().int().view(1), len(flat), most)
+
+
+def plain_gemm(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rows: PaddedAssignments,
+    blocks: GemmConfig,
+    scales: tuple[Tensor, Tensor] | None = None,
+    swapped: bool = False,
+) -> Tensor:
+    """``y[a] = x[a // share] @ weight[expert of a].T``, the share being assignments over rows.
+
+    Args:
+        swapped: weights are the left operand of the products.
+        scales: fp32 ``[rows of x, k / 128]`` and ``[experts, n / 128, k / 128]``, of FP8 numbers.
+
+    Raises UsageError for blocks of another size than `rows` are sorted into, and for a depth that cuts
+    across the spans of scales.
+    """
+    n, k = weight.shape[1:]
+    if rows.most % blocks.block_m or len(rows.experts) * blocks.block_m != rows.most:
+        raise UsageError(f"rows are sorted into other blocks than of {blocks.block_m}")
+    if scales is not None and (SPAN % blocks.block_k or k % SPAN):
+        raise UsageError(f"a depth of {blocks.block_k} of {k} cuts across spans of {SPAN} that share a scale")
+    count = rows.most // blocks.block_m
+    grid = (count * triton.cdiv(n, blocks.block_n),)
+    x_scale, weight_scale = scales if scales is not None else (x, weight)
+    _plain_gemm_kernel[grid](
+        x,
+        weight,
+        y,
+        x_scale,
+        weight_scale,
+        rows.order,
+        rows.experts,
+        rows.filled,
+        n,
+        k,
+        count,
+        rows.assignments,
+        rows.assignments // len(x),
+        SCALED=scales is not None,
+        SWAPPED=swapped,
+        BLOCK_M=blocks.block_m,
+        BLOCK_N=blocks.block_n,
+        BLOCK_K=blocks.block_k,
+        GROUP_M=blocks.group_m,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+    return y

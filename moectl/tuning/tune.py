@@ -1,0 +1,107 @@
+"""Tuning on this machine's GPU: layers and numbers of tokens in, rows in the user's cache out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..cache.cache_file import CacheFileKind
+from ..cache.launches_file import ENGINE, KIND, LaunchesStore, LaunchRow
+from ..environment import Device
+from ..errors import NoBackend, Unavailable
+from ..kernels.triton.launch_table import GpuModel
+from ..kernels.triton.triton_runner import RUNNER, gpu_of
+from .engine_bench import EngineBench
+from .engine_tuned_files import TunedFileTarget
+from .gpu_bench import GpuBench
+from .launch_search import LaunchBench, SearchPlan, SearchResult, search
+from .tuned_layers import TunedLayer
+from .tuning_cases import TuningCase, by_worth
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What came of tuning, where it is kept, and layers that moectl's kernels do not run, with the reason."""
+
+    found: SearchResult
+    device: Device
+    path: Path
+    refused: Mapping[str, str]
+
+
+def tune_layers(
+    layers: Sequence[TunedLayer],
+    tokens: Sequence[int],
+    families: Sequence[str],
+    plan: SearchPlan,
+    again: bool = False,
+) -> Tuning:
+    """The fastest launches of `families` for `layers` at each number of tokens, as far as `plan` goes.
+
+    With `again`, what is kept of them is dropped first.
+
+    Raises Unavailable without a CUDA GPU, and for a cache that is not moectl's; NoBackend where moectl's
+    kernels run none of the layers; what `search` raises.
+    """
+    device = this_gpu()
+    reasons = {layer.name: RUNNER.refusal(layer.problem, device) for layer in layers}
+    refused = {name: reason for name, reason in reasons.items() if reason}
+    usable = [layer for layer in layers if layer.name not in refused]
+    if not usable:
+        raise NoBackend(
+            f"moectl's kernels cannot run these layers: {next(iter(refused.values()))}",
+            hint="`moectl explain CKPT --policy moectl` says what runs them",
+        )
+    cells = by_worth(
+        [TuningCase(layer.name, layer.problem, count) for layer in usable for count in tokens],
+        GpuModel(torch.cuda.get_device_capability(device), gpu_of(device).sms),
+    )
+    return _tuned(cells, GpuBench(device, families), KIND, plan, again, refused)
+
+
+def tune_for_engine(
+    targets: Mapping[str, TunedFileTarget], tokens: Sequence[int], plan: SearchPlan, again: bool = False
+) -> Tuning:
+    """The fastest choices for an engine's tuned files, by layer's name, as far as `plan` goes.
+
+    What is timed is `kernels.triton.plain_gemm`, moectl's kernel of the form that such files are for.
+
+    Raises Unavailable without a CUDA GPU, and for a cache that is not moectl's; what `search` raises.
+    """
+    cells = [TuningCase(name, it.decision.problem, count) for name, it in targets.items() for count in tokens]
+    bench = EngineBench(this_gpu(), lambda cell: targets[cell.name].form)
+    return _tuned(cells, bench, ENGINE, plan, again, {})
+
+
+def known_choices(targets: Mapping[str, TunedFileTarget]) -> dict[str, tuple[LaunchRow, ...]]:
+    """What is kept of the layers of `targets` on this GPU, by name."""
+    gpu = gpu_of(this_gpu())
+    return {
+        name: LaunchesStore.of(it.decision.problem, gpu, ENGINE).entry().rows for name, it in targets.items()
+    }
+
+
+def this_gpu() -> torch.device:
+    """The GPU that is tuned; Unavailable where torch sees none."""
+    if not torch.cuda.is_available():
+        raise Unavailable("tuning needs a CUDA GPU, and torch sees none", hint="tune where it will run")
+    return torch.device("cuda")
+
+
+def _tuned(
+    cells: Sequence[TuningCase],
+    bench: LaunchBench,
+    kind: CacheFileKind,
+    plan: SearchPlan,
+    again: bool,
+    refused: Mapping[str, str],
+) -> Tuning:
+    gpu = gpu_of(torch.device("cuda"))
+    stores = {cell.name: LaunchesStore.of(cell.problem, gpu, kind) for cell in cells}
+    for cell in cells if again else ():
+        stores[cell.name].forget(cell.tokens)
+    found = search(cells, bench, lambda cell: stores[cell.name], plan)
+    return Tuning(found, gpu, kind.path(gpu), refused)

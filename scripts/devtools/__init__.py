@@ -1,0 +1,1 @@
+"""Developer tools: conformance, recorded vectors, kernel inspection, catalogue entries. Not installed."""

@@ -1,0 +1,1 @@
+"""Catalogue entries made from descriptions of published checkpoints."""

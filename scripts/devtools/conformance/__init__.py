@@ -1,0 +1,28 @@
+"""How far a policy agrees with recorded answers of the engine that it mirrors."""
+
+from .decisions import compare, compare_file
+from .fields import FIELDS, ComparedField, DecisionPair, gate_kind
+from .grid import Record, RecordedGrid, decide, read_decisions, read_grid, recorded_device, recorded_problem
+from .report import AgreementTally, ConformanceReport, FieldDisagreement
+from .rounding import compare_rounding, read_rounding
+
+__all__ = [
+    "FIELDS",
+    "AgreementTally",
+    "ComparedField",
+    "ConformanceReport",
+    "DecisionPair",
+    "FieldDisagreement",
+    "Record",
+    "RecordedGrid",
+    "compare",
+    "compare_file",
+    "compare_rounding",
+    "decide",
+    "gate_kind",
+    "read_decisions",
+    "read_grid",
+    "read_rounding",
+    "recorded_device",
+    "recorded_problem",
+]

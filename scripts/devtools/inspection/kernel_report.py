@@ -1,0 +1,237 @@
+"""What one compiled kernel uses, what instructions it is made of, and what is wrong with it."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.compiler import make_backend
+
+from moectl.errors import Unavailable
+
+from .handovers import early_handovers, is_access
+from .hazards import WGMMA, a_registers, hazards
+from .offline_gpu import STAND_INS, LaunchedKernel
+from .sass import SassCode, SassLoop, parse
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+"""nvdisasm and cuobjdump as they come with Triton."""
+
+SERIALIZED = re.compile(r"\bC751[0-5]\b")
+"""ptxas' codes for "wgmma instructions are serialized", each with another reason."""
+
+MOST_STACK = 16
+"""Bytes of stack a lane that are let pass: a few addresses that are kept aside, outside of loops."""
+
+TUNED_FOR = 90
+"""Where tiles were chosen by measurements and nothing may be spilled; elsewhere what fits `MOST_STACK`."""
+
+COUNTED: Mapping[str, re.Pattern[str]] = {
+    name: re.compile(pattern)
+    for name, pattern in {
+        "HGMMA": r"HGMMA\b",
+        "QGMMA": r"QGMMA\b",
+        "IGMMA": r"IGMMA\b",
+        "HMMA": r"HMMA\b",
+        "QMMA": r"QMMA\b",
+        "IMMA": r"IMMA\b",
+        "UTCMMA": r"UTC\w*MMA\b",
+        "LDGSTS": r"LDGSTS\b",
+        "LDG": r"LDG\b",
+        "LDG.128": r"LDG\b.*\.128",
+        "UTMALDG": r"UTMALDG\b",
+        "UBLKCP": r"UBLKCP\b",
+        "LDS": r"LDS\b",
+        "LDSM": r"LDSM\b",
+        "STS": r"STS\b",
+        "BAR": r"BAR\b",
+        "SYNCS": r"SYNCS\b",
+        "USETMAXREG": r"USETMAXREG\b",
+        "LOP3": r"LOP3\b",
+        "SHF": r"SHF\b",
+        "PRMT": r"PRMT\b",
+        "HMUL2": r"HMUL2\b",
+        "HFMA2": r"HFMA2\b",
+        "LDL": r"LDL\b",
+        "STL": r"STL\b",
+    }.items()
+}
+"""Instructions that are counted: matrix products (wgmma, mma.sync, tcgen05), copies, what dequantization
+takes, barriers, and local memory, which is where spilled registers go."""
+
+MMA = ("HMMA", "QMMA", "IMMA", "UTCMMA")
+
+
+@dataclass(frozen=True)
+class LoopReport:
+    """An innermost loop with matrix products: its instructions, and those of them that multiply."""
+
+    instructions: int
+    products: int
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One compiled kernel.
+
+    Attributes:
+        arch: what it was compiled for: 90 is sm_90.
+        registers, stack: of one lane; registers, and bytes.
+        shared: bytes of shared memory of one program.
+        instructions: all of its code.
+        opcodes: how many there are of each of `COUNTED`, none left out.
+        wgmma, wgmma_a: wgmma instructions, and those of them with the A operand in registers.
+        loops: innermost loops with matrix products, in the order of the code.
+        warnings: ptxas' codes C7510 to C7515: it serialized wgmmas. Asked only where there are any.
+        hazards: instructions that touch what a wgmma in flight still needs, with that wgmma.
+        handovers: shared memory that is handed on too early, see `handovers`.
+        unreached: wgmmas and accesses to shared memory that no known path leads to, so that neither of these
+            was looked for there.
+    """
+
+    name: str
+    arch: int
+    registers: int
+    stack: int
+    shared: int
+    instructions: int
+    opcodes: Mapping[str, int]
+    wgmma: int
+    wgmma_a: int
+    loops: tuple[LoopReport, ...]
+    warnings: tuple[str, ...]
+    hazards: tuple[str, ...]
+    handovers: tuple[str, ...]
+    unreached: int
+
+    @property
+    def spills(self) -> int:
+        """Instructions that load from local memory or store to it."""
+        return self.opcodes["LDL"] + self.opcodes["STL"]
+
+    @property
+    def mma(self) -> int:
+        """Matrix products other than wgmma: mma.sync, or tcgen05 on Blackwell."""
+        return sum(self.opcodes[name] for name in MMA)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What must not be in a kernel that is shipped, in words; nothing when all is well."""
+        faults = []
+        if self.spills and (self.arch == TUNED_FOR or self.stack > MOST_STACK):
+            faults.append(f"{self.spills} spill instructions")
+        if self.stack > MOST_STACK:
+            faults.append(f"{self.stack} bytes of stack")
+        if self.arch in STAND_INS and self.shared > STAND_INS[self.arch].shared:
+            faults.append(
+                f"{self.shared} bytes of shared memory, sm_{self.arch} has {STAND_INS[self.arch].shared}"
+            )
+        if self.warnings:
+            faults.append(f"wgmma serialized ({', '.join(self.warnings)})")
+        if self.wgmma_a < self.wgmma:
+            faults.append(f"{self.wgmma - self.wgmma_a} of {self.wgmma} wgmmas without A in registers")
+        if self.hazards:
+            faults.append(f"{len(self.hazards)} hazards, the first: {self.hazards[0]}")
+        if self.handovers:
+            faults.append(f"{len(self.handovers)} early handovers, the first: {self.handovers[0]}")
+        if self.unreached:
+            faults.append(f"{self.unreached} products or accesses that no known path leads to")
+        return tuple(faults)
+
+
+def report_of(launched: LaunchedKernel) -> KernelReport:
+    """What a launch compiled to. Unavailable when Triton's tools are not beside it."""
+    kernel = launched.kernel
+    return _report(_Key(launched.name, kernel.hash, kernel))
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A kernel by Triton's hash of it, so that one that is launched twice is read once."""
+
+    name: str
+    hash: str
+    kernel: Any
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.hash == other.hash
+
+
+@cache
+def _report(key: _Key) -> KernelReport:
+    kernel, arch = key.kernel, int(key.kernel.metadata.target.arch)
+    usage, code = disassembled(kernel.asm["cubin"])
+    wgmmas = [i for i in code.instructions if i.family in WGMMA]
+    return KernelReport(
+        name=key.name,
+        arch=arch,
+        registers=usage["REG"],
+        stack=usage["STACK"],
+        shared=kernel.metadata.shared,
+        instructions=len(code.instructions),
+        opcodes={
+            name: sum(count for op, count in code.opcodes.items() if pattern.match(op))
+            for name, pattern in COUNTED.items()
+        },
+        wgmma=len(wgmmas),
+        wgmma_a=sum(bool(a_registers(i)) for i in wgmmas),
+        loops=tuple(made for loop in code.loops if (made := _loop(loop)).products),
+        warnings=_serialized(kernel) if wgmmas else (),
+        hazards=tuple(map(str, hazards(code))),
+        handovers=tuple(map(str, early_handovers(code))),
+        unreached=sum(i.family in WGMMA or is_access(i) for i in code.unreached),
+    )
+
+
+def _loop(loop: SassLoop) -> LoopReport:
+    products = sum(any(COUNTED[n].match(i.op) for n in (*WGMMA, *MMA)) for i in loop.instructions)
+    return LoopReport(len(loop.instructions), products)
+
+
+def disassembled(cubin: bytes) -> tuple[dict[str, int], SassCode]:
+    """What a cubin uses by lane (``REG``, ``STACK``), and its code."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        uses = re.findall(r"\b(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", file))
+        # With its data flow, without which it does not list where jumps through a table go.
+        return {name: int(number) for name, number in uses}, parse(_tool("nvdisasm", "-c", file))
+
+
+def _tool(name: str, *arguments: str | Path) -> str:
+    try:
+        done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise Unavailable(
+            f"{name} of Triton {triton.__version__} cannot be run: {error}",
+            hint="install triton from PyPI, whose wheels have it",
+        ) from error
+    return done.stdout
+
+
+def _serialized(kernel: Any) -> tuple[str, ...]:
+    """ptxas' codes for serialized wgmmas when it assembles `kernel` once more, with Triton's own options."""
+    about = kernel.metadata
+    backend = make_backend(about.target)
+    # With warp specialization num_warps has become the sum over all partitions, which is no option.
+    options = backend.parse_options({k: v for k, v in about._asdict().items() if k != "num_warps"})
+    said = io.StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(said):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        backend.make_cubin(kernel.asm["ptx"], {}, options, int(about.target.arch))
+    log = said.getvalue()
+    if "Compiling entry function" not in log:
+        raise Unavailable(f"Triton {triton.__version__} did not show what ptxas said of {about.name}")
+    return tuple(sorted(set(SERIALIZED.findall(log))))

@@ -1,0 +1,215 @@
+"""Machine code as nvdisasm prints it, taken apart: instructions, who may follow whom, loops."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+_LABEL = re.compile(r"^\s*(\.L_\w+):")
+_INSTRUCTION = re.compile(
+    r"^\s*/\*(?P<at>[0-9a-f]{4,})\*/\s+\{?\s*(?:@(?P<guard>!?U?P\w+)\s+)?(?P<op>[A-Z][\w.]*)\s*(?P<rest>[^;]*);"
+)
+_TARGET = re.compile(r"\.L_\w+")
+_REGISTER = re.compile(r"\bR(\d+)\b")
+_PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
+
+ENDS = ("EXIT", "RET", "KILL", "BPT")
+"""Instructions after which nothing follows, unless a predicate guards them."""
+
+JUMPS = ("BRA", "BRX", "JMP", "JMX")
+"""Instructions that name where they go."""
+
+PREDICATES_ONLY = ("SETP", "PLOP3", "R2P", "FCHK", "VOTE.ALL")
+STORES = (
+    "ST",
+    "RED",
+    "LDGSTS",
+    "BAR",
+    "UTMA",
+    "UBLK",
+    "SYNCS",
+    "MEMBAR",
+    "CCTL",
+    "WARPSYNC",
+    "BSYNC",
+    "DEPBAR",
+)
+
+_WIDTHS = {".128": 4, ".64": 2}
+_WIDE = {
+    "IMAD.WIDE": 2,
+    "CS2R": 2,
+    "LDSM.16.M88.4": 4,
+    "LDSM.16.MT88.4": 4,
+    "LDSM.16.M88.2": 2,
+    "HMMA": 4,
+    "IMMA": 4,
+}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        address: its byte offset in the code.
+        guard: the predicate that it runs under, empty when always.
+        op: opcode with its modifiers, ``HGMMA.64x16x16.F32.BF16``.
+        operands: as printed.
+    """
+
+    address: int
+    guard: str
+    op: str
+    operands: tuple[str, ...]
+
+    def __str__(self) -> str:
+        guard = f"@{self.guard} " if self.guard else ""
+        return f"{self.address:04x}: {guard}{self.op} {', '.join(self.operands)}".rstrip()
+
+    @property
+    def family(self) -> str:
+        """The opcode without modifiers."""
+        return self.op.split(".")[0]
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """Registers that it writes; none for stores and for what writes predicates alone."""
+        if self.op.startswith(STORES) or any(part in self.op for part in PREDICATES_ONLY):
+            return frozenset()
+        for operand in self.operands:
+            if _PREDICATE.match(operand):
+                continue
+            first = re.match(r"R(\d+)\b", operand)
+            return frozenset(range(int(first[1]), int(first[1]) + self._width)) if first else frozenset()
+        return frozenset()
+
+    @cached_property
+    def named(self) -> frozenset[int]:
+        """Registers that it names or writes; of operands wider than a register the first alone."""
+        return self.written | {int(r) for operand in self.operands for r in _REGISTER.findall(operand)}
+
+    @property
+    def _width(self) -> int:
+        for prefix, width in _WIDE.items():
+            if self.op.startswith(prefix):
+                return width
+        return next((width for part, width in _WIDTHS.items() if part in self.op), 1)
+
+
+@dataclass(frozen=True)
+class SassLoop:
+    """An innermost loop: the instructions from the target of its backward jump to the jump."""
+
+    instructions: tuple[Instruction, ...]
+
+    def count(self, *families: str) -> int:
+        """How many of its instructions are of `families`."""
+        return sum(i.family in families for i in self.instructions)
+
+
+@dataclass(frozen=True)
+class SassCode:
+    """A kernel's instructions in order, and for each the places of those that may come next."""
+
+    instructions: tuple[Instruction, ...]
+    following: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def opcodes(self) -> Counter[str]:
+        """How often each opcode stands in the code, with its modifiers."""
+        return Counter(i.op for i in self.instructions)
+
+    @cached_property
+    def families(self) -> Counter[str]:
+        """How often each opcode stands in the code, without modifiers."""
+        return Counter(i.family for i in self.instructions)
+
+    @cached_property
+    def loops(self) -> tuple[SassLoop, ...]:
+        """Innermost loops, by backward jumps; a jump to itself (waiting, or after the end) is none."""
+        spans = {
+            (target, at)
+            for at, targets in enumerate(self.following)
+            for target in targets
+            if target < at and self.instructions[at].op.startswith(JUMPS) and self._goes_round(target, at)
+        }
+        inner = [a for a in spans if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+        return tuple(SassLoop(self.instructions[first : last + 1]) for first, last in sorted(inner))
+
+    @cached_property
+    def unreached(self) -> tuple[Instruction, ...]:
+        """Instructions that no path leads to, but for what fills up the end: NOPs and jumps to themselves.
+
+        There are some where a jump's targets are not known, and what follows paths does not see them.
+        """
+        seen, todo = {0}, [0]
+        while todo:
+            more = set(self.following[todo.pop()]) - seen if self.instructions else set()
+            seen |= more
+            todo += more
+        left = (n for n in range(len(self.instructions)) if n not in seen)
+        return tuple(
+            self.instructions[n]
+            for n in left
+            if self.instructions[n].family != "NOP" and n not in self.following[n]
+        )
+
+    def _goes_round(self, first: int, last: int) -> bool:
+        """Whether `last` is reached from `first` without leaving what stands between them.
+
+        It is not where `last` ends a detour, code that waits behind the kernel's end and jumps back.
+        """
+        seen, todo = {first}, [first]
+        while todo:
+            more = {n for n in self.following[todo.pop()] if first <= n <= last} - seen
+            seen |= more
+            todo += more
+        return last in seen
+
+
+def parse(text: str) -> SassCode:
+    """The code of ``nvdisasm -c``. Lines that are no instructions and no labels are passed over."""
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(instructions)
+        elif found := _INSTRUCTION.match(line):
+            operands = tuple(part.strip() for part in found["rest"].split(",") if part.strip())
+            at = int(found["at"], 16)
+            instructions.append(Instruction(at, found["guard"] or "", found["op"], operands))
+    following = [_following(i, n, labels) for n, i in enumerate(instructions)]
+    _rejoin(instructions, following, labels)
+    last = len(instructions)
+    return SassCode(tuple(instructions), tuple(tuple(t for t in ts if t < last) for ts in following))
+
+
+def _following(instruction: Instruction, place: int, labels: dict[str, int]) -> list[int]:
+    """Places that may come after `instruction`: its targets, and the next one where it may fall through."""
+    targets = [labels[name] for o in instruction.operands for name in _TARGET.findall(o) if name in labels]
+    if instruction.op.startswith(JUMPS):
+        # A predicate may also stand among the operands, and BRA.DIV is conditional by itself.
+        operands = [o for o in instruction.operands if not _TARGET.search(o)]
+        certain = not instruction.guard and not operands and "DIV" not in instruction.op
+        return targets if certain else [place + 1, *targets]
+    if instruction.op.startswith("BSSY"):
+        return [place + 1]  # where BSYNC goes, not where this goes
+    if instruction.op.startswith(ENDS) and not instruction.guard:
+        return []
+    return [place + 1, *targets]
+
+
+def _rejoin(instructions: list[Instruction], following: list[list[int]], labels: dict[str, int]) -> None:
+    """Lets every BSYNC go wherever a BSSY of the same barrier says."""
+    joins: dict[str, list[int]] = {}
+    for i in instructions:
+        if i.op.startswith("BSSY") and len(i.operands) > 1:
+            joins.setdefault(i.operands[0], []).extend(
+                labels[name] for name in _TARGET.findall(i.operands[-1]) if name in labels
+            )
+    for place, i in enumerate(instructions):
+        if i.op.startswith("BSYNC"):
+            following[place] += joins.get(i.operands[0], []) if i.operands else []

@@ -1,0 +1,144 @@
+"""Recorded conversions compared bit for bit with this project's layouts.
+
+Every input of a recording must be used and every output compared, and the way back must give the
+inputs again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moectl.convert.steps.value_steps import Facts
+from moectl.errors import MoectlError, UsageError
+
+from .recorded_cases import Deviation, RecordedCase, case_of, function_of
+from .recorded_packings import FORMS, compare_forms
+from .recordings import Mismatch, Recording, Unsupported, read_recording
+
+
+class VectorStatus(Enum):
+    """What became of a recording."""
+
+    PASS = "PASS"
+    DEVIATION = "DEVIATION"
+    FAIL = "FAIL"
+    UNSUPPORTED = "UNSUPPORTED"
+
+    @property
+    def good(self) -> bool:
+        """True when nothing is wrong here: equal, or different for a listed reason."""
+        return self in (VectorStatus.PASS, VectorStatus.DEVIATION)
+
+
+@dataclass(frozen=True)
+class VectorOutcome:
+    """The judgement of one recording; `reason` says what was compared or what is wrong."""
+
+    file: str
+    status: VectorStatus
+    reason: str
+
+
+def check_file(path: Path) -> VectorOutcome:
+    """The judgement of the recording in `path`."""
+    try:
+        recording = read_recording(path)
+        status, reason = _judge(recording)
+    except Unsupported as error:
+        status, reason = VectorStatus.UNSUPPORTED, f"no layout here for {error}"
+    except (Mismatch, MoectlError) as error:
+        status, reason = VectorStatus.FAIL, str(error)
+    return VectorOutcome(path.name, status, reason)
+
+
+def check_folder(folder: Path) -> list[VectorOutcome]:
+    """The judgement of every ``*.safetensors`` in `folder`, by name; UsageError when there is none."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder.", hint="Give a folder of recorded conversions.")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{folder} holds no recorded conversions (*.safetensors).")
+    return [check_file(path) for path in files]
+
+
+def total(outcomes: list[VectorOutcome]) -> str:
+    """One line: how many recordings there are, and how many of each status."""
+    counts = {status: sum(o.status is status for o in outcomes) for status in VectorStatus}
+    parts = ", ".join(f"{count} {status.value}" for status, count in counts.items())
+    return f"{len(outcomes)} recordings: {parts}"
+
+
+def _judge(recording: Recording) -> tuple[VectorStatus, str]:
+    form = FORMS.get(function_of(recording))
+    if form is not None:
+        return VectorStatus.PASS, compare_forms(recording, form(recording))
+    return _compare(recording, case_of(recording))
+
+
+def _compare(recording: Recording, case: RecordedCase) -> tuple[VectorStatus, str]:
+    """Stores and restores the layer and compares with the recording; Mismatch at the first difference."""
+    uncompared = set(recording.outputs) - set(case.names.values())
+    if uncompared:
+        raise Mismatch(f"tensors nobody compares: {', '.join(sorted(uncompared))}")
+    recipe, found = case.recipe, list[Deviation]()
+    facts = recipe.look(case.canonical, {})
+    stored = dict(recipe.store(case.canonical, facts))
+    back = recipe.restore(stored, case.problem.experts)
+    for role, t in case.canonical.items():
+        if not _same_bytes(back[role], t):
+            raise Mismatch(f"{role}: the way back does not give the input")
+    for name, recorded_name in case.names.items():
+        output = recording.outputs.get(recorded_name)
+        if output is None:
+            raise Mismatch(f"{recorded_name}: there is no output to compare with")
+        different = _difference(_as_recorded(stored[name], case, name), output, case.labels.get(name, ""))
+        if different:
+            found.append(_deviation(recording, case, name, facts, output, different))
+    if found:
+        return VectorStatus.DEVIATION, "; ".join(f"{d.name}: {d.why}" for d in found)
+    return VectorStatus.PASS, f"{len(case.names)} tensors equal, and back"
+
+
+def _as_recorded(t: Tensor, case: RecordedCase, name: str) -> Tensor:
+    return t.flatten(0, 1).unsqueeze(0) if name in case.joined else t
+
+
+_LABELS = {"F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3": torch.float8_e4m3fn}
+
+
+def _difference(ours: Tensor, recorded: Tensor, label: str) -> str:
+    """Where two tensors differ, in words; empty when they hold the same bytes under the same names."""
+    if recorded.dtype not in (ours.dtype, _LABELS.get(label)) or ours.shape != recorded.shape:
+        return (
+            f"{recorded.dtype} {list(recorded.shape)} is recorded, moectl has {label or ours.dtype} "
+            f"{list(ours.shape)}"
+        )
+    different = _bytes(ours) != _bytes(recorded)
+    count = int(different.sum())
+    return f"{count} of {different.numel()} bytes differ" if count else ""
+
+
+def _deviation(
+    recording: Recording, case: RecordedCase, name: str, facts: Facts, output: Tensor, different: str
+) -> Deviation:
+    """The listed deviation that explains all of a difference; Mismatch when none does."""
+    made = case.recipe.outputs[name]
+    for known in case.deviations:
+        if known.role == name and known.applies(recording, case.problem):
+            theirs = replace(made, chain=known.recorded(case.problem, made.chain))
+            if not _difference(theirs.apply(case.canonical, facts), output, case.labels.get(name, "")):
+                return known
+    raise Mismatch(f"{name}: {different}")
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
