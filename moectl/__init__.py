@@ -14,7 +14,11 @@ SCHEMA_VERSION = 1
 
 __all__ = ["SCHEMA_VERSION", "PreparedMoE", "__version__", "build_kernel", "load_prepared"]
 
-_HEAVY = {"PreparedMoE": "kernels.prepared_layer", "build_kernel": "layer.build_kernel", "load_prepared": "layer.prepare"}
+_HEAVY = {
+    "PreparedMoE": "kernels.prepared_layer",
+    "build_kernel": "layer.build_kernel",
+    "load_prepared": "layer.prepare",
+}
 """Public names whose modules import torch, which `import moectl` does not."""
 
 

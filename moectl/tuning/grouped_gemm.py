@@ -1,4 +1,4 @@
-"""A grouped GEMM over plain weights, with the six launch choices that a tuned file of vLLM's holds.
+"""A grouped GEMM over plain weights, with the six launch choices that an engine's tuned file holds.
 
 No layer of moectl runs on it: it is there to be timed, as a kernel of the same shape as the one that reads
 such files. Weights are ``[experts, n, k]``, assignments are sorted by expert and each expert's are filled

@@ -126,7 +126,8 @@ def test_a_backend_that_cannot_serve_is_a_row_beside_others(tiny_gpt_oss):
 
 
 def test_named_layers_need_no_checkpoint(monkeypatch):
-    from moectl.problem.moe_problem import Dims, published_layers
+    from moectl.problem import published_layers
+    from moectl.problem.moe_problem import Dims
 
     small = published_layers.MODELS | {
         name: published_layers._plain(128, 128, 8, 2, "int4-g128") for name in ("kimi-k2", "qwen3-30b")

@@ -12,6 +12,7 @@ import torch
 from moectl.bench.bench_targets import BenchTarget
 from moectl.bench.run_bench import Bench, gpu_name
 from moectl.kernels.timing import interleaved
+from moectl.kernels.timing.cold_calls import LEAD_SECONDS
 from moectl.layer.random_layer import RandomLayer
 from moectl.problem.moe_problem import Dims
 from moectl.run import this_machine

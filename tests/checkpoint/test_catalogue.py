@@ -131,7 +131,7 @@ def test_every_entry(model: str) -> None:
 
 
 def test_catalogue_is_small() -> None:
-    folder = Path(catalogue.__file__).parents[1] / "data/catalogue"
+    folder = Path(catalogue.__file__).parents[2] / "data/catalogue"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 600_000
 
 

@@ -30,13 +30,13 @@ RUNNER = replace(runner_for("torch"), name="toy", tactic=lambda prepared, tokens
 """
 RECORD = """
 from moectl.oracle.gpu_archs import CPU
-from moectl.oracle.backend import Backend, Capability, Variant
+from moectl.oracle.backend import Backend, Capability, ExpertsClass
 from moectl.oracle.engines.moectl.own import NAIVE
 
 TOY = Backend(
     name="toy",
     engine_name="toy",
-    variants=(Variant("toy", Capability(arch=(CPU,), spread=NAIVE, act_order=False)),),
+    variants=(ExpertsClass("toy", Capability(arch=(CPU,), spread=NAIVE, act_order=False)),),
     runner="toy",
 )
 """

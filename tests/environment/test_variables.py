@@ -18,6 +18,7 @@ from moectl.environment.variables import (
     judge_variable,
     judge_variables,
 )
+from moectl.files.records import to_json
 from moectl.oracle.engines.vllm_0_33_0.variables import VARIABLES, other_names
 from moectl.oracle.registry import policy_named
 
@@ -73,7 +74,7 @@ def test_other_variables(name: str, text: str, verdict: str, says: str) -> None:
     found = judge_variable(VARIABLES[name], text, ENGINE)
     assert found.verdict == verdict
     assert says in found.remark
-    assert found.to_json()["does"] == VARIABLES[name].does
+    assert to_json(found)["does"] == VARIABLES[name].does
 
 
 def test_names_that_nobody_knows_get_near_matches() -> None:

@@ -327,7 +327,7 @@ def test_the_tools_own_policy_refuses_what_it_cannot_run(problem: MoEProblem) ->
 
 def test_the_oracle_imports_no_heavy_package() -> None:
     code = (
-        "import sys; import moectl.oracle, moectl.doctor, devtools.conformance, moectl.environment as e; "
+        "import sys; import moectl.oracle, moectl.doctor, moectl.environment as e; "
         "moectl.oracle.packages_from(None); e.detect_device(); "
         "print(sorted({'torch', 'triton', 'flashinfer', 'numpy'} & set(sys.modules)))"
     )

@@ -130,8 +130,8 @@ def test_routing_names(routing: Routing, name: str) -> None:
 def test_records_print_as_constructor_calls() -> None:
     problem = MoEProblem(Dims(256, 256), 8, 2, Scheme(MXFP4))
     names = {"MoEProblem": MoEProblem, "Dims": Dims, "Scheme": Scheme, "WeightFormat": WeightFormat}
-    from moectl.problem.moe_problem import moe_problem as module
-    from moectl.problem.moe_problem import schemes
+    from moectl.problem import moe_problem as module
+    from moectl.problem import schemes
 
     assert eval(repr(problem), {**vars(module), **vars(schemes), **names}) == problem
     assert replace(problem, bias=True) != problem

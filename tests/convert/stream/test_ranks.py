@@ -33,6 +33,7 @@ from moectl.kernels.layer_inputs import make_inputs
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.layer.prepare import checkpoint_layer, load_prepared
+from support.runners import apply
 from support.stream_checkpoints import (
     all_tensors,
     folder_bytes,
@@ -210,8 +211,8 @@ def test_the_torch_backend_runs_a_share(tiny_gpt_oss: Path, tmp_path: Path) -> N
     total = torch.zeros_like(wanted)
     for rank in range(4):
         layer = load_prepared(tmp_path / "out", backend="torch", rank=rank)
-        run = runner_for("torch").run
-        total += run(layer, inputs.x, layer.local_ids(inputs.ids), inputs.weights).float()
+        ids = layer.local_ids(inputs.ids)
+        total += apply(runner_for("torch"), layer, inputs.x, ids, inputs.weights).float()
     assert (total - wanted).abs().max() < 0.02 * wanted.abs().max()
 
 
