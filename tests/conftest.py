@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["support.stand_in_machine"]
+
 # Workers share the cores, and so do processes that tests start: threads beyond the cores mostly wait for one
 # another, and do so spinning. It has to be said before torch is imported.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:

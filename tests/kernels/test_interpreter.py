@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 LONGEST = 1200.0
 """Seconds after which a process that wrote nothing more has hung."""
 
@@ -30,8 +30,9 @@ def functions_in(file: Path) -> list[str]:
 
 
 CASES = [
-    f"{file.name}::{function}"
-    for file in sorted(HERE.glob("interpreted_*.py"))
+    f"{file.relative_to(TESTS)}::{function}"
+    for file in sorted(TESTS.rglob("interpreted_*.py"))
+    if file.name != "interpreted_passes.py"
     for function in functions_in(file)
 ]
 
@@ -75,7 +76,7 @@ def interpreter(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Interpreter]:
     asked = [item.callspec.params["cases"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
-    root, folder = HERE.parents[1], tmp_path_factory.mktemp("interpreted")
+    root, folder = TESTS.parent, tmp_path_factory.mktemp("interpreted")
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -88,7 +89,7 @@ def interpreter(
     options += ["--continue-on-collection-errors", *(["--slow"] if slow else ["-m", "not slow"])]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in asked)],
+            [sys.executable, "-m", "pytest", *options, *(str(TESTS / name) for name in asked)],
             cwd=root,
             env=environment,
             stdout=output,

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from acme_1_0 import ACME
-from acme_1_0.backends import BATCHED, QUICK, STEADY
 from devtools.conformance import compare, compare_rounding, read_grid
 
 import moectl as package
@@ -21,6 +19,9 @@ from moectl.oracle import ENGINES, SelectionInputs, decide, engine_named, policy
 from moectl.oracle.checks import Verdict
 from moectl.oracle.registry import engine_names, known_packages, newest_engines
 from support.invoking import moectl
+
+from .acme_1_0 import ACME
+from .acme_1_0.backends import BATCHED, QUICK, STEADY
 
 GPT = "openai/gpt-oss-120b"
 ROOT = Path(package.__file__).parent

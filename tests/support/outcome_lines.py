@@ -18,14 +18,13 @@ def _write(**line: object) -> None:
 
 
 def function_of(nodeid: str) -> str:
-    """``file.py::function`` of a case."""
-    path, _, name = nodeid.partition("::")
-    return f"{Path(path).name}::{name.partition('[')[0]}"
+    """``room/file.py::function`` of a case."""
+    return nodeid.removeprefix("tests/").partition("[")[0]
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
-        _write(broken=Path(report.nodeid).name, text=str(report.longrepr)[-3000:])
+        _write(broken=report.nodeid.removeprefix("tests/"), text=str(report.longrepr)[-3000:])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

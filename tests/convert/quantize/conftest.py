@@ -1,16 +1,3 @@
-"""Small tensors are worked on by one thread: several would wait for each other more than they work."""
+"""The tensors of these tests are small."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from support.one_thread import one_thread  # noqa: F401

@@ -14,8 +14,8 @@ from moectl.convert.stream.devices import BufferExtent, HostMemory, device_named
 from moectl.errors import Unavailable, UsageError
 from support.stream_checkpoints import CHECKPOINTS, folder_bytes
 
-from .conftest import plan_of
-from .test_round_trip import TARGETS
+from ..conftest import plan_of
+from ..restore.test_round_trip import TARGETS
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "cuda:x", "cuda:-1", "cpu:0", "auto:1", "CUDA "])

@@ -1,0 +1,3 @@
+"""The tensors of these tests are small."""
+
+from support.one_thread import one_thread  # noqa: F401
