@@ -10,8 +10,6 @@ import pytest
 
 from support.invoking import moectl
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "running"))
-
 from moectl.doctor import runnable_backends
 from moectl.doctor.runnable_backends import BackendStatus, backend_statuses
 from moectl.environment import Packages, detect_cpu, installed_packages

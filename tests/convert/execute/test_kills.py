@@ -14,7 +14,7 @@ from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint
 
 from ..conftest import ROOT
 
-KILLS = Path(__file__).with_name("kills.py")
+KILLS = ROOT / "tests" / "convert" / "kills.py"
 
 
 @pytest.mark.parametrize("threads", [1, 8])
