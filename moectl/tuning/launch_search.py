@@ -1,7 +1,7 @@
 """The search over launches: within a budget, resumable, nothing timed that is not right. Needs no GPU.
 
-What measures is a `LaunchBench`, where results are kept a `LaunchStore`, and what tells the time a function, so
-the search itself can be tried without any of them.
+A `LaunchBench` measures, a `LaunchStore` keeps the results and a function is the clock, so that the search
+can be tested without a GPU, a file or waiting.
 """
 
 from __future__ import annotations

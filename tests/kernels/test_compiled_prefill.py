@@ -70,11 +70,11 @@ LAYERS = {
 }
 
 
-TILES = [tile for tile in PROMISING if SHAPES[tile.units].blocks == 2]
+TILES = [tile for tile in PROMISING if SHAPES[tile.tokens_x16].blocks == 2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.units} units")
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.tokens_x16} units")
 @pytest.mark.parametrize("name", LAYERS)
 def test_they_do_in_every_tile(name: str, tile: PrefillTile) -> None:
     for gemm in compiled(LAYERS[name], tile):
