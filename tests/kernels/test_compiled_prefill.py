@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from devtools.inspection.handovers import ARRIVAL, BARRIER, early_handovers
 from devtools.inspection.kernel_report import disassembled
-from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import Inspected, layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
@@ -88,7 +88,7 @@ def test_every_format_and_activation_in_tiles_of_two_blocks(variant: str) -> Non
     layer, launch = unfilled(VARIANTS[variant], "triton"), Launch("prefill", PrefillTile(9))
     if refused := PREFILL_FAMILY.fits(layer.problem, launch.tile):
         pytest.skip(refused)
-    check(Inspected(variant, 90, launch, TOKENS, inspect(layer, TOKENS, launch, STAND_INS[90])))
+    check(Inspected(variant, 90, launch, TOKENS, inspect(layer, TOKENS, launch, OFFLINE_GPUS[90])))
 
 
 @pytest.mark.slow

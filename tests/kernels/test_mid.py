@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
@@ -27,7 +27,7 @@ from moectl.problem.moe_problem import Activation, Dims
 from moectl.problem.padding import pad
 from moectl.problem.schemes import FULL, Scheme, int_format
 
-H200 = STAND_INS[90]
+H200 = OFFLINE_GPUS[90]
 GPT_OSS = "openai/gpt-oss-120b"
 KIMI = "moonshotai/Kimi-K2-Thinking"
 

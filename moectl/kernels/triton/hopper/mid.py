@@ -327,5 +327,5 @@ def _candidates(problem: MoEProblem) -> Sequence[MidTile]:
 
 
 MID_FAMILY = KernelFamily(
-    MidTile, _run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, each=(3.0, 130.0)
+    MidTile, _run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, tokens_per_expert=(3.0, 130.0)
 )

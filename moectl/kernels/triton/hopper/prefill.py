@@ -279,5 +279,10 @@ def _candidates(problem: MoEProblem) -> list[PrefillTile]:
 
 
 PREFILL_FAMILY = KernelFamily(
-    PrefillTile, run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, each=(40, math.inf)
+    PrefillTile,
+    run,
+    _fits,
+    capability=((9, 0), (9, 0)),
+    candidates=_candidates,
+    tokens_per_expert=(40, math.inf),
 )
