@@ -17,7 +17,7 @@ from ..environment.gpu_clocks import Clocks, ClockWatch
 from ..errors import MoectlError, Unavailable
 from ..kernels.layer_inputs import LayerInputs
 from ..kernels.modular.fused_moe_kernel import FusedMoEKernel
-from ..kernels.timing.interleaved import TimedCalls, alive, make_turn, quartiles, take_turns
+from ..kernels.timing.interleaved import TimedCalls, alive, prepare_calls, quartiles, time_interleaved
 from ..kernels.tolerance import Tolerance, tolerance_for
 from ..problem.roofline import DeviceRates, floor_of
 from ..run import BackendChoice, RunMachine, choose_backends, none_serves
@@ -271,7 +271,7 @@ class _TargetRun:
         self.bench.begins([rows[name] for name in turns])
         begin = time.monotonic()
         with torch.inference_mode():
-            failed = take_turns(turns, self.device, settings.rounds, not settings.warm)
+            failed = time_interleaved(turns, self.device, settings.rounds, not settings.warm)
         clocks = self.clocks.between(begin, time.monotonic())
         if failed and not alive(self.device):
             name, error = list(failed.items())[-1]
@@ -316,7 +316,7 @@ class _TargetRun:
                     _call(one.kernels[i % len(one.kernels)], inputs, case.bias)
                     for i, inputs in enumerate(case.inputs)
                 ]
-                turn = make_turn(calls, self.device, one.kernels[0].runner.capturable)
+                turn = prepare_calls(calls, self.device, one.kernels[0].runner.capturable)
                 row = _judged(row, judge(turn.outputs, case, tolerance_of(one)))
         except Exception as error:  # whatever a library raises is told, and the others go on
             return replace(row, reason=first_lines(error)), None

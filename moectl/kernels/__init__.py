@@ -1,5 +1,5 @@
-"""Running one fused-MoE layer: the reference that judges, the runners, their kernels, timing.
+"""Running one fused-MoE layer: the reference, the runners with their kernels, and timing.
 
-`reference` is the judge; `registry.RUNNERS` names what can run a `prepared.PreparedMoE`; `tolerance`
-says how far a result may be from the judge.
+`reference` computes the result that others are checked against, `registry.RUNNERS` lists the backends that
+can run a `prepared_layer.PreparedMoE`, and `tolerance` has the largest errors that pass.
 """

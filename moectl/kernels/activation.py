@@ -1,4 +1,4 @@
-"""The function between the two GEMMs, in plain torch."""
+"""Activation functions between the two GEMMs, in plain torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def _swigluoai(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def _swiglustep(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Step-3.5: the limit holds for the gate after its function."""
+    """Step-3.5: the gate is limited after silu."""
     gate, limit = silu(gate), activation.limit
     return gate * up if limit is None else gate.clamp(max=limit) * up.clamp(-limit, limit)
 
 
 def _soft_limit(t: Tensor, beta: float | None) -> Tensor:
-    """`t` near zero, and never beyond `beta`; `t` itself for None."""
+    """``beta * tanh(t / beta)``: close to `t` near zero, bounded by `beta`; `t` itself for None."""
     return t if beta is None else beta * torch.tanh(t / beta)
 
 
@@ -52,7 +52,7 @@ UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {
 """Functions of experts without a gate."""
 
 LIMITED_BEFORE = frozenset(("silu", "swigluoai"))
-"""Functions whose limit clamps the gate from above, and up on both sides, before they are applied."""
+"""Functions whose limit clamps their arguments: gate from above, up on both sides."""
 
 
 def unknown(activation: Activation) -> str:
@@ -77,8 +77,12 @@ def split_rows(h13: Tensor, rows: str) -> tuple[Tensor, Tensor]:
 def activate(h13: Tensor, activation: Activation, rows: str) -> Tensor:
     """``[..., intermediate]`` activations of the first GEMM's output.
 
-    That is ``[..., 2 * intermediate]``, its rows in `rows` order; of experts without a gate
-    ``[..., intermediate]``. Raises NoBackend for an activation that is in neither table.
+    `h13` is ``[..., 2 * intermediate]`` in `rows` order, or ``[..., intermediate]`` for experts without a
+    gate. Raises NoBackend for an activation that is in neither table.
+
+    Example:
+        >>> activate(torch.tensor([[0.0, 2.0, 3.0, 4.0]]), Activation("silu"), "concatenated")
+        tensor([[0.0000, 7.0464]])
     """
     reason = unknown(activation)
     if reason:

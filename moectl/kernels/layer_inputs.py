@@ -1,4 +1,4 @@
-"""Inputs of a layer: random tokens and router logits of a stated distribution."""
+"""Inputs of a layer: random tokens, and router logits that follow a named distribution."""
 
 from __future__ import annotations
 
@@ -49,15 +49,22 @@ def make_inputs(
             needs).
 
     Raises UsageError for a negative number of tokens or a distribution that is none of these.
+
+    Example:
+        >>> from moectl.problem.published_layers import model_problem
+        >>> problem = model_problem("gpt-oss-20b")
+        >>> inputs = make_inputs(problem, 3)
+        >>> inputs.x.shape[0], tuple(inputs.ids.shape) == (3, problem.top_k)
+        (3, True)
     """
     if tokens < 0:
         raise UsageError(f"the number of tokens must not be negative, got {tokens}")
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, problem.dims.hidden, generator=generator)
     logits = random_logits(problem, tokens, distribution, generator)
-    # A correction bias of zero: the distribution asked for is that of the choice.
-    made = inputs_from(problem, x.to(MODEL_TORCH_DTYPES[problem.dtype]), logits, no_bias(problem))
-    return LayerInputs(*(t.to(device) for t in (made.x, made.ids, made.weights, made.logits)))
+    # With a correction bias of zero the logits alone decide which experts are chosen.
+    inputs = inputs_from(problem, x.to(MODEL_TORCH_DTYPES[problem.dtype]), logits, no_bias(problem))
+    return LayerInputs(*(t.to(device) for t in (inputs.x, inputs.ids, inputs.weights, inputs.logits)))
 
 
 def inputs_from(
@@ -65,11 +72,10 @@ def inputs_from(
 ) -> LayerInputs:
     """`x` with the ids and weights to which the reference routes `logits`.
 
-    Without a table of ids and factors by expert, which are a router's own: what is chosen follows from the
-    logits alone.
+    A router's table of ids and factors by expert are left out: the logits alone decide.
     """
-    chosen = replace(problem, routing=replace(problem.routing, hashed=False, expert_scale=False))
-    ids, weights = route(logits, chosen, correction_bias)
+    by_logits = replace(problem, routing=replace(problem.routing, hashed=False, expert_scale=False))
+    ids, weights = route(logits, by_logits, correction_bias)
     return LayerInputs(x, ids, weights, logits)
 
 
@@ -89,7 +95,7 @@ def check_tokens(x: Tensor | None, problem: MoEProblem, what: str) -> None:
 def check_ids(ids: Tensor, problem: MoEProblem, what: str, *, none: bool = False) -> None:
     """Raises UsageError unless each row of `ids`, called `what`, names different experts of the layer.
 
-    With `none`, -1 may stand for no expert, as often as there is none.
+    With `none`, -1 is allowed for no expert, any number of times in a row.
     """
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UsageError(f"{what} must be whole numbers, got {str(ids.dtype).removeprefix('torch.')}")
@@ -113,9 +119,9 @@ def no_bias(problem: MoEProblem) -> Tensor | None:
 
 
 def random_logits(problem: MoEProblem, tokens: int, distribution: str, generator: torch.Generator) -> Tensor:
-    """``[tokens, experts]``: log-odds with Gumbel noise: their top-k is a draw without replacement.
+    """``[tokens, experts]`` log-odds with Gumbel noise, whose top-k is a draw without replacement.
 
-    They lie where `generator` draws.
+    On the device of `generator`.
     """
     name, arguments = parse_distribution(distribution)
     shape, device = (tokens, problem.experts), generator.device
@@ -130,7 +136,7 @@ def random_logits(problem: MoEProblem, tokens: int, distribution: str, generator
 
 
 NEVER = -1e4
-"""Log-odds of experts that are not chosen while another is left: noise is far smaller."""
+"""Log-odds of experts that are never chosen while another one remains: the noise is far smaller."""
 
 
 def _uniform(problem: MoEProblem) -> Tensor:

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..problem.moe_problem import MoEProblem
 
 CANONICAL = "canonical"
-"""Name of the storage that no chain has touched: what a checkpoint's own tensors are read into."""
+"""Name of the layout of a checkpoint's own tensors, before any conversion."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DenseExpert:
 
 @dataclass(frozen=True)
 class DenseExperts:
-    """A batch of `DenseExpert`, stacked along a leading axis in the order that was asked for."""
+    """A batch of `DenseExpert`, stacked along a leading axis in the order of the requested ids."""
 
     w13: Tensor
     w2: Tensor
@@ -64,10 +64,15 @@ class Router:
     Attributes:
         weight: ``[experts, hidden]``.
         bias: ``[experts]`` of the linear layer, or None.
-        correction_bias: ``[experts]`` added to the scores for the choice only, or None.
+        correction_bias: ``[experts]`` added to the scores to choose experts, not to weigh them; or None.
         expert_scale: ``[experts]`` factors on the final weights, or None.
-        table: ``[vocabulary, top_k]`` integer expert ids by token id, which are not chosen then; or None.
-        input_scale: ``[hidden]`` factors on tokens that are normalized to a length of 1 first, or None.
+        table: ``[vocabulary, top_k]`` integer expert ids by token id (hash routing), or None.
+        input_scale: ``[hidden]`` factors on tokens, which are first normalized to length 1, or None.
+
+    Example:
+        >>> router = Router(torch.eye(4, 8))
+        >>> router.logits(torch.ones(2, 8)).shape
+        torch.Size([2, 4])
     """
 
     weight: Tensor
@@ -108,10 +113,10 @@ class PreparedMoE:
         backend: name of the runner that reads `weights`.
         layout: name of the layout of `weights`.
         weights: storage tensors by role (``w13``, ``w13_scale``, ``w13_bias``, ``w2``, ...), experts first.
-        dense: decoded fp32 experts for a batch of expert ids, undone from `weights`.
-        relaid: how the stored layout was changed for this backend; empty when it was loaded as it is.
-        first_expert: the expert of the layer that is expert 0 here, on a rank that has some of them.
-        derived: what the runner has made of `weights` once and keeps with the layer.
+        dense: fp32 experts for a batch of expert ids, decoded from `weights`.
+        relaid: how the stored weights were repacked for this backend; empty when they were loaded unchanged.
+        first_expert: the layer's id of local expert 0, on a rank that has some of the experts.
+        derived: tensors that the runner derives from `weights` once and keeps with the layer.
     """
 
     problem: MoEProblem
@@ -125,7 +130,7 @@ class PreparedMoE:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.weights["w13"].device
 
     @property
@@ -134,15 +139,20 @@ class PreparedMoE:
         return sum(t.numel() * t.element_size() for t in self.weights.values())
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """Ids of the layer's experts as runners take them: counted from the first here, -1 for others."""
+        """`ids` of the layer's experts as local ids, which runners take: -1 for experts of other ranks."""
         return local_ids(ids, self.first_expert, self.problem.local_experts)
 
     def expert(self, expert: int) -> DenseExpert:
-        """Expert `expert`, decoded: the form that `moe_reference` asks for."""
+        """Expert `expert`, decoded: the `dense` argument of `moe_reference`."""
         return self.dense([expert])[0]
 
 
 def local_ids(ids: Tensor, first: int, experts: int) -> Tensor:
-    """`ids` counted from expert `first`, and -1 for those that are none of the `experts` from there."""
+    """`ids` minus `first`, and -1 where that is not one of the `experts` local experts.
+
+    Example:
+        >>> local_ids(torch.tensor([0, 5, 9]), first=4, experts=4).tolist()
+        [-1, 1, -1]
+    """
     local = ids - first
     return torch.where((local >= 0) & (local < experts), local, -1)

@@ -1,4 +1,4 @@
-"""Activations quantized for experts that do not take 16-bit tokens, and the exact inverse."""
+"""Quantization of activations for experts that do not take 16-bit tokens, and dequantization."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..problem.schemes import FULL, ActFormat
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTokens:
-    """Tokens as an experts kernel takes them.
+    """Quantized tokens, the input of an experts kernel.
 
     Attributes:
         values: ``[tokens, hidden]`` codes, or ``[tokens, hidden // 2]`` bytes of two 4-bit codes.
-        scales: of the blocks that `format` names, in the order that the kernel reads.
-        format: what they are.
+        scales: one per block of `format`, in the order that the kernel reads.
+        format: number format and block shape.
     """
 
     values: Tensor
@@ -36,7 +36,7 @@ SMALLEST_E4M3 = 2.0**-9
 TINY = torch.finfo(torch.float32).tiny
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
-"""Scales of one tile, as tensor cores of SM100 and CUTLASS read them."""
+"""Rows and columns of a tile of scales (tensor cores of SM100, CUTLASS)."""
 
 Coded = tuple[Tensor, Tensor]
 """Codes of blocks ``[tokens, blocks, block]``, and their scales ``[tokens, blocks]``."""
@@ -46,14 +46,20 @@ def quantize(x: Tensor, form: ActFormat, global_scale: Tensor | None = None) -> 
     """`x` ``[tokens, hidden]`` as `form`, nearest with ties to even, saturating; scales ``[tokens, blocks]``.
 
     Args:
-        form: ``fp8`` by token, by blocks of a token, or with one static scale; ``int8`` likewise;
+        form: ``fp8`` per token, per block of a token, or with one static scale; ``int8`` likewise;
             ``mxfp8``; ``mxfp4``; ``nvfp4``; any other whose codes and scales are a row of `QUANTIZERS`.
-        global_scale: one number in a tensor on x's device, by which a decoded value is multiplied last:
-            of a two-level format (1 for None), and the scale itself of a static format, which must have one.
+        global_scale: one number in a tensor on x's device by which decoded values are multiplied last: the
+            second level of a two-level format (None is 1), or the scale of a static format (required).
 
     Raises:
         NoBackend: no quantizer for `form`.
-        UsageError: `hidden` is no whole number of blocks, or a global scale is missing or not wanted.
+        UsageError: `hidden` is not a multiple of the block, or a global scale is missing or not expected.
+
+    Example:
+        >>> from moectl.problem.schemes import MXFP8_ACT
+        >>> tokens = quantize(torch.ones(2, 64), MXFP8_ACT)
+        >>> tuple(tokens.values.shape), tuple(tokens.scales.shape)
+        ((2, 64), (2, 2))
     """
     reason = refusal(form, x.shape[-1])
     if reason:
@@ -104,20 +110,20 @@ def _float_scales(blocks: Tensor, scale: Tensor | None, largest: float) -> Tenso
 
 
 def _mxfp8(blocks: Tensor, scale: Tensor | None) -> Coded:
-    """E4M3 codes with the least E8M0 scale under which none saturates (NVIDIA's rule), uint8."""
+    """E4M3 codes with the smallest E8M0 scale (uint8) with which none saturates (NVIDIA's rule)."""
     fraction, exponent = torch.frexp(_quotient(blocks.abs().amax(-1), E4M3.largest))
-    # frexp's fraction is from 0.5 on: exactly 0.5 is a power of two, anything above is rounded up.
+    # frexp's fraction is in [0.5, 1): exactly 0.5 is a power of two, anything above is rounded up.
     power = (exponent - 1 + (fraction > 0.5).int() + 127).clamp(1, 253)
     inverse = ((254 - power) << 23).view(torch.float32)
     return _e4m3(blocks * inverse.unsqueeze(-1)), power.to(torch.uint8)
 
 
 def _nvfp4(blocks: Tensor, scale: Tensor | None) -> Coded:
-    """E2M1 codes, two to a byte and the even column low, with E4M3 scales of blocks under a global one."""
+    """E2M1 codes, two to a byte with the even column low, with E4M3 block scales and a global scale."""
     if scale is not None:
         blocks = blocks / scale.float().reshape(1, 1, 1)
-    wanted = _quotient(blocks.abs().amax(-1), E2M1.largest).clamp(SMALLEST_E4M3, E4M3.largest)
-    scales = wanted.to(torch.float8_e4m3fn)
+    exact = _quotient(blocks.abs().amax(-1), E2M1.largest).clamp(SMALLEST_E4M3, E4M3.largest)
+    scales = exact.to(torch.float8_e4m3fn)
     codes = _e2m1(blocks / scales.float().unsqueeze(-1))
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scales.view(torch.uint8)
 
@@ -125,9 +131,9 @@ def _nvfp4(blocks: Tensor, scale: Tensor | None) -> Coded:
 def _mxfp4(blocks: Tensor, scale: Tensor | None) -> Coded:
     """E2M1 codes, two to a byte, with an E8M0 scale from the largest magnitude rounded to E2M1's mantissa.
 
-    So Quark and llm-compressor do it: what is nearest to 8 times a power of two gets the larger scale.
+    As in Quark and llm-compressor: a magnitude that rounds to 8 times a power of two gets the larger scale.
     """
-    half = 1 << 21  # of the one mantissa bit that E2M1 has, in the bits of a float
+    half = 1 << 21  # half of E2M1's one mantissa bit, in the bits of a float
     bits = blocks.abs().amax(-1).clamp(max=2.0**127).view(torch.int32) + half
     power = ((bits >> 23) - 2).clamp(1, 253)
     inverse = ((254 - power) << 23).view(torch.float32)
@@ -136,7 +142,7 @@ def _mxfp4(blocks: Tensor, scale: Tensor | None) -> Coded:
 
 
 Coding = tuple[str, str]
-"""What codes stand for, as `CodeGrid.name`, and `NumberFormat.byte_scale`."""
+"""`CodeGrid.name` and `NumberFormat.byte_scale` of a format."""
 
 QUANTIZERS: dict[Coding, Callable[[Tensor, Tensor | None], Coded]] = {
     ("E4M3", ""): _fp8,
@@ -145,7 +151,7 @@ QUANTIZERS: dict[Coding, Callable[[Tensor, Tensor | None], Coded]] = {
     ("E2M1", "F8_E4M3"): _nvfp4,
     ("INT8", ""): _int8,
 }
-"""Codes and scales of blocks ``[tokens, blocks, block]`` by what codes and scales are."""
+"""Quantizers of blocks ``[tokens, blocks, block]`` to codes and scales, by `Coding`."""
 
 
 def _coding(number: NumberFormat) -> Coding:
@@ -166,7 +172,7 @@ def _split(t: Tensor, block: int) -> Tensor:
 
 
 def _quotient(x: Tensor, number: float) -> Tensor:
-    """`x` / `number`, rounded once: by a plain number a GPU would multiply with its rounded reciprocal."""
+    """`x` / `number`, rounded once: for a Python number a GPU multiplies by its rounded reciprocal."""
     return x / torch.full_like(x, number)
 
 
@@ -186,9 +192,9 @@ def _e2m1(x: Tensor) -> Tensor:
 
 
 def dequantize(tokens: QuantizedTokens, global_scale: Tensor | None = None) -> Tensor:
-    """``[tokens, hidden]`` fp32 that `tokens` stand for, their scales row by row: the inverse of `quantize`.
+    """``[tokens, hidden]`` fp32 values of `tokens` with scales row by row (not tiled).
 
-    Exact for MXFP8; one rounding to fp32 for each other factor, as the codec of the same weight format.
+    Exact for MXFP8; otherwise one rounding to fp32 per factor, as in the codec of the same weight format.
     """
     form = tokens.format
     if not _is_known(form):
@@ -228,10 +234,10 @@ SCALES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def in_tiles(scales: Tensor) -> Tensor:
-    """`scales` ``[..., tokens, blocks]`` in tiles of 128 x 4, both rounded up and filled with zero bytes.
+    """`scales` ``[..., tokens, blocks]`` in tiles of 128 x 4, both sizes rounded up and padded with zeros.
 
-    The shape is that of the rounded scales; in memory tile follows tile along a row of tiles, and within
-    one, four by four bytes of the tokens j, j + 32, j + 64, j + 96 for j from 0 to 31.
+    The shape is that of the padded scales. In memory tiles are row-major; a tile has, for j from 0 to 31,
+    four bytes each of the tokens j, j + 32, j + 64 and j + 96.
     """
     *lead, rows, columns = scales.shape
     down, across = math.ceil(rows / TILE_ROWS), math.ceil(columns / TILE_COLUMNS)
@@ -242,7 +248,7 @@ def in_tiles(scales: Tensor) -> Tensor:
 
 
 def from_tiles(tiles: Tensor, rows: int, columns: int) -> Tensor:
-    """``[..., rows, columns]`` scales of `in_tiles`, which undoes it."""
+    """``[..., rows, columns]`` scales: the inverse of `in_tiles`."""
     *lead, down, across = tiles.shape
     blocks = tiles.reshape(math.prod(lead), down // TILE_ROWS, across // TILE_COLUMNS, 32, 4, TILE_COLUMNS)
     padded = blocks.permute(0, 1, 4, 3, 2, 5).reshape(*lead, down, across)

@@ -1,6 +1,6 @@
-"""The judge of layer results: routing, activation and a fused-MoE layer in plain torch.
+"""The reference for layer results: routing, activation and a fused-MoE layer in plain torch.
 
-Written to be believed, not to be fast. Everything is computed in fp32, or in fp64 on request.
+Written to be obviously correct, not to be fast. Everything is computed in fp32, or in fp64 on request.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .prepared_layer import DenseExpert
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    """Shares of the logits that are numbers."""
+    """Softmax over the logits that are not NaN; NaN stays NaN."""
     return torch.softmax(logits.masked_fill(logits.isnan(), -torch.inf), -1) + 0 * logits
 
 
 def _sqrtsoftplus(logits: Tensor) -> Tensor:
-    """The logarithm of ``exp(l) + exp(0)``; torch's softplus is no softplus any more beyond 20."""
+    """sqrt(softplus(l)) as ``log(exp(l) + exp(0))``; torch's softplus returns its argument beyond 20."""
     return torch.sqrt(torch.logaddexp(logits, torch.zeros_like(logits)))
 
 
@@ -34,16 +34,16 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 """Scoring functions by the name in `Routing.scoring`, of fp64 logits. The score of NaN is NaN."""
 
 SPARSEMIXER = "sparsemixer"
-"""A scoring that weighs each chosen expert by itself, and is no function of all scores."""
+"""A scoring that weighs each chosen expert separately, and is not a function of all scores."""
 
 JITTER = 0.01
-"""Half of the relative distance within which experts count as near each other (Phi-3.5-MoE)."""
+"""Half the relative distance within which experts share a softmax (Phi-3.5-MoE's jitter noise)."""
 
 SMALLEST_SUM = 1e-20
 """Lower bound of the sum that weights are divided by (the DeepSeek-V3 model adds the same number)."""
 
 LARGEST_LOGIT = torch.finfo(torch.float32).max
-"""What an infinite logit counts as, with its sign."""
+"""What replaces an infinite logit, with its sign."""
 
 
 def route(
@@ -58,31 +58,40 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Chosen expert ids ``[tokens, top_k]`` int32 and their weights ``[tokens, top_k]`` in `dtype`.
 
-    Experts come in falling order of what they are chosen by; ties go to the lower expert id. That is the
-    logit, with which every score rises; and with a correction bias ``score + bias`` in `dtype`, of the
-    exact score rounded to it. A large bias rounds scores away and so makes ties; weights come from the
-    scores alone. They are computed in fp64 and rounded once.
+    Experts are ordered by logit (every score increases with it), or with a correction bias by
+    ``score + bias`` in `dtype`, of the exact score rounded to it, largest first; ties go to the lower expert
+    id. A large bias rounds scores away and so makes ties. Weights come from the scores alone; they are
+    computed in fp64 and rounded once.
 
-    Groups go by their best expert's logit, with a correction bias by the sum of their two best experts'
-    biased scores, added in `dtype` (DeepSeek-V2 and -V3 model definitions); ties to the lower group.
+    Groups are ordered by their best expert's logit, with a correction bias by the sum of their two best
+    experts' biased scores, added in `dtype` (DeepSeek-V2 and -V3 model definitions); ties go to the lower
+    group.
 
-    A NaN, as logit or as biased score, is never chosen while there are others, and takes no part in
-    sums. A chosen expert with a NaN logit has the weight NaN: a row of NaN has the ids 0, 1, ... and
-    weights NaN. An infinite logit counts as the largest fp32 number of its sign.
+    NaN, as a logit or a biased score, is never chosen while there are numbers, and is left out of sums.
+    A chosen expert with a NaN logit has the weight NaN: a row of NaN has the ids 0, 1, ... and
+    weights NaN. An infinite logit is replaced by the largest fp32 number of its sign.
 
     Args:
         logits: ``[tokens, experts]`` of any float dtype.
-        problem: its `routing`, `experts` and `top_k` say what is computed.
-        correction_bias: ``[experts]``, needed exactly when the routing has one.
+        problem: its `routing`, `experts` and `top_k` define what is computed.
+        correction_bias: ``[experts]``, required exactly when the routing has one.
         expert_scale: ``[experts]`` factors on the final weights, likewise.
-        table: ``[vocabulary, top_k]`` integer expert ids by token id, needed exactly when the routing
-            is hashed: the ids are its rows, in their order, and the scores only weigh. A token id or
+        table: ``[vocabulary, top_k]`` integer expert ids by token id, required exactly when the routing
+            is hashed: the ids are its rows, in their order, and the scores are only weights. A token id or
             an expert id out of range gives id -1 with weight 0; on a CPU it is an error.
-        token_ids: ``[tokens]`` integers, needed with a table.
+        token_ids: ``[tokens]`` integers, required with a table.
 
     Raises:
-        UsageError: tensors that do not fit the problem, are missing or surplus.
+        UsageError: tensors that do not fit the problem, are missing or not expected.
         NoBackend: a scoring function that is not in `SCORES`.
+
+    Example:
+        >>> from moectl.problem.moe_problem import Dims, MoEProblem
+        >>> from moectl.problem.schemes import BF16, Scheme
+        >>> problem = MoEProblem(Dims(64, 64), experts=4, top_k=2, scheme=Scheme(BF16))
+        >>> ids, weights = route(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), problem)
+        >>> ids.tolist()
+        [[1, 3]]
     """
     routing, k = problem.routing, problem.top_k
     check_routing(logits, problem, correction_bias, expert_scale, table, token_ids)
@@ -109,7 +118,7 @@ def route(
 
 
 def _sparsemixer(logits: Tensor, ids: Tensor) -> Tensor:
-    """Weights of the experts `ids`, the best first, each weighed among those that come near it.
+    """Weights of the experts `ids`, the best first, each from a softmax over the experts near it.
 
     An expert's weight is its share in a softmax over those not chosen before whose logits are at most
     `2 * JITTER` below it, relative to the larger magnitude (the Phi-3.5-MoE model).
@@ -186,7 +195,7 @@ def check_routing(
         if t is not None and t.device != logits.device:
             raise UsageError(f"logits and {name} must be on one device, got {logits.device} and {t.device}")
     if table is not None and token_ids is not None and logits.device.type == "cpu":
-        # Reading them back from a GPU would stall it, and is not possible inside a CUDA graph.
+        # Copying them from a GPU would stall it, and is not possible inside a CUDA graph.
         _check_range("token ids", token_ids, len(table))
         _check_range("expert ids of the table", table[token_ids.long()], experts)
 
@@ -242,8 +251,17 @@ def moe_reference(
         x: ``[tokens, hidden]``.
         ids: ``[tokens, top_k]`` integer expert ids; a negative id is a skipped assignment.
         weights: ``[tokens, top_k]`` routing weights.
-        dense: the decoded expert of an id; asked only for experts that got tokens.
-        problem: its activation, row order and routing say what is computed.
+        dense: returns an expert decoded, by id; called only for experts that have tokens.
+        problem: its activation, row order and routing define what is computed.
+
+    Example:
+        >>> from moectl.problem.moe_problem import Dims, MoEProblem
+        >>> from moectl.problem.schemes import BF16, Scheme
+        >>> problem = MoEProblem(Dims(8, 4), experts=1, top_k=1, scheme=Scheme(BF16))
+        >>> expert = DenseExpert(w13=torch.ones(8, 8), w2=torch.ones(8, 4))
+        >>> moe_reference(torch.ones(2, 8), torch.zeros(2, 1).int(), torch.ones(2, 1),
+        ...               lambda expert_id: expert, problem).shape
+        torch.Size([2, 8])
     """
     x = x.to(dtype)
     weights = weights.to(dtype)

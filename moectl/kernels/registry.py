@@ -51,18 +51,22 @@ RUNNERS: dict[str, RunnerEntry] = {
     ),
     "emulation": RunnerEntry("moectl.kernels.torch_backends.emulation:RUNNER"),
 }
-"""Every backend that runs here. Other projects' kernels are looked for when a layer is refused or run."""
+"""Every backend that runs here. Other projects' packages are imported only when a layer is checked or run."""
 
 ANY_LAYOUT = "torch"
-"""The backend that reads every layout, on every device."""
+"""The backend that supports every layout on every device."""
 
 
 def runner_for(name: str) -> Runner:
     """The runner called `name`.
 
     Raises:
-        UsageError: there is none; it names the choices.
+        UsageError: there is none; the message lists the choices.
         NoBackend: a package that it imports is not installed, or lacks what is imported from it.
+
+    Example:
+        >>> runner_for("torch").name
+        'torch'
     """
     if name not in RUNNERS:
         raise UsageError(f"backend {name!r} cannot be run here; choose from {', '.join(RUNNERS)}")
@@ -73,7 +77,7 @@ def runner_for(name: str) -> Runner:
 
 @contextmanager
 def _needing(packages: tuple[str, ...], name: str) -> Iterator[None]:
-    """NoBackend where an import fails for want of one of `packages`; any other error is a bug and stays."""
+    """Turns a failed import of one of `packages` into NoBackend; any other ImportError is a bug and stays."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What runs a prepared layer: the contract that every backend here meets, and checks of arguments."""
+"""The contract of everything that runs a prepared layer (`Runner`), and checks of a call's arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[..., Tensor]
 
 
 class ActivationFormat(str, Enum):
-    """How tokens are passed to the experts, by the name of the `Runner` field that takes them so."""
+    """How tokens are passed to the experts; the value is the `Runner` field for this format."""
 
     STANDARD = "compute"
     MONOLITHIC = "monolithic"
@@ -26,7 +26,7 @@ class ActivationFormat(str, Enum):
 
     @property
     def says(self) -> str:
-        """What such experts take, in a user's words."""
+        """What experts of this format take as arguments, for sentences."""
         return _FORMS[self]
 
 
@@ -40,46 +40,52 @@ _FORMS = {
 LIBRARY = "the library"
 
 
-def chosen_by(who: str) -> Callable[[PreparedMoE, int], str]:
-    """The `Runner.tactic` of a library that chooses by itself, and does not tell what."""
-    return lambda prepared, tokens: f"chosen by {who}"
+def chosen_by(library: str) -> Callable[[PreparedMoE, int], str]:
+    """The `Runner.tactic` of a library that chooses its tactic internally and does not report it."""
+    return lambda prepared, tokens: f"chosen by {library}"
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """What runs a prepared layer. A stateless constant: everything it needs is in the `PreparedMoE`.
+    """Runs a prepared layer. A stateless constant: everything it needs is in the `PreparedMoE`.
 
-    It computes in one or several of three forms; those that it lacks are None. Each is called with
-    arguments already checked, and with `Quantized` tokens where `wants` is another format than `A16`.
+    It supports one or more of the three activation formats (`compute`, `monolithic`, `batched`); the others
+    are None. Each is called with checked arguments, and with `QuantizedTokens` if `wants` is not `A16`.
 
     Attributes:
         name: the backend's name.
-        layout: name of the weight layout it reads, or what tells it from a problem; None reads every
-            layout through its way back.
+        layout: name of the weight layout it reads, or a function of the problem; None supports every layout
+            by decoding the weights with the layout's inverse.
         compute: modular, ``compute(prepared, x, ids, weights) -> y``: tokens in their own order.
         refusal: why it cannot run a problem on a device, in a sentence; empty when it can.
-        accumulation: the row of the tolerance table that its results are held to.
+        accumulation: the row of the tolerance table that its results are checked against.
         capturable: True when a call can be captured in a CUDA graph: it never waits for the GPU.
-        ready: makes what it derives from a layer's weights once, before the first call; may wait for
+        ready: derives what it needs from a layer's weights, once before the first call; may wait for
             the GPU.
-        monolithic: ``monolithic(prepared, x, logits, correction_bias) -> y``: it routes by itself.
-        batched: ``batched(prepared, x, counts) -> y``: x and y ``[local_experts, most, hidden]``, of which
-            the first ``counts[e]`` rows of expert e are tokens and all others hold anything; the router's
-            weights are left to whoever puts the tokens back in their order, on either side.
-        wants: the activation format in which it takes tokens, or what tells it from a problem; of another
-            than A16 its y is in the model's dtype, and tokens come already multiplied where the router's
-            weight is on the input.
-        weighs: True when `compute` multiplies by the router's weights and sums over a token's experts;
-            else its y is ``[tokens, top_k, hidden]`` and both are left to the finalize step.
-        tactic: ``tactic(prepared, tokens)``: what it launches for so many tokens, in few words, or who
-            chooses that where a library does not tell (`chosen_by`); empty where there is no choice.
-        masks_padding: True when it reads no lane of the weights past the logical sizes as a number, so that
-            they may hold anything; else they are zeros, as layouts leave them.
-        tiled: it reads scales of tokens in tiles of 128 x 4 (`quantize.in_tiles`); else row by row.
-        input_scale: the one number of a layer by which tokens are quantized, in a tensor where the layer
-            is: of NVFP4 tokens, and of static formats. None: the format's own scales are all.
-        workspace: ``workspace(prepared, tokens, form)``, most bytes of a call beside its arguments and its
-            result; of the batched form `tokens` are the rows of one expert. None: it does not say.
+        monolithic: ``monolithic(prepared, x, logits, correction_bias) -> y``: routing is part of the kernel.
+        batched: ``batched(prepared, x, counts) -> y``: x and y are ``[local_experts, most, hidden]``; the
+            first ``counts[e]`` rows of expert e are tokens, all others are undefined. The caller applies the
+            router's weights when it gathers the tokens in their original order.
+        wants: the activation format in which it takes tokens, or a function of the problem. For a format
+            other than A16, y has the model's dtype, and tokens are already multiplied by the router's weight
+            if that is applied to the input.
+        applies_router_weights: True when `compute` multiplies by the router's weights and sums over a token's
+            experts; otherwise y is ``[tokens, top_k, hidden]`` and the finalize step does both.
+        tactic: ``tactic(prepared, tokens)``: a short description of the kernel that it launches for this many
+            tokens, or `chosen_by` for a library that does not report it; empty if there is no choice.
+        masks_padding: True when padding beyond the logical sizes never enters a computation and may hold
+            anything; otherwise it must be zeros, as layouts write it.
+        tiled: it reads token scales in tiles of 128 x 4 (`quantize_tokens.in_tiles`); else row by row.
+        input_scale: the layer's scale for quantizing tokens, on the layer's device: for NVFP4 tokens and
+            static formats. None: there are no scales but those of tokens or blocks.
+        workspace: ``workspace(prepared, tokens, form)``: upper bound in bytes on what a call allocates besides
+            arguments and result; with batched activations `tokens` are the rows of one expert. None: unknown.
+
+    Example:
+        >>> from moectl.kernels.registry import runner_for
+        >>> runner = runner_for("torch")
+        >>> runner.name, [form.value for form in runner.forms]
+        ('torch', ['compute', 'batched'])
     """
 
     name: str
@@ -92,7 +98,7 @@ class Runner:
     monolithic: Run | None = None
     batched: Run | None = None
     wants: ActFormat | Callable[[MoEProblem], ActFormat] = A16
-    weighs: bool = True
+    applies_router_weights: bool = True
     tactic: Callable[[PreparedMoE, int], str] = lambda prepared, tokens: ""
     masks_padding: bool = False
     tiled: bool = False
@@ -100,17 +106,17 @@ class Runner:
     workspace: Callable[[PreparedMoE, int, ActivationFormat], int] | None = None
 
     def in_form(self, form: ActivationFormat) -> Run | None:
-        """What computes in `form`, or None."""
-        found: Run | None = getattr(self, form.value)
-        return found
+        """The function that computes in `form`, or None."""
+        function: Run | None = getattr(self, form.value)
+        return function
 
     @property
     def forms(self) -> tuple[ActivationFormat, ...]:
-        """The forms that it has, its own first."""
+        """The activation formats that it supports, the preferred one first."""
         return tuple(form for form in ActivationFormat if self.in_form(form) is not None)
 
     def layout_of(self, problem: MoEProblem) -> str | None:
-        """The layout in which it reads `problem`'s weights; None when any will do."""
+        """The layout in which it reads `problem`'s weights; None when it supports any."""
         return self.layout(problem) if callable(self.layout) else self.layout
 
     def wants_of(self, problem: MoEProblem) -> ActFormat:
@@ -118,16 +124,16 @@ class Runner:
         return self.wants(problem) if callable(self.wants) else self.wants
 
     def accept(self, prepared: PreparedMoE) -> None:
-        """Raises NoBackend when the layer is where no kernel runs, in another layout, or refused."""
+        """Raises NoBackend for a device without kernels, another layout, or a layer that is refused."""
         if prepared.device.type not in DEVICES:
             raise NoBackend(
                 f"there is no kernel for {prepared.device.type} devices; kernels here run on "
                 f"{' and '.join(DEVICES.values())}"
             )
-        wanted = self.layout_of(prepared.problem)
-        if wanted is not None and prepared.layout != wanted:
+        layout = self.layout_of(prepared.problem)
+        if layout is not None and prepared.layout != layout:
             raise NoBackend(
-                f"the {self.name} backend reads layout {wanted}, got weights in {prepared.layout}",
+                f"the {self.name} backend reads layout {layout}, got weights in {prepared.layout}",
                 hint="prepare the layer for this backend",
             )
         reason = self.refusal(prepared.problem, prepared.device)
@@ -140,17 +146,17 @@ DEVICES = {"cuda": "GPUs that torch calls cuda", "cpu": "the CPU"}
 
 
 def check_tokens(prepared: PreparedMoE, x: Tensor, **others: Tensor | None) -> None:
-    """Raises UsageError when `x` does not fit the layer, or it and `others` are not where the layer is."""
+    """Raises UsageError when `x` does not fit the layer, or a tensor is not on the layer's device."""
     problem = prepared.problem
     if x.ndim != 2 or x.shape[1] != problem.dims.hidden:
         raise UsageError(f"x must be [tokens, {problem.dims.hidden}], got {list(x.shape)}")
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise UsageError(f"x must be torch.bfloat16 or torch.float16, got {x.dtype}; cast it before the call")
-    given = {"x": x, **{name: t for name, t in others.items() if t is not None}}
-    devices = {t.device for t in given.values()} | {prepared.device}
+    tensors = {"x": x, **{name: t for name, t in others.items() if t is not None}}
+    devices = {t.device for t in tensors.values()} | {prepared.device}
     if len(devices) > 1:
-        places = ", ".join(sorted(str(d) for d in devices))
-        raise UsageError(f"{', '.join(given)} and the layer must be on one device, got {places}")
+        names = ", ".join(sorted(str(d) for d in devices))
+        raise UsageError(f"{', '.join(tensors)} and the layer must be on one device, got {names}")
 
 
 def check_arguments(
@@ -158,17 +164,17 @@ def check_arguments(
 ) -> None:
     """Raises UsageError when tensors do not fit the layer or each other.
 
-    `experts` are those that ids may name; None: the ones of the layer that are here.
+    `experts` is the number of experts that ids may name; None: the layer's local experts.
     """
-    problem, wanted = prepared.problem, (len(x), prepared.problem.top_k)
+    problem, shape = prepared.problem, (len(x), prepared.problem.top_k)
     check_tokens(prepared, x, ids=ids, weights=weights)
     for name, tensor, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
-        if tuple(tensor.shape) != wanted:
-            raise UsageError(f"{name} must be {list(wanted)}, got {list(tensor.shape)}")
+        if tuple(tensor.shape) != shape:
+            raise UsageError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
         if tensor.dtype != dtype:
             raise UsageError(f"{name} must be {dtype}, got {tensor.dtype}; cast it before the call")
-    known = experts or problem.local_experts
-    # Reading ids back from a GPU would stall it, and is not possible inside a CUDA graph.
-    if ids.device.type == "cpu" and len(ids) and int(ids.max()) >= known:
+    count = experts or problem.local_experts
+    # Copying ids from a GPU would stall it, and is not possible inside a CUDA graph.
+    if ids.device.type == "cpu" and len(ids) and int(ids.max()) >= count:
         whose = "the layer's experts" if experts else "the experts here"
-        raise UsageError(f"ids must be below {known}, {whose}; got {int(ids.max())}")
+        raise UsageError(f"ids must be below {count}, {whose}; got {int(ids.max())}")

@@ -15,7 +15,7 @@ from ..problem.number_formats import NUMBER_FORMATS
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest errors that pass, and why they are what they are.
+    """Largest errors that pass, and where they come from.
 
     Attributes:
         max: of any element, relative to the RMS of its token's reference row.
@@ -49,17 +49,17 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
 }
 """(`NumberFormat.decoding` of the weights, accumulation) -> tolerance; ``steps`` accumulates in fp32 too.
 
-An element's error is near normal, so the largest of 1e8 elements is about six times the RMS; tokens whose
-experts cancel need the rest of `max`.
+Errors of elements are close to normally distributed, so that the largest of 1e8 is about six times the RMS;
+`max` is larger because of tokens whose experts' outputs cancel.
 """
 
 DECLARED = "declared"
-"""As `accumulation`: in fp32, of activations in the format that the checkpoint declares."""
+"""As `accumulation`: fp32 sums of activations that are quantized to the checkpoint's declared format."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """A result against the reference.
+    """A result compared with the reference.
 
     Attributes:
         max: largest element error relative to the RMS of its token's reference row.
@@ -78,7 +78,7 @@ class CheckResult:
 
 
 def tolerance_for(problem: MoEProblem, accumulation: str = "fp32") -> Tolerance:
-    """What a result may differ by; NoBackend when no row says it.
+    """The tolerance of a result; NoBackend when `TOLERANCES` has no row for it.
 
     `accumulation` is ``fp32``, or the format of activations that are quantized before they are multiplied
     and summed in fp32: one with a `token_tolerance`, or `DECLARED` for the checkpoint's.
@@ -94,8 +94,8 @@ def tolerance_for(problem: MoEProblem, accumulation: str = "fp32") -> Tolerance:
         return tolerance_for(problem)
     weight = problem.scheme.weight.name
     number = NUMBER_FORMATS.get(weight)
-    found = TOLERANCES.get((number.decoding, accumulation)) if number else None
-    if found is None:
+    tolerance = TOLERANCES.get((number.decoding, accumulation)) if number else None
+    if tolerance is None:
         stated = [
             f"{name}/{sums}"
             for name, known in NUMBER_FORMATS.items()
@@ -106,14 +106,18 @@ def tolerance_for(problem: MoEProblem, accumulation: str = "fp32") -> Tolerance:
             f"no tolerance is stated for {weight} weights with {accumulation} accumulation; "
             f"rows: {', '.join(stated)}"
         )
-    return found
+    return tolerance
 
 
 def check(y: Tensor, reference: Tensor, tolerance: Tolerance) -> CheckResult:
-    """`y` compared with `reference`, both ``[tokens, hidden]``. NaN or infinity in `y` never passes.
+    """`y` compared with `reference`, both ``[tokens, hidden]``. NaN or infinity in either never passes.
 
-    A reference that is not finite never passes either: nothing can be said about such a result.
     Raises UsageError when the shapes differ.
+
+    Example:
+        >>> reference = torch.ones(2, 4)
+        >>> check(reference * 1.001, reference, Tolerance(0.06, 6e-3, "an example")).ok
+        True
     """
     if y.shape != reference.shape or y.ndim != 2:
         raise UsageError(f"result and reference differ in shape: {list(y.shape)} and {list(reference.shape)}")
@@ -123,7 +127,7 @@ def check(y: Tensor, reference: Tensor, tolerance: Tolerance) -> CheckResult:
     error = (y.to(ref.device).double() - ref).abs()
     row = ref.square().mean(1).sqrt()
     whole = float(ref.square().mean().sqrt())
-    # A row that is nearly zero beside the others is measured against the whole, not against itself.
+    # The error of a row that is nearly zero compared with the others is relative to the whole result.
     scale = row.clamp_min(1e-3 * whole)
     relative = _ratio(error, scale.unsqueeze(1))
     per_token = _ratio(error.square().mean(1).sqrt(), scale)
@@ -136,5 +140,5 @@ def check(y: Tensor, reference: Tensor, tolerance: Tolerance) -> CheckResult:
 
 
 def _ratio(error: Tensor, scale: Tensor) -> Tensor:
-    """error / scale, where no error against a scale of zero is zero and any other is infinite."""
+    """error / scale, with 0 / 0 = 0."""
     return torch.where(error == 0, torch.zeros_like(error), error / scale)

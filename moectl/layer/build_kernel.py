@@ -123,10 +123,10 @@ def _exchange(parallel: Parallel, group: dist.ProcessGroup | None, most: int | N
 
 def _check_input_scales(kernel: FusedMoEKernel) -> None:
     """NoBackend on every rank where ranks would read each other's tokens by other scales than their own."""
-    scale = kernel.around.input_scale
+    scale = kernel.prepare_finalize.input_scale
     if scale is None:
         return
-    low, high = kernel.exchange.spread_of(scale)
+    low, high = kernel.exchange.range_over_ranks(scale)
     if low != high:
         raise NoBackend(
             f"ranks that gather each other's tokens need one scale of inputs, theirs are {low:g} to {high:g}",

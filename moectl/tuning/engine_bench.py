@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 8192
 ROWS, COLUMNS, STAGES = (16, 32, 64, 128, 256), (32, 64, 128, 256), (2, 3, 4, 5)
 DEPTHS: Mapping[bool, tuple[int, ...]] = {False: (64, 128, 256), True: (64, 128)}
 """By whether there are scales, whose spans no depth cuts across."""
-TALLEST = {False: math.inf, True: 90}
+MAX_BLOCK_ROWS = {False: math.inf, True: 90}
 """About how many rows a block has at most: sums that are scaled at each step take registers twice."""
 SHARED = 227 << 10
 """Bytes of shared memory of one program, where torch does not tell."""
@@ -44,8 +44,8 @@ def blocks_for(cell: TuningCase, form: TunedKernel, shared: int) -> list[GemmCon
     Blocks of rows near the tokens of an expert; blocks go over the columns together only where an expert
     has several; few stages of a shallow loop hide nothing, and a loop has no use for many of a deep one.
     """
-    each, size = cell.each, 1 if form.scaled else 2
-    wanted = min(max(1.5 * each, 16), TALLEST[form.scaled])
+    each, size = cell.tokens_per_expert, 1 if form.scaled else 2
+    wanted = min(max(1.5 * each, 16), MAX_BLOCK_ROWS[form.scaled])
     rows = sorted(ROWS, key=lambda m: abs(math.log2(m / wanted)))[: 1 if each <= 8 else 2]
     columns = COLUMNS if each <= 8 else COLUMNS[1:]
     groups = (1, 16) if each > max(16, min(rows)) else (1,)

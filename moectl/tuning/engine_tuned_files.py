@@ -86,12 +86,12 @@ def check_some_gpu(problem: MoEProblem, packages: Packages, engine: Engine) -> N
     raise errors[0]
 
 
-def place_of(target: Path, name: TunedFile) -> Path:
+def tuned_file_path(target: Path, name: TunedFile) -> Path:
     """Where the file goes: `target` itself when it ends in ``.json``, else in the folder it names."""
     return target if target.suffix == ".json" else target / str(name)
 
 
-def misnamed(place: Path, name: TunedFile, engine: Engine) -> str:
+def wrong_name_note(place: Path, name: TunedFile, engine: Engine) -> str:
     """What is to be said of a file that `engine` would not look for; empty when it would."""
     found = files_of(engine).parse(place.name)
     return "" if found == name else f"{place.name} is not what {engine.title} looks for: {name}"

@@ -1,7 +1,7 @@
 """The search over launches: within a budget, resumable, nothing timed that is not right. Needs no GPU.
 
-A `LaunchBench` measures, a `LaunchStore` keeps results, and a function is the clock, so that the search itself can
-be tested without any of them.
+A `LaunchBench` measures, a `LaunchStore` keeps the results and a function is the clock, so that the search
+can be tested without a GPU, a file or waiting.
 """
 
 from __future__ import annotations

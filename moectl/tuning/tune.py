@@ -19,7 +19,7 @@ from .engine_tuned_files import TunedFileTarget
 from .gpu_bench import GpuBench
 from .launch_search import LaunchBench, SearchPlan, SearchResult, search
 from .tuned_layers import TunedLayer
-from .tuning_cases import TuningCase, by_worth
+from .tuning_cases import TuningCase, by_expected_gain
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def tune_layers(
             f"moectl's kernels cannot run these layers: {next(iter(refused.values()))}",
             hint="`moectl explain CKPT --policy moectl` says what runs them",
         )
-    cells = by_worth(
+    cells = by_expected_gain(
         [TuningCase(layer.name, layer.problem, count) for layer in usable for count in tokens],
         GpuModel(torch.cuda.get_device_capability(device), gpu_of(device).sms),
     )
@@ -76,7 +76,7 @@ def tune_for_engine(
     return _tuned(cells, bench, ENGINE, plan, again, {})
 
 
-def known_choices(targets: Mapping[str, TunedFileTarget]) -> dict[str, tuple[LaunchRow, ...]]:
+def cached_choices(targets: Mapping[str, TunedFileTarget]) -> dict[str, tuple[LaunchRow, ...]]:
     """What is kept of the layers of `targets` on this GPU, by name."""
     gpu = gpu_of(this_gpu())
     return {

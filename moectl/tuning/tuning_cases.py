@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.triton.launch_table import GpuModel, TokenSpread, unlikeness
+from ..kernels.triton.launch_table import GpuModel, TokenSpread, distance_to_nearest
 from ..kernels.triton.launches import Launch
 from ..kernels.triton.triton_runner import FAMILIES
 from ..problem.moe_problem import MoEProblem
@@ -25,9 +25,9 @@ class TuningCase:
     tokens: int
 
     @property
-    def each(self) -> float:
+    def tokens_per_expert(self) -> float:
         """Tokens per hit expert."""
-        return TokenSpread.here(self.problem, self.tokens).each
+        return TokenSpread.here(self.problem, self.tokens).tokens_per_expert
 
     def __str__(self) -> str:
         return f"{self.name} M={self.tokens}"
@@ -38,17 +38,17 @@ def candidates(cell: TuningCase, families: Iterable[str], device: torch.device) 
     found = []
     for name in families:
         kernel_family = FAMILIES[name]
-        fewest, most = kernel_family.each
-        if kernel_family.runs_on(device) and fewest <= cell.each <= most:
+        fewest, most = kernel_family.tokens_per_expert
+        if kernel_family.runs_on(device) and fewest <= cell.tokens_per_expert <= most:
             tiles = kernel_family.candidates(cell.problem)
             found += [Launch(name, tile) for tile in tiles if not kernel_family.fits(cell.problem, tile)]
     return found
 
 
-def by_worth(cells: Sequence[TuningCase], gpu: GpuModel) -> list[TuningCase]:
+def by_expected_gain(cells: Sequence[TuningCase], gpu: GpuModel) -> list[TuningCase]:
     """`cells` with those first of which the shipped table knows least, the fewest tokens first among equals.
 
     A cell that ships measured can win little; one that takes the row of another layer or another number
     of tokens may run with the wrong kernels. Decode is what a server does most.
     """
-    return sorted(cells, key=lambda cell: (-unlikeness(cell.problem, cell.tokens, gpu), cell.tokens))
+    return sorted(cells, key=lambda cell: (-distance_to_nearest(cell.problem, cell.tokens, gpu), cell.tokens))

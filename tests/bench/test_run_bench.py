@@ -25,7 +25,7 @@ from moectl.kernels.modular.fused_moe_kernel import kernel_of
 from moectl.kernels.reference import moe_reference, route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.timing import interleaved
-from moectl.kernels.timing.interleaved import TimedCalls, quartiles, take_turns
+from moectl.kernels.timing.interleaved import TimedCalls, quartiles, time_interleaved
 from moectl.layer.experts import ExpertLayer
 from moectl.problem.moe_problem import Routing
 from moectl.run import BackendChoice, this_machine
@@ -269,7 +269,7 @@ def test_turns_are_taken_round_robin_and_the_slow_get_fewer():
         name: TimedCalls(lambda name=name: order.append(name), 1, "clock", [], seconds)
         for name, seconds in (("a", 1e-3), ("b", 1e-3), ("slow", interleaved.MOST_SECONDS / 4))
     }
-    failed = take_turns(made, CPU, 8, cold=False)
+    failed = time_interleaved(made, CPU, 8, cold=False)
     assert not failed and [len(made[name].seconds) for name in made] == [8, 8, 4]
     assert order.count("slow") == 4
     # Nobody waits for another to end: in eight rounds of the two fast ones each comes once in every pair.
@@ -296,7 +296,7 @@ def test_what_raises_ends_its_own_turns_alone():
         "bad": TimedCalls(fail, 1, "clock", [], 1e-3),
         "good": TimedCalls(lambda: None, 1, "clock", [], 1e-3),
     }
-    failed = take_turns(made, CPU, 5, cold=False)
+    failed = time_interleaved(made, CPU, 5, cold=False)
     assert list(failed) == ["bad"] and len(made["good"].seconds) == 5 and not made["bad"].seconds
 
 

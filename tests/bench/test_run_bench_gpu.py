@@ -11,8 +11,7 @@ import torch
 
 from moectl.bench.bench_targets import BenchTarget
 from moectl.bench.run_bench import Bench, gpu_name
-from moectl.kernels.timing import interleaved
-from moectl.kernels.timing.cold_calls import LEAD_SECONDS
+from moectl.kernels.timing import cold_calls, interleaved
 from moectl.layer.random_layer import RandomLayer
 from moectl.problem.moe_problem import Dims
 from moectl.run import this_machine
@@ -67,8 +66,8 @@ def test_each_is_timed_on_the_clocks_that_it_gets_by_itself() -> None:
         return interleaved.TimedCalls(run, 1, "calls", [x], 1e-4)
 
     made = {name: turn(name) for name in ("a", "b", "c")}
-    assert not interleaved.take_turns(made, torch.device("cuda"), 11, cold=True)
+    assert not interleaved.time_interleaved(made, torch.device("cuda"), 11, cold=True)
     assert [len(one.seconds) for one in made.values()] == [11, 11, 11]
     visits = [list(group) for _, group in groupby(ran, key=lambda item: item[0])]
     assert len(visits) == 3 * interleaved.VISITS
-    assert all(visit[-4][1] - visit[0][1] >= 0.8 * LEAD_SECONDS for visit in visits)
+    assert all(visit[-4][1] - visit[0][1] >= 0.8 * cold_calls.LEAD_SECONDS for visit in visits)

@@ -12,7 +12,7 @@ import triton
 from devtools.inspection.handovers import early_handovers
 from devtools.inspection.hazards import a_registers, hazards, result_registers
 from devtools.inspection.kernel_report import KernelReport, _serialized, report_of
-from devtools.inspection.offline_gpu import STAND_INS, LaunchedKernel, standing_in
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, LaunchedKernel, compiling_for
 from devtools.inspection.published_kernels import gpu_of, layer_without_weights
 from devtools.inspection.sass import SassCode, parse
 
@@ -176,7 +176,7 @@ def compiled(pinned: bool, rows: int, tokens: int) -> LaunchedKernel:
     def one(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(1, dtype=dtype, device="meta")
 
-    with standing_in(STAND_INS[90]) as launched:
+    with compiling_for(OFFLINE_GPUS[90]) as launched:
         _bytes_by_bf16_kernel[(1,)](
             one(torch.int8), one(torch.bfloat16), one(torch.float32), 4096,
             BN=rows, BM=tokens, BK=64, PINNED=pinned, num_warps=4,
@@ -238,5 +238,5 @@ def test_what_has_no_answer_is_refused() -> None:
 
 def test_interpreted_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(UsageError, match="Unset TRITON_INTERPRET"), standing_in(STAND_INS[90]):
+    with pytest.raises(UsageError, match="Unset TRITON_INTERPRET"), compiling_for(OFFLINE_GPUS[90]):
         pass

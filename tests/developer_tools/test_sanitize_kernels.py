@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from devtools.inspection.offline_gpu import STAND_INS, standing_in
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 
 from moectl.kernels.triton.launch_table import entries
 from moectl.kernels.triton.marlin import TILES as MARLIN_TILES
@@ -48,7 +48,7 @@ def test_small_layers_and_their_configurations(script: ModuleType, format: str) 
 def test_marlin_s_layout_is_read_where_it_lies(script: ModuleType) -> None:
     layer = script.small_layer("int4-g128-zeros", "triton_marlin")
     assert layer.backend == "triton_marlin" and layer.weights["w13_zero"].dtype == torch.int32
-    with standing_in(STAND_INS[90]):
+    with compiling_for(OFFLINE_GPUS[90]):
         found = list(script.configurations("int4-g128-zeros", CUDA, asked(families=["triton_marlin"])))
     assert {it.tile for it in found} <= {tile for _, _, tile in MARLIN_TILES} and len(found) > 1
 
@@ -66,7 +66,7 @@ def test_there_is_a_layer_of_every_kind(script: ModuleType) -> None:
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp4-fp16", "int4-channel", "int4-g32-zeros", "int8-g128"])
 def test_every_family_is_asked_for_what_it_takes(script: ModuleType, format: str) -> None:
-    with standing_in(STAND_INS[90]):
+    with compiling_for(OFFLINE_GPUS[90]):
         found = {it.family for it in script.configurations(format, CUDA, asked(most=1))}
     wanted = {"decode", "grouped", "stream"}
     wanted |= {"mid", "prefill"} if format != "mxfp4-fp16" else set()
@@ -75,7 +75,7 @@ def test_every_family_is_asked_for_what_it_takes(script: ModuleType, format: str
 
 
 def test_only_tiles_that_ship_for_the_format(script: ModuleType) -> None:
-    with standing_in(STAND_INS[90]):
+    with compiling_for(OFFLINE_GPUS[90]):
         found = list(script.configurations("int4-g32", CUDA, asked(shipped=True)))
         none = list(script.configurations("int8-g32", CUDA, asked(shipped=True)))
     rows = [row for entry in entries() if entry.weight == "int4 group 32" for row in entry.rows]
@@ -185,7 +185,7 @@ def test_words_that_workers_give_back_are_told_by_their_source(script: ModuleTyp
 def test_every_ring_is_filled_more_than_once(script: ModuleType, format: str) -> None:
     """What is handed back and overwritten is seen only then."""
     columns = min(script.LAYERS[format].dims.hidden, script.LAYERS[format].dims.intermediate) // 64
-    with standing_in(STAND_INS[90]):
+    with compiling_for(OFFLINE_GPUS[90]):
         found = list(script.configurations(format, CUDA, asked(families=["mid"])))
     assert found and all(it.tile.stages * it.tile.depth < columns for it in found)
 

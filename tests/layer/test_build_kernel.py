@@ -71,7 +71,7 @@ def test_batched_experts_are_built_in_their_form() -> None:
 def test_nothing_is_shared_between_layers() -> None:
     decision = decision_for(KIMI, ONE)
     one, other = build_kernel(decision, layer()), build_kernel(decision, layer())
-    assert one.handle != other.handle and one.around is not other.around
+    assert one.handle != other.handle and one.prepare_finalize is not other.prepare_finalize
     assert one.prepared.derived is not other.prepared.derived
 
 

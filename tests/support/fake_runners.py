@@ -76,6 +76,8 @@ def wanting(form: ActFormat, tiled: bool = False) -> Runner:
 
 
 MONOLITHIC = replace(TORCH, name="torch on logits", compute=None, batched=None, monolithic=routes_itself)
-UNWEIGHED = replace(TORCH, name="torch without weights", compute=leaves_weights, batched=None, weighs=False)
+UNWEIGHED = replace(
+    TORCH, name="torch without weights", compute=leaves_weights, batched=None, applies_router_weights=False
+)
 FP8, MXFP8, NVFP4 = wanting(FP8_BLOCKS), wanting(MXFP8_ACT), wanting(NVFP4_ACT, tiled=True)
 STATIC = wanting(FP8_STATIC)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from devtools.inspection.offline_gpu import STAND_INS, standing_in
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.launches import Launch
@@ -94,7 +94,7 @@ def gemms(layer: PreparedMoE, launch: Launch, tokens: int, name: str) -> list[di
     """What a call's two kernels called `name` were compiled to for SM90, by kind of code."""
     problem = layer.problem
     dtype = torch.float16 if problem.dtype == "fp16" else torch.bfloat16
-    with standing_in(STAND_INS[90]) as launched:
+    with compiling_for(OFFLINE_GPUS[90]) as launched:
         x = torch.empty(tokens, problem.dims.hidden, dtype=dtype, device="meta")
         ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
         run_with(layer, x, ids, ids.float(), launch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devtools.inspection.kernel_report import report_of
-from devtools.inspection.offline_gpu import standing_in
+from devtools.inspection.offline_gpu import compiling_for
 from devtools.inspection.published_kernels import gpu_of
 
 from moectl.tuning.grouped_gemm import SPAN, GemmConfig, PaddedAssignments, plain_gemm
@@ -35,7 +35,7 @@ def test_on_sm90(scaled: bool, swapped: bool, blocks: GemmConfig, product: str) 
     y = _meta(ASSIGNMENTS, N, dtype=torch.bfloat16)
     spans = _meta(TOKENS, K // SPAN), _meta(EXPERTS, N // SPAN, K // SPAN)
     scales = (spans[0].float(), spans[1].float()) if scaled else None
-    with standing_in(gpu_of(90)) as launched:
+    with compiling_for(gpu_of(90)) as launched:
         plain_gemm(y, x, weight, rows, blocks, scales, swapped)
         report = report_of(launched[-1])
     assert report.opcodes[product] and report.opcodes["LDGSTS"], report

@@ -21,7 +21,13 @@ from moectl.oracle.registry import engine_named
 from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from moectl.tuning import engine_bench
 from moectl.tuning.engine_bench import EngineBench, blocks_for, shapes
-from moectl.tuning.engine_tuned_files import TunedFileTarget, misnamed, place_of, target_of, write_choices
+from moectl.tuning.engine_tuned_files import (
+    TunedFileTarget,
+    target_of,
+    tuned_file_path,
+    write_choices,
+    wrong_name_note,
+)
 from moectl.tuning.grouped_gemm import GemmConfig
 from moectl.tuning.launch_search import WrongResult
 from moectl.tuning.tuning_cases import TuningCase
@@ -70,7 +76,7 @@ def test_a_kernel_of_another_form_is_refused_with_the_reason() -> None:
 
 def test_a_file_is_what_moectl_reads_of_vllms(tmp_path: Path) -> None:
     name = target("Qwen/Qwen3-30B-A3B").name
-    place = place_of(tmp_path / "tuned", name)
+    place = tuned_file_path(tmp_path / "tuned", name)
     write_choices(place, {64: TILE, 1: TILE}, "3.6.0", VLLM)
     write_choices(place, {8: TILE | {"num_warps": 8}}, "3.6.0", VLLM)
     document = json.loads(place.read_text())
@@ -84,15 +90,19 @@ def test_a_file_is_what_moectl_reads_of_vllms(tmp_path: Path) -> None:
         "num_stages": 4,
     }
     assert (
-        parse_name(place.name) == name and not file_remark(place, "3.6.0") and not misnamed(place, name, VLLM)
+        parse_name(place.name) == name
+        and not file_remark(place, "3.6.0")
+        and not wrong_name_note(place, name, VLLM)
     )
     assert not list(tmp_path.rglob("*.part"))
 
 
 def test_a_file_of_another_name_is_said_to_be_none_that_is_looked_for(tmp_path: Path) -> None:
     name = target("Qwen/Qwen3-30B-A3B").name
-    assert place_of(tmp_path / "mine.json", name) == tmp_path / "mine.json"
-    assert misnamed(tmp_path / "mine.json", name, VLLM) == f"mine.json is not what vLLM looks for: {name}"
+    assert tuned_file_path(tmp_path / "mine.json", name) == tmp_path / "mine.json"
+    assert (
+        wrong_name_note(tmp_path / "mine.json", name, VLLM) == f"mine.json is not what vLLM looks for: {name}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +156,7 @@ SMALL: MoEProblem = replace(
 )
 
 
-def standing_in(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+def compiling_for(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`plain_gemm` by torch, changed."""
 
     def gemm(y: Any, x: Any, weight: Any, rows: Any, blocks: Any, scales: Any, swapped: Any) -> torch.Tensor:
@@ -171,10 +181,10 @@ def test_both_products_are_held_to_torch(
 ) -> None:
     bench = EngineBench(torch.device("cpu"), lambda cell: form)
     cell, launch = TuningCase("small", problem, 5), Launch("fused_moe", GemmConfig(16, 64, 128, 1, 4, 4))
-    monkeypatch.setattr(engine_bench, "plain_gemm", standing_in(lambda y: y))
+    monkeypatch.setattr(engine_bench, "plain_gemm", compiling_for(lambda y: y))
     assert bench.error(cell, launch) < 3e-3 and bench.time(cell, launch, 1) > 0
     assert launch in bench.candidates(cell) and bench.current(cell).family == "fused_moe"
     for wrong in (lambda y: y * 1.05, torch.zeros_like, lambda y: torch.cat([y[:-1], -y[-1:]])):
-        monkeypatch.setattr(engine_bench, "plain_gemm", standing_in(wrong))
+        monkeypatch.setattr(engine_bench, "plain_gemm", compiling_for(wrong))
         with pytest.raises(WrongResult, match="differs from torch"):
             bench.error(cell, launch)

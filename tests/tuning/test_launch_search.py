@@ -27,7 +27,7 @@ from moectl.problem.published_layers import MODELS
 from moectl.tuning import gpu_bench
 from moectl.tuning.launch_search import DeviceBroken, SearchPlan, SearchProgress, WrongResult, search
 from moectl.tuning.tuned_layers import named_layers
-from moectl.tuning.tuning_cases import TuningCase, by_worth, candidates
+from moectl.tuning.tuning_cases import TuningCase, by_expected_gain, candidates
 from support.runners import apply
 
 QWEN = MODELS["qwen3-30b"]
@@ -211,10 +211,10 @@ def test_cells_that_ship_unmeasured_come_first() -> None:
     other = replace(QWEN, top_k=2, experts=16, local_experts=16)
     gpu = GpuModel((9, 0), 132)
     cells = [*_cells(64, 1), TuningCase("other", other, 64), TuningCase("other", other, 1)]
-    names = [(cell.name, cell.tokens) for cell in by_worth(cells, gpu)]
+    names = [(cell.name, cell.tokens) for cell in by_expected_gain(cells, gpu)]
     assert {name for name, _ in names[:2]} == {"other"} and names[2:] == [("qwen", 1), ("qwen", 64)]
     # On a GPU of another kind nothing ships: fewer tokens come first.
-    assert [cell.tokens for cell in by_worth(_cells(64, 1, 8), GpuModel((8, 0), 108))] == [1, 8, 64]
+    assert [cell.tokens for cell in by_expected_gain(_cells(64, 1, 8), GpuModel((8, 0), 108))] == [1, 8, 64]
 
 
 def test_candidates_are_legal_and_of_families_for_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,12 +221,12 @@ def _write_for_engine(
         check_choices,
         check_some_gpu,
         files_of,
-        misnamed,
-        place_of,
         target_of,
+        tuned_file_path,
         write_choices,
+        wrong_name_note,
     )
-    from ...tuning.tune import known_choices, this_gpu, tune_for_engine
+    from ...tuning.tune import cached_choices, this_gpu, tune_for_engine
 
     packages = packages_from(None)
     known = packages.has(engine.package)
@@ -243,7 +243,7 @@ def _write_for_engine(
         )
     device = detect_device()
     targets = {layer.name: target_of(layer.problem, device, packages, engine) for layer in layers}
-    places = {name: place_of(target, it.name) for name, it in targets.items()}
+    places = {name: tuned_file_path(target, it.name) for name, it in targets.items()}
     if len(set(places.values())) < len(places):
         raise UsageError(
             f"{len(places)} layers have files of their own, {target} is one", hint="name a folder"
@@ -253,13 +253,13 @@ def _write_for_engine(
     with out.progress("tuning", unit="launches") as progress:
         tuning = tune_for_engine(targets, counts, search.plan(out, progress), search.again)
     written = []
-    for name, rows in known_choices(targets).items():
+    for name, rows in cached_choices(targets).items():
         if rows:
             write_choices(places[name], {row.tokens: row.tile for row in rows}, built()["triton"], engine)
             written.append(str(places[name]))
             variable = files_of(engine).variable
             out.note(f"wrote {places[name]}; {engine.title} finds it with {variable} set to its folder")
-            if said := misnamed(places[name], targets[name].name, engine):
+            if said := wrong_name_note(places[name], targets[name].name, engine):
                 out.note(said)
     return _shown(tuning, {**search_document(tuning), "written": written}, out)
 

@@ -1,1 +1,1 @@
-"""Modular kernels: prepare and finalize around the experts of one layer."""
+"""Modular fused-MoE kernels: prepare, the experts of one layer, finalize."""

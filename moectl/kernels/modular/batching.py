@@ -1,6 +1,6 @@
-"""Tokens expert by expert: ``[experts, most, ...]`` with counts, and the way back to the tokens' order.
+"""Batched activations: tokens by expert, ``[experts, most, ...]`` with counts, and the inverse permutation.
 
-Every shape follows from sizes alone and nothing is read back.
+Shapes depend on sizes alone; nothing is copied from the GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .exchange import as_bytes
 
 @dataclass(frozen=True)
 class ExpertMajorBatches:
-    """Where assignments lie among rows ``[experts * most]``.
+    """Positions of assignments among the rows ``[experts * most]`` of a batch.
 
     Attributes:
-        places: ``[tokens, top_k]`` int64; `experts` * `most` for an assignment of no expert here.
-        counts: ``[experts]`` int32 tokens of each expert, which are its first rows.
-        most: rows of an expert.
+        places: ``[tokens, top_k]`` int64 row numbers; `experts` * `most` for an id of no local expert.
+        counts: ``[experts]`` int32 tokens of each expert; they are its first rows.
+        most: rows per expert.
     """
 
     places: Tensor
@@ -32,34 +32,39 @@ class ExpertMajorBatches:
         """Rows of all experts."""
         return len(self.counts) * self.most
 
-    def spread(self, t: Tensor, factors: Tensor | None = None) -> Tensor:
-        """``[experts, most, ...]``: `t` ``[tokens, ...]`` by expert; rows beyond the counts hold anything.
+    def scatter(self, t: Tensor, factors: Tensor | None = None) -> Tensor:
+        """``[experts, most, ...]``: `t` ``[tokens, ...]`` by expert; rows beyond the counts are undefined.
 
-        `factors` ``[tokens, top_k]`` multiply a token on its way to each of its experts.
+        `factors` ``[tokens, top_k]`` multiply each token's copies.
         """
         moved = as_bytes(t)
-        # One row more takes whatever belongs to no expert.
+        # One more row for assignments of no local expert.
         out = moved.new_empty(self.rows + 1, *t.shape[1:])
         for choice in range(self.places.shape[1]):
             row = moved if factors is None else (t * factors[:, choice, None]).to(t.dtype)
             out.index_copy_(0, self.places[:, choice], row)
         return out[:-1].view(t.dtype).view(len(self.counts), self.most, *t.shape[1:])
 
-    def choice_of(self, y: Tensor, choice: int) -> Tensor:
-        """``[tokens, ...]``: rows of `y` ``[experts, most, ...]`` of every token's expert number `choice`.
+    def rows_of_choice(self, y: Tensor, choice: int) -> Tensor:
+        """``[tokens, ...]``: the row of `y` ``[experts, most, ...]`` for each token's expert number `choice`.
 
-        Tokens without one get any row.
+        Any row for tokens whose expert is not local.
         """
         places = self.places[:, choice].clamp(max=self.rows - 1)
         return y.flatten(0, 1).index_select(0, places)
 
 
 def batches_of(ids: Tensor, experts: int, most: int) -> ExpertMajorBatches:
-    """Places for the assignments `ids` ``[tokens, top_k]``, tokens of an expert in rising order.
+    """Positions of the assignments `ids` ``[tokens, top_k]``; an expert's tokens are in ascending order.
 
     Args:
-        ids: of the `experts` here; others are of no expert.
-        most: rows of an expert, at least the tokens that one can get.
+        ids: local expert ids; ids outside 0 to `experts` - 1 belong to no expert.
+        most: rows per expert, at least the largest number of tokens that one can get.
+
+    Example:
+        >>> batches = batches_of(torch.tensor([[0, 1], [1, -1]]), experts=2, most=2)
+        >>> batches.counts.tolist(), batches.places.tolist()
+        ([1, 2], [[0, 2], [3, 4]])
     """
     flat = ids.reshape(-1).long()
     key = torch.where((flat >= 0) & (flat < experts), flat, experts)

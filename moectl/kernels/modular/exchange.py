@@ -1,4 +1,4 @@
-"""How tokens of several ranks come together, and how partial sums go back to where the tokens are."""
+"""Dispatch and combine between ranks: gathering tokens, and returning sums to the tokens' ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _scatter_sums: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 
 
 class Exchange(Protocol):
-    """What ranks do with each other around their experts. Holds nothing of a call."""
+    """Communication of ranks before and after their experts. Keeps no state of a call."""
 
     @property
     def name(self) -> str:
-        """What it is called in a sentence."""
+        """Its name in sentences."""
 
     @property
     def ranks(self) -> int:
@@ -31,43 +31,43 @@ class Exchange(Protocol):
     def capturable(self) -> bool:
         """True when a call never waits for the GPU, and can be captured in a CUDA graph."""
 
-    def sent(self, rows: int, device: torch.device) -> int:
-        """Rows that every rank sends in a call in which this one has `rows`."""
+    def rows_to_send(self, rows: int, device: torch.device) -> int:
+        """Rows that every rank sends in a call in which this rank has `rows` tokens."""
 
     def gather(self, t: Tensor, sent: int, fill: int) -> Tensor:
-        """``[ranks * sent, ...]``: `t` of every rank in their order, each filled up with rows of `fill`."""
+        """``[ranks * sent, ...]``: `t` of every rank in rank order, each padded with rows of `fill`."""
 
-    def back(self, y: Tensor, rows: int) -> Tensor:
+    def combine(self, y: Tensor, rows: int) -> Tensor:
         """``[rows, ...]``: this rank's rows of the sum over ranks of `y` ``[ranks * sent, ...]``."""
 
-    def spread_of(self, number: Tensor) -> tuple[float, float]:
-        """Smallest and largest `number`, of one element, among ranks that see each other's tokens."""
+    def range_over_ranks(self, number: Tensor) -> tuple[float, float]:
+        """Minimum and maximum of the one-element `number` over the ranks that see each other's tokens."""
 
 
 @dataclass(frozen=True)
 class SingleRankExchange:
-    """One rank: nothing travels."""
+    """One rank: nothing is communicated."""
 
     name: str = "none"
     ranks: int = 1
     capturable: bool = True
 
-    def sent(self, rows: int, device: torch.device) -> int:
+    def rows_to_send(self, rows: int, device: torch.device) -> int:
         return rows
 
     def gather(self, t: Tensor, sent: int, fill: int) -> Tensor:
         return t
 
-    def back(self, y: Tensor, rows: int) -> Tensor:
+    def combine(self, y: Tensor, rows: int) -> Tensor:
         return y
 
-    def spread_of(self, number: Tensor) -> tuple[float, float]:
+    def range_over_ranks(self, number: Tensor) -> tuple[float, float]:
         return float(number), float(number)
 
 
 @dataclass(frozen=True)
 class ReplicatedExchange:
-    """Ranks that all have the same tokens, each with a share of the layer: their outputs are summed.
+    """Tensor-parallel ranks with the same tokens, each with a shard of the layer: outputs are summed.
 
     Attributes:
         group: the process group of the ranks.
@@ -78,33 +78,32 @@ class ReplicatedExchange:
     ranks: int = 1
     capturable: bool = True
 
-    def sent(self, rows: int, device: torch.device) -> int:
+    def rows_to_send(self, rows: int, device: torch.device) -> int:
         return rows
 
     def gather(self, t: Tensor, sent: int, fill: int) -> Tensor:
         return t
 
-    def back(self, y: Tensor, rows: int) -> Tensor:
+    def combine(self, y: Tensor, rows: int) -> Tensor:
         y = y.contiguous()
         dist.all_reduce(y, group=self.group)
         return y
 
-    def spread_of(self, number: Tensor) -> tuple[float, float]:
+    def range_over_ranks(self, number: Tensor) -> tuple[float, float]:
         return float(number), float(number)
 
 
 @dataclass(frozen=True)
 class GatheringExchange:
-    """Ranks with tokens of their own: every rank computes its share of all tokens (naive DP/EP).
+    """Ranks with different tokens: every rank computes its shard for all tokens (naive DP/EP).
 
-    All-gather before the experts, reduce-scatter behind them. Collectives move equally many rows from
-    every rank, so ranks with fewer tokens fill up with rows that belong to no expert.
+    All-gather before the experts, reduce-scatter after them. Collectives need the same number of rows from
+    every rank, so ranks with fewer tokens pad with rows that belong to no expert.
 
     Attributes:
         group: the process group of the ranks.
-        most: rows that every rank sends, and so the most tokens that one may have: nothing is asked in
-            a call, which can be captured. With None, each call first asks every rank how many it has,
-            which waits for the device.
+        most: rows that every rank sends, and so the most tokens that one may have; calls can be captured.
+            With None, each call first gathers the number of tokens of every rank, which waits for the device.
     """
 
     group: dist.ProcessGroup
@@ -119,7 +118,7 @@ class GatheringExchange:
     def capturable(self) -> bool:
         return self.most is not None
 
-    def sent(self, rows: int, device: torch.device) -> int:
+    def rows_to_send(self, rows: int, device: torch.device) -> int:
         """UsageError when this rank has more tokens than it may."""
         if self.most is not None:
             if rows > self.most:
@@ -133,7 +132,7 @@ class GatheringExchange:
         return int(counts.max())
 
     def gather(self, t: Tensor, sent: int, fill: int) -> Tensor:
-        # Collectives know no 8-bit floats; a byte is a byte.
+        # Collectives do not support 8-bit floats, so they are moved as bytes.
         moved = as_bytes(t)
         if len(t) < sent:
             moved = torch.cat((moved, moved.new_full((sent - len(t), *t.shape[1:]), fill)))
@@ -141,17 +140,17 @@ class GatheringExchange:
         _gather_into(out, moved.contiguous(), group=self.group)
         return out.view(t.dtype)
 
-    def back(self, y: Tensor, rows: int) -> Tensor:
+    def combine(self, y: Tensor, rows: int) -> Tensor:
         out = y.new_empty(len(y) // self.ranks, *y.shape[1:])
         _scatter_sums(out, y.contiguous(), group=self.group)
         return out[:rows]
 
-    def spread_of(self, number: Tensor) -> tuple[float, float]:
-        found = number.float().new_empty(self.ranks)
-        _gather_into(found, number.float().reshape(1).contiguous(), group=self.group)
-        return float(found.min()), float(found.max())
+    def range_over_ranks(self, number: Tensor) -> tuple[float, float]:
+        numbers = number.float().new_empty(self.ranks)
+        _gather_into(numbers, number.float().reshape(1).contiguous(), group=self.group)
+        return float(numbers.min()), float(numbers.max())
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """`t` with 8-bit numbers as uint8, the others as they are."""
+    """`t` viewed as uint8 if its elements have 8 bits, else `t` itself."""
     return t.view(torch.uint8) if t.element_size() == 1 else t

@@ -1,4 +1,4 @@
-"""A layer's kernel: what brings tokens to the experts, the experts, and what brings results back."""
+"""A layer's fused-MoE kernel: prepare, experts, finalize."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ Shared = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class FusedMoEKernel:
-    """One layer's experts on one backend, and what stands around them. Never shared between layers.
+    """One layer's experts on one backend, with the steps before and after them. Never shared between layers.
 
-    Its parts are held against each other when it is made, so that a call checks its arguments alone. A
-    call holds nothing in the kernel: threads and streams may make several at once. Under torch.compile
+    Its parts are checked against each other when it is created, so that a call only checks its arguments. A
+    call keeps no state in the kernel: threads and streams may call it concurrently. Under torch.compile
     it is one operator.
 
     Attributes:
-        prepared: the layer's weights; whatever is asked about the layer is asked of its problem.
-        runner: what computes with them.
-        form: how the runner is given tokens.
-        exchange: what ranks do with each other.
+        prepared: the layer's weights and its problem.
+        runner: computes with them.
+        form: the runner's activation format in use.
+        exchange: communication between ranks.
         shared: shared experts of this rank's tokens, added to the routed ones' sum over ranks.
-        expert_map: ``[experts]`` int32 from the layer's ids to those here, -1 for experts of other ranks;
-            None where ids are of the experts here already.
-        dtype: of the result and of sums behind the experts; None for the tokens' dtype.
-        around: the steps before and behind the experts.
-        handle: the kernel's number among torch's operators.
+        expert_map: ``[experts]`` int32 from the layer's ids to local ids, -1 for experts of other ranks;
+            None where calls pass local ids.
+        dtype: of the result and of sums after the experts; None for the tokens' dtype.
+        prepare_finalize: the steps before and after the experts.
+        handle: the number by which torch operators look the kernel up.
 
     Raises:
-        NoBackend: the runner lacks the form, refuses the layer, or cannot be had with what was asked for.
+        NoBackend: the runner lacks the form, refuses the layer, or does not support the other arguments.
         UsageError: the expert map does not fit the layer.
     """
 
@@ -55,7 +55,7 @@ class FusedMoEKernel:
     shared: Shared | None = None
     expert_map: Tensor | None = None
     dtype: torch.dtype | None = None
-    around: PrepareFinalize = field(init=False, repr=False)
+    prepare_finalize: PrepareFinalize = field(init=False, repr=False)
     handle: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class FusedMoEKernel:
         for refuses in REFUSALS:
             if reason := refuses(self):
                 raise NoBackend(f"the {self.runner.name} backend {reason[0]}", hint=reason[1])
-        around = PrepareFinalize(
+        prepare_finalize = PrepareFinalize(
             self.prepared,
             self.runner,
             self.form,
@@ -74,7 +74,7 @@ class FusedMoEKernel:
             self.expert_map,
             self.runner.input_scale(self.prepared),
         )
-        object.__setattr__(self, "around", around)
+        object.__setattr__(self, "prepare_finalize", prepare_finalize)
         object.__setattr__(self, "handle", handle_of(self))
 
     @property
@@ -88,30 +88,30 @@ class FusedMoEKernel:
         return self.runner.capturable and self.exchange.capturable
 
     def workspace(self, tokens: int) -> int | None:
-        """Most bytes that a call of `tokens` on each rank asks for, beside arguments and result.
+        """Upper bound in bytes on what a call of `tokens` per rank allocates besides arguments and result.
 
-        None where the runner does not say. Shared experts, and what an allocator rounds up, do not count.
+        None if the runner's is unknown. Without shared experts and the allocator's rounding.
         """
         if self.runner.workspace is None:
             return None
         rows = tokens * self.exchange.ranks
         cast = 0 if self.dtype is None else 2 * rows * self.prepared.problem.dims.hidden
         experts = self.runner.workspace(self.prepared, rows, self.form)
-        return self.around.workspace(tokens) + experts + cast
+        return self.prepare_finalize.workspace(tokens) + experts + cast
 
     def apply(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """``[tokens, hidden]`` output in `dtype`.
 
         Args:
             x: ``[tokens, hidden]`` of this rank, in the model's 16-bit dtype.
-            ids: ``[tokens, top_k]`` int32, no expert twice in a row: of the layer with an expert map,
-                else of the experts here. Ids that are negative, or of no expert, are skipped; on a CPU
-                ids beyond the last are refused.
+            ids: ``[tokens, top_k]`` int32, no expert twice in a row: the layer's ids with an expert map,
+                else local ids. Ids that are negative, or of no expert, are skipped; on a CPU ids beyond
+                the last are refused.
             weights: ``[tokens, top_k]`` fp32.
 
         Raises:
             UsageError: arguments that do not fit the layer or each other. The other ranks of an exchange
-                then wait for this one in vain, until their group's timeout.
+                then wait for this one until their group's timeout.
             NoBackend: the kernel is monolithic.
         """
         if torch.compiler.is_compiling():
@@ -120,23 +120,23 @@ class FusedMoEKernel:
         return self.call(x, ids, weights)
 
     def call(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """`apply`, made at once whatever compiles."""
+        """`apply` without the operator for torch.compile."""
         if self.monolithic:
             raise NoBackend(
                 f"the kernel of the {self.runner.name} backend takes {self.form.says}, got expert ids and "
                 "weights",
                 hint="call apply_monolithic with logits, or choose a modular backend",
             )
-        known = None if self.expert_map is None else len(self.expert_map)
-        check_arguments(self.prepared, x, ids, weights, known)
-        sent = self.around.prepare(x, ids, weights)
+        experts = None if self.expert_map is None else len(self.expert_map)
+        check_arguments(self.prepared, x, ids, weights, experts)
+        sent = self.prepare_finalize.prepare(x, ids, weights)
         if sent is None:
             return self._nothing(x)
         if sent.batches is not None:
             y = self._experts(self.prepared, sent.tokens, sent.batches.counts)
         else:
             y = self._experts(self.prepared, sent.tokens, sent.ids, sent.weights)
-        y = self.around.finalize(y, sent, self.dtype or x.dtype)
+        y = self.prepare_finalize.finalize(y, sent, self.dtype or x.dtype)
         return y if self.shared is None or not len(x) else y + self.shared(x).to(y.dtype)
 
     def apply_monolithic(self, x: Tensor, logits: Tensor, correction_bias: Tensor | None = None) -> Tensor:
@@ -161,14 +161,14 @@ class FusedMoEKernel:
         if tuple(logits.shape) != wanted or not logits.is_floating_point():
             got = f"{logits.dtype} {list(logits.shape)}"
             raise UsageError(f"router logits must be floats {list(wanted)}, got {got}")
-        sent = self.around.prepare_logits(x, logits)
+        sent = self.prepare_finalize.prepare_logits(x, logits)
         if sent is None:
             return self._nothing(x)
         y = self._experts(self.prepared, sent.tokens, sent.logits, correction_bias)
-        return self.around.finalize(y, sent, self.dtype or x.dtype)
+        return self.prepare_finalize.finalize(y, sent, self.dtype or x.dtype)
 
     def run(self, inputs: LayerInputs, correction_bias: Tensor | None = None) -> Tensor:
-        """The output for `inputs`, of which a monolithic kernel takes the logits."""
+        """The output for `inputs`: from the logits if the kernel is monolithic, else from ids and weights."""
         if self.monolithic:
             return self.apply_monolithic(inputs.x, inputs.logits, correction_bias)
         return self.apply(inputs.x, inputs.ids, inputs.weights)
@@ -183,7 +183,7 @@ class FusedMoEKernel:
 
 
 Reason = tuple[str, str]
-"""What a sentence about a backend says, and what to do."""
+"""A clause that follows the backend's name in an error, and its hint."""
 
 
 def _form_refusal(kernel: FusedMoEKernel) -> Reason | None:
@@ -240,31 +240,32 @@ REFUSALS: tuple[Callable[[FusedMoEKernel], Reason | None], ...] = (
     _shared_refusal,
     _wants_refusal,
 )
-"""Why parts do not go together, each a clause about the backend and what to do; None when they do."""
+"""Checks of a kernel's parts against each other, each giving its reason to refuse; None when they fit."""
 
 
-def check_expert_map(found: Tensor, prepared: PreparedMoE) -> None:
-    """UsageError when `found` is no map from the layer's experts to those here; waits for the GPU."""
-    problem = prepared.problem
-    if found.shape != (problem.experts,) or found.dtype != torch.int32 or found.device != prepared.device:
+def check_expert_map(expert_map: Tensor, prepared: PreparedMoE) -> None:
+    """UsageError unless `expert_map` maps the layer's ids to local ids one to one; waits for the GPU."""
+    problem, shape = prepared.problem, expert_map.shape
+    on_device = expert_map.device == prepared.device
+    if shape != (problem.experts,) or expert_map.dtype != torch.int32 or not on_device:
         raise UsageError(
             f"the expert map must be int32 [{problem.experts}] on {prepared.device}, "
-            f"got {found.dtype} {list(found.shape)} on {found.device}"
+            f"got {expert_map.dtype} {list(shape)} on {expert_map.device}"
         )
-    here = sorted(it for it in found.tolist() if it != NO_EXPERT)
-    if here != list(range(problem.local_experts)):
+    local = sorted(number for number in expert_map.tolist() if number != NO_EXPERT)
+    if local != list(range(problem.local_experts)):
         raise UsageError(
             f"the expert map must name each of {problem.local_experts} experts here once and others "
-            f"{NO_EXPERT}, got {len(here)} from {min(here, default='none')} to {max(here, default='none')}"
+            f"{NO_EXPERT}, got {len(local)} from {min(local, default='none')} to {max(local, default='none')}"
         )
 
 
 def map_of(prepared: PreparedMoE) -> Tensor:
-    """``[experts]`` int32 map of a layer whose experts here are consecutive, where the layer is."""
+    """``[experts]`` int32 map to the local ids of a layer with consecutive local experts, on its device."""
     return prepared.local_ids(torch.arange(prepared.problem.experts, device=prepared.device)).to(torch.int32)
 
 
 def kernel_of(prepared: PreparedMoE) -> FusedMoEKernel:
-    """The kernel of a layer that was prepared for one backend, on one rank; ids are of its experts here."""
+    """The kernel of a layer for the backend that it was prepared for, on one rank; it takes local ids."""
     runner = runner_for(prepared.backend)
     return FusedMoEKernel(prepared, runner, runner.forms[0])

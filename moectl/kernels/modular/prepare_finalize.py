@@ -1,4 +1,4 @@
-"""Prepare and finalize: how tokens come to a layer's experts, and how results go back."""
+"""Prepare (quantize, gather, map ids, batch tokens) and finalize (weigh, sum, return results)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .batching import ExpertMajorBatches, batches_of
 from .exchange import Exchange
 
 NO_EXPERT = -1
-"""The id of an assignment that is skipped: of no expert, or of an expert of another rank."""
+"""The id of a skipped assignment: no expert, or an expert of another rank."""
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """One call's tokens, those of all ranks, as the experts take them.
+    """One call's tokens of all ranks, as the experts take them.
 
     Attributes:
-        tokens: in the format and the form that the experts want.
+        tokens: in the experts' number format and activation format.
         rows: tokens of this rank.
-        ids, weights: ``[all rows, top_k]``, ids counted from the first expert here; None with logits.
-        logits: ``[all rows, experts]``, for experts that route by themselves.
-        batches: where assignments lie in batched tokens.
+        ids, weights: ``[all rows, top_k]``, local ids; None with logits.
+        logits: ``[all rows, experts]``, for monolithic experts.
+        batches: positions of assignments in batched tokens.
     """
 
     tokens: Tensor | QuantizedTokens
@@ -40,20 +40,20 @@ class Dispatched:
 
 @dataclass(frozen=True, eq=False)
 class PrepareFinalize:
-    """The steps around one layer's experts. In order: weigh, quantize, gather, map ids, batch; then back.
+    """The steps before and after one layer's experts: weigh, quantize, gather, map ids, batch; the inverse.
 
-    Tokens are quantized before they travel, scales row by row beside them; tiles of scales are made
-    behind the exchange, where rows of several ranks meet in one tile.
+    Tokens are quantized before they are sent, with their scales row by row. Scales are tiled after the
+    exchange, because a tile can have rows of several ranks.
 
     Attributes:
         prepared: the layer; sizes and routing are read from its problem.
-        runner: what it prepares for.
-        form: the runner's form in use.
-        exchange: what ranks do with each other.
-        wants: the format in which the runner takes this layer's tokens.
-        expert_map: ``[experts]`` int32 from the layer's ids to those here, `NO_EXPERT` for experts of
-            other ranks; None where ids are of the experts here already.
-        input_scale: the layer's one scale of tokens, where the format has one.
+        runner: the backend's experts.
+        form: the runner's activation format in use.
+        exchange: communication between ranks.
+        wants: the number format in which the runner takes this layer's tokens.
+        expert_map: ``[experts]`` int32 from the layer's ids to local ids, `NO_EXPERT` for experts of
+            other ranks; None where calls pass local ids.
+        input_scale: the layer's one scale of tokens, if the format has one.
     """
 
     prepared: PreparedMoE
@@ -66,16 +66,16 @@ class PrepareFinalize:
 
     @property
     def on_input(self) -> bool:
-        """True when the router's weights multiply what goes into the experts."""
+        """True when the router's weights multiply the experts' input."""
         return self.prepared.problem.routing.weight_on_input
 
     def prepare(self, x: Tensor, ids: Tensor, weights: Tensor) -> Dispatched | None:
         """Tokens for modular experts; None when no rank has any."""
-        rows, sent = len(x), self.exchange.sent(len(x), x.device)
+        rows, sent = len(x), self.exchange.rows_to_send(len(x), x.device)
         if not sent:
             return None
         if self.on_input and self.wants != A16:
-            # One expert to a token, as is checked: nothing but the product is ever needed.
+            # top_k is 1 here (checked by FusedMoEKernel), so only the product is needed.
             x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
         tokens = self._gathered(x, sent)
         ids = self._local(self.exchange.gather(ids, sent, NO_EXPERT))
@@ -87,21 +87,21 @@ class PrepareFinalize:
         return Dispatched(self._tiled(_spread(tokens, batches, factors)), rows, ids, weights, batches=batches)
 
     def prepare_logits(self, x: Tensor, logits: Tensor) -> Dispatched | None:
-        """Tokens for experts that route by themselves; None when no rank has any.
+        """Tokens for monolithic experts; None when no rank has any.
 
-        Rows that fill a rank up have logits of zero: they are routed somewhere, and left out at the end.
+        Padding rows have logits of zero: they are routed like tokens, and their results are dropped.
         """
-        sent = self.exchange.sent(len(x), x.device)
+        sent = self.exchange.rows_to_send(len(x), x.device)
         if not sent:
             return None
         tokens = self._tiled(self._gathered(x, sent))
         return Dispatched(tokens, len(x), logits=self.exchange.gather(logits, sent, 0))
 
     def finalize(self, y: Tensor, call: Dispatched, dtype: torch.dtype) -> Tensor:
-        """``[rows, hidden]`` in `dtype`, in which ranks' parts are summed, too."""
-        if call.batches is not None or not (self.runner.weighs or call.logits is not None):
+        """``[rows, hidden]`` in `dtype`; ranks' partial results are summed in it as well."""
+        if call.batches is not None or not (self.runner.applies_router_weights or call.logits is not None):
             y = self._weighed(y, call)
-        return self.exchange.back(y.to(dtype), call.rows)
+        return self.exchange.combine(y.to(dtype), call.rows)
 
     def _gathered(self, x: Tensor, sent: int) -> Tensor | QuantizedTokens:
         if self.wants == A16:
@@ -113,8 +113,8 @@ class PrepareFinalize:
     def _local(self, ids: Tensor) -> Tensor:
         if self.expert_map is None:
             return ids
-        known = (ids >= 0) & (ids < len(self.expert_map))
-        return torch.where(known, self.expert_map[torch.where(known, ids, 0).long()], NO_EXPERT)
+        valid = (ids >= 0) & (ids < len(self.expert_map))
+        return torch.where(valid, self.expert_map[torch.where(valid, ids, 0).long()], NO_EXPERT)
 
     def _tiled(self, tokens: Tensor | QuantizedTokens) -> Tensor | QuantizedTokens:
         if not self.runner.tiled or isinstance(tokens, Tensor):
@@ -124,17 +124,17 @@ class PrepareFinalize:
     def _weighed(self, y: Tensor, call: Dispatched) -> Tensor:
         """``[all rows, hidden]`` fp32: each token's sum over its experts, in the order of its choices."""
         assert call.ids is not None and call.weights is not None
-        known = (call.ids >= 0) & (call.ids < self.prepared.problem.local_experts)
+        valid = (call.ids >= 0) & (call.ids < self.prepared.problem.local_experts)
         total = torch.zeros(len(call.ids), y.shape[-1], dtype=torch.float32, device=y.device)
         for choice in range(call.ids.shape[1]):
-            part = y[:, choice] if call.batches is None else call.batches.choice_of(y, choice)
+            part = y[:, choice] if call.batches is None else call.batches.rows_of_choice(y, choice)
             part = part.float() if self.on_input else part * call.weights[:, choice, None]
-            # What stands in rows of no expert may be anything, NaN too.
-            total += torch.where(known[:, choice, None], part, 0.0)
+            # Rows of no expert are undefined, and may be NaN.
+            total += torch.where(valid[:, choice, None], part, 0.0)
         return total
 
     def workspace(self, tokens: int) -> int:
-        """Most bytes that these steps hold at a time in a call of `tokens`, beside the experts' own."""
+        """Upper bound in bytes on what these steps allocate in a call of `tokens`, without the experts."""
         problem = self.prepared.problem
         all_rows = tokens * self.exchange.ranks
         wide = problem.dims.hidden * 4
@@ -149,18 +149,18 @@ class PrepareFinalize:
         if self.form is ActivationFormat.BATCHED:
             need += 2 * (problem.local_experts * all_rows + 1) * wide // 2
             need += all_rows * problem.top_k * 96 + problem.local_experts * 32
-        if self.form is ActivationFormat.BATCHED or not self.runner.weighs:
+        if self.form is ActivationFormat.BATCHED or not self.runner.applies_router_weights:
             need += 4 * all_rows * wide
         return need
 
 
 SMALLEST = 16 << 10
-"""Bytes that small tensors may take."""
+"""Allowance in bytes for small tensors."""
 
 
 def _spread(
     tokens: Tensor | QuantizedTokens, batches: ExpertMajorBatches, factors: Tensor | None
 ) -> Tensor | QuantizedTokens:
     if isinstance(tokens, Tensor):
-        return batches.spread(tokens, factors)
-    return QuantizedTokens(batches.spread(tokens.values), batches.spread(tokens.scales), tokens.format)
+        return batches.scatter(tokens, factors)
+    return QuantizedTokens(batches.scatter(tokens.values), batches.scatter(tokens.scales), tokens.format)

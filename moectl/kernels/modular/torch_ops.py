@@ -1,7 +1,7 @@
-"""Layer kernels as operators of torch: opaque to torch.compile, which needs no tensor of the layer.
+"""Layer kernels as torch operators, opaque to torch.compile, which does not trace the layer's tensors.
 
-An operator gets a kernel by its handle, a number. Handles are given once and never again, so that compiled
-code of a kernel that is gone finds nothing instead of another layer's.
+An operator looks a kernel up by its handle, a number. Handles are never reused, so that compiled code of a
+kernel that has been deleted fails instead of running another layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 def handle_of(kernel: RegisteredKernel) -> int:
-    """A new handle of `kernel`, which stays alive only as long as others hold it."""
+    """A new handle of `kernel`, which is only weakly referenced."""
     with _lock:
         handle = next(_numbers)
         _kernels[handle] = kernel
@@ -40,13 +40,13 @@ def handle_of(kernel: RegisteredKernel) -> int:
 
 def kernel_at(handle: int) -> RegisteredKernel:
     """The kernel of a handle; UsageError when it is gone."""
-    found: RegisteredKernel | None = _kernels.get(int(handle))
-    if found is None:
+    kernel: RegisteredKernel | None = _kernels.get(int(handle))
+    if kernel is None:
         raise UsageError(
             f"there is no layer kernel {handle} any more",
             hint="keep the kernel for as long as compiled code or graphs call it",
         )
-    return found
+    return kernel
 
 
 @torch.library.custom_op(
@@ -55,7 +55,7 @@ def kernel_at(handle: int) -> RegisteredKernel:
     schema="(Tensor x, Tensor ids, Tensor weights, SymInt kernel, ScalarType dtype) -> Tensor",
 )
 def fused_moe(x: Tensor, ids: Tensor, weights: Tensor, kernel: int, dtype: torch.dtype) -> Tensor:
-    """`FusedMoEKernel.apply` of the kernel with this handle; `dtype` is that of its result."""
+    """`FusedMoEKernel.apply` of the kernel with this handle; `dtype` is its result's."""
     return kernel_at(kernel).call(x, ids, weights)
 
 
@@ -67,7 +67,7 @@ def fused_moe(x: Tensor, ids: Tensor, weights: Tensor, kernel: int, dtype: torch
 def fused_moe_logits(
     x: Tensor, logits: Tensor, correction_bias: Tensor | None, kernel: int, dtype: torch.dtype
 ) -> Tensor:
-    """`FusedMoEKernel.apply_monolithic` of the kernel with this handle; `dtype` is that of its result."""
+    """`FusedMoEKernel.apply_monolithic` of the kernel with this handle; `dtype` is its result's."""
     return kernel_at(kernel).call_monolithic(x, logits, correction_bias)
 
 

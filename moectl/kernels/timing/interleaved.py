@@ -62,7 +62,7 @@ def quartiles(seconds: Sequence[float]) -> Quartiles:
     return Quartiles(statistics.median(us), low, high, us[0], len(us))
 
 
-def make_turn(calls: Sequence[MakeOutput], device: torch.device, capturable: bool) -> TimedCalls:
+def prepare_calls(calls: Sequence[MakeOutput], device: torch.device, capturable: bool) -> TimedCalls:
     """`calls` ready to be timed: warmed up, and on CUDA captured in one graph where that is possible.
 
     Calls that cannot be captured and take long are fewer: the last ones, so that together they stay
@@ -114,7 +114,7 @@ def _all_of(calls: Sequence[MakeOutput]) -> None:
         call()
 
 
-def take_turns(
+def time_interleaved(
     turns: Mapping[str, TimedCalls], device: torch.device, rounds: int, cold: bool
 ) -> dict[str, Exception]:
     """Times all `turns` round-robin into their `seconds`; what one raises ends its own turns alone.

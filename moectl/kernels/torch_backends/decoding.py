@@ -1,4 +1,4 @@
-"""What the backends in plain torch share: where they run, and experts decoded a few at a time."""
+"""Shared by the backends in plain torch: supported devices, and decoding experts in batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..activation import unknown
 from ..prepared_layer import DenseExpert, PreparedMoE
 
 DECODE_BYTES = 512 << 20
-"""Bound on the fp32 experts that are decoded at a time; a single expert may be larger."""
+"""Bound on the bytes of fp32 experts that are decoded at a time; a single expert may be larger."""
 
 DEVICES = sorted(set(TORCH_PLATFORMS.values()))
 
@@ -26,7 +26,7 @@ def refusal(problem: MoEProblem, device: torch.device) -> str:
 
 
 def decoded(prepared: PreparedMoE, experts: Sequence[int]) -> Iterator[tuple[int, DenseExpert]]:
-    """`experts` in their order with fp32 matrices, of which `DECODE_BYTES` are held at a time."""
+    """`experts` in their order with fp32 matrices, decoded `DECODE_BYTES` at a time."""
     dims = prepared.problem.dims
     step = max(1, DECODE_BYTES // (3 * dims.hidden * dims.intermediate * 4))
     for first in range(0, len(experts), step):

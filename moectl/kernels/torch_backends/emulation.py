@@ -1,8 +1,8 @@
-"""The emulation backend: any layout, CPU or GPU, activations rounded as the checkpoint declares them.
+"""The emulation backend: any layout, CPU or GPU, with activations rounded to the checkpoint's format.
 
-The slow twin of kernels that compute with quantized activations: weights are decoded, what enters each of
-the two GEMMs is quantized and decoded again, and products and sums are fp32. Static scales are those that
-are stored with the layer. The torch backend leaves the rounding out.
+A slow equivalent of kernels with quantized activations: weights are decoded, the input of each of the two
+GEMMs is quantized and dequantized, and products and sums are fp32. Static scales are the layer's stored
+ones. The torch backend does not round activations.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def rounded(x: Tensor, form: ActFormat, scale: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """How what enters one of the GEMMs is rounded: to `form`, with ``[local_experts]`` scales or None."""
+    """How the input of one of the GEMMs is rounded: to `form`, with ``[local_experts]`` scales or None."""
 
     form: ActFormat
     scales: Tensor | None
 
     def of(self, x: Tensor, expert: int) -> Tensor:
-        """``[tokens, columns]`` fp32 tokens of one expert as it gets them."""
+        """``[tokens, columns]`` fp32: the rounded input `x` of one expert."""
         return rounded(x, self.form, None if self.scales is None else self.scales[expert])
 
 
 def _rounding(prepared: PreparedMoE, role: str, everything: Tensor) -> _Rounding:
-    """Of what enters the matrix `role`; `everything` that does decides a scale made at run time for all."""
+    """Rounding of the input of the matrix `role`; a dynamic per-tensor scale comes from `everything`."""
     act = prepared.problem.scheme.act
     if act.number.global_scale or not act.dynamic:
         return _Rounding(act, stored_scales(prepared, role))
@@ -61,9 +61,9 @@ def _rounding(prepared: PreparedMoE, role: str, everything: Tensor) -> _Rounding
 
 
 def stored_scales(prepared: PreparedMoE, role: str) -> Tensor:
-    """``[local_experts]`` fp32 scales that a layer has for what enters the matrix `role`.
+    """``[local_experts]`` fp32 stored scales of the input of the matrix `role`.
 
-    Where gate and up have their own it is the larger one: kernels quantize tokens once for both. Raises
+    The larger one where gate and up have different ones: kernels quantize tokens once for both. Raises
     NoBackend when the layer's layout does not keep them.
     """
     stored = prepared.weights.get(f"{role}_input")
@@ -73,26 +73,26 @@ def stored_scales(prepared: PreparedMoE, role: str) -> Tensor:
             hint="run the checkpoint itself, or a layout that keeps them",
         )
     experts = prepared.problem.local_experts
-    # One of the layer, one of each expert, or one of each half of an expert.
-    each = stored.float().reshape(len(stored) if stored.ndim else 1, -1).amax(-1)
-    return each.expand(experts)
+    # One scale for the layer, one per expert, or one for each half of an expert.
+    scales = stored.float().reshape(len(stored) if stored.ndim else 1, -1).amax(-1)
+    return scales.expand(experts)
 
 
 @dataclass(frozen=True)
-class _Hit:
-    """An expert that was chosen, decoded, and the `rows` of its assignments among all ``[n]``."""
+class _HitExpert:
+    """An expert with tokens, decoded, and the row numbers ``[n]`` of its assignments."""
 
     number: int
     expert: DenseExpert
     rows: Tensor
 
 
-def _hits(prepared: PreparedMoE, ids: Tensor) -> Iterator[_Hit]:
-    """Every expert with tokens, decoded some at a time."""
+def _hits(prepared: PreparedMoE, ids: Tensor) -> Iterator[_HitExpert]:
+    """Every expert with tokens, decoded in batches."""
     flat = ids.flatten()
     numbers = [e for e in sorted(set(flat.tolist())) if 0 <= e < prepared.problem.local_experts]
     for number, expert in decoded(prepared, numbers):
-        yield _Hit(number, expert, (flat == number).nonzero().flatten())
+        yield _HitExpert(number, expert, (flat == number).nonzero().flatten())
 
 
 def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
         first = linear(rounding.of(tokens, hit.number), hit.expert.w13, hit.expert.w13_bias)
         h[hit.rows] = activate(first, problem.activation, problem.rows)
     y = x.new_zeros(x.shape, dtype=torch.float32)
-    # What enters the second GEMM is quantized when all of it is known: one scale may be for everything.
+    # The second GEMM's input is quantized once it is complete: a per-tensor scale depends on all of it.
     rounding = _rounding(prepared, "w2", h)
     for hit in _hits(prepared, ids):
         second = linear(rounding.of(h[hit.rows], hit.number), hit.expert.w2, hit.expert.w2_bias)

@@ -1,4 +1,4 @@
-"""The torch backend: any layout, CPU or GPU. Decodes the experts that are hit, one matmul pair for each."""
+"""The torch backend: any layout, CPU or GPU. Decodes the experts with tokens, two matmuls for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def operand_dtype(device: torch.device, problem: MoEProblem) -> torch.dtype:
     """Dtype of the matmul operands on a CPU or a GPU.
 
     fp32 costs nothing on a CPU, where decoding dominates; a GPU's 16-bit matmul accumulates in fp32. In
-    fp16, decoded weights with small scales would lose bits, and large ones be infinite.
+    fp16, decoded weights with small scales would lose bits, and large ones would overflow.
     """
     on_gpu = device.type == "cuda" and problem.dtype == "bf16"
     return torch.bfloat16 if on_gpu else torch.float32
@@ -34,7 +34,7 @@ class _Group:
 
 
 def _groups(ids: Tensor, weights: Tensor, experts: int) -> list[_Group]:
-    """Assignments by expert, tokens in rising order; ids outside 0..experts-1 are left out."""
+    """Assignments by expert, tokens in ascending order; ids outside 0 to experts - 1 are left out."""
     flat = ids.flatten().long()
     valid = (flat >= 0) & (flat < experts)
     order = torch.argsort(torch.where(valid, flat, experts), stable=True)
@@ -69,7 +69,7 @@ def _expert(group: _Group, expert: DenseExpert, x: Tensor, problem: MoEProblem) 
 def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     problem = prepared.problem
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    # One expert after the other, each token at most once per expert: the sum has one fixed order.
+    # One expert after the other, each token at most once per expert: sums have a fixed order.
     groups = {group.expert: group for group in _groups(ids, weights, problem.local_experts)}
     for number, expert in decoded(prepared, list(groups)):
         group = groups[number]

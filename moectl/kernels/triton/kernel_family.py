@@ -45,7 +45,7 @@ class KernelMatrix:
         return self.exponents is not None and all(it in allowed for it in self.exponents)
 
 
-LOOKED_AT = 32
+EXPERTS_AT_ONCE = 32
 """Experts whose scales are looked at together, which takes several times their memory."""
 
 
@@ -63,7 +63,7 @@ def exponents_of(scales: Tensor, kind: str) -> tuple[int, int] | None:
     if scales.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     ends = []
-    for some in torch.split(scales.contiguous(), LOOKED_AT):
+    for some in torch.split(scales.contiguous(), EXPERTS_AT_ONCE):
         stored = some.view(torch.uint8) if kind == "e8m0" else some.view(torch.int16) & 0x7FFF
         exponents = stored if kind == "e8m0" else stored >> 7
         ends.append((torch.where(stored == 0, 255, exponents).min(), exponents.max()))
@@ -106,7 +106,7 @@ def scale_name(problem: MoEProblem) -> str:
     return _FLOATS.get(weight.scale_dtype, "") if weight.scale_dtype else problem.dtype
 
 
-READ_AT_ONCE = 16
+SIZE_MULTIPLE = 16
 """What divides sizes of layers whose kernels copy 16 bytes at once: as much as Triton knows of a number."""
 
 
@@ -116,8 +116,8 @@ def column_refusal(problem: MoEProblem) -> str:
     if not (weight.group in (32, FULL) or (weight.group > 0 and weight.group % 64 == 0)):
         return f"it reads scale groups of 32, of multiples of 64 and of whole rows, the layer has {weight}"
     for what, size in (("hidden", dims.hidden), ("intermediate", dims.intermediate)):
-        if size % READ_AT_ONCE:
-            return f"it takes multiples of {READ_AT_ONCE}, the layer's {what} size is {size}"
+        if size % SIZE_MULTIPLE:
+            return f"it takes multiples of {SIZE_MULTIPLE}, the layer's {what} size is {size}"
     return ""
 
 
@@ -202,7 +202,7 @@ class KernelFamily:
         capability: compute capabilities it runs on, lowest and highest.
         interpreted: True when Triton's interpreter can run it.
         candidates: tiles of a problem among which measurements decide.
-        each: tokens per hit expert, fewest and most, for which they are worth a measurement.
+        tokens_per_expert: of experts that are hit, fewest and most, for which they are worth a measurement.
     """
 
     tile: type
@@ -211,7 +211,7 @@ class KernelFamily:
     capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 9))
     interpreted: bool = False
     candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
-    each: tuple[float, float] = (0.0, math.inf)
+    tokens_per_expert: tuple[float, float] = (0.0, math.inf)
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether its code exists for `device`."""

@@ -40,11 +40,11 @@ class TokenSpread:
 
     Attributes:
         hit: expected number of experts with a token.
-        each: tokens that each of them gets, on average.
+        tokens_per_expert: average number of tokens of each of them.
     """
 
     hit: float
-    each: float
+    tokens_per_expert: float
 
     @staticmethod
     def of(experts: int, top_k: int, tokens: int) -> TokenSpread:
@@ -57,11 +57,13 @@ class TokenSpread:
     def here(problem: MoEProblem, tokens: int) -> TokenSpread:
         """The spread over the experts of one rank, which has its share of those that are hit."""
         whole = TokenSpread.of(problem.experts, problem.top_k, tokens)
-        return TokenSpread(whole.hit * problem.local_experts / problem.experts, whole.each)
+        return TokenSpread(whole.hit * problem.local_experts / problem.experts, whole.tokens_per_expert)
 
     def distance(self, other: TokenSpread) -> float:
         """In doublings; tokens per expert decide the kernel, experts only how full the GPU is."""
-        return abs(math.log2(self.each / other.each)) + 0.5 * abs(math.log2(self.hit / other.hit))
+        return abs(math.log2(self.tokens_per_expert / other.tokens_per_expert)) + 0.5 * abs(
+            math.log2(self.hit / other.hit)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> Iterator[Measure
     yield from (row for _, row in _by_distance(problem, tokens, gpu))
 
 
-def unlikeness(problem: MoEProblem, tokens: int, gpu: GpuModel) -> float:
+def distance_to_nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> float:
     """How far the launch that `nearest` gives first was measured from these `tokens`, about in doublings.
 
     0 for a cell that ships measured, infinite for another GPU.
@@ -152,7 +154,7 @@ def unlikeness(problem: MoEProblem, tokens: int, gpu: GpuModel) -> float:
     return next((far for far, _ in _by_distance(problem, tokens, gpu)), math.inf)
 
 
-OF_A_LAYER = 4.0
+LAYER_WEIGHT = 4.0
 """How many times a layer's distance counts beside that of the numbers of tokens. With it 22 cells of other
 layers took 1.3% more on an H200 than with the better of two rows each, with all rows of the nearest layer
 first 3.7%."""
@@ -163,5 +165,5 @@ def _by_distance(problem: MoEProblem, tokens: int, gpu: GpuModel) -> list[tuple[
     spread = TokenSpread.here(problem, tokens)
     here = [entry for entry in entries() if entry.gpu.capability == gpu.capability]
     far = [(entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms)), entry) for entry in here]
-    rows = [(OF_A_LAYER * of + row.spread.distance(spread), row) for of, entry in far for row in entry.rows]
+    rows = [(LAYER_WEIGHT * of + row.spread.distance(spread), row) for of, entry in far for row in entry.rows]
     return sorted(rows, key=lambda item: item[0])

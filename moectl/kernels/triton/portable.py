@@ -150,5 +150,7 @@ def _grouped_tiles(problem: MoEProblem) -> list[Tile]:
     return [tile for _, tile in grouped_for(problem)]
 
 
-DECODE_FAMILY = KernelFamily(Tile, _decode, _fits, interpreted=True, candidates=_decode_tiles, each=(0, 16))
+DECODE_FAMILY = KernelFamily(
+    Tile, _decode, _fits, interpreted=True, candidates=_decode_tiles, tokens_per_expert=(0, 16)
+)
 GROUPED_FAMILY = KernelFamily(Tile, _grouped, _fits, interpreted=True, candidates=_grouped_tiles)

@@ -99,7 +99,7 @@ def _share(x, left, largest):
 def _chosen(
     x, rank, place, slot, K: tl.constexpr, SPARSE: tl.constexpr, SPAD: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Experts of the K largest of `rank` by slot, and with SPARSE what sparsemixer weighs them, fp64."""
+    """Experts with the K largest `rank` by slot, and with SPARSE their sparsemixer weights in fp64."""
     ids = tl.full(slot.shape, -1, dtype=tl.int32)
     weights = tl.zeros(slot.shape, dtype=tl.float64)
     for i in range(K):

@@ -113,7 +113,7 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
     """The nearest launch that ships and whose kernels exist on `device`; else what is safe everywhere."""
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        each = TokenSpread.here(problem, tokens).each
+        each = TokenSpread.here(problem, tokens).tokens_per_expert
         for row in nearest(problem, tokens, GpuModel(torch.cuda.get_device_capability(device), sms)):
             if not _reaches(row, each):
                 continue
@@ -138,10 +138,10 @@ weights are read again for many of them."""
 
 def _reaches(row: MeasuredLaunch, each: float) -> bool:
     """Whether the row says something of `each` tokens an expert."""
-    fewest, most = FAMILIES[row.family].each
+    fewest, most = FAMILIES[row.family].tokens_per_expert
     if math.isinf(most):
         return fewest / REACH <= each
-    return fewest / REACH <= each <= min(REACH * row.spread.each, CROWDED * row.tile["tokens"])
+    return fewest / REACH <= each <= min(REACH * row.spread.tokens_per_expert, CROWDED * row.tile["tokens"])
 
 
 def _rings(tile: Any) -> Iterator[Any]:

@@ -173,5 +173,5 @@ def _candidates(problem: MoEProblem) -> list[WarpwiseTile]:
 
 
 WARPWISE_FAMILY = KernelFamily(
-    WarpwiseTile, _run, _fits, interpreted=True, candidates=_candidates, each=(0, 10)
+    WarpwiseTile, _run, _fits, interpreted=True, candidates=_candidates, tokens_per_expert=(0, 10)
 )

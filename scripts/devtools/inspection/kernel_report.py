@@ -20,7 +20,7 @@ from moectl.errors import Unavailable
 
 from .handovers import early_handovers, is_access
 from .hazards import WGMMA, a_registers, hazards
-from .offline_gpu import STAND_INS, LaunchedKernel
+from .offline_gpu import OFFLINE_GPUS, LaunchedKernel
 from .sass import SassCode, SassLoop, parse
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -131,9 +131,9 @@ class KernelReport:
             faults.append(f"{self.spills} spill instructions")
         if self.stack > MOST_STACK:
             faults.append(f"{self.stack} bytes of stack")
-        if self.arch in STAND_INS and self.shared > STAND_INS[self.arch].shared:
+        if self.arch in OFFLINE_GPUS and self.shared > OFFLINE_GPUS[self.arch].shared:
             faults.append(
-                f"{self.shared} bytes of shared memory, sm_{self.arch} has {STAND_INS[self.arch].shared}"
+                f"{self.shared} bytes of shared memory, sm_{self.arch} has {OFFLINE_GPUS[self.arch].shared}"
             )
         if self.warnings:
             faults.append(f"wgmma serialized ({', '.join(self.warnings)})")

@@ -1,6 +1,6 @@
 """A GPU that is not here: launches of kernels compile for it and run nothing.
 
-Inside `standing_in` the ordinary host code runs, on tensors of the device ``meta`` (shapes without memory),
+Inside `compiling_for` the ordinary host code runs, on tensors of the device ``meta`` (shapes without memory),
 and every launch compiles exactly the kernel that the GPU would get: the same constants, specializations
 and options. What host code asks of its GPU is answered from `OfflineGpu`.
 """
@@ -42,7 +42,7 @@ class OfflineGpu:
         return divmod(self.arch, 10)
 
 
-STAND_INS = {
+OFFLINE_GPUS = {
     gpu.arch: gpu
     for gpu in (
         OfflineGpu(80, 108, 163 << 10),
@@ -92,7 +92,7 @@ class _Driver:
 
 
 @contextmanager
-def standing_in(gpu: OfflineGpu) -> Iterator[list[LaunchedKernel]]:
+def compiling_for(gpu: OfflineGpu) -> Iterator[list[LaunchedKernel]]:
     """A context in which launches compile for `gpu`; yields the list that they are appended to.
 
     Not for several threads: Triton's driver and torch's answers about the GPU are replaced for all.

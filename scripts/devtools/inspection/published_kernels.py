@@ -15,7 +15,7 @@ from moectl.layer.experts import unfilled
 from moectl.problem.published_layers import MODELS as TIMED
 
 from .kernel_report import KernelReport
-from .offline_gpu import STAND_INS, OfflineGpu
+from .offline_gpu import OFFLINE_GPUS, OfflineGpu
 from .shipped_kernels import Examined, candidates, inspect, shipped
 
 MODELS = (
@@ -48,9 +48,9 @@ class Inspected:
 
 def gpu_of(arch: int) -> OfflineGpu:
     """The GPU that stands for ``sm_{arch}``; UsageError names the choices."""
-    if arch not in STAND_INS:
-        raise UsageError(f"no GPU stands for sm_{arch}; choose from {', '.join(map(str, STAND_INS))}")
-    return STAND_INS[arch]
+    if arch not in OFFLINE_GPUS:
+        raise UsageError(f"no GPU stands for sm_{arch}; choose from {', '.join(map(str, OFFLINE_GPUS))}")
+    return OFFLINE_GPUS[arch]
 
 
 def layer_without_weights(model: str) -> PreparedMoE:
@@ -59,13 +59,13 @@ def layer_without_weights(model: str) -> PreparedMoE:
     return unfilled(problem, BACKEND)
 
 
-def one_of_each_family(launches: Iterable[Examined]) -> tuple[Examined, ...]:
+def largest_of_each_family(launches: Iterable[Examined]) -> tuple[Examined, ...]:
     """Of each family of kernels, the launch for the most tokens: the largest tile."""
     return tuple({it.launch.family: it for it in launches}.values())
 
 
 LAUNCHES: dict[str, Callable[[PreparedMoE, OfflineGpu], tuple[Examined, ...]]] = {
-    "families": lambda layer, gpu: one_of_each_family((*candidates(layer, gpu), *shipped(layer, gpu))),
+    "families": lambda layer, gpu: largest_of_each_family((*candidates(layer, gpu), *shipped(layer, gpu))),
     "shipped": shipped,
     "candidates": candidates,
 }

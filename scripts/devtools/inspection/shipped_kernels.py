@@ -16,7 +16,7 @@ from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import FAMILIES, choose_shipped, run_with
 
 from .kernel_report import KernelReport, report_of
-from .offline_gpu import OfflineGpu, standing_in
+from .offline_gpu import OfflineGpu, compiling_for
 
 TOKENS = (1, 2, 3, 4, *(n for i in range(3, 17) for n in (3 << (i - 2), 1 << i)))
 """Numbers of tokens that a layer is looked at with: two for every doubling, up to 65,536."""
@@ -33,7 +33,7 @@ class Examined:
 def shipped(layer: PreparedMoE, gpu: OfflineGpu) -> tuple[Examined, ...]:
     """Every launch that `layer` takes on `gpu`, by the table that ships with the package."""
     taken: dict[Launch, list[int]] = {}
-    with standing_in(gpu):
+    with compiling_for(gpu):
         for tokens in TOKENS:
             taken.setdefault(choose_shipped(layer.problem, tokens, torch.device("cuda")), []).append(tokens)
     return tuple(Examined(launch, tuple(tokens)) for launch, tokens in taken.items())
@@ -43,8 +43,8 @@ def candidates(layer: PreparedMoE, gpu: OfflineGpu) -> tuple[Examined, ...]:
     """Every launch among which measurements may decide for `layer` on `gpu`, family by family."""
     problem, found = layer.problem, []
     for name, kernel_family in FAMILIES.items():
-        fewest, most = kernel_family.each
-        spreads = {n: TokenSpread.here(problem, n).each for n in TOKENS}
+        fewest, most = kernel_family.tokens_per_expert
+        spreads = {n: TokenSpread.here(problem, n).tokens_per_expert for n in TOKENS}
         tokens = tuple(n for n, each in spreads.items() if fewest <= each <= most)
         if tokens and kernel_family.capability[0] <= gpu.capability <= kernel_family.capability[1]:
             tiles = [
@@ -54,7 +54,7 @@ def candidates(layer: PreparedMoE, gpu: OfflineGpu) -> tuple[Examined, ...]:
     return tuple(found)
 
 
-def of_each_kind(tiles: Iterable[Any]) -> list[Any]:
+def covering_tiles(tiles: Iterable[Any]) -> list[Any]:
     """Few of a family's tiles in which each of its fields has every value that it has in any.
 
     Greedy: the tile with the most values that were not there yet, the first one of several.
@@ -84,6 +84,6 @@ def inspect_run(layer: PreparedMoE, tokens: int, gpu: OfflineGpu, run: Run) -> t
     x = torch.empty(tokens, problem.dims.hidden, dtype=dtype, device="meta")
     ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
     weights = torch.empty(tokens, problem.top_k, dtype=torch.float32, device="meta")
-    with standing_in(gpu) as launched:
+    with compiling_for(gpu) as launched:
         run(layer, x, ids, weights)
         return tuple(map(report_of, launched))

@@ -67,14 +67,14 @@ def test_batches_hold_every_assignment_once_in_order(tokens: int, experts: int) 
     ids = torch.where(chosen < experts, chosen, -1).to(torch.int32)
     x = torch.arange(1.0, tokens + 1)[:, None].expand(tokens, 5).contiguous()
     batches = batches_of(ids, experts, tokens)
-    spread = batches.spread(x)
+    spread = batches.scatter(x)
     assert spread.shape == (experts, tokens, 5)
     for expert in range(experts):
         wanted = [t for t in range(tokens) if expert in ids[t].tolist()]
         assert batches.counts[expert] == len(wanted)
         assert spread[expert, : len(wanted), 0].tolist() == [t + 1 for t in wanted]
     for choice in range(3):
-        back = batches.choice_of(spread, choice)
+        back = batches.rows_of_choice(spread, choice)
         known = ids[:, choice] >= 0
         assert torch.equal(back[known], x[known])
 
@@ -83,11 +83,11 @@ def test_factors_multiply_tokens_on_the_way_to_each_expert() -> None:
     ids = torch.tensor([[0, 1], [1, -1]], dtype=torch.int32)
     x = torch.tensor([[2.0], [10.0]], dtype=torch.bfloat16)
     batches = batches_of(ids, 2, 2)
-    spread = batches.spread(x, torch.tensor([[3.0, 0.5], [2.0, 7.0]]))
+    spread = batches.scatter(x, torch.tensor([[3.0, 0.5], [2.0, 7.0]]))
     assert spread[0, 0].item() == 6 and spread[1].flatten().tolist() == [1, 20]
 
 
 def test_one_rank_alone_moves_nothing() -> None:
     exchange, x = SingleRankExchange(), torch.ones(3, 2)
-    assert exchange.sent(3, x.device) == 3
-    assert exchange.gather(x, 3, 0) is x and exchange.back(x, 3) is x
+    assert exchange.rows_to_send(3, x.device) == 3
+    assert exchange.gather(x, 3, 0) is x and exchange.combine(x, 3) is x

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import MODELS, Inspected, layer_without_weights
 from devtools.inspection.shipped_kernels import candidates, inspect, inspect_run, shipped
 
@@ -29,7 +29,7 @@ WITHOUT_WGMMA = frozenset({"stream", "warpwise"})
 
 def families(arch: int) -> list[str]:
     """The families of kernels whose code exists for `arch`."""
-    capability = STAND_INS[arch].capability
+    capability = OFFLINE_GPUS[arch].capability
     return [name for name, it in FAMILIES.items() if it.capability[0] <= capability <= it.capability[1]]
 
 
@@ -49,7 +49,7 @@ def call_of(model: str, arch: int, family: str, *, place: int) -> Inspected | No
     As the table says that ships, or one of the family's candidates where it gives the family to nobody.
     `place` 0 is the launch for the fewest tokens, -1 for the most: the smallest and the largest tile.
     """
-    layer, gpu = layer_without_weights(model), STAND_INS[arch]
+    layer, gpu = layer_without_weights(model), OFFLINE_GPUS[arch]
     for offered in (shipped, candidates):
         launches = [it for it in offered(layer, gpu) if it.launch.family == family]
         if launches:
@@ -74,13 +74,13 @@ def test_on_sm90_wgmma_from_registers_without_faults(family: str) -> None:
 def test_every_family_is_somebodys_launch(family: str) -> None:
     """What no model takes on any GPU, nothing here examines; the portable ones serve GPUs without rows."""
     layers = map(layer_without_weights, MODELS)
-    places = (STAND_INS[arch] for arch in (90, 80))
+    places = (OFFLINE_GPUS[arch] for arch in (90, 80))
     assert any(
         it.launch.family == family for layer, gpu in product(layers, places) for it in shipped(layer, gpu)
     )
 
 
-OTHERS = [(arch, family) for arch in STAND_INS if arch != 90 for family in families(arch)]
+OTHERS = [(arch, family) for arch in OFFLINE_GPUS if arch != 90 for family in families(arch)]
 
 
 @pytest.mark.parametrize(("arch", "family"), OTHERS, ids=[f"sm_{arch} {name}" for arch, name in OTHERS])
@@ -95,7 +95,7 @@ def test_other_architectures_compile(arch: int, family: str) -> None:
 @pytest.mark.parametrize(("arch", "tokens"), [(80, 1), (90, 1), (90, 64), (90, 4096), (100, 64)])
 def test_marlin_weights_read_in_place_compile(arch: int, tokens: int) -> None:
     layer = unfilled(layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, "triton_marlin")
-    kernels = inspect_run(layer, tokens, STAND_INS[arch], runner_for("triton_marlin").compute)
+    kernels = inspect_run(layer, tokens, OFFLINE_GPUS[arch], runner_for("triton_marlin").compute)
     assert sum(bool(kernel.wgmma or kernel.mma) for kernel in kernels) == 2
     assert not [fault for kernel in kernels for fault in kernel.faults], kernels
 
@@ -103,7 +103,7 @@ def test_marlin_weights_read_in_place_compile(arch: int, tokens: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_every_shipped_launch_on_sm90(model: str) -> None:
-    layer, gpu = layer_without_weights(model), STAND_INS[90]
+    layer, gpu = layer_without_weights(model), OFFLINE_GPUS[90]
     for it in shipped(layer, gpu):
         for tokens in it.tokens:
             kernels = inspect(layer, tokens, it.launch, gpu)
@@ -139,7 +139,7 @@ VARIANTS = {
 @pytest.mark.parametrize("family", families(90))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_format_and_activation_on_sm90(variant: str, family: str) -> None:
-    layer, gpu = unfilled(VARIANTS[variant], "triton"), STAND_INS[90]
+    layer, gpu = unfilled(VARIANTS[variant], "triton"), OFFLINE_GPUS[90]
     launches = [it for it in (*shipped(layer, gpu), *candidates(layer, gpu)) if it.launch.family == family]
     if not launches:
         pytest.skip(f"the {family} kernels do not take {variant}")
@@ -151,7 +151,7 @@ def test_every_format_and_activation_on_sm90(variant: str, family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mid", "prefill"])
 def test_int4_with_scales_that_do_not_fold_on_sm90(family: str) -> None:
-    layer, gpu = layer_without_weights("moonshotai/Kimi-K2-Thinking"), STAND_INS[90]
+    layer, gpu = layer_without_weights("moonshotai/Kimi-K2-Thinking"), OFFLINE_GPUS[90]
     made = layer_of(layer)
     unknown = replace(made, w13=replace(made.w13, exponents=None), w2=replace(made.w2, exponents=None))
     assert exact_weights(made.problem, unknown.w13) and not exact_weights(made.problem, made.w13)
@@ -162,11 +162,11 @@ def test_int4_with_scales_that_do_not_fold_on_sm90(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [arch for arch in STAND_INS if arch != 90])
+@pytest.mark.parametrize("arch", [arch for arch in OFFLINE_GPUS if arch != 90])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_shipped_launch_elsewhere(model: str, arch: int) -> None:
     """They compile and fit; a spilled register is only slow there."""
-    layer, gpu = layer_without_weights(model), STAND_INS[arch]
+    layer, gpu = layer_without_weights(model), OFFLINE_GPUS[arch]
     for it in shipped(layer, gpu):
         call = Inspected(model, arch, it.launch, it.tokens[0], inspect(layer, it.tokens[0], it.launch, gpu))
         check(call, strict=False)
@@ -184,7 +184,7 @@ def test_the_newest_triton_compiles_them_too() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stderr)
     kernels = [kernel for call in json.loads(done.stdout)["calls"] for kernel in call["kernels"]]
-    assert {kernel["arch"] for kernel in kernels} == set(STAND_INS)
+    assert {kernel["arch"] for kernel in kernels} == set(OFFLINE_GPUS)
     for kernel in kernels:
         print(kernel["name"], kernel["arch"], kernel["faults"])
         assert not kernel["hazards"] and not kernel["warnings"] and kernel["wgmma"] == kernel["wgmma_a"], (
@@ -196,5 +196,5 @@ def test_compiling_needs_no_memory_and_leaves_nothing_behind() -> None:
     layer = layer_without_weights("openai/gpt-oss-120b")
     assert {t.device.type for t in layer.weights.values()} == {"meta"}
     before = torch.cuda.get_device_properties
-    shipped(layer, STAND_INS[80])
+    shipped(layer, OFFLINE_GPUS[80])
     assert torch.cuda.get_device_properties is before

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from devtools.inspection.kernel_report import KernelReport, report_of
-from devtools.inspection.offline_gpu import STAND_INS, LaunchedKernel, standing_in
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, LaunchedKernel, compiling_for
 
 from moectl.convert.layouts.registry import layout_named
 from moectl.kernels.prepared_layer import PreparedMoE
@@ -26,7 +26,7 @@ LAYERS = {"kimi-k2": (KIMI_K2, 280), "qwen3": (QWEN3, 230), "awq": (AWQ, 330)}
 """Layers, and how many instructions a warp may spend on a 64x64 tile of weights. More mean that values
 move between threads, or wait in shared memory, on their way into the products."""
 
-CASES = [("kimi-k2", arch) for arch in STAND_INS] + [("qwen3", 90), ("awq", 90)]
+CASES = [("kimi-k2", arch) for arch in OFFLINE_GPUS] + [("qwen3", 90), ("awq", 90)]
 
 
 TURNS = [(name, list(TILES)[turn % len(TILES)]) for turn, name in enumerate(FORMATS)]
@@ -52,7 +52,7 @@ def launched_by(problem: MoEProblem, tokens: int, tile: MarlinTile, arch: int) -
     dtype = DTYPES[problem.dtype]
     x = torch.empty(tokens, problem.dims.hidden, dtype=dtype, device="meta")
     ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
-    with standing_in(STAND_INS[arch]) as launched:
+    with compiling_for(OFFLINE_GPUS[arch]) as launched:
         run_with(without_weights(problem), x, ids, ids.float(), tile)
     products = [it for it in launched if "gemm" in it.name]
     assert len(products) == 2

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from devtools.inspection.kernel_report import KernelReport
-from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.shipped_kernels import inspect
 
 from moectl.kernels.triton.launches import Launch
@@ -34,7 +34,7 @@ def products(weight: WeightFormat, floats: tuple[str, str], launch: Launch, arch
     _, prepared = layer_among_others(problem, "cpu")
     weights = {role: t.to("meta") for role, t in prepared.weights.items()}
     prepared = replace(prepared, weights=weights, derived={})
-    kernels = [it for it in inspect(prepared, 4, launch, STAND_INS[arch]) if it.wgmma or it.mma]
+    kernels = [it for it in inspect(prepared, 4, launch, OFFLINE_GPUS[arch]) if it.wgmma or it.mma]
     assert len(kernels) == 2 and not any(it.faults for it in kernels), kernels
     return kernels
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devtools.inspection.kernel_report import report_of
-from devtools.inspection.offline_gpu import STAND_INS, standing_in
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 
 from moectl.kernels.triton import router
 from moectl.kernels.triton.sort_and_combine import order_of_counts
@@ -22,7 +22,7 @@ def test_compiles(arch: int, dtype: torch.dtype) -> None:
         turn = [80, 100, 120].index(arch)
         names = [name for name in names if (list(METHODS).index(name) // 3) % 3 == turn]
     assert names
-    with standing_in(STAND_INS[arch]) as launched:
+    with compiling_for(OFFLINE_GPUS[arch]) as launched:
         for name in names:
             problem = METHODS[name]
             c = case_of(problem, "random", 3, dtype).to("meta")
@@ -35,7 +35,7 @@ def test_compiles(arch: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_the_rows_of_a_batch_compile(arch: int) -> None:
-    with standing_in(STAND_INS[arch]) as launched:
+    with compiling_for(OFFLINE_GPUS[arch]) as launched:
         for experts, dtype in ((1, torch.int64), (384, torch.int32)):
             ids, weights, _ = order_of_counts(torch.empty(experts, dtype=dtype, device="meta"), 70)
             assert ids.dtype == torch.int32 and weights.dtype == torch.float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
@@ -20,14 +20,14 @@ between threads, or wait in shared memory, on their way into the products."""
 PRODUCTS = 20
 """Of 64x64 weights with 8 tokens: 16, and 4 that take the surplus off."""
 
-CASES = [("moonshotai/Kimi-K2-Thinking", arch) for arch in STAND_INS]
+CASES = [("moonshotai/Kimi-K2-Thinking", arch) for arch in OFFLINE_GPUS]
 CASES += [(name, 90) for name in LAYERS if name != CASES[0][0]]
 
 
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_weights_meet_no_shared_memory(name: str, arch: int) -> None:
     tile, most = LAYERS[name]
-    kernels = inspect(layer_without_weights(name), 16, Launch("warpwise", tile), STAND_INS[arch])
+    kernels = inspect(layer_without_weights(name), 16, Launch("warpwise", tile), OFFLINE_GPUS[arch])
     multiplying = [kernel for kernel in kernels if kernel.mma]
     assert len(multiplying) == 2 - tile.fused
     for kernel in multiplying:

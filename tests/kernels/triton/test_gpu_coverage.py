@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from devtools.inspection.shipped_kernels import of_each_kind
+from devtools.inspection.shipped_kernels import covering_tiles
 
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.problem.schemes import MXFP4, int_format
@@ -40,9 +40,9 @@ def test_repetitions_have_every_kind_of_tile(family: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_few_tiles_have_every_value_of_every_field(name: str, family: str) -> None:
     tiles = list(FAMILIES[family].candidates(LAYERS[name]))
-    few = of_each_kind(tiles)
+    few = covering_tiles(tiles)
     assert len(few) <= len(tiles) and values(few) == values(tiles)
-    assert of_each_kind([]) == []
+    assert covering_tiles([]) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

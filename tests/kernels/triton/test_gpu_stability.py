@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from devtools.inspection.shipped_kernels import of_each_kind
+from devtools.inspection.shipped_kernels import covering_tiles
 
 from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
@@ -52,7 +52,7 @@ def tiles_of(name: str, family: str) -> list[Any]:
     """The first and last tile of a family that fit a layer, and its share of those of each kind."""
     problem, kernel_family = LAYERS[name], FAMILIES[family]
     tiles = [tile for tile in kernel_family.candidates(problem) if not kernel_family.fits(problem, tile)]
-    share = of_each_kind(tiles)[list(LAYERS).index(name) :: len(LAYERS)]
+    share = covering_tiles(tiles)[list(LAYERS).index(name) :: len(LAYERS)]
     return list(dict.fromkeys((*tiles[:1], *tiles[-1:], *share)))
 
 
@@ -64,7 +64,7 @@ def cases(name: str, family: str) -> Iterator[Case]:
     tiles = tiles_of(name, family)
     if not tiles:
         pytest.skip(f"the {family} kernels do not fit the {name} layer")
-    fewest, most = kernel_family.each
+    fewest, most = kernel_family.tokens_per_expert
     near = [n for n in TOKENS if fewest / 8 <= n * problem.top_k / problem.experts <= most * 2]
     assert near, f"no number of tokens is near what the {family} kernels are for"
     for tile, tokens in product(tiles, near):

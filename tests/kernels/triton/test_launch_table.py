@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
-from devtools.inspection.offline_gpu import STAND_INS, standing_in
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
 from moectl.kernels.triton import launch_table
@@ -18,8 +18,8 @@ from moectl.kernels.triton.launch_table import (
     LayerLaunches,
     MeasuredLaunch,
     TokenSpread,
+    distance_to_nearest,
     nearest,
-    unlikeness,
 )
 from moectl.kernels.triton.launches import launch_for
 from moectl.kernels.triton.marlin import tile_for
@@ -65,7 +65,7 @@ def test_a_near_row_of_another_layer_comes_before_a_far_one(monkeypatch: pytest.
     monkeypatch.setattr(launch_table, "entries", lambda: (replace(near, rows=near.rows[:1]), far))
     problem = replace(GPT_OSS, dims=Dims(2944, 2880), experts=128, local_experts=128)
     assert [next(nearest(problem, tokens, H200)).family for tokens in (1, 1024)] == ["near 1", "far 1024"]
-    assert unlikeness(problem, 1024, H200) > unlikeness(problem, 1, H200) > 0
+    assert distance_to_nearest(problem, 1024, H200) > distance_to_nearest(problem, 1, H200) > 0
 
 
 def test_another_gpu_has_no_rows_and_another_size_of_it_has(measured: None) -> None:
@@ -82,8 +82,8 @@ def test_tokens_per_expert_not_tokens_choose(measured: None) -> None:
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(128, 4, 1), (8, 8, 5), (1, 1, 7), (384, 8, 65536)])
 def test_a_spread_counts_every_assignment(experts: int, top_k: int, tokens: int) -> None:
     spread = TokenSpread.of(experts, top_k, tokens)
-    assert spread.hit * spread.each == pytest.approx(tokens * min(top_k, experts))
-    assert min(top_k, experts) * 0.999 <= spread.hit <= experts * 1.001 and spread.each > 0.999
+    assert spread.hit * spread.tokens_per_expert == pytest.approx(tokens * min(top_k, experts))
+    assert min(top_k, experts) * 0.999 <= spread.hit <= experts * 1.001 and spread.tokens_per_expert > 0.999
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
@@ -92,7 +92,9 @@ def test_a_rank_gets_its_share_of_the_assignments(tokens: int) -> None:
     whole, here = KIMI, replace(KIMI, local_experts=KIMI.experts // 3)
     all_of_it, share = TokenSpread.here(whole, tokens), TokenSpread.here(here, tokens)
     assert all_of_it == TokenSpread.of(KIMI.experts, KIMI.top_k, tokens)
-    assert share.each == all_of_it.each and 3 * share.hit == pytest.approx(all_of_it.hit)
+    assert share.tokens_per_expert == all_of_it.tokens_per_expert and 3 * share.hit == pytest.approx(
+        all_of_it.hit
+    )
     assert launch_for(here, tokens).tile == launch_for(whole, tokens).tile
     assert tile_for(here, tokens) == tile_for(whole, tokens)
 
@@ -115,7 +117,7 @@ NOT_MEASURED = {
 @pytest.mark.parametrize("name", NOT_MEASURED)
 def test_kernels_of_few_tokens_are_not_taken_for_many(name: str) -> None:
     problem = NOT_MEASURED[name]
-    with standing_in(STAND_INS[90]):
+    with compiling_for(OFFLINE_GPUS[90]):
         few = choose_shipped(problem, 32, torch.device("cuda"))
         assert few.family in ("stream", "warpwise")
         for tokens in (512, 4096, 65_536):
@@ -124,14 +126,14 @@ def test_kernels_of_few_tokens_are_not_taken_for_many(name: str) -> None:
 
 def test_programs_of_one_token_are_not_taken_where_experts_have_two() -> None:
     problem = replace(QWEN, scheme=Scheme(int_format(8, FULL)))
-    with standing_in(STAND_INS[90]):
+    with compiling_for(OFFLINE_GPUS[90]):
         found = [choose_shipped(problem, tokens, torch.device("cuda")).tile.tokens for tokens in (1, 16, 24)]
     assert found[0] == 1 and min(found[1:]) > 1
 
 
 def test_wider_codes_take_a_row_with_a_shorter_ring() -> None:
     problem = replace(QWEN, scheme=Scheme(int_format(8, FULL)))
-    with standing_in(STAND_INS[90]):
+    with compiling_for(OFFLINE_GPUS[90]):
         own, wider = (choose_shipped(it, 1024, torch.device("cuda")) for it in (QWEN, problem))
     assert own.family == wider.family == "mid" and wider.tile.stages < own.tile.stages
     longer = replace(wider.tile, stages=wider.tile.stages + 1)
@@ -143,7 +145,7 @@ def test_few_tokens_are_no_work_for_kernels_of_many(monkeypatch: pytest.MonkeyPa
     prefill = MeasuredLaunch(TokenSpread.of(128, 4, 8192), "prefill", asdict(PROMISING[0]), 1.0)
     entry = LayerLaunches(H200, str(OSS.scheme.weight), 2880, 2880, 128, 4, (prefill,))
     monkeypatch.setattr(launch_table, "entries", lambda: (entry,))
-    with standing_in(STAND_INS[90]):
+    with compiling_for(OFFLINE_GPUS[90]):
         found = {n: choose_shipped(OSS, n, torch.device("cuda")).family for n in (16, 512, 1024, 65_536)}
     assert found == {16: "decode", 512: "grouped", 1024: "prefill", 65_536: "prefill"}
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from devtools.inspection.offline_gpu import STAND_INS, standing_in
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -42,7 +42,7 @@ BATCH = (1, 40)
 @pytest.fixture(scope="module", autouse=True)
 def launching_nothing() -> Iterator[None]:
     """Host code for a GPU that is not here, whose launches neither compile nor run."""
-    with standing_in(STAND_INS[90]), patch.object(JITFunction, "run", lambda *args, **options: None):
+    with compiling_for(OFFLINE_GPUS[90]), patch.object(JITFunction, "run", lambda *args, **options: None):
         yield
 
 
@@ -79,7 +79,7 @@ def test_every_family(
     problem = pad("moectl-mtile64", model_problem(model))
     kernel_family = triton_runner.FAMILIES[family]
     tiles = [tile for tile in kernel_family.candidates(problem) if not kernel_family.fits(problem, tile)]
-    prepared, most = unfilled(problem, "triton"), kernel_family.each[1]
+    prepared, most = unfilled(problem, "triton"), kernel_family.tokens_per_expert[1]
     assert tiles or (model, family) == ("gpt-oss-20b", "warpwise")
     for tile in dict.fromkeys((*tiles[:1], *tiles[-1:])):
         monkeypatch.setattr(triton_runner, "launch_on", lambda *a, tile=tile: Launch(family, tile))

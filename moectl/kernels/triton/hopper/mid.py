@@ -69,13 +69,13 @@ class MidTile:
 
     Attributes:
         tokens: most tokens of a tile, a key of `WIDTHS`.
-        workers: warpgroups; with `programs` and `tall` a key of `REGISTERS`.
+        workers: warpgroups; with `programs` and `blocks_m` a key of `REGISTERS`.
         stages: of the ring.
         depth: 64-column pieces of a stage.
         loaders: warps that copy token rows.
         programs: of one multiprocessor at a time.
-        tall: blocks of 64 weight rows that a worker has.
-        boxed: whether scale words are copied in boxes, by TMA, instead of word by word.
+        blocks_m: blocks of 64 weight rows that a worker has.
+        tma_scales: whether scale words are copied in boxes, by TMA, instead of word by word.
     """
 
     tokens: int
@@ -84,8 +84,8 @@ class MidTile:
     depth: int = 2
     loaders: int = 2
     programs: int = 1
-    tall: int = 1
-    boxed: int = 0
+    blocks_m: int = 1
+    tma_scales: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,26 +108,26 @@ class MidVariant(GemmSpec):
     widths: tuple[int, ...]
     unit: int
     workers: int
-    tall: int
+    blocks_m: int
     stages: int
     depth: int
     loaders: int
-    boxed: bool
+    tma_scales: bool
     registers: tuple[int, int]
 
     @property
     def blocks(self) -> int:
         """Row blocks of a tile."""
-        return self.workers * self.tall
+        return self.workers * self.blocks_m
 
     @property
     def lean(self) -> bool:
         """Whether registers are so few that partitions compute again what they would share."""
-        return self.boxed or self.tall > 1
+        return self.tma_scales or self.blocks_m > 1
 
 
 def _place(tile: MidTile) -> tuple[int, int, int, int]:
-    return tile.workers, tile.programs, tile.tall, tile.boxed
+    return tile.workers, tile.programs, tile.blocks_m, tile.tma_scales
 
 
 def registers(tile: MidTile) -> tuple[int, int]:
@@ -150,11 +150,11 @@ def _variant(layer: KernelLayer, stage: int, assignments: int, tile: MidTile) ->
         widths=WIDTHS[tile.tokens],
         unit=math.gcd(p.dims.intermediate if stage == 1 else p.dims.hidden, KNOWN_UNIT),
         workers=tile.workers,
-        tall=tile.tall,
+        blocks_m=tile.blocks_m,
         stages=tile.stages,
         depth=tile.depth,
         loaders=tile.loaders,
-        boxed=bool(tile.boxed),
+        tma_scales=bool(tile.tma_scales),
         registers=registers(tile),
     )
 
@@ -208,7 +208,7 @@ def gemm(
     kernels._grouped_gemm_kernel[(grid,)](
         X=x,
         CODES=_descriptor(m, tile.depth),
-        S=_words_descriptor(m.scales, how) if how.boxed else m.scales,
+        S=_words_descriptor(m.scales, how) if how.tma_scales else m.scales,
         Z=m.scales if m.zeros is None else m.zeros,
         B=m.scales if m.bias is None else m.bias,
         Y=y,
@@ -261,10 +261,9 @@ def shared_bytes(problem: MoEProblem, tile: MidTile) -> int:
     """Shared memory of a program: its ring, slots and weights of each worker's tile, a store's detour."""
     weight = problem.scheme.weight
     words = 2 if weight.name != "mxfp4" and weight.group == 32 else 1
-    blocks = tile.workers * tile.tall
-    words *= (
-        128 * (blocks if tile.boxed else triton.next_power_of_2(blocks)) * (2 if weight.zero_point else 1)
-    )
+    blocks = tile.workers * tile.blocks_m
+    copied_blocks = blocks if tile.tma_scales else triton.next_power_of_2(blocks)
+    words *= 128 * copied_blocks * (2 if weight.zero_point else 1)
     stage = tile.depth * (128 * tile.tokens + 512 * weight.bits * blocks + words) + 16
     notes = 8 * triton.next_power_of_2(tile.tokens) + 64 * 32 * 2 + 512
     return int(tile.stages * stage + tile.workers * notes + 1024)
@@ -288,9 +287,9 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
         return f"it has no {problem.dtype} products of {weight} weights with {scale_name(problem)} scales"
     if refused := column_refusal(problem):
         return refused
-    if tile.boxed and (weight.zero_point or weight.group not in (32, 128)):
+    if tile.tma_scales and (weight.zero_point or weight.group not in (32, 128)):
         return f"{tile} takes scales of groups of 32 and 128 without zero points, not {weight}"
-    if tile.boxed and max(weight.group, 64 * tile.depth) % min(weight.group, 64 * tile.depth):
+    if tile.tma_scales and max(weight.group, 64 * tile.depth) % min(weight.group, 64 * tile.depth):
         return f"{64 * tile.depth} columns of a stage and scale groups of {weight.group} do not end together"
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it does not know the activation {act}"
@@ -312,7 +311,7 @@ PROMISING: tuple[tuple[int, int, int, int, int, int], ...] = (
     (96, 3, 1, 1, 1, 2),
     (128, 3, 1, 1, 0, 2),
 )
-"""(tokens, workers, programs, row blocks, boxed, depth) that are worth a measurement, as found on an H200."""
+"""(tokens, workers, programs, blocks_m, tma_scales, depth) worth measuring, as found on an H200."""
 
 STAGES = (8, 6, 5, 4, 3, 2)
 
@@ -320,13 +319,13 @@ STAGES = (8, 6, 5, 4, 3, 2)
 def _candidates(problem: MoEProblem) -> Sequence[MidTile]:
     """Each with the deepest ring that fits: it hides the most latency."""
     found = []
-    for tokens, workers, programs, tall, boxed, depth in PROMISING:
-        tile = MidTile(tokens, workers, 0, depth, programs=programs, tall=tall, boxed=boxed)
+    for tokens, workers, programs, blocks_m, tma_scales, depth in PROMISING:
+        tile = MidTile(tokens, workers, 0, depth, programs=programs, blocks_m=blocks_m, tma_scales=tma_scales)
         rings = (replace(tile, stages=stages) for stages in STAGES)
         found += [tile for tile in rings if not _fits(problem, tile)][:1]
     return found
 
 
 MID_FAMILY = KernelFamily(
-    MidTile, _run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, each=(3.0, 130.0)
+    MidTile, _run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, tokens_per_expert=(3.0, 130.0)
 )

@@ -89,7 +89,7 @@ def _stored(codes, words, stage, D: gl.constexpr, BLOCK: gl.constexpr, HOW: gl.c
     BEFORE: gl.constexpr = _before(HOW)
     place = stage * HOW.blocks + BLOCK
     raw = codes.index(BEFORE + place).slice(D * LINES, LINES).load(code_layout(HOW.format))
-    if HOW.boxed:
+    if HOW.tma_scales:
         AT: gl.constexpr = _run(D, HOW) * WORDS
         of = words.index(place)
     else:
@@ -176,12 +176,12 @@ def _step(
     The matrix instructions in flight read `a`; the weights after it are made before the wait for them, in
     other registers.
     """
-    TALL: gl.constexpr = HOW.tall
+    TALL: gl.constexpr = HOW.blocks_m
     PIECES: gl.constexpr = HOW.depth * TALL
     _x, _more, codes, words, full, empty = ring
     JOINT: gl.constexpr = _jointly(WIDTH, HOW)
     following, turn = _next(stage, phase, HOW)
-    if not LAST and HOW.boxed:
+    if not LAST and HOW.tma_scales:
         # Before all else: a wait later on would end a stretch of code in which ptxas, left to itself,
         # puts the making of weights between the products.
         _await(full, following, turn)
@@ -197,7 +197,7 @@ def _step(
         elif LAST:
             after = a
         else:
-            if not HOW.boxed:
+            if not HOW.tma_scales:
                 _await(full, following, turn)
             after = _weights(_stored(codes, words, following, 0, BLOCK * TALL, HOW), DTYPE, JOINT, HOW)
         if j % TALL == 0:
@@ -234,14 +234,14 @@ def _product(
     ring, stage, phase, K, WIDTH: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
     """Sums of a tile's one or two row blocks over all columns, and the ring position behind it."""
-    UNROLL: gl.constexpr = 2 if HOW.depth * HOW.tall == 1 else 1  # two operands take turns without moves
+    UNROLL: gl.constexpr = 2 if HOW.depth * HOW.blocks_m == 1 else 1  # two operands take turns without moves
     _x, _more, codes, words, full, _empty = ring
     JOINT: gl.constexpr = _jointly(WIDTH, HOW)
     steps = (K // 64 + HOW.depth - 1) // HOW.depth
     acc = _zeros(WIDTH, JOINT)
     acc2 = _zeros(WIDTH, JOINT)
     _await(full, stage, phase)
-    a = _weights(_stored(codes, words, stage, 0, BLOCK * HOW.tall, HOW), DTYPE, JOINT, HOW)
+    a = _weights(_stored(codes, words, stage, 0, BLOCK * HOW.blocks_m, HOW), DTYPE, JOINT, HOW)
     for _ in range((steps - 1) // UNROLL):
         for _turn in gl.static_range(UNROLL):
             a, acc, acc2, stage, phase = _step(
@@ -274,11 +274,11 @@ def _worker(
     first_tile, programs = _program(HOW)
     expert, first, tokens = _tile(TILES, first_tile, tiles, row_tiles, HOW)
     for tile in range(first_tile, tiles, programs):
-        block = (tile % row_tiles) * HOW.blocks + BLOCK * HOW.tall
+        block = (tile % row_tiles) * HOW.blocks + BLOCK * HOW.blocks_m
         coming = _tile(TILES, tile + programs, tiles, row_tiles, HOW)
         _note(own, SORTED, WEIGHTS, first, tokens, HOW)
         bias = _biases(B, expert, block, N, HOW)
-        bias2 = _biases(B, expert, block + 1, N, HOW) if HOW.tall == 2 else bias
+        bias2 = _biases(B, expert, block + 1, N, HOW) if HOW.blocks_m == 2 else bias
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 acc, acc2, stage, phase = _product(ring, stage, phase, K, _width(i, HOW), BLOCK, DTYPE, HOW)
@@ -286,7 +286,7 @@ def _worker(
                     _store_all(
                         acc, own, Y, bias, block, first, tokens, NX, alpha, limit, _width(i, HOW), HOW
                     )  # fmt: skip
-                if HOW.tall == 2 and block + 1 < N // 64:
+                if HOW.blocks_m == 2 and block + 1 < N // 64:
                     _store_all(
                         acc2, own, Y, bias2, block + 1, first, tokens, NX, alpha, limit, _width(i, HOW), HOW
                     )  # fmt: skip
@@ -321,7 +321,7 @@ def _grouped_gemm_kernel(
     ALL: gl.constexpr = 2 * ROWS if REST else ROWS
     LINES: gl.constexpr = code_lines(HOW.format)
     WORDS: gl.constexpr = _stage_words(HOW) * (2 if HOW.zeros else 1)
-    PLACES: gl.constexpr = HOW.stages * (HOW.blocks if HOW.boxed else 1)
+    PLACES: gl.constexpr = HOW.stages * (HOW.blocks if HOW.tma_scales else 1)
     PIECES: gl.constexpr = HOW.stages * HOW.depth
     X_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     CODES_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
@@ -340,7 +340,7 @@ def _grouped_gemm_kernel(
     full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1 + 32 * HOW.loaders + (0 if HOW.boxed else 32))
+        mbarrier.init(full.index(i), count=1 + 32 * HOW.loaders + (0 if HOW.tma_scales else 32))
         mbarrier.init(empty.index(i), count=HOW.workers)
     hopper.fence_async_shared()
     ring = (x, more, codes, words, full, empty)

@@ -2,9 +2,9 @@
 """Device code that fills the ring of the GEMMs in `mid_kernels`, tile by tile, as far ahead as it can.
 
 A stage holds ``HOW.depth`` pieces of 64 columns: codes (by TMA), scale and zero words of each worker's row
-blocks (by cp.async; boxed, by TMA), and the rows of the tile's tokens (by cp.async, gathered). Its barrier
-`full` counts the bytes that TMA brings and the loaders' threads, its barrier `empty` the workers that are
-done with it.
+blocks (by cp.async, or with `tma_scales` by TMA), and the rows of the tile's tokens (by cp.async, gathered).
+Its barrier `full` counts the bytes that TMA copies and the loaders' threads, its barrier `empty` the workers
+that have read it.
 """
 
 import triton.language as tl
@@ -83,15 +83,16 @@ def _run(D, HOW):
 
 @gluon.constexpr_function
 def _stage_words(HOW):
-    """Scale words, or zero words, in a stage: of a row block if boxed, else of a power of two of them."""
-    if HOW.boxed:
+    """Scale or zero-point words of one copy of a stage: a row block's with `tma_scales`, else all blocks'
+    rounded up to a power of two."""
+    if HOW.tma_scales:
         return _runs(HOW) * scale_words(HOW.format, HOW.group)
     return (1 << (HOW.blocks - 1).bit_length()) * HOW.depth * scale_words(HOW.format, HOW.group)
 
 
 @gluon.constexpr_function
 def _words_layout(HOW):
-    return gl.NVMMASharedLayout(0, 32, 1) if HOW.boxed else gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.NVMMASharedLayout(0, 32, 1) if HOW.tma_scales else gl.SwizzledSharedLayout(1, 1, 1, [0])
 
 
 @gluon.constexpr_function
@@ -144,12 +145,12 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
     WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
     LINES: gl.constexpr = code_lines(HOW.format)
     ALL: gl.constexpr = _stage_words(HOW)
-    BYTES: gl.constexpr = HOW.depth * LINES * 128 + (ALL * 4 if HOW.boxed else 0)
+    BYTES: gl.constexpr = HOW.depth * LINES * 128 + (ALL * 4 if HOW.tma_scales else 0)
     SPAN: gl.constexpr = _span(HOW)
     BEFORE: gl.constexpr = _before(HOW)
     K = _size_here(K, 32, HOW)
     N = _size_here(N, 32, HOW)
-    if not HOW.boxed:
+    if not HOW.tma_scales:
         L: gl.constexpr = gl.BlockedLayout([ALL // 32], [32], [1], [0])
         word = gl.arange(0, ALL, layout=L)
     columns = K // 64
@@ -162,7 +163,7 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
         expert = gl.load(TILES + (tile // row_tiles) * 4, cache_modifier=CACHE)
         block = (tile % row_tiles) * HOW.blocks
         line = (expert * blocks + block) * columns * LINES
-        if HOW.boxed:
+        if HOW.tma_scales:
             own = expert * blocks + block
         else:
             own = expert * blocks + gl.minimum(block + word // (HOW.depth * WORDS), blocks - 1)
@@ -173,10 +174,10 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
             for b in gl.static_range(BLOCKS):
                 into = codes.index(BEFORE + stage * HOW.blocks + b)
                 tma_load(CODES, [line + (b * columns + k) * LINES, 0], full.index(stage), into)
-                if HOW.boxed:
+                if HOW.tma_scales:
                     run = base + (b * runs + (k * 64 // SPAN if SPAN else 0)) * WORDS
                     tma_load(S, [run], full.index(stage), words.index(stage * HOW.blocks + b))
-            if not HOW.boxed:
+            if not HOW.tma_scales:
                 if SPAN == 64:  # the words of consecutive columns are neighbours
                     at = k * WORDS + word % (HOW.depth * WORDS)
                 elif SPAN:

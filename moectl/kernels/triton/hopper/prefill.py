@@ -85,14 +85,14 @@ class PrefillTile:
     """One launch configuration.
 
     Attributes:
-        units: most tokens of a tile, in units of 16; a key of `SHAPES`.
-        leap: token tiles that run through all weight rows together, and so share them in the L2 cache.
-        trail: steps by which each warpgroup follows the one before it.
+        tokens_x16: most tokens of a tile, in units of 16; a key of `SHAPES`.
+        group_m: token tiles that run through all weight rows together, and so share them in the L2 cache.
+        stagger: steps by which each warpgroup follows the one before it.
     """
 
-    units: int = 9
-    leap: int = 4
-    trail: int = 3
+    tokens_x16: int = 9
+    group_m: int = 4
+    stagger: int = 3
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PrefillVariant(GemmSpec):
         span: 64-column tiles that a scale word covers.
         even: whether the tokens have as many columns as the weights.
         activation: its name; empty for the second GEMM.
-        units: of the widest tile.
+        tokens_x16: of the widest tile.
         widths: that there are branches for, ascending, in units.
         pieces: of tokens that are loaded at once.
         workers: warpgroups that compute.
@@ -117,7 +117,7 @@ class PrefillVariant(GemmSpec):
     even: bool
     activation: str
     gated: bool
-    units: int
+    tokens_x16: int
     widths: tuple[int, ...]
     pieces: tuple[int, ...]
     workers: int
@@ -128,15 +128,15 @@ class PrefillVariant(GemmSpec):
     @property
     def rest(self) -> int:
         """Tokens of a stage beyond 128, a power of two or 0."""
-        return _rest(self.units)
+        return _rest(self.tokens_x16)
 
 
 def stages(problem: MoEProblem, tile: PrefillTile) -> int:
     """Stages of the ring that fit into shared memory."""
     weight = problem.scheme.weight
     words = scale_words.fn(weight.name, weight.group) * (2 if weight.zero_point else 1)
-    shape = SHAPES[tile.units]
-    tokens = 128 + _rest(tile.units)
+    shape = SHAPES[tile.tokens_x16]
+    tokens = 128 + _rest(tile.tokens_x16)
     each = tokens * 128 + 4 * 512 * weight.bits + 4 * 4 * words + 8 * (1 + shape.workers)
     others = shape.workers * STORED + NOTE * (3 if problem.bias else 2) + 512
     return int(min(MOST_STAGES, (SHARED_MEMORY - others) // each))
@@ -148,7 +148,7 @@ def _rest(units: int) -> int:
 
 def _variant(layer: KernelLayer, stage: int, tile: PrefillTile) -> PrefillVariant:
     p = layer.problem
-    weight, act, shape = p.scheme.weight, p.activation, SHAPES[tile.units]
+    weight, act, shape = p.scheme.weight, p.activation, SHAPES[tile.tokens_x16]
     m, columns = operand(layer, stage)
     return PrefillVariant(
         **product_of(layer, stage),
@@ -157,13 +157,13 @@ def _variant(layer: KernelLayer, stage: int, tile: PrefillTile) -> PrefillVarian
         even=m.k == columns,
         activation=act.name if stage == 1 else "",
         gated=act.gated and stage == 1,
-        units=tile.units,
+        tokens_x16=tile.tokens_x16,
         widths=shape.widths,
         pieces=shape.pieces,
         workers=shape.workers,
         blocks=shape.blocks,
         stages=stages(p, tile),
-        registers=REGISTERS.get((p.bias, tile.units), shape.registers),
+        registers=REGISTERS.get((p.bias, tile.tokens_x16), shape.registers),
     )
 
 
@@ -186,10 +186,12 @@ class PrefillSchedule:
 
 def cut(offsets: Tensor, assignments: int, experts: int, tile: PrefillTile) -> tuple[Tensor, Tensor, int]:
     """`tiles`, `count` and `bound` of a `PrefillSchedule` for experts whose positions begin at `offsets`."""
-    bound = token_tiles(assignments, experts, UNIT * tile.units)
+    bound = token_tiles(assignments, experts, UNIT * tile.tokens_x16)
     tiles, count = offsets.new_empty(bound, 4), offsets.new_empty(3)
     padded = triton.next_power_of_2(experts)
-    _schedule_kernel[(1,)](offsets, tiles, count, E=experts, EPAD=padded, MOST=tile.units, **launch_options())
+    _schedule_kernel[(1,)](
+        offsets, tiles, count, E=experts, EPAD=padded, MOST=tile.tokens_x16, **launch_options()
+    )
     return tiles, count, bound
 
 
@@ -215,7 +217,7 @@ def gemm(
     """
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
     how = _variant(layer, stage, tile)
-    grid = min(multiprocessors(x.device), plan.bound * triton.cdiv(m.n, SHAPES[tile.units].rows))
+    grid = min(multiprocessors(x.device), plan.bound * triton.cdiv(m.n, SHAPES[tile.tokens_x16].rows))
     kernels._prefill_kernel[(grid,)](
         X=x,
         W=m.codes,
@@ -233,8 +235,8 @@ def gemm(
         KX=x.shape[1],
         NX=y.shape[1],
         spans=m.scales.shape[2],
-        leap=tile.leap,
-        trail=min(tile.trail, (how.stages - 1) // (how.workers - 1), m.k // 64),
+        group_m=tile.group_m,
+        stagger=min(tile.stagger, (how.stages - 1) // (how.workers - 1), m.k // 64),
         **activation_numbers(p.activation),
         HOW=how,
         num_warps=4,
@@ -255,8 +257,8 @@ def run(layer: KernelLayer, call: KernelCall, tile: PrefillTile) -> None:
 
 def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
     weight, act = problem.scheme.weight, problem.activation
-    if tile.units not in SHAPES or tile.leap < 1 or tile.trail < 0:
-        return f"{tile} is none of its tiles: units is one of {', '.join(map(str, SHAPES))}"
+    if tile.tokens_x16 not in SHAPES or tile.group_m < 1 or tile.stagger < 0:
+        return f"{tile} is none of its tiles: tokens_x16 is one of {', '.join(map(str, SHAPES))}"
     if (weight.name, problem.dtype) not in FORMATS.get(scale_name(problem), ()):
         return f"it has no {problem.dtype} products of {weight} weights with {scale_name(problem)} scales"
     if refused := column_refusal(problem):
@@ -268,7 +270,7 @@ def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
     return ""
 
 
-PROMISING = (PrefillTile(8), PrefillTile(9), PrefillTile(12, trail=0))
+PROMISING = (PrefillTile(8), PrefillTile(9), PrefillTile(12, stagger=0))
 """Tiles that are worth a measurement, as found on an H200."""
 
 
@@ -277,5 +279,10 @@ def _candidates(problem: MoEProblem) -> list[PrefillTile]:
 
 
 PREFILL_FAMILY = KernelFamily(
-    PrefillTile, run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, each=(40, math.inf)
+    PrefillTile,
+    run,
+    _fits,
+    capability=((9, 0), (9, 0)),
+    candidates=_candidates,
+    tokens_per_expert=(40, math.inf),
 )

@@ -234,7 +234,7 @@ def _pass_by(ring, it, steps, me: gl.constexpr, HOW: gl.constexpr):
 @gluon.jit
 def _computer(share, me: gl.constexpr, HOW: gl.constexpr):
     """The tiles that `jobs` gives, until one of 0 units: the rows of each that are this warpgroup's."""
-    ring, notes, out, jobs, given, taken, Y, N, K, NX, trail, alpha, limit = share
+    ring, notes, out, jobs, given, taken, Y, N, K, NX, stagger, alpha, limit = share
     _tokens, _weights, _full, empty = ring
     slots, weights, bias = notes
     WIDTHS: gl.constexpr = len(HOW.widths)
@@ -244,7 +244,7 @@ def _computer(share, me: gl.constexpr, HOW: gl.constexpr):
     mbarrier.wait(given.index(0), 0)
     units = _field(jobs, 0, 0)
     if me > 0:
-        mbarrier.wait(empty.index(HOW.workers * (trail - 1) + me - 1), 0, pred=(units > 0) & (trail > 0))
+        mbarrier.wait(empty.index(HOW.workers * (stagger - 1) + me - 1), 0, pred=(units > 0) & (stagger > 0))
     while units > 0:
         first = _field(jobs, job, 1)
         end = _field(jobs, job, 2)
@@ -265,9 +265,10 @@ def _computer(share, me: gl.constexpr, HOW: gl.constexpr):
         units = _field(jobs, job, 0)
 
 
-@gluon.jit(do_not_specialize=["leap", "trail"])
+@gluon.jit(do_not_specialize=["group_m", "stagger"])
 def _prefill_kernel(
-    X, W, S, Z, B, Y, WEIGHTS, SORTED, TILES, COUNT, COUNTER, N, K, KX, NX, spans, leap, trail, alpha, limit,
+    X, W, S, Z, B, Y, WEIGHTS, SORTED, TILES, COUNT, COUNTER,
+    N, K, KX, NX, spans, group_m, stagger, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
     """One GEMM of the layer over the tiles of TILES; any grid, best one program an SM.
@@ -321,8 +322,8 @@ def _prefill_kernel(
     filled = ((x, more), (codes, scales, zeros), full, empty)
     ring = ((x, more), (read_codes, read_scales, read_zeros), full, empty)
     load = (filled, notes, jobs, given, taken, X, W, S, Z, B, WEIGHTS, SORTED, TILES, COUNT, COUNTER)
-    size = (N, K, KX, spans, leap)
-    share = (ring, notes, out, jobs, given, taken, Y, N, K, NX, trail, alpha, limit)
+    size = (N, K, KX, spans, group_m)
+    share = (ring, notes, out, jobs, given, taken, Y, N, K, NX, stagger, alpha, limit)
     if WORKERS == 2:
         gl.warp_specialize(
             [(_computer, (share, 0, HOW)), (_computer, (share, 1, HOW)), (_loader, (load, size, HOW))],

@@ -75,7 +75,7 @@ def _piece(x, more, stage, i: gl.constexpr, HOW: gl.constexpr):
 def _loader(load, size, HOW: gl.constexpr):
     """Loads tile after tile; the last one handed over has 0 units."""
     ring, notes, jobs, given, taken, X, W, S, Z, B, WEIGHTS, SORTED, TILES, COUNT, COUNTER = load
-    N, K, KX, spans, leap = size
+    N, K, KX, spans, group_m = size
     tokens, weights, full, empty = ring
     x, more = tokens
     codes, scales, zeros = weights
@@ -97,7 +97,7 @@ def _loader(load, size, HOW: gl.constexpr):
     total = count * ((blocks + BLOCKS - 1) // BLOCKS)
     units = 1
     while units > 0:
-        mt, nt = _placed(tile, count, blocks // BLOCKS, leap)
+        mt, nt = _placed(tile, count, blocks // BLOCKS, group_m)
         real = tile < total
         expert = gl.load(TILES + mt * 4, mask=real, other=0, cache_modifier=".cg")
         first = gl.load(TILES + mt * 4 + 1, mask=real, other=0, cache_modifier=".cg")

@@ -46,16 +46,16 @@ def _schedule_kernel(
 
 
 @gluon.jit
-def _placed(tile, count, whole, leap):
-    """(token tile, row tile) number `tile`: `leap` token tiles run through the `whole` row tiles together.
+def _placed(tile, count, whole, group_m):
+    """(token tile, row tile) number `tile`: `group_m` token tiles run through the `whole` row tiles together.
 
     A row tile that lies partly past the matrix comes last: it is shorter, and evens out the end.
     """
-    group = tile // gl.maximum(leap * whole, 1)
-    within = tile - group * (leap * whole)
-    tokens = gl.maximum(gl.minimum(count - group * leap, leap), 1)
+    group = tile // gl.maximum(group_m * whole, 1)
+    within = tile - group * (group_m * whole)
+    tokens = gl.maximum(gl.minimum(count - group * group_m, group_m), 1)
     rest = tile - count * whole
-    mt = gl.where(rest < 0, group * leap + within % tokens, rest)
+    mt = gl.where(rest < 0, group * group_m + within % tokens, rest)
     return mt, gl.where(rest < 0, within // tokens, whole)
 
 

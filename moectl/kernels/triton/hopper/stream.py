@@ -303,5 +303,5 @@ def candidates(problem: MoEProblem) -> tuple[StreamTile, ...]:
 
 
 STREAM_FAMILY = KernelFamily(
-    StreamTile, run, fits, capability=((9, 0), (9, 0)), candidates=candidates, each=(0.0, 9.0)
+    StreamTile, run, fits, capability=((9, 0), (9, 0)), candidates=candidates, tokens_per_expert=(0.0, 9.0)
 )

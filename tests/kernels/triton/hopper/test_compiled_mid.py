@@ -87,7 +87,7 @@ def test_products_read_tokens_where_they_were_copied() -> None:
 
 
 def test_results_are_stored_wide_where_sizes_are_hidden_from_the_compiler() -> None:
-    tile = next(tile for tile in tiles(KIMI) if tile.boxed and tile.tall == 2)
+    tile = next(tile for tile in tiles(KIMI) if tile.tma_scales and tile.blocks_m == 2)
     for ptx in compiled(KIMI, tile):
         stores_are_wide(ptx)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from devtools.inspection.handovers import ARRIVAL, BARRIER, early_handovers
 from devtools.inspection.kernel_report import disassembled
-from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import Inspected, layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
@@ -70,11 +70,11 @@ LAYERS = {
 }
 
 
-TILES = [tile for tile in PROMISING if SHAPES[tile.units].blocks == 2]
+TILES = [tile for tile in PROMISING if SHAPES[tile.tokens_x16].blocks == 2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.units} units")
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.tokens_x16} units")
 @pytest.mark.parametrize("name", LAYERS)
 def test_they_do_in_every_tile(name: str, tile: PrefillTile) -> None:
     for gemm in compiled(LAYERS[name], tile):
@@ -88,7 +88,7 @@ def test_every_format_and_activation_in_tiles_of_two_blocks(variant: str) -> Non
     layer, launch = unfilled(VARIANTS[variant], "triton"), Launch("prefill", PrefillTile(9))
     if refused := PREFILL_FAMILY.fits(layer.problem, launch.tile):
         pytest.skip(refused)
-    check(Inspected(variant, 90, launch, TOKENS, inspect(layer, TOKENS, launch, STAND_INS[90])))
+    check(Inspected(variant, 90, launch, TOKENS, inspect(layer, TOKENS, launch, OFFLINE_GPUS[90])))
 
 
 @pytest.mark.slow

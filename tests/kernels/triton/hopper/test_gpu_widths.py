@@ -52,7 +52,7 @@ def named(launch: Launch) -> str:
 
 
 def most_tokens(tile: Any) -> int:
-    return int(tile.units * UNIT if hasattr(tile, "units") else tile.tokens)
+    return int(tile.tokens_x16 * UNIT if hasattr(tile, "tokens_x16") else tile.tokens)
 
 
 @pytest.mark.parametrize("launch", launches(), ids=named)

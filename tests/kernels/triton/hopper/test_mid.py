@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from devtools.inspection.offline_gpu import STAND_INS
+from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
@@ -27,7 +27,7 @@ from moectl.problem.moe_problem import Activation, Dims
 from moectl.problem.padding import pad
 from moectl.problem.schemes import FULL, Scheme, int_format
 
-H200 = STAND_INS[90]
+H200 = OFFLINE_GPUS[90]
 GPT_OSS = "openai/gpt-oss-120b"
 KIMI = "moonshotai/Kimi-K2-Thinking"
 
@@ -42,9 +42,9 @@ def test_every_model_has_tiles_for_all_widths(model: str) -> None:
 
 @pytest.mark.parametrize("place", REGISTERS)
 def test_threads_of_a_multiprocessor_share_its_registers(place: tuple[int, int, int, int]) -> None:
-    workers, programs, tall, boxed = place
+    workers, programs, blocks_m, tma_scales = place
     for tokens, (working, loading) in REGISTERS[place].items():
-        tile = MidTile(tokens, workers, 4, programs=programs, tall=tall, boxed=boxed)
+        tile = MidTile(tokens, workers, 4, programs=programs, blocks_m=blocks_m, tma_scales=tma_scales)
         assert tokens in WIDTHS and registers(tile) == (working, loading)
         at_first = launch_registers(tile)
         assert programs * 128 * (workers + 1) * at_first <= 65536
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (problem, replace(tile, stages=40), "shared memory"),
         (
             replace(problem, scheme=Scheme(int_format(4, 64))),
-            replace(tile, stages=3, tall=2, boxed=1),
+            replace(tile, stages=3, blocks_m=2, tma_scales=1),
             "groups",
         ),
         (replace(problem, dims=Dims(200, 96)), replace(tile, stages=3), "hidden size is 200"),

@@ -34,7 +34,7 @@ def test_a_shape_has_a_branch_for_its_widest_tile_and_registers_for_all_threads(
 def test_every_model_has_tiles_of_both_shapes(model: str) -> None:
     problem = layer_without_weights(model).problem
     tiles = PREFILL_FAMILY.candidates(problem)
-    assert {SHAPES[tile.units].workers for tile in tiles} == {2, 3}
+    assert {SHAPES[tile.tokens_x16].workers for tile in tiles} == {2, 3}
 
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
