@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..files.records import from_cells, to_cells
 
 Key = tuple[str, str, str, str, int, str, str]
-"""Model, layers, scheme, backend, tokens, routing and parallel: rows with the same key measure the same case."""
+"""Model, layers, scheme, backend, tokens, routing and parallel: equal keys, same case."""
 
 CELL = ("model", "layers", "scheme", "backend", "tokens", "routing", "parallel")
 """Fields of a row that make up its key."""
@@ -33,10 +33,10 @@ class PreparationCosts:
     Attributes:
         read_s: reading the stored layer, or drawing a random one, in seconds.
         repack_s: repacking it for the backend, without reading it: what an engine pays at every start.
-        first_s: cold start: both, the first time in this process, including compilation and loading libraries.
+        first_s: cold start: both, the first time in this process, with compilation and loading of libraries.
         load_s: warm load: copying the prepared weights from host memory to the device.
         weight_bytes: size of the prepared weights.
-        held_bytes: device memory resident once the layer is ready, including what a library derived from them.
+        held_bytes: device memory resident once the layer is ready, with what a library derived.
         peak_bytes: peak device memory while they were repacked, including the weights.
     """
 
@@ -62,7 +62,7 @@ class BenchRow:
         experts: active experts of a call, the mean over routings.
         ok: whether the result was right; None when there was none.
         error_rms, error_max: against the fp32 reference, relative (`kernels.tolerance`).
-        checked_tokens: tokens compared with the reference, over all calls; all others are checked to be finite.
+        checked_tokens: tokens of all calls that were compared with the reference; the others must be finite.
         reason: why there is no time; empty where there is one.
         refused: the backend does not support the layer and rejected it before anything ran: not a failure.
         median_us, q1_us, q3_us, fastest_us: of a call, over `rounds` interleaved measurements of `calls`
@@ -150,7 +150,7 @@ class BenchRow:
 
     @property
     def noisy(self) -> bool:
-        """True when the rounds differ by more than `NOISY_SPREAD`: other work may have run at the same time."""
+        """True when the rounds differ by more than `NOISY_SPREAD`: other work may have run, too."""
         return self.spread is not None and self.spread > NOISY_SPREAD
 
     def to_json(self) -> dict[str, Any]:

@@ -67,9 +67,9 @@ def judge(
 
     Faster or slower needs three things: the quartiles of the two runs do not overlap (the later run's first
     quartile is above the earlier one's third, or vice versa), the medians differ by more than
-    `ERRORS` standard errors, and by more than `threshold`. Anything else is the same: the noise of the two runs
-    explains it, or it is too small to matter. The quartiles are over rounds interleaved with those of the
-    other backends; a median's standard error is 1.25 times the standard deviation over the root of the
+    `ERRORS` standard errors, and by more than `threshold`. Anything else is the same: the noise of the two
+    runs explains it, or it is too small to matter. The quartiles are over rounds interleaved with those of
+    the other backends; a median's standard error is 1.25 times the standard deviation over the root of the
     number of rounds, and the quartiles of normal noise are 1.35 standard deviations apart. A row of fewer
     than `FEWEST_ROUNDS` rounds, or without quartiles, has no such error: the verdict is unknown.
     """
@@ -168,7 +168,8 @@ def _notes(before: BenchRows, after: BenchRows, verdicts: Sequence[CaseVerdict])
         throttled = [row for row in rows if row.throttled]
         if throttled:
             notes.append(
-                f"clocks were throttled {when} in {len(throttled)} of {len(rows)} cases ({throttled[0].throttled})"
+                f"clocks were throttled {when} in {len(throttled)} of {len(rows)} cases "
+                f"({throttled[0].throttled})"
             )
     unknown = sum(verdict.word == "unknown" for verdict in verdicts)
     if unknown:

@@ -23,7 +23,7 @@ ROOFLINE = "roofline"
 
 
 def check_plot(path: Path) -> None:
-    """Checks that a plot can be drawn, before the work: UsageError for a suffix, Unavailable without matplotlib."""
+    """Raises UsageError for a suffix other than `SUFFIXES`, and Unavailable without matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
             f"the suffix of {path} is not that of an image, expected {' or '.join(SUFFIXES)}",

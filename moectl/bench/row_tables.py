@@ -233,7 +233,7 @@ def _flat(value: Any) -> str:
 
 
 def document(about: Facts, rows: Sequence[BenchRow]) -> dict[str, Any]:
-    """Everything as plain data; ``unsteady`` lists the cases with noisy times and their spread, the worst first."""
+    """Everything as plain data; ``unsteady`` lists cases with noisy times, the worst first."""
     cells = [{**dict(zip(CELL, row.key, strict=True)), "spread": row.spread} for row in noisy_rows(rows)]
     noisy = {"threshold": NOISY_SPREAD, "cells": cells}
     return {**about, "unsteady": noisy, "rows": [row.to_json() for row in rows]}
