@@ -1,4 +1,4 @@
-"""Times of layers on several backends against the memory and compute floor, correctness first."""
+"""Times of layers on several backends against the roofline; results are checked first."""
 
 from __future__ import annotations
 

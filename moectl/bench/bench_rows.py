@@ -11,33 +11,33 @@ from ..errors import UsageError
 from ..files.records import from_cells, to_cells
 
 Key = tuple[str, str, str, str, int, str, str]
-"""Model, layers, scheme, backend, tokens, routing and parallel: what makes two rows the same cell."""
+"""Model, layers, scheme, backend, tokens, routing and parallel: equal keys, same case."""
 
 CELL = ("model", "layers", "scheme", "backend", "tokens", "routing", "parallel")
-"""Fields of a row that make its key."""
+"""Fields of a row that make up its key."""
 
 TIMES = ("median_us", "q1_us", "q3_us", "fastest_us")
 """Fields of a row that are times of a call."""
 
-UNSTEADY = 0.1
-"""Distance of the quartiles, as a share of the median, above which a time is called unsteady. Of 224 rows of
-a GPU with settled clocks half have less than 0.008, and nine of ten less than 0.045. With this one the
+NOISY_SPREAD = 0.1
+"""Distance between the quartiles, as a share of the median, above which a time counts as noisy. Of 224 rows
+taken on a GPU with settled clocks half are below 0.008 and nine in ten below 0.045. At this limit the
 standard error of a median over 11 rounds is 2.8%, and two such runs must differ by 17% for `moectl compare`
 to call one slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparationCosts:
-    """What a backend's weights cost before the first call; None where it cannot be told.
+    """What preparing a backend's weights costs before the first call; None where unknown.
 
     Attributes:
         read_s: reading the stored layer, or drawing a random one, in seconds.
-        repack_s: laying it out for the backend, without reading it: what an engine pays at every start.
-        first_s: all of it the first time in this process, what had to be compiled or loaded included.
-        load_s: bringing the same weights to the device when they lie ready in host memory.
-        weight_bytes: of the weights as the backend is given them.
-        held_bytes: device memory that the layer holds once it is ready, what a library made of them included.
-        peak_bytes: device memory at its highest while they were laid out, the weights included.
+        repack_s: repacking it for the backend, without reading it: what an engine pays at every start.
+        first_s: cold start: both, the first time in this process, with compilation and loading of libraries.
+        load_s: warm load: copying the prepared weights from host memory to the device.
+        weight_bytes: size of the prepared weights.
+        held_bytes: device memory resident once the layer is ready, with what a library derived.
+        peak_bytes: peak device memory while they were repacked, including the weights.
     """
 
     read_s: float | None = None
@@ -54,26 +54,26 @@ class BenchRow:
     """One backend on one layer at one number of tokens and one routing.
 
     Attributes:
-        model, layers, layer: whose, the layers that are alike, and which of them it is.
-        tactic: what the backend says that it launches, or who chooses that; empty where there is no choice
+        model, layers, layer: the model, its group of equal layers, and the number of the one measured.
+        tactic: what the backend reports that it launches, or who chooses that; empty if there is no choice
             or nothing ran.
-        parallel: ``1``, or how the layer is shared, as ``tp2 ep4``: the row is of the first rank.
+        parallel: ``1``, or how the layer is sharded, as ``tp2 ep4``: the first rank is measured.
         caches: how cold the weights were, in words.
-        experts: hit by a call, the mean of the routings.
+        experts: active experts of a call, the mean over routings.
         ok: whether the result was right; None when there was none.
         error_rms, error_max: against the fp32 reference, relative (`kernels.tolerance`).
-        checked_tokens: tokens that were compared, of all calls; all others are checked to be finite.
+        checked_tokens: tokens of all calls that were compared with the reference; the others must be finite.
         reason: why there is no time; empty where there is one.
-        refused: the backend cannot serve the layer, and said so before anything ran: no failure.
-        median_us, q1_us, q3_us, fastest_us: of a call, over `rounds` measurements of `calls` calls each,
-            between which the other backends of the cell took their turns.
+        refused: the backend does not support the layer and rejected it before anything ran: not a failure.
+        median_us, q1_us, q3_us, fastest_us: of a call, over `rounds` interleaved measurements of `calls`
+            calls each: the other backends of the case are timed in between.
         method: how a measurement was made.
-        bytes, flops: what a call must do at least (`floors.Work`).
-        gb_per_s, tflop_per_s: what the median makes of them.
-        floor_us, bound: the least time on this device, and what sets it.
-        floor_percent: the floor's share of the median, in percent.
-        sm_mhz, memory_mhz: lowest clocks while the cell was timed; None where nobody tells.
-        throttled: why the driver held clocks down meanwhile; empty where it did not, or nobody tells.
+        bytes, flops: the least a call must move and compute (`LayerWork`).
+        gb_per_s, tflop_per_s: the rates that these amount to in the median time.
+        floor_us, bound: roofline time on this device, and what bounds it.
+        floor_percent: the roofline time as a share of the median, in percent.
+        sm_mhz, memory_mhz: lowest clocks while the case was timed; None if unknown.
+        throttled: why the driver throttled the clocks meanwhile; empty if it did not, or if unknown.
     """
 
     model: str
@@ -115,7 +115,7 @@ class BenchRow:
 
     @property
     def key(self) -> Key:
-        """What tells its cell from others: the fields `CELL`."""
+        """The values of the fields `CELL`."""
         return (
             self.model,
             self.layers,
@@ -128,12 +128,12 @@ class BenchRow:
 
     @property
     def timed(self) -> bool:
-        """True when there is a time, which there is of right results alone."""
+        """True when there is a time; only right results have one."""
         return self.median_us is not None
 
     @property
     def failed(self) -> bool:
-        """True when there is no time, and there should be one."""
+        """True when there is no time although the backend supports the layer."""
         return not self.timed and not self.refused
 
     @property
@@ -143,23 +143,23 @@ class BenchRow:
 
     @property
     def spread(self) -> float | None:
-        """`spread_us` as a share of the median; None of fewer than `FEWEST_ROUNDS` rounds."""
+        """`spread_us` as a share of the median; None for fewer than `FEWEST_ROUNDS` rounds."""
         if self.spread_us is None or not self.median_us or self.rounds < FEWEST_ROUNDS:
             return None
         return self.spread_us / self.median_us
 
     @property
-    def unsteady(self) -> bool:
-        """True when the rounds differ by more than `UNSTEADY`: other work may have run meanwhile."""
-        return self.spread is not None and self.spread > UNSTEADY
+    def noisy(self) -> bool:
+        """True when the rounds differ by more than `NOISY_SPREAD`: other work may have run, too."""
+        return self.spread is not None and self.spread > NOISY_SPREAD
 
     def to_json(self) -> dict[str, Any]:
-        """As flat data, costs among the rest; numbers that are not finite are None."""
+        """As flat data, costs included; non-finite numbers become None."""
         return to_cells(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> BenchRow:
-        """The row that flat `data` describes; UsageError when it describes none."""
+        """The row that flat `data` describes; UsageError if it does not describe one."""
         row = from_cells(cls, data, where, "row of a bench", UsageError)
         for name in TIMES:
             value = getattr(row, name)
@@ -174,7 +174,7 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class CompileOutcome:
-    """A line about what was compiled, or about what `failed`."""
+    """A line of text on what was compiled, or what `failed` to."""
 
     text: str
     failed: bool = False

@@ -1,4 +1,4 @@
-"""Two runs of a bench held against each other, with verdicts that noise does not make."""
+"""Comparison of two bench runs, with verdicts that take noise into account."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ THRESHOLD = 0.02
 """Relative change below which nothing is called faster or slower."""
 
 ERRORS = 4.0
-"""Standard errors of the difference of two medians below which noise explains it: of ten thousand cells
-that did not change, one would be called faster or slower."""
+"""Standard errors of the difference of two medians below which noise explains it: of ten thousand unchanged
+cases, one would be called faster or slower."""
 
 VERDICTS = {
     "faster": "B took less: quartiles do not overlap, medians are more than "
     f"{ERRORS:.0f} standard errors and the threshold apart",
     "slower": "B took more, likewise",
-    "level": "timed in both, and neither faster nor slower",
-    "unknown": f"timed in both, of fewer than {FEWEST_ROUNDS} rounds or without quartiles: noise not known",
-    "broken": "timed in A, without a time in B",
-    "mended": "without a time in A, timed in B",
-    "neither": "in both runs, without a time in either",
-    "missing": "timed in A, not in B, which was asked for its backend or for all",
-    "gone": "not in B: had no time in A, or is of a backend that B was not asked for",
+    "same": "timed in both, and neither faster nor slower",
+    "unknown": f"timed in both, with fewer than {FEWEST_ROUNDS} rounds or no quartiles: noise unknown",
+    "failing": "timed in A, without a time in B",
+    "fixed": "without a time in A, timed in B",
+    "untimed": "in both runs, without a time in either",
+    "missing": "timed in A, not in B, although its backend was requested (or all were)",
+    "removed": "not in B: had no time in A, or its backend was not requested in B",
     "new": "in B alone",
 }
-"""What a verdict on a cell says, by its word; A is the earlier run, B the later one."""
+"""Verdicts on a case and their meanings; A is the earlier run, B the later one."""
 
-REGRESSIONS = ("slower", "broken", "missing")
+REGRESSIONS = ("slower", "failing", "missing")
 """Verdicts that make a comparison fail."""
 
 
 @dataclass(frozen=True)
 class CaseVerdict:
-    """One cell in two runs; a row is None where its run does not have the cell.
+    """One case in two runs; a row is None if its run does not have the case.
 
     Attributes:
         word: one of `VERDICTS`.
@@ -55,37 +55,37 @@ class CaseVerdict:
     @property
     def row(self) -> BenchRow:
         """The later row, or the only one."""
-        found = self.after or self.before
-        assert found is not None
-        return found
+        row = self.after or self.before
+        assert row is not None
+        return row
 
 
 def judge(
     before: BenchRow | None, after: BenchRow | None, threshold: float = THRESHOLD, *, asked: bool = True
 ) -> CaseVerdict:
-    """The verdict on one cell; `asked` is whether the later run was asked for its backend.
+    """The verdict on one case; `asked`: whether its backend was requested in the later run.
 
     Faster or slower needs three things: the quartiles of the two runs do not overlap (the later run's first
-    quartile lies above the earlier one's third, or the other way round), the medians differ by more than
-    `ERRORS` standard errors, and by more than `threshold`. Anything else is level: the noise of the two runs
-    explains it, or it is too small to matter. The quartiles are over rounds between which the other backends
-    took their turns; a median's standard error is 1.25 times the standard deviation over the root of the
+    quartile is above the earlier one's third, or vice versa), the medians differ by more than
+    `ERRORS` standard errors, and by more than `threshold`. Anything else is the same: the noise of the two
+    runs explains it, or it is too small to matter. The quartiles are over rounds interleaved with those of
+    the other backends; a median's standard error is 1.25 times the standard deviation over the root of the
     number of rounds, and the quartiles of normal noise are 1.35 standard deviations apart. A row of fewer
     than `FEWEST_ROUNDS` rounds, or without quartiles, has no such error: the verdict is unknown.
     """
     if before is None:
         return CaseVerdict(before, after, "new")
     if after is None:
-        return CaseVerdict(before, after, "missing" if asked and before.timed else "gone")
+        return CaseVerdict(before, after, "missing" if asked and before.timed else "removed")
     if not (before.timed and after.timed):
-        words = {(True, False): "broken", (False, True): "mended", (False, False): "neither"}
+        words = {(True, False): "failing", (False, True): "fixed", (False, False): "untimed"}
         return CaseVerdict(before, after, words[before.timed, after.timed])
     assert before.median_us and after.median_us
     ratio = after.median_us / before.median_us
     low, high = _quartiles(before), _quartiles(after)
     if low is None or high is None:
         return CaseVerdict(before, after, "unknown", ratio)
-    word = "level"
+    word = "same"
     clear = abs(after.median_us - before.median_us) > ERRORS * math.hypot(
         _error(low, before.rounds), _error(high, after.rounds)
     )
@@ -97,43 +97,43 @@ def judge(
 
 
 def _quartiles(row: BenchRow) -> tuple[float, float] | None:
-    """First and third quartile; None where they are not there, or are of too few rounds."""
+    """First and third quartile; None without them, or with too few rounds."""
     if row.q1_us is None or row.q3_us is None or row.rounds < FEWEST_ROUNDS:
         return None
     return row.q1_us, row.q3_us
 
 
 def _error(quartiles: tuple[float, float], rounds: int) -> float:
-    """The standard error of the median of so many rounds, in microseconds."""
+    """The standard error of the median over `rounds`, in microseconds."""
     low, high = quartiles
     return 1.25 * (high - low) / 1.35 / math.sqrt(rounds)
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs: a verdict on every cell of either, and how the runs themselves differ, a phrase each."""
+    """Two runs: a verdict on every case of either, and notes on how the runs themselves differ."""
 
     verdicts: tuple[CaseVerdict, ...]
     notes: tuple[str, ...]
 
     @property
     def regressed(self) -> bool:
-        """True when anything became slower, has no time any more, or no cell is in both runs."""
+        """True when a case became slower or lost its time, or the runs have no case in common."""
         return not self.paired or any(verdict.word in REGRESSIONS for verdict in self.verdicts)
 
     @property
     def paired(self) -> bool:
-        """True when some cell is in both runs."""
+        """True when the runs have a case in common."""
         return any(verdict.before and verdict.after for verdict in self.verdicts)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many cells have each verdict."""
+        """Number of cases by verdict."""
         return Counter(verdict.word for verdict in self.verdicts)
 
 
 def compare(before: BenchRows, after: BenchRows, threshold: float = THRESHOLD) -> RunComparison:
-    """`after` held against `before`, cell by cell: model, layers, scheme, backend, M, routing, parallel."""
+    """Compares `after` with `before` case by case: model, layers, scheme, backend, M, routing, parallel."""
     old, new = ({row.key: row for row in run.rows} for run in (before, after))
     asked = _asked(after)
     verdicts = tuple(
@@ -144,11 +144,11 @@ def compare(before: BenchRows, after: BenchRows, threshold: float = THRESHOLD) -
 
 
 BACKEND = 3
-"""Where the backend stands in a key."""
+"""Index of the backend in a key."""
 
 
 def _asked(run: BenchRows) -> frozenset[str] | None:
-    """Backends that a run was asked for; None where it was every one, or the run does not say."""
+    """Backends requested in a run; None for all of them, or if the run does not say."""
     settings = run.about.get("settings")
     names = settings.get("backends") if isinstance(settings, Mapping) else None
     if not names or not isinstance(names, (list, tuple)):
@@ -165,19 +165,20 @@ def _notes(before: BenchRows, after: BenchRows, verdicts: Sequence[CaseVerdict])
     caches = sorted({f"{_kind(a)} before, {_kind(b)} after" for a, b in both if _kind(a) != _kind(b)})
     notes += [f"caches were {text}" for text in caches]
     for when, rows in (("before", [a for a, _ in both]), ("after", [b for _, b in both])):
-        held = [row for row in rows if row.throttled]
-        if held:
+        throttled = [row for row in rows if row.throttled]
+        if throttled:
             notes.append(
-                f"clocks were held down {when} in {len(held)} of {len(rows)} cells ({held[0].throttled})"
+                f"clocks were throttled {when} in {len(throttled)} of {len(rows)} cases "
+                f"({throttled[0].throttled})"
             )
     unknown = sum(verdict.word == "unknown" for verdict in verdicts)
     if unknown:
         notes.append(
-            f"{unknown} of {len(both)} cells are of fewer than {FEWEST_ROUNDS} rounds or have no quartiles: "
-            "their noise is not known, and nothing is called faster or slower"
+            f"{unknown} of {len(both)} cases have fewer than {FEWEST_ROUNDS} rounds or no quartiles: "
+            "their noise is unknown, so none is called faster or slower"
         )
     if not any(v.before and v.after for v in verdicts):
-        notes.append("no cell is in both runs: nothing was compared")
+        notes.append("the runs have no case in common: nothing was compared")
     return notes
 
 
@@ -193,29 +194,29 @@ def _software(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs, a phrase each."""
+    """The differences, a phrase each."""
     return [
-        f"{name} is {_told(new.get(name))}, was {_told(old.get(name))}"
+        f"{name} is {_shown(new.get(name))}, was {_shown(old.get(name))}"
         for name in dict.fromkeys((*old, *new))
         if (new.get(name) or None) != (old.get(name) or None)
     ]
 
 
-def _told(value: Any) -> str:
-    return repr(value) if value else "not said"
+def _shown(value: Any) -> str:
+    return repr(value) if value else "not recorded"
 
 
 def _kind(row: BenchRow) -> str:
     return row.caches.partition(":")[0] or "unknown"
 
 
-def document(found: RunComparison, threshold: float) -> dict[str, Any]:
+def document(comparison: RunComparison, threshold: float) -> dict[str, Any]:
     """The comparison as plain data."""
     return {
         "threshold": threshold,
-        "counts": dict(found.counts),
-        "regressed": found.regressed,
-        "notes": list(found.notes),
+        "counts": dict(comparison.counts),
+        "regressed": comparison.regressed,
+        "notes": list(comparison.notes),
         "cells": [
             {
                 "model": v.row.model,
@@ -233,6 +234,6 @@ def document(found: RunComparison, threshold: float) -> dict[str, Any]:
                 "after_tactic": v.after.tactic if v.after else None,
                 "reason": v.row.reason,
             }
-            for v in found.verdicts
+            for v in comparison.verdicts
         ],
     }

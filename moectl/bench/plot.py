@@ -1,4 +1,4 @@
-"""Rows as pictures: latency against tokens and the roofline, in a file or as text."""
+"""Plots of rows: latency over tokens and the roofline, as an image file or as text."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .bench_rows import BenchRow
 
 SUFFIXES = (".svg", ".png")
 Figure = tuple[str, str, str, str, str]
-"""Model, layers, scheme, routing and parallel: what one pair of pictures is about."""
+"""Model, layers, scheme, routing and parallel: the subject of one pair of panels."""
 
 WIDTH, HEIGHT = 64, 16
-"""Characters of a text plot's field."""
+"""Columns and lines of a text plot."""
 
-FLOOR = "floor"
+ROOFLINE = "roofline"
 
 
 def check_plot(path: Path) -> None:
-    """Refuses a plot before the work: UsageError for a suffix, Unavailable without matplotlib."""
+    """Raises UsageError for a suffix other than `SUFFIXES`, and Unavailable without matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
-            f"the suffix of {path} names no kind of picture, expected {' or '.join(SUFFIXES)}",
+            f"the suffix of {path} is not that of an image, expected {' or '.join(SUFFIXES)}",
             hint="give --plot out.svg",
         )
     _pyplot()
@@ -40,7 +40,7 @@ def _pyplot() -> Any:
             f"a plot needs the package matplotlib: {error}", hint="pip install 'moectl[plot]'"
         ) from error
     matplotlib.use("Agg")
-    # Equal rows give equal files.
+    # The same rows give the same file.
     matplotlib.rcParams["svg.hashsalt"] = "moectl"
     from matplotlib import pyplot
 
@@ -48,17 +48,17 @@ def _pyplot() -> Any:
 
 
 def figures(rows: Sequence[BenchRow]) -> dict[Figure, list[BenchRow]]:
-    """Timed rows by what a picture is about."""
-    found: dict[Figure, list[BenchRow]] = {}
+    """Timed rows by figure."""
+    rows_of: dict[Figure, list[BenchRow]] = {}
     for row in rows:
         if row.timed:
             key = (row.model, row.layers, row.scheme, row.routing, row.parallel)
-            found.setdefault(key, []).append(row)
-    return found
+            rows_of.setdefault(key, []).append(row)
+    return rows_of
 
 
 def title(figure: Figure) -> str:
-    """What a picture is about, in words."""
+    """The title of a figure."""
     model, layers, scheme, routing, parallel = figure
     where = "" if layers == "-" else f" layers {layers}"
     shared = "" if parallel == "1" else f", {parallel}"
@@ -66,29 +66,29 @@ def title(figure: Figure) -> str:
 
 
 def lines(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
-    """Rows by backend, in rising numbers of tokens."""
-    found: dict[str, list[BenchRow]] = {}
+    """Rows by backend, in ascending order of tokens."""
+    rows_of: dict[str, list[BenchRow]] = {}
     for row in sorted(rows, key=lambda row: row.tokens):
-        found.setdefault(row.backend, []).append(row)
-    return dict(sorted(found.items()))
+        rows_of.setdefault(row.backend, []).append(row)
+    return dict(sorted(rows_of.items()))
 
 
 def draw(path: Path, about: Mapping[str, Any], rows: Sequence[BenchRow]) -> None:
-    """Writes a picture of two panels for each figure: latency against tokens, and the roofline.
+    """Writes an image with two panels per figure: latency over tokens, and the roofline.
 
-    Bars are the quartiles; the dashed lines are the floor and the roofs. Raises UsageError when no row
-    has a time, and what `check_plot` does.
+    Bars are the quartiles; dashed lines are the roofline times and the roofs. Raises UsageError when no row
+    has a time, and whatever `check_plot` raises.
     """
     pyplot = _pyplot()
-    found = figures(rows)
-    if not found:
+    rows_of = figures(rows)
+    if not rows_of:
         raise UsageError("there is nothing to plot: no row has a time")
-    sheet, axes = pyplot.subplots(len(found), 2, figsize=(12, 4 * len(found)), squeeze=False)
-    names = sorted({row.backend for some in found.values() for row in some})
+    sheet, axes = pyplot.subplots(len(rows_of), 2, figsize=(12, 4 * len(rows_of)), squeeze=False)
+    names = sorted({row.backend for figure_rows in rows_of.values() for row in figure_rows})
     colors = {name: f"C{i % 10}" for i, name in enumerate(names)}
-    for (figure, some), (left, right) in zip(found.items(), axes, strict=True):
-        _latency(left, title(figure), some, colors)
-        _roofline(right, about, some, colors)
+    for (figure, figure_rows), (left, right) in zip(rows_of.items(), axes, strict=True):
+        _latency(left, title(figure), figure_rows, colors)
+        _roofline(right, about, figure_rows, colors)
     device = about.get("device", "")
     sheet.suptitle(f"{device}, {about.get('caches', '')} caches".strip(", "), fontsize=9)
     sheet.tight_layout()
@@ -104,10 +104,10 @@ def _latency(axes: Any, name: str, rows: Sequence[BenchRow], colors: Mapping[str
         low = [max(0.0, (row.median_us or 0) - (row.q1_us or 0)) for row in some]
         high = [max(0.0, (row.q3_us or 0) - (row.median_us or 0)) for row in some]
         axes.errorbar(x, y, [low, high], marker="o", ms=4, capsize=2, label=backend, color=colors[backend])
-    floors = {row.tokens: row.floor_us for row in rows}
-    counts = sorted(floors)
-    axes.plot(counts, [floors[n] for n in counts], "--", color="gray", label=FLOOR)
-    axes.set(xscale="log", yscale="log", xlabel="tokens (M)", ylabel="us of a layer", title=name)
+    roofline = {row.tokens: row.floor_us for row in rows}
+    counts = sorted(roofline)
+    axes.plot(counts, [roofline[n] for n in counts], "--", color="gray", label=ROOFLINE)
+    axes.set(xscale="log", yscale="log", xlabel="tokens (M)", ylabel="latency per MoE layer (us)", title=name)
     axes.set_xticks(counts, [str(n) for n in counts], fontsize=8)
     axes.minorticks_off()
     axes.title.set_fontsize(9)
@@ -129,23 +129,23 @@ def _roofline(
         ends = sorted({min(intensity) / 2, ridge, max(*intensity, ridge) * 2})
         roof = [min(x * rates["bandwidth"], rates["flops"]) / 1e12 for x in ends]
         axes.plot(ends, roof, "--", color="gray", label=f"{rates['source']} rates")
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="TFLOP/s")
     axes.set_title("roofline", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
 
 
 def text_plots(rows: Sequence[BenchRow]) -> str:
-    """Latency against tokens in characters, both axes logarithmic: a letter for each backend, dots the floor.
+    """Latency over tokens as text, both axes logarithmic: a letter per backend, dots for the roofline.
 
-    Of figures with fewer than two numbers of tokens there is none; empty when there is no other.
+    Figures with a single number of tokens are left out; empty if none remains.
     """
-    made = [
+    plots = [
         _text_plot(title(figure), some)
         for figure, some in figures(rows).items()
         if len({row.tokens for row in some}) > 1
     ]
-    return "\n\n".join(made)
+    return "\n\n".join(plots)
 
 
 def _text_plot(name: str, rows: Sequence[BenchRow]) -> str:
@@ -157,8 +157,8 @@ def _text_plot(name: str, rows: Sequence[BenchRow]) -> str:
     for (_, us, letter), x in zip(points, xs, strict=True):
         column = round((x - min(xs)) / (max(xs) - min(xs)) * (WIDTH - 1))
         line = round((math.log(us or 1) - min(ys)) / max(max(ys) - min(ys), 1e-9) * (HEIGHT - 1))
-        there = field[HEIGHT - 1 - line]
-        there[column] = letter if there[column] in (" ", ".", letter) else "*"
+        characters = field[HEIGHT - 1 - line]
+        characters[column] = letter if characters[column] in (" ", ".", letter) else "*"
     most, least = (f"{math.exp(y):.4g} us" for y in (max(ys), min(ys)))
     margin = max(len(most), len(least))
     labels = [most, *[""] * (HEIGHT - 2), least]
@@ -169,17 +169,17 @@ def _text_plot(name: str, rows: Sequence[BenchRow]) -> str:
     below = f"{'':>{margin}} +{'-' * WIDTH}"
     ends = f"{'':>{margin}}  M={counts[0]}{f'M={counts[-1]}':>{WIDTH - len(str(counts[0])) - 2}}"
     legend = ", ".join(
-        [*(f"{letter} {backend}" for backend, letter in letters.items()), ". floor", "* several"]
+        [*(f"{letter} {backend}" for backend, letter in letters.items()), f". {ROOFLINE}", "* several"]
     )
     return "\n".join([name, *drawn, below, ends, f"{'':>{margin}}  {legend}"])
 
 
 def _letters(backends: Sequence[str]) -> dict[str, str]:
-    """A letter for each: the first of its own that is free, in small letters and then in capitals."""
-    found: dict[str, str] = {}
+    """A letter per backend: the first free one of its name, lower case before upper case."""
+    letters: dict[str, str] = {}
     for name in backends:
         own = [c for c in name if c.isalpha()]
         spare = list("abcdefghijklmnopqrstuvwxyz")
         choices = [*own, *(c.upper() for c in own), *spare]
-        found[name] = next((c for c in choices if c not in found.values()), "?")
-    return found
+        letters[name] = next((c for c in choices if c not in letters.values()), "?")
+    return letters

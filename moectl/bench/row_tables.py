@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .bench_rows import CELL, UNSTEADY, BenchRow, PreparationCosts
+from .bench_rows import CELL, NOISY_SPREAD, BenchRow, PreparationCosts
 from .read_rows import CONSTANT
 
 Facts = Mapping[str, Any]
@@ -16,9 +16,9 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TableColumn:
-    """One column: its title, what stands in it, and whether it is a number.
+    """One column: its title, the text of a row's cell, and whether it is a number.
 
-    `varies` is for columns that are shown only where rows differ in it.
+    A column that `varies` is shown only if rows differ in it.
     """
 
     title: str
@@ -28,7 +28,7 @@ class TableColumn:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """`value` with so many significant digits and without an exponent; ``-`` for None."""
+    """`value` with `digits` significant digits and no exponent; ``-`` for None."""
     if value is None:
         return "-"
     if value == 0 or abs(value) >= 10 ** (digits - 1):
@@ -43,7 +43,7 @@ def _error(row: BenchRow) -> str:
 
 
 LONGEST_REASON = 160
-"""Characters of a reason in a table; files have all of it."""
+"""Characters of a reason in a table; files hold the full text."""
 
 
 def _reason(row: BenchRow) -> str:
@@ -61,10 +61,10 @@ LAYER = (
     TableColumn("scheme", lambda row: row.scheme, False, True),
     TableColumn("parallel", lambda row: row.parallel, False, True),
 )
-"""Which layer a row is of."""
+"""Columns that identify a row's layer."""
 
 ROUTED = (*LAYER, TableColumn("routing", lambda row: row.routing, False, True))
-"""Which layer and routing a row is of."""
+"""Columns that identify a row's layer and routing."""
 
 COLUMNS = (
     *ROUTED,
@@ -72,18 +72,18 @@ COLUMNS = (
     TableColumn("M", lambda row: str(row.tokens)),
     TableColumn("us", lambda row: number(row.median_us, 4)),
     TableColumn("±", _plus_minus),
-    TableColumn("of floor", lambda row: "-" if row.floor_percent is None else f"{row.floor_percent:.0f}%"),
-    TableColumn("floor us", lambda row: number(row.floor_us, 4)),
+    TableColumn("of roofline", lambda row: "-" if row.floor_percent is None else f"{row.floor_percent:.0f}%"),
+    TableColumn("roofline us", lambda row: number(row.floor_us, 4)),
     TableColumn("bound", lambda row: row.bound or "-", False),
     TableColumn("GB/s", lambda row: number(row.gb_per_s, 4)),
     TableColumn("TFLOP/s", lambda row: number(row.tflop_per_s)),
-    TableColumn("experts", lambda row: number(row.experts)),
+    TableColumn("active experts", lambda row: number(row.experts)),
     TableColumn("error", _error),
     TableColumn("tactic", lambda row: row.tactic or "-", False),
     TableColumn("throttled", lambda row: row.throttled or "-", False, True),
     TableColumn("no time because", lambda row: _reason(row) or "-", False, True),
 )
-"""The columns of a table. The spread is half the distance between the quartiles."""
+"""Columns of the table of times. ``±`` is half the distance between the quartiles."""
 
 COSTS = (
     *LAYER,
@@ -91,13 +91,13 @@ COSTS = (
     TableColumn("layout", lambda row: row.layout or "-", False),
     TableColumn("read s", lambda row: number(row.costs.read_s)),
     TableColumn("repack s", lambda row: number(row.costs.repack_s)),
-    TableColumn("first s", lambda row: number(row.costs.first_s)),
-    TableColumn("load s", lambda row: number(row.costs.load_s)),
+    TableColumn("cold start s", lambda row: number(row.costs.first_s)),
+    TableColumn("warm load s", lambda row: number(row.costs.load_s)),
     TableColumn("weights GB", lambda row: number(_giga(row.costs.weight_bytes))),
-    TableColumn("held GB", lambda row: number(_giga(row.costs.held_bytes))),
+    TableColumn("resident GB", lambda row: number(_giga(row.costs.held_bytes))),
     TableColumn("peak GB", lambda row: number(_giga(row.costs.peak_bytes))),
 )
-"""What a backend's weights cost, a line for each layer and backend (`rows.Costs`)."""
+"""Columns of the table of `PreparationCosts`, with one row per layer and backend."""
 
 
 def _giga(nbytes: int | None) -> float | None:
@@ -106,38 +106,38 @@ def _giga(nbytes: int | None) -> float | None:
 
 def cost_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """One row for each layer and backend whose costs are known."""
-    known = [row for row in rows if row.costs != PreparationCosts()]
-    return list({(r.model, r.layers, r.scheme, r.parallel, r.backend): r for r in known}.values())
+    measured = [row for row in rows if row.costs != PreparationCosts()]
+    return list({(r.model, r.layers, r.scheme, r.parallel, r.backend): r for r in measured}.values())
 
 
-def served(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Rows of tables of times: those of backends that can serve the layer."""
+def supported(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """The rows of backends that support their layer: those of a table of times."""
     return [row for row in rows if not row.refused]
 
 
-def shown(columns: Sequence[TableColumn], rows: Sequence[BenchRow]) -> list[TableColumn]:
-    """Those of `columns` that a table of `rows` needs."""
+def used_columns(columns: Sequence[TableColumn], rows: Sequence[BenchRow]) -> list[TableColumn]:
+    """The `columns` that a table of `rows` needs."""
     return [
         column
         for column in columns
-        if not column.varies or len({column.text(row) for row in rows}) > 1 or _said(column, rows)
+        if not column.varies or len({column.text(row) for row in rows}) > 1 or _has_fault(column, rows)
     ]
 
 
-def _said(column: TableColumn, rows: Sequence[BenchRow]) -> bool:
-    """True for columns of faults that some row has."""
+def _has_fault(column: TableColumn, rows: Sequence[BenchRow]) -> bool:
+    """True for a column of faults if any row has one."""
     return column.title in ("throttled", "no time because") and any(column.text(row) != "-" for row in rows)
 
 
 def constants(rows: Sequence[BenchRow]) -> str:
-    """What all rows have in common, in a sentence of the columns that are not shown."""
-    hidden = [column for column in COLUMNS if column not in shown(COLUMNS, rows)]
-    found = {column.title: column.text(rows[0]) for column in hidden} if rows else {}
-    return ", ".join(f"{title} {text}" for title, text in found.items() if text not in ("-", ""))
+    """The values that all rows share, from the columns that are not shown, as one sentence."""
+    hidden = [column for column in COLUMNS if column not in used_columns(COLUMNS, rows)]
+    shared = {column.title: column.text(rows[0]) for column in hidden} if rows else {}
+    return ", ".join(f"{title} {text}" for title, text in shared.items() if text not in ("-", ""))
 
 
 def footer(about: Facts, rows: Sequence[BenchRow]) -> list[str]:
-    """What the numbers rest on: device, versions, floor, clocks."""
+    """The conditions of the measurement, a line each: device, versions, roofline, clocks, noise, caches."""
     versions = about.get("versions", {})
     if isinstance(versions, Mapping):
         versions = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -146,27 +146,29 @@ def footer(about: Facts, rows: Sequence[BenchRow]) -> list[str]:
     rates = about.get("rates")
     if isinstance(rates, Mapping):
         lines.append(
-            f"floor: {rates['bandwidth'] / 1e9:.4g} GB/s and {rates['flops'] / 1e12:.3g} TFLOP/s "
+            f"roofline: {rates['bandwidth'] / 1e9:.4g} GB/s and {rates['flops'] / 1e12:.3g} TFLOP/s "
             f"({rates['source']})"
         )
     clocks = [row.sm_mhz for row in rows if row.sm_mhz]
-    held = [row.throttled for row in rows if row.throttled]
+    reasons = [row.throttled for row in rows if row.throttled]
     if clocks:
-        why = f" ({', '.join(dict.fromkeys(held))})" if held else ""
+        why = f" ({', '.join(dict.fromkeys(reasons))})" if reasons else ""
         span = f"SM clock {min(clocks)} to {max(clocks)} MHz"
-        lines.append(f"{span}; held down in {len(held)} of {len(clocks)} rows{why}")
+        lines.append(f"{span}; throttled in {len(reasons)} of {len(clocks)} rows{why}")
     elif about.get("clocks"):
         lines.append(f"clocks {about['clocks']}")
     refused = [row for row in rows if row.refused]
-    lines += dict.fromkeys(f"not served by {row.backend}: {row.model}: {_reason(row)}" for row in refused)
-    rows = served(rows)
-    unsteady = unsteady_rows(rows)
-    if unsteady:
-        worst, share = unsteady[0], f"{len(unsteady)} of {sum(row.timed for row in rows)} rows"
-        told = "; ".join([f"{worst.spread:.0%}", *(column.text(worst) for column in shown(ROUTED, rows))])
+    lines += dict.fromkeys(f"not supported by {row.backend}: {row.model}: {_reason(row)}" for row in refused)
+    rows = supported(rows)
+    noisy = noisy_rows(rows)
+    if noisy:
+        worst, share = noisy[0], f"{len(noisy)} of {sum(row.timed for row in rows)} rows"
+        details = "; ".join(
+            [f"{worst.spread:.0%}", *(column.text(worst) for column in used_columns(ROUTED, rows))]
+        )
         lines.append(
-            f"unsteady times in {share}: quartiles more than {UNSTEADY:.0%} of the median apart, most of "
-            f"{worst.backend} at M={worst.tokens} ({told}); repeat with nothing else running, or "
+            f"noisy times in {share}: quartiles more than {NOISY_SPREAD:.0%} of the median apart, worst: "
+            f"{worst.backend} at M={worst.tokens} ({details}); repeat with nothing else running, or "
             "with more --repeats"
         )
     caches = dict.fromkeys(row.caches for row in rows if row.caches)
@@ -177,14 +179,14 @@ def footer(about: Facts, rows: Sequence[BenchRow]) -> list[str]:
     return [line for line in lines if line]
 
 
-def unsteady_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """The rows whose times are unsteady (`BenchRow.unsteady`), the worst first."""
-    return sorted((row for row in rows if row.unsteady), key=lambda row: -(row.spread or 0.0))
+def noisy_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """The rows with noisy times (`BenchRow.noisy`), the worst first."""
+    return sorted((row for row in rows if row.noisy), key=lambda row: -(row.spread or 0.0))
 
 
 def markdown(about: Facts, rows: Sequence[BenchRow]) -> str:
-    """Tables that paste into an issue: times, costs, and what they rest on."""
-    parts = [_markdown(COLUMNS, served(rows))]
+    """Markdown for an issue: tables of times and costs, and the conditions of the measurement."""
+    parts = [_markdown(COLUMNS, supported(rows))]
     costs = cost_rows(rows)
     if costs:
         parts.append(_markdown(COSTS, costs))
@@ -193,8 +195,8 @@ def markdown(about: Facts, rows: Sequence[BenchRow]) -> str:
 
 
 def _markdown(columns: Sequence[TableColumn], rows: Sequence[BenchRow]) -> str:
-    """One table, aligned so that it reads in a terminal too."""
-    used = shown(columns, rows)
+    """One table, aligned so that it is also readable as plain text."""
+    used = used_columns(columns, rows)
     lines = [[column.title for column in used], *([column.text(row) for column in used] for row in rows)]
     widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(used))]
 
@@ -210,7 +212,7 @@ def _markdown(columns: Sequence[TableColumn], rows: Sequence[BenchRow]) -> str:
 
 
 def as_csv(about: Facts, rows: Sequence[BenchRow]) -> str:
-    """A line for each row, with what all have in common in each."""
+    """One line per row; each repeats the machine's columns (`CONSTANT`)."""
     constant = {name: _flat(about.get(name, "")) for name in CONSTANT}
     records = [{**constant, **row.to_json()} for row in rows]
     text = io.StringIO()
@@ -231,13 +233,13 @@ def _flat(value: Any) -> str:
 
 
 def document(about: Facts, rows: Sequence[BenchRow]) -> dict[str, Any]:
-    """Everything as plain data, and which times are unsteady: cells with their spread, the worst first."""
-    cells = [{**dict(zip(CELL, row.key, strict=True)), "spread": row.spread} for row in unsteady_rows(rows)]
-    unsteady = {"threshold": UNSTEADY, "cells": cells}
-    return {**about, "unsteady": unsteady, "rows": [row.to_json() for row in rows]}
+    """Everything as plain data; ``unsteady`` lists cases with noisy times, the worst first."""
+    cells = [{**dict(zip(CELL, row.key, strict=True)), "spread": row.spread} for row in noisy_rows(rows)]
+    noisy = {"threshold": NOISY_SPREAD, "cells": cells}
+    return {**about, "unsteady": noisy, "rows": [row.to_json() for row in rows]}
 
 
 def brief(row: BenchRow) -> str:
-    """Backend, tokens and microseconds, or why there are none in a word, with tabs between."""
+    """Backend, tokens and microseconds (or ``refused``, ``failed``), separated by tabs."""
     word = number(row.median_us, 4) if row.timed else "refused" if row.refused else "failed"
     return f"{row.backend}\t{row.tokens}\t{word}"

@@ -20,7 +20,7 @@ from ..kernels.modular.fused_moe_kernel import FusedMoEKernel
 from ..kernels.timing.interleaved import TimedCalls, alive, prepare_calls, quartiles, time_interleaved
 from ..kernels.tolerance import Tolerance, tolerance_for
 from ..problem.roofline import DeviceRates, floor_of
-from ..run import BackendChoice, RunMachine, choose_backends, none_serves
+from ..run import BackendChoice, RunMachine, choose_backends, unsupported_error
 from .bench_cases import BenchCase, CaseInputs, CheckedOutputs, judge, make_case, plan_cells
 from .bench_rows import BenchRow, CompileOutcome, Key
 from .bench_targets import BenchTarget
@@ -73,7 +73,7 @@ class Bench:
             errors = {**choice.refused, **errors}
             self._routings[at] = {name: self._routing(name, target) for name in self.settings.routings}
         if errors and not any(choice.names for choice in self._choices.values()):
-            raise none_serves(tuple(errors.values()))
+            raise unsupported_error(tuple(errors.values()))
 
     def _routing(self, name: str, target: BenchTarget) -> Sets:
         sets = routing_of(name, target.experts, self.settings, self.machine.torch)

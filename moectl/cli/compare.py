@@ -1,4 +1,4 @@
-"""`moectl compare`: two runs of `moectl bench` held against each other."""
+"""`moectl compare`: two runs of `moectl bench`, compared case by case."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,41 +35,41 @@ def compare(
 ) -> ExitCode:
     """Compare two runs of a bench.
 
-    Cell by cell, with verdicts that noise does not make. Exit code 1 when a cell became slower, or has
-    no time any more, or no cell is in both.
+    Case by case, with verdicts that take noise into account. Exit code 1 when a case became slower or lost
+    its time, or the runs have no case in common.
     """
     from ..bench import compare_runs as library
     from ..bench.read_rows import read_rows
 
-    found = library.compare(read_rows(before), read_rows(after), threshold)
-    document = {"before": str(before), "after": str(after), **library.document(found, threshold)}
-    summary = ", ".join(f"{number} {word}" for word, number in found.counts.items()) or "no rows"
-    out.result(document, lambda console: _draw(found, summary, console), summary)
-    return ExitCode.FOUND if found.regressed else ExitCode.DONE
+    comparison = library.compare(read_rows(before), read_rows(after), threshold)
+    document = {"before": str(before), "after": str(after), **library.document(comparison, threshold)}
+    summary = ", ".join(f"{number} {word}" for word, number in comparison.counts.items()) or "no rows"
+    out.result(document, lambda console: _draw(comparison, summary, console), summary)
+    return ExitCode.FOUND if comparison.regressed else ExitCode.DONE
 
 
-def _draw(found: "RunComparison", summary: str, console: Any) -> None:
+def _draw(comparison: "RunComparison", summary: str, console: Any) -> None:
     from ..bench.row_tables import COLUMNS, number
 
     titles = ("model", "layers", "scheme", "parallel", "routing", "backend", "M")
     columns = [column for column in COLUMNS if column.title in titles]
-    rows = [verdict.row for verdict in found.verdicts]
+    rows = [verdict.row for verdict in comparison.verdicts]
     columns = [c for c in columns if not c.varies or len({c.text(row) for row in rows}) > 1]
     numbers = ("A us", "B us", "B / A")
-    made = table(*(c.title for c in columns), *numbers, "verdict", "why", right=("M", *numbers))
-    for verdict in found.verdicts:
+    cases = table(*(c.title for c in columns), *numbers, "verdict", "why", right=("M", *numbers))
+    for verdict in comparison.verdicts:
         times = [number(row.median_us if row else None, 4) for row in (verdict.before, verdict.after)]
         ratio = "-" if verdict.ratio is None else f"{verdict.ratio:.3f}"
-        cells = [column.text(verdict.row) for column in columns]
-        made.add_row(*cells, *times, ratio, verdict.word, verdict.row.reason or _tactics(verdict))
-    console.print(made)
-    for note in found.notes:
+        identity = [column.text(verdict.row) for column in columns]
+        cases.add_row(*identity, *times, ratio, verdict.word, verdict.row.reason or _tactics(verdict))
+    console.print(cases)
+    for note in comparison.notes:
         console.print(f"note: {note}", markup=False)
-    console.print(f"{count(len(found.verdicts), 'cell')}: {summary}", markup=False)
+    console.print(f"{count(len(comparison.verdicts), 'case')}: {summary}", markup=False)
 
 
 def _tactics(verdict: Any) -> str:
-    """What is launched now, where it was something else before."""
+    """``before -> after`` where the backend launches another tactic now."""
     before, after = verdict.before, verdict.after
     if not before or not after or before.tactic == after.tactic or not (before.tactic and after.tactic):
         return ""

@@ -1,8 +1,8 @@
-"""Layers on real weights: given backends, run, compared with the reference, and stressed.
+"""Runs layers on real weights and checks the results against the reference.
 
-Public here: `RunMachine`, `this_machine`, `choose_backends`, `run_layer`, `compare_backends`,
-`plan_stress`, `run_one`; and `all_layers.every_layer`. All but `RunPlan` needs torch, and is imported when
-it is asked for.
+`choose_backends` says which backends support a layer on a `RunMachine`, `run_layer` runs one of them,
+`compare_backends` several, `plan_stress` prepares edge cases, and `run_one` does what a `RunPlan` asks for.
+All but `RunPlan` needs torch and is imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from .all_layers import LayerRun, run_one
     from .backend_comparison import BackendComparison, BackendOutcome, compare_backends
     from .one_layer import RunResult, run_layer
-    from .run_machine import POLICY, BackendChoice, RunMachine, choose_backends, none_serves, this_machine
+    from .run_machine import (
+        POLICY,
+        BackendChoice,
+        RunMachine,
+        choose_backends,
+        this_machine,
+        unsupported_error,
+    )
     from .stress import plan_stress
     from .workload import Workload, workload_of
 
@@ -29,11 +36,11 @@ __all__ = [
     "Workload",
     "choose_backends",
     "compare_backends",
-    "none_serves",
     "plan_stress",
     "run_layer",
     "run_one",
     "this_machine",
+    "unsupported_error",
     "workload_of",
 ]
 
@@ -43,7 +50,7 @@ _MODULES = {
     "one_layer": ("RunResult", "run_layer"),
     "run_machine": (
         *("POLICY", "BackendChoice", "RunMachine", "choose_backends"),
-        *("none_serves", "this_machine"),
+        *("unsupported_error", "this_machine"),
     ),
     "stress": ("plan_stress",),
     "workload": ("Workload", "workload_of"),

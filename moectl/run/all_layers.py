@@ -1,4 +1,4 @@
-"""Layers of a whole checkpoint, one after the other, each with a memory of its own."""
+"""Runs the layers of a checkpoint one after the other, with the weights of one at a time in memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .workload import Workload, workload_of
 
 @dataclass(frozen=True)
 class LayerRun:
-    """What came of one layer: backends compared, or why it could not be run at all.
+    """The outcome of one layer: its backends compared, or the error that kept it from running.
 
     Attributes:
-        choice: the backends that were chosen for it, with the decision behind them.
-        model_dtype: the dtype that the checkpoint says, where the layer ran in another; else empty.
+        choice: the backends chosen for it, with the decision behind them.
+        model_dtype: the checkpoint's dtype if the layer ran in another one; else empty.
     """
 
     number: int
@@ -46,9 +46,9 @@ def run_one(
     progress: Callable[[str], None] = lambda text: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> LayerRun:
-    """`layer` as `plan` says; `note` is told when measured times choose the backend.
+    """Runs `layer` as `plan` says; `note` gets a sentence when measured times choose the backend.
 
-    Raises what it cannot be run for at all.
+    Raises a MoectlError when it cannot be run at all.
     """
     model_dtype = layer.problem.dtype if plan.dtype not in ("", layer.problem.dtype) else ""
     layer = in_dtype(layer, plan.dtype or layer.problem.dtype)
@@ -63,27 +63,27 @@ def run_one(
     )
     refused = tuple(BackendOutcome(name, error=error, refused=True) for name, error in choice.refused.items())
     if plan.compares:
-        compared = replace(compared, outcomes=_as_asked((*refused, *compared.outcomes), plan.backends))
+        compared = replace(compared, outcomes=_in_order((*refused, *compared.outcomes), plan.backends))
     else:
         compared = replace(compared, tried=(*refused, *compared.tried))
     return LayerRun(layer.layer, layer, workload, compared, choice=choice, model_dtype=model_dtype)
 
 
-def _as_asked(outcomes: Sequence[BackendOutcome], names: Sequence[str]) -> tuple[BackendOutcome, ...]:
-    """In the order of `names`; those of other names last."""
-    places = {name: at for at, name in enumerate(names)}
-    return tuple(sorted(outcomes, key=lambda it: places.get(it.backend, len(places))))
+def _in_order(outcomes: Sequence[BackendOutcome], names: Sequence[str]) -> tuple[BackendOutcome, ...]:
+    """`outcomes` in the order of `names`; other backends last."""
+    ranks = {name: rank for rank, name in enumerate(names)}
+    return tuple(sorted(outcomes, key=lambda outcome: ranks.get(outcome.backend, len(ranks))))
 
 
 def choose(layer: ExpertLayer, machine: RunMachine, plan: RunPlan) -> BackendChoice:
-    """The backends that `plan` runs `layer` on, in order; the first alone where no other may take over.
+    """The backends to run `layer` on, in order; only the first if `plan` allows no fallback.
 
-    Raises as `choose_backends`, and `none_serves` when none of those asked for can serve.
+    Raises what `choose_backends` raises, and `unsupported_error` when no requested backend fits.
     """
     names = () if plan.every else plan.backends
     choice = choose_backends(layer.problem, machine, names, layer.layout, fallback=plan.fallback).require()
-    best_alone = not names and not plan.every and not plan.fallback
-    return replace(choice, names=choice.names[:1]) if best_alone else choice
+    only_best = not names and not plan.every and not plan.fallback
+    return replace(choice, names=choice.names[:1]) if only_best else choice
 
 
 def every_layer(
@@ -93,9 +93,9 @@ def every_layer(
     plan: RunPlan,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[LayerRun]:
-    """Each of the layers `numbers`, as soon as it has run; one that cannot be run has the error.
+    """The `LayerRun` of each of the layers `numbers`; one that cannot be run carries the error.
 
-    No layer's weights are held when the next one is opened.
+    A layer's weights are freed before the next one is opened.
     """
     for number in numbers:
         try:

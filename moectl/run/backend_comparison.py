@@ -1,4 +1,4 @@
-"""Several backends on the same weights and tokens: each against the reference, and against each other."""
+"""Several backends on the same weights and tokens, compared with the reference and each other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import BackendFailed, MoectlError, NoBackend, Unavailable, UsageError
 from ..layer.experts import ExpertLayer
-from .backend_failures import lost
-from .one_layer import CheckedLayer, RunResult, hold, measure
+from .backend_failures import device_failure
+from .one_layer import RunResult, measure, prepare_layer
 from .result_difference import ResultDifference, difference
 from .run_machine import RunMachine
 from .stress import CaseResult, PlannedCase, stress
@@ -22,11 +22,11 @@ from .workload import Workload, expected_of
 
 @dataclass(frozen=True)
 class BackendOutcome:
-    """What came of one backend: a result, or the error that it ended with.
+    """The outcome of one backend: a result, or the error that ended it.
 
     Attributes:
-        stress: results of the planned cases; of a backend that broke, those until then.
-        refused: it cannot serve the layer, and the `error` says so: nothing has run, and nothing has failed.
+        stress: results of the planned cases; if the backend broke, those up to then.
+        refused: it does not support the layer, as `error` says: nothing ran, and nothing failed.
     """
 
     backend: str
@@ -48,7 +48,7 @@ class BackendOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BackendPair:
-    """Two backends' results beside each other; distances relative to the reference."""
+    """Difference between two backends' results; distances are relative to the reference."""
 
     one: str
     other: str
@@ -57,12 +57,11 @@ class BackendPair:
 
 @dataclass(frozen=True)
 class BackendComparison:
-    """Backends on one layer. Two that both agree with the reference differ by the sum of both bounds at most,
-    so that verdicts are on the reference alone.
+    """Backends on one layer. Verdicts compare with the reference only: two results that agree with it differ
+    by at most the sum of both bounds.
 
     Attributes:
-        tried: those that failed or were refused before the one whose outcome this is, where another may
-            take over.
+        tried: with fallback, the backends that failed or were refused before the one that ran.
     """
 
     outcomes: tuple[BackendOutcome, ...]
@@ -71,7 +70,7 @@ class BackendComparison:
 
     @property
     def ok(self) -> bool:
-        """Whether every backend is that can serve the layer."""
+        """Whether every backend that supports the layer is ok."""
         return all(outcome.ok or outcome.refused for outcome in self.outcomes)
 
 
@@ -85,9 +84,9 @@ def compare_backends(
     repeats: int = 5,
     progress: Callable[[str], None] = lambda text: None,
 ) -> BackendComparison:
-    """Each of `backends` on `workload` and the stress `cases`, one after the other.
+    """Runs each of `backends` on `workload` and the stress `cases`, one after the other.
 
-    A backend that fails has its error as outcome, and the others go on; each one's memory is freed
+    A backend that fails has its error as its outcome, and the others still run; each one's memory is freed
     before the next. Raises CheckpointError when the weights cannot be read.
     """
     expected = expected_of(layer, workload.inputs, machine.torch)
@@ -96,18 +95,18 @@ def compare_backends(
         progress(name)
         outcomes.append(_outcome(layer, name, machine, workload, expected, cases, repeats, progress))
         _free(machine.torch, outcomes[-1].error)
-        gone = lost(machine.torch) if outcomes[-1].error or cases else ""
-        if gone:
+        device_error = device_failure(machine.torch) if outcomes[-1].error or cases else ""
+        if device_error:
             hint = "run them without it"
-            left = backends[len(outcomes) :]
             outcomes += [
-                BackendOutcome(it, error=BackendFailed(it, f"not run, {gone}", hint=hint)) for it in left
+                BackendOutcome(rest, error=BackendFailed(rest, f"not run, {device_error}", hint=hint))
+                for rest in backends[len(outcomes) :]
             ]
             break
-    done = [it.result for it in outcomes if it.result is not None]
+    results = [outcome.result for outcome in outcomes if outcome.result is not None]
     pairs = [
         BackendPair(a.backend, b.backend, difference(a.y, b.y, scale=expected))
-        for a, b in combinations(done, 2)
+        for a, b in combinations(results, 2)
     ]
     return BackendComparison(tuple(outcomes), tuple(pairs))
 
@@ -122,10 +121,9 @@ def first_that_runs(
     repeats: int = 5,
     progress: Callable[[str], None] = lambda text: None,
 ) -> BackendComparison:
-    """The first of `backends` that does not fail, with those that did in `tried`.
+    """Runs the first of `backends` that does not fail; those that did are in `tried`.
 
-    A result that is wrong is no failure: it is what there is to find. Raises the last one's error when all
-    of them fail.
+    A wrong result does not count as a failure here: it is reported. Raises when all of them fail.
     """
     expected = expected_of(layer, workload.inputs, machine.torch)
     tried: list[BackendOutcome] = []
@@ -136,7 +134,7 @@ def first_that_runs(
             _free(machine.torch)
             return BackendComparison((outcome,), tried=tuple(tried))
         tried.append(outcome)
-        if lost(machine.torch):
+        if device_failure(machine.torch):
             break
         if name != backends[-1]:
             _free(machine.torch, outcome.error)
@@ -145,12 +143,12 @@ def first_that_runs(
 
 
 def _all_failed(tried: Sequence[BackendOutcome]) -> MoectlError:
-    """The one error, or one that names them all."""
+    """The only error, or one that lists them all."""
     last = tried[-1].error
     assert last is not None
     if len(tried) == 1:
         return last
-    listed = "; ".join(it.error.what for it in tried if it.error)
+    listed = "; ".join(outcome.error.what for outcome in tried if outcome.error)
     return NoBackend(f"every backend that was tried failed: {listed}", hint=last.hint)
 
 
@@ -166,19 +164,19 @@ def _outcome(
 ) -> BackendOutcome:
     result: RunResult | None = None
     try:
-        held: CheckedLayer = hold(layer, name, machine)
-        result = measure(held, workload, expected, machine, repeats)
-        found = tuple(stress(held, cases, machine.torch, lambda case: progress(f"{name}: {case}")))
-        return BackendOutcome(name, result, stress=found)
+        ready = prepare_layer(layer, name, machine)
+        result = measure(ready, workload, expected, machine, repeats)
+        results = tuple(stress(ready, cases, machine.torch, lambda case: progress(f"{name}: {case}")))
+        return BackendOutcome(name, result, stress=results)
     except (BackendFailed, NoBackend, Unavailable, UsageError) as error:
         return BackendOutcome(name, result, error)
 
 
 def _free(device: torch.device, error: BaseException | None = None) -> None:
-    """Give back what the last backend held; where it failed, the frames of its `error` hold it, too."""
+    """Frees the last backend's memory, also what the frames of its `error` keep alive."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
     gc.collect()
-    if device.type == "cuda" and not lost(device):
+    if device.type == "cuda" and not device_failure(device):
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A backend's failure while it prepares or runs a layer, as an error that names it."""
+"""Failures of a backend while it prepares or runs a layer, as errors that name it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..errors import BackendFailed, MoectlError
 
 @contextmanager
 def guarded(backend: str, layer: int) -> Iterator[None]:
-    """What `backend` raises in here as a BackendFailed with its name, the layer and the reason.
+    """Turns what `backend` raises inside into a BackendFailed with its name, the layer and the reason.
 
-    Errors that explain themselves already, and those of files, pass through.
+    MoectlErrors and OSErrors pass through.
     """
     try:
         yield
@@ -32,8 +32,8 @@ def guarded(backend: str, layer: int) -> Iterator[None]:
         ) from error
 
 
-def lost(device: torch.device) -> str:
-    """Why nothing more can run on `device` in this process, in a sentence; empty when it can."""
+def device_failure(device: torch.device) -> str:
+    """Why this process cannot use `device` any more, as a sentence; empty if it can."""
     if device.type != "cuda":
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Other forms of a layer: in another dtype, one rank's share, and with numbers in its padding."""
+"""Variants of a layer: in another dtype, one rank's shard, and with numbers in its padding."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..problem.padding import pad
 from ..torch_dtypes import TORCH_DTYPES
 
 FILL = 0x7A
-"""What padded lanes are filled with: codes, scale bytes and numbers that are all finite and not zero."""
+"""Byte that padding is filled with: as codes, scale bytes and numbers it is finite and not zero."""
 
 
 def experts_on(layer: ExpertLayer, device: torch.device) -> Callable[[int], DenseExpert]:
-    """Experts of `layer`, decoded on `device` from what is stored: the form that the reference asks for."""
+    """Maps a number to the expert, decoded on `device` from its stored tensors; what the reference takes."""
 
     def expert(number: int) -> DenseExpert:
         roles = {role: t.to(device) for role, t in layer.canonical([number]).items()}
@@ -46,10 +46,15 @@ def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
     old = layer.problem
     if dtype == old.dtype:
         return layer
-    kept = replace(old.scheme.weight, scale_dtype=scale_dtype(old)) if old.scheme.weight.bits < 16 else None
+    quantized = old.scheme.weight.bits < 16
+    weight = replace(old.scheme.weight, scale_dtype=scale_dtype(old)) if quantized else None
 
-    def moved(problem: MoEProblem) -> MoEProblem:
-        scheme = replace(problem.scheme, weight=kept) if kept and _own_scales(problem) else problem.scheme
+    def converted(problem: MoEProblem) -> MoEProblem:
+        scheme = (
+            replace(problem.scheme, weight=weight)
+            if weight and _implied_scale_dtype(problem)
+            else problem.scheme
+        )
         return replace(problem, dtype=dtype, scheme=scheme)
 
     def changes(role: str) -> bool:
@@ -63,64 +68,64 @@ def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
         role: TensorType(MODEL_DTYPES[dtype] if changes(role) else kind, shape)
         for role, (kind, shape) in layer.recipe.shapes.items()
     }
-    share = layer.share and replace(layer.share, whole=moved(layer.share.whole))
-    return _plain(replace(layer, problem=moved(old), share=share), shapes, canonical)
+    share = layer.share and replace(layer.share, whole=converted(layer.share.whole))
+    return _canonical_layer(replace(layer, problem=converted(old), share=share), shapes, canonical)
 
 
-def _own_scales(problem: MoEProblem) -> bool:
-    """True where the scales' dtype is the model's because nothing else is stated."""
+def _implied_scale_dtype(problem: MoEProblem) -> bool:
+    """True if the scales have the model's dtype because no other is stated."""
     weight = problem.scheme.weight
     return weight.block != (0, 0) and not weight.scale_dtype and scale_dtype(problem) != "U8"
 
 
 def _rounded(t: Tensor, role: str, layer: ExpertLayer, dtype: str) -> Tensor:
-    made = t.to(TORCH_DTYPES[MODEL_DTYPES[dtype]])
-    if not bool(torch.isfinite(made).all()):
+    rounded = t.to(TORCH_DTYPES[MODEL_DTYPES[dtype]])
+    if not bool(torch.isfinite(rounded).all()):
         raise UsageError(
             f"{role} of layer {layer.layer} has numbers up to {float(t.abs().max()):.3g}, which {dtype} does "
             "not hold",
             hint=f"run it in {layer.problem.dtype}",
         )
-    return made
+    return rounded
 
 
 def rank_share(layer: ExpertLayer, ranks: int, rank: int) -> ExpertLayer:
-    """The experts of `layer`, which is whole, that `rank` of `ranks` has; counted from its first.
+    """The experts of the unsharded `layer` that `rank` of `ranks` holds, numbered from its first.
 
     Raises UsageError when there are more ranks than experts.
     """
     share = RankShare(layer.problem, shard_of(rank, tp_size=1, ep_size=ranks))
-    return _taken(layer, share, range(*share.experts))
+    return _subset(layer, share, range(*share.experts))
 
 
 def every_second(layer: ExpertLayer) -> tuple[ExpertLayer, Tensor]:
-    """Experts 1, 3, 5 and so on of `layer`, which is whole; and the map to them.
+    """Experts 1, 3, 5 and so on of the unsharded `layer`, and the map to them.
 
-    The map is ``[experts]`` int32 from the layer's ids to those of the share, the last expert first, and -1
-    for experts that are not in it. Raises UsageError when there is one expert alone.
+    The map is ``[experts]`` int32 from the layer's ids to those of the subset, the last expert first, and -1
+    for experts that are not in it. Raises UsageError for a single expert.
     """
     count = layer.problem.experts
     numbers = range(1, count, 2)[::-1]
     table = torch.full((count,), -1, dtype=torch.int32)
     table[list(numbers)] = torch.arange(len(numbers), dtype=torch.int32)
-    # The last of two ranks has as many experts; where they lie in the layer, the map tells.
+    # The last of two ranks has as many experts; the map says which ones of the layer they are.
     share = RankShare(layer.problem, shard_of(1, tp_size=1, ep_size=2))
-    return _taken(layer, share, numbers), table
+    return _subset(layer, share, numbers), table
 
 
-def _taken(layer: ExpertLayer, share: RankShare, numbers: Sequence[int]) -> ExpertLayer:
-    """The experts `numbers` of `layer` as those of `share`."""
+def _subset(layer: ExpertLayer, share: RankShare, numbers: Sequence[int]) -> ExpertLayer:
+    """The experts `numbers` of `layer` in place of those of `share`."""
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         return dict(layer.canonical([numbers[int(i)] for i in ids]))
 
     count = share.problem.local_experts
     shapes = {role: kind.with_first_axis(count) for role, kind in layer.recipe.shapes.items()}
-    return _plain(replace(layer, problem=share.problem, share=share), shapes, canonical)
+    return _canonical_layer(replace(layer, problem=share.problem, share=share), shapes, canonical)
 
 
 def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> PreparedMoE | None:
-    """`layer` prepared for `backend` with `FILL` in every lane past its logical sizes; None without such.
+    """`layer` prepared for `backend` with `FILL` in its padding; None if it has no padding.
 
     Raises as `ExpertLayer.prepared`.
     """
@@ -139,17 +144,19 @@ def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> 
         return {role: chains[role].apply(t) for role, t in layer.canonical(ids).items()}
 
     shapes = {role: chains[role].stored_type(*kind) for role, kind in layer.recipe.shapes.items()}
-    # A rank's experts as a layer of their own: how experts are spread is no matter of the layout.
+    # A rank's experts as a whole layer: layouts do not depend on how experts are sharded.
     whole = replace(old, dims=sizes, experts=old.local_experts)
-    larger = _plain(replace(layer, problem=whole, share=None), shapes, canonical)
+    larger = _canonical_layer(replace(layer, problem=whole, share=None), shapes, canonical)
     prepared = larger.prepared(backend, device)
-    made = replace(prepared, problem=old, first_expert=layer.first_expert, derived={})
-    runner.ready(made)
-    return made
+    poisoned = replace(prepared, problem=old, first_expert=layer.first_expert, derived={})
+    runner.ready(poisoned)
+    return poisoned
 
 
-def _plain(layer: ExpertLayer, shapes: Shapes, canonical: Callable[[Ids], dict[str, Tensor]]) -> ExpertLayer:
-    """`layer` stored as canonical tensors of `shapes`, which `canonical` gives."""
+def _canonical_layer(
+    layer: ExpertLayer, shapes: Shapes, canonical: Callable[[Ids], dict[str, Tensor]]
+) -> ExpertLayer:
+    """`layer` stored as canonical tensors of `shapes`, which `canonical` returns."""
 
     def stored(device: torch.device) -> dict[str, Tensor]:
         return {role: t.to(device) for role, t in canonical(range(layer.problem.local_experts)).items()}

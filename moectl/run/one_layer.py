@@ -1,4 +1,4 @@
-"""One layer on one backend: opened, prepared, run, and held to the reference."""
+"""Runs one layer on one backend and checks the result against the reference."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .workload import Workload, expected_of, workload_of
 
 @dataclass(frozen=True)
 class RunResult:
-    """One layer's output on one backend, held to the reference.
+    """One layer's output on one backend, checked against the reference.
 
     Attributes:
-        layout: of the weights that ran; `relaid` as in `PreparedMoE`.
+        layout: of the prepared weights; `relaid` as in `PreparedMoE`.
         y: ``[tokens, hidden]`` on the CPU.
-        check: the verdict over all tokens, and `difference` what it differs by.
-        prepare_seconds: reading the weights and laying them out.
+        check: the verdict over all tokens; `difference`: how far `y` is from the reference.
+        prepare_seconds: reading and repacking the weights.
         first_seconds: the first call, compilation included.
         median_us: median of repeated calls, warm; 0 without tokens.
-        weight_bytes: the layer's weights as the backend holds them.
-        peak_bytes: device memory at its highest on CUDA; the process' on a CPU.
+        weight_bytes: size of the prepared weights.
+        peak_bytes: peak device memory on CUDA; the process's peak memory on a CPU.
     """
 
     backend: str
@@ -52,10 +52,10 @@ class RunResult:
 
 @dataclass(frozen=True)
 class CheckedLayer:
-    """A layer as one backend has it ready to run.
+    """A layer prepared for one backend and ready to run.
 
     Attributes:
-        seconds: reading the weights and laying them out.
+        seconds: reading and repacking the weights.
     """
 
     layer: ExpertLayer
@@ -64,8 +64,8 @@ class CheckedLayer:
     seconds: float
 
 
-def hold(layer: ExpertLayer, backend: str, machine: RunMachine) -> CheckedLayer:
-    """`layer` prepared for `backend`; errors as of `ExpertLayer.prepared`, and BackendFailed."""
+def prepare_layer(layer: ExpertLayer, backend: str, machine: RunMachine) -> CheckedLayer:
+    """Prepares `layer` for `backend`; raises what `ExpertLayer.prepared` does, and BackendFailed."""
     begin = time.perf_counter()
     if machine.torch.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -77,13 +77,13 @@ def hold(layer: ExpertLayer, backend: str, machine: RunMachine) -> CheckedLayer:
 
 
 def measure(
-    held: CheckedLayer, workload: Workload, expected: Tensor, machine: RunMachine, repeats: int
+    ready: CheckedLayer, workload: Workload, expected: Tensor, machine: RunMachine, repeats: int
 ) -> RunResult:
-    """What a held layer makes of `workload`, against `expected`.
+    """Runs a prepared layer on `workload` and compares the result with `expected` (`expected_of`).
 
-    Raises BackendFailed when it breaks, UsageError when ids are given and it routes by itself.
+    Raises BackendFailed when it fails, UsageError when the input has ids but the kernel routes by itself.
     """
-    kernel, prepared, layer = held.kernel, held.prepared, held.layer
+    kernel, prepared, layer = ready.kernel, ready.prepared, ready.layer
     if kernel.monolithic and workload.routed_by == "input":
         raise UsageError(
             f"the {prepared.backend} backend routes by itself, and the input gives ids and weights",
@@ -111,7 +111,7 @@ def measure(
         y,
         check(y, expected, tolerance_for(layer.problem, kernel.runner.accumulation)),
         difference(y, expected),
-        held.seconds,
+        ready.seconds,
         first,
         median,
         prepared.nbytes,
@@ -129,17 +129,18 @@ def run_layer(
     source: Path | None = None,
     repeats: int = 5,
 ) -> RunResult:
-    """Runs `layer` on `backend` and compares with the reference on the stored weights.
+    """Runs `layer` on `backend` and compares the result with the reference on the stored weights.
 
-    The arguments are those of `workload_of`. Raises as it, as `hold` and as `measure`.
+    `tokens`, `seed` and `source` are those of `workload_of`; `repeats` is the number of timed calls. Raises
+    what `workload_of`, `prepare_layer` and `measure` raise.
     """
     workload = workload_of(layer, tokens, seed, source)
     expected = expected_of(layer, workload.inputs, machine.torch)
-    return measure(hold(layer, backend, machine), workload, expected, machine, repeats)
+    return measure(prepare_layer(layer, backend, machine), workload, expected, machine, repeats)
 
 
 def _wait(device: torch.device) -> None:
-    """Until `device` has done what it was told: what fails there then fails here."""
+    """Synchronizes with `device`, so that its failures are raised here."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""How two results of a layer differ: direction, size, and the tokens where they differ most."""
+"""Differences between two results of a layer: cosine, L2 distance, and the worst tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 WORST = 3
-"""Tokens that are named."""
+"""Number of worst tokens reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class TokenError:
 
 @dataclass(frozen=True, slots=True)
 class ResultDifference:
-    """A result beside another one, over all tokens.
+    """The difference between two results, over all tokens.
 
     Attributes:
         cosine: between all numbers of both; 1 for two results of zeros.
         l2: L2 distance relative to the L2 norm of the reference.
-        max: largest difference of an element, in the numbers' own unit.
+        max: largest absolute difference of an element.
         worst: tokens with the largest relative distance, worst first; none without tokens.
     """
 
@@ -38,9 +38,15 @@ class ResultDifference:
 
 
 def difference(y: Tensor, other: Tensor, scale: Tensor | None = None) -> ResultDifference:
-    """`y` beside `other`, both ``[tokens, hidden]``; distances relative to `scale`, by default `other`.
+    """How far `y` is from `other`, both ``[tokens, hidden]``; relative to `scale`, by default `other`.
 
-    Numbers that are not finite make what depends on them NaN or infinite; such tokens are the worst.
+    Non-finite numbers make the values that depend on them NaN or infinite; their tokens count as the worst.
+
+    Example:
+        >>> import torch
+        >>> distance = difference(torch.ones(2, 4), torch.tensor([[1.0], [2.0]]).expand(2, 4))
+        >>> distance.max, distance.worst[0].token, distance.worst[0].l2
+        (1.0, 1, 0.5)
     """
     a, b = y.double().cpu(), other.double().cpu()
     size = b if scale is None else scale.double().cpu()
@@ -57,7 +63,7 @@ def difference(y: Tensor, other: Tensor, scale: Tensor | None = None) -> ResultD
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:
-    """Of two vectors; 1 for two of zeros, 0 for one."""
+    """Cosine between two vectors; 1 if both are zero, 0 if one is."""
     norms = a.norm() * b.norm()
     if float(norms) == 0.0:
         return 1.0 if not a.any() and not b.any() else 0.0
@@ -65,5 +71,5 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
-    """error / size, where no error against zero is zero and any other is infinite."""
+    """error / size, with 0 / 0 = 0 and anything else over 0 infinite."""
     return torch.where(error == 0, torch.zeros_like(error), error / size)

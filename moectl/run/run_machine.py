@@ -1,4 +1,4 @@
-"""The machine that layers run on, and which backends can serve a layer there."""
+"""The machine that layers run on, and the backends that support a layer on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICY = "moectl"
 
 @dataclass(frozen=True)
 class RunMachine:
-    """Where a layer runs: torch's device, and the same machine as the oracle sees it."""
+    """Where a layer runs: torch's device, and the same machine in the oracle's terms."""
 
     torch: torch.device
     device: Device
@@ -33,9 +33,14 @@ class RunMachine:
 
 
 def this_machine(device: str | None = None) -> RunMachine:
-    """This machine, on `device` (``cpu`` or ``cuda``); a GPU where torch has one by default.
+    """This machine with `device` (``cpu`` or ``cuda``; default: a GPU if torch has one).
 
-    Raises Unavailable when torch sees no such device.
+    Raises Unavailable when torch has no such device.
+
+    Example:
+        >>> machine = this_machine("cpu")
+        >>> machine.torch.type, machine.device.platform
+        ('cpu', 'cpu')
     """
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     packages = packages_from(None)
@@ -48,12 +53,12 @@ def this_machine(device: str | None = None) -> RunMachine:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backends that serve one layer on one machine, and the decision that they come from.
+    """The backends that support one layer on one machine, and the decision that they come from.
 
     Attributes:
-        names: runners that can serve it: those asked for, in that order, then the others, best first.
-        refused: backends that were asked for and cannot serve it, each with the reason.
-        decision: of the policy by itself; None where only backends that were asked for are judged.
+        names: runners that support it: the requested ones in that order, then the others, best first.
+        refused: requested backends that do not support it, each with the reason.
+        decision: the policy's own choice; None if only requested backends were considered.
     """
 
     names: tuple[str, ...]
@@ -61,14 +66,14 @@ class BackendChoice:
     decision: Decision | None = None
 
     def require(self) -> BackendChoice:
-        """The same; raises `none_serves` when backends were asked for and none is left."""
+        """`self`; raises `unsupported_error` if backends were requested and none supports the layer."""
         if self.refused and not self.names:
-            raise none_serves(tuple(self.refused.values()))
+            raise unsupported_error(tuple(self.refused.values()))
         return self
 
     @property
     def by_measurement(self) -> str:
-        """Why times that were measured here choose the first backend, a sentence; empty where none do."""
+        """Why measured times choose the first backend, as a sentence; empty if they do not."""
         decision = self.decision
         if decision is None or decision.ranking is None or decision.chosen is None:
             return ""
@@ -78,7 +83,7 @@ class BackendChoice:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Backends of the policy that cannot serve the layer, each with its first reason."""
+        """Backends of the policy that do not support the layer, each with its first reason."""
         candidates = self.decision.candidates if self.decision else ()
         usable = {c.backend.name for c in candidates if c.usable}
         reasons: dict[str, str] = {}
@@ -89,7 +94,7 @@ class BackendChoice:
 
 
 Decide = Callable[[str | None], Decision]
-"""The policy's decision when a backend of this name is asked for, or none is."""
+"""The policy's decision when the named backend is requested, or none is."""
 
 
 def choose_backends(
@@ -100,30 +105,36 @@ def choose_backends(
     *,
     fallback: bool = False,
 ) -> BackendChoice:
-    """Runners that can serve `problem` on `machine`, best first; only `names` where some are given.
+    """Runners that support `problem` on `machine`, best first; only `names` if any are given.
 
-    The policy decides once for each of `names`, and once by itself where there are none or with
-    `fallback`, which puts all others that can serve behind them. One that reads the layout `stored` comes
-    before the others: its weights need no repacking. Then comes the fastest of those that `moectl bench
-    --save` has measured here on such a layer (`BackendChoice.by_measurement`).
+    The policy decides once for each of `names`, and once by itself if there are none or with `fallback`,
+    which appends all other backends that support the problem. One that reads the layout `stored` comes
+    first: its weights need no repacking. Next is the fastest of those that `moectl bench --save` has
+    measured here on such a layer (`BackendChoice.by_measurement`).
 
     Raises:
-        NoBackend: every backend refuses the problem; the reasons are in the text.
-        UsageError: a name that no backend has.
+        NoBackend: no backend supports the problem; the reasons are in the text.
+        UsageError: no backend has one of the `names`.
+
+    Example:
+        >>> from moectl.problem.published_layers import named_problem
+        >>> _, problem = named_problem("gpt-oss-20b")
+        >>> choose_backends(problem, this_machine("cpu"), ["torch"]).names
+        ('torch',)
     """
-    known = backend_times_file.known(machine.device, problem, machine.packages.versions)
-    for note in known.notes:
+    times = backend_times_file.known(machine.device, problem, machine.packages.versions)
+    for note in times.notes:
         warnings.warn(note, CacheWarning, stacklevel=2)
 
     def decide(name: str | None) -> Decision:
         policy = policy_named(POLICY)
-        return select(problem, machine.device, machine.packages, policy, name, measured=known.measured)
+        return select(problem, machine.device, machine.packages, policy, name, measured=times.measured)
 
-    serving: list[str] = []
+    supporting: list[str] = []
     refused: dict[str, MoectlError] = {}
     for name in dict.fromkeys(names):
         try:
-            serving.append(_requested(name, decide))
+            supporting.append(_requested(name, decide))
         except (NoBackend, Unavailable) as error:
             refused[name] = error
     decision = decide(None) if fallback or not names else None
@@ -131,26 +142,26 @@ def choose_backends(
         if not decision.best_first:
             raise NoBackend(decision.error)
         ranked = sorted(decision.best_first, key=lambda c: not stored or c.layout != stored)
-        serving += [c.backend.runner for c in ranked]
-    return BackendChoice(tuple(dict.fromkeys(serving)), refused, decision)
+        supporting += [c.backend.runner for c in ranked]
+    return BackendChoice(tuple(dict.fromkeys(supporting)), refused, decision)
 
 
-def none_serves(refused: Sequence[MoectlError]) -> MoectlError:
-    """The error of backends that were asked for and of which none can serve: the one, or one of them all."""
+def unsupported_error(refused: Sequence[MoectlError]) -> MoectlError:
+    """The error when no requested backend supports a layer: the only one, or one that lists them all."""
     if len(refused) == 1:
         return refused[0]
     elsewhere = next((error for error in refused if isinstance(error, Unavailable)), None)
     listed = "; ".join(error.what for error in refused)
-    text = f"none of the backends that were asked for can serve: {listed}"
+    text = f"none of the requested backends supports this layer: {listed}"
     return Unavailable(text, hint=elsewhere.hint) if elsewhere else NoBackend(text, hint=refused[0].hint)
 
 
 def _requested(name: str, decide: Decide) -> str:
-    """The runner of the backend `name`; Unavailable or NoBackend when it cannot serve."""
+    """The runner of the backend `name`; Unavailable or NoBackend when it does not support the problem."""
     decision = decide(name)
     if not decision.candidates:
-        known = [c.backend.name for c in decide(None).candidates]
-        raise UsageError(f"no backend that runs here is called {name!r}; there are {', '.join(known)}")
+        names = [c.backend.name for c in decide(None).candidates]
+        raise UsageError(f"no backend that runs here is called {name!r}; there are {', '.join(names)}")
     if decision.chosen is not None:
         return decision.chosen.backend.runner
     wrong_device = any(v.group == "arch" for c in decision.candidates for v in c.failed)

@@ -1,4 +1,4 @@
-"""How layers are run, as plain values. Imports no torch."""
+"""Options of a run as plain values. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EVERY = ("all",)
-"""In place of names: all backends that can serve a layer."""
+"""In place of names: all backends that support a layer."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
     """How layers are run.
 
+    Example:
+        >>> RunPlan(backends=("triton", "torch"), tokens=64).compares
+        True
+
     Attributes:
-        backends: names, or `EVERY`; none for the best one of each layer.
-        fallback: where the one that is chosen fails, the next that can serve takes over.
+        backends: names, or `EVERY`; empty for the best one of each layer.
+        fallback: if the chosen backend fails, the next one that supports the layer takes over.
         dtype: of the activations; empty for the model's.
-        device: ``cpu`` or ``cuda``; empty for a GPU where there is one.
+        device: ``cpu`` or ``cuda``; empty for a GPU if there is one.
         tokens, seed, source: as in `workload_of`.
-        stress: run the stress cases too.
+        stress: also run the stress cases.
         repeats: timed calls of each backend.
     """
 
@@ -35,10 +39,10 @@ class RunPlan:
 
     @property
     def every(self) -> bool:
-        """Whether all backends that can serve a layer are compared."""
+        """Whether all backends that support a layer are compared."""
         return self.backends == EVERY
 
     @property
     def compares(self) -> bool:
-        """Whether several backends are run, as far as there are several."""
+        """Whether several backends are run and compared."""
         return self.every or len(self.backends) > 1

@@ -1,4 +1,4 @@
-"""What a layer is stressed with: a table of cases, each making one call's inputs."""
+"""The stress cases: a table of edge cases, each of which makes one call's inputs."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .workload import Workload
 
 SOME = 65
-"""Tokens of a case that is not about their number: one more than a tile of 64."""
+"""Tokens of cases that are not about their number: one more than a tile of 64."""
 
 LARGE = {"bf16": 2.0**10, "fp16": 2.0**3}
-"""By how much activations are larger than N(0, 1): gated experts square it, and fp16 ends at 65504."""
+"""Scale of large activations relative to N(0, 1): gated experts square it, and fp16 ends at 65504."""
 
 TINY = {"bf16": 2.0**-20, "fp16": 2.0**-5}
-"""Likewise smaller: squares of fp16 numbers below 2^-7 are no normal numbers."""
+"""Scale of tiny activations: squares of fp16 numbers below 2^-7 are subnormal."""
 
 
 @dataclass(frozen=True)
 class StressInputs:
-    """Where cases draw from: the layer's problem, its correction bias, and a seed of their own."""
+    """What cases draw their inputs from: the layer's problem, its correction bias, and a seed per case."""
 
     problem: MoEProblem
     correction_bias: Tensor | None
     seed: int
 
     def random(self, tokens: int, columns: int) -> Tensor:
-        """``[tokens, columns]`` fp32 of N(0, 1), others for each number of columns."""
+        """``[tokens, columns]`` fp32 of N(0, 1); different numbers for each number of columns."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + columns)
         return torch.randn(tokens, columns, generator=generator)
 
@@ -58,14 +58,14 @@ class StressInputs:
 
 @dataclass(frozen=True)
 class StressCase:
-    """One thing to try.
+    """One edge case.
 
     Attributes:
-        name: in a table.
-        about: what is tried, in a few words.
-        make: the inputs.
-        how: a row of `stress.WAYS`: how it is run.
-        by_ids: it lies in ids that no logits lead to, so that kernels which route cannot be asked.
+        name: as in tables.
+        about: what it tests, in a few words.
+        make: makes the inputs.
+        how: how it is run: a key of `stress.WAYS`.
+        by_ids: its ids do not follow from any logits, so it does not apply to kernels that route.
     """
 
     name: str
@@ -75,8 +75,8 @@ class StressCase:
     by_ids: bool = False
 
 
-def _with_ids(made: Workload, ids: Tensor) -> Workload:
-    return replace(made, inputs=replace(made.inputs, ids=ids), routed_by="input")
+def _with_ids(workload: Workload, ids: Tensor) -> Workload:
+    return replace(workload, inputs=replace(workload.inputs, ids=ids), routed_by="input")
 
 
 def _empty_experts(draw: StressInputs) -> Workload:
@@ -85,31 +85,31 @@ def _empty_experts(draw: StressInputs) -> Workload:
 
 
 def _one_expert(draw: StressInputs) -> Workload:
-    made = draw.some()
-    ids = torch.full_like(made.inputs.ids, -1)
+    workload = draw.some()
+    ids = torch.full_like(workload.inputs.ids, -1)
     ids[:, 0] = draw.problem.experts - 1
-    return _with_ids(made, ids)
+    return _with_ids(workload, ids)
 
 
 def _ties(draw: StressInputs) -> Workload:
     logits = draw.logits(SOME).round()
     logits[: SOME // 2] = 0
     # A bias would break the ties.
-    none = None if draw.correction_bias is None else torch.zeros(draw.problem.experts)
-    return draw.routed(draw.x(SOME), logits, none)
+    no_bias = None if draw.correction_bias is None else torch.zeros(draw.problem.experts)
+    return draw.routed(draw.x(SOME), logits, no_bias)
 
 
 def _skipped(draw: StressInputs) -> Workload:
-    made = draw.some()
-    ids = made.inputs.ids.clone()
+    workload = draw.some()
+    ids = workload.inputs.ids.clone()
     ids.view(-1)[::3] = -1
     ids[1] = -1
-    return _with_ids(made, ids)
+    return _with_ids(workload, ids)
 
 
 def _no_ids(draw: StressInputs) -> Workload:
-    made = draw.some()
-    return _with_ids(made, torch.full_like(made.inputs.ids, -1))
+    workload = draw.some()
+    return _with_ids(workload, torch.full_like(workload.inputs.ids, -1))
 
 
 def _zeros(draw: StressInputs) -> Workload:
@@ -128,18 +128,20 @@ def _tokens(count: int) -> StressCase:
     def make(draw: StressInputs) -> Workload:
         return draw.some(count)
 
-    return StressCase(f"{count} token{'' if count == 1 else 's'}", "a number that fills no tile", make)
+    return StressCase(f"{count} token{'' if count == 1 else 's'}", "a partial tile", make)
 
 
 CASES: tuple[StressCase, ...] = (
     StressCase("0 tokens", "an empty batch", lambda draw: draw.some(0)),
     *map(_tokens, (1, 2, 3, 17, 63, 65, 257)),
     StressCase("empty experts", "all tokens on the same experts, none on the others", _empty_experts),
-    StressCase("one expert", "all tokens on one expert alone", _one_expert, by_ids=True),
+    StressCase("one expert", "all tokens on a single expert", _one_expert, by_ids=True),
     StressCase("ties", "equal logits: the lower expert id comes first", _ties),
-    StressCase("skipped ids", "ids of -1 among others, and alone", _skipped, by_ids=True),
-    StressCase("no ids", "ids of -1 alone, which give zeros", _no_ids, by_ids=True),
-    StressCase("rank's share", "half of the experts, as a rank has them", StressInputs.some, how="share"),
+    StressCase("skipped ids", "ids of -1 among others, and a token with only -1", _skipped, by_ids=True),
+    StressCase("no ids", "only ids of -1, which give zeros", _no_ids, by_ids=True),
+    StressCase(
+        "rank's share", "half of the experts, as on an expert-parallel rank", StressInputs.some, how="share"
+    ),
     StressCase(
         "expert map", "the layer's ids, mapped to every second expert", _skipped, how="map", by_ids=True
     ),
@@ -150,7 +152,7 @@ CASES: tuple[StressCase, ...] = (
     StressCase("tiny", "tiny activations", _tiny),
     StressCase("zeros", "activations of zero", _zeros),
     StressCase(
-        "repeated", "the same bits again, with another call between", StressInputs.some, how="repeated"
+        "repeated", "bitwise equal results, with another call in between", StressInputs.some, how="repeated"
     ),
 )
-"""Every case, in the order in which they are run."""
+"""All cases, in the order they are run."""

@@ -1,4 +1,4 @@
-"""What a layer is given to compute: tokens from a file or at random, and how they were routed."""
+"""The inputs of a run: tokens from a file or at random, and their routing."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Workload:
     """One call's inputs on the CPU, with the layer's own expert ids.
 
     Attributes:
-        routed_by: ``router`` (the checkpoint's), ``input`` (ids given) or ``random``.
-        correction_bias: ``[experts]`` that a kernel which routes needs beside the logits, or None.
+        routed_by: ``router`` (the checkpoint's), ``input`` (ids from a file) or ``random``.
+        correction_bias: ``[experts]``, for kernels that route by themselves; or None.
     """
 
     inputs: LayerInputs
@@ -36,54 +36,55 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """Number of tokens."""
         return len(self.inputs.x)
 
     def at(self, prepared: PreparedMoE) -> tuple[LayerInputs, Tensor | None]:
-        """Copies as `prepared` takes them, ids of experts elsewhere being -1, and of the bias, where it is.
+        """Copies of inputs and bias on the device of `prepared`, with -1 for experts that it does not have.
 
-        What a backend writes into them by mistake, no other one sees.
+        Copies, so that a backend that writes into them by mistake cannot affect another one.
         """
-        made = self.inputs
-        tensors = (made.x, prepared.local_ids(made.ids), made.weights, made.logits)
+        inputs = self.inputs
+        tensors = (inputs.x, prepared.local_ids(inputs.ids), inputs.weights, inputs.logits)
         moved = LayerInputs(*(t.to(prepared.device, copy=True) for t in tensors))
         bias = self.correction_bias
         return moved, None if bias is None else bias.to(prepared.device, copy=True)
 
 
 def workload_of(layer: ExpertLayer, tokens: int = 8, seed: int = 0, source: Path | None = None) -> Workload:
-    """The inputs of a run of `layer`.
+    """The inputs of a run of `layer`, routed by its router if it has one.
 
     Args:
-        tokens, seed: of random tokens, N(0, 1); `source` is a safetensors file with ``x``
-            [tokens, hidden] instead, and optionally ``ids`` and ``weights`` [tokens, top_k]; -1 is no expert.
+        tokens, seed: of random tokens, N(0, 1).
+        source: instead of these, a safetensors file with ``x`` [tokens, hidden] and optionally ``ids`` and
+            ``weights`` [tokens, top_k]; an id of -1 stands for no expert.
 
     Raises:
         UsageError: `source` cannot be read, or its tensors do not fit the layer.
     """
-    made = make_inputs(layer.problem, tokens if source is None else 0, seed)
+    inputs = make_inputs(layer.problem, tokens if source is None else 0, seed)
     if source is not None:
         x, ids, weights = _read_input(source, layer.problem)
         if ids is not None and weights is not None:
             logits = torch.zeros(len(x), layer.problem.experts)
             return Workload(LayerInputs(x, ids, weights, logits), "input")
-        made = replace(make_inputs(layer.problem, len(x), seed), x=x)
-    # Experts of a hidden size of their own get what a projection makes of the router's input.
+        inputs = replace(make_inputs(layer.problem, len(x), seed), x=x)
+    # Experts with their own hidden size get a projection of the router's input.
     if layer.router is None or layer.problem.model_hidden != layer.problem.dims.hidden:
-        return Workload(made, "random", no_bias(layer.problem))
+        return Workload(inputs, "random", no_bias(layer.problem))
     token_ids = None
     if layer.router.table is not None:
-        # Tokens of no text have no ids: random ones.
+        # Random tokens have no token ids: draw them too.
         generator = torch.Generator().manual_seed(seed_of("token ids", seed))
-        token_ids = torch.randint(len(layer.router.table), (len(made.x),), generator=generator)
-    ids, weights, logits = route_by(layer.router, made.x, layer.problem, token_ids)
-    return Workload(LayerInputs(made.x, ids, weights, logits), "router", layer.router.correction_bias)
+        token_ids = torch.randint(len(layer.router.table), (len(inputs.x),), generator=generator)
+    ids, weights, logits = route_by(layer.router, inputs.x, layer.problem, token_ids)
+    return Workload(LayerInputs(inputs.x, ids, weights, logits), "router", layer.router.correction_bias)
 
 
 def expected_of(layer: ExpertLayer, inputs: LayerInputs, device: torch.device) -> Tensor:
-    """``[tokens, hidden]`` fp32 reference on the CPU of `inputs`, whose ids are the layer's, or -1.
+    """The reference's result for `inputs`, ``[tokens, hidden]`` fp32 on the CPU; ids are the layer's, or -1.
 
-    Experts are decoded from what is stored, without any backend's layout in between, on `device`.
+    Experts are decoded on `device` from the stored tensors, without any backend's layout in between.
     """
     x, weights = inputs.x.to(device), inputs.weights.to(device)
     ids = layer.local_ids(inputs.ids).to(device)
@@ -95,20 +96,20 @@ def _read_input(source: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | Non
     from safetensors.torch import load_file
 
     try:
-        found = load_file(source)
+        stored = load_file(source)
     except (OSError, SafetensorError) as error:
         raise unreadable(f"--input {source}", source, error, "a safetensors file") from error
-    if "x" not in found:
-        raise UsageError(f"--input {source} must hold a tensor x, got {', '.join(sorted(found)) or 'none'}")
-    x = found["x"]
+    if "x" not in stored:
+        raise UsageError(f"--input {source} must hold a tensor x, got {', '.join(sorted(stored)) or 'none'}")
+    x = stored["x"]
     check_tokens(x, problem, f"x in {source}")
-    ids, weights = found.get("ids"), found.get("weights")
+    ids, weights = stored.get("ids"), stored.get("weights")
     if (ids is None) != (weights is None):
         raise UsageError(f"{source} must hold ids and weights together, or neither")
-    for name, given in (("ids", ids), ("weights", weights)):
-        if given is not None and tuple(given.shape) != (len(x), problem.top_k):
-            wanted = [len(x), problem.top_k]
-            raise UsageError(f"{name} in {source} must be {wanted}, got {list(given.shape)}")
+    for name, tensor in (("ids", ids), ("weights", weights)):
+        if tensor is not None and tuple(tensor.shape) != (len(x), problem.top_k):
+            expected = [len(x), problem.top_k]
+            raise UsageError(f"{name} in {source} must be {expected}, got {list(tensor.shape)}")
     if ids is None or weights is None:
         return x.to(MODEL_TORCH_DTYPES[problem.dtype]), None, None
     check_ids(ids, problem, f"ids in {source}", none=True)

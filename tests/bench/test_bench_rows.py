@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from moectl.bench import plot
-from moectl.bench.bench_rows import UNSTEADY, BenchRow, PreparationCosts
+from moectl.bench.bench_rows import NOISY_SPREAD, BenchRow, PreparationCosts
 from moectl.bench.journal import RowJournal, RunHeader
 from moectl.bench.read_rows import read_rows
 from moectl.bench.row_tables import as_csv, document, markdown, number
@@ -250,16 +250,16 @@ def test_a_table_that_pastes_into_an_issue():
     head = lines[0]
     assert "model" not in head and {"backend", "M", "us", "±", "error", "tactic"} <= set(head)
     first, _, failed = (dict(zip(head, line, strict=True)) for line in lines[2:])
-    assert first["us"] == "100.0" and first["±"] == "2.5" and first["of floor"] == "50%"
+    assert first["us"] == "100.0" and first["±"] == "2.5" and first["of roofline"] == "50%"
     assert failed["us"] == "-" and failed["no time because"] == "RuntimeError: a / b"
     assert first["throttled"] == "power cap"
     assert "repack s" in costs and "0.250" in costs and "2.00" in costs
     assert "a CPU" in foot and "torch 2.11" in foot and "4000 GB/s" in foot
-    assert "SM clock 1980 to 1980 MHz; held down in 1 of 1 rows (power cap)" in foot
+    assert "SM clock 1980 to 1980 MHz; throttled in 1 of 1 rows (power cap)" in foot
     assert "model tiny" in foot and "routing uniform" in foot
     refused = replace(FAILED, backend="picky", refused=True, reason="it wants biases")
     partly = markdown(MACHINE, (*ROWS, refused))
-    assert "- not served by picky: tiny: it wants biases" in partly and "| picky" not in partly
+    assert "- not supported by picky: tiny: it wants biases" in partly and "| picky" not in partly
     long = markdown(MACHINE, (row_of(), replace(FAILED, reason="two\nlines " * 100)))
     assert "two lines two" in long and "..." in long and len(max(long.splitlines(), key=len)) < 500
     both = markdown(MACHINE, (*ROWS, row_of(model="other")))
@@ -287,13 +287,13 @@ def spread(share, **changes):
     return row_of(median_us=200.0, q1_us=190.0, q3_us=190.0 + 200 * share, **changes)
 
 
-def test_unsteady_times_are_told(tmp_path):
-    steady = (spread(UNSTEADY - 0.001), spread(3.0, tokens=2, rounds=2), replace(FAILED, tokens=4))
-    assert "unsteady" not in markdown(MACHINE, steady)
-    assert document(MACHINE, steady)["unsteady"] == {"threshold": UNSTEADY, "cells": []}
+def test_noisy_times_are_reported(tmp_path):
+    steady = (spread(NOISY_SPREAD - 0.001), spread(3.0, tokens=2, rounds=2), replace(FAILED, tokens=4))
+    assert "noisy" not in markdown(MACHINE, steady)
+    assert document(MACHINE, steady)["unsteady"] == {"threshold": NOISY_SPREAD, "cells": []}
     rows = (*steady, spread(0.11, tokens=8), spread(1.5, tokens=16, backend="triton"))
-    assert [row.unsteady for row in rows] == [False, False, False, True, True]
-    (line,) = [line for line in markdown(MACHINE, rows).splitlines() if "unsteady" in line]
+    assert [row.noisy for row in rows] == [False, False, False, True, True]
+    (line,) = [line for line in markdown(MACHINE, rows).splitlines() if "noisy" in line]
     assert "2 of 4 rows" in line and "10% of the median" in line and "triton at M=16 (150%)" in line
     others = (*rows, spread(2.0, tokens=8, model="kimi-k2", routing="zipf:1.2"))
     assert f"{rows[0].backend} at M=8 (200%; kimi-k2; zipf:1.2)" in markdown(MACHINE, others)
@@ -331,8 +331,8 @@ def test_plots_are_pictures(tmp_path):
     for word in (
         "triton",
         "torch",
-        "floor",
         "roofline",
+        "arithmetic intensity",
         "tokens \\(M\\)",
         "tiny layers 0-3",
         "other layers 0-3",
@@ -346,7 +346,7 @@ def test_plots_are_pictures(tmp_path):
 
 
 def test_a_plot_without_matplotlib_or_of_another_kind_is_refused(monkeypatch, tmp_path):
-    with pytest.raises(UsageError, match="names no kind of picture"):
+    with pytest.raises(UsageError, match="is not that of an image"):
         plot.check_plot(tmp_path / "a.pdf")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(Unavailable, match=r"needs the package matplotlib.*pip install 'moectl\[plot\]'"):
@@ -356,7 +356,7 @@ def test_a_plot_without_matplotlib_or_of_another_kind_is_refused(monkeypatch, tm
 def test_plots_in_characters():
     text = plot.text_plots([*PLOTTED, row_of(model="other")])
     assert text.startswith("tiny layers 0-3, mxfp4, uniform") and "other" not in text
-    assert "t torch, r triton, . floor, * several" in text
+    assert "t torch, r triton, . roofline, * several" in text
     field = [line.partition("|")[2] for line in text.splitlines() if "|" in line]
     assert len(field) == plot.HEIGHT and max(map(len, field)) == plot.WIDTH
     letters = "".join(field)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from moectl.bench.bench_rows import UNSTEADY
+from moectl.bench.bench_rows import NOISY_SPREAD
 from moectl.bench.compare_runs import VERDICTS, compare, judge
 from moectl.bench.read_rows import BenchRows, read_rows
 from moectl.bench.row_tables import as_csv, document
@@ -16,9 +16,9 @@ from support.bench_rows import FAILED, MACHINE, ROWS, row_of, run, settings_of, 
 
 
 def test_a_spread_of_the_threshold_is_what_its_reason_says():
-    low = timed(100.0, 100 * UNSTEADY / 2, rounds=11)
-    errors = [judge(low, timed(ratio, ratio * UNSTEADY / 2, rounds=11)).word for ratio in (116.5, 117.5)]
-    assert errors == ["level", "slower"]
+    low = timed(100.0, 100 * NOISY_SPREAD / 2, rounds=11)
+    errors = [judge(low, timed(ratio, ratio * NOISY_SPREAD / 2, rounds=11)).word for ratio in (116.5, 117.5)]
+    assert errors == ["same", "slower"]
 
 
 def runs(before, after):
@@ -30,13 +30,13 @@ def runs(before, after):
     [
         (timed(100, 1), timed(110, 1), "slower"),
         (timed(110, 1), timed(100, 1), "faster"),
-        (timed(100, 6), timed(110, 6), "level"),  # quartiles overlap
-        (timed(100, 0.1), timed(101, 0.1), "level"),  # too little to matter
-        (timed(100, 1), FAILED, "broken"),
-        (FAILED, timed(100, 1), "mended"),
-        (FAILED, FAILED, "neither"),
+        (timed(100, 6), timed(110, 6), "same"),  # quartiles overlap
+        (timed(100, 0.1), timed(101, 0.1), "same"),  # too little to matter
+        (timed(100, 1), FAILED, "failing"),
+        (FAILED, timed(100, 1), "fixed"),
+        (FAILED, FAILED, "untimed"),
         (timed(100, 1), None, "missing"),
-        (FAILED, None, "gone"),
+        (FAILED, None, "removed"),
         (None, timed(100, 1), "new"),
         (timed(100, 0, rounds=1), timed(103, 0, rounds=1), "unknown"),
         (timed(100, 1), timed(300, 0, rounds=2), "unknown"),
@@ -60,7 +60,7 @@ def test_noise_makes_no_verdict_and_a_change_does():
 
     before = [measured(i, 1.0) for i in range(1, 201)]
     same = compare(*runs(before, [measured(i, 1.0) for i in range(1, 201)]))
-    assert same.counts["level"] == 200, same.counts
+    assert same.counts["same"] == 200, same.counts
     worse = compare(*runs(before, [measured(i, 1.10) for i in range(1, 201)]))
     assert worse.counts["slower"] >= 150 and worse.counts["faster"] == 0 and worse.regressed
     better = compare(*runs(before, [measured(i, 0.90) for i in range(1, 201)]))
@@ -73,12 +73,12 @@ def run_of(rows, *backends):
 
 @pytest.mark.parametrize(
     ("backends", "word"),
-    [((), "missing"), (("triton", "torch"), "missing"), (("triton",), "gone")],
+    [((), "missing"), (("triton", "torch"), "missing"), (("triton",), "removed")],
 )
 def test_a_cell_that_is_not_there_is_a_regression_where_it_was_asked_for(backends, word):
     common = timed(100, 1, backend="triton")
     found = compare(run_of([timed(100, 1), common]), run_of([common], *backends))
-    assert found.counts == {word: 1, "level": 1} and found.regressed == (word == "missing")
+    assert found.counts == {word: 1, "same": 1} and found.regressed == (word == "missing")
     unsaid = compare(*runs([timed(100, 1), common], [common]))
     assert unsaid.counts["missing"] == 1 and unsaid.regressed
 
@@ -87,12 +87,12 @@ def test_runs_without_a_common_cell_fail():
     row = timed(100, 1)
     for after in ((), (replace(row, backend="triton"),)):
         found = compare(run_of([row]), run_of(after, "triton"))
-        assert found.regressed and found.notes == ("no cell is in both runs: nothing was compared",)
+        assert found.regressed and found.notes == ("the runs have no case in common: nothing was compared",)
 
 
 def test_rows_that_do_not_tell_their_noise_are_noted():
     found = compare(*runs([timed(100, 0, rounds=1)], [timed(103, 0, rounds=1)]))
-    assert not found.regressed and "1 of 1 cells are of fewer than 3 rounds" in found.notes[0]
+    assert not found.regressed and "1 of 1 cases have fewer than 3 rounds" in found.notes[0]
 
 
 def test_the_same_run_from_other_files_is_not_another(tmp_path):
@@ -123,5 +123,5 @@ def test_runs_that_differ_are_said_to():
     assert notes == (
         "device is 'a GPU', was 'a CPU'",
         "caches were cold before, warm after",
-        "clocks were held down after in 1 of 1 cells (power cap)",
+        "clocks were throttled after in 1 of 1 cases (power cap)",
     )

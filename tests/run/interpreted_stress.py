@@ -10,7 +10,7 @@ import torch
 from moectl.environment import Packages, detect_cpu
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.run import RunMachine, plan_stress
-from moectl.run.one_layer import hold
+from moectl.run.one_layer import prepare_layer
 from moectl.run.stress import stress
 from moectl.run.stress_cases import CASES, StressCase, StressInputs
 from support.random_layers import GPT_OSS, KIMI, random_layer
@@ -53,7 +53,7 @@ def test_cases_pass(backend: str, problem: MoEProblem) -> None:
     layer = random_layer(problem)
     cpu = RunMachine(torch.device("cpu"), detect_cpu(), Packages())
     cases = plan_stress(layer, cpu.torch, cases=[_short(case) for case in CASES if case.name in FEW])
-    found = list(stress(hold(layer, backend, cpu), cases, cpu.torch, lambda text: None))
+    found = list(stress(prepare_layer(layer, backend, cpu), cases, cpu.torch, lambda text: None))
     assert len(found) == len(FEW)
     assert all(it.ok for it in found), [(it.case, it.note) for it in found if not it.ok]
     notes = {it.case: it.note for it in found if it.note}

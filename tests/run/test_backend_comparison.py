@@ -104,7 +104,7 @@ def test_what_fails_is_an_error_unless_another_may_take_over(
 
 def test_nothing_runs_after_the_device_is_lost(layer: ExpertLayer, monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, "breaks", breaks)
-    monkeypatch.setattr("moectl.run.backend_comparison.lost", lambda device: "the GPU is gone")
+    monkeypatch.setattr("moectl.run.backend_comparison.device_failure", lambda device: "the GPU is gone")
     found = compare_backends(layer, ["torch", "breaks", "torch"], CPU, workload_of(layer, 2), repeats=1)
     assert [it.error is None for it in found.outcomes] == [True, False, False]
     assert "not run, the GPU is gone" in str(found.outcomes[2].error)

@@ -18,9 +18,9 @@ from moectl.kernels.registry import RUNNERS
 from moectl.layer.experts import ExpertLayer
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.run import plan_stress, this_machine
-from moectl.run.backend_failures import lost
+from moectl.run.backend_failures import device_failure
 from moectl.run.layer_variants import poisoned_padding
-from moectl.run.one_layer import hold
+from moectl.run.one_layer import prepare_layer
 from moectl.run.stress import CaseResult, PlannedCase, poisoned_memory, stress
 from moectl.run.stress_cases import CASES
 from support.absent_backends import refusals, skip_if_absent
@@ -42,7 +42,7 @@ def planned(layer: ExpertLayer) -> tuple[PlannedCase, ...]:
 
 
 def results(layer: ExpertLayer, cases: tuple[PlannedCase, ...], name: str) -> dict[str, CaseResult]:
-    held = hold(layer, name, CPU)
+    held = prepare_layer(layer, name, CPU)
     return {found.case: found for found in stress(held, cases, CPU.torch, lambda text: None)}
 
 
@@ -187,7 +187,7 @@ def test_ties_fail_a_backend_that_prefers_the_higher_id(
 def test_an_empty_batch_fails_what_returns_a_row(
     layer: ExpertLayer, planned: tuple[PlannedCase, ...]
 ) -> None:
-    held = hold(layer, "torch", CPU)
+    held = prepare_layer(layer, "torch", CPU)
 
     class OneRowAtLeast:
         runner, monolithic, prepared = held.kernel.runner, False, held.prepared
@@ -235,7 +235,7 @@ def breaks(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Te
 @pytest.mark.parametrize(
     ("compute", "words"),
     [
-        (spoils, "it wrote into x, which it was given"),
+        (spoils, "it wrote into its input x"),
         (loses_one, "expected torch.bfloat16 [3, 64] on cpu, got torch.bfloat16 [2, 64]"),
         (breaks, "RuntimeError: no kernel image is available"),
     ],
@@ -257,11 +257,11 @@ def test_after_a_lost_device_no_case_counts_as_passed(
     layer: ExpertLayer, planned: tuple[PlannedCase, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(monkeypatch, "broken", wrong_at(2))
-    monkeypatch.setattr("moectl.run.stress.lost", lambda device: "the GPU is gone")
+    monkeypatch.setattr("moectl.run.stress.device_failure", lambda device: "the GPU is gone")
     found = results(layer, planned[:6], "broken")
     assert [it.ok for it in found.values()] == [True, True, False, False, False, False]
     assert found["17 tokens"].note == "not run, the GPU is gone"
-    assert lost(CPU.torch) == ""
+    assert device_failure(CPU.torch) == ""
 
 
 def test_numbers_in_the_weights_padding_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_numbers_in_the_weights_padding_show(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     one = random_layer(replace(SMALL, experts=1, local_experts=1, top_k=1))
-    asked = {it.case.name: it.beside for it in plan_stress(one, CPU.torch)}
+    asked = {it.case.name: it.skipped for it in plan_stress(one, CPU.torch)}
     apart = {"rank's share", "expert map"}
     assert {name for name, why in asked.items() if why == "there are 1 experts"} == apart
     found = results(one, tuple(plan_stress(one, CPU.torch)), "torch")
@@ -348,7 +348,7 @@ def test_memory_of_the_allocator_is_poisoned_on_a_gpu(
     register(monkeypatch, "steady", right)
     machine = replace(CPU, torch=torch.device("cuda"))
     for name, wrong in (("steady", set()), ("broken", {"no ids"})):
-        held = hold(layer, name, machine)
+        held = prepare_layer(layer, name, machine)
         found = {it.case: it for it in stress(held, planned, machine.torch, lambda text: None)}
         assert failing(found) == wrong, {case: found[case].note for case in failing(found)}
     assert "65 of 65 tokens are not finite" in found["no ids"].note
@@ -372,7 +372,7 @@ def test_a_backend_that_is_here_serves_a_layer(backend: str, device: str) -> Non
     for name in served:
         layer = random_layer(FAMILIES[name])
         (one,) = (it for it in plan_stress(layer, machine.torch) if it.case.name == "3 tokens")
-        held = hold(layer, backend, machine)
+        held = prepare_layer(layer, backend, machine)
         (found,) = stress(held, [one], machine.torch, lambda text: None)
         assert found.ok, found.note
     assert served, f"{backend} is here, and refuses every layer: {told}"
@@ -391,6 +391,6 @@ def test_backends_on_a_gpu_pass(family: str, backend: str, dtype: str) -> None:
     layer, machine = random_layer(replace(FAMILIES[family], dtype=dtype)), this_machine("cuda")
     if why := refusals(layer.problem, backend, machine):
         pytest.skip(f"{backend} refuses such a layer here: {why}")
-    held = hold(layer, backend, machine)
+    held = prepare_layer(layer, backend, machine)
     found = list(stress(held, plan_stress(layer, machine.torch), machine.torch, lambda text: None))
     assert not any(it.failed for it in found), [(it.case, it.note) for it in found if it.failed]

@@ -136,12 +136,12 @@ def render(format: str, about: Mapping[str, Any], rows: "Sequence[BenchRow]", ou
 def draw_table(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: Any) -> None:
     """Tables of times and costs, what they rest on, and latency as characters."""
     from ...bench.plot import text_plots
-    from ...bench.row_tables import COLUMNS, COSTS, cost_rows, footer, served, shown
+    from ...bench.row_tables import COLUMNS, COSTS, cost_rows, footer, supported, used_columns
 
-    for columns, some in ((COLUMNS, served(rows)), (COSTS, cost_rows(rows))):
+    for columns, some in ((COLUMNS, supported(rows)), (COSTS, cost_rows(rows))):
         if not some:
             continue
-        used = shown(columns, some)
+        used = used_columns(columns, some)
         made = table(*(c.title for c in used), right=[c.title for c in used if c.number])
         for row in some:
             made.add_row(*(column.text(row) for column in used))

@@ -1,4 +1,4 @@
-"""`moectl run`: layers on real weights, checked against the reference and compared with each other."""
+"""`moectl run`: layers on real weights, checked against the reference; several backends compared."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,20 +47,22 @@ PLAN = RecordOptions(
         option(
             "--backend",
             own=True,
-            help="A name, several with commas, or all that can run here; default: the best one.",
+            help="A name, several separated by commas, or all that support the layer; default: the best.",
         ),
         lambda text: EVERY if text == "all" else tuple(backend_names(text)),
     ),
-    fallback=option("--allow-fallback", own=True, help="If it fails, the next one that can serve runs."),
-    stress=option("--stress", help="Also what is easy to get wrong: odd sizes, empty experts, ties, ..."),
+    fallback=option(
+        "--allow-fallback", own=True, help="If the backend fails, run the next one that supports the layer."
+    ),
+    stress=option("--stress", help="Also run edge cases: odd sizes, empty experts, ties, ..."),
     dtype=ParsedOption(
-        option("--dtype", own=True, help="Of the activations: bf16 or fp16; default: the model's."),
+        option("--dtype", own=True, help="Activation dtype: bf16 or fp16; default: the model's."),
         lambda text: pick(text, DTYPES, "dtype") if text else "",
     ),
     device=DEVICE,
-    source=option("--input", help="safetensors file with x, or x, ids and weights."),
+    source=option("--input", help="safetensors file with x, or with x, ids and weights."),
 )
-"""Options that say how each layer is run."""
+"""Options of a `RunPlan`."""
 
 
 @framed("run")
@@ -68,13 +70,15 @@ def run(
     checkpoint: WeightsArg,
     layer: Layer = None,
     layers: Annotated[
-        str | None, option("--layers", own=True, help="Several of them: all, or 0,3,5-9.")
+        str | None, option("--layers", own=True, help="Several layers: all, or 0,3,5-9.")
     ] = None,
     *,
     plan_of: Annotated[Callable[..., RunPlan], PLAN],
     output: Annotated[
         Path | None,
-        option("--output", own=True, help="Write y (y.NAME of several), x, ids, weights to this file."),
+        option(
+            "--output", own=True, help="Write y (or y.BACKEND for several), x, ids and weights to this file."
+        ),
     ] = None,
     activation: Activation = None,
     routing: Routing = None,
@@ -84,9 +88,9 @@ def run(
     """Run layers on real weights and check them.
 
     Results are compared with a plain fp32 reference, and several backends with each other; exit code 1
-    when one is too far away, fails, or fails a --stress case. It is the routed experts that run. CKPT may be
-    a converted folder: layers then run from their prepared weights. Of one rank's folder, the partial sum
-    that this rank computes is what runs and is checked.
+    when a result is too far off, a backend fails, or a --stress case fails. Only the routed experts run. CKPT
+    may be a converted directory: its layers run from their prepared weights. For one rank's directory, the
+    partial sum of that rank is computed and checked.
     """
     plan = plan_of()
     if plan.fallback and plan.compares:
@@ -105,23 +109,23 @@ def run(
     from ...run import this_machine
 
     machine, several = this_machine(plan.device), layers is not None
-    found: list[text.Data] = []
-    written: dict[str, Any] = {}
+    layers_data: list[text.Data] = []
+    outputs: dict[str, Any] = {}
     for done in _runs(source, layer, layers, machine, plan, out):
         unused = done.choice.left_out if plan.every and done.choice else None
-        found.append(text.layer_data(done, unused))
+        layers_data.append(text.layer_data(done, unused))
         if output is not None:
-            written |= tensors(done, prefix=f"layers.{done.number}." if several else "")
+            outputs |= tensors(done, prefix=f"layers.{done.number}." if several else "")
     if output is not None:
-        _write(output, written)
+        _write(output, outputs)
     head = {"checkpoint": checkpoint, "device": machine.device.name}
     shape = {"several": several, "compares": plan.compares}
     out.result(
-        text.document(head, found, **shape),
-        lambda console: text.draw(head, found, console, **shape),
-        text.brief(found, **shape),
+        text.document(head, layers_data, **shape),
+        lambda console: text.draw(head, layers_data, console, **shape),
+        text.brief(layers_data, **shape),
     )
-    return text.exit_code(found)
+    return text.exit_code(layers_data)
 
 
 def _runs(
@@ -132,7 +136,7 @@ def _runs(
     plan: "RunPlan",
     out: Output,
 ) -> "Iterator[LayerRun]":
-    """Each layer's run; of one layer alone its errors are raised."""
+    """The runs of the layers; a single layer's errors are raised."""
     from ...run import run_one
     from ...run.all_layers import every_layer
 
@@ -145,36 +149,36 @@ def _runs(
         numbers = pick_layers(layers, source.layers())
         finished = 0
 
-        def told(doing: str) -> None:
+        def report(doing: str) -> None:
             progress(finished, len(numbers), f"layer {numbers[finished]}: {doing}")
 
-        for done in every_layer(source, numbers, machine, plan, told):
+        for done in every_layer(source, numbers, machine, plan, report):
             finished += 1
-            _tell_tried(done, out)
+            _note_tried(done, out)
             yield done
 
 
-def _tell_tried(done: "LayerRun", out: Output) -> None:
+def _note_tried(done: "LayerRun", out: Output) -> None:
     for failed in done.compared.tried if done.compared else ():
         if failed.error:
             out.note(f"layer {done.number}: {failed.backend} was tried: {failed.error.what}")
 
 
 def tensors(done: "LayerRun", prefix: str = "") -> dict[str, Any]:
-    """What --output writes of a layer: the inputs, and y, or y.NAME of each of several backends."""
+    """The tensors of --output for a layer: the inputs, and y, or y.BACKEND for several backends."""
     if done.workload is None or done.compared is None:
         return {}
     inputs = done.workload.inputs
-    found = {"x": inputs.x, "ids": inputs.ids, "weights": inputs.weights}
-    results = [it.result for it in done.compared.outcomes if it.result is not None]
+    named = {"x": inputs.x, "ids": inputs.ids, "weights": inputs.weights}
+    results = [outcome.result for outcome in done.compared.outcomes if outcome.result is not None]
     several = len(done.compared.outcomes) > 1
-    found |= {f"y.{it.backend}" if several else "y": it.y for it in results}
-    return {prefix + name: tensor for name, tensor in found.items()}
+    named |= {f"y.{result.backend}" if several else "y": result.y for result in results}
+    return {prefix + name: tensor for name, tensor in named.items()}
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
+def _write(path: Path, named: dict[str, Any]) -> None:
     from safetensors.torch import save
 
     from ...files.atomic import write_file
 
-    write_file(path, save({name: tensor.contiguous() for name, tensor in found.items()}))
+    write_file(path, save({name: tensor.contiguous() for name, tensor in named.items()}))

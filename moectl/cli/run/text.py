@@ -1,4 +1,4 @@
-"""What `moectl run` shows, made from plain data: the same that --json prints."""
+"""Text and JSON of `moectl run`, both made from the same plain data."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ COLUMNS = (
     "peak",
     "median",
 )
-PAIRS = ("one", "other", "cosine", "rel L2", "max", "worst tokens")
+PAIRS = ("A", "B", "cosine", "rel L2", "max", "worst tokens")
 
 
 def layer_data(done: LayerRun, unused: Mapping[str, str] | None = None) -> Data:
-    """One layer's run as plain data, without tensors; `unused` are backends that cannot serve it."""
+    """One layer's run as plain data, without tensors; `unused`: backends that do not support it."""
     if done.layer is None or done.workload is None or done.compared is None:
-        return {"layer": done.number, "ok": False, "error": _told(done.error), "backends": []}
+        return {"layer": done.number, "ok": False, "error": _error_data(done.error), "backends": []}
     problem, compared = done.layer.problem, done.compared
     return {
         "layer": done.number,
@@ -48,7 +48,7 @@ def layer_data(done: LayerRun, unused: Mapping[str, str] | None = None) -> Data:
         "model_dtype": done.model_dtype or problem.dtype,
         "tokens": done.workload.tokens,
         "routed_by": done.workload.routed_by,
-        "tried": [{"backend": it.backend, "error": _told(it.error)} for it in compared.tried],
+        "tried": [{"backend": it.backend, "error": _error_data(it.error)} for it in compared.tried],
         "backends": [_outcome_data(it) for it in compared.outcomes],
         "pairs": [{"backends": [it.one, it.other], **_difference(it.difference)} for it in compared.pairs],
         "left_out": dict(unused or {}),
@@ -59,7 +59,7 @@ def _computed(shared: int) -> str:
     return "the routed experts" + (f", without {count(shared, 'shared expert')}" if shared else "")
 
 
-def _told(error: MoectlError | None) -> Data | None:
+def _error_data(error: MoectlError | None) -> Data | None:
     if error is None:
         return None
     return {
@@ -71,12 +71,12 @@ def _told(error: MoectlError | None) -> Data | None:
 
 
 def _outcome_data(outcome: BackendOutcome) -> Data:
-    found: Data = {"backend": outcome.backend, "ok": outcome.ok, "error": _told(outcome.error)}
+    data: Data = {"backend": outcome.backend, "ok": outcome.ok, "error": _error_data(outcome.error)}
     if outcome.refused:
-        found["refused"] = True
+        data["refused"] = True
     result = outcome.result
     if result is not None:
-        found |= {
+        data |= {
             "layout": result.layout,
             "relaid": result.relaid,
             "check": asdict(result.check),
@@ -87,12 +87,17 @@ def _outcome_data(outcome: BackendOutcome) -> Data:
             "weight_bytes": result.weight_bytes,
             "peak_bytes": result.peak_bytes,
         }
-    return found | ({"stress": [_case_data(case) for case in outcome.stress]} if outcome.stress else {})
+    return data | ({"stress": [_case_data(case) for case in outcome.stress]} if outcome.stress else {})
 
 
-def _difference(found: ResultDifference) -> Data:
-    worst = [asdict(token) for token in found.worst]
-    return {"cosine": found.cosine, "rel_l2": found.l2, "max_abs": found.max, "worst_tokens": worst}
+def _difference(difference: ResultDifference) -> Data:
+    worst = [asdict(token) for token in difference.worst]
+    return {
+        "cosine": difference.cosine,
+        "rel_l2": difference.l2,
+        "max_abs": difference.max,
+        "worst_tokens": worst,
+    }
 
 
 def _case_data(case: CaseResult) -> Data:
@@ -108,7 +113,7 @@ def _case_data(case: CaseResult) -> Data:
 
 
 def document(head: Data, layers: Sequence[Data], *, several: bool, compares: bool) -> Data:
-    """The whole result: one layer's facts at the top, one backend's beside them, or lists of both."""
+    """The whole result: one layer's fields, merged with those of a single backend, or lists of either."""
     if not several:
         (only,) = layers
         if compares:
@@ -119,7 +124,7 @@ def document(head: Data, layers: Sequence[Data], *, several: bool, compares: boo
 
 
 def worst(layers: Sequence[Data]) -> Data | None:
-    """Layer, backend and RMS error of the result that is furthest from the reference; None without any."""
+    """Layer, backend and RMS error of the result furthest from the reference; None without results."""
     errors = [
         {"layer": layer["layer"], "backend": it["backend"], "rms": it["check"]["rms"]}
         for layer in layers
@@ -131,7 +136,7 @@ def worst(layers: Sequence[Data]) -> Data | None:
 
 
 def exit_code(layers: Sequence[Data]) -> ExitCode:
-    """0 when all is well, the code of a layer that could not be run at all, else 1."""
+    """The code of a layer that could not run at all; else 0 if every check passed, or 1."""
     for layer in layers:
         if layer["error"] is not None:
             return ExitCode(layer["error"]["exit_code"])
@@ -139,7 +144,7 @@ def exit_code(layers: Sequence[Data]) -> ExitCode:
 
 
 def brief(layers: Sequence[Data], *, several: bool, compares: bool) -> list[str]:
-    """A line for each layer and backend."""
+    """A line per layer and backend."""
     lines = []
     for layer in layers:
         start = f"{layer['layer']}\t" if several else ""
@@ -154,7 +159,7 @@ def brief(layers: Sequence[Data], *, several: bool, compares: bool) -> list[str]
 
 
 def draw(head: Data, layers: Sequence[Data], console: Any, *, several: bool, compares: bool) -> None:
-    """Everything, on a rich console."""
+    """Print the result on a rich console."""
     if several:
         _draw_layers(head, layers, console)
     elif compares:
@@ -171,7 +176,7 @@ def _print_rows(console: Any, rows: Mapping[str, str]) -> None:
 
 
 def _facts(head: Data, layer: Data) -> dict[str, str]:
-    """What was run, by label."""
+    """Labelled lines on what was run."""
     other = f"{layer['dtype']} activations, the model's are {layer['model_dtype']}"
     return {
         "layer": f"{layer['layer']} of {head['checkpoint']}, {layer['scheme']}: {layer['computed']}",
@@ -184,18 +189,18 @@ def _facts(head: Data, layer: Data) -> dict[str, str]:
 
 def _draw_one(head: Data, layer: Data, console: Any) -> None:
     (it,) = layer["backends"]
-    checked, some = it["check"], layer["tokens"] > 0
+    checked, has_tokens = it["check"], layer["tokens"] > 0
     limit = checked["tolerance"]
-    moved = f" (laid out anew: {it['relaid']})" if it["relaid"] else ""
+    repacked = f" (repacked: {it['relaid']})" if it["relaid"] else ""
     rows = {
         **_facts(head, layer),
-        "backend": f"{it['backend']}, weights in layout {it['layout']}{moved}",
+        "backend": f"{it['backend']}, weights in layout {it['layout']}{repacked}",
         "error": f"max {checked['max']:.3g} (at most {limit['max']:g}), "
         f"RMS {checked['rms']:.3g} ({limit['rms']:g}), cosine {_cosine(it['cosine'])}",
-        "worst": "token " + ", ".join(_token(token) for token in it["worst_tokens"]) if some else "",
+        "worst": "token " + ", ".join(_token(token) for token in it["worst_tokens"]) if has_tokens else "",
         "prepare": duration(it["prepare_seconds"]),
         "first": f"{duration(it['first_seconds'])} (compilation included)",
-        "warm": f"{duration(it['median_us'] * 1e-6)} (median)" if some else "",
+        "warm": f"{duration(it['median_us'] * 1e-6)} (median)" if has_tokens else "",
         "memory": f"{size(it['weight_bytes'])} of weights, peak {size(it['peak_bytes'])}",
     }
     _print_rows(console, rows)
@@ -206,18 +211,18 @@ def _draw_one(head: Data, layer: Data, console: Any) -> None:
 
 def _draw_compared(head: Data, layer: Data, console: Any) -> None:
     _print_rows(console, _facts(head, layer))
-    made = table(*COLUMNS, right=COLUMNS[2:5])
+    results = table(*COLUMNS, right=COLUMNS[2:5])
     for it in layer["backends"]:
-        made.add_row(*_cells(it))
-    console.print(made)
+        results.add_row(*_cells(it))
+    console.print(results)
     if layer["pairs"]:
         pairs = table(*PAIRS, right=PAIRS[2:5])
         for it in layer["pairs"]:
             pairs.add_row(*it["backends"], *_numbers(it))
         console.print(pairs)
     for why in dict.fromkeys(layer["left_out"].values()):
-        names = ", ".join(name for name, its in layer["left_out"].items() if its == why)
-        console.print(f"left out  {names}: {why}", markup=False)
+        names = ", ".join(name for name, reason in layer["left_out"].items() if reason == why)
+        console.print(f"skipped   {names}: {why}", markup=False)
     _draw_stress(layer, console)
     _draw_trouble(layer, console)
     _print_rows(console, {"check": "passed" if layer["ok"] else "FAILED"})
@@ -234,19 +239,19 @@ def _draw_layers(head: Data, layers: Sequence[Data], console: Any) -> None:
     }
     _print_rows(console, facts)
     stressed = any("stress" in it for layer in layers for it in layer["backends"])
-    made = table("layer", *COLUMNS, *(("stress",) if stressed else ()), right=("layer", *COLUMNS[2:5]))
+    results = table("layer", *COLUMNS, *(("stress",) if stressed else ()), right=("layer", *COLUMNS[2:5]))
     for layer in layers:
         for it in layer["backends"]:
-            made.add_row(str(layer["layer"]), *_cells(it), *((_passed(it),) if stressed else ()))
+            results.add_row(str(layer["layer"]), *_cells(it), *((_passed(it),) if stressed else ()))
         if layer["error"] is not None:
-            made.add_row(str(layer["layer"]), "-", "ERROR", *[""] * (len(COLUMNS) - 2))
-    console.print(made)
+            results.add_row(str(layer["layer"]), "-", "ERROR", *[""] * (len(COLUMNS) - 2))
+    console.print(results)
     for layer in layers:
         _draw_trouble(layer, console, f"layer {layer['layer']}: ")
     furthest, wrong = worst(layers), sum(not layer["ok"] for layer in layers)
-    found = furthest and f"layer {furthest['layer']} on {furthest['backend']}, RMS {furthest['rms']:.3g}"
+    worst_line = furthest and f"layer {furthest['layer']} on {furthest['backend']}, RMS {furthest['rms']:.3g}"
     failed = f"{wrong} of {count(len(layers), 'layer')} FAILED"
-    _print_rows(console, {"worst": found or "", "check": failed if wrong else "passed"})
+    _print_rows(console, {"worst": worst_line or "", "check": failed if wrong else "passed"})
 
 
 def _cells(it: Data) -> list[str]:
@@ -261,9 +266,9 @@ def _cells(it: Data) -> list[str]:
 
 
 def _passed(it: Data) -> str:
-    """How many of the stress cases that were asked were answered right: ``19/19``."""
-    asked = [case["ok"] for case in it.get("stress", ()) if case["ok"] is not None]
-    return f"{sum(asked)}/{len(asked)}"
+    """How many of the stress cases that apply were passed: ``19/19``."""
+    verdicts = [case["ok"] for case in it.get("stress", ()) if case["ok"] is not None]
+    return f"{sum(verdicts)}/{len(verdicts)}"
 
 
 def _numbers(it: Data) -> list[str]:
@@ -280,16 +285,16 @@ def _token(token: Data) -> str:
 
 
 def _draw_stress(layer: Data, console: Any) -> None:
-    """A row for each case, a column for each backend."""
+    """A table with a row per case and a column per backend."""
     stressed = [it for it in layer["backends"] if it.get("stress")]
     if not stressed:
         return
     about = {case["case"]: case["about"] for it in stressed for case in it["stress"]}
-    made = table("stress", "what", *(it["backend"] for it in stressed))
+    cases = table("stress", "what", *(it["backend"] for it in stressed))
     for name, what in about.items():
-        cells = [next((_verdict(c) for c in it["stress"] if c["case"] == name), "") for it in stressed]
-        made.add_row(name, what, *cells)
-    console.print(made)
+        verdicts = [next((_verdict(c) for c in it["stress"] if c["case"] == name), "") for it in stressed]
+        cases.add_row(name, what, *verdicts)
+    console.print(cases)
     notes = [
         f"{case['case']}, {it['backend']}: {case['note']}"
         for it in stressed
@@ -302,14 +307,14 @@ def _draw_stress(layer: Data, console: Any) -> None:
 
 def _verdict(case: Data) -> str:
     if case["ok"] is None:
-        return "not asked"
+        return "n/a"
     if not case["ok"]:
         return "FAILED"
     return f"ok {case['check']['rms']:.1e}" if case["check"] else "ok"
 
 
 def _draw_trouble(layer: Data, console: Any, start: str = "") -> None:
-    """Errors, and the stress cases that failed, each with its reason."""
+    """Errors and failed stress cases, each with its reason."""
     if layer["error"] is not None:
         console.print(f"{start}{layer['error']['what']}", markup=False)
     for it in layer["backends"]:

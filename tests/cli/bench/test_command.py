@@ -44,7 +44,7 @@ def test_formats_of_stdout(tiny_gpt_oss):
     assert [json.loads(line)["kind"] for line in lines] == ["run", "row", "row"]
     assert moectl("bench", tiny_gpt_oss, *QUICK, "--format", "MD").stdout.startswith("| backend |")
     text = moectl("bench", tiny_gpt_oss, *QUICK).stdout
-    assert "t torch, . floor" in text and "repack s" in text and "not recorded: no NVIDIA GPU" in text
+    assert "t torch, . roofline" in text and "repack s" in text and "not recorded: no NVIDIA GPU" in text
     assert moectl("bench", tiny_gpt_oss, *QUICK, "-q").stdout.startswith("torch\t1\t")
 
 
@@ -66,7 +66,7 @@ def test_files_are_written_resumed_shown_again_and_compared(tiny_gpt_oss, tmp_pa
     assert "--seed is 3, was 0" in other.stderr
     shown = moectl("bench", "--rows", rows, "--format", "csv")
     assert len(list(csv.DictReader(io.StringIO(shown.stdout)))) == 2
-    assert moectl("compare", rows, rows, "--json").document["counts"] == {"level": 2}
+    assert moectl("compare", rows, rows, "--json").document["counts"] == {"same": 2}
     head, first, second = rows.read_text().splitlines(keepends=True)
     early, late = tmp_path / "early.jsonl", tmp_path / "late.jsonl"
     for path, us in ((early, 100.0), (late, 250.0)):
