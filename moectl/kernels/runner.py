@@ -78,8 +78,8 @@ class Runner:
         tiled: it reads token scales in tiles of 128 x 4 (`quantize_tokens.in_tiles`); else row by row.
         input_scale: the layer's scale for quantizing tokens, on the layer's device: for NVFP4 tokens and
             static formats. None: there are no scales but those of tokens or blocks.
-        workspace: ``workspace(prepared, tokens, form)``: upper bound in bytes on what a call allocates besides
-            arguments and result; with batched activations `tokens` are the rows of one expert. None: unknown.
+        workspace: ``workspace(prepared, tokens, form)``: upper bound in bytes on what a call allocates
+            besides arguments and result; with batched activations `tokens` are the rows of one expert. None: unknown.
 
     Example:
         >>> from moectl.kernels.registry import runner_for
