@@ -101,7 +101,7 @@ def test_no_tokens_and_the_table() -> None:
 @pytest.mark.parametrize("tokens", [4, 300])
 def test_a_captured_graph_follows_the_routing(tokens: int) -> None:
     prepared, _ = wide_layers("gpt-oss")
-    run = runner_for("triton").run
+    run = partial(apply, runner_for("triton"))
     problem = prepared.problem
     first, second = inputs_of(problem, tokens, device="cuda"), inputs_of(problem, tokens, device="cuda")
     second = replace(second, ids=torch.flip(second.ids, (0,)).contiguous(), x=second.x * 2)
