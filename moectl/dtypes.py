@@ -1,4 +1,4 @@
-"""Element types, each with every spelling that files, configs and libraries have for it: needs no torch."""
+"""Element types, with their names in safetensors, torch and configs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class DType:
     """One element type.
 
     Attributes:
-        name: as safetensors headers spell it.
-        bits: of one element.
-        torch: the attribute of ``torch`` with the same bytes; empty where there is none.
-        short: as `MoEProblem.dtype` and `MoEProblem.router_dtype` spell it; empty for what neither can be.
+        name: the safetensors name.
+        bits: bits per element.
+        torch: the name in ``torch``; empty if there is no such dtype.
+        short: value of `MoEProblem.dtype` and `MoEProblem.router_dtype`; empty if neither can have it.
     """
 
     name: str
@@ -24,7 +24,7 @@ class DType:
 
     @property
     def config_names(self) -> tuple[str, ...]:
-        """How a Hugging Face ``config.json`` spells it, with torch's name alone or after ``torch.``."""
+        """Its names in a Hugging Face ``config.json``: torch's, with and without ``torch.``."""
         return (self.torch, f"torch.{self.torch}") if self.torch else ()
 
 
@@ -55,16 +55,16 @@ DTYPES: Mapping[str, DType] = {
         DType("U64", 64, "uint64"),
     )
 }
-"""Every safetensors dtype, in the order in which its own library sorts them: files are written in it."""
+"""Every safetensors dtype, in the order in which the safetensors library sorts tensors in a file."""
 
 DTYPE_BITS: Mapping[str, int] = {name: dtype.bits for name, dtype in DTYPES.items()}
 """Bits per element of every safetensors dtype."""
 
 SHORT_NAMES: Mapping[str, str] = {name: DTYPES[name].short for name in ("BF16", "F16", "F32")}
-"""`MoEProblem.router_dtype` by a tensor's dtype; the first two may be the model's."""
+"""`MoEProblem.router_dtype` by safetensors dtype; the first two are also values of `MoEProblem.dtype`."""
 
 MODEL_DTYPES: Mapping[str, str] = {SHORT_NAMES[name]: name for name in ("BF16", "F16")}
-"""The safetensors dtype of a model's 16-bit numbers, by `MoEProblem.dtype`."""
+"""The safetensors dtype by `MoEProblem.dtype`."""
 
 CONFIG_DTYPES: Mapping[str, str] = {
     spelling: short
@@ -72,10 +72,10 @@ CONFIG_DTYPES: Mapping[str, str] = {
     for short, name in MODEL_DTYPES.items()
     for spelling in (DTYPES[name].config_names[prefixed],)
 }
-"""`MoEProblem.dtype` by the config's spelling."""
+"""`MoEProblem.dtype` by the name in the config."""
 
 WIDE_CONFIG_DTYPES = DTYPES["F32"].config_names
-"""The config's spellings of a dtype that models are stored in and that engines round to 16 bits."""
+"""Names in the config of FP32, which engines round to 16 bits."""
 
 ONE_BYTE = frozenset(name for name, dtype in DTYPES.items() if dtype.bits == 8 and name != "BOOL")
-"""Dtypes whose tensors are read as bytes: what a tensor is for, not its dtype, says what they mean."""
+"""8-bit dtypes, whose tensors are read as bytes; their meaning follows from the tensor's role."""

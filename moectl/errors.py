@@ -1,4 +1,4 @@
-"""Errors a user sees: one sentence, the reason, the next command, an exit code."""
+"""Exceptions for the user: what is wrong, why, what to do next, and the exit code."""
 
 from __future__ import annotations
 
@@ -18,30 +18,35 @@ class ExitCode(IntEnum):
 
 
 COMMANDS = ("moectl", "pip")
-"""Programs: a hint that begins with the name of one is a command line."""
+"""Programs: a hint that starts with one of these names is a command line."""
 
 _WORD = re.compile(r"[a-z]+(?=[\s,:;]|$)")
-"""A word at the beginning, which is no name of a file, an option or a variable."""
+"""A first word that is not the name of a file, an option or a variable."""
 
 
 def sentence(text: str) -> str:
-    """`text` with a capital and a full stop; nothing and command lines as they are."""
+    """`text` with a capital letter and a period; empty texts and command lines are unchanged.
+
+    Example:
+        >>> sentence("remove the file"), sentence("pip install torch")
+        ('Remove the file.', 'pip install torch')
+    """
     if not text or text.split(maxsplit=1)[0] in COMMANDS:
         return text
-    begun = text[0].upper() + text[1:] if _WORD.match(text) else text
-    return begun if begun.endswith((".", "?", "!")) else f"{begun}."
+    capitalized = text[0].upper() + text[1:] if _WORD.match(text) else text
+    return capitalized if capitalized.endswith((".", "?", "!")) else f"{capitalized}."
 
 
 class MoectlError(Exception):
-    """An error that is explained to the user instead of traced.
+    """An error that is explained to the user instead of printed as a traceback.
 
-    Whatever the texts end with, `what` has no full stop, as it stands in other sentences, and `reason` and
-    `hint` are sentences; a command line stays as it is. As a string it is all of them, one after the other.
+    The attribute `what` never ends with a period, because it is embedded in other sentences; `reason` and
+    `hint` are full sentences or command lines. `str` joins all three.
 
     Args:
-        what: what is wrong, expected and got.
-        reason: why it matters or where it comes from, if `what` does not say it.
-        hint: what to do next, a command where there is one.
+        what: what is wrong: what was expected, and what was found.
+        reason: why it matters or where it comes from, unless obvious from `what`.
+        hint: what to do next, as a command if possible.
     """
 
     exit_code: ExitCode = ExitCode.FOUND
@@ -59,24 +64,24 @@ class MoectlError(Exception):
 
 
 class UsageError(MoectlError):
-    """The arguments do not make sense together."""
+    """The arguments are invalid or contradict each other."""
 
     exit_code = ExitCode.USAGE
 
 
 class NoBackend(MoectlError):
-    """No backend, or not the one asked for, can serve the problem."""
+    """No backend supports the problem, or the requested one does not."""
 
     exit_code = ExitCode.FOUND
 
 
 class BackendFailed(MoectlError):
-    """A backend broke while it prepared or ran a layer: an error, never a reason to take another in silence.
+    """A backend failed while it prepared or ran a layer; moectl never falls back to another one silently.
 
     Args:
         backend: its name.
-        why: what its library or kernel said, in a few words.
-        layer: the layer's number, where the one who raises knows it; whoever does adds it with `on`.
+        why: the message of its library or kernel, shortened.
+        layer: the layer's number, if known where the error is raised; otherwise a caller adds it with `on`.
     """
 
     exit_code = ExitCode.FOUND
@@ -89,20 +94,20 @@ class BackendFailed(MoectlError):
         self.layer = layer
 
     def on(self, layer: int) -> BackendFailed:
-        """The same failure with the layer's number, where it has none yet."""
+        """This error with the layer's number, if it has none yet."""
         if self.layer is not None:
             return self
         return BackendFailed(self.backend, self.why, layer=layer, hint=self.hint)
 
 
 class CheckFailed(MoectlError):
-    """A result is not what it must be."""
+    """A result is wrong."""
 
     exit_code = ExitCode.FOUND
 
 
 class Unavailable(MoectlError):
-    """Not possible on this machine: no such device, package, network or disk space."""
+    """Not possible on this machine: a device, package, network or disk space is missing."""
 
     exit_code = ExitCode.UNAVAILABLE
 

@@ -1,4 +1,4 @@
-"""Seeds of random numbers that have nothing to do with each other. Imports the standard library alone."""
+"""Independent seeds for random numbers. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import hashlib
 
 
 def seed_of(*key: object) -> int:
-    """A seed of 63 bits that follows from `key`: what is drawn from different ones differs."""
+    """A 63-bit seed derived from `key`; different keys give unrelated seeds.
+
+    Example:
+        >>> seed_of("weights", 0) == seed_of("weights", 0) != seed_of("weights", 1)
+        True
+    """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""The torch dtypes of `moectl.dtypes`."""
+"""The torch dtypes of the types in `moectl.dtypes`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .dtypes import DTYPES, MODEL_DTYPES
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, dtype.torch) for name, dtype in DTYPES.items() if dtype.torch
 }
-"""Torch dtypes with the same bytes, by the safetensors spelling."""
+"""Torch dtypes by safetensors name."""
 
 MODEL_TORCH_DTYPES: Mapping[str, torch.dtype] = {
     short: TORCH_DTYPES[name] for short, name in MODEL_DTYPES.items()

@@ -63,7 +63,7 @@ class RowJournal:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise _unwritable(path, error) from error
-        made = cls(path, fd, Lock(path, fd, work="bench", place=path))
+        made = cls(path, fd, Lock(path, fd, work="bench", target=path))
         try:
             made._lock.take()
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(fd)):

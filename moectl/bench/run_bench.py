@@ -19,7 +19,7 @@ from ..kernels.layer_inputs import LayerInputs
 from ..kernels.modular.fused_moe_kernel import FusedMoEKernel
 from ..kernels.timing.interleaved import TimedCalls, alive, prepare_calls, quartiles, time_interleaved
 from ..kernels.tolerance import Tolerance, tolerance_for
-from ..problem.roofline import DeviceRates, floor_of
+from ..problem.roofline import DeviceRates, roofline_time
 from ..run import BackendChoice, RunMachine, choose_backends, unsupported_error
 from .bench_cases import BenchCase, CaseInputs, CheckedOutputs, judge, make_case, plan_cells
 from .bench_rows import BenchRow, CompileOutcome, Key
@@ -291,7 +291,7 @@ class _TargetRun:
 
     def _about(self, cell: BenchCase, one: ReadyKernels, case: CaseInputs) -> BenchRow:
         """What is known of a row before anything has run."""
-        floor = floor_of(case.work, self.bench.rates)
+        floor = roofline_time(case.work, self.bench.rates)
         return replace(
             self._row(cell, one.name),
             layout=one.prepared.layout,

@@ -13,7 +13,7 @@ import torch
 
 from .. import __version__
 from ..cache.measurement_keys import kernel_hash
-from ..capabilities.unpacked_libraries import PLACES, PREFIX
+from ..capabilities.unpacked_libraries import LOCATIONS, PREFIX
 from ..environment import detect_gpus
 from ..kernels.timing.cold_calls import last_level_cache
 from ..problem.roofline import DeviceRates
@@ -24,7 +24,7 @@ from .settings import BenchSettings
 LIBRARIES = (
     "triton",
     *("vllm", "flashinfer", "flashinfer_cubin", "humming", "triton_kernels"),
-    *(PREFIX + name for name in PLACES),
+    *(PREFIX + name for name in LOCATIONS),
 )
 """Packages, beside torch, whose versions times depend on: installed ones, and those of `MOECTL_PEERS`."""
 

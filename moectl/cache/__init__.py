@@ -1,4 +1,4 @@
-"""What moectl measured on a machine and keeps for its user: tuned launches, and times of backends.
+"""Measurements kept in the user's cache: tuned kernel launches, and times of backends.
 
-Nothing here imports torch, and nothing here is needed: without the folder every choice is as shipped.
+Nothing here imports torch. The cache is optional: without it the defaults that moectl ships are used.
 """

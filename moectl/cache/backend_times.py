@@ -1,4 +1,4 @@
-"""Times of backends on one layer as a value: what a choice by measurement is made from. Reads nothing."""
+"""Measured times of backends on one layer, and the ranking that a choice by measurement uses. No I/O."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from statistics import fmean
 from typing import Any
 
 FEWEST_ROUNDS = 3
-"""Rounds of a timing that even the slowest backend gets: of fewer, quartiles say nothing about noise."""
+"""Minimum number of timing rounds, even for the slowest backend: with fewer, quartiles are meaningless."""
 
 TOGETHER = timedelta(hours=1)
-"""Farthest that times of different runs may lie apart to be compared: clocks and load drift."""
+"""Maximum age difference of comparable times from different runs, as clocks and load drift."""
 
 Cell = tuple[int, str, bool]
-"""Number of tokens, routing and coldness: what times of two backends must have in common."""
+"""The measured case: number of tokens, routing, and whether the weights were cold."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendTime:
-    """One backend at one number of tokens, whose result was right.
+    """The time of one backend with a correct result, at one number of tokens.
 
     Attributes:
-        tactic: what the backend launched, in its own words, or who chose that; empty where it has no choice.
-        routing: distribution of the tokens over experts, as `moectl bench` takes it.
-        us, spread_us: median and distance of the quartiles, microseconds; the spread is as large as the
-            median where there were too few rounds to tell.
-        cold: whether the weights came from memory, and not from a cache.
+        tactic: the configuration that the backend launched, or who chose it; empty if it has no choice.
+        routing: distribution of the tokens over experts, as an option of `moectl bench`.
+        us, spread_us: median and interquartile range, microseconds; with too few rounds the range is set to
+            the median.
+        cold: whether the weights were read from memory instead of a cache.
         error: relative RMS error against the reference.
-        source: what measured it, and the file it is kept in; `when`, as ISO 8601. Set by the cache.
-        software: tells versions of packages that times depend on from others. Set by the cache.
+        source, when: tool and file of the measurement, and its time as ISO 8601. Set by the cache.
+        software: digest of the package versions that times depend on. Set by the cache.
     """
 
     backend: str
@@ -49,11 +49,11 @@ class BackendTime:
 
     @property
     def cell(self) -> Cell:
-        """What times of two backends must have in common to be compared."""
+        """The measured case; only times of the same case are comparable."""
         return self.tokens, self.routing, self.cold
 
-    def beside(self, other: BackendTime) -> bool:
-        """True when the two may be compared: of one run, or of one software and within `TOGETHER`."""
+    def comparable_with(self, other: BackendTime) -> bool:
+        """True for times of the same case and software, from the same run or at most `TOGETHER` apart."""
         if self.cell != other.cell or self.software != other.software:
             return False
         if self.when == other.when:
@@ -64,31 +64,31 @@ class BackendTime:
 
 def _time(text: str) -> datetime | None:
     try:
-        found = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        time = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
         return None
-    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
+    return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
 
 
 @dataclass(frozen=True, slots=True)
 class TimePair:
-    """Times of two backends in the cells that they share."""
+    """Times of two backends in the cases that both were measured in."""
 
     times: tuple[tuple[BackendTime, BackendTime], ...]
 
     @property
     def factor(self) -> float:
-        """The second one's time over the first one's, the geometric mean over cells."""
+        """Time of the second backend relative to the first: geometric mean over cases."""
         return math.exp(fmean(math.log(b.us / a.us) for a, b in self.times))
 
     @property
     def noise(self) -> float:
-        """The mean over cells of both spreads together, relative to the times."""
+        """Combined relative spread of both backends: mean over cases."""
         return fmean(math.hypot(a.spread_us / a.us, b.spread_us / b.us) for a, b in self.times)
 
     @property
     def slower(self) -> bool:
-        """True when the second one is slower by more than the spread."""
+        """True when the second backend is slower by more than the noise."""
         return math.log(self.factor) > self.noise
 
 
@@ -97,12 +97,13 @@ class TimeRanking:
     """Backends by measured time.
 
     Attributes:
-        factors: the one that is preferred, then those that share cells with it: backend and mean factor
-            of its times over the preferred one's in those cells, the fastest first.
-        tokens: numbers of tokens of those cells.
-        source, when: of the measurements; the earliest and the latest time where there are several.
-        level: those of `factors` that the spread does not tell from the first: it goes before in the order.
-        partly: those that share only some of the cells, and the numbers of tokens of these.
+        factors: the preferred backend, then those measured in the same cases, fastest first: name and mean
+            time relative to the preferred one.
+        tokens: numbers of tokens of those cases.
+        source, when: of the measurements; the range of times if there are several.
+        level: backends in `factors` whose difference from the first is within the spread; the first is
+            preferred to them by priority.
+        partly: backends measured in only some of the cases, and the numbers of tokens of these.
     """
 
     factors: tuple[tuple[str, float], ...]
@@ -114,7 +115,7 @@ class TimeRanking:
 
     @property
     def best(self) -> str:
-        """The backend that is preferred."""
+        """The preferred backend."""
         return self.factors[0][0]
 
     def __str__(self) -> str:
@@ -136,16 +137,16 @@ def _listed(tokens: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTimes:
-    """All that is known of one layer on one device."""
+    """All times of one layer on one device."""
 
     rows: tuple[BackendTime, ...] = ()
 
     def ranking(self, backends: Sequence[str]) -> TimeRanking | None:
-        """Those of `backends`, which come in order, that were measured; None where times prefer none.
+        """The ranking of `backends`, given in priority order; None when the times prefer none of them.
 
-        Two are compared by the geometric mean, over the cells that they share, of one's time over the
-        other's: a small number of tokens counts as much as a large one. The first in the order is
-        preferred, until a later one is faster than it by more than the spread.
+        Two backends are compared by the geometric mean of the ratio of their times over all shared cases,
+        so small and large numbers of tokens count the same. The backend of highest priority is preferred
+        unless another is faster by more than the spread.
         """
         times: dict[str, dict[Cell, BackendTime]] = {}
         for row in self.rows:
@@ -154,7 +155,7 @@ class MeasuredTimes:
         pairs = {}
         for a, b in combinations([name for name in backends if name in times], 2):
             shared = [(times[a][cell], times[b][cell]) for cell in times[a] if cell in times[b]]
-            if both := tuple((x, y) for x, y in shared if x.beside(y)):
+            if both := tuple((x, y) for x, y in shared if x.comparable_with(y)):
                 pairs[a, b] = TimePair(both)
                 pairs[b, a] = TimePair(tuple((y, x) for x, y in both))
         names = [name for name in backends if any(name in pair for pair in pairs)]
@@ -164,26 +165,26 @@ class MeasuredTimes:
         for name in names[1:]:
             if (name, best) in pairs and pairs[name, best].slower:
                 best = name
-        beside = {b: pair for (a, b), pair in pairs.items() if a == best}
-        return _ranked(best, beside) if any(pair.slower for pair in beside.values()) else None
+        compared = {b: pair for (a, b), pair in pairs.items() if a == best}
+        return _ranked(best, compared) if any(pair.slower for pair in compared.values()) else None
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Plain data: the rows."""
+        """The rows as JSON values."""
         return [asdict(row) for row in self.rows]
 
 
-def _ranked(best: str, beside: dict[str, TimePair]) -> TimeRanking:
-    """`best`, and the pairs in which it is the first, as a ranking."""
-    tokens = {name: tuple(sorted({a.tokens for a, _ in pair.times})) for name, pair in beside.items()}
+def _ranked(best: str, pairs: dict[str, TimePair]) -> TimeRanking:
+    """The ranking from `best` and its pairs with each other backend."""
+    tokens = {name: tuple(sorted({a.tokens for a, _ in pair.times})) for name, pair in pairs.items()}
     every = tuple(sorted(set().union(*tokens.values())))
-    used = [row for pair in beside.values() for both in pair.times for row in both]
+    used = [row for pair in pairs.values() for both in pair.times for row in both]
     whens = sorted({row.when for row in used if row.when})
-    others = sorted(((name, pair.factor) for name, pair in beside.items()), key=lambda item: item[1])
+    others = sorted(((name, pair.factor) for name, pair in pairs.items()), key=lambda item: item[1])
     return TimeRanking(
         ((best, 1.0), *others),
         every,
         ", ".join(sorted({row.source for row in used if row.source})),
         whens[0] if len(whens) == 1 else f"several runs from {whens[0]} to {whens[-1]}" if whens else "",
-        tuple(name for name, pair in beside.items() if not pair.slower),
-        tuple((name, some) for name, some in tokens.items() if some != every),
+        tuple(name for name, pair in pairs.items() if not pair.slower),
+        tuple((name, cases) for name, cases in tokens.items() if cases != every),
     )

@@ -1,4 +1,4 @@
-"""Times of backends on this machine, as `moectl bench --save` keeps them: one file a device."""
+"""Times of backends measured on this machine (`moectl bench --save`): one file per device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KIND = CacheFileKind("measured", 1)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the cache has of one layer on one device, and what a person should know of it."""
+    """The cached times of one layer on one device, with notes for the user."""
 
     path: Path
     measured: MeasuredTimes = field(default_factory=MeasuredTimes)
@@ -32,7 +32,7 @@ class Known:
 
 
 def now() -> str:
-    """The time in UTC to the second, as ISO 8601."""
+    """The current UTC time in seconds, ISO 8601."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -45,24 +45,28 @@ def save(
     source: str,
     when: str = "",
 ) -> Path:
-    """Keeps `rows` of a layer, in place of older ones of the same cells; the file they are in.
+    """Stores times of a layer, replacing older ones of the same cases, and returns the file's path.
 
-    Rows of other versions stay what they are: an entry of their own.
+    Rows measured with other package versions are kept in a separate entry.
 
     Args:
-        problem: one rank's share, as it was measured.
-        versions: of the packages that the backends come from (`known`).
-        source: what measured them, such as ``moectl bench``.
-        when: they were measured, as ISO 8601; now by default.
+        device: the device they were measured on.
+        problem: one rank's share of the layer, as it was measured.
+        rows: the times.
+        versions: of the packages that the backends come from, see `known`.
+        source: the tool that measured them, such as ``moectl bench``.
+        when: time of the measurement, ISO 8601; now by default.
 
-    Raises UsageError for a time that is none, Unavailable when the cache cannot be written.
+    Raises:
+        UsageError: a time is not a positive finite number.
+        Unavailable: the cache cannot be written.
     """
     for row in rows:
         if not (math.isfinite(row.us) and row.us > 0 and math.isfinite(row.error)):
             raise UsageError(f"a time of {row.us} us with an error of {row.error} is no measurement")
     path, software, layer = KIND.path(device), built(), layer_key(problem)
-    told = _digest(versions)
-    stamped = [replace(row, source=source, when=when or now(), software=told) for row in rows]
+    digest = _digest(versions)
+    stamped = [replace(row, source=source, when=when or now(), software=digest) for row in rows]
 
     def edit(entries: list[Any]) -> None:
         own = {"built": software, "layer": layer, "versions": dict(versions)}
@@ -87,15 +91,16 @@ def _timed(item: Any) -> BackendTime:
 
 
 def _digest(versions: Mapping[str, str]) -> str:
-    """8 digits that tell `versions` from others."""
+    """8 hexadecimal digits that identify `versions`."""
     text = json.dumps(dict(versions), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | None = None) -> Known:
-    """What was measured of a layer on a device with this software; nothing that is in doubt.
+    """The times of a layer on a device that are valid for this software.
 
-    `versions` are those of packages now: what was measured with another one of a package is not used.
+    `versions` are the packages' current versions: times measured with a different version are ignored, with
+    a note.
     """
     path = KIND.path(device)
     document, note = read(path, KIND, device_key(device))
@@ -106,8 +111,8 @@ def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | Non
         for item in document["entries"]:
             if item["layer"] != key:
                 continue
-            made = [_timed(row) for row in item["rows"]]
-            if not all(row.us > 0 and row.tokens > 0 for row in made):
+            times = [_timed(row) for row in item["rows"]]
+            if not all(row.us > 0 and row.tokens > 0 for row in times):
                 raise ValueError("a time is not positive")
             changed = [name for name, value in built().items() if item["built"].get(name) != value]
             before, after = item["versions"], versions or {}
@@ -116,7 +121,7 @@ def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | Non
             if changed:
                 notes.append(f"times of other software are not used ({', '.join(changed)} changed): {path}")
             else:
-                rows += [replace(row, source=f"{row.source} in {path}") for row in made]
+                rows += [replace(row, source=f"{row.source} in {path}") for row in times]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Known(path, notes=(f"{path} is ignored: an entry is damaged ({error})",))
     return Known(path, MeasuredTimes(tuple(rows)), tuple(dict.fromkeys(notes)))

@@ -1,4 +1,4 @@
-"""The user's cache folder, and how a JSON file in it is read and changed: whole, or not at all."""
+"""The user's cache directory, and atomic reads and updates of the JSON files in it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..environment import Device
 from ..errors import Unavailable
 
 VARIABLE = "MOECTL_CACHE"
-"""Names a folder instead of the platform's."""
+"""Environment variable that overrides the platform's cache directory."""
 
 LARGEST = 64 << 20
-"""Bytes of a file that may be one of moectl's."""
+"""Maximum size of a cache file, bytes."""
 
 Document = dict[str, Any]
 
 
 class CacheWarning(UserWarning):
-    """A file of the cache is not used, and why. A person should know; nothing fails for it."""
+    """Warns that a cache file is ignored, and why. Nothing fails because of it."""
 
 
 def cache_folder(env: Mapping[str, str] | None = None) -> Path:
-    """The folder of this user: `VARIABLE`, else ``moectl`` where the platform keeps caches."""
+    """The user's cache directory: `VARIABLE`, else ``moectl`` in the platform's cache directory."""
     env = os.environ if env is None else env
     if named := env.get(VARIABLE):
         return Path(named).expanduser()
@@ -41,37 +41,37 @@ def cache_folder(env: Mapping[str, str] | None = None) -> Path:
 
 
 def device_key(device: Device) -> dict[str, Any]:
-    """What of a device its times depend on."""
+    """The properties of a device that measured times depend on."""
     return {"name": device.name, "arch": device.arch, "sms": device.sms}
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFileKind:
-    """One kind of file: its folder in the cache, and what its head says."""
+    """One kind of cache file: its subdirectory, and the version in its header."""
 
     folder: str
     version: int
 
     def path(self, device: Device, env: Mapping[str, str] | None = None) -> Path:
-        """The file of one device."""
+        """Path of the file for one device."""
         name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device.name} {device.arch} {device.sms}").strip("-")
         return cache_folder(env) / self.folder / f"{name}.json"
 
     def files(self, env: Mapping[str, str] | None = None) -> tuple[Path, ...]:
-        """Every file of this kind, whatever device it is of."""
+        """Every file of this kind, for all devices."""
         return tuple(sorted((cache_folder(env) / self.folder).glob("*.json")))
 
     def head(self, device: Mapping[str, Any]) -> Document:
-        """A file without entries."""
+        """The header: a document without entries."""
         return {"format": f"moectl-{self.folder}", "version": self.version, "device": dict(device)}
 
 
 def read(
     path: Path, kind: CacheFileKind, device: Mapping[str, Any] | None = None
 ) -> tuple[Document | None, str]:
-    """The document at `path`, and why it cannot be used; neither where there is none.
+    """The document at `path`, or None and a note why it cannot be used; the note is empty without a file.
 
-    `device` is whose it must be, where that is known.
+    `device` is the expected `device_key`, if known.
     """
     try:
         if path.stat().st_size > LARGEST:
@@ -81,17 +81,17 @@ def read(
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
         return None, f"{path} is ignored: it cannot be read ({error})"
-    wanted = kind.head(device or {})
-    if not isinstance(document, dict) or document.get("format") != wanted["format"]:
-        return None, f"{path} is ignored: it is no {wanted['format']} file"
+    expected = kind.head(device or {})
+    if not isinstance(document, dict) or document.get("format") != expected["format"]:
+        return None, f"{path} is ignored: it is not a {expected['format']} file"
     if document.get("version") != kind.version:
         return None, (
             f"{path} is ignored: it has version {document.get('version')!r}, "
             f"this moectl reads version {kind.version}"
         )
-    found = document.get("device")
-    if not isinstance(found, dict) or (device is not None and found != dict(device)):
-        return None, f"{path} is ignored: it is of another device ({found!r})"
+    owner = document.get("device")
+    if not isinstance(owner, dict) or (device is not None and owner != dict(device)):
+        return None, f"{path} is ignored: it belongs to another device ({owner!r})"
     if not isinstance(document.get("entries"), list):
         return None, f"{path} is ignored: it has no list of entries"
     return document, ""
@@ -100,12 +100,12 @@ def read(
 def change(
     path: Path, kind: CacheFileKind, device: Mapping[str, Any], edit: Callable[[list[Any]], None]
 ) -> None:
-    """Lets `edit` change the entries of the file at `path`, which is made where there is none.
+    """Applies `edit` to the list of entries in the file at `path`, which is created if missing.
 
-    One process at a time does so, and readers see the file before or after it.
+    A lock allows one writer at a time; readers see the file either before or after the update.
 
-    Raises Unavailable for a file that is not moectl's, which is left as it is, and where the system
-    refuses to write.
+    Raises Unavailable when the existing file cannot be used, in which case it is left unchanged, and when
+    the system refuses to write.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def change(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone with a file, where the file system has locks; else as if."""
+    """Holds an exclusive lock on `path`, if the file system supports locks."""
     with path.open("w") as file:
         try:
             import fcntl
@@ -136,7 +136,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """`text` at `path` through a temporary name of its own, synced before the rename."""
+    """Writes `text` to a temporary file, syncs it and renames it to `path`."""
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""Launches that were tuned on this machine: one file a device, an entry for each layer and software.
+"""Kernel launches tuned on this machine: one file per device, one entry per layer and software version.
 
-An entry has the fastest launch by number of tokens (`LaunchRow`), and of numbers of tokens that are not done
-what was tried so far (`LaunchAttempt`), so that tuning goes on where it was stopped.
+An entry holds the fastest launch for each number of tokens (`LaunchRow`) and, for interrupted tuning, the
+launches tried so far (`LaunchAttempt`), so that tuning resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ..problem.moe_problem import MoEProblem
 from .cache_file import CacheFileKind, Document, change, device_key, read
 from .measurement_keys import built, layer_key
 
-KIND = CacheFileKind("launches", 1)
-"""Launches of moectl's own kernels."""
+KIND = CacheFileKind("launches", 2)
+"""Launches of moectl's own kernels. Version 1 named the kernel family ``regime``."""
 
-ENGINE = CacheFileKind("engine-launches", 1)
-"""Launches that are found for an engine's tuned files; `LaunchRow.tile` has its choices."""
+ENGINE = CacheFileKind("engine-launches", 2)
+"""Launches for an engine's own tuning files; `LaunchRow.tile` holds its parameters."""
 
 KINDS = (KIND, ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRow:
-    """The fastest launch of a layer for a number of tokens.
+    """The fastest launch of a layer for one number of tokens.
 
     Attributes:
-        family, tile: the kernel family, and its tile's fields.
-        us: microseconds of a call; `before_us` of the launch that was taken until then.
+        family, tile: the kernel family, and the fields of its tile.
+        us: microseconds per call; `before_us`: of the launch used before tuning.
         error: relative difference from the portable kernels' result.
-        tried, rejected: launches measured, and those that failed or were wrong.
-        when: the time at which it was measured, as ISO 8601.
+        tried, rejected: number of launches measured, and of those that failed or gave wrong results.
+        when: time of the measurement, ISO 8601.
     """
 
     tokens: int
@@ -53,9 +53,9 @@ class LaunchRow:
 
 @dataclass(frozen=True, slots=True)
 class LaunchAttempt:
-    """One launch that was tried: `us` and `error`, or why it is out; neither while it runs.
+    """One launch that was tried: `us` and `error`, or `why` it was rejected; neither while it runs.
 
-    `begun` counts how often it was started: what twice did not come back is not tried a third time.
+    `begun` counts its starts: a launch that did not return twice is not tried a third time.
     """
 
     family: str
@@ -68,7 +68,7 @@ class LaunchAttempt:
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """One layer under one set of software, as `built` and `layer_key` give them."""
+    """The launches of one layer (`layer_key`) with one set of software versions (`built`)."""
 
     software: Mapping[str, str]
     layer: Mapping[str, Any]
@@ -77,13 +77,13 @@ class CachedLayer:
 
     @property
     def stale(self) -> str:
-        """What has changed since it was measured; empty when it holds."""
+        """The versions that changed since the measurement; empty when it is still valid."""
         now = built()
         changed = [name for name in now if self.software.get(name) != now[name]]
         return ", ".join(f"{name} {self.software.get(name, '?')}, now {now[name]}" for name in changed)
 
     def to_json(self) -> Document:
-        """Plain data."""
+        """The entry as JSON values."""
         return {
             "built": to_json(self.software),
             "layer": to_json(self.layer),
@@ -94,7 +94,7 @@ class CachedLayer:
 
 @dataclass(frozen=True, slots=True)
 class LaunchFile:
-    """What one file holds: `note` says why it is ignored, and then there are no entries."""
+    """The contents of one file; if it is ignored, `note` says why and there are no entries."""
 
     path: Path
     device: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class LaunchFile:
 
 
 def load(path: Path, device: Device | None = None, kind: CacheFileKind = KIND) -> LaunchFile:
-    """The entries of the file at `path`; of `device` where that is known."""
+    """The entries of the file at `path`, which is ignored unless it is for `device` (None: any device)."""
     document, note = read(path, kind, None if device is None else device_key(device))
     if document is None:
         return LaunchFile(path, note=note)
@@ -114,21 +114,21 @@ def load(path: Path, device: Device | None = None, kind: CacheFileKind = KIND) -
 
 
 def rows_of(problem: MoEProblem, device: Device) -> tuple[tuple[LaunchRow, ...], str]:
-    """The tuned rows of a layer on a device that hold for this software, and why a file is ignored."""
+    """The tuned rows of a layer on a device that are valid for this software, and why a file is ignored."""
     path = KIND.path(device)
     try:
-        about = path.stat()
+        status = path.stat()
     except OSError:
         return (), ""
-    found = _loaded(path, device, about.st_mtime_ns, about.st_size)
+    file = _loaded(path, device, status.st_mtime_ns, status.st_size)
     key = layer_key(problem)
-    rows = [row for entry in found.entries if entry.layer == key and not entry.stale for row in entry.rows]
-    return tuple(rows), found.note
+    rows = [row for entry in file.entries if entry.layer == key and not entry.stale for row in entry.rows]
+    return tuple(rows), file.note
 
 
 @lru_cache(maxsize=8)
 def _loaded(path: Path, device: Device, changed_ns: int, size: int) -> LaunchFile:
-    """The file as it was when last changed: a model's layers ask for it one after the other."""
+    """The file, cached until its time or size changes: each layer of a model looks it up."""
     return load(path, device)
 
 
@@ -137,7 +137,7 @@ def _entry(item: Mapping[str, Any]) -> CachedLayer:
     if not all(isinstance(value, str) for value in software.values()):
         raise ValueError("a version is no text")
     unfinished = {
-        int(tokens): tuple(from_json(LaunchAttempt, one, "an attempt", ValueError) for one in tried)
+        int(tokens): tuple(from_json(LaunchAttempt, attempt, "an attempt", ValueError) for attempt in tried)
         for tokens, tried in item["unfinished"].items()
     }
     return CachedLayer(software, layer, tuple(map(_row, item["rows"])), unfinished)
@@ -152,7 +152,7 @@ def _row(item: Any) -> LaunchRow:
 
 @dataclass(frozen=True, slots=True)
 class LaunchesStore:
-    """The entry of one layer on one device under today's software, on disk."""
+    """The entry on disk of one layer on one device, for the current software."""
 
     path: Path
     device: Device
@@ -161,47 +161,47 @@ class LaunchesStore:
 
     @staticmethod
     def of(problem: MoEProblem, device: Device, kind: CacheFileKind = KIND) -> LaunchesStore:
-        """The place of a layer; Unavailable when the file there is not moectl's."""
+        """The store of a layer; Unavailable when its file cannot be used."""
         path = kind.path(device)
-        found = load(path, device, kind)
-        if found.note:
-            raise Unavailable(f"the cache cannot be used: {found.note}", hint=f"remove {path}")
+        file = load(path, device, kind)
+        if file.note:
+            raise Unavailable(f"the cache cannot be used: {file.note}", hint=f"remove {path}")
         return LaunchesStore(path, device, layer_key(problem), kind)
 
     def entry(self) -> CachedLayer:
-        """What is known so far."""
+        """The entry as stored; an empty one if there is none yet."""
         entries = load(self.path, self.device, self.kind).entries
         return next((e for e in entries if self._is_own(e)), CachedLayer(built(), dict(self.layer)))
 
     def row(self, tokens: int) -> LaunchRow | None:
-        """The finished row of a number of tokens."""
+        """The finished row for a number of tokens; None if it is not tuned."""
         return next((row for row in self.entry().rows if row.tokens == tokens), None)
 
     def attempts(self, tokens: int) -> tuple[LaunchAttempt, ...]:
-        """What was tried of a number of tokens that is not done."""
+        """The launches tried so far for a number of tokens that is not finished."""
         return self.entry().unfinished.get(tokens, ())
 
     def note(self, tokens: int, attempt: LaunchAttempt) -> None:
-        """Keeps an attempt instead of an earlier one of the same launch."""
+        """Stores an attempt, replacing an earlier one of the same launch."""
 
-        def with_it(entry: CachedLayer) -> CachedLayer:
+        def updated(entry: CachedLayer) -> CachedLayer:
             kept = [a for a in entry.unfinished.get(tokens, ()) if not _same(a, attempt)]
             return replace(entry, unfinished={**entry.unfinished, tokens: (*kept, attempt)})
 
-        self._edit(with_it)
+        self._edit(updated)
 
     def finish(self, row: LaunchRow) -> None:
-        """Keeps the row of a number of tokens, and drops what was tried on the way to it."""
+        """Stores the final row for a number of tokens, and drops its attempts."""
 
-        def with_it(entry: CachedLayer) -> CachedLayer:
+        def updated(entry: CachedLayer) -> CachedLayer:
             rows = {old.tokens: old for old in (*entry.rows, row)}
             left = {tokens: tried for tokens, tried in entry.unfinished.items() if tokens != row.tokens}
             return replace(entry, rows=tuple(rows[tokens] for tokens in sorted(rows)), unfinished=left)
 
-        self._edit(with_it)
+        self._edit(updated)
 
     def forget(self, tokens: int) -> None:
-        """Drops what is known of a number of tokens."""
+        """Drops the row and the attempts for a number of tokens."""
 
         def without(entry: CachedLayer) -> CachedLayer:
             left = {known: tried for known, tried in entry.unfinished.items() if known != tokens}
@@ -212,12 +212,12 @@ class LaunchesStore:
     def _is_own(self, entry: CachedLayer) -> bool:
         return entry.layer == self.layer and not entry.stale
 
-    def _edit(self, made: Callable[[CachedLayer], CachedLayer]) -> None:
+    def _edit(self, update: Callable[[CachedLayer], CachedLayer]) -> None:
         def edit(entries: list[Any]) -> None:
-            known = [_entry(item) for item in entries]
-            own = next((i for i, entry in enumerate(known) if self._is_own(entry)), len(known))
-            before = known[own] if own < len(known) else CachedLayer(built(), dict(self.layer))
-            entries[own:] = [made(before).to_json(), *entries[own + 1 :]]
+            layers = [_entry(item) for item in entries]
+            own = next((i for i, entry in enumerate(layers) if self._is_own(entry)), len(layers))
+            before = layers[own] if own < len(layers) else CachedLayer(built(), dict(self.layer))
+            entries[own:] = [update(before).to_json(), *entries[own + 1 :]]
 
         change(self.path, self.kind, device_key(self.device), edit)
 
@@ -227,21 +227,21 @@ def _same(one: LaunchAttempt, other: LaunchAttempt) -> bool:
 
 
 def clear(path: Path, drop: Callable[[CachedLayer], bool], kind: CacheFileKind = KIND) -> int:
-    """Drops the entries of the file at `path` for which `drop` holds; how many there were.
+    """Deletes the entries of the file at `path` for which `drop` is true, and returns their number.
 
-    A file that is ignored is removed whole, and counts as none.
+    A file that cannot be used is deleted; it counts as 0 entries.
     """
-    found = load(path, kind=kind)
-    if found.note:
+    file = load(path, kind=kind)
+    if file.note:
         path.unlink(missing_ok=True)
         return 0
-    gone = [entry for entry in found.entries if drop(entry)]
-    if len(gone) == len(found.entries):
+    dropped = [entry for entry in file.entries if drop(entry)]
+    if len(dropped) == len(file.entries):
         path.unlink(missing_ok=True)
-    elif gone:
+    elif dropped:
 
         def edit(entries: list[Any]) -> None:
             entries[:] = [item for item in entries if not drop(_entry(item))]
 
-        change(path, kind, found.device, edit)
-    return len(gone)
+        change(path, kind, file.device, edit)
+    return len(dropped)

@@ -1,4 +1,4 @@
-"""What measurements depend on beside the device: the layer, and the software."""
+"""What measurements depend on besides the device: the layer, and the software versions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ PACKAGES = ("torch", "triton")
 
 KERNELS = Path(__file__).parents[1] / "kernels" / "triton"
 NO_KERNELS = ("inspection", "table.py")
-"""What lies beside the kernels' sources and makes none."""
+"""Files and directories next to the kernels' sources that do not affect them."""
 
 
 def layer_key(problem: MoEProblem) -> dict[str, Any]:
-    """One rank's layer, in what decides how long its experts take."""
+    """The properties of one rank's layer that decide how long its experts take."""
     weight = problem.scheme.weight
-    spread = {} if problem.local_experts == problem.experts else {"of": problem.experts}
+    total = {} if problem.local_experts == problem.experts else {"of": problem.experts}
     return {
         "scheme": str(problem.scheme),
         "scales": "" if weight.block == (0, 0) else weight.scale_dtype or problem.dtype,
         "hidden": problem.dims.hidden,
         "intermediate": problem.dims.intermediate,
         "experts": problem.local_experts,
-        **spread,
+        **total,
         "top_k": problem.top_k,
         "activation": str(problem.activation),
         "bias": problem.bias,
@@ -37,7 +37,7 @@ def layer_key(problem: MoEProblem) -> dict[str, Any]:
 
 
 def layer_words(layer: dict[str, Any]) -> str:
-    """A `layer_key` in one phrase."""
+    """A `layer_key` as a short phrase."""
     of = f" of {layer['of']}" if "of" in layer else ""
     return (
         f"{layer['experts']}{of} experts, top-{layer['top_k']}, {layer['hidden']}x{layer['intermediate']}, "
@@ -47,7 +47,7 @@ def layer_words(layer: dict[str, Any]) -> str:
 
 @cache
 def built() -> dict[str, str]:
-    """Versions of the software that launches kernels, and a hash of the kernels' sources."""
+    """Versions of moectl, torch and Triton, and a hash of the kernels' sources."""
     return {"moectl": __version__, **{name: _version(name) for name in PACKAGES}, "kernels": kernel_hash()}
 
 
@@ -60,9 +60,9 @@ def _version(package: str) -> str:
 
 def kernel_hash(folder: Path = KERNELS) -> str:
     """16 hexadecimal digits that change with any kernel's source."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         name = file.relative_to(folder)
         if name.parts[0] not in NO_KERNELS:
-            found.update(f"{name.as_posix()}\0".encode() + file.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
+            digest.update(f"{name.as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,1 +1,1 @@
-"""What kernels compute and what their libraries hold, as data that the oracle and the kernels both read."""
+"""What kernels support, as data shared by the oracle and the kernels. Does not import torch."""

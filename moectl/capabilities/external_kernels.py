@@ -1,4 +1,4 @@
-"""What moectl computes with the kernels of other projects; FlashInfer's have a table of their own."""
+"""What the kernels of other projects support, except FlashInfer's (see `flashinfer`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HUMMING = KernelSupport(
     multiple=32,
     weight_on_input=False,
 )
-"""Humming's indexed GEMMs. Its words and zero points need sizes that 32 divides."""
+"""Humming's indexed GEMMs; packed words and zero points require sizes divisible by 32."""
 
 TRITON_KERNELS = KernelSupport(
     (WeightSupport((MXFP4,), "triton-hopper", _BF16),),
@@ -41,4 +41,4 @@ TRITON_KERNELS = KernelSupport(
     gated=GATED,
     weight_on_input=False,
 )
-"""``matmul_ogs`` of OpenAI's triton_kernels with the layout for Hopper, which is for gated experts."""
+"""``matmul_ogs`` of OpenAI's triton_kernels with the Hopper layout, which requires gated experts."""

@@ -1,6 +1,6 @@
-"""What FlashInfer's fused MoE functions take, in its own terms, as data that needs neither it nor torch.
+"""What FlashInfer's fused MoE functions support, in FlashInfer's terms. Imports neither it nor torch.
 
-Facts of FlashInfer 0.7.2: its Python signatures and documentation, and the checks of its launchers.
+From FlashInfer 0.7.2: its Python signatures and documentation, and the checks of its launchers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def _nothing(activation: Activation) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferActivation:
-    """An activation function: its member of ``ActivationType``, and the numbers that it is given.
+    """An activation function: its member of ``ActivationType``, and its parameters.
 
-    ``Swiglu`` is ``g * sigmoid(alpha * g) * (u + beta)`` of a gate clamped from above and an up clamped on
-    both sides at `limit`; alpha is 1 and beta 0 where None. `needed`: numbers without which FlashInfer
-    would put in its own.
+    ``Swiglu`` is ``g * sigmoid(alpha * g) * (u + beta)``, with the gate clamped from above and up clamped on
+    both sides at `limit`; alpha defaults to 1 and beta to 0. `needed` lists parameters that have to be given
+    because FlashInfer's defaults differ.
     """
 
     member: str
@@ -49,7 +49,7 @@ class FlashInferActivation:
     needed: tuple[str, ...] = ()
 
     def numbers(self, activation: Activation) -> dict[str, float | None]:
-        """``alpha``, ``beta`` and ``limit`` for `activation`; None where there is none."""
+        """``alpha``, ``beta`` and ``limit`` for `activation`; None if it has no such parameter."""
         return {name: getattr(self, name)(activation) for name in ("alpha", "beta", "limit")}
 
 
@@ -68,30 +68,31 @@ GATED: Mapping[str, FlashInferActivation] = {
     "gelu": FlashInferActivation("Geglu"),
     "gelu_tanh": FlashInferActivation("GegluTanh"),
 }
-"""Functions of gated experts by the name in `Activation.name`."""
+"""Functions for gated experts by `Activation.name`."""
 
 UNGATED: Mapping[str, FlashInferActivation] = {
     "relu2": FlashInferActivation("Relu2"),
     "silu": FlashInferActivation("Silu"),
     "gelu": FlashInferActivation("Gelu"),
 }
-"""Functions of experts without a gate."""
+"""Functions for experts without a gate by `Activation.name`."""
 
 
 def function_of(activation: Activation) -> FlashInferActivation | None:
-    """FlashInfer's function for `activation`; None where it has none."""
+    """FlashInfer's function for `activation`, or None."""
     return (GATED if activation.gated else UNGATED).get(activation.name)
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferRouting:
-    """How a kernel routes by itself: the member of ``RoutingMethodType``.
+    """A routing method fused in the kernels.
 
     Attributes:
+        member: the member of ``RoutingMethodType``.
         normalizes: value of ``norm_topk_prob``.
-        groups: groups of experts are understood.
-        scales: so is a factor on the weights.
-        most: largest top-k; 0 is no bound of its own.
+        groups: supports groups of experts.
+        scales: supports a factor on the weights.
+        most: maximum top-k; 0 for no specific bound.
     """
 
     member: str
@@ -116,20 +117,20 @@ METHODS: Mapping[tuple[str, bool, bool, bool], FlashInferRouting] = {
     ("sigmoid", False, False, False): FlashInferRouting("Sigmoid", normalizes=False),
     ("sigmoid", True, False, False): FlashInferRouting("TopKSigmoid", normalizes=False),
 }
-"""Methods by (scoring, after the choice, renormalized, with a correction bias)."""
+"""Methods by (scoring, after top-k, renormalized, with a correction bias)."""
 
 LLAMA4 = FlashInferRouting("Llama4", normalizes=False, most=1)
-"""Top-1, then a sigmoid, whose value multiplies the expert's input."""
+"""Top-1, then a sigmoid whose value multiplies the expert's input."""
 
 MOST_EXPERTS = 2048
-"""Of a layer."""
+"""Maximum number of experts in a layer."""
 
 MOST_GROUPS_CHOSEN, MOST_IN_A_GROUP = 4, 32
-"""Limits of the routing by groups."""
+"""Limits of group-limited routing."""
 
 
 def method_of(routing: Routing) -> FlashInferRouting | None:
-    """The kernels' own routing method for `routing`; None where none computes it."""
+    """The fused routing method for `routing`; None if it is not supported."""
     if routing.hashed or routing.expert_scale:
         return None
     if routing.weight_on_input:
@@ -139,7 +140,7 @@ def method_of(routing: Routing) -> FlashInferRouting | None:
 
 
 def unrouted(problem: MoEProblem) -> str:
-    """Why no kernel routes `problem` by itself, a clause; empty when one does."""
+    """Why no kernel can fuse the routing of `problem`, as a clause; empty if one can."""
     routing = problem.routing
     method = method_of(routing)
     if method is None:
@@ -162,18 +163,18 @@ def unrouted(problem: MoEProblem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferKernel:
-    """One pair of number formats that a backend computes.
+    """A supported pair of number formats.
 
     Attributes:
         weight, act: the formats.
-        layout: of the weights.
-        gated, ungated: names of activation functions.
-        numbers: alpha, beta and limit of SwiGLU reach the kernel.
-        bias: expert biases do.
-        routed: the function of ``flashinfer.fused_moe`` that takes expert ids and weights.
-        logits: the one that takes router logits; empty where there is none.
-        weight_on_input: the kernel multiplies tokens by the router's weight on request.
-        dtypes: of the model.
+        layout: layout of the weights.
+        gated, ungated: supported activation functions.
+        numbers: alpha, beta and limit of SwiGLU are passed to the kernel.
+        bias: supports expert biases.
+        routed: function of ``flashinfer.fused_moe`` for given expert ids and weights.
+        logits: function that takes router logits; empty if there is none.
+        weight_on_input: the kernel can multiply tokens by the router's weight.
+        dtypes: supported model dtypes.
     """
 
     weight: WeightFormat
@@ -188,19 +189,19 @@ class FlashInferKernel:
     weight_on_input: bool = False
     dtypes: frozenset[str] = frozenset(("bf16",))
 
-    def serves(self, weight: WeightFormat, act: ActFormat) -> bool:
-        """True for its weights and for activations of its format."""
+    def supports(self, weight: WeightFormat, act: ActFormat) -> bool:
+        """True for its weight format and activation format."""
         same = (act.block, act.dynamic) == (self.act.block, self.act.dynamic)
         return self.weight == weight and self.act.name == act.name and (same or act.name not in _IN_BLOCKS)
 
     @property
     def names(self) -> str:
-        """Both formats in words."""
+        """Both formats as a phrase."""
         return f"{self.weight} x {self.act}"
 
 
 _IN_BLOCKS = frozenset(("fp8", "int8"))
-"""Activation formats that their name alone does not tell."""
+"""Activation formats for which blocks and static scales are also compared."""
 
 FP8_128 = ActFormat("fp8", 8, (1, 128))
 FP8_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
@@ -239,7 +240,7 @@ TRTLLM: tuple[FlashInferKernel, ...] = (
     ),
     _trtllm(BF16, A16, "trtllm-bf16", _BF16, _STEP, ungated=_RELU2),
 )
-"""TRT-LLM's generated kernels, SM100 and newer of that family."""
+"""TRT-LLM's generated kernels for SM100 and SM103."""
 
 _CUTLASS_GATED = frozenset(GATED)
 _CUTLASS_UNGATED = frozenset(UNGATED)
@@ -273,27 +274,27 @@ CUTLASS: tuple[FlashInferKernel, ...] = (
         numbers=False,
     ),
 )
-"""CUTLASS kernels of SM90. With FP8 blocks the kernel quantizes tokens itself."""
+"""CUTLASS kernels for SM90. With FP8 blocks the kernel quantizes the tokens itself."""
 
 
 def kernel_of(
     kernels: Iterable[FlashInferKernel], weight: WeightFormat, act: ActFormat
 ) -> FlashInferKernel | None:
-    """The row of `kernels` for a pair of formats; None where there is none."""
-    return next((kernel for kernel in kernels if kernel.serves(weight, act)), None)
+    """The entry of `kernels` for a pair of formats, or None."""
+    return next((kernel for kernel in kernels if kernel.supports(weight, act)), None)
 
 
 def refusal(kernel: FlashInferKernel, problem: MoEProblem, *, logits: bool = False) -> str:
-    """Why `kernel` cannot compute `problem`, of whose formats it is, a clause; empty when it can.
+    """Why `kernel` does not support `problem`, whose formats it has, as a clause; empty if it does.
 
-    `logits`: it is asked to route by itself.
+    With `logits`, the kernel has to do the routing, too.
     """
-    why = next((why for question in QUESTIONS if (why := question(kernel, problem))), "")
-    return why or (unrouted(problem) or unweighted_input(kernel, problem) if logits else "")
+    reason = next((reason for check in CHECKS if (reason := check(kernel, problem))), "")
+    return reason or (unrouted(problem) or unweighted_input(kernel, problem) if logits else "")
 
 
 def unfit_activation(kernel: FlashInferKernel, problem: MoEProblem) -> str:
-    """Why the layer's activation function is not computed, a clause."""
+    """Why the layer's activation function is not supported, as a clause."""
     activation = problem.activation
     known = kernel.gated if activation.gated else kernel.ungated
     function = function_of(activation)
@@ -311,12 +312,12 @@ def unfit_activation(kernel: FlashInferKernel, problem: MoEProblem) -> str:
 
 
 def unfit_bias(kernel: FlashInferKernel, problem: MoEProblem) -> str:
-    """Why the layer's expert biases are not added, a clause."""
+    """Why the layer's expert biases are not supported, as a clause."""
     return f"its {kernel.names} kernels add no biases" if problem.bias and not kernel.bias else ""
 
 
 def unfit_sizes(kernel: FlashInferKernel, problem: MoEProblem) -> str:
-    """Why the layout of the weights cannot hold the layer's sizes, a clause."""
+    """Why the layout does not support the layer's sizes, as a clause."""
     dims = problem.dims
     needs = size_rule(kernel.layout, problem.scheme.weight, problem.activation.gated, dims.hidden).needs
     if dims.hidden % needs.hidden or dims.intermediate % needs.intermediate:
@@ -328,7 +329,7 @@ def unfit_sizes(kernel: FlashInferKernel, problem: MoEProblem) -> str:
 
 
 def unfit_dtype(kernel: FlashInferKernel, problem: MoEProblem) -> str:
-    """Why the model's dtype is not computed in, a clause."""
+    """Why the model's dtype is not supported, as a clause."""
     if problem.dtype in kernel.dtypes:
         return ""
     known = ", ".join(sorted(kernel.dtypes))
@@ -336,25 +337,25 @@ def unfit_dtype(kernel: FlashInferKernel, problem: MoEProblem) -> str:
 
 
 def unfit_weighting(kernel: FlashInferKernel, problem: MoEProblem) -> str:
-    """Why tokens cannot be multiplied by the router's weight before the call, a clause."""
+    """Why tokens cannot be multiplied by the router's weight before the call, as a clause."""
     if problem.routing.weight_on_input and problem.top_k > 1:
         return f"weights on the input are multiplied beforehand with top-1, the layer has top-{problem.top_k}"
     return ""
 
 
 def unweighted_input(kernel: FlashInferKernel, problem: MoEProblem) -> str:
-    """Why a kernel that routes by itself cannot multiply tokens by its weights first, a clause."""
+    """Why a kernel with fused routing cannot multiply tokens by the weights first, as a clause."""
     if not problem.routing.weight_on_input or kernel.weight_on_input:
         return ""
     return f"the router's weight on the input does not reach its {kernel.names} kernels"
 
 
 def unfit_count(kernel: FlashInferKernel, problem: MoEProblem) -> str:
-    """Why there are too many experts, a clause."""
+    """Why the number of experts is not supported, as a clause."""
     if problem.experts <= MOST_EXPERTS:
         return ""
     return f"it takes at most {MOST_EXPERTS} experts, the layer has {problem.experts}"
 
 
-QUESTIONS = (unfit_activation, unfit_bias, unfit_sizes, unfit_dtype, unfit_weighting, unfit_count)
-"""What is asked of every layer whose number formats a kernel has."""
+CHECKS = (unfit_activation, unfit_bias, unfit_sizes, unfit_dtype, unfit_weighting, unfit_count)
+"""Checks of a layer whose number formats a kernel supports."""

@@ -1,4 +1,4 @@
-"""Packages of other makers' kernels that moectl's own runners call, and how each is found."""
+"""Packages of external kernels that moectl's runners call, and how to locate them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..environment.package_probes import Probe
 
 MARLIN_LIBRARY = "_moe_C*.so"
-"""vLLM's library of MoE kernels, whose name tells how it was built."""
+"""File name pattern of vLLM's library of MoE kernels, whose suffix depends on the build."""
 
 KERNEL_PACKAGES: Mapping[str, Probe] = {
     "flashinfer": Probe(
@@ -36,20 +36,17 @@ KERNEL_PACKAGES: Mapping[str, Probe] = {
             ),
             "tllm_enums.Situ",
         ),
-        serves="TRT-LLM, CUTLASS and CuteDSL kernels",
         get="pip install flashinfer-python",
     ),
     "flashinfer_cubin": Probe(
         ("flashinfer_cubin",),
         "flashinfer-cubin",
-        serves="FlashInfer's compiled kernels",
         get="pip install flashinfer-cubin, in the version of flashinfer-python",
     ),
     "triton_kernels": Probe(
         ("triton_kernels", "vllm.third_party.triton_kernels"),
         marks=("matmul_ogs.py", "matmul.py"),
         own=("matmul_ogs.matmul_ogs", "routing.compute_expt_data"),
-        serves="OpenAI's Triton kernels for MXFP4",
         get="comes with vLLM; its source is python/triton_kernels of github.com/triton-lang/triton",
         other="Kernelize AI's package of that name on PyPI",
     ),
@@ -59,7 +56,6 @@ KERNEL_PACKAGES: Mapping[str, Probe] = {
         marks=("layer.py", "kernel", "ops"),
         symbols=("schema.HummingWeightSchema", "tune.get_heuristics_config"),
         own=("forward.humming_forward", "transform.transform_humming_tensors"),
-        serves="weight-only and 8-bit GEMMs",
         get="pip install humming-kernels",
         other="a package of that name that is not humming-kernels",
     ),
@@ -67,8 +63,7 @@ KERNEL_PACKAGES: Mapping[str, Probe] = {
         ("vllm",),
         "vllm",
         own=(MARLIN_LIBRARY,),
-        serves="Marlin's MoE kernels, called without the engine",
         get="pip install vllm==0.33.0",
     ),
 }
-"""By the name under which `Packages` lists them."""
+"""Probes by the package's name in `Packages`."""

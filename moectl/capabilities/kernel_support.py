@@ -1,4 +1,4 @@
-"""The record of what one backend's kernels compute."""
+"""`KernelSupport`: the formats, GPUs, activation functions and sizes that a backend's kernels support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..problem.moe_problem import Activation
 from ..problem.schemes import FULL, WeightFormat, int_format
 
 Compute = tuple[int, int]
-"""A compute capability: major, minor."""
+"""Compute capability: (major, minor)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class WeightSupport:
     """Weight formats that kernels read in one layout.
 
     Attributes:
-        formats: the formats; dtypes of their scales are compared by `KernelSupport.scales`.
-        layout: the layout that is read; empty where the kernels' own library makes it.
-        dtypes: of models.
-        any_act: computed with 16-bit activations whatever the checkpoint declares.
-        own_scales: the layout makes scales of whatever dtype the checkpoint's have.
+        formats: the formats; dtypes of their scales are listed in `KernelSupport.scales`.
+        layout: the layout; empty if the kernels' library prepares the weights itself.
+        dtypes: supported model dtypes.
+        any_act: computed with 16-bit activations, whatever the checkpoint declares.
+        own_scales: the layout converts scales of any dtype.
     """
 
     formats: tuple[WeightFormat, ...]
@@ -33,15 +33,15 @@ class WeightSupport:
 
 @dataclass(frozen=True, slots=True)
 class KernelSupport:
-    """What one backend's kernels compute.
+    """What the kernels of one backend support.
 
     Attributes:
-        weights: the weight formats, by layout.
-        lowest, highest: compute capabilities that the kernels run on; None is no upper bound.
-        gated, ungated: activation functions of experts with and without a gate.
-        scales: safetensors dtypes of the scales that are read; None for any.
-        multiple: what divides the hidden and the intermediate size.
-        weight_on_input: tokens may be multiplied by the router's weight before the first GEMM.
+        weights: weight formats, by layout.
+        lowest, highest: range of compute capabilities; None for no upper bound.
+        gated, ungated: activation functions for experts with and without a gate.
+        scales: safetensors dtypes of the scales; None for any.
+        multiple: required divisor of the hidden and the intermediate size.
+        weight_on_input: tokens can be multiplied by the router's weight before the first GEMM.
     """
 
     weights: tuple[WeightSupport, ...]
@@ -55,17 +55,17 @@ class KernelSupport:
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
-        """Every weight format that is read."""
+        """Every supported weight format."""
         return tuple(format for row in self.weights for format in row.formats)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the weight formats, each once."""
+        """Names of the weight formats, without repeats."""
         return tuple(dict.fromkeys(format.name for format in self.formats))
 
     @property
     def groups(self) -> str:
-        """Columns of a scale, in words; those of whole rows left out."""
+        """The group sizes in words, without whole rows."""
         *others, last = sorted({format.group for format in self.formats if format.group > 0})
         return f"{', '.join(map(str, others))} and {last}" if others else str(last)
 
@@ -75,19 +75,19 @@ class KernelSupport:
         return ".".join(map(str, self.lowest)) + ("" if self.highest else " or newer")
 
     def reads(self, weight: WeightFormat) -> bool:
-        """True when exactly this format is read; the dtype of its scales is not looked at."""
+        """True when this format is supported; the dtype of its scales is not compared."""
         return weight in self.formats
 
     def row(self, name: str) -> WeightSupport | None:
-        """The first row with a format of this name; None when there is none."""
-        return next((row for row in self.weights if any(it.name == name for it in row.formats)), None)
+        """The first row with a format of this name, or None."""
+        return next((row for row in self.weights if any(format.name == name for format in row.formats)), None)
 
-    def runs_on(self, there: Compute) -> bool:
-        """True for a GPU of compute capability `there`."""
-        return self.lowest <= there and (self.highest is None or there <= self.highest)
+    def runs_on(self, capability: Compute) -> bool:
+        """True for a GPU with this compute capability."""
+        return self.lowest <= capability and (self.highest is None or capability <= self.highest)
 
     def activation_refusal(self, activation: Activation) -> str:
-        """Why `activation` is not computed, a clause; empty when it is."""
+        """Why `activation` is not supported, as a clause; empty if it is."""
         known = self.gated if activation.gated else self.ungated
         if activation.name in known:
             return ""
@@ -96,9 +96,9 @@ class KernelSupport:
 
 
 GROUPS = (FULL, 32, 64, 128)
-"""Columns of a scale of integers; `FULL` for one scale of a whole row."""
+"""Group sizes of integer formats; `FULL` for one scale per row."""
 
 
 def integers(bits: int, zero_points: tuple[bool, ...] = (False, True)) -> tuple[WeightFormat, ...]:
-    """The integer formats of so many bits with the usual groups."""
+    """The integer formats with `bits` bits and the usual group sizes."""
     return tuple(int_format(bits, group, zero_point=zero) for group, zero in product(GROUPS, zero_points))

@@ -1,4 +1,4 @@
-"""What moectl's own kernels compute."""
+"""What moectl's own kernels support."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..problem.schemes import MXFP4
 from .kernel_support import KernelSupport, WeightSupport, integers
 
 GATED, UNGATED = ("silu", "swigluoai", "gelu_tanh"), ("relu2",)
-"""Activation functions of moectl's device code, which also runs between the GEMMs of other projects."""
+"""Activation functions of moectl's device code, which is also used with the GEMMs of other projects."""
 
 TRITON = KernelSupport(
     (WeightSupport((MXFP4, *integers(4), *integers(8)), "moectl-mtile64"),),
@@ -21,4 +21,4 @@ TRITON_MARLIN = KernelSupport(
     scales=frozenset(("BF16", "F16")),
 )
 TORCH_PLATFORMS = {"cuda": "cuda", "rocm": "cuda", "cpu": "cpu"}
-"""Where the backends in plain torch run, and what torch calls it. They decode every weight format."""
+"""Platforms of the plain torch backends, by torch's device type. They support every weight format."""

@@ -1,4 +1,4 @@
-"""The folder of unpacked libraries that ``MOECTL_PEERS`` names, for those that are not installed."""
+"""Libraries unpacked in the directory ``MOECTL_PEERS`` instead of installed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..errors import UsageError
 from .kernel_packages import KERNEL_PACKAGES, MARLIN_LIBRARY
 
 VARIABLE = "MOECTL_PEERS"
-"""Names the folder: packages as they lie in their wheels, an unpacked vLLM wheel, or parts of one."""
+"""Environment variable with the directory: packages from wheels, an unpacked vLLM wheel, or parts of one."""
 
 PREFIX = f"{VARIABLE}/"
-"""Before the name of a package that is in the folder, so that nobody takes it for an installed one."""
+"""Prefix of the names of unpacked packages, which distinguishes them from installed ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a library lies in the folder.
+class LibraryLocation:
+    """Where to find a library in the directory.
 
     Attributes:
-        folders: of its package, relative to the folder; the first that is there and has a mark counts.
+        folders: candidate directories of its package; the first with one of the marks is used.
         marks: files of which the real package has at least one.
-        files: patterns of its files, where it is not a package that Python imports.
+        files: patterns of its files, for libraries that are not Python packages.
     """
 
     folders: tuple[str, ...] = ()
@@ -36,20 +36,20 @@ class Place:
 
 
 MARLIN_FILES = (MARLIN_LIBRARY, f"vllm/{MARLIN_LIBRARY}", "moe_C.so.xz")
-"""vLLM's library of MoE kernels: by itself, in an unpacked wheel, or compressed."""
+"""vLLM's library of MoE kernels: on its own, in an unpacked wheel, or compressed."""
 
-PLACES: Mapping[str, Place] = {
-    "vllm": Place(files=MARLIN_FILES),
-    "humming": Place(("humming",), KERNEL_PACKAGES["humming"].marks),
-    "triton_kernels": Place(
+LOCATIONS: Mapping[str, LibraryLocation] = {
+    "vllm": LibraryLocation(files=MARLIN_FILES),
+    "humming": LibraryLocation(("humming",), KERNEL_PACKAGES["humming"].marks),
+    "triton_kernels": LibraryLocation(
         ("triton_kernels", "vllm/third_party/triton_kernels"), KERNEL_PACKAGES["triton_kernels"].marks
     ),
 }
-"""Libraries that may lie in the folder, by the name of their package."""
+"""Supported libraries by package name."""
 
 
 def peers_folder(env: Mapping[str, str] | None = None) -> Path | None:
-    """The folder that ``MOECTL_PEERS`` names; None when it is not set, UsageError when it is no folder."""
+    """The directory ``MOECTL_PEERS``; None if it is not set, UsageError if it is not a directory."""
     named = (os.environ if env is None else env).get(VARIABLE, "")
     if not named:
         return None
@@ -63,48 +63,48 @@ def peers_folder(env: Mapping[str, str] | None = None) -> Path | None:
 
 
 def find_peer(name: str, folder: Path | None) -> Path | None:
-    """The package folder or the library file of `name` in `folder`; None when it is not there."""
+    """The package directory or library file of `name` in `folder`, or None."""
     if folder is None:
         return None
-    place = PLACES[name]
-    for inside in place.folders:
-        found = folder / inside
-        if any((found / mark).exists() for mark in place.marks):
-            return found
-    return next((file for pattern in place.files for file in sorted(folder.glob(pattern))), None)
+    location = LOCATIONS[name]
+    for relative in location.folders:
+        package = folder / relative
+        if any((package / mark).exists() for mark in location.marks):
+            return package
+    return next((file for pattern in location.files for file in sorted(folder.glob(pattern))), None)
 
 
 def find_peers(folder: Path | None) -> tuple[InstalledPackage, ...]:
-    """What the folder has, called `PREFIX` and the name of the package; nothing of it is imported."""
-    found = []
-    for name in PLACES:
-        place = find_peer(name, folder)
-        if place is not None:
-            lacks = lacking(KERNEL_PACKAGES[name], place) if place.is_dir() else ()
-            found.append(InstalledPackage(PREFIX + name, name, _version(name, place), str(place), lacks))
-    return tuple(found)
+    """The libraries in the directory, named with `PREFIX`; nothing is imported."""
+    packages = []
+    for name in LOCATIONS:
+        path = find_peer(name, folder)
+        if path is not None:
+            lacks = lacking(KERNEL_PACKAGES[name], path) if path.is_dir() else ()
+            packages.append(InstalledPackage(PREFIX + name, name, _version(name, path), str(path), lacks))
+    return tuple(packages)
 
 
-def _version(name: str, place: Path) -> str:
-    """What the package says of itself, or the metadata beside it; else a hash of what is there.
+def _version(name: str, path: Path) -> str:
+    """The version in the package's source or in the metadata next to it, else a hash of its files.
 
-    A library file has no version of its own and is always told by its hash: times that were taken with one
-    build must not pass for another's. Empty where files cannot be read.
+    A library file is always identified by its hash, so that times measured with one build are not used for
+    another. Empty if the files cannot be read.
     """
-    if place.is_file():
-        return _hash((place,), place.parent)
+    if path.is_file():
+        return _hash((path,), path.parent)
     stem = KERNEL_PACKAGES[name].distribution.replace("-", "_")
-    beside = sorted(place.parent.glob(f"{stem}-*.dist-info")) if stem else []
-    said = beside[-1].name.removesuffix(".dist-info").rpartition("-")[2] if beside else ""
-    return source_version(place) or said or _hash(tuple(sorted(place.rglob("*.py"))), place)
+    metadata = sorted(path.parent.glob(f"{stem}-*.dist-info")) if stem else []
+    version = metadata[-1].name.removesuffix(".dist-info").rpartition("-")[2] if metadata else ""
+    return source_version(path) or version or _hash(tuple(sorted(path.rglob("*.py"))), path)
 
 
 HASHED = "sha256:"
-"""Before the first digits of a hash that stands for a version."""
+"""Prefix of a hash that replaces a version."""
 
 
 def _hash(files: tuple[Path, ...], folder: Path) -> str:
-    """`HASHED` and 12 digits of `files`, by their names in `folder`; empty where one cannot be read."""
+    """`HASHED` and 12 digits of a hash of names and contents of `files`; empty if one cannot be read."""
     try:
         stats = [file.stat() for file in files]
         stamps = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
@@ -115,18 +115,18 @@ def _hash(files: tuple[Path, ...], folder: Path) -> str:
 
 @lru_cache(maxsize=16)
 def _digest(files: tuple[Path, ...], folder: Path, stamps: tuple[tuple[int, int], ...]) -> str:
-    """12 digits that change with any of `files`, which are read once as long as their `stamps` stay."""
-    found = hashlib.sha256()
+    """12 digits of a hash of `files`, cached until one of their `stamps` (size, time) changes."""
+    digest = hashlib.sha256()
     for file, (size, _) in zip(files, stamps, strict=True):
-        found.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
-        with file.open("rb") as opened:
-            while block := opened.read(1 << 20):
-                found.update(block)
-    return found.hexdigest()[:12]
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
+        with file.open("rb") as content:
+            while block := content.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()[:12]
 
 
 def library_file(folder: Path | None) -> Path | None:
-    """vLLM's library of MoE kernels: of `folder`, else of the vLLM that is installed; None without one."""
+    """vLLM's library of MoE kernels in `folder`, else in an installed vLLM; None if there is none."""
     installed = package_folder("vllm")
     files = sorted(installed.glob(MARLIN_LIBRARY)) if installed else []
     return find_peer("vllm", folder) or next(iter(files), None)

@@ -1,4 +1,4 @@
-"""Reading checkpoints: config, quantization description and safetensors headers, no weights."""
+"""Reading checkpoints: config, quantization config and safetensors headers, but no weights."""
 
 from ..files.safetensors_header import read_header
 from ..files.tensor_table import TensorInfo

@@ -1,4 +1,4 @@
-"""What a checkpoint is, once read: tensors by name, and groups of equal MoE layers."""
+"""An opened checkpoint: config, tensors by name, and groups of equal MoE layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .tensors.storage import Storage
 class Origin:
     """Where a checkpoint was found: `kind` is folder, config, cache, hub or catalogue.
 
-    `note` says why an earlier place of the search was passed over, and what is not all there: weights
-    that a cache or folder lacks, tensors that the catalogue does not list.
+    `note` tells why an earlier step of the search was skipped, and what is incomplete: weights missing from
+    a cache or directory, tensors that the catalogue does not list.
     """
 
     kind: str
@@ -31,15 +31,17 @@ class Origin:
 class ExpertNames:
     """Name templates of one layer group's tensors, by role.
 
-    `experts` maps a role to a template with ``{layer}`` and, for per-expert tensors, ``{expert}``.
-    Matrices: ``w13`` (gate and up in one) or ``w1`` (gate, or the only one of experts without a gate) and
-    ``w3`` (up); ``w2`` (down). Each also with ``_scale``, ``_global`` (the scale of its scales),
-    ``_input`` (activations' scale), ``_prequant`` (smoothing of activations), ``_zero``, ``_order``,
-    ``_shape``, ``_bias``.
-    `router` has ``weight`` and where present ``bias``, ``correction_bias``, ``hash`` (expert ids by token
-    id), ``expert_scale``, ``input_scale``; ``packed`` stands for the weight of a quantized router.
-    `shared` has the shared experts' matrices likewise and their ``gate``; `latent` the projections
-    ``in`` and ``out`` of experts with a hidden size of their own, and the ``norm`` between.
+    Attributes:
+        experts: templates with ``{layer}`` and, for per-expert tensors, ``{expert}``. Matrices are ``w13``
+            (gate and up fused) or ``w1`` (gate, or the first matrix of experts without one) and ``w3``
+            (up), and ``w2`` (down). Suffixes: ``_scale``, ``_global`` (scale of the scales), ``_input``
+            (activation scale), ``_prequant`` (activation smoothing), ``_zero``, ``_order``, ``_shape``,
+            ``_bias``.
+        router: ``weight`` (``packed`` for a quantized router), ``bias``, ``correction_bias``, ``hash``
+            (expert ids by token id), ``expert_scale``, ``input_scale``.
+        shared: the matrices of the shared experts, and their ``gate``.
+        latent: the projections ``in`` and ``out`` of experts with a different hidden size than the model,
+            and the ``norm`` between them.
     """
 
     experts: Mapping[str, str]
@@ -50,11 +52,17 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers whose MoE is the same problem. `sources` says where each field of it comes from:
-    ``config:KEY``, ``config:no KEY``, ``header:TENSOR``, ``family:NAME`` (a rule of the architecture),
-    ``asked`` (an option of the command line) or ``assumed``. `storage` is how the experts' tensors are
-    stored, None when only a config was read. `shared_dtype` is the safetensors dtype of the shared experts'
-    weights, which may be stored unlike the routed ones.
+    """MoE layers with the same problem, tensor names and storage.
+
+    Attributes:
+        layers: layer indices.
+        problem: their common MoE problem.
+        names: tensor name templates.
+        sources: source of each field of `problem`: ``config:KEY``, ``config:no KEY``, ``header:TENSOR``,
+            ``family:NAME`` (a rule of the architecture), ``asked`` (a command-line option) or ``assumed``.
+        notes: sentences for the user.
+        shared_dtype: safetensors dtype of the shared experts' weights, which may differ from the routed.
+        storage: storage of the experts' tensors; None when only a config was read.
     """
 
     layers: tuple[int, ...]
@@ -77,7 +85,7 @@ class LayerGroup:
 class Checkpoint:
     """A checkpoint's config, checked tensor headers and MoE layer groups; no weights.
 
-    `folder` is None when the tensors' data are not on this machine (config only, Hub, catalogue).
+    `folder` is None when the weights are not on this machine (config only, Hub, catalogue).
     """
 
     config: Mapping[str, Any]
@@ -88,11 +96,11 @@ class Checkpoint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know before the weights are used, each once: where the config is wrong, ..."""
+        """Warnings to read before using the weights, without repeats, such as errors in the config."""
         return tuple(dict.fromkeys(note for group in self.groups for note in group.notes))
 
     def group_of(self, layer: int | None) -> LayerGroup:
-        """The group that holds `layer`; the first group for None. KeyError when no group has it."""
+        """The group with `layer`; the first group for None. KeyError when no group has it."""
         if layer is None:
             return self.groups[0]
         for group in self.groups:

@@ -27,12 +27,12 @@ def find_source(
 ) -> LayerSource:
     """The layers of the checkpoint or the converted folder that `ref` names.
 
-    `activation` and `routing` state what a config does not say, as `parse_stated` reads them; a
+    `activation` and `routing` state what a config does not say, as `parse_assumptions` reads them; a
     converted folder says it all. Raises CheckpointError when there are no MoE layers, UsageError when
     `layer` is none of them, or a converted folder is told something.
     """
     from ..checkpoint import open_checkpoint
-    from ..checkpoint.config.user_assumptions import parse_stated
+    from ..checkpoint.config.user_assumptions import parse_assumptions
     from ..checkpoint.source.open_checkpoint import MANIFEST
 
     if (Path(ref) / MANIFEST).exists():
@@ -43,7 +43,9 @@ def find_source(
                 hint="leave it out; it goes with the checkpoint that is converted",
             )
         return ConvertedLayers(Path(ref))
-    found = CheckpointLayers(open_checkpoint(ref, offline=offline, stated=parse_stated(activation, routing)))
+    found = CheckpointLayers(
+        open_checkpoint(ref, offline=offline, assumptions=parse_assumptions(activation, routing))
+    )
     layers = found.layers()
     if not layers:
         raise CheckpointError(f"{ref} has no MoE layers", hint="`moectl explain` shows what it holds")

@@ -80,7 +80,7 @@ def described(report: "DoctorReport", environ: Mapping[str, str], paths: bool) -
             found.name: {
                 "version": found.version or None,
                 "lacks": list(found.lacks),
-                "another_of_the_name": bool(found.wrong),
+                "unrelated_package": bool(found.wrong),
                 "path": (found.path or found.wrong) if paths else None,
             }
             for found in report.packages
@@ -119,7 +119,7 @@ def written(document: dict[str, Any]) -> Iterator[str]:
         cuda = f", CUDA up to {document['driver_cuda']}" if document["driver_cuda"] else ""
         yield f"driver: {document['driver']}{cuda}"
     for name, found in document["packages"].items():
-        state = " (another package of the name)" if found["another_of_the_name"] else ""
+        state = " (another package of the name)" if found["unrelated_package"] else ""
         lacks = f", lacks {', '.join(found['lacks'])}" if found["lacks"] else ""
         where = f", {found['path']}" if found["path"] else ""
         yield f"package {name}: {found['version'] or 'found'}{state}{lacks}{where}"

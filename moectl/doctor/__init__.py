@@ -1,4 +1,4 @@
-"""The state of this machine as far as MoE layers go: what is there, what can run, what is wrong."""
+"""`moectl doctor`: what this machine has, which backends can run on it, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ __all__ = ["NOTE", "PROBLEM", "DoctorRemark", "DoctorReport", "examine"]
 
 ORDER = "CUDA_DEVICE_ORDER"
 LIBRARIES_TRIED = ("torch", "triton")
-"""Libraries that a deep look imports beside the optional packages and the engines."""
+"""Libraries that a deep check imports in addition to the optional packages and the engines."""
 
 
 def examine(env: Mapping[str, str], *, deep: bool = False) -> DoctorReport:
-    """What this machine has, and what is wrong with it, for a process with `env`.
+    """Examines this machine for a process with the environment `env`.
 
-    Nothing is imported; with `deep`, each package that is installed is imported, and torch is asked for
-    its devices, in processes of their own.
+    No package is imported. With `deep`, every installed package is imported, and torch is queried for its
+    devices, in subprocesses.
     """
     gpus = detect_gpus()
-    shown, refused = _shown(gpus, env)
+    visible, refused = _visible(gpus, env)
     peers, peers_refused = _peers(env)
-    found = (*find_all(known_packages()), *peers)
-    packages = packages_of(found, engine_variables(env))
-    device = next((gpu.device for gpu in shown if not gpu.remark), None) or detect_cpu()
+    probed = (*find_all(known_packages()), *peers)
+    packages = packages_of(probed, engine_variables(env))
+    device = next((gpu.device for gpu in visible if not gpu.remark), None) or detect_cpu()
     installed = installed_software()
     report = DoctorReport(
         software=installed,
         gpus=gpus,
-        shown=shown,
+        shown=visible,
         hidden_by=_hiding(gpus, env),
         refused=refused,
         device=device,
         driver_cuda=driver_cuda() if any(gpu.device.platform == "cuda" for gpu in gpus) else "",
-        packages=found,
+        packages=probed,
         caches=find_caches(env),
         jobs=find_jobs(env),
         variables=tuple(finding for engine in newest_engines() for finding in engine.judge(env)),
@@ -57,15 +57,15 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> DoctorReport:
             for engine in newest_engines()
             for status in backend_statuses(engine.policy, device, packages, installed.libraries)
         ),
-        imports=_imports(found) if deep else {},
+        imports=_imports(probed) if deep else {},
         torch_view=torch_view() if deep else None,
         peers_refused=peers_refused,
     )
     return replace(report, remarks=remarks_on(report, packages))
 
 
-def _shown(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
-    """GPUs that a process with `env` may use, or why that cannot be told."""
+def _visible(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs visible to a process with `env`, or why they cannot be determined."""
     try:
         return visible_gpus(gpus, env), ""
     except Unavailable as error:
@@ -73,7 +73,7 @@ def _shown(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[Gpu, ..
 
 
 def _peers(env: Mapping[str, str]) -> tuple[tuple[InstalledPackage, ...], str]:
-    """What the folder of unpacked libraries has, or why it cannot be told."""
+    """The unpacked libraries, or why their directory cannot be used."""
     try:
         return find_peers(peers_folder(env)), ""
     except UsageError as error:
@@ -81,14 +81,14 @@ def _peers(env: Mapping[str, str]) -> tuple[tuple[InstalledPackage, ...], str]:
 
 
 def _hiding(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that hide or order GPUs, as set."""
+    """The variables that hide or order GPUs, as set."""
     names = [name for gpu in gpus[:1] for name in VISIBILITY[gpu.device.platform]]
     return {name: env[name] for name in (*names, ORDER) if name in env}
 
 
-def _imports(found: tuple[InstalledPackage, ...]) -> dict[str, str]:
-    """Why each package that is installed cannot be imported; empty for one that can."""
-    modules = {one.name: one.module for one in found if one.present and one.name not in TOOLS}
+def _imports(packages: tuple[InstalledPackage, ...]) -> dict[str, str]:
+    """Why each installed package cannot be imported, by name; empty for one that can."""
+    modules = {item.name: item.module for item in packages if item.present and item.name not in TOOLS}
     engines = tuple(engine.package for engine in newest_engines() if engine.package)
     modules |= {name: name for name in (*LIBRARIES_TRIED, *engines) if package_folder(name)}
     return {name: try_import(module) for name, module in modules.items()}

@@ -1,4 +1,4 @@
-"""The state of a machine as far as MoE layers go, and what is wrong with it."""
+"""`DoctorReport`: the state of a machine and the remarks on it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .runnable_backends import BackendStatus
 from .software import Software, TorchView
 
 PROBLEM, NOTE = "problem", "note"
-"""How much a `DoctorRemark` weighs: something to mend, or something to know."""
+"""Levels of a `DoctorRemark`: something to fix, or something to know."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorRemark:
-    """One sentence about the machine, with what to do about it."""
+    """One sentence about the machine, and how to fix it."""
 
     level: str
     about: str
@@ -31,18 +31,18 @@ class DoctorRemark:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Everything that was found.
+    """The result of an examination.
 
     Attributes:
-        gpus: every GPU; `shown` those that this process may use, in its order.
+        gpus: every GPU; `shown` those visible to this process, in its order.
         hidden_by: variables that hide or order GPUs, as set.
-        refused: why `shown` could not be told, such as a variable that asks for too much.
-        device: what a decision would be made for.
-        driver_cuda: highest CUDA version that the driver runs.
-        packages: optional packages and tools, present or not.
-        imports: with a deep look, why a package cannot be imported, by name; empty for one that can.
-        torch_view: with a deep look, what torch says of its devices.
-        peers_refused: why the folder of unpacked libraries could not be looked into.
+        refused: why `shown` could not be determined, such as a variable that names an unknown GPU.
+        device: the device that decisions are made for.
+        driver_cuda: highest CUDA version that the driver supports.
+        packages: optional packages and tools, whether installed or not.
+        imports: with a deep check, why a package cannot be imported, by name; empty for one that can.
+        torch_view: with a deep check, the devices that torch reports.
+        peers_refused: why the directory of unpacked libraries could not be used.
     """
 
     software: Software
@@ -64,12 +64,12 @@ class DoctorReport:
 
     @property
     def problems(self) -> tuple[DoctorRemark, ...]:
-        """What should be mended."""
+        """The remarks on something to fix."""
         return tuple(remark for remark in self.remarks if remark.level == PROBLEM)
 
     @property
     def driver(self) -> str:
-        """The driver's version; empty without GPUs, or where it does not say."""
+        """The driver's version; empty if unknown."""
         return next((gpu.driver for gpu in self.gpus if gpu.driver), "")
 
     def installed(self, name: str) -> InstalledPackage:
@@ -77,11 +77,11 @@ class DoctorReport:
         return next(found for found in self.packages if found.name == name)
 
     def odd_variables(self) -> Iterator[VariableFinding]:
-        """Variables that do not do what was meant."""
+        """Variables that do not do what was intended."""
         return (finding for finding in self.variables if finding.verdict != SET)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: everything that is shown, and more."""
+        """The complete report as JSON values."""
         return {
             "software": to_json(self.software),
             "driver": self.driver,

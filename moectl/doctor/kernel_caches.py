@@ -1,4 +1,4 @@
-"""Folders in which kernels are kept once they are compiled, and how many compilers may run at once."""
+"""Caches of compiled kernels, and the number of compilers that can run concurrently."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..oracle.engine import CacheFolder
 from ..oracle.registry import newest_engines
 
 SECONDS, FILES = 2.0, 200_000
-"""How long, and how many files, one folder is counted for; beyond that its size is a lower bound."""
+"""Limits on scanning one directory; beyond them its size is a lower bound."""
 
 ROOMY = 2 << 30
-"""Bytes of free space below which compiled kernels may not fit."""
+"""Free space below which compiled kernels may not fit, bytes."""
 
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "fuse.sshfs", "9p", "wekafs")
-"""File systems on which thousands of small files, and locks on them, are slow."""
+"""File systems that are slow with thousands of small files and locks."""
 
 JOB_BYTES = 6 << 30
-"""Memory that one compiler of a CUTLASS kernel may take."""
+"""Memory needed to compile one CUTLASS kernel."""
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -36,7 +36,7 @@ Env = Mapping[str, str]
 
 
 def cache_path(folder: CacheFolder, env: Env) -> Path:
-    """Where the cache is for a process with `env`."""
+    """The cache's directory for a process with `env`."""
     if named := env.get(folder.variable):
         return Path(named).expanduser() / folder.below
     home = env.get("HOME") or str(Path.home())
@@ -46,7 +46,7 @@ def cache_path(folder: CacheFolder, env: Env) -> Path:
 
 
 def _inductor() -> str:
-    """Where torch keeps compiled kernels: a folder of the user's among the temporary ones."""
+    """The default cache of torch inductor: a user's directory in the temporary directory."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):
@@ -63,21 +63,21 @@ CACHES = (
     CacheFolder("b12x", "B12X_COMPILE_CACHE_DIR", "@cache/b12x/compile"),
     CacheFolder("AITER", "AITER_JIT_DIR", "~/.aiter/jit"),
 )
-"""Caches of compiled kernels that a MoE layer may go through in any engine."""
+"""Caches of compiled kernels that MoE layers use in any engine."""
 
 DRIVER = CacheFolder("CUDA driver", "CUDA_CACHE_PATH", "~/.nv/ComputeCache")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCache:
-    """One cache as it is.
+    """The state of one cache.
 
     Attributes:
-        name, variable: what writes it, and the variable that moves it.
-        path: where it is; `there` tells whether it has been made.
-        files, nbytes: what is in it; lower bounds unless `counted`.
-        writable: whether this process may write to it, or make it.
-        free: bytes left on its file system; `filesystem` its type, empty where that is not known.
+        name, variable: the program that writes it, and the variable that sets its path.
+        path: its directory; `there` is whether it exists.
+        files, nbytes: number and size of its files; lower bounds unless `counted`.
+        writable: whether this process can write to it, or create it.
+        free: free space on its file system in bytes; `filesystem` is the type, empty if unknown.
     """
 
     name: str
@@ -93,24 +93,24 @@ class KernelCache:
 
     @property
     def remote(self) -> bool:
-        """True on a file system of another machine."""
+        """True on a network file system."""
         return self.filesystem in NETWORK
 
 
 def find_caches(env: Env) -> tuple[KernelCache, ...]:
-    """Every cache of `CACHES`, of the engines and of the driver, with `env`."""
+    """The caches in `CACHES`, of the engines and of the driver, for a process with `env`."""
     mounts = _mounts()
     engines = (folder for engine in newest_engines() for folder in engine.caches)
     return tuple(_cache(folder, cache_path(folder, env), mounts) for folder in (*CACHES, *engines, DRIVER))
 
 
-def _cache(place: CacheFolder, path: Path, mounts: list[tuple[str, str]]) -> KernelCache:
+def _cache(location: CacheFolder, path: Path, mounts: list[tuple[str, str]]) -> KernelCache:
     there = path.is_dir()
     nearest = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
     files, nbytes, counted = _count(path) if there else (0, 0, True)
     return KernelCache(
-        place.name,
-        place.variable,
+        location.name,
+        location.variable,
         str(path),
         there,
         files,
@@ -123,7 +123,7 @@ def _cache(place: CacheFolder, path: Path, mounts: list[tuple[str, str]]) -> Ker
 
 
 def _count(folder: Path) -> tuple[int, int, bool]:
-    """Files and bytes below `folder`, and whether all of them were counted."""
+    """Number and total size of the files below `folder`, and whether all of them were counted."""
     files = nbytes = 0
     end = time.monotonic() + SECONDS
     for size in _sizes(folder):
@@ -134,7 +134,7 @@ def _count(folder: Path) -> tuple[int, int, bool]:
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Size of every file below `folder`; what vanishes or may not be read is left out."""
+    """Size of every file below `folder`; files that vanish or cannot be read are skipped."""
     for root, _, names in os.walk(folder):
         for name in names:
             try:
@@ -144,25 +144,25 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 
 def _mounts() -> list[tuple[str, str]]:
-    """(mount point, file system type), the longest mount points first."""
+    """(mount point, file system type), longest mount points first."""
     rows = [line.split() for line in _read(PROC / "mounts").splitlines()]
-    found = [(row[1].replace("\\040", " "), row[2]) for row in rows if len(row) > 2]
-    return sorted(found, key=lambda mount: -len(mount[0]))
+    mounts = [(row[1].replace("\\040", " "), row[2]) for row in rows if len(row) > 2]
+    return sorted(mounts, key=lambda mount: -len(mount[0]))
 
 
 def _filesystem(path: Path, mounts: list[tuple[str, str]]) -> str:
-    place = path.resolve()
-    return next((kind for point, kind in mounts if place.is_relative_to(point)), "")
+    resolved = path.resolve()
+    return next((kind for point, kind in mounts if resolved.is_relative_to(point)), "")
 
 
 @dataclass(frozen=True, slots=True)
 class CompilerJobs:
-    """How many compilers may run at once.
+    """The number of compilers that can run concurrently.
 
     Attributes:
-        cores: that this process may use; `memory` bytes that it may still take, 0 where unknown.
-        safe: as many as both allow, `JOB_BYTES` each.
-        asked: ``MAX_JOBS`` as it is set; empty: one for each core.
+        cores: usable cores; `memory` is the available memory in bytes, 0 if unknown.
+        safe: number that both allow, with `JOB_BYTES` each.
+        asked: ``MAX_JOBS`` as set; empty for one per core.
     """
 
     cores: int
@@ -172,23 +172,23 @@ class CompilerJobs:
 
     @property
     def too_many(self) -> bool:
-        """True when more would run than memory allows."""
+        """True when more compilers would run than memory allows."""
         return (int(self.asked) if self.asked.isdigit() else self.cores) > self.safe
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, every field."""
+        """The fields as JSON values."""
         return {**to_json(self), "too_many": self.too_many}
 
 
 def find_jobs(env: Env) -> CompilerJobs:
-    """Compilers that may run at once here: by cores and by memory, a container's limits included."""
+    """How many compilers can run concurrently, by cores and memory, including a container's limits."""
     cores, memory = _cores(), _memory()
     safe = max(1, min(cores, memory // JOB_BYTES)) if memory else cores
     return CompilerJobs(cores, memory, safe, env.get("MAX_JOBS", ""))
 
 
 def _cores() -> int:
-    """Cores that this process may use; a container's quota counts."""
+    """Usable cores, including a container's quota."""
     quota = _read(CGROUP / "cpu.max").split()
     if len(quota) == 2 and all(word.isdigit() for word in quota) and int(quota[1]):
         return max(1, min(usable_cores(), int(quota[0]) // int(quota[1])))
@@ -196,9 +196,9 @@ def _cores() -> int:
 
 
 def _memory() -> int:
-    """Bytes that this process may still take: what is free here, or what its container leaves."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(PROC / "meminfo"), re.MULTILINE)
-    free = int(found[1]) << 10 if found else 0
+    """Available memory in bytes, including a container's limit."""
+    match = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(PROC / "meminfo"), re.MULTILINE)
+    free = int(match[1]) << 10 if match else 0
     limit, used = _read(CGROUP / "memory.max").strip(), _read(CGROUP / "memory.current").strip()
     if limit.isdigit() and used.isdigit():
         return min(free, max(0, int(limit) - int(used)))
@@ -206,7 +206,7 @@ def _memory() -> int:
 
 
 def _read(file: Path) -> str:
-    """The file's text; empty on systems that have no such file."""
+    """The file's text; empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

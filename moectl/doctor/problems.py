@@ -1,4 +1,4 @@
-"""What is wrong with a machine: one function for each subject, all in one table."""
+"""The checks of `moectl doctor`, one function per subject."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ..capabilities.unpacked_libraries import VARIABLE
 from ..environment.gpus import cut_short
-from ..environment.installed_packages import another_of_the_name
+from ..environment.installed_packages import unrelated_package
 from ..environment.packages import Packages
 from ..oracle.engine import Engine
 from ..oracle.registry import known_packages, newest_engines
@@ -15,9 +15,9 @@ from .kernel_caches import JOB_BYTES, ROOMY
 
 
 def remarks_on(report: DoctorReport, packages: Packages) -> tuple[DoctorRemark, ...]:
-    """Every remark on `report`, problems first; `packages` are those that a decision counts on."""
-    found = [remark for check in CHECKS for remark in check(report, packages)]
-    return tuple(sorted(found, key=lambda remark: remark.level != PROBLEM))
+    """Every remark on `report`, problems first; `packages` are the packages that decisions depend on."""
+    remarks = [remark for check in CHECKS for remark in check(report, packages)]
+    return tuple(sorted(remarks, key=lambda remark: remark.level != PROBLEM))
 
 
 def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
@@ -25,9 +25,7 @@ def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
         yield DoctorRemark(PROBLEM, "GPUs", report.refused)
     elif ignored := cut_short(report.gpus, report.hidden_by):
         names = ", ".join(name for name in report.hidden_by if name != "CUDA_DEVICE_ORDER")
-        yield DoctorRemark(
-            PROBLEM, "GPUs", f"{names} lists {', '.join(ignored)}, which do not count: no such GPU"
-        )
+        yield DoctorRemark(PROBLEM, "GPUs", f"{names} lists {', '.join(ignored)}, ignored: no such GPU")
     for gpu in report.gpus:
         if gpu.remark:
             yield DoctorRemark(
@@ -36,8 +34,8 @@ def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
     if not report.gpus:
         yield DoctorRemark(NOTE, "GPUs", "no GPU was found: decisions are made for the CPU")
     elif not report.shown and not report.refused:
-        said = ", ".join(f"{name}={value!r}" for name, value in report.hidden_by.items())
-        yield DoctorRemark(NOTE, "GPUs", f"every GPU is hidden by {said}")
+        settings = ", ".join(f"{name}={value!r}" for name, value in report.hidden_by.items())
+        yield DoctorRemark(NOTE, "GPUs", f"every GPU is hidden by {settings}")
     kinds = {gpu.device.name for gpu in report.gpus}
     by_name = any(value.startswith(("GPU-", "MIG-")) for value in report.hidden_by.values())
     nvidia = any(gpu.device.platform == "cuda" for gpu in report.gpus)
@@ -55,14 +53,14 @@ def _torch(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
     if not software.torch_built:
         yield DoctorRemark(PROBLEM, "torch", "torch is not installed", "pip install torch")
         return
-    wanted = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}.get(report.device.platform, "")
-    if wanted and not software.torch_built.startswith(wanted):
+    platform = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}.get(report.device.platform, "")
+    if platform and not software.torch_built.startswith(platform):
         yield DoctorRemark(
             PROBLEM,
             "torch",
             f"torch {software.libraries.get('torch', '')} is built for {software.torch_built}, "
             f"the device is {report.device.name}",
-            f"install a build of torch for {wanted}",
+            f"install a build of torch for {platform}",
         )
     if _newer(software.torch_cuda, report.driver_cuda):
         yield DoctorRemark(
@@ -74,9 +72,9 @@ def _torch(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
         )
 
 
-def _newer(wanted: str, there: str) -> bool:
-    """True when the major CUDA version `wanted` is above the driver's; minor ones are compatible."""
-    return bool(wanted and there) and int(wanted.split(".")[0]) > int(there.split(".")[0])
+def _newer(built: str, driver: str) -> bool:
+    """True when CUDA `built` has a higher major version than the driver's; minor versions are compatible."""
+    return bool(built and driver) and int(built.split(".")[0]) > int(driver.split(".")[0])
 
 
 def _engine(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
@@ -87,24 +85,24 @@ def _engine(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
 
 
 def _packages(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
-    known = known_packages()
-    for found in report.packages:
-        probe = known.get(found.name)
+    probes = known_packages()
+    for package in report.packages:
+        probe = probes.get(package.name)
         if probe is None:
             continue
-        if found.wrong:
+        if package.wrong:
             yield DoctorRemark(
                 PROBLEM,
-                found.name,
-                another_of_the_name(found),
-                f"pip uninstall {found.name}; the real one: {probe.get}",
+                package.name,
+                unrelated_package(package),
+                f"pip uninstall {package.name}; the real one: {probe.get}",
             )
-        lacks = [symbol for symbol in found.lacks if symbol not in probe.own]
+        lacks = [symbol for symbol in package.lacks if symbol not in probe.own]
         if lacks:
             yield DoctorRemark(
                 PROBLEM,
-                found.name,
-                f"{found.name} {found.version} lacks {', '.join(lacks)}",
+                package.name,
+                f"{package.name} {package.version} lacks {', '.join(lacks)}",
                 f"update it: {probe.get}",
             )
 
@@ -181,7 +179,7 @@ def _caches(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
             yield DoctorRemark(
                 NOTE,
                 "caches",
-                f"{cache.name}'s kernels lie on {cache.filesystem} ({cache.path}): starting is slow",
+                f"{cache.name}'s kernels are on {cache.filesystem} ({cache.path}): starting is slow",
                 f"set {cache.variable} to a local disk",
             )
 
@@ -218,4 +216,4 @@ CHECKS: tuple[Callable[[DoctorReport, Packages], Iterator[DoctorRemark]], ...] =
     _jobs,
     _variables,
 )
-"""Every subject."""
+"""Every check."""

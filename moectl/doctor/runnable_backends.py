@@ -1,4 +1,4 @@
-"""Which backends can run on a machine, and why the others cannot: no checkpoint has a part in it."""
+"""Which backends can run on a machine, and why the others cannot, independent of any checkpoint."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class BackendStatus:
 
     Attributes:
         policy, name: the backend.
-        experts: its experts classes that can run; empty when none can.
-        formats: weight formats that those classes serve; empty where any is.
-        against: what the class that comes nearest fails, when none can run.
-        untried: this tool would run it, and nobody has checked its results on such a device.
+        experts: its experts classes that can run.
+        formats: weight formats that those classes support; empty for any.
+        against: failed checks of the class that comes closest, if none can run.
+        untried: moectl has a runner for it, but its results were never checked on such a device.
     """
 
     policy: str
@@ -40,11 +40,11 @@ class BackendStatus:
 
     @property
     def elsewhere(self) -> bool:
-        """True when it is for other devices."""
+        """True when it is for another kind of device."""
         return any(verdict.question == "device" for verdict in self.against)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; reasons as a decision gives them."""
+        """The status as JSON values, with reasons as in decisions."""
         return {
             "policy": self.policy,
             "backend": self.name,
@@ -61,9 +61,9 @@ class BackendStatus:
 def backend_statuses(
     policy: Policy, device: Device, packages: Packages, libraries: Mapping[str, str]
 ) -> tuple[BackendStatus, ...]:
-    """Every backend of `policy` on `device`: those that can run, those that lack something, the others.
+    """Every backend of `policy` on `device`: runnable ones first, those for other devices last.
 
-    `libraries` are versions of what else is installed.
+    `libraries` are the versions of other installed packages.
     """
     merged: dict[str, list[ExpertsClass]] = {}
     lacking: dict[str, tuple[Verdict, ...]] = {}
@@ -76,25 +76,25 @@ def backend_statuses(
             Verdict(f"package {name}", "package", name, "not installed", False)
             for name in _missing(backend, libraries)
         )
-    found = [
+    statuses = [
         replace(
             _status(policy.name, name, variants, device, packages, lacking[name]), untried=name in untried
         )
         for name, variants in merged.items()
     ]
-    return tuple(sorted(found, key=lambda status: (not status.runs, status.elsewhere, status.name)))
+    return tuple(sorted(statuses, key=lambda status: (not status.runs, status.elsewhere, status.name)))
 
 
 def _missing(backend: Backend, libraries: Mapping[str, str]) -> list[str]:
-    """Packages that this tool's runner of `backend` imports and that are not installed."""
+    """Packages that moectl's runner of `backend` imports and that are not installed."""
     needed = RUNNERS[backend.runner].packages if backend.runner else ()
     return [name for name in needed if name not in libraries and package_folder(name) is None]
 
 
 def _listed(policy: Policy) -> list[Backend]:
-    """Every backend that a row or a row's detour may name, each once."""
-    found = {id(backend): backend for row in policy.rows() for backend in row.backends()}
-    return sorted(found.values(), key=lambda backend: (backend.name, backend.engine_name))
+    """Every backend in the rows of `policy`, without repeats."""
+    backends = {id(backend): backend for row in policy.rows() for backend in row.backends()}
+    return sorted(backends.values(), key=lambda backend: (backend.name, backend.engine_name))
 
 
 def _status(
@@ -109,16 +109,18 @@ def _status(
         (variant, (*(v for v in judge_machine(device, packages, variant) if not v.holds), *lacking))
         for variant in variants
     ]
-    able = [variant for variant, against in judged if not against]
-    if not able:
-        nearest = min((against for _, against in judged), key=_far)
+    runnable = [variant for variant, against in judged if not against]
+    if not runnable:
+        nearest = min((against for _, against in judged), key=_distance)
         return BackendStatus(policy, name, (), (), nearest)
     formats: set[str] = set()
-    for variant in able:
+    for variant in runnable:
         formats |= formats_on(device, variant.offers)
-    return BackendStatus(policy, name, tuple(dict.fromkeys(v.experts for v in able)), tuple(sorted(formats)))
+    return BackendStatus(
+        policy, name, tuple(dict.fromkeys(v.experts for v in runnable)), tuple(sorted(formats))
+    )
 
 
-def _far(against: tuple[Verdict, ...]) -> tuple[bool, int]:
-    """How far a class is from running: another device is farthest, then by what it lacks."""
+def _distance(against: tuple[Verdict, ...]) -> tuple[bool, int]:
+    """Sort key for how far a class is from running: first by device, then by number of failed checks."""
     return any(verdict.question == "device" for verdict in against), len(against)

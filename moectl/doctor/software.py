@@ -1,4 +1,4 @@
-"""Versions of what a MoE layer runs on, read from metadata and sources: nothing is imported here."""
+"""Versions of the software that MoE layers run on, read from metadata and sources without importing it."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "nvidia-nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     "flashinfer-jit-cache": ("flashinfer-jit-cache",),
 }
-"""Libraries that are not optional packages of a backend, and the distributions that hold them."""
+"""Libraries other than the optional packages of backends, and the distributions that provide them."""
 
 SECONDS = 180
-"""How long importing one package may take with `try_import`."""
+"""Timeout of `try_import`."""
 
 _TORCH = re.compile(r"^(cuda|hip|xpu)\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """What is installed.
+    """Installed software.
 
     Attributes:
-        moectl, python, system: versions; `system` names the kernel and the machine.
-        libraries: version of each of `COMPILERS`, of the engines and of `LIBRARIES` that is there.
-        torch_built: what torch was built for: ``cuda 13.0``, ``hip 7.2``, ``cpu``; empty without torch.
+        moectl, python, system: versions; `system` is the kernel and the architecture.
+        libraries: versions of the installed `COMPILERS`, engines and `LIBRARIES`.
+        torch_built: the platform torch was built for: ``cuda 13.0``, ``hip 7.2``, ``cpu``; empty without
+            torch.
     """
 
     moectl: str
@@ -52,27 +53,27 @@ class Software:
 
     @property
     def torch_cuda(self) -> str:
-        """CUDA version that torch was built with; empty for another torch."""
+        """CUDA version that torch was built with; empty for other builds."""
         kind, _, version = self.torch_built.partition(" ")
         return version if kind == "cuda" else ""
 
 
 def installed_software() -> Software:
-    """What is installed here."""
+    """The software installed on this machine."""
     engines = {engine.package: (engine.package,) for engine in newest_engines() if engine.package}
-    known = {**COMPILERS, **engines, **LIBRARIES}
-    found = {name: version for name, names in known.items() if (version := _first(names))}
+    distributions = {**COMPILERS, **engines, **LIBRARIES}
+    versions = {name: version for name, names in distributions.items() if (version := _first(names))}
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Software(__version__, sys.version.split()[0], system, found, torch_build())
+    return Software(__version__, sys.version.split()[0], system, versions, torch_build())
 
 
 def torch_build() -> str:
-    """What the torch that is installed was built for, by its ``version.py``."""
+    """The platform that the installed torch was built for, from its ``version.py``."""
     folder = package_folder("torch")
     if folder is None or not (folder / "version.py").is_file():
         return ""
-    found = _TORCH.search((folder / "version.py").read_text(encoding="utf-8", errors="replace"))
-    return f"{found[1]} {found[2]}" if found else "cpu"
+    match = _TORCH.search((folder / "version.py").read_text(encoding="utf-8", errors="replace"))
+    return f"{match[1]} {match[2]}" if match else "cpu"
 
 
 def _first(distributions: Iterable[str]) -> str:
@@ -81,7 +82,7 @@ def _first(distributions: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchView:
-    """What torch itself says: how many devices it can use, or `error`, why it cannot say."""
+    """The number of devices that torch can use, or the `error` of the query."""
 
     devices: int = 0
     error: str = ""
@@ -93,27 +94,27 @@ _ASK_TORCH = (
 
 
 def torch_view() -> TorchView:
-    """How many accelerators torch can use, asked in a process of its own: CUDA is not started in this one."""
+    """How many accelerators torch can use, queried in a subprocess so that CUDA is not initialized here."""
     text, error = _python(_ASK_TORCH)
-    found = re.search(r"^devices (\d+)$", text, re.MULTILINE)
-    return TorchView(int(found[1])) if found else TorchView(error=error or "torch gives no number")
+    match = re.search(r"^devices (\d+)$", text, re.MULTILINE)
+    return TorchView(int(match[1])) if match else TorchView(error=error or "torch gives no number")
 
 
 def try_import(module: str) -> str:
-    """Why `module` cannot be imported, in a process of its own; empty when it can."""
+    """Why `module` cannot be imported, tried in a subprocess; empty if it can."""
     return _python(f"import {module}")[1]
 
 
 def _python(code: str) -> tuple[str, str]:
-    """What `code` prints in a Python of its own, and the last line of its error; empty when it ends well."""
+    """The output of `code` in a subprocess, and the last line of its error; empty if it succeeds."""
     command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return "", f"it takes more than {SECONDS} s"
     except OSError as error:
         return "", f"it could not be tried: {error.strerror}"
-    if done.returncode == 0:
-        return done.stdout, ""
-    last = [line for line in done.stderr.splitlines() if line.strip()]
-    return done.stdout, last[-1].strip() if last else f"it ends with status {done.returncode}"
+    if process.returncode == 0:
+        return process.stdout, ""
+    lines = [line for line in process.stderr.splitlines() if line.strip()]
+    return process.stdout, lines[-1].strip() if lines else f"it ends with status {process.returncode}"

@@ -1,4 +1,4 @@
-"""Machines, installed packages and engine variables: values, and reading the real ones at the edge."""
+"""The machine: its GPUs and CPU, installed packages, and environment variables of engines."""
 
 from .detection import detect_cpu, detect_device, detect_gpus
 from .named_devices import DATA, Device, device_names, find_device

@@ -1,4 +1,4 @@
-"""The devices of this machine, read from its drivers and system files."""
+"""Detects the devices of this machine from its drivers and system files."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _CPU_FLAGS = {"amx_tile": "amx", "amx_fp8": "amx-fp8", "avx512f": "avx512"}
 
 
 def detect_gpus() -> tuple[Gpu, ...]:
-    """Every GPU here, also those that this process is not shown: NVIDIA's, else AMD's, else Intel's."""
+    """Every GPU of this machine, including hidden ones: NVIDIA's, else AMD's, else Intel's."""
     return nvidia_gpus() or amd_gpus() or intel_gpus()
 
 
 def detect_device(env: Mapping[str, str] | None = None) -> Device:
-    """The first GPU that this process is shown and can use, or the CPU.
+    """The first usable GPU that is visible to this process, else the CPU.
 
-    `env` is this process's environment by default: ``CUDA_VISIBLE_DEVICES`` and its like are honoured.
-    Unavailable when one of them names a GPU that is not there.
+    `env` defaults to this process's environment; ``CUDA_VISIBLE_DEVICES`` and its equivalents are honoured.
+    Unavailable when one of them names a GPU that does not exist.
     """
-    shown = visible_gpus(detect_gpus(), os.environ if env is None else env)
-    return next((gpu.device for gpu in shown if not gpu.remark), None) or detect_cpu()
+    visible = visible_gpus(detect_gpus(), os.environ if env is None else env)
+    return next((gpu.device for gpu in visible if not gpu.remark), None) or detect_cpu()
 
 
 def detect_cpu() -> Device:
-    """The CPU of this machine: usable cores, memory, and the instruction sets that decide."""
+    """The CPU of this machine: usable cores, memory, and the instruction sets that backends depend on."""
     machine = platform.machine().lower()
     info = _read("/proc/cpuinfo")
     flags = re.search(r"^flags\s*:(.*)$", info, re.MULTILINE)
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
-    words = frozenset(flags[1].split()) if flags else frozenset[str]()
-    features = {feature for flag, feature in _CPU_FLAGS.items() if flag in words}
+    flag_names = frozenset(flags[1].split()) if flags else frozenset[str]()
+    features = {feature for flag, feature in _CPU_FLAGS.items() if flag in flag_names}
     if "AuthenticAMD" in info and "avx512" in features:
         features.add("zen")
     memory = re.search(r"^MemTotal:\s*(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
@@ -60,7 +60,7 @@ def usable_cores() -> int:
 
 
 def _read(path: str) -> str:
-    """The file's text; empty on systems that have no such file."""
+    """The file's text; empty if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

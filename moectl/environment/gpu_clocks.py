@@ -1,4 +1,4 @@
-"""Clocks of an NVIDIA GPU while something runs on it, from an `nvidia-smi` that asks again and again."""
+"""Clocks of an NVIDIA GPU during a measurement, sampled by a background `nvidia-smi`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import IO
 
 MILLISECONDS = 200
-"""Between two questions."""
+"""Sampling interval."""
 
 FIELDS = (
     "clocks.sm",
@@ -21,7 +21,7 @@ FIELDS = (
     "power.draw",
     "clocks_throttle_reasons.active",
 )
-"""The last one is spelled as drivers of every age know it."""
+"""Fields of the query; the last one has the name that old and new drivers accept."""
 
 REASONS = {
     0x4: "power cap",
@@ -31,15 +31,15 @@ REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""Why the driver holds clocks down, by bit (NVML's clocks event reasons). An idle GPU, and clocks that
-somebody has set, are no reasons to distrust a time: they are seen in the clocks."""
+"""Throttling reasons by bit (NVML's clocks event reasons). Idle and user-defined clocks are left out: they do
+not make a time unreliable, and show in the clocks themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """One answer, or the worst of several: lowest clocks in MHz, highest temperature and power, every reason.
+    """One sample, or the worst of several: lowest clocks in MHz, highest temperature and power, all reasons.
 
-    0 is a number that the driver does not tell.
+    0 stands for values that the driver does not report.
     """
 
     sm: int
@@ -51,7 +51,12 @@ class Clocks:
 
 
 def parse_clocks(line: str) -> Clocks | None:
-    """The clocks of one line of answers in the order of `FIELDS`; None for any other line."""
+    """The clocks in one line of output, in the order of `FIELDS`; None for any other line.
+
+    Example:
+        >>> parse_clocks("1980, 2619, 1980, 41, 412.5, 0x0000000000000004")
+        Clocks(sm=1980, memory=2619, most_sm=1980, celsius=41, watts=412.5, reasons=('power cap',))
+    """
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != len(FIELDS):
         return None
@@ -62,8 +67,8 @@ def parse_clocks(line: str) -> Clocks | None:
         bits = 0
     if not sm:
         return None
-    said = tuple(reason for bit, reason in REASONS.items() if bits & bit)
-    return Clocks(int(sm), int(memory), int(most), int(celsius), watts, said)
+    reasons = tuple(name for bit, name in REASONS.items() if bits & bit)
+    return Clocks(int(sm), int(memory), int(most), int(celsius), watts, reasons)
 
 
 def _number(text: str) -> float:
@@ -73,31 +78,31 @@ def _number(text: str) -> float:
         return 0.0
 
 
-def worst(seen: Iterable[Clocks]) -> Clocks | None:
-    """The worst of `seen`; None of nothing."""
-    found = list(seen)
-    if not found:
+def worst(samples: Iterable[Clocks]) -> Clocks | None:
+    """The worst value of each field over all samples; None without samples."""
+    clocks = list(samples)
+    if not clocks:
         return None
-    reasons = tuple(dict.fromkeys(reason for one in found for reason in one.reasons))
+    reasons = tuple(dict.fromkeys(reason for sample in clocks for reason in sample.reasons))
     return Clocks(
-        min(one.sm for one in found),
-        min(one.memory for one in found),
-        max(one.most_sm for one in found),
-        max(one.celsius for one in found),
-        max(one.watts for one in found),
+        min(sample.sm for sample in clocks),
+        min(sample.memory for sample in clocks),
+        max(sample.most_sm for sample in clocks),
+        max(sample.celsius for sample in clocks),
+        max(sample.watts for sample in clocks),
         reasons,
     )
 
 
 class ClockWatch:
-    """Asks one GPU for its clocks while the block runs; `between` says what they were.
+    """Samples the clocks of one GPU while the block runs; `between` returns them for a time span.
 
-    Without `nvidia-smi`, or where it does not know the GPU, nothing is seen and `between` gives None.
+    Without `nvidia-smi`, or for a GPU unknown to it, there are no samples and `between` returns None.
     """
 
     def __init__(self, gpu: str) -> None:
         self.gpu = gpu
-        self._seen: list[tuple[float, Clocks]] = []
+        self._samples: list[tuple[float, Clocks]] = []
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
@@ -125,16 +130,16 @@ class ClockWatch:
         for line in stream:
             clocks = parse_clocks(line)
             if clocks is not None:
-                self._seen.append((time.monotonic(), clocks))
+                self._samples.append((time.monotonic(), clocks))
 
     def between(self, begin: float, end: float) -> Clocks | None:
-        """The worst clocks between two readings of the monotonic clock, or the nearest ones seen."""
-        seen = list(self._seen)
-        inside = worst(clocks for at, clocks in seen if begin <= at <= end)
-        if inside is not None or not seen:
+        """The worst clocks between two `time.monotonic` readings, else those nearest to the middle."""
+        samples = list(self._samples)
+        inside = worst(clocks for when, clocks in samples if begin <= when <= end)
+        if inside is not None or not samples:
             return inside
         middle = (begin + end) / 2
-        return min(seen, key=lambda one: abs(one[0] - middle))[1]
+        return min(samples, key=lambda sample: abs(sample[0] - middle))[1]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,4 +1,4 @@
-"""What is installed here, found without importing it: where, in which version, and what it lacks."""
+"""Installed packages and tools, found without importing them: path, version, and missing symbols."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _VERSION = re.compile(r"^(?:__version__|version)\s*(?::\s*str\s*)?=\s*[\"']([^\"
 
 @dataclass(frozen=True, slots=True)
 class InstalledPackage:
-    """One optional package or tool as it is found here.
+    """One optional package or tool.
 
     Attributes:
-        name: as `Packages` lists it.
-        module: importable name under which it stands; empty when it is not there.
-        version: empty when it does not say.
-        path: its folder, or the tool's file.
-        lacks: symbols that are needed and that its source does not name.
-        wrong: folder of an unrelated package of the same name, which an engine would import;
-            `wrong_version` is that package's, `other` says who publishes it.
+        name: the name in `Packages`.
+        module: the name it is imported by; empty if it is not installed.
+        version: empty if unknown.
+        path: its directory, or the tool's executable.
+        lacks: required symbols and files that it does not have.
+        wrong: directory of an unrelated package with the same name, which an engine would import;
+            `wrong_version` is that package's version, `other` its publisher.
     """
 
     name: str
@@ -42,24 +42,24 @@ class InstalledPackage:
 
     @property
     def present(self) -> bool:
-        """True when the package counts as installed."""
+        """True when the package is installed."""
         return bool(self.module)
 
 
 def find_all(probes: Mapping[str, Probe]) -> tuple[InstalledPackage, ...]:
-    """Every package of `probes`, then every tool, present or not."""
+    """Every package of `probes`, then every tool, whether installed or not."""
     packages = (find_package(name, probe) for name, probe in probes.items())
     return (*packages, *(find_tool(name) for name in TOOLS))
 
 
 def find_package(name: str, probe: Probe) -> InstalledPackage:
-    """The package called `name`, as it is found here by `probe`."""
+    """The package `name`, located by `probe`."""
     for module in probe.modules:
         folder = package_folder(module)
         if folder is None:
             continue
         if probe.marks and not any((folder / mark).exists() for mark in probe.marks):
-            # The engine takes the first one that can be imported, so a copy behind it is out of reach.
+            # The engine imports the first match, so a copy later on the path is never used.
             version = _metadata_version(module.partition(".")[0]) or source_version(folder)
             return InstalledPackage(name, wrong=str(folder), wrong_version=version, other=probe.other)
         return InstalledPackage(
@@ -69,22 +69,22 @@ def find_package(name: str, probe: Probe) -> InstalledPackage:
 
 
 def lacking(probe: Probe, folder: Path) -> tuple[str, ...]:
-    """What a package in `folder` should hold and does not, of the symbols and files that `probe` lists."""
+    """The symbols and files listed by `probe` that a package in `folder` does not have."""
     return tuple(item for item in (*probe.symbols, *probe.own) if not _holds(folder, item))
 
 
 def _holds(folder: Path, item: str) -> bool:
-    """True when the package has the file of that pattern, or names that symbol."""
+    """True when the package has a file that matches a ``*.so`` pattern, or defines a symbol."""
     return any(folder.glob(item)) if item.endswith(".so") else _defines(folder, item)
 
 
-def another_of_the_name(found: InstalledPackage) -> str:
-    """The sentence for a package that is not the one whose name it has."""
-    version = f" {found.wrong_version}" if found.wrong_version else ""
-    other = f", but {found.other}" if found.other else ""
+def unrelated_package(package: InstalledPackage) -> str:
+    """The sentence about an unrelated package with the name of a required one."""
+    version = f" {package.wrong_version}" if package.wrong_version else ""
+    other = f", but {package.other}" if package.other else ""
     return (
-        f"{found.name}{version} in {found.wrong} is not the package that kernels need{other}; it hides the "
-        "real one, and an engine takes it for that and fails later"
+        f"{package.name}{version} in {package.wrong} is not the package that kernels need{other}; it hides "
+        "the real one, and an engine takes it for that and fails later"
     )
 
 
@@ -99,18 +99,18 @@ def find_tool(name: str) -> InstalledPackage:
 
 
 def package_folder(module: str) -> Path | None:
-    """Folder of a package's source files, found without importing anything."""
+    """Directory of a package's source files, found without importing anything."""
     top, *inner = module.split(".")
-    for place in _places(top):
-        folder = Path(place).joinpath(*inner)
+    for location in _search_locations(top):
+        folder = Path(location).joinpath(*inner)
         if folder.is_dir():
             return folder
     return None
 
 
-def _places(package: str) -> list[str]:
-    """Folders that an import of `package` would read, whether or not it was imported before."""
-    # importlib.util.find_spec would answer from sys.modules for what this process has imported.
+def _search_locations(package: str) -> list[str]:
+    """Directories that an import of `package` would read, even if it is already imported."""
+    # importlib.util.find_spec would answer from sys.modules for packages that are already imported.
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         try:
@@ -123,14 +123,14 @@ def _places(package: str) -> list[str]:
 
 
 def distribution_version(distribution: str, module: str = "") -> str:
-    """Version of a distribution by its metadata, else of `module` by its source; empty when neither says."""
+    """Version from a distribution's metadata, else from the source of `module`; empty if unknown."""
     folder = package_folder(module) if module else None
     return _metadata_version(distribution) or (source_version(folder) if folder else "")
 
 
 def _version(probe: Probe, module: str, folder: Path) -> str:
     if "." in module:
-        # A copy inside an engine has no metadata of its own: the distribution's speaks of another copy.
+        # A copy bundled with an engine has no metadata; the distribution's describes another copy.
         return source_version(folder)
     return (_metadata_version(probe.distribution) if probe.distribution else "") or source_version(folder)
 
@@ -143,15 +143,15 @@ def _metadata_version(distribution: str) -> str:
 
 
 def source_version(folder: Path) -> str:
-    """The version that a package's own files state; empty when they do not."""
+    """The version stated in a package's source files; empty if there is none."""
     for name in ("version.py", "_version.py", "__init__.py"):
-        if found := _VERSION.search(_text(folder / name)):
-            return found[1]
+        if match := _VERSION.search(_text(folder / name)):
+            return match[1]
     return ""
 
 
 def _defines(folder: Path, symbol: str) -> bool:
-    """True when the package's source names `symbol` in the module where callers look for it."""
+    """True when the module that callers import `symbol` from mentions it in its source."""
     *inner, name = symbol.split(".")
     module = folder.joinpath(*inner)
     files = (module / "__init__.py", module.with_suffix(".py"))

@@ -1,4 +1,4 @@
-"""Machines as values: every GPU by name, from a table of published figures."""
+"""Devices by name, from a table of published figures."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Device:
     Attributes:
         platform: ``cuda``, ``rocm``, ``xpu``, ``cpu``, ``tpu`` or ``out-of-tree``.
         arch: ``sm90``, ``gfx942``, ``x86``, ``aarch64``, ...
-        name: the name an engine would see.
+        name: the name that the driver reports.
         sms: streaming multiprocessors (CUDA), compute units (ROCm), cores (CPU).
         memory_bytes: device memory.
-        bandwidth: peak memory bandwidth, bytes/s; 0 when unknown.
-        bf16_flops, fp8_flops, fp4_flops: peak dense matrix rates, FLOP/s; 0 when unknown or absent.
-        features: instruction sets that decide, such as ``amx``.
+        bandwidth: peak memory bandwidth, bytes/s; 0 if unknown.
+        bf16_flops, fp8_flops, fp4_flops: peak dense matrix rates, FLOP/s; 0 if unknown or unsupported.
+        features: instruction sets that backends depend on, such as ``amx``.
     """
 
     platform: str
@@ -41,7 +41,7 @@ class Device:
 
     @property
     def capability(self) -> int:
-        """CUDA compute capability times ten (``sm90`` is 90, ``sm103`` 103); 0 off CUDA."""
+        """CUDA compute capability times ten (``sm90`` is 90, ``sm103`` 103); 0 on other platforms."""
         return int(self.arch[2:].rstrip("af")) if self.platform == "cuda" else 0
 
 
@@ -59,7 +59,7 @@ _CPUS = {
 }
 """Architectures and features of CPUs by name."""
 _PLUG_INS = ("tpu", "out-of-tree")
-"""Platforms that an engine knows only through a plug-in."""
+"""Platforms that engines support only through plug-ins."""
 _CUDA_ARCH = re.compile(r"sm_?(\d{2,3})[af]?")
 _NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|[\s_()-]")
 
@@ -71,38 +71,38 @@ def _table() -> dict[str, Any]:
 
 
 def squeeze(name: str) -> str:
-    """A GPU's name without makers, brands and punctuation: what spellings are compared by."""
+    """A GPU's name without vendor, brand and punctuation, for comparing spellings."""
     return _NOISE.sub("", name.lower())
 
 
 @cache
 def known_names() -> dict[str, str]:
-    """Every spelling, squeezed, with the key of its row."""
-    found: dict[str, str] = {}
+    """The key of a GPU's row by each squeezed spelling of its name."""
+    keys: dict[str, str] = {}
     for key, row in _table()["gpus"].items():
         for spelling in (key, *row["aliases"], *row["names"]):
-            found.setdefault(squeeze(spelling), key)
-    return found
+            keys.setdefault(squeeze(spelling), key)
+    return keys
 
 
 def gpu_names() -> tuple[str, ...]:
-    """The GPUs with figures of their own, by the name that `find_device` takes, oldest architecture first."""
+    """Keys of all GPUs in the table, accepted by `find_device`, oldest architecture first."""
     return tuple(_table()["gpus"])
 
 
 def spellings(key: str) -> tuple[str, ...]:
-    """The other names of GPU `key`."""
+    """The aliases and driver names of GPU `key`."""
     row = _table()["gpus"][key]
     return (*row["aliases"], *row["names"])
 
 
 def _scaled(figure: float | None) -> float:
-    """A figure in tera as a whole number; 0 where it is unknown."""
+    """A figure in tera-units converted to units, rounded; 0 if unknown."""
     return float(round((figure or 0) * 1e12))
 
 
 def device_of(key: str, arch: str = "") -> Device:
-    """The device of row `key`, under another architecture where one is given."""
+    """The device of row `key`, optionally with another architecture."""
     row = _table()["gpus"][key]
     return Device(
         platform=row["platform"],
@@ -118,16 +118,21 @@ def device_of(key: str, arch: str = "") -> Device:
 
 
 def device_names() -> tuple[str, ...]:
-    """The name of every device in the table, and the CPUs'."""
+    """Names of all GPUs in the table and of the CPUs."""
     return (*_table()["gpus"], "cpu", "cpu-amx")
 
 
 def find_device(name: str) -> Device:
-    """The device called `name`: a GPU (``h100``, ``NVIDIA H200``, ``mi300x``), an architecture
-    (``sm90``, ``gfx942``, stood for by one GPU of it), a CPU (``cpu``, ``cpu-amx``,
-    ``cpu-zen``, ``cpu-arm``, ``cpu-power``), ``tpu`` or ``out-of-tree``.
+    """The device called `name`.
 
-    UsageError with near matches when nothing has that name, and for an architecture that no product has.
+    A name is a GPU (``h100``, ``NVIDIA H200``, ``mi300x``), an architecture (``sm90``, ``gfx942``: a
+    representative GPU of it), a CPU (``cpu``, ``cpu-amx``, ``cpu-zen``, ``cpu-arm``, ``cpu-power``), ``tpu``
+    or ``out-of-tree``. UsageError with near matches for an unknown name or architecture.
+
+    Example:
+        >>> device = find_device("h200")
+        >>> device.name, device.arch, device.sms
+        ('NVIDIA H200', 'sm90', 132)
     """
     text = name.strip().lower()
     if text in _CPUS:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs of this machine, from `nvidia-smi`: no driver library is loaded."""
+"""NVIDIA GPUs of this machine, listed by `nvidia-smi`; no driver library is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .gpus import Gpu
 from .named_devices import Device, device_of, known_names, squeeze
 
 SECONDS = 5
-"""How long `nvidia-smi` may take."""
+"""Timeout of `nvidia-smi`."""
 
 _FIELDS = ("index", "uuid", "name", "memory.total", "compute_cap", "driver_version", "mig.mode.current")
 _SLICE = re.compile(r"^\s+MIG (?P<profile>\S+)\s+Device\s+(?P<index>\d+): \(UUID: (?P<uuid>MIG-[^)]+)\)")
@@ -20,21 +20,21 @@ _GIGABYTES = re.compile(r"\.(\d+)gb")
 
 
 def nvidia_gpus() -> tuple[Gpu, ...]:
-    """Every GPU that the driver lists, in its order; a GPU split by MIG gives its slices instead of itself.
+    """Every GPU that the driver lists, in its order; a GPU in MIG mode is replaced by its slices.
 
     Empty without a driver, or when it does not answer within `SECONDS`.
     """
-    found = [_gpu(row) for row in _rows()]
-    if not any(gpu.mig for gpu in found):
-        return tuple(found)
+    gpus = [_gpu(row) for row in _rows()]
+    if not any(gpu.mig for gpu in gpus):
+        return tuple(gpus)
     slices = _slices()
-    return tuple(part for gpu in found for part in _parts(gpu, slices.get(gpu.uuid, [])))
+    return tuple(part for gpu in gpus for part in _parts(gpu, slices.get(gpu.uuid, [])))
 
 
 def driver_cuda() -> str:
-    """Highest CUDA version that the driver runs, such as ``13.0``; empty when it does not say."""
-    found = re.search(r"CUDA (?:UMD )?Version: *(\d+\.\d+)", _ask())
-    return found[1] if found else ""
+    """Highest CUDA version that the driver supports, such as ``13.0``; empty if unknown."""
+    match = re.search(r"CUDA (?:UMD )?Version: *(\d+\.\d+)", _nvidia_smi())
+    return match[1] if match else ""
 
 
 def _gpu(row: list[str]) -> Gpu:
@@ -48,9 +48,9 @@ def _gpu(row: list[str]) -> Gpu:
 
 
 def _parts(gpu: Gpu, slices: list[tuple[str, str]]) -> Iterator[Gpu]:
-    """The slices of a split GPU; what a slice has of the GPU's speed is not known.
+    """The MIG slices of a GPU, whose rates are unknown; a GPU that is not in MIG mode itself.
 
-    A GPU that is to be split and has no slices cannot run anything: it is listed with a remark.
+    A GPU in MIG mode without slices cannot run anything: it is listed with a remark.
     """
     if not gpu.mig:
         yield gpu
@@ -74,29 +74,29 @@ def _parts(gpu: Gpu, slices: list[tuple[str, str]]) -> Iterator[Gpu]:
 
 def _slices() -> dict[str, list[tuple[str, str]]]:
     """(profile, UUID) of every MIG slice, by the UUID of its GPU."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    slices: dict[str, list[tuple[str, str]]] = {}
     board = ""
-    for line in _ask("-L").splitlines():
-        if head := _BOARD.match(line):
-            board = head["uuid"]
-        elif part := _SLICE.match(line):
-            found.setdefault(board, []).append((part["profile"], part["uuid"]))
-    return found
+    for line in _nvidia_smi("-L").splitlines():
+        if match := _BOARD.match(line):
+            board = match["uuid"]
+        elif match := _SLICE.match(line):
+            slices.setdefault(board, []).append((match["profile"], match["uuid"]))
+    return slices
 
 
 def _rows() -> list[list[str]]:
-    """One row of `_FIELDS` for each GPU; lines that are none are left out."""
-    text = _ask(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    """One row of `_FIELDS` per GPU; malformed lines are skipped."""
+    text = _nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
     rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
     return [row for row in rows if len(row) == len(_FIELDS) and re.fullmatch(r"\d+\.\d", row[4])]
 
 
-def _ask(*arguments: str) -> str:
-    """What `nvidia-smi` prints; empty when there is none or it fails."""
+def _nvidia_smi(*arguments: str) -> str:
+    """The output of `nvidia-smi`; empty if it is missing or fails."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError, UnicodeError):
         return ""
-    return done.stdout
+    return process.stdout

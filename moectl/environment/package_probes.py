@@ -1,4 +1,4 @@
-"""Optional packages that decide on backends: how to tell each from others, and what it must hold."""
+"""How to recognize the optional packages that backends need, and what they must contain."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Where a package may be installed, and what must be in its source files.
+    """Where a package may be installed, and what its files must contain.
 
     Attributes:
-        modules: importable names, the engine's bundled copy last.
-        distribution: name of its metadata.
-        marks: files of which the real package has at least one; empty: any package of the name.
-        symbols: dotted names that are looked for.
-        own: what this tool's own runners look for and engines do without: symbols, and patterns of
-            library files (``*.so``).
-        serves: what it is for, in a few words.
+        modules: importable names, an engine's bundled copy last.
+        distribution: its name in package metadata.
+        marks: files of which the real package has at least one; empty: accept any package of the name.
+        symbols: dotted names that it must define.
+        own: additional symbols and library file patterns (``*.so``) that moectl's runners need, but
+            engines do not.
         get: how to install it.
-        other: who publishes another package of the same name, where there is one.
+        other: publisher of an unrelated package with the same name, if there is one.
     """
 
     modules: tuple[str, ...]
@@ -26,10 +25,9 @@ class Probe:
     marks: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
-    serves: str = ""
     get: str = ""
     other: str = ""
 
 
 TOOLS = ("nvcc", "ninja")
-"""Programs that compile kernels when they are first called."""
+"""Programs that compile kernels at first use."""

@@ -1,21 +1,28 @@
-"""Installed packages and engine switches as a value that decisions depend on."""
+"""The optional packages and environment variables that decisions depend on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .installed_packages import InstalledPackage, another_of_the_name
+from .installed_packages import InstalledPackage, unrelated_package
 
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """Optional packages and switches that a decision depends on.
+    """The optional packages and environment variables that a decision depends on.
 
-    `versions` maps an importable package to its version (``""`` when unknown); `missing` lists
-    symbols (``package:dotted.name``) that an installed package lacks; `env` holds engine switches.
-    `remarks` are sentences for a person, such as that a package is another one of the name: they decide
-    nothing.
+    Attributes:
+        versions: version by installed package; ``""`` if unknown.
+        missing: symbols (``package:dotted.name``) that installed packages lack.
+        env: environment variables of engines.
+        remarks: sentences for the user, for example about an unrelated package with the same name; they do
+            not affect decisions.
+
+    Example:
+        >>> packages = Packages({"flashinfer": "0.7.2"}, frozenset({"flashinfer:fused_moe.b12x"}))
+        >>> packages.has("flashinfer"), packages.has("flashinfer", "fused_moe.b12x")
+        (True, False)
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -24,21 +31,21 @@ class Packages:
     remarks: tuple[str, ...] = field(default=(), compare=False)
 
     def has(self, package: str, symbol: str = "") -> bool:
-        """True when `package` is installed and, if named, holds `symbol`."""
+        """True when `package` is installed and, if given, has `symbol`."""
         return package in self.versions and f"{package}:{symbol}" not in self.missing
 
 
 INSTALLED = "installed"
-"""What packages are called when this machine's own are meant."""
+"""Option value for the packages installed on this machine."""
 
 
-def packages_of(found: Sequence[InstalledPackage], env: Mapping[str, str]) -> Packages:
-    """What of `found` is there, as decisions count on it, and `env`."""
-    found = tuple(found)
-    there = [one for one in found if one.present]
+def packages_of(probed: Sequence[InstalledPackage], env: Mapping[str, str]) -> Packages:
+    """The `Packages` of all probed packages that are installed."""
+    probed = tuple(probed)
+    installed = [package for package in probed if package.present]
     return Packages(
-        {one.name: one.version for one in there},
-        frozenset(f"{one.name}:{symbol}" for one in there for symbol in one.lacks),
+        {package.name: package.version for package in installed},
+        frozenset(f"{package.name}:{symbol}" for package in installed for symbol in package.lacks),
         env,
-        tuple(another_of_the_name(one) for one in found if one.wrong),
+        tuple(unrelated_package(package) for package in probed if package.wrong),
     )

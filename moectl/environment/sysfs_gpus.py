@@ -1,4 +1,4 @@
-"""AMD and Intel GPUs of this machine, from what the Linux kernel shows of them: no library is loaded."""
+"""AMD and Intel GPUs of this machine, read from sysfs; no driver library is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AMD_NAMES: Mapping[int, str] = {
     0x744C: "AMD Radeon RX 7900 XTX",
     0x7551: "AMD Radeon R9700",
 }
-"""Names by PCI device id, where the kernel gives none."""
+"""Names by PCI device id, for GPUs without a product name in sysfs."""
 
 _INTEL = "0x8086"
 _INTEL_NAMES: Mapping[int, str] = {
@@ -38,33 +38,35 @@ _INTEL_NAMES: Mapping[int, str] = {
     0xE211: "Intel(R) Arc(TM) Pro B60",
     0xE212: "Intel(R) Arc(TM) Pro B50",
 }
-"""Intel GPUs with matrix units and memory of their own, by PCI device id; others are left out."""
+"""Intel GPUs with matrix units and dedicated memory, by PCI device id; others are ignored."""
 
 
 def amd_gpus() -> tuple[Gpu, ...]:
-    """Every AMD GPU of the kernel's compute topology, in its order; empty without one."""
+    """Every AMD GPU in the kernel's compute topology, in its order."""
     nodes = sorted((node for node in _entries(KFD) if node.name.isdigit()), key=lambda node: int(node.name))
-    found = [_amd_gpu(known, node) for node in nodes if (known := _properties(node)).get("simd_count")]
+    gpus = [
+        _amd_gpu(properties, node) for node in nodes if (properties := _properties(node)).get("simd_count")
+    ]
     driver = _line(AMDGPU_VERSION)
-    return tuple(replace(gpu, index=str(number), driver=driver) for number, gpu in enumerate(found))
+    return tuple(replace(gpu, index=str(number), driver=driver) for number, gpu in enumerate(gpus))
 
 
 def intel_gpus() -> tuple[Gpu, ...]:
-    """Every Intel GPU that experts could run on, in the kernel's order; empty without one."""
-    found: list[Gpu] = []
+    """Every Intel GPU that experts could run on, in the kernel's order."""
+    gpus: list[Gpu] = []
     for name in _intel_names():
-        known = known_names().get(squeeze(name))
-        device = replace(device_of(known), name=name) if known else Device("xpu", "xpu", name)
-        found.append(Gpu(device, str(len(found))))
-    return tuple(found)
+        key = known_names().get(squeeze(name))
+        device = replace(device_of(key), name=name) if key else Device("xpu", "xpu", name)
+        gpus.append(Gpu(device, str(len(gpus))))
+    return tuple(gpus)
 
 
 def _amd_gpu(properties: Mapping[str, int], node: Path) -> Gpu:
     arch = gfx_name(properties.get("gfx_target_version", 0))
     name = _AMD_NAMES.get(properties.get("device_id", 0)) or _product(properties) or arch
     units = properties["simd_count"] // max(1, properties.get("simd_per_cu", 1))
-    known = known_names().get(squeeze(name))
-    device = replace(device_of(known, arch), name=name) if known else Device("rocm", arch, name)
+    key = known_names().get(squeeze(name))
+    device = replace(device_of(key, arch), name=name) if key else Device("rocm", arch, name)
     banks = [_properties(bank) for bank in _entries(node / "mem_banks")]
     memory = sum(bank.get("size_in_bytes", 0) for bank in banks)
     unique = properties.get("unique_id", 0)
@@ -76,7 +78,12 @@ def _amd_gpu(properties: Mapping[str, int], node: Path) -> Gpu:
 
 
 def gfx_name(version: int) -> str:
-    """``gfx942`` for 90402, ``gfx90a`` for 90010: the kernel's number of an AMD architecture in letters."""
+    """The name of an AMD architecture from the kernel's version number.
+
+    Example:
+        >>> gfx_name(90402), gfx_name(90010)
+        ('gfx942', 'gfx90a')
+    """
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
@@ -93,7 +100,7 @@ def _intel_names() -> Iterator[str]:
 
 
 def _properties(folder: Path) -> dict[str, int]:
-    """The ``name number`` lines of a folder's properties; lines of another form are left out."""
+    """The ``name number`` lines of a ``properties`` file; other lines are skipped."""
     pairs = [line.split() for line in _text(folder / "properties").splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 

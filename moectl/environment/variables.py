@@ -1,4 +1,4 @@
-"""Environment variables of an engine as a table: what a value means to it, and what is odd about it."""
+"""Environment variables of engines: how an engine reads a value, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 READ, REMOVED = "read", "removed"
-"""Statuses of a variable: the engine reads it, or ignores it since a release in which it went away."""
+"""Status of a variable: the engine reads it, or ignores it since it was removed."""
 
 INTEGER, WORD, ONE = "switch, a whole number", "switch, 1 or true", "switch, 1"
 NUMBER, CHOICE, CASELESS, TEXT = "number", "choice", "choice in any case", "text"
-"""Kinds of value. The three kinds of switch differ in what else than 0 and 1 they take; a text with
-`choices` may be any, but only those mean something."""
+"""Kinds of value. The three kinds of switch differ in the values they accept besides 0 and 1; a text with
+`choices` accepts anything, but only those values have a meaning."""
 
 SWITCHES = (INTEGER, WORD, ONE)
 
@@ -24,12 +24,12 @@ class Variable:
     """One environment variable of an engine.
 
     Attributes:
-        name, does: the variable, and what it does in half a sentence.
-        kind: how its value is read.
-        default: the value that an unset variable stands for; empty: none.
-        choices: values that are taken, where there is a list.
+        name, does: the variable, and its purpose as half a sentence.
+        kind: how its value is parsed.
+        default: value of an unset variable; empty if there is none.
+        choices: the accepted values, if they are a closed list.
         status: `READ` or `REMOVED`.
-        instead: what to use in place of a removed one; empty where nothing replaces it.
+        instead: replacement of a removed variable; empty if there is none.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Variable:
     instead: str = ""
 
     def value(self, text: str) -> bool | int | str:
-        """`text` as the engine reads it. ValueError, with what it takes, for a text on which it fails."""
+        """`text` as the engine parses it. ValueError, with the accepted values, if the engine fails on it."""
         return _READERS[self.kind](self, text)
 
     def is_on(self, text: str | None) -> bool:
-        """True when a switch is on with `text`; its default for None and for what the engine fails on."""
+        """True when a switch is on with `text`; the default for None and for invalid values."""
         if text is None:
             return bool(self.value(self.default))
         try:
@@ -54,7 +54,7 @@ class Variable:
             return bool(self.value(self.default))
 
     def values(self) -> str:
-        """What it takes, in words."""
+        """The accepted values in words."""
         return "0 or 1" if self.kind in SWITCHES else ", ".join(self.choices) or self.kind
 
 
@@ -96,18 +96,18 @@ _READERS: Mapping[str, Callable[[Variable, str], bool | int | str]] = {
 
 
 SET, ODD, FAILS, IGNORED, UNKNOWN = "set", "odd", "fails", "ignored", "unknown"
-"""What there is to say of a variable that is set: nothing, or why it may not do what was meant."""
+"""Verdict on a variable that is set: fine, or why it may not do what was intended."""
 
 
 @dataclass(frozen=True, slots=True)
 class VariableFinding:
-    """One variable that is set, and what becomes of it.
+    """One variable that is set, and its effect.
 
     Attributes:
-        name, value: as set; `means` is what the engine makes of the value.
-        verdict: `SET`, or `ODD`, `FAILS`, `IGNORED`, `UNKNOWN`.
-        remark: the sentence for a verdict other than `SET`; `does` what the variable is for.
-        instead: what to use for an ignored one.
+        name, value: as set; `means` is the value as the engine interprets it.
+        verdict: `SET`, `ODD`, `FAILS`, `IGNORED` or `UNKNOWN`.
+        remark: the sentence for a verdict other than `SET`; `does` is the variable's purpose.
+        instead: replacement of an ignored variable.
     """
 
     name: str
@@ -120,30 +120,30 @@ class VariableFinding:
 
 
 def judge_variable(variable: Variable, text: str, engine: str) -> VariableFinding:
-    """What `engine` makes of `variable` set to `text`."""
-    found = VariableFinding(variable.name, text, SET, does=variable.does, instead=variable.instead)
+    """How `engine` interprets `variable` set to `text`."""
+    finding = VariableFinding(variable.name, text, SET, does=variable.does, instead=variable.instead)
     if variable.status == REMOVED:
-        use = f"use {variable.instead}" if variable.instead else "nothing replaces it"
-        return replace(found, verdict=IGNORED, remark=f"{engine} ignores {variable.name}; {use}")
+        advice = f"use {variable.instead}" if variable.instead else "nothing replaces it"
+        return replace(finding, verdict=IGNORED, remark=f"{engine} ignores {variable.name}; {advice}")
     try:
         value = variable.value(text)
     except ValueError as error:
         remark = f"{engine} fails on {variable.name}={text!r}: it takes {error}"
-        return replace(found, verdict=FAILS, remark=remark)
+        return replace(finding, verdict=FAILS, remark=remark)
     if variable.kind == TEXT and variable.choices and text.lower() not in variable.choices:
         remark = f"{engine} gives no meaning to {variable.name}={text!r}: use {variable.values()}"
-        return replace(found, verdict=ODD, remark=remark)
+        return replace(finding, verdict=ODD, remark=remark)
     if variable.kind not in SWITCHES:
-        return replace(found, means=str(value))
+        return replace(finding, means=str(value))
     means = "on" if value else "off"
-    found = replace(found, means=means)
-    meant = text.strip().lower() in _LOOKS_ON
-    if meant and not value:
+    finding = replace(finding, means=means)
+    looks_on = text.strip().lower() in _LOOKS_ON
+    if looks_on and not value:
         remark = f"{engine} reads {variable.name}={text!r} as off: only {_on_words(variable)} switches it on"
-        return replace(found, verdict=ODD, remark=remark)
-    if value and not meant:
-        return replace(found, verdict=ODD, remark=f"{engine} reads {variable.name}={text!r} as on")
-    return found
+        return replace(finding, verdict=ODD, remark=remark)
+    if value and not looks_on:
+        return replace(finding, verdict=ODD, remark=f"{engine} reads {variable.name}={text!r} as on")
+    return finding
 
 
 def _on_words(variable: Variable) -> str:
@@ -158,17 +158,17 @@ def judge_variables(
     prefix: str,
     others: Iterable[str] = (),
 ) -> tuple[VariableFinding, ...]:
-    """What `engine` makes of each variable of `env` that is in its table or begins with `prefix`.
+    """How `engine` interprets each variable in `env` that is in its table or starts with `prefix`.
 
-    `others` are variables that it reads and that do not concern experts: nothing is said of them. A
-    name in neither is `UNKNOWN`, with near matches.
+    `others` are variables of the engine that do not concern experts and are skipped. A name in neither is
+    `UNKNOWN`, with near matches.
     """
     read = {name for name, variable in variables.items() if variable.status == READ}.union(others)
     known = read.union(variables)
-    found = []
+    findings = []
     for name, text in sorted(env.items()):
         if variable := variables.get(name):
-            found.append(judge_variable(variable, text, engine))
+            findings.append(judge_variable(variable, text, engine))
         elif name.startswith(prefix) and name not in known:
             near = [
                 *get_close_matches(name, sorted(read), n=2, cutoff=0.75),
@@ -176,5 +176,7 @@ def judge_variables(
             ]
             also = f"; did you mean {' or '.join(near)}?" if near else ""
             remark = f"{engine} has no variable {name}{also}"
-            found.append(VariableFinding(name, text, UNKNOWN, remark=remark, instead=near[0] if near else ""))
-    return tuple(found)
+            findings.append(
+                VariableFinding(name, text, UNKNOWN, remark=remark, instead=near[0] if near else "")
+            )
+    return tuple(findings)

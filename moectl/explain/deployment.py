@@ -13,7 +13,7 @@ from ..problem.roofline import (
     DeviceRates,
     LayerWork,
     RooflineTime,
-    known_floor,
+    known_roofline,
     published_rates,
     uniform_work,
 )
@@ -104,6 +104,6 @@ def floors_of(problem: MoEProblem, device: Device) -> StepTimes:
 
     def step(tokens: int, prefill: bool = False) -> StepTime:
         work = uniform_work(problem, tokens)
-        return StepTime(tokens, work, known_floor(work, rates, needs_compute=prefill))
+        return StepTime(tokens, work, known_roofline(work, rates, needs_compute=prefill))
 
     return StepTimes(rates, tuple(map(step, DECODE_TOKENS)), step(PREFILL_TOKENS, prefill=True))

@@ -1,1 +1,1 @@
-"""Files that are not trusted, and files that are written whole or not at all. Imports no torch."""
+"""Reading untrusted files with checks, and writing files atomically. Does not import torch."""

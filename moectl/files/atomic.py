@@ -1,4 +1,4 @@
-"""Files written whole or not at all: temporary names, fsync, rename, and disk errors in words."""
+"""Atomic file writes: temporary name, fsync, rename; system errors become `Unavailable`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import Unavailable
 from .safe_reading import CHUNK, open_regular, read_exactly
 
 PARTIAL = ".partial"
-"""Suffix of a file that is still being written."""
+"""Suffix of a file while it is being written."""
 
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 _FULL[errno.EFBIG] = "the file would be larger than the allowed file size"
@@ -22,7 +22,7 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSU
 
 @contextmanager
 def disk_errors(path: Path, nbytes: int) -> Iterator[None]:
-    """Turns the operating system's refusal to write `nbytes` to `path` into `Unavailable`."""
+    """Converts an OSError while writing `nbytes` to `path` to `Unavailable`."""
     try:
         yield
     except OSError as error:
@@ -39,7 +39,7 @@ def _cannot_write(path: Path, nbytes: int, error: OSError) -> Unavailable:
 
 
 class WriteRefused(OSError):
-    """The operating system's refusal to write to the open file `fd`."""
+    """The operating system failed to write to the open file `fd`."""
 
     def __init__(self, fd: int, error: OSError) -> None:
         super().__init__(error.errno, error.strerror)
@@ -47,7 +47,7 @@ class WriteRefused(OSError):
 
 
 def write_exactly(fd: int, view: memoryview, offset: int) -> None:
-    """Writes all of `view` at `offset`; WriteRefused when the disk cannot take it."""
+    """Writes all of `view` at `offset`; WriteRefused when the system cannot."""
     done = 0
     while done < len(view):
         try:
@@ -66,9 +66,9 @@ def sync_folder(folder: Path) -> None:
 
 
 class NewFile:
-    """A file of known size that is written under a temporary name, then synced and renamed, or removed.
+    """A file of known size, written under a temporary name, then either committed or discarded.
 
-    Raises Unavailable where the system refuses to create, write or rename it.
+    Raises Unavailable when the system refuses to create, write or rename it.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -80,7 +80,7 @@ class NewFile:
         self._open = True
 
     def reserve(self) -> None:
-        """Asks for the space now, so that a full disk is met before the work and not after it."""
+        """Preallocates the file, so that a full disk is detected before the work."""
         with disk_errors(self.path, self.size):
             _reserve(self.fd, self.size)
 
@@ -92,11 +92,11 @@ class NewFile:
             raise self.refused(error) from error
 
     def refused(self, error: OSError) -> Unavailable:
-        """The error for what the system said about writing the file."""
+        """The error to raise when the system failed to write the file."""
         return _cannot_write(self.path, self.size, error)
 
     def commit(self) -> None:
-        """Syncs the bytes and gives the file its name."""
+        """Syncs the file and renames it to its final name."""
         try:
             with disk_errors(self.path, self.size):
                 os.fsync(self.fd)
@@ -108,7 +108,7 @@ class NewFile:
             raise
 
     def discard(self) -> None:
-        """Removes the temporary file, if it was not renamed."""
+        """Removes the temporary file, unless it was committed."""
         if self._open:
             self._close()
         self._partial.unlink(missing_ok=True)
@@ -120,11 +120,11 @@ class NewFile:
 
 @contextmanager
 def replacing(path: Path, size: int) -> Iterator[int]:
-    """A file descriptor of `size` preallocated bytes that becomes `path` when the block succeeds.
+    """A descriptor of a file with `size` preallocated bytes, which replaces `path` when the block succeeds.
 
-    The bytes live under a temporary name until they are synced; on any error, an interrupt
-    included, the temporary file is removed and `path` stays as it was. Unavailable when the file
-    cannot be written; whatever else the block raises stays what it is.
+    The data are written to a temporary file and synced; on any error, including an interrupt, that file is
+    removed and `path` is unchanged. Unavailable when the file cannot be written; other errors of the block
+    propagate unchanged.
     """
     file = NewFile(path, size)
     try:
@@ -155,13 +155,13 @@ def _reserve(fd: int, size: int) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes `data` to `path` at once: readers see the old file or the whole new one."""
+    """Replaces `path` by `data` atomically: readers see the old file or the complete new one."""
     with replacing(path, len(data)) as fd:
         write_exactly(fd, memoryview(data), 0)
 
 
 def copy_bytes(source: int, target: int, read_at: int, write_at: int, nbytes: int, name: str) -> None:
-    """Copies `nbytes` between open files in small pieces."""
+    """Copies `nbytes` between open files in chunks; `name` is the source's name in errors."""
     buffer = memoryview(bytearray(min(CHUNK, nbytes)))
     done = 0
     while done < nbytes:
@@ -172,7 +172,7 @@ def copy_bytes(source: int, target: int, read_at: int, write_at: int, nbytes: in
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copies a file under a temporary name, then renames it."""
+    """Copies a file to a temporary name, then renames it."""
     with open_regular(source, str(source)) as file:
         size = os.fstat(file.fileno()).st_size
         with replacing(target, size) as out:
@@ -180,7 +180,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for `source`'s data, or a copy where the file system cannot give one."""
+    """Creates `target` as a hard link to `source`, or as a copy if the file system cannot link."""
     resolved = source.resolve()
     target.unlink(missing_ok=True)
     try:

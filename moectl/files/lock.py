@@ -1,4 +1,4 @@
-"""One writer to a file: a lock that ends with its process, or a file beside it where there are no locks."""
+"""A lock for a single writer: `flock`, or a lock file on file systems without locks."""
 
 from __future__ import annotations
 
@@ -13,66 +13,72 @@ from ..errors import Unavailable
 SUFFIX = ".lock"
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What network file systems say that have no locks."""
+"""Errors of network file systems that do not support locks."""
 
 
 class Lock:
-    """The right to write the open file `fd`, called `path`.
+    """An exclusive lock on the open file `fd` at `path`.
 
-    Errors call who may have it another `work`, and what is written to `place`; by default, a conversion
-    and the file's folder.
+    Errors name the holder another `work` that is writing to `target`: by default, a conversion and the
+    file's directory.
 
-    Where the file system has no locks, a file beside it says which host and process has the right. Left
-    by a process of this host that is no more, it is taken over; nobody can tell for another host.
+    If the file system has no locks, a lock file next to it records the host and process of the holder. A
+    lock file of a process on this host that has ended is replaced; one of another host has to be removed by
+    the user.
     """
 
-    def __init__(self, path: Path, fd: int, *, work: str = "conversion", place: Path | None = None) -> None:
-        self._path, self._fd, self._work, self._place = path, fd, work, place or path.parent
-        self._beside = path.with_name(path.name + SUFFIX)
-        self._own = False
+    def __init__(self, path: Path, fd: int, *, work: str = "conversion", target: Path | None = None) -> None:
+        self._path, self._fd, self._work, self._target = path, fd, work, target or path.parent
+        self._lock_file = path.with_name(path.name + SUFFIX)
+        self._owns_lock_file = False
 
     def take(self) -> None:
-        """Takes the right; Unavailable when another process has it."""
+        """Acquires the lock; Unavailable when another process holds it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Unavailable(
-                f"another {self._work} is writing to {self._place}.",
+                f"another {self._work} is writing to {self._target}.",
                 hint="Wait for it, or choose another name.",
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise Unavailable(f"cannot lock {self._path}: {error.strerror or error}.") from error
-            self._take_beside()
+            self._create_lock_file()
 
     def release(self) -> None:
-        """Gives the right back, where closing the file does not."""
-        if self._own:
-            self._own = False
-            self._beside.unlink(missing_ok=True)
+        """Removes the lock file, if there is one; a `flock` ends when the file is closed."""
+        if self._owns_lock_file:
+            self._owns_lock_file = False
+            self._lock_file.unlink(missing_ok=True)
 
-    def _take_beside(self) -> None:
+    def _create_lock_file(self) -> None:
         host = socket.gethostname()
         for _ in range(2):
             try:
-                fd = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                fd = os.open(self._lock_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             except FileExistsError:
                 try:
-                    held = self._beside.read_text(errors="replace").split()
-                except FileNotFoundError:  # given back since
+                    holder = self._lock_file.read_text(errors="replace").split()
+                except FileNotFoundError:  # released in the meantime
                     continue
-                if len(held) != 2 or held[0] != host or not held[1].isdecimal() or _runs(int(held[1])):
+                if (
+                    len(holder) != 2
+                    or holder[0] != host
+                    or not holder[1].isdecimal()
+                    or _runs(int(holder[1]))
+                ):
                     break
-                self._beside.unlink(missing_ok=True)
+                self._lock_file.unlink(missing_ok=True)
                 continue
             with os.fdopen(fd, "w") as file:
                 file.write(f"{host} {os.getpid()}")
-            self._own = True
+            self._owns_lock_file = True
             return
         raise Unavailable(
-            f"another {self._work} is writing to {self._place}, says {self._beside.name}.",
+            f"another {self._work} is writing to {self._target}, says {self._lock_file.name}.",
             reason="This file system has no locks that end with a process.",
-            hint=f"If no {self._work} runs on any machine, remove {self._beside}.",
+            hint=f"If no {self._work} runs on any machine, remove {self._lock_file}.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks of a command's output folder before work begins, and its removal when the work fails."""
+"""Checks of an output directory before the work begins, and its removal when the work fails."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .atomic import disk_errors
 
 
 def refuse_inside(source: Path, out: Path) -> None:
-    """UsageError when `out` is `source` or lies in it, or is a file."""
+    """UsageError when `out` is `source`, inside of it, or a file."""
     home, target = source.resolve(), out.resolve()
     if target == home or home in target.parents:
         raise UsageError(
-            f"the output {out} lies in {source}, which is never written to.",
+            f"the output {out} is inside {source}, which is never written to.",
             hint="Choose a folder outside of it.",
         )
     if out.exists() and not out.is_dir():
@@ -32,7 +32,7 @@ def create_folder(folder: Path) -> None:
 
 
 def refuse_filled(out: Path) -> None:
-    """UsageError when `out` is anything but an empty folder or nothing at all."""
+    """UsageError unless `out` is an empty directory or does not exist."""
     with disk_errors(out, 0):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} is not an empty folder.", hint="Give a new folder, or remove this one.")
@@ -40,9 +40,9 @@ def refuse_filled(out: Path) -> None:
 
 @contextmanager
 def all_or_none(out: Path, names: Iterable[str]) -> Iterator[None]:
-    """Creates the folder `out` for the block to write `names` in; on any error all of it goes again."""
+    """Creates the directory `out`, in which the block writes `names`; on any error all of it is removed."""
     with disk_errors(out, 0):
-        made = [place for place in (out, *out.parents) if not place.exists()]
+        created = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         create_folder(out)
         yield
@@ -50,18 +50,18 @@ def all_or_none(out: Path, names: Iterable[str]) -> Iterator[None]:
         for name in names:
             with suppress(OSError):
                 (out / name).unlink()
-        for place in made:
+        for folder in created:
             with suppress(OSError):
-                place.rmdir()
+                folder.rmdir()
         raise
 
 
 def refuse_small_disk(out: Path, needed: int, hint: str) -> None:
-    """Unavailable when `out`'s file system cannot take `needed` bytes, what `out` holds already included."""
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    held = sum(path.lstat().st_size for path in out.iterdir()) if out.is_dir() else 0
-    room = shutil.disk_usage(place).free + held
+    """Unavailable when the file system has no room for `needed` bytes, counting files in `out` as free."""
+    existing = out.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    replaceable = sum(path.lstat().st_size for path in out.iterdir()) if out.is_dir() else 0
+    room = shutil.disk_usage(existing).free + replaceable
     if room < needed:
         raise Unavailable(f"{needed} bytes of disk are needed, {out} has room for {room}.", hint=hint)

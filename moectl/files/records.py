@@ -1,7 +1,7 @@
-"""Records (dataclasses, named tuples) to JSON or table rows and back: one set of rules, from field types.
+"""Conversion of records (dataclasses, named tuples) from and to JSON and table rows, by their field types.
 
-Written by hand, as msgspec 0.22 was measured and does not replace it: it ignores unknown fields of a
-dataclass, stops at the first fault, and does not say which value it found.
+msgspec 0.22 was tried and does not replace it: it ignores unknown fields of a dataclass, stops at the first
+error, and does not report the offending value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 
 Record = TypeVar("Record")
 Refusal = Callable[[str], Exception]
-"""Makes the error to raise from a sentence: an exception class."""
+"""An exception class, or a function that makes an exception from a sentence."""
 
 
 def to_json(value: Any) -> Any:
@@ -41,16 +41,16 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(record: type[Record], data: Any, where: str, refusal: Refusal = CheckpointError) -> Record:
-    """The `record` that `data` describes, built only when every field has its type.
+    """The `record` described by `data`, if every field has the right type.
 
     Field types may be str, int, float, bool, Any, records, unions of these with None, tuples, frozen sets
-    and mappings of these with string keys. A bool is no int here; a whole number may stand for a float, and
-    stays one. A field with a default may be absent, so that a record can gain fields. `where` names the
-    place in messages.
+    and mappings of these with string keys. A bool is not accepted as an int; an int is accepted as a float,
+    and not converted. Fields with a default may be absent, so that records can be extended. `where` is the
+    path of `data` in error messages.
 
     Raises:
-        CheckpointError, or what `refusal` makes: a field is missing, unknown or of another type, or the
-            record itself refuses its fields.
+        CheckpointError, or the error made by `refusal`: a field is missing, unknown or of the wrong type,
+            or the record's constructor rejects the values.
 
     Example:
         >>> from moectl.problem.moe_problem import Dims
@@ -84,7 +84,7 @@ def _is_record(kind: Any) -> bool:
 
 @cache
 def _kinds(record: Any) -> Mapping[str, Any]:
-    """The type of each field of a record."""
+    """The types of a record's fields, by name."""
     hints = get_type_hints(record)
     names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields
     return {name: hints[name] for name in names}
@@ -92,7 +92,7 @@ def _kinds(record: Any) -> Mapping[str, Any]:
 
 @cache
 def _required(record: Any) -> frozenset[str]:
-    """The fields of a record that have no default."""
+    """The fields of a record without a default."""
     if not is_dataclass(record):
         return frozenset(name for name in record._fields if name not in record._field_defaults)
     return frozenset(
@@ -162,7 +162,7 @@ def _scalar(kind: Any, data: Any, where: str) -> Any:
 
 
 def to_cells(record: Any) -> dict[str, Any]:
-    """The fields of `record` as one flat row, records in it last; infinities and NaN are None."""
+    """The fields of `record` as a flat row, those of nested records last; infinities and NaN become None."""
     own: dict[str, Any] = {}
     nested: dict[str, Any] = {}
     for field in fields(record):
@@ -181,13 +181,13 @@ def from_cells(
     what: str,
     refusal: Refusal = CheckpointError,
 ) -> Record:
-    """The `record` that a flat row describes: JSON scalars, or the texts of a CSV file.
+    """The `record` described by a flat row of JSON scalars or of CSV strings.
 
-    Cells of no field are passed over, and an empty text is None where the field is no text. `what` is
-    what a row should be, in messages.
+    Unknown cells are ignored, and an empty string is None unless the field is a string. `where` and `what`
+    name the row's location and type in error messages.
 
     Raises:
-        CheckpointError, or what `refusal` makes: a cell that is not of its field's type, or lacks.
+        CheckpointError, or the error made by `refusal`: a cell is missing or has the wrong type.
     """
     own: Any = record
     values: dict[str, Any] = {}
@@ -209,7 +209,7 @@ _BOOLS = {"True": True, "true": True, "False": False, "false": False}
 
 
 def _from_cell(kind: Any, value: Any) -> Any:
-    """A cell as a value of the scalar type `kind`, optional or not; ValueError when it is none."""
+    """A cell converted to the scalar type `kind`, which may be optional; ValueError if it does not match."""
     kinds = get_args(kind) or (kind,)
     scalar = next(kind for kind in kinds if kind is not type(None))
     if value is None or (value == "" and scalar is not str):

@@ -1,4 +1,4 @@
-"""Files read with care: regular files only, exact lengths, hashes in bounded memory, errors in words."""
+"""Safe reads: regular files only, exact lengths, and hashes in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, BinaryIO
 from ..errors import CheckpointError, UsageError
 
 CHUNK = 4 << 20
-"""Bytes that are read at a time where a file is hashed or copied."""
+"""Bytes read at a time when a file is hashed or copied."""
 
 
 @contextmanager
 def open_regular(path: Path, where: str) -> Iterator[BinaryIO]:
-    """The regular file `path` opened for reading; a pipe or device is refused instead of waited for.
+    """Opens the regular file `path` for reading; does not block on a pipe or device.
 
-    Raises CheckpointError for anything else, and for what goes wrong while it is read.
+    Raises CheckpointError for anything but a regular file, and for system errors inside the block.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -38,7 +38,7 @@ def open_regular(path: Path, where: str) -> Iterator[BinaryIO]:
 
 
 def not_regular(where: str) -> CheckpointError:
-    """The error for a path, called `where`, that is no regular file."""
+    """The error for a path, named `where`, that is not a regular file."""
     return CheckpointError(
         f"{where} is not a file, but a folder, pipe or device.",
         hint="Put the checkpoint's file in its place.",
@@ -65,14 +65,14 @@ def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:
 
 
 def range_sha256(fd: int, start: int, end: int, name: str) -> str:
-    """SHA-256 of a run of bytes of an open file, read in small pieces."""
+    """SHA-256 of bytes `start` to `end` of an open file, in hexadecimal."""
     digest = hashlib.sha256()
     hash_range(digest, fd, start, end, name)
     return digest.hexdigest()
 
 
 def hash_range(digest: Any, fd: int, start: int, end: int, name: str) -> None:
-    """Puts a run of bytes of an open file through `digest`, in small pieces."""
+    """Updates `digest` with bytes `start` to `end` of an open file, read in chunks."""
     buffer = memoryview(bytearray(max(1, min(CHUNK, end - start))))
     while start < end:
         piece = buffer[: min(len(buffer), end - start)]
@@ -82,7 +82,7 @@ def hash_range(digest: Any, fd: int, start: int, end: int, name: str) -> None:
 
 
 def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) -> str:
-    """SHA-256 of a file in hexadecimal, read in small pieces; `advance` gets the bytes of each."""
+    """SHA-256 of a file in hexadecimal; `advance` is called with the size of each chunk."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK))
     with open_regular(path, str(path)) as file:
@@ -93,7 +93,7 @@ def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) 
 
 
 def file_findings(path: Path, size: int, sha256: str) -> list[str]:
-    """How a file differs from its recorded size and SHA-256, in words; empty when it does not."""
+    """Sentences on how a file differs from its recorded size and SHA-256; empty if it does not."""
     if not path.is_file():
         return [f"{path.name} is missing"]
     got = path.stat().st_size
@@ -103,9 +103,9 @@ def file_findings(path: Path, size: int, sha256: str) -> list[str]:
 
 
 def unreadable(what: str, path: Path, error: Exception, kind: str) -> UsageError:
-    """The error for the file `path`, called `what`, that reading ended with `error`.
+    """The error for the file `path`, named `what`, when reading it failed with `error`.
 
-    `kind` says what it should be, as ``a safetensors file``.
+    `kind` is the expected kind of file, such as ``a safetensors file``.
     """
     return UsageError(f"cannot read {what}: {_why(path, error, kind)}", hint=f"give the path of {kind}")
 

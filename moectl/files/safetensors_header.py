@@ -1,4 +1,4 @@
-"""The safetensors header, checked before anything in it is believed."""
+"""Parsing safetensors headers of untrusted files."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from .strict_json import FETCH_AGAIN, LFS_POINTER, parse_json_object, refuse_lfs
 from .tensor_table import TensorInfo, TensorTable, TensorType, table_of
 
 LENGTH_BYTES = 8
-"""A file starts with the header's length, 64 bits, little-endian."""
+"""A file starts with the length of its header: 64 bits, little-endian."""
 
 HEADER_LIMIT = 100_000_000
-"""Longest header, bytes; the limit of the format's own reader."""
+"""Maximum size of a header, bytes; the limit of the safetensors library."""
 
 TOTAL_HEADER_LIMIT = 256 << 20
-"""Most bytes of all headers of a checkpoint, some ten times those of a model with 200 000 tensors."""
+"""Maximum size of all headers of a checkpoint, bytes; about ten times that of 200 000 tensors."""
 
 TENSOR_LIMIT = 2_000_000
-"""Most tensors of a checkpoint, likewise."""
+"""Maximum number of tensors in a checkpoint."""
 
 EMPTY_LIMIT = 100_000
-"""Most tensors without data: they cost memory, and nothing bounds their number but this."""
+"""Maximum number of tensors without data, which the file size does not bound."""
 
 RANK_LIMIT = 32
-"""Most axes of a tensor; keeps the product of sizes cheap whatever a header says."""
+"""Maximum number of axes, which bounds the cost of multiplying sizes from a malicious header."""
 
 NAME_LIMIT = 1024
-"""Longest tensor name, characters."""
+"""Maximum length of a tensor name, characters."""
 
 
 class Budget:
-    """What the headers of one checkpoint may cost together; its files are read in any order or at once."""
+    """Limits on the headers of one checkpoint together; thread-safe, as files may be read concurrently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes = self._tensors = self._empty = 0
 
     def spend(self, name: str, nbytes: int = 0, tensors: int = 0, empty: int = 0) -> None:
-        """Counts what file `name` adds; CheckpointError when that makes more than any model has."""
+        """Adds the header of file `name` to the totals; CheckpointError when a limit is exceeded."""
         with self._lock:
             self._bytes += nbytes
             self._tensors += tensors
@@ -65,10 +65,10 @@ class Budget:
 
 
 def header_length(prefix: bytes, size: int, name: str) -> int:
-    """Bytes of the header of file `name`, from its first bytes, eight or more, and its size.
+    """The header's length in bytes, from the first eight or more bytes of file `name` and its size.
 
-    Raises CheckpointError when the length cannot be: zero, over `HEADER_LIMIT`, or past the file's end;
-    or when the bytes are those of a Git LFS pointer.
+    Raises CheckpointError for an impossible length (zero, over `HEADER_LIMIT`, or past the end of the file)
+    and for a Git LFS pointer.
     """
     refuse_lfs_pointer(prefix, name)
     if size < LENGTH_BYTES or len(prefix) < LENGTH_BYTES:
@@ -98,15 +98,21 @@ def read_header(source: bytes | BinaryIO, size: int, name: str, budget: Budget |
     """The tensors of a safetensors file, by name, with absolute byte offsets in the file.
 
     Args:
-        source: the file's first bytes, at least its header, or a file opened for reading.
-        size: bytes of the whole file.
-        name: the file's name relative to the checkpoint, for `TensorInfo.file` and messages.
-        budget: shared by all files of a checkpoint; None for a file alone.
+        source: the file's first bytes, including its header, or a file opened for reading.
+        size: size of the whole file in bytes.
+        name: the file's name relative to the checkpoint, for `TensorInfo.file` and error messages.
+        budget: limits shared by all files of a checkpoint; None for a single file.
 
     Raises:
-        CheckpointError: anything in the header that cannot be true of a file of that size, or more
-            than the budget allows. Offsets must cover the data without gap or overlap, as the format
-            demands.
+        CheckpointError: the header is not valid for a file of that size, or exceeds the budget. As the
+            format requires, the offsets must cover the data without gaps or overlaps.
+
+    Example:
+        >>> header = b'{"w": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}}'
+        >>> data = len(header).to_bytes(8, "little") + header + bytes(8)
+        >>> info = read_header(data, len(data), "model.safetensors")["w"]
+        >>> info.dtype, info.shape, info.nbytes
+        ('BF16', (2, 2), 8)
     """
     budget = budget or Budget()
     start = source[: len(LFS_POINTER)] if isinstance(source, bytes) else source.read(len(LFS_POINTER))
@@ -130,16 +136,16 @@ _ENTRY = re.compile(
     r'"([^"\\]+)":\{("dtype":"[^"\\]+","shape":\[[\d,]*\]),"data_offsets":\[(0|[1-9]\d{0,17}),(0|[1-9]\d{0,17})\]\},',
     re.ASCII,
 )
-"""A tensor as every writer spells it, and the comma after it."""
+"""An entry in the spelling of all common writers, with the comma after it."""
 
 METADATA = "__metadata__"
-"""The entry of a header that is no tensor."""
+"""The key of a header that is not a tensor."""
 
 
 def _read_as_written(raw: bytes, name: str, base: int, size: int) -> TensorTable | None:
-    """What `_read_any` returns for a sound header that is spelled the usual way; None for any other.
+    """A fast `_read_any` for valid headers in the usual spelling; None for any other header.
 
-    Tensors are not looked at one by one: each check is one pass over a whole column.
+    Each check is one pass over a whole column instead of a loop over tensors.
     """
     if b"\\u" in raw:
         return None
@@ -148,58 +154,58 @@ def _read_as_written(raw: bytes, name: str, base: int, size: int) -> TensorTable
     except (ValueError, RecursionError, CheckpointError):
         return None
     pieces = _ENTRY.split(body)
-    between, names, spelled, starts, ends = (pieces[group::5] for group in range(5))
-    # The entries follow each other when nothing stands between them, before them or after them.
-    if not names or set(between) != {""}:
+    separators, names, spelled, starts, ends = (pieces[group::5] for group in range(5))
+    # Empty pieces before, between and after the matches mean that the entries cover the whole text.
+    if not names or set(separators) != {""}:
         return None
-    forms = _forms(spelled)
-    if forms is None or len(max(names, key=len)) > NAME_LIMIT or not "".join(names).isprintable():
+    types = _tensor_types(spelled)
+    if types is None or len(max(names, key=len)) > NAME_LIMIT or not "".join(names).isprintable():
         return None
     table = TensorTable(
         names,
-        [form for form, _ in forms.values()],
-        list(map({text: kind for kind, text in enumerate(forms)}.__getitem__, spelled)),
+        [tensor_type for tensor_type, _ in types.values()],
+        list(map({text: kind for kind, text in enumerate(types)}.__getitem__, spelled)),
         array("q", map(base.__add__, map(int, starts))),
         array("q", map(base.__add__, map(int, ends))),
         [name],
         [0],
     )
-    sizes = [nbytes for _, nbytes in forms.values()]
+    sizes = [nbytes for _, nbytes in types.values()]
     spans = map(operator.sub, table.ends, table.starts)
-    sound = (
+    valid = (
         table.repeated is None
         and METADATA not in table
         and all(map(operator.eq, spans, map(sizes.__getitem__, table.kinds)))
         and _covers(table, base, size)
     )
-    return table if sound else None
+    return table if valid else None
 
 
 def _after_metadata(text: str, name: str) -> str:
-    """The entries of a header's text, each with a comma after it; an error for a text that is none."""
-    at = 1
+    """The text of a header's entries, each followed by a comma; ValueError if the text is not a header."""
+    position = 1
     start = f'{{"{METADATA}":'
     if text.startswith(start):
-        metadata, at = json.JSONDecoder(object_pairs_hook=_no_repeats).raw_decode(text, len(start))
+        metadata, position = json.JSONDecoder(object_pairs_hook=_no_repeats).raw_decode(text, len(start))
         _check_metadata(metadata, name)
-        if text[at : at + 1] != ",":
+        if text[position : position + 1] != ",":
             raise ValueError("no tensor follows")
-        at += 1
+        position += 1
     if not (text.startswith("{") and text.endswith("}")):
         raise ValueError("no object")
-    return text[at:-1] + ","
+    return text[position:-1] + ","
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return entries
 
 
-def _forms(spelled: list[str]) -> dict[str, tuple[TensorType, int]] | None:
-    """Dtype and shape, and the bytes of such a tensor, by their text; None when one of them is wrong."""
-    found = {}
+def _tensor_types(spelled: list[str]) -> dict[str, tuple[TensorType, int]] | None:
+    """Tensor type and size in bytes by the text of dtype and shape; None if any of them is invalid."""
+    types = {}
     for text in dict.fromkeys(spelled):
         try:
             entry = json.loads("{" + text + "}")
@@ -209,12 +215,12 @@ def _forms(spelled: list[str]) -> dict[str, tuple[TensorType, int]] | None:
         bits = math.prod(shape) * DTYPE_BITS[dtype]
         if bits % 8:
             return None
-        found[text] = TensorType(dtype, shape), bits // 8
-    return found
+        types[text] = TensorType(dtype, shape), bits // 8
+    return types
 
 
 def _covers(table: TensorTable, base: int, size: int) -> bool:
-    """True when the rows' bytes follow each other from `base` to the file's end."""
+    """True when the rows cover the bytes from `base` to the end of the file without gaps or overlaps."""
     starts, ends = table.starts, table.ends
     if starts[1:] != ends[:-1]:
         order = sorted(range(len(starts)), key=lambda row: (starts[row], ends[row]))
@@ -223,7 +229,7 @@ def _covers(table: TensorTable, base: int, size: int) -> bool:
 
 
 def _read_any(raw: bytes, name: str, end: int, size: int) -> TensorTable:
-    """The tensors of a header, looked at one by one; CheckpointError for what cannot be true."""
+    """The tensors of a header, checked one by one; CheckpointError if it is not valid."""
     document = parse_json_object(raw, f"{name}: the header")
     _check_metadata(document.pop(METADATA, None), name)
     tensors = {key: _tensor(key, entry, name, end, size) for key, entry in document.items()}
@@ -232,10 +238,10 @@ def _read_any(raw: bytes, name: str, end: int, size: int) -> TensorTable:
 
 
 def _check_marks(raw: bytes, data: int, name: str) -> None:
-    """CheckpointError when a header must have more tensors than are allowed; costs no parsing.
+    """CheckpointError when a header must have more tensors than allowed, judged before it is parsed.
 
-    A tensor has one opening brace and two brackets, and at least one byte of data unless it is one of
-    the few empty ones; two more braces are the header's own and its metadata's.
+    A tensor has one opening brace and two brackets, and at least one byte of data unless it is one of the
+    few empty ones; two more braces belong to the header itself and its metadata.
     """
     objects, most = raw.count(b"{"), min(TENSOR_LIMIT, data + EMPTY_LIMIT)
     if max(objects - 2, raw.count(b"[") // 2) > most:
@@ -256,7 +262,7 @@ def _check_metadata(metadata: object, name: str) -> None:
 
 
 def _whole(value: object) -> bool:
-    """True for an integer of 0 to 2^63; JSON's true and false, which Python counts as such, are none."""
+    """True for an integer from 0 to 2^63 - 1, but not for a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
@@ -309,20 +315,21 @@ def _fields(entry: dict[str, Any], where: str) -> tuple[str, tuple[int, ...], tu
 
 
 def _check_cover(tensors: Mapping[str, TensorInfo], base: int, size: int, name: str) -> None:
-    at, before = base, "the header"
+    position, previous = base, "the header"
     for info in sorted(tensors.values(), key=lambda info: (info.start, info.end)):
-        if info.start < at:
+        if info.start < position:
             raise CheckpointError(
-                f"{name}: tensors {before} and {shown(info.name)} overlap.", hint=FETCH_AGAIN
+                f"{name}: tensors {previous} and {shown(info.name)} overlap.", hint=FETCH_AGAIN
             )
-        if info.start > at:
+        if info.start > position:
             raise CheckpointError(
-                f"{name}: bytes {at} to {info.start}, before tensor {shown(info.name)}, belong to no tensor.",
+                f"{name}: bytes {position} to {info.start}, before tensor {shown(info.name)}, "
+                "belong to no tensor.",
                 hint=FETCH_AGAIN,
             )
-        at, before = info.end, shown(info.name)
-    if at != size:
+        position, previous = info.end, shown(info.name)
+    if position != size:
         raise CheckpointError(
-            f"{name}: the file has {size} bytes, its last tensor, {before}, ends at byte {at}.",
+            f"{name}: the file has {size} bytes, its last tensor, {previous}, ends at byte {position}.",
             hint="The file is damaged or was written twice; download it again.",
         )

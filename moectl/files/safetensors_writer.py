@@ -1,4 +1,4 @@
-"""Safetensors files to be written: their headers, and where each tensor goes."""
+"""Planning safetensors files: headers, and the offsets of their tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..errors import CheckpointError
 from .safetensors_header import METADATA
 from .tensor_table import TensorInfo
 
-_ORDER = {dtype: place for place, dtype in enumerate(DTYPE_BITS)}
-"""The format's own order of dtypes, in which widths do not fall."""
+_ORDER = {dtype: index for index, dtype in enumerate(DTYPE_BITS)}
+"""The order of dtypes in the safetensors library, by non-decreasing width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class TensorSpec:
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor; CheckpointError for a dtype that safetensors do not have."""
+    """Bytes of a tensor; CheckpointError for a dtype that safetensors does not have."""
     if dtype not in DTYPE_BITS:
         raise CheckpointError(
             f"unknown dtype {dtype!r}; known are {', '.join(DTYPE_BITS)}.", hint="Choose one of them."
@@ -39,15 +39,15 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Tensors as the safetensors library orders them: widest elements first, then by name.
+    """The tensors in the order of the safetensors library: widest elements first, then by name.
 
-    Wide elements first keeps every tensor aligned to its element.
+    This keeps every tensor aligned to its element size.
     """
     return sorted(specs, key=lambda spec: (-_ORDER[spec.dtype], spec.name))
 
 
 def header_bytes(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The start of a file that holds these tensors in this order: length and header.
+    """The first bytes of a file with these tensors in this order: the header's length, and the header.
 
     The header is padded with spaces to a multiple of 8 bytes.
     """
@@ -64,10 +64,7 @@ def header_bytes(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> by
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A safetensors file before its first byte: the header, and where each tensor goes.
-
-    `tensors` maps names to their places; offsets count from the start of the file.
-    """
+    """A safetensors file to be written: its header, and its tensors by name with their absolute offsets."""
 
     name: str
     header: bytes
@@ -79,16 +76,18 @@ class FilePlan:
 
 
 def plan_file(name: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
-    """The `FilePlan` of a file with these tensors, widest elements first and then by name.
+    """The plan of a file with these tensors, in the order of `in_file_order`.
 
-    Wide elements first keeps every tensor aligned to its element; the order is also the one that
-    the safetensors library writes. The header is padded with spaces to a multiple of 8 bytes.
+    Example:
+        >>> plan = plan_file("out.safetensors", [TensorSpec("w", "BF16", (2, 2))], {})
+        >>> plan.tensors["w"].nbytes, plan.size - len(plan.header)
+        (8, 8)
     """
     ordered = in_file_order(specs)
     header = header_bytes(ordered, metadata)
-    places: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     start = len(header)
     for spec in ordered:
-        places[spec.name] = TensorInfo(spec.name, spec.dtype, spec.shape, name, start, start + spec.nbytes)
+        tensors[spec.name] = TensorInfo(spec.name, spec.dtype, spec.shape, name, start, start + spec.nbytes)
         start += spec.nbytes
-    return FilePlan(name, header, places)
+    return FilePlan(name, header, tensors)

@@ -9,25 +9,30 @@ from typing import Any
 from ..errors import CheckpointError
 
 JSON_LIMIT = 512 << 20
-"""Largest JSON text that is parsed, bytes, whatever it is; readers have tighter limits of their own."""
+"""Maximum size of any JSON text, bytes; most readers have tighter limits."""
 
 LFS_POINTER = b"version https://git-lfs"
-"""How the text file starts that Git keeps in place of a large one."""
+"""First bytes of the pointer file that Git LFS stores instead of a large file."""
 
 FETCH_AGAIN = "Download the file again, or ask its publisher for a sound one."
-"""What to do about a file whose content cannot be true."""
+"""Hint for damaged files."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def shown(name: object, limit: int = 120) -> str:
-    """`name` quoted for a message, with control characters escaped and the middle of a long one cut."""
+    """`name` quoted for a message: non-ASCII and control characters escaped, the middle of long ones cut.
+
+    Example:
+        >>> shown("gate\\x1b.weight")
+        "'gate\\\\x1b.weight'"
+    """
     text = ascii(name)
     return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
 
 
 def refuse_lfs_pointer(start: bytes, where: str) -> None:
-    """CheckpointError when a file that starts with these bytes is a Git LFS pointer."""
+    """CheckpointError when `start`, the first bytes of a file, are those of a Git LFS pointer."""
     if start.startswith(LFS_POINTER):
         raise CheckpointError(
             f"{where} is a Git LFS pointer, expected the file that it stands for.",
@@ -36,7 +41,7 @@ def refuse_lfs_pointer(start: bytes, where: str) -> None:
 
 
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
-    """The JSON object that `data` spells; `where` names the document in messages.
+    """The JSON object in `data`; `where` names the document in error messages.
 
     Raises:
         CheckpointError: a Git LFS pointer, not UTF-8, not JSON, nested too deeply, a lone surrogate,
@@ -51,45 +56,45 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _parse_plain(data: bytes) -> dict[str, Any] | None:
-    """What `_parse_any` returns for a sound text without escapes; None for any other, or an empty object.
+    """A fast `_parse_any` for valid texts without escapes; None for any other, and for an empty object.
 
-    A key that occurs twice is told from the number of strings: two quotes each, and none is lost.
+    A duplicate key is detected by counting: every string in the result accounts for two quotes.
     """
     if b"\\" in data:
         return None
     try:
         value = json.loads(data.decode("utf-8"))
-        sound = isinstance(value, dict) and 2 * _strings(value) == data.count(b'"')
+        valid = isinstance(value, dict) and 2 * _strings(value) == data.count(b'"')
     except (ValueError, RecursionError):
         return None
-    return value if sound else None
+    return value if valid else None
 
 
 def _strings(value: dict[str, Any] | list[Any]) -> int:
-    """How many strings an object or list holds, keys and those further in included."""
+    """The number of strings in an object or list, including keys and nested values."""
     items = value.values() if isinstance(value, dict) else value
     kinds = list(map(type, items))
-    found = kinds.count(str) + (len(value) if isinstance(value, dict) else 0)
+    count = kinds.count(str) + (len(value) if isinstance(value, dict) else 0)
     if kinds.count(dict) or kinds.count(list):
-        found += sum(_strings(item) for item in items if isinstance(item, (dict, list)))
-    return found
+        count += sum(_strings(item) for item in items if isinstance(item, (dict, list)))
+    return count
 
 
 def _parse_any(data: bytes, where: str) -> dict[str, Any]:
-    """As `parse_json_object`, pair by pair."""
+    """`parse_json_object` with a check of every key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise CheckpointError(f"{where}: the name {shown(twice)} occurs twice.", hint=FETCH_AGAIN)
-        return found
+        return entries
 
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
         if _SURROGATE.search(data):
-            # Half a character cannot be written again, printed or be part of a file's name.
+            # A lone surrogate can be neither printed nor written, and cannot be part of a file name.
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Many tensors' headers in little memory: one row each, made a `TensorInfo` only when asked for."""
+"""`TensorTable`: the headers of many tensors in columns, which creates `TensorInfo` objects on demand."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class TensorType(NamedTuple):
     shape: tuple[int, ...]
 
     def with_first_axis(self, size: int) -> TensorType:
-        """The same for another number of experts, which are the first axis."""
+        """The same type with another first axis, which is the number of experts."""
         return TensorType(self.dtype, (size, *self.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as a safetensors header states it, already checked against its file.
+    """One tensor of a safetensors header, already checked against its file.
 
     `dtype` is the safetensors spelling (``U8``, ``BF16``, ``F8_E8M0``, ...); `start` and `end` are
     byte offsets in `file`, which is relative to the checkpoint.
@@ -53,11 +53,11 @@ class TensorTable(Mapping[str, TensorInfo]):
     """Tensors by name, in the order of their files' headers; equal to a mapping with the same tensors.
 
     Attributes:
-        names: one for each row, all different.
-        types: the dtypes and shapes that occur; a model has few.
-        kinds: for each row the index of its type.
-        starts, ends: for each row its byte offsets in the file, as in `TensorInfo`.
-        files: the files, and `firsts` the row at which each begins.
+        names: name of each row, all different.
+        types: the distinct dtypes and shapes; a model has few.
+        kinds: index into `types` of each row.
+        starts, ends: byte offsets in the file of each row, as in `TensorInfo`.
+        files, firsts: the files, and the first row of each.
     """
 
     names: list[str]
@@ -88,12 +88,12 @@ class TensorTable(Mapping[str, TensorInfo]):
         return _Values(self)
 
     def has_all(self, names: Set[str]) -> bool:
-        """True when every one of `names` is there."""
+        """True when the table has all of `names`."""
         return names <= self._rows.keys()
 
     @property
     def repeated(self) -> tuple[str, str, str] | None:
-        """A name that two rows have and their files; None, as it must be, when there is none."""
+        """A duplicate name and the files of its first two rows; None in a valid table."""
         if len(self._rows) == len(self.names):
             return None
         seen: dict[str, int] = {}
@@ -102,7 +102,7 @@ class TensorTable(Mapping[str, TensorInfo]):
         return name, self._file(seen[name]), self._file(row)
 
     def by_file(self) -> Iterator[tuple[str, list[str]]]:
-        """Each file and the names of its tensors."""
+        """Each file with the names of its tensors."""
         for file, first, last in zip(
             self.files, self.firsts, [*self.firsts[1:], len(self.names)], strict=True
         ):
@@ -122,7 +122,7 @@ class TensorTable(Mapping[str, TensorInfo]):
 
 
 class _Values(ValuesView[TensorInfo]):
-    """The rows in order, made one at a time."""
+    """The rows in order, created one at a time."""
 
     _mapping: TensorTable
 
@@ -138,7 +138,7 @@ def files_of(tensors: Mapping[str, TensorInfo]) -> set[str]:
 
 
 def table_of(infos: Iterable[TensorInfo]) -> TensorTable:
-    """The table of these tensors, whose names differ; those of one file must stand together."""
+    """The table of these tensors, which must have distinct names; those of one file must be consecutive."""
     types: dict[TensorType, int] = {}
     table = TensorTable([], [], [], array("q"), array("q"), [], [])
     for row, info in enumerate(infos):
@@ -155,15 +155,15 @@ def table_of(infos: Iterable[TensorInfo]) -> TensorTable:
 
 
 def joined(tables: Iterable[TensorTable]) -> TensorTable:
-    """One table of all rows; `TensorTable.repeated` says whether a name occurs twice."""
+    """One table of the rows of all tables; `TensorTable.repeated` reports a duplicate name."""
     types: dict[TensorType, int] = {}
     whole = TensorTable([], [], [], array("q"), array("q"), [], [])
     for table in tables:
-        into = [types.setdefault(kind, len(types)) for kind in table.types]
+        type_indices = [types.setdefault(kind, len(types)) for kind in table.types]
         whole.files += table.files
         whole.firsts += [len(whole.names) + first for first in table.firsts]
         whole.names += table.names
-        whole.kinds += map(into.__getitem__, table.kinds)
+        whole.kinds += map(type_indices.__getitem__, table.kinds)
         whole.starts += table.starts
         whole.ends += table.ends
     whole.types = list(types)

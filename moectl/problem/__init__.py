@@ -1,1 +1,1 @@
-"""What a MoE layer is: its problem, number formats, layouts and sizes, as values without torch."""
+"""Descriptions of MoE layers: the problem, number formats, layouts and sizes. Does not import torch."""

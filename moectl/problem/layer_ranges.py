@@ -1,4 +1,4 @@
-"""Lists of layer numbers in short."""
+"""Short spelling of lists of layer numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Iterable
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in short, sorted: ``0-2, 5`` for {0, 1, 2, 5}."""
+    """Sorted numbers with runs abbreviated.
+
+    Example:
+        >>> ranges({5, 0, 1, 2})
+        '0-2, 5'
+    """
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Kernel layouts by the name a user asks for, and who reads each: a table that needs no torch."""
+"""Kernel layouts: the target that selects each, and the engines and kernels that read it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class LayoutReader:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFacts:
-    """What is known of a layout without building it.
+    """Static facts about a layout.
 
     Attributes:
-        target: what a user asks for; the scheme, then the activations and the architecture, pick the layout.
-        archs: device architectures whose kernels read it.
+        target: value of ``--to``; the scheme, then activations and architecture, select the layout.
+        archs: device architectures with kernels for it.
         readers: engines and backends that read it.
-        acts: activation formats that the kernels take with it, the usual one first; ``-per-token`` where
-            each token has a global scale of its own.
-        instead_of: the layout that engines take unless they are told to use other activations.
-        verified: False when it is transcribed from sources and no recorded conversion has confirmed it.
+        acts: supported activation formats, the usual one first; ``-per-token`` if every token has its own
+            global scale.
+        instead_of: the layout that engines use unless they are configured for other activations.
+        verified: False if it was implemented from source code and never compared with a recorded conversion.
     """
 
     target: str
@@ -181,7 +181,7 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "cpu-amx-int4": _cpu(),
     "moectl-mtile64": LayoutFacts("moectl", _SM80_UP, (LayoutReader("moectl", ("triton",)),)),
 }
-"""Facts by the name of the layout."""
+"""Facts by layout name."""
 
 TARGETS: Mapping[str, tuple[LayoutReader, ...]] = {
     facts.target: tuple(
@@ -189,10 +189,10 @@ TARGETS: Mapping[str, tuple[LayoutReader, ...]] = {
     )
     for facts in LAYOUTS.values()
 }
-"""Readers by what a user asks for: the closed list of ``moectl convert --to``."""
+"""Readers by target: the closed list of ``moectl convert --to``."""
 
 ACTS: tuple[str, ...] = tuple(dict.fromkeys(act for facts in LAYOUTS.values() for act in facts.acts))
-"""Every activation format that chooses a layout."""
+"""Every activation format that selects a layout."""
 
 UNVERIFIED: frozenset[str] = frozenset(name for name, facts in LAYOUTS.items() if not facts.verified)
-"""Layouts that no recorded conversion has confirmed."""
+"""Layouts that were never compared with a recorded conversion."""

@@ -1,4 +1,4 @@
-"""One MoE layer as a value: everything a backend is chosen, prepared and run by."""
+"""`MoEProblem`: the description of a MoE layer that backends are selected, prepared and run by."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .schemes import FULL, Scheme
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Sizes of one expert on one rank; logical and padded sizes travel together.
+    """Logical and padded sizes of one expert on one rank.
 
-    `hidden` is the reduction size of the first GEMM (the experts' own, where it differs from the
-    model's), `intermediate` the reduction size of the second. Padded sizes default to the logical
-    ones, and only `Align.apply` makes them larger.
+    `hidden` is the reduction size of the first GEMM (that of the experts, which may differ from the
+    model's), `intermediate` that of the second. Padded sizes default to the logical ones; only
+    `Align.apply` increases them.
     """
 
     hidden: int
@@ -30,13 +30,18 @@ class Dims:
 
 @dataclass(frozen=True, slots=True)
 class Align:
-    """Multiples to which a backend rounds `hidden` and the per-rank `intermediate` up."""
+    """Multiples to which a backend rounds up `hidden` and the per-rank `intermediate`.
+
+    Example:
+        >>> Align(256, 128).apply(Dims(2880, 2880))
+        Dims(hidden=2880, intermediate=2880, padded_hidden=3072, padded_intermediate=2944)
+    """
 
     hidden: int = 1
     intermediate: int = 1
 
     def apply(self, dims: Dims) -> Dims:
-        """`dims` with padded sizes rounded up; logical sizes stay."""
+        """`dims` with the padded sizes rounded up; logical sizes are unchanged."""
         return replace(
             dims,
             padded_hidden=math.ceil(dims.hidden / self.hidden) * self.hidden,
@@ -49,9 +54,9 @@ class Activation:
     """The function between the two GEMMs.
 
     `silu`: silu(gate) * up. `swigluoai`: gate = min(gate, limit), up = clamp(up, -limit, limit),
-    gate * sigmoid(alpha * gate) * (up + 1), as gpt-oss publishes it. `gelu_tanh`: gelu's tanh form of
-    gate, times up. `relu2`: relu(x)^2 of the one matrix of an ungated expert. `situ`: Kimi-K3's, with
-    `beta` on the gate's side and `linear_beta` on the other. `limit` None is no clamp.
+    gate * sigmoid(alpha * gate) * (up + 1), as published for gpt-oss. `gelu_tanh`: gelu(gate), tanh
+    approximation, times up. `relu2`: relu(x)^2 of the single matrix of an ungated expert. `situ`: the
+    function of Kimi-K3, with `beta` for the gate and `linear_beta` for up. `limit` None means no clamp.
     """
 
     name: str
@@ -68,7 +73,7 @@ class Activation:
 
 
 MAX_TOKENS = 1 << 20
-"""Most tokens of one call that inputs are made for."""
+"""Maximum number of tokens for which inputs are generated."""
 
 SILU = Activation("silu")
 SWIGLU_OAI = Activation("swigluoai", alpha=1.702, limit=7.0)
@@ -80,15 +85,16 @@ class Routing:
 
     Attributes:
         scoring: ``softmax``, ``sigmoid``, ``sqrtsoftplus`` or ``sparsemixer`` of the logits.
-        renormalize: the chosen weights are divided by their sum. With softmax this equals a softmax
-            over the chosen logits (`after_topk`), which is how gpt-oss states it.
-        after_topk: the model computes the scores of the chosen logits only.
-        correction_bias: a per-expert bias is added to the scores for the choice, not to the weights.
-        router_bias: the router is a linear layer with a bias of its own.
-        groups, topk_groups: group-limited choice (DeepSeek); None when the model has no groups.
+        renormalize: the selected weights are divided by their sum. With softmax this equals a softmax
+            over the selected logits (`after_topk`), as gpt-oss defines it.
+        after_topk: scores are computed from the selected logits only.
+        correction_bias: a per-expert bias is added to the scores for selection, but not to the weights.
+        router_bias: the router's linear layer has a bias.
+        groups, topk_groups: group-limited selection (DeepSeek); None for models without groups.
         scale: factor on the final weights.
         weight_on_input: weights multiply the experts' input instead of their output (Llama 4).
-        hashed: ids come from a table by token id, the scores only weigh (first layers of DeepSeek-V4).
+        hashed: ids come from a table by token id, and scores only give the weights (first layers of
+            DeepSeek-V4).
         expert_scale: a per-expert factor on the final weights (Gemma 4).
     """
 
@@ -107,11 +113,11 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """A deployment as on an engine's command line.
+    """A parallel deployment, in terms of an engine's command line.
 
-    `ep` is a flag: experts are spread over all tp * dp ranks instead of being sliced. `all2all` is
-    the engine's name of the exchange kernels, used only with `ep` and `dp` > 1. `eplb` is dynamic
-    expert load balancing.
+    With `ep`, experts are distributed over all tp * dp ranks instead of being sliced. `all2all` is the
+    engine's name for the communication kernels, used only with `ep` and `dp` > 1. `eplb` is dynamic expert
+    load balancing.
     """
 
     tp: int = 1
@@ -127,7 +133,7 @@ class Parallel:
 
     @property
     def ep_size(self) -> int:
-        """Ranks over which experts are spread; 1 without expert parallelism."""
+        """Ranks over which experts are distributed; 1 without expert parallelism."""
         return self.ranks if self.ep else 1
 
     @property
@@ -137,24 +143,33 @@ class Parallel:
 
     @property
     def exchanges(self) -> bool:
-        """True when tokens travel between ranks through all2all kernels."""
+        """True when tokens are exchanged between ranks by all2all kernels."""
         return self.ep and self.dp > 1
 
 
 def expert_range(experts: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First and last (exclusive) of `experts` that `rank` of `ranks` holds.
+    """First and last (exclusive) expert of `rank`, as in vLLM's linear placement.
 
-    Runs of consecutive experts; where they do not divide, the first ranks hold one more each (vLLM's
-    linear placement).
+    Each rank has consecutive experts; if they do not divide evenly, the first ranks have one more.
+
+    Example:
+        >>> [expert_range(10, 4, rank) for rank in range(4)]
+        [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
-    each, more = divmod(experts, ranks)
-    first = rank * each + min(rank, more)
-    return first, first + each + (rank < more)
+    per_rank, remainder = divmod(experts, ranks)
+    first = rank * per_rank + min(rank, remainder)
+    return first, first + per_rank + (rank < remainder)
 
 
 @dataclass(frozen=True, slots=True)
 class MoEProblem:
     """One MoE layer on one rank. `repr` is a constructor call.
+
+    Example:
+        >>> from moectl.problem.schemes import MXFP4, Scheme
+        >>> problem = MoEProblem(Dims(2880, 2880), 32, 4, Scheme(MXFP4), SWIGLU_OAI, bias=True)
+        >>> problem.on(Parallel(tp=2)).dims.intermediate
+        1440
 
     Attributes:
         storage: how the checkpoint stores the experts: ``gpt_oss`` (fused MXFP4 blocks),
@@ -166,12 +181,12 @@ class MoEProblem:
             (an ordinary group layout) or ``group``.
         dtype: the model's 16-bit dtype, ``bf16`` or ``fp16``.
         local_experts: experts on this rank; 0 means all.
-        shared_experts: shared experts computed beside the routed ones.
-        model_hidden: the model's hidden size; 0 means the experts' own, from which it differs only
-            where experts work in a latent space.
+        shared_experts: number of shared experts, computed in addition to the routed ones.
+        model_hidden: the model's hidden size; 0 means that of the experts, which differs only for experts
+            in a latent space.
         router_dtype: dtype of the router's weights, ``bf16``, ``fp16`` or ``fp32``.
-        lora: adapters are served on the experts.
-        model_type: the family, as ``config.json`` names the text model; empty when it is not known.
+        lora: LoRA adapters are used on the experts.
+        model_type: `model_type` of the text model in ``config.json``; empty if unknown.
     """
 
     dims: Dims
@@ -198,38 +213,39 @@ class MoEProblem:
         object.__setattr__(self, "model_hidden", self.model_hidden or self.dims.hidden)
 
     def on(self, parallel: Parallel) -> MoEProblem:
-        """This problem, whole, as one rank of `parallel` sees it: its slice of each expert, or its experts.
+        """The share of one rank of `parallel`: a slice of each expert, or some of the experts.
 
-        Raises UsageError when the intermediate size does not divide by the ranks that slice it, or
-        there are more ranks than experts to spread over them.
+        Raises UsageError when the tensor-parallel ranks do not divide the intermediate size, or there are
+        more expert-parallel ranks than experts.
         """
         if parallel.ep_size > self.experts:
             raise UsageError(
                 f"{self.experts} experts cannot be spread over {parallel.ep_size} ranks",
                 hint="choose --tp and --dp so that tp x dp is at most the number of experts",
             )
-        whole = self.dims.intermediate * self.parallel.tp_size
-        if whole % parallel.tp_size:
+        full_intermediate = self.dims.intermediate * self.parallel.tp_size
+        if full_intermediate % parallel.tp_size:
             raise UsageError(
-                f"intermediate size {whole} cannot be sliced over {parallel.tp_size} tensor-parallel ranks",
+                f"intermediate size {full_intermediate} cannot be sliced over {parallel.tp_size} "
+                "tensor-parallel ranks",
                 hint="choose --tp so that tp x dp divides it, or spread whole experts with --ep",
             )
         return replace(
             self,
-            dims=Dims(self.dims.hidden, whole // parallel.tp_size),
+            dims=Dims(self.dims.hidden, full_intermediate // parallel.tp_size),
             parallel=parallel,
             local_experts=expert_range(self.experts, parallel.ep_size, 0)[1],
         )
 
     def expert_bytes(self, padded: bool = False) -> int:
-        """Bytes of one expert's two matrices with their scales, zero points and biases on this rank.
+        """Bytes of one expert's matrices with scales, zero points and biases on this rank.
 
-        Scales count as many bytes as the number format's usual ones, whatever dtype a checkpoint has.
+        Scales are counted with the number format's default dtype, whatever the checkpoint's is.
         """
         return sum(self.matrix_bytes(padded))
 
     def matrix_bytes(self, padded: bool = False) -> tuple[int, int]:
-        """Bytes of one expert's first matrix (gate and up) and of its second, as `expert_bytes` counts."""
+        """Bytes of one expert's first matrix (gate and up) and of its second, as in `expert_bytes`."""
         dims = self.dims
         hidden = dims.padded_hidden if padded else dims.hidden
         inter = dims.padded_intermediate if padded else dims.intermediate

@@ -1,7 +1,7 @@
-"""Number formats of expert weights and activations: one record each, from which the rest is derived.
+"""Number formats of expert weights and activations, one record each.
 
-What a record says holds wherever the format occurs. What one engine, layout or kernel does with a format is
-said there; how one file format or config spells it, in `moectl.checkpoint`.
+A record has only the properties that hold for a format everywhere. How an engine, layout or kernel uses a
+format is described there; how file formats and configs spell it, in `moectl.checkpoint`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ..errors import NoBackend
 
 @dataclass(frozen=True, slots=True)
 class CodeGrid:
-    """The values that codes stand for before they are scaled; `moectl.convert.codecs` computes with them.
+    """The values that codes represent before scaling; `moectl.convert.codecs` encodes and decodes them.
 
     Attributes:
         name: ``E4M3`` or ``E2M1`` for small floats, ``INT8`` or ``INT4`` for offset integers, and ``BF16``
-            for 16-bit numbers, which are stored as they are.
-        bits: bits of a code.
-        dtype: safetensors dtype of codes that are numbers by themselves; ``U8`` for all others.
+            for unquantized 16-bit numbers.
+        bits: bits per code.
+        dtype: safetensors dtype of codes that have one; ``U8`` for all others.
         largest: largest magnitude of a quantized activation's code.
-        rms: root mean square of what uniformly random codes stand for; 0 where some of them are NaN.
+        rms: root mean square of the values of uniformly random codes; 0 if some of them are NaN.
         matrix_unit: the narrowest matrix unit that multiplies such activations, ``fp4``, ``fp8`` or
-            ``bf16``; empty where no rate of one is known.
+            ``bf16``; empty if no rate is known.
     """
 
     name: str
@@ -37,17 +37,17 @@ class CodeGrid:
 
     @property
     def integer(self) -> bool:
-        """True for whole numbers."""
+        """True for integer grids."""
         return self.name.startswith("INT")
 
 
 class TokenTolerance(NamedTuple):
-    """What quantized activations may cost a layer's result, relative to the RMS of the reference.
+    """Error allowed for quantized activations, relative to the RMS of the reference result.
 
     Attributes:
-        max: of any element.
-        rms: of the whole result.
-        reason: where the numbers come from.
+        max: maximum error of any element.
+        rms: RMS error of the whole result.
+        reason: derivation of the numbers.
     """
 
     max: float
@@ -61,16 +61,15 @@ class NumberFormat:
 
     Attributes:
         name: as `WeightFormat.name` and `ActFormat.name`.
-        grid: what codes stand for.
-        scale: dtype of the scales where a checkpoint states none: ``E8M0`` (powers of two), ``F8_E4M3``,
-            ``F32``, or ``BF16`` for the model's own; empty for no scales.
-        block: rows and columns that share a scale, where the format allows no other; None where every
-            checkpoint says its own.
-        within_row: no block spans rows.
-        global_scale: scales of blocks are multiplied with a float32 number of the whole matrix, which
-            checkpoints also store for activations.
-        token_tolerance: what activations in this format may cost; None where nothing quantizes them.
-        compressed_tensors: ``format`` in a config of compressed-tensors; empty where it has none.
+        grid: the values of its codes.
+        scale: default dtype of the scales: ``E8M0`` (powers of two), ``F8_E4M3``, ``F32``, or ``BF16`` for
+            the model's dtype; empty for formats without scales.
+        block: rows and columns that share a scale, if the format fixes them; None if checkpoints choose.
+        within_row: blocks never span several rows.
+        global_scale: block scales are multiplied by a float32 scale per matrix, which checkpoints also
+            store for activations.
+        token_tolerance: error allowed for activations in this format; None if activations do not use it.
+        compressed_tensors: ``format`` in a config of compressed-tensors; empty if unsupported there.
     """
 
     name: str
@@ -84,12 +83,12 @@ class NumberFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of one weight or activation, scales not counted."""
+        """Bits per weight or activation, without scales."""
         return self.grid.bits
 
     @property
     def byte_scale(self) -> str:
-        """``E8M0`` or ``F8_E4M3`` where scales are bytes by definition of the format; empty for floats."""
+        """``E8M0`` or ``F8_E4M3`` for formats defined with 8-bit scales; empty for all others."""
         return self.scale if self.scale in ("E8M0", "F8_E4M3") else ""
 
     @property
@@ -99,15 +98,15 @@ class NumberFormat:
 
     @property
     def decoding(self) -> str:
-        """How decoding rounds to bf16: ``plain`` and ``exact`` not at all, ``rounded`` once.
+        """How decoding rounds to bf16: not at all for ``plain`` and ``exact``, once for ``rounded``.
 
-        Numbers that are stored as they are are ``plain``; codes of few bits times a power of two ``exact``.
+        Unquantized numbers are ``plain``; codes of few bits times a power of two are ``exact``.
         """
         return "plain" if not self.scale else "exact" if self.scale == "E8M0" else "rounded"
 
     @property
     def input_largest(self) -> float:
-        """The largest activation that a static scale of 1 reaches; 0 for formats without static scales."""
+        """The largest activation with a static scale of 1; 0 for formats without static scales."""
         if self.byte_scale == "E8M0" or not self.scale:
             return 0.0
         return self.grid.largest * (E4M3.largest if self.global_scale else 1.0)
@@ -170,15 +169,19 @@ NUMBER_FORMATS: dict[str, NumberFormat] = {
         NumberFormat("int4", INT4, "BF16", compressed_tensors="pack-quantized"),
     )
 }
-"""Every number format by name. The next one is a row here; CONTRIBUTING says what it may need besides."""
+"""Every number format by name. A new one is a row here; CONTRIBUTING lists what else it may need."""
 
 
 def number_format(name: str) -> NumberFormat:
-    """The record of the format `name`; ``a16``, activations in the model's dtype, is that of 16-bit weights.
+    """The number format `name`; ``a16`` (activations in the model's dtype) is the format of 16-bit weights.
 
-    Raises NoBackend for any other name.
+    Raises NoBackend for an unknown name.
+
+    Example:
+        >>> number_format("nvfp4").block, number_format("nvfp4").scale
+        ((1, 16), 'F8_E4M3')
     """
-    found = NUMBER_FORMATS.get("bf16" if name == "a16" else name)
-    if found is None:
+    number = NUMBER_FORMATS.get("bf16" if name == "a16" else name)
+    if number is None:
         raise NoBackend(f"number format {name!r} is unknown; known are {', '.join(NUMBER_FORMATS)}.")
-    return found
+    return number

@@ -1,7 +1,7 @@
-"""The one table of sizes: what each weight layout rounds up, and what it cannot round.
+"""Size requirements of every weight layout: multiples that it pads to, and multiples that it requires.
 
-A rule rounds `hidden` and the per-rank `intermediate` up with zeros. Layouts may pad further inside
-their own tiles; such lanes are seen by no kernel as a size and are not stated here.
+A rule pads `hidden` and the per-rank `intermediate` with zeros. Padding inside a layout's tiles, which no
+kernel sees as a size, is not included.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _NONE = Align()
 
 @dataclass(frozen=True, slots=True)
 class SizeRule:
-    """`align` is what the layout rounds up to; `needs` the multiples that a size must already have.
+    """The layout pads sizes to multiples of `align`, and requires multiples of `needs`.
 
-    `ungated` is the rule for experts of one matrix before the activation, where that differs, and
-    `odd_hidden` the one for hidden sizes that are no multiple of 128.
+    `ungated` is the rule for experts without a gate, if it differs; `odd_hidden` the rule for hidden sizes
+    that are not a multiple of 128.
     """
 
     align: Align = _NONE
@@ -31,14 +31,14 @@ class SizeRule:
     odd_hidden: SizeRule | None = None
 
     def of(self, gated: bool, hidden: int) -> SizeRule:
-        """The rule for such experts of this hidden size."""
+        """The rule for gated or ungated experts with this hidden size."""
         if self.odd_hidden and hidden % 128:
             return self.odd_hidden
         return self if gated or self.ungated is None else self.ungated
 
 
 def _marlin(hidden: int) -> Callable[[WeightFormat], SizeRule]:
-    """Whole 64-wide tiles of whole groups; the hidden size is not padded and has to be a multiple."""
+    """Whole 64-wide tiles of whole groups; `hidden` is not padded and must be a multiple."""
 
     def rule(weight: WeightFormat) -> SizeRule:
         group = max(weight.group, 1)
@@ -62,9 +62,9 @@ def _cpu_int4(weight: WeightFormat) -> SizeRule:
 _WIDE = SizeRule(Align(256, 128))
 _WIDE_NVFP4 = SizeRule(Align(256, 64), ungated=_WIDE)
 _WIDE_NVFP4_PER_TOKEN = SizeRule(Align(256, 64), ungated=SizeRule(Align(512, 128)))
-"""FlashInfer's rule where each token has a global scale of its own."""
+"""FlashInfer's rule for activations with a global scale per token."""
 _SWIZZLED_NVFP4 = SizeRule(needs=Align(1, 64), ungated=SizeRule(Align(1, 128)))
-"""Gate and up together must be whole tiles of 128 rows; only one matrix alone is padded."""
+"""Gate and up together must be whole tiles of 128 rows; only ungated experts are padded."""
 _MXFP4_128 = SizeRule(Align(128, 128))
 _CPU_BF16 = SizeRule(Align(1, 32), needs=Align(32, 1))
 _MARLIN_FP8 = _marlin(64)
@@ -117,11 +117,11 @@ RULES: Mapping[str, SizeRule | Callable[[WeightFormat], SizeRule]] = {
     "cpu-amx-int4": _cpu_int4,
     "moectl-mtile64": _mtile64,
 }
-"""Size rules by the name of the layout."""
+"""Size rules by layout name."""
 
 
 def size_rule(layout: str, weight: WeightFormat, gated: bool = True, hidden: int = 0) -> SizeRule:
-    """The rule of `layout` for `weight` and such experts; UsageError for a layout that has none."""
+    """The rule of `layout` for a weight format and kind of experts; UsageError for an unknown layout."""
     rule = RULES.get(layout)
     if rule is None:
         raise UsageError(f"no weight layout is called {layout!r}; known are {', '.join(RULES)}.")
@@ -134,6 +134,13 @@ def padding(layout: str, weight: WeightFormat, gated: bool = True, hidden: int =
 
 
 def pad(layout: str, problem: MoEProblem) -> MoEProblem:
-    """`problem` with the padded sizes of `layout`; UsageError for an unknown layout."""
+    """`problem` with the padded sizes of `layout`; UsageError for an unknown layout.
+
+    Example:
+        >>> from moectl.problem.published_layers import MODELS
+        >>> dims = pad("trtllm-mxfp4", MODELS["gpt-oss-20b"]).dims
+        >>> dims.padded_hidden, dims.padded_intermediate
+        (3072, 2944)
+    """
     align = padding(layout, problem.scheme.weight, problem.activation.gated, problem.dims.hidden)
     return replace(problem, dims=align.apply(problem.dims))

@@ -1,4 +1,4 @@
-"""Portable formats by the name a user asks for, their containers, and who reads each: needs no torch."""
+"""Portable formats: their weight formats, containers, and the programs that read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .schemes import (
 
 COMPRESSED, GPTQ, NATIVE = "compressed-tensors", "gptq", "native"
 CONTAINERS = (COMPRESSED, GPTQ, NATIVE)
-"""Ways to spell a format's tensors and config, the default first."""
+"""Conventions for a format's tensors and config, the default first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class PortableFormat:
     """A weight format that engines load from ordinary checkpoints.
 
     Attributes:
-        weight: the format, as weights are quantized to it; an exact repack may keep a finer one.
-        act: how activations enter, where the source does not say it.
-        containers: by name, `MoEProblem.storage` of what is written and who reads it.
+        weight: the format that weights are quantized to; an exact repack may keep a finer one.
+        act: activation format, if the source does not state one.
+        containers: `MoEProblem.storage` of the output and its readers, by container name.
     """
 
     weight: WeightFormat
@@ -42,12 +42,12 @@ class PortableFormat:
 
     @property
     def has_scale_rules(self) -> bool:
-        """True when block scales are powers of two, for which there are several usual choices."""
+        """True when block scales are powers of two, for which several rules are in use."""
         return self.weight.number.byte_scale == "E8M0"
 
     @property
     def readers(self) -> tuple[LayoutReader, ...]:
-        """Everybody who reads it in some container."""
+        """All readers of any container."""
         return tuple(dict.fromkeys(r for _, readers in self.containers.values() for r in readers))
 
 
@@ -108,7 +108,7 @@ PORTABLE: Mapping[str, PortableFormat] = {
 
 
 def container_of(name: str, container: str | None) -> str:
-    """The container of format `name`: the one asked for, or its first; UsageError when it has no such."""
+    """The requested `container` of format `name`, or its default; UsageError if it is not available."""
     offered = PORTABLE[name].containers
     chosen = container or next(iter(offered))
     if chosen not in offered:

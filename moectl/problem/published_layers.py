@@ -1,4 +1,4 @@
-"""Expert layers of published models by name, for times and launches that need no checkpoint."""
+"""Expert layers of published models by name, for benchmarks and tuning without a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS: Mapping[str, WeightFormat] = {
     "int4-g32": int_format(4, 32),
     "int4-g128": int_format(4, 128),
 }
-"""Weight formats by the names that scripts and commands give them."""
+"""Weight formats by the names that commands and scripts use."""
 
 
 def _gpt_oss(experts: int) -> MoEProblem:
@@ -33,28 +33,33 @@ MODELS: Mapping[str, MoEProblem] = {
     "qwen3-30b": _plain(2048, 768, 128, 8, "int4-g128"),
     "deepseek-v3": _plain(7168, 2048, 256, 8, "int4-g128"),
 }
-"""Expert layers of published models, each with the format that it is timed in by default."""
+"""Expert layers of published models, each with its default format for benchmarks."""
 
 
 def default_format(model: str) -> str:
-    """The name in `FORMATS` of a model's usual format."""
+    """The key in `FORMATS` of a model's default format."""
     return next(name for name, weight in FORMATS.items() if weight == MODELS[model].scheme.weight)
 
 
 def named_problem(text: str) -> tuple[str, MoEProblem]:
-    """The model's name and its layer, of ``NAME`` or ``NAME:FORMAT``; UsageError for what is not known."""
+    """The model's name and layer for ``NAME`` or ``NAME:FORMAT``; UsageError for unknown names."""
     name, colon, format = text.partition(":")
     return name, model_problem(name, format if colon else None)
 
 
 def model_problem(model: str, format: str | None = None, experts: int | None = None) -> MoEProblem:
-    """The layer of `model`, in another of `FORMATS` or with fewer experts where asked.
+    """The layer of `model`, optionally in another of `FORMATS` or with fewer experts.
 
-    Raises UsageError for a name that is not known.
+    Raises UsageError for unknown names.
+
+    Example:
+        >>> problem = model_problem("qwen3-30b", "mxfp4")
+        >>> problem.experts, str(problem.scheme.weight)
+        (128, 'mxfp4 group 32')
     """
-    for name, known, what in ((model, MODELS, "model"), (format, FORMATS, "format")):
-        if name is not None and name not in known:
-            raise UsageError(f"no {what} is called {name!r}; there are {', '.join(known)}")
+    for name, table, what in ((model, MODELS, "model"), (format, FORMATS, "format")):
+        if name is not None and name not in table:
+            raise UsageError(f"no {what} is called {name!r}; there are {', '.join(table)}")
     problem = MODELS[model]
     if format is not None:
         problem = replace(problem, scheme=Scheme(FORMATS[format]))

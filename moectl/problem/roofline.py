@@ -1,4 +1,4 @@
-"""The least time a layer can take: bytes that must move and operations that must be done."""
+"""The roofline time of a layer: the bytes it must move and the operations it must do."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from .moe_problem import MoEProblem
 from .number_formats import number_format
 
 ACTIVATION_BYTES = 2
-"""Bytes of one value of the tokens that come in and go out."""
+"""Bytes per value of the input and output tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What one call of a layer must do at least.
+    """The minimum work of one call of a layer.
 
     Attributes:
-        weight_bytes: weights, scales, zero points and biases of the experts that are hit, each read once.
-        activation_bytes: the tokens read once and the result written once.
+        weight_bytes: weights, scales, zero points and biases of the active experts, each read once.
+        activation_bytes: input tokens read once, and the result written once.
         flops: two per weight and assignment.
-        experts: how many experts are hit.
+        experts: number of active experts.
     """
 
     weight_bytes: int
@@ -35,9 +35,9 @@ class LayerWork:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """What a device can do: memory `bandwidth` in bytes/s, matrix `flops` in FLOP/s, and their `source`.
+    """Peak rates of a device: memory `bandwidth` in bytes/s, matrix `flops` in FLOP/s, and their `source`.
 
-    0 is a rate that is not known.
+    0 stands for an unknown rate.
     """
 
     bandwidth: float
@@ -47,14 +47,14 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True)
 class RooflineTime:
-    """The least time in seconds, and what sets it: ``memory`` or ``compute``."""
+    """The minimum time in seconds, and what limits it: ``memory`` or ``compute``."""
 
     seconds: float
     bound: str
 
 
 def work_of_hits(problem: MoEProblem, tokens: int, assignments: float, experts: float) -> LayerWork:
-    """What `tokens` must do on one rank when their `assignments` to its experts hit `experts` of them."""
+    """The work of one rank for `tokens` with `assignments` to `experts` active experts of the rank."""
     dims = problem.dims
     matrices = 3 if problem.activation.gated else 2
     return LayerWork(
@@ -66,17 +66,22 @@ def work_of_hits(problem: MoEProblem, tokens: int, assignments: float, experts: 
 
 
 def uniform_work(problem: MoEProblem, tokens: int) -> LayerWork:
-    """The expected work of one rank for `tokens`, each of which picks top-k experts evenly at random.
+    """The expected work of one rank for `tokens` that select their top-k experts uniformly at random.
 
-    An expert stays untouched with probability (1 - k/E)^M; a rank has `local_experts` of E.
+    An expert is inactive with probability (1 - k/E)^M; a rank has `local_experts` of E.
+
+    Example:
+        >>> from moectl.problem.published_layers import MODELS
+        >>> round(uniform_work(MODELS["gpt-oss-20b"], 8).experts, 1)
+        21.0
     """
     share = problem.top_k / problem.experts
-    touched = problem.local_experts * (1 - (1 - share) ** tokens)
-    return work_of_hits(problem, tokens, tokens * share * problem.local_experts, touched)
+    active = problem.local_experts * (1 - (1 - share) ** tokens)
+    return work_of_hits(problem, tokens, tokens * share * problem.local_experts, active)
 
 
-def floor_of(work: LayerWork, rates: DeviceRates) -> RooflineTime:
-    """The larger of moving `work`'s bytes and doing its operations at `rates`."""
+def roofline_time(work: LayerWork, rates: DeviceRates) -> RooflineTime:
+    """The roofline time of `work`: the larger of its memory and compute times at `rates`."""
     memory, compute = work.bytes / rates.bandwidth, work.flops / rates.flops
     return RooflineTime(memory, "memory") if memory >= compute else RooflineTime(compute, "compute")
 
@@ -87,19 +92,19 @@ _UNITS = {
     "bf16": ("bf16_flops",),
 }
 _LOWEST = {"fp8_flops": 89, "fp4_flops": 100}
-"""Lowest CUDA capability with a matrix unit for the format."""
+"""Lowest CUDA compute capability with the matrix unit."""
 _WITH_UNIT = {
     "fp8_flops": frozenset({"gfx942", "gfx950", "gfx1200", "gfx1201", "gfx1250"}),
     "fp4_flops": frozenset({"gfx950", "gfx1250"}),
 }
-"""ROCm architectures with one."""
+"""ROCm architectures with the matrix unit."""
 
 
 def published_rates(device: Device, act: str) -> DeviceRates:
-    """Published peaks of `device`, with the fastest matrix rate that `act` activations allow there.
+    """Published peak rates of `device`, with the fastest matrix rate for `act` activations.
 
-    Narrow activations are computed by the narrowest unit that the device has. Rates that no source
-    states are 0.
+    Activations use the narrowest matrix unit that supports them and that the device has. Unpublished rates
+    are 0.
     """
     for unit in _UNITS.get(number_format(act).grid.matrix_unit, ()):
         if _has_unit(device, unit):
@@ -110,7 +115,7 @@ def published_rates(device: Device, act: str) -> DeviceRates:
 
 
 def _has_unit(device: Device, unit: str) -> bool:
-    """True when the device has the matrix unit, whether or not its rate is known."""
+    """True when the device has the matrix unit, even if its rate is unknown."""
     if getattr(device, unit) or unit not in _LOWEST:
         return True
     if device.platform == "cuda":
@@ -118,13 +123,13 @@ def _has_unit(device: Device, unit: str) -> bool:
     return device.arch in _WITH_UNIT[unit]
 
 
-def known_floor(work: LayerWork, rates: DeviceRates, needs_compute: bool = False) -> RooflineTime | None:
-    """`floor_of` with rates that may be unknown (0); None when nothing can be said.
+def known_roofline(work: LayerWork, rates: DeviceRates, needs_compute: bool = False) -> RooflineTime | None:
+    """`roofline_time` for rates that may be unknown (0); None if there is no bound.
 
-    Without a matrix rate, moving the bytes alone is still a floor; `needs_compute` wants both.
+    Without a matrix rate the memory time is still a lower bound, unless `needs_compute`.
     """
     if not rates.bandwidth or (needs_compute and not rates.flops):
         return None
     if not rates.flops:
         return RooflineTime(work.bytes / rates.bandwidth, "memory")
-    return floor_of(work, rates)
+    return roofline_time(work, rates)

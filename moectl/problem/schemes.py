@@ -1,4 +1,4 @@
-"""Number formats of expert weights and activations, as values that compare."""
+"""Weight and activation formats, and schemes that combine them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from .number_formats import NUMBER_FORMATS, NumberFormat, number_format
 
 FULL = -1
-"""In a block shape: the whole extent of that axis shares one scale."""
+"""In a block shape: one scale for the whole axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +16,12 @@ class WeightFormat:
 
     Attributes:
         name: one of `NUMBER_FORMATS`.
-        bits: bits per weight, scales not counted.
+        bits: bits per weight, without scales.
         block: (rows, columns) that share one scale; `FULL` is the whole axis, so ``(1, 32)`` is
             group 32 along the reduction axis, ``(1, FULL)`` per output channel, ``(FULL, FULL)``
-            per tensor; ``(0, 0)`` means that there is no scale.
-        scale_dtype: safetensors dtype of the scales (``E8M0`` for MX formats). Storage only: two
-            formats that differ in nothing else are equal, as engines cast it to the model's dtype.
+            per tensor; ``(0, 0)`` means no scales.
+        scale_dtype: safetensors dtype of the scales (``E8M0`` for MX formats). Ignored when formats are
+            compared, as engines cast scales to the model's dtype.
         zero_point: True when codes are unsigned with a stored zero per block (asymmetric).
     """
 
@@ -33,7 +33,7 @@ class WeightFormat:
 
     @property
     def number(self) -> NumberFormat:
-        """What holds for the number format everywhere."""
+        """The number format's record."""
         return number_format(self.name)
 
     @property
@@ -74,7 +74,7 @@ class ActFormat:
 
     @property
     def number(self) -> NumberFormat:
-        """What holds for the number format everywhere."""
+        """The number format's record."""
         return number_format(self.name)
 
     def __str__(self) -> str:
@@ -83,7 +83,12 @@ class ActFormat:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A weight format with the activation format the checkpoint declares for it."""
+    """A weight format with the activation format that the checkpoint declares for it.
+
+    Example:
+        >>> str(Scheme(MXFP4)), str(Scheme(FP8_BLOCK, act_format("fp8", (1, 128))))
+        ('mxfp4 group 32, a16 activations', 'fp8 block 128x128, fp8 dynamic activations')
+    """
 
     weight: WeightFormat
     act: ActFormat = ActFormat()
@@ -93,13 +98,13 @@ class Scheme:
 
 
 def weight_format(name: str, block: tuple[int, int] | None = None) -> WeightFormat:
-    """The weight format `name`; `block` is for those that have no block of their own."""
+    """The weight format `name`; `block` is required for formats without a fixed block."""
     number = number_format(name)
     return WeightFormat(name, number.bits, block or number.block or (0, 0), number.scale)
 
 
 def act_format(name: str, block: tuple[int, int] | None = None, dynamic: bool = True) -> ActFormat:
-    """The activation format `name`; `block` is for those that have no block of their own."""
+    """The activation format `name`; `block` is required for formats without a fixed block."""
     number = number_format(name)
     return ActFormat(name, number.bits, block or number.block or (0, 0), dynamic)
 
@@ -123,12 +128,12 @@ def int_format(bits: int, group: int, scale_dtype: str = "BF16", zero_point: boo
 
 
 def block_formats() -> tuple[NumberFormat, ...]:
-    """Number formats that have one block and no other: a block and the bits of a code tell them apart."""
+    """Number formats with a fixed block; the block and the bits identify them."""
     return tuple(number for number in NUMBER_FORMATS.values() if number.block)
 
 
 def float_format(bits: int, block: tuple[int, int]) -> WeightFormat | None:
-    """Floats of so many bits in such blocks; None where no format has them."""
+    """The float format with `bits` bits and `block`; None if there is none."""
     for number in block_formats():
         if (number.bits, number.block) == (bits, block) and not number.grid.integer:
             return weight_format(number.name)

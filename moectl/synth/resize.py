@@ -12,7 +12,7 @@ from ..checkpoint.checkpoint import LayerGroup
 from ..checkpoint.config.fields import KEYS, LIMITS, ConfigFields
 from ..checkpoint.config.moe_layers import KIND_LISTS, layer_count, moe_layers
 from ..checkpoint.source.catalogue import CatalogueEntry, TensorSchema
-from ..checkpoint.source.shards import quantization_apart
+from ..checkpoint.source.shards import separate_quantization
 from ..checkpoint.tensors.layer_groups import layer_groups
 from ..checkpoint.tensors.layer_index import LayerTensors
 from ..checkpoint.tensors.match_storage import StorageMatch, match_storage
@@ -241,7 +241,7 @@ class Resized:
         return self._read(self.config, tensors)
 
     def _read(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> tuple[LayerGroup, ...]:
-        apart, file = quantization_apart(self.entry.documents)
+        apart, file = separate_quantization(self.entry.documents)
         return layer_groups(config, tensors, quantization=apart, quantization_file=file)
 
     def _list(

@@ -129,12 +129,12 @@ def test_many_writers_lose_nothing(user_cache: Path) -> None:
 
 FOREIGN = {
     "no JSON": ("{", "cannot be read"),
-    "a list": ("[]", "is no moectl-launches file"),
-    "another program's": ('{"format": "other", "version": 1}', "is no moectl-launches file"),
+    "a list": ("[]", "is not a moectl-launches file"),
+    "another program's": ('{"format": "other", "version": 1}', "is not a moectl-launches file"),
     "a newer version": ('{"format": "moectl-launches", "version": 9}', "has version 9, this moectl reads"),
     "another device's": (
-        '{"format": "moectl-launches", "version": 1, "device": {"name": "x"}, "entries": []}',
-        "is of another device",
+        '{"format": "moectl-launches", "version": 2, "device": {"name": "x"}, "entries": []}',
+        "belongs to another device",
     ),
     "without entries": (None, "has no list of entries"),
 }
@@ -155,6 +155,28 @@ def test_foreign_files_are_ignored_by_readers_and_refused_by_writers(user_cache:
     with pytest.raises(Unavailable, match="the cache cannot be written"):
         cache_file.change(path, launches_file.KIND, cache_file.device_key(H200), lambda entries: None)
     assert path.read_text() == before
+
+
+@pytest.mark.parametrize("kind", launches_file.KINDS)
+def test_a_file_with_the_rows_of_version_1_is_reported_once_as_an_old_version(
+    user_cache: Path, kind: cache_file.CacheFileKind
+) -> None:
+    """Version 1 stored the kernel family under the key "regime"; such rows are not called damaged."""
+    store = LaunchesStore.of(QWEN, H200, kind)
+    store.finish(ROW)
+    store.note(64, LaunchAttempt("grouped", {"tokens": 16}))
+    document = json.loads(store.path.read_text())
+    assert document["version"] == 2
+    (entry,) = document["entries"]
+    for row in (*entry["rows"], *entry["unfinished"]["64"]):
+        row["regime"] = row.pop("family")
+    store.path.write_text(json.dumps({**document, "version": 1}))
+    file = launches_file.load(store.path, H200, kind)
+    assert file.entries == ()
+    assert file.note == f"{store.path} is ignored: it has version 1, this moectl reads version 2"
+    with pytest.raises(Unavailable, match="it has version 1, this moectl reads version 2") as refused:
+        LaunchesStore.of(QWEN, H200, kind)
+    assert f"Remove {store.path}" in refused.value.hint
 
 
 @pytest.mark.parametrize(

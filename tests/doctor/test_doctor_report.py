@@ -182,7 +182,7 @@ def test_hidden_and_unlike_gpus_are_told(bench) -> None:
     assert nothing.device.platform == "cpu"
     long = examine(bench.env(CUDA_VISIBLE_DEVICES="0,7"))
     assert [gpu.index for gpu in long.shown] == ["0"]
-    assert "CUDA_VISIBLE_DEVICES lists 7, which do not count" in long.problems[0].says
+    assert "CUDA_VISIBLE_DEVICES lists 7, ignored: no such GPU" in long.problems[0].says
     wrong = examine(bench.env(CUDA_VISIBLE_DEVICES="7"))
     assert "asks for GPU '7'" in wrong.problems[0].says
     assert wrong.shown == ()

@@ -45,9 +45,9 @@ def test_clocks_are_those_of_the_time_asked_for(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with ClockWatch("GPU-1") as watch:
         end = time.monotonic() + 20
-        while len(watch._seen) < 3 and time.monotonic() < end:
+        while len(watch._samples) < 3 and time.monotonic() < end:
             time.sleep(0.02)
-        times = [at for at, _ in watch._seen]
+        times = [at for at, _ in watch._samples]
         assert len(times) == 3
         everything = watch.between(times[0], times[2])
         assert everything is not None and (everything.sm, everything.reasons) == (1500, ("power cap",))

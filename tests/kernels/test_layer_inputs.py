@@ -16,7 +16,7 @@ from moectl.kernels.roofline import work_of
 from moectl.kernels.routing_distributions import check_distribution
 from moectl.kernels.timing.cold_calls import measured_rates, time_calls
 from moectl.problem.moe_problem import Dims
-from moectl.problem.roofline import DeviceRates, floor_of
+from moectl.problem.roofline import DeviceRates, roofline_time
 from support.random_layers import GPT_OSS, KIMI
 
 CPU = torch.device("cpu")
@@ -105,8 +105,8 @@ def test_work_counts_each_hit_expert_once() -> None:
 
 def test_the_floor_is_the_larger_of_the_two_times() -> None:
     work = work_of(GPT_OSS, torch.tensor([[0, 1, 2, 3]]))
-    slow_memory = floor_of(work, DeviceRates(1e3, 1e30, "test"))
-    slow_math = floor_of(work, DeviceRates(1e30, 1e3, "test"))
+    slow_memory = roofline_time(work, DeviceRates(1e3, 1e30, "test"))
+    slow_math = roofline_time(work, DeviceRates(1e30, 1e3, "test"))
     assert slow_memory.bound == "memory" and slow_memory.seconds == work.bytes / 1e3
     assert slow_math.bound == "compute" and slow_math.seconds == work.flops / 1e3
 

@@ -8,9 +8,9 @@ from moectl.environment import Device, device_names, find_device
 from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from moectl.problem.roofline import (
     DeviceRates,
-    floor_of,
-    known_floor,
+    known_roofline,
     published_rates,
+    roofline_time,
     uniform_work,
 )
 from moectl.problem.schemes import MXFP4, Scheme
@@ -62,10 +62,12 @@ def test_the_fastest_unit_that_the_activations_allow(gpu, act, rate):
 
 def test_an_unknown_rate_is_no_rate():
     work = uniform_work(PROBLEM, 4)
-    assert known_floor(work, DeviceRates(0, 1e12, "")) is None
-    assert known_floor(work, DeviceRates(1e12, 0, "")).bound == "memory"
-    assert known_floor(work, DeviceRates(1e12, 0, ""), needs_compute=True) is None
-    assert known_floor(work, DeviceRates(1e12, 1e15, "")) == floor_of(work, DeviceRates(1e12, 1e15, ""))
+    assert known_roofline(work, DeviceRates(0, 1e12, "")) is None
+    assert known_roofline(work, DeviceRates(1e12, 0, "")).bound == "memory"
+    assert known_roofline(work, DeviceRates(1e12, 0, ""), needs_compute=True) is None
+    assert known_roofline(work, DeviceRates(1e12, 1e15, "")) == roofline_time(
+        work, DeviceRates(1e12, 1e15, "")
+    )
     assert published_rates(Device("cuda", "sm90", "x"), "a16").bandwidth == 0
 
 

@@ -1,1 +1,1 @@
-"""What config.json says about MoE layers and their quantization."""
+"""MoE layers and their quantization as config.json declares them."""

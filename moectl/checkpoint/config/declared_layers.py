@@ -1,4 +1,4 @@
-"""The MoE layers as config.json alone declares them."""
+"""The MoE layers that config.json declares, before any tensor header is read."""
 
 from __future__ import annotations
 
@@ -16,49 +16,60 @@ from .fields import KEYS, ConfigFields, FieldChoice
 from .layer_precision import Precision, read_precision
 from .moe_layers import layer_count, moe_layers
 from .quantization import Quantization, parse_quantization
-from .user_assumptions import Stated
+from .user_assumptions import UserAssumptions
 
 CONFIG_ONLY = (
-    "read from the config alone; only tensor headers tell names, arrangement and dtypes, whether the "
+    "read from the config alone; only tensor headers show names, arrangement and dtypes, whether the "
     "config's formats are those stored, the router's dtype and its biases"
 )
-"""Said of every layer group that no header was read for."""
+"""Note on every layer group for which no tensor header was read."""
 
 
 @dataclass(frozen=True)
-class Declared:
-    """What a config says of its MoE layers.
+class DeclaredLayers:
+    """The MoE layers that a config declares.
 
     Attributes:
-        group: all of them with what most have in common; tensor names stay empty.
-        layers: the number of the model's layers, with experts or not.
-        family: what read the config.
-        precision: the format of each layer's experts.
-        hashed: the first so many layers choose experts by a table of token ids.
-        limits: the activation's clamp in each layer, where layers differ; 0 for none.
-        shared_widths: widths that all shared experts together may have.
-        place: where the quantization config stands.
-        notes: what the config leaves open or says strangely.
+        group: all MoE layers, with the problem that most of them share; its tensor names are empty.
+        layers: total number of the model's layers, dense ones included.
+        family: the architecture whose rules the config was read by.
+        precision: the number format of each layer's experts.
+        hash_layers: number of leading layers that select experts from a table of token ids.
+        limits: per-layer clamp of the activation, 0 for none; empty when all layers share one.
+        shared_widths: intermediate sizes that all shared experts together may have.
+        quantization_source: the key path or file that holds the quantization config.
+        notes: what the config leaves open or states in an unusual way.
     """
 
     group: LayerGroup
     layers: int
     family: Family
     precision: Precision
-    hashed: int = 0
+    hash_layers: int = 0
     limits: tuple[float, ...] = ()
     shared_widths: tuple[int, ...] = ()
-    place: str = ""
+    quantization_source: str = ""
     notes: tuple[str, ...] = ()
 
-    def at(self, layer: int, modules: Iterable[str] | None = None) -> tuple[MoEProblem, dict[str, str]]:
-        """One layer's problem with its sources; `modules` name its expert matrices, None: not known."""
+    def problem_of(
+        self, layer: int, modules: Iterable[str] | None = None
+    ) -> tuple[MoEProblem, dict[str, str]]:
+        """One layer's problem and the source of each of its fields.
+
+        `modules` are the names of the layer's expert matrices; None when no header was read.
+        """
         problem, sources = self.group.problem, dict(self.group.sources)
-        found = self.precision.guess(layer) if modules is None else self.precision.at(layer, modules)
-        if found is not self.precision.main:
-            sources |= _told(found, self.place)
-            problem = replace(problem, scheme=found.scheme, storage=found.storage, act_order=found.act_order)
-        if layer < self.hashed:
+        precision = self.precision
+        quantization = precision.guess(layer) if modules is None else precision.of_layer(layer, modules)
+        if quantization is not precision.main:
+            sources |= _quantization_sources(quantization, self.quantization_source)
+            problem = replace(
+                problem,
+                scheme=quantization.scheme,
+                storage=quantization.storage,
+                act_order=quantization.act_order,
+            )
+        if layer < self.hash_layers:
             routing = replace(problem.routing, hashed=True, correction_bias=False)
             problem = replace(problem, routing=routing)
             sources["routing.correction_bias"] = sources["routing.hashed"]
@@ -69,51 +80,61 @@ class Declared:
         return problem, sources
 
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The declared layers in groups of equal ones, in layer order."""
-        plain = replace(self, precision=self.precision.likely())
+        """The declared layers grouped by equal problem, in layer order."""
+        declared = replace(self, precision=self.precision.likely())
         notes = (*self.notes, CONFIG_ONLY)
-        found: list[LayerGroup] = []
+        groups: list[LayerGroup] = []
         for layer in self.group.layers:
-            problem, sources = plain.at(layer)
-            for at, group in enumerate(found):
+            problem, sources = declared.problem_of(layer)
+            for index, group in enumerate(groups):
                 if group.problem == problem:
-                    found[at] = replace(group, layers=(*group.layers, layer))
+                    groups[index] = replace(group, layers=(*group.layers, layer))
                     break
             else:
-                found.append(LayerGroup((layer,), problem, ExpertNames({}), sources, notes))
-        return tuple(found)
+                groups.append(LayerGroup((layer,), problem, ExpertNames({}), sources, notes))
+        return tuple(groups)
 
 
 def declared_layers(
     config: Mapping[str, Any],
     quantization: Mapping[str, Any] | None = None,
     quantization_file: str = "",
-    stated: Stated = Stated(),
-) -> Declared:
-    """The MoE layers that `config`, config.json's object, declares.
+    assumptions: UserAssumptions = UserAssumptions(),
+) -> DeclaredLayers:
+    """The MoE layers that a config declares.
 
-    `quantization` is the quantization config where it stands in a file of its own, `quantization_file`;
-    what is `stated` goes before the config.
+    Args:
+        config: the parsed object of config.json.
+        quantization: the quantization config when it is stored in a separate file, `quantization_file`;
+            one inside `config` takes precedence.
+        assumptions: activation and routing as the user states them; they override the config.
 
     Raises:
-        CheckpointError: a key is missing or of a wrong kind, the sizes contradict each other, or the
-            quantization method is not understood.
+        CheckpointError: a key is missing or has the wrong type, the sizes contradict each other, or the
+            quantization method is not supported.
+
+    Example:
+        >>> config = {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 8,
+        ...           "num_experts_per_tok": 2, "hidden_size": 4096, "intermediate_size": 14336}
+        >>> group = declared_layers(config).group
+        >>> group.layers, group.problem.experts, group.problem.top_k
+        ((0, 1), 8, 2)
     """
     fields = ConfigFields(config)
     family = family_of(fields)
     count = layer_count(fields)
     dims, model_hidden, experts, top_k = _sizes(fields)
     layers = _moe_layers(fields, count)
-    described, place = _quantization_config(config, fields, quantization, quantization_file)
+    quantization_config, source = _quantization_config(config, fields, quantization, quantization_file)
     expert_dtype = fields.get("expert_dtype")
-    found = parse_quantization(
-        described,
+    expert_format = parse_quantization(
+        quantization_config,
         model_type=_storage_type(fields, family),
         expert_dtype=expert_dtype if isinstance(expert_dtype, str) else "",
     )
     notes: list[str] = []
     shared, widths = _shared(fields, family, dims.intermediate)
-    hashed = fields.integer("hash_layers", KEYS["hash_layers"], 0, low=0)
+    hash_layers = fields.integer("hash_layers", KEYS["hash_layers"], 0, low=0)
     sources = fields.sources
     if "hash_layers" in sources:
         sources["routing.hashed"] = sources.pop("hash_layers")
@@ -121,38 +142,38 @@ def declared_layers(
         dims,
         experts,
         top_k,
-        found.scheme,
-        activation=_activation(fields, family, stated.activation),
-        routing=_routing(fields, family, stated, experts),
-        storage=found.storage,
-        rows=str(family.fact("rows", FieldChoice(default="concatenated"), fields)),
-        act_order=found.act_order,
-        bias=bool(family.fact("bias", FieldChoice(default=False), fields)),
+        expert_format.scheme,
+        activation=_activation(fields, family, assumptions.activation),
+        routing=_routing(fields, family, assumptions, experts),
+        storage=expert_format.storage,
+        rows=str(family.read_field("rows", FieldChoice(default="concatenated"), fields)),
+        act_order=expert_format.act_order,
+        bias=bool(family.read_field("bias", FieldChoice(default=False), fields)),
         shared_experts=shared,
         dtype=_dtype(fields, notes),
         model_hidden=model_hidden,
         model_type=fields.model_type,
     )
-    sources.update({f"routing.{name}": "asked" for name in stated.routing})
-    sources.update(_told(found, place), router_dtype="assumed")
+    sources.update({f"routing.{name}": "asked" for name in assumptions.routing})
+    sources.update(_quantization_sources(expert_format, source), router_dtype="assumed")
     problem = replace(problem, router_dtype=problem.dtype)
-    notes += _assumptions(sources)
+    notes += _assumption_notes(sources)
     group = LayerGroup(layers, problem, ExpertNames({}), sources)
-    return Declared(
+    return DeclaredLayers(
         group,
         count,
         family,
-        read_precision(found, described),
-        hashed,
+        read_precision(expert_format, quantization_config),
+        hash_layers,
         _limits(fields),
         widths,
-        place,
+        source,
         tuple(notes),
     )
 
 
 def _moe_layers(fields: ConfigFields, count: int) -> tuple[int, ...]:
-    """The layers with experts; CheckpointError when there is none."""
+    """Indices of the layers with experts; CheckpointError when there are none."""
     layers = moe_layers(fields, count)
     if not layers:
         raise CheckpointError(
@@ -164,7 +185,7 @@ def _moe_layers(fields: ConfigFields, count: int) -> tuple[int, ...]:
 
 
 def _sizes(fields: ConfigFields) -> tuple[Dims, int, int, int]:
-    """The experts' sizes, the model's hidden size, the number of experts and top-k."""
+    """The experts' dims, the model's hidden size, the number of experts and top-k."""
     experts = fields.integer("experts", KEYS["experts"])
     top_k = fields.integer("top_k", KEYS["top_k"])
     if top_k > experts:
@@ -180,25 +201,25 @@ def _sizes(fields: ConfigFields) -> tuple[Dims, int, int, int]:
 
 
 def _shared(fields: ConfigFields, family: Family, intermediate: int) -> tuple[int, tuple[int, ...]]:
-    """The number of shared experts, and the widths that all of them together may have.
+    """The number of shared experts, and the intermediate sizes that all of them together may have.
 
-    A key that states a width of their own means one expert's or all experts', as models differ.
+    Models differ on whether a separate width is that of one shared expert or of all of them.
     """
     width = fields.integer("shared_width", KEYS["shared_width"], 0, low=0)
-    place = fields.sources.pop("shared_width", "")
+    width_source = fields.sources.pop("shared_width", "")
     count = fields.integer("shared_experts", KEYS["shared_experts"], -1, low=0)
-    if count < 0 and place:
-        fields.sources["shared_experts"] = place
+    if count < 0 and width_source:
+        fields.sources["shared_experts"] = width_source
         count = 1 if width else 0
     elif count < 0:
-        take = FieldChoice(KEYS["shared_experts"], int, default=0)
-        count = int(family.fact("shared_experts", take, fields))
+        choice = FieldChoice(KEYS["shared_experts"], int, default=0)
+        count = int(family.read_field("shared_experts", choice, fields))
     return count, (count * intermediate, width, count * width) if count else ()
 
 
-def _routing(fields: ConfigFields, family: Family, stated: Stated, experts: int) -> Routing:
-    """The routing; CheckpointError when the experts do not fall into its groups, or some do nothing."""
-    routing = family.read_routing(fields, stated.routing)
+def _routing(fields: ConfigFields, family: Family, assumptions: UserAssumptions, experts: int) -> Routing:
+    """The routing; CheckpointError for groups that do not divide the experts, and for zero experts."""
+    routing = family.read_routing(fields, assumptions.routing)
     groups, chosen = routing.groups or 1, routing.topk_groups or 1
     if experts % groups or chosen > groups:
         raise CheckpointError(
@@ -214,46 +235,46 @@ def _routing(fields: ConfigFields, family: Family, stated: Stated, experts: int)
     return routing
 
 
-def _activation(fields: ConfigFields, family: Family, stated: Activation | None) -> Activation:
-    if stated is None:
+def _activation(fields: ConfigFields, family: Family, assumed: Activation | None) -> Activation:
+    if assumed is None:
         return family.read_activation(fields)
     fields.sources["activation"] = "asked"
-    return stated
+    return assumed
 
 
 def _limits(fields: ConfigFields) -> tuple[float, ...]:
-    """The clamp of each layer, where the config lists one for each (Step-3.5)."""
+    """Per-layer clamps of the activation, if the config lists them (Step-3.5)."""
     listed = fields.get("swiglu_limits")
     if listed is None:
         return ()
-    good = isinstance(listed, list) and all(
+    valid = isinstance(listed, list) and all(
         value is None or (type(value) in (int, float) and 0 <= value < 1e6) for value in listed
     )
-    if not good:
-        raise fields.refuse("swiglu_limits", "a number from 0 for each layer")
-    fields.sources["activation.limit"] = fields.place("swiglu_limits")
+    if not valid:
+        raise fields.invalid("swiglu_limits", "a number from 0 for each layer")
+    fields.sources["activation.limit"] = fields.source_of("swiglu_limits")
     return tuple(float(value or 0) for value in listed)
 
 
 def _storage_type(fields: ConfigFields, family: Family) -> str:
-    """The model type by which gpt-oss' fused blocks are told, however the config spells it."""
+    """The model type that selects gpt-oss' fused MXFP4 blocks, normalized to one spelling."""
     return "gpt_oss" if family.name == "gpt-oss" else fields.model_type
 
 
-def _told(found: Quantization, place: str) -> dict[str, str]:
-    """Sources of the format's facts, with where the quantization config really stands."""
-    told = {
-        key: source.replace("quantization_config", place, 1) if source != "config:expert_dtype" else source
-        for key, source in found.sources.items()
+def _quantization_sources(quantization: Quantization, path: str) -> dict[str, str]:
+    """The source of each field of the format; `path` is the actual location of the quantization config."""
+    sources = {
+        key: source.replace("quantization_config", path, 1) if source != "config:expert_dtype" else source
+        for key, source in quantization.sources.items()
     }
-    told.setdefault("storage", told["scheme"])
-    if not found.act_stated:
-        told["scheme.act"] = "assumed"
-    return told
+    sources.setdefault("storage", sources["scheme"])
+    if not quantization.act_stated:
+        sources["scheme.act"] = "assumed"
+    return sources
 
 
-def _assumptions(sources: Mapping[str, str]) -> list[str]:
-    """One note that names what was assumed of routing and activation; nothing when nothing was."""
+def _assumption_notes(sources: Mapping[str, str]) -> list[str]:
+    """One note listing the routing and activation fields that were assumed; empty if there are none."""
     assumed = [
         name
         for name, source in sources.items()
@@ -265,14 +286,14 @@ def _assumptions(sources: Mapping[str, str]) -> list[str]:
 
 
 def _quantization_config(
-    config: Mapping[str, Any], fields: ConfigFields, apart: Mapping[str, Any] | None, file: str
+    config: Mapping[str, Any], fields: ConfigFields, separate: Mapping[str, Any] | None, file: str
 ) -> tuple[Mapping[str, Any] | None, str]:
-    """The first quantization config there is, and where: top level, text model, or a file of its own."""
+    """The quantization config and its location: the top level, the text model, else a separate file."""
     key = "quantization_config"
     for values, prefix in ((config, ""), (fields.values, fields.prefix)):
         if values.get(key) is not None:
             return values[key], prefix + key
-    return apart, file if apart is not None else key
+    return separate, file if separate is not None else key
 
 
 def _dtype(fields: ConfigFields, notes: list[str]) -> str:

@@ -1,8 +1,8 @@
-"""What an architecture means by its config: the keys of each fact, and what no key says.
+"""Model families: the config keys of routing and activation, and the defaults of each architecture.
 
-A fact is a row of `ROUTING` or `ACTIVATION`, another spelling a word there. A family is a row of
-`FAMILIES` and states only what its architecture implies where its configs have no key. A config of no
-known family is read by its keys alone; what they leave open is assumed, and said to be.
+`ROUTING` and `ACTIVATION` list the keys and spellings of every field. A row of `FAMILIES` holds only what an
+architecture implies where its configs have no key. The config of an unknown family is read by its keys
+alone; fields that they leave open are assumed, and reported as such.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": Activation("relu2", gated=False),
     "situ": Activation("situ", beta=1.0, linear_beta=1.0),
 }
-"""`Activation` by the config's word, with the parameters that the function has unless told others.
+"""`Activation` by the name in the config, with the function's default parameters.
 
-Whether experts are gated is what their tensors show; `relu2` alone is published without a gate.
+The experts' tensors decide whether they are gated; only `relu2` models are published without a gate.
 """
 
 SCORINGS: Mapping[str, str] = {
@@ -40,10 +40,10 @@ SCORINGS: Mapping[str, str] = {
     "sqrtsoftplus": "sqrtsoftplus",
     "sparsemixer": "sparsemixer",
 }
-"""`Routing.scoring` by its own word."""
+"""`Routing.scoring` by its canonical name."""
 
 _SCORING_WORDS: Mapping[str, str] = {**SCORINGS, "noaux_tc": "sigmoid"}
-"""`Routing.scoring` by the config's word; dots.llm1 names there the method that it goes with."""
+"""`Routing.scoring` by the name in the config; dots.llm1 stores its top-k method under the scoring key."""
 
 _BIAS_WORDS: Mapping[Any, bool] = {
     "noaux_tc": True,
@@ -107,30 +107,30 @@ ROUTING: Mapping[str, FieldChoice] = {
     "weight_on_input": FieldChoice(("moe_apply_router_weight_on_input",), default=False),
     "expert_scale": FieldChoice(default=False),
 }
-"""Where each field of `Routing` comes from; `hashed` differs by layer and is no row."""
+"""The config keys of each field of `Routing`, except `hashed`, which differs by layer."""
 
 ACTIVATION = FieldChoice(
     ("mlp_hidden_act", "hidden_act", "hidden_activation", "ffn_config.ffn_act_fn.name"),
     words={word: word for word in ACTIVATIONS},
     option="--activation",
 )
-"""Where the activation's name comes from."""
+"""The config keys of the activation's name."""
 
-TAKES: Mapping[str, tuple[str, ...]] = {
+ACTIVATION_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "silu": ("limit",),
     "swigluoai": ("alpha", "limit"),
     "swiglustep": ("limit",),
     "situ": ("beta", "linear_beta"),
 }
-"""Parameters of an activation; the others have none."""
+"""Parameters by activation name; activations that are not listed have none."""
 
-PARAMETERS: Mapping[str, tuple[str, ...]] = {
+PARAMETER_KEYS: Mapping[str, tuple[str, ...]] = {
     "alpha": ("swiglu_alpha",),
     "limit": ("swiglu_limit",),
     "beta": ("activation_situ_beta",),
     "linear_beta": ("activation_situ_linear_beta",),
 }
-"""Keys of the activation's parameters."""
+"""Config keys by activation parameter."""
 
 
 @dataclass(frozen=True)
@@ -138,72 +138,73 @@ class Family:
     """What an architecture implies beyond the keys of its configs.
 
     Attributes:
-        name: as sources spell it.
-        words: how its model types and classes begin, letters and digits only.
-        marks: keys that together only its configs have, for one that does not name itself.
-        without: keys that its configs never have, to tell it from those with the same marks.
-        implied: facts where no key says them: ``routing.FIELD``, ``activation``, ``shared_experts``,
-            ``rows``, ``bias``.
-        fixed: facts that the architecture decides whatever a key says.
+        name: the name in ``family:NAME`` sources.
+        prefixes: prefixes of its model types and class names, lower case, letters and digits only.
+        marker_keys: keys that only its configs have together, for configs without a known model type.
+        absent_keys: keys that its configs never have, to rule out families with the same marker keys.
+        defaults: values of fields that no key states: ``routing.FIELD``, ``activation``,
+            ``shared_experts``, ``rows``, ``bias``.
+        fixed: values that the architecture decides, whatever the keys say.
     """
 
     name: str
-    words: tuple[str, ...] = ()
-    marks: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    implied: Mapping[str, Any] = field(default_factory=dict)
+    prefixes: tuple[str, ...] = ()
+    marker_keys: tuple[str, ...] = ()
+    absent_keys: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
-    def calls_itself(self, name: str) -> bool:
-        """True for a model type or class of this family."""
-        return name.startswith(self.words)
+    def matches_name(self, name: str) -> bool:
+        """True for a normalized model type or class name of this family."""
+        return name.startswith(self.prefixes)
 
-    def marked(self, fields: ConfigFields) -> bool:
-        """True when the config's keys are this family's."""
-        return bool(self.marks) and fields.has(*self.marks) and not any(map(fields.has, self.without))
+    def matches_keys(self, fields: ConfigFields) -> bool:
+        """True when the config has this family's marker keys and none of its absent keys."""
+        has_markers = bool(self.marker_keys) and fields.has(*self.marker_keys)
+        return has_markers and not any(map(fields.has, self.absent_keys))
 
-    def fact(self, name: str, take: FieldChoice, fields: ConfigFields) -> Any:
-        """The value of a fact, its source noted in `fields`. CheckpointError as `FieldChoice.read`."""
+    def read_field(self, name: str, choice: FieldChoice, fields: ConfigFields) -> Any:
+        """The value of one field; records its source in `fields`. CheckpointError as `FieldChoice.read`."""
         if name in self.fixed:
             fields.sources[name] = f"family:{self.name}"
             return self.fixed[name]
-        return take.read(name, fields, self.implied, self.name)
+        return choice.read(name, fields, self.defaults, self.name)
 
-    def read_routing(self, fields: ConfigFields, given: Mapping[str, Any]) -> Routing:
-        """The routing that the config declares, with a source for each field as ``routing.FIELD``.
+    def read_routing(self, fields: ConfigFields, overrides: Mapping[str, Any]) -> Routing:
+        """The routing that the config declares; records the source of each field as ``routing.FIELD``.
 
-        Fields of `given` are not looked up. CheckpointError when a key's value is not understood.
+        Fields in `overrides` are not looked up. CheckpointError when a key's value is not understood.
         """
-        found = dict(given)
-        for name, take in ROUTING.items():
-            if name not in given:
-                found[name] = self.fact(f"routing.{name}", _of_kind(take, fields), fields)
-        return Routing(**{**found, "renormalize": bool(found["renormalize"])})
+        values = dict(overrides)
+        for name, choice in ROUTING.items():
+            if name not in overrides:
+                values[name] = self.read_field(f"routing.{name}", _norm_order(choice, fields), fields)
+        return Routing(**{**values, "renormalize": bool(values["renormalize"])})
 
     def read_activation(self, fields: ConfigFields) -> Activation:
         """The activation with its parameters; CheckpointError when its name is not understood."""
-        name = self.fact("activation", ACTIVATION, fields)
+        name = self.read_field("activation", ACTIVATION, fields)
         if name is None:
             fields.sources["activation"] = "assumed"
             name = "silu"
-        found = ACTIVATIONS[name]
-        told = {}
-        for parameter in TAKES.get(found.name, ()):
-            default = getattr(found, parameter)
-            unsure = default is not None and not fields.sources["activation"].startswith("family:")
-            take = FieldChoice(PARAMETERS[parameter], float, default, unsure, option="--activation")
-            told[parameter] = self.fact(f"activation.{parameter}", take, fields)
-        return replace(found, **told)
+        activation = ACTIVATIONS[name]
+        parameters = {}
+        for parameter in ACTIVATION_PARAMETERS.get(activation.name, ()):
+            default = getattr(activation, parameter)
+            assumed = default is not None and not fields.sources["activation"].startswith("family:")
+            choice = FieldChoice(PARAMETER_KEYS[parameter], float, default, assumed, option="--activation")
+            parameters[parameter] = self.read_field(f"activation.{parameter}", choice, fields)
+        return replace(activation, **parameters)
 
 
-def _of_kind(take: FieldChoice, fields: ConfigFields) -> FieldChoice:
-    """`take`, read as the norm's order where the config states one instead of yes or no (DBRX)."""
+def _norm_order(choice: FieldChoice, fields: ConfigFields) -> FieldChoice:
+    """`choice`, reading the order of a norm where the config has that instead of a boolean (DBRX)."""
     order = "ffn_config.moe_normalize_expert_weights"
-    if "norm_topk_prob" in take.keys and fields.key_of(take.keys) is None and fields.has(order):
+    if "norm_topk_prob" in choice.keys and fields.key_of(choice.keys) is None and fields.has(order):
         if fields.get(order) != 1:
-            raise fields.refuse(order, "1: weights divided by their sum", "State it with --routing.")
-        return replace(take, keys=(order,), kind=float)
-    return take
+            raise fields.invalid(order, "1: weights divided by their sum", "State it with --routing.")
+        return replace(choice, keys=(order,), kind=float)
+    return choice
 
 
 _SOFTMAX = {"routing.scoring": "softmax", "routing.renormalize": True}
@@ -214,14 +215,14 @@ FAMILIES: tuple[Family, ...] = (
         "gpt-oss",
         ("gptoss",),
         ("swiglu_limit", "initial_context_length"),
-        implied={
+        defaults={
             **_SOFTMAX,
             "routing.after_topk": True,
             "routing.router_bias": True,
             "rows": "interleaved",
             "bias": True,
         },
-        # Its configs say silu.
+        # The configs of gpt-oss say silu.
         fixed={"activation": "swigluoai"},
     ),
     Family(
@@ -229,75 +230,75 @@ FAMILIES: tuple[Family, ...] = (
         ("glm4moe", "glm4vmoe", "glmmoe"),
         ("n_routed_experts", "first_k_dense_replace", "n_group"),
         ("scoring_func", "topk_method"),
-        implied={**_SIGMOID_BIAS, "activation": "silu"},
+        defaults={**_SIGMOID_BIAS, "activation": "silu"},
     ),
     Family(
         "nemotron-h",
         ("nemotronh",),
         ("hybrid_override_pattern", "n_routed_experts"),
-        implied={**_SIGMOID_BIAS, "activation": "relu2"},
+        defaults={**_SIGMOID_BIAS, "activation": "relu2"},
     ),
     Family(
         "deepseek-v2",
         ("deepseekv2",),
-        implied={"routing.scoring": "softmax", "routing.renormalize": False, "activation": "silu"},
+        defaults={"routing.scoring": "softmax", "routing.renormalize": False, "activation": "silu"},
     ),
     Family(
         "deepseek-v4",
         ("deepseekv4",),
         ("n_routed_experts", "num_hash_layers"),
-        implied={**_SIGMOID_BIAS, "routing.scoring": "sqrtsoftplus", "activation": "silu"},
+        defaults={**_SIGMOID_BIAS, "routing.scoring": "sqrtsoftplus", "activation": "silu"},
     ),
-    Family("deepseek", ("deepseek", "kimik2"), implied={**_SIGMOID_BIAS, "activation": "silu"}),
+    Family("deepseek", ("deepseek", "kimik2"), defaults={**_SIGMOID_BIAS, "activation": "silu"}),
     Family(
         "kimi-linear",
         ("kimilinear", "kimik3"),
         ("moe_router_activation_func",),
-        implied={"routing.correction_bias": True},
+        defaults={"routing.correction_bias": True},
     ),
-    Family("minimax-m2", ("minimaxm2", "minimaxm3"), ("use_routing_bias",), implied=_SIGMOID_BIAS),
+    Family("minimax-m2", ("minimaxm2", "minimaxm3"), ("use_routing_bias",), defaults=_SIGMOID_BIAS),
     # MiniMax-Text-01 and M1.
-    Family("minimax", ("minimax",), implied=_SOFTMAX),
-    Family("mimo", ("mimo",), implied=_SIGMOID_BIAS),
-    Family("qwen2", ("qwen2moe",), implied={"routing.scoring": "softmax", "routing.renormalize": False}),
-    Family("qwen3", ("qwen3",), ("decoder_sparse_step",), implied=_SOFTMAX),
+    Family("minimax", ("minimax",), defaults=_SOFTMAX),
+    Family("mimo", ("mimo",), defaults=_SIGMOID_BIAS),
+    Family("qwen2", ("qwen2moe",), defaults={"routing.scoring": "softmax", "routing.renormalize": False}),
+    Family("qwen3", ("qwen3",), ("decoder_sparse_step",), defaults=_SOFTMAX),
     Family(
         "phi-moe",
         ("phimoe",),
         ("num_local_experts", "input_jitter_noise"),
-        implied={"routing.scoring": "sparsemixer", "routing.renormalize": False},
+        defaults={"routing.scoring": "sparsemixer", "routing.renormalize": False},
     ),
     Family(
         "jamba",
         ("jamba",),
         ("expert_layer_period",),
-        implied={"routing.scoring": "softmax", "routing.renormalize": False},
+        defaults={"routing.scoring": "softmax", "routing.renormalize": False},
     ),
-    Family("dbrx", ("dbrx",), ("ffn_config",), implied={"routing.scoring": "softmax", "activation": "silu"}),
+    Family("dbrx", ("dbrx",), ("ffn_config",), defaults={"routing.scoring": "softmax", "activation": "silu"}),
     Family(
         "granite",
         ("granitemoe",),
         ("num_local_experts", "residual_multiplier"),
-        implied={**_SOFTMAX, "routing.after_topk": True},
+        defaults={**_SOFTMAX, "routing.after_topk": True},
     ),
     Family(
         "ernie",
         ("ernie45moe",),
         ("moe_num_experts", "moe_k"),
-        implied={**_SOFTMAX, "routing.correction_bias": True},
+        defaults={**_SOFTMAX, "routing.correction_bias": True},
     ),
-    Family("olmoe", ("olmoe",), implied={"routing.scoring": "softmax", "routing.renormalize": False}),
+    Family("olmoe", ("olmoe",), defaults={"routing.scoring": "softmax", "routing.renormalize": False}),
     Family(
         "gemma4",
         ("gemma4",),
         ("top_k_experts",),
-        implied={**_SOFTMAX, "routing.expert_scale": True, "activation": "gelu_pytorch_tanh"},
+        defaults={**_SOFTMAX, "routing.expert_scale": True, "activation": "gelu_pytorch_tanh"},
     ),
     Family(
         "llama4",
         ("llama4",),
         ("interleave_moe_layer_step",),
-        implied={
+        defaults={
             "routing.scoring": "sigmoid",
             "routing.renormalize": False,
             "routing.after_topk": True,
@@ -305,41 +306,41 @@ FAMILIES: tuple[Family, ...] = (
             "shared_experts": 1,
         },
     ),
-    Family("step-3.5", ("step3p",), implied={**_SIGMOID_BIAS, "activation": "silu"}),
+    Family("step-3.5", ("step3p",), defaults={**_SIGMOID_BIAS, "activation": "silu"}),
     Family(
         "step",
         ("step3",),
         ("moe_num_experts", "moe_top_k", "share_expert_dim"),
-        implied={"routing.scoring": "softmax", "activation": "silu"},
+        defaults={"routing.scoring": "softmax", "activation": "silu"},
     ),
-    Family("dots", ("dots1",), implied={**_SIGMOID_BIAS, "activation": "silu"}),
-    Family("hunyuan", ("hunyuanmoe", "hunyuanv1moe"), implied={**_SOFTMAX, "activation": "silu"}),
-    Family("hunyuan-v3", ("hyv3",), implied={**_SIGMOID_BIAS, "activation": "silu"}),
-    Family("afmoe", ("afmoe",), implied={"routing.correction_bias": True}),
+    Family("dots", ("dots1",), defaults={**_SIGMOID_BIAS, "activation": "silu"}),
+    Family("hunyuan", ("hunyuanmoe", "hunyuanv1moe"), defaults={**_SOFTMAX, "activation": "silu"}),
+    Family("hunyuan-v3", ("hyv3",), defaults={**_SIGMOID_BIAS, "activation": "silu"}),
+    Family("afmoe", ("afmoe",), defaults={"routing.correction_bias": True}),
     Family(
         "bailing",
         ("bailingmoe",),
-        implied={"routing.scoring": "softmax", "routing.renormalize": True, "activation": "silu"},
+        defaults={"routing.scoring": "softmax", "routing.renormalize": True, "activation": "silu"},
     ),
-    Family("laguna", ("laguna",), implied=_SIGMOID_BIAS),
-    Family("lfm2", ("lfm2moe",), implied={"routing.scoring": "sigmoid", "activation": "silu"}),
-    Family("exaone", ("exaonemoe",), implied=_SIGMOID_BIAS),
-    Family("mixtral", ("mixtral",), implied=_SOFTMAX),
+    Family("laguna", ("laguna",), defaults=_SIGMOID_BIAS),
+    Family("lfm2", ("lfm2moe",), defaults={"routing.scoring": "sigmoid", "activation": "silu"}),
+    Family("exaone", ("exaonemoe",), defaults=_SIGMOID_BIAS),
+    Family("mixtral", ("mixtral",), defaults=_SOFTMAX),
 )
-"""Every architecture that implies more than its keys say; the first that the config names reads it."""
+"""Architectures that imply more than the keys of their configs; the first match by name reads a config."""
 
 UNKNOWN = Family("unknown")
-"""Reads a config of no known family: by its keys alone."""
+"""Fallback without defaults: the config is read by its keys alone."""
 
 
 def family_of(fields: ConfigFields) -> Family:
-    """The family that reads this config: by what it calls itself, else by its keys, else `UNKNOWN`.
+    """The family of a config: by model type or class name, else by marker keys, else `UNKNOWN`.
 
-    Raises CheckpointError when no key states experts and top-k: such a config is no MoE model's.
+    Raises CheckpointError when no family matches by name and no key states the number of experts and top-k.
     """
     for name in fields.names():
         for family in FAMILIES:
-            if family.words and family.calls_itself(name):
+            if family.prefixes and family.matches_name(name):
                 return family
     if fields.key_of(KEYS["experts"]) is None or fields.key_of(KEYS["top_k"]) is None:
         raise CheckpointError(
@@ -348,4 +349,4 @@ def family_of(fields: ConfigFields) -> Family:
             reason=f"Keys looked for are {', '.join(KEYS['experts'])} and {', '.join(KEYS['top_k'])}.",
             hint="Check that this is the config of a Mixture-of-Experts model.",
         )
-    return next((family for family in FAMILIES if family.marked(fields)), UNKNOWN)
+    return next((family for family in FAMILIES if family.matches_keys(fields)), UNKNOWN)

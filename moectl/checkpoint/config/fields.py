@@ -1,4 +1,4 @@
-"""A config read key by key: which keys hold a fact, what their values may be, where each was found."""
+"""Reading config.json key by key: the keys of each field, the valid values, and the source of each value."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "hash_layers": ("num_hash_layers",),
     "dtype": ("torch_dtype", "dtype"),
 }
-"""Config keys of a fact, in order of preference, whatever the family; a dot leads into an object.
+"""Config keys by field, in order of preference, for all families; a dot separates nested keys.
 
-Models whose dense layers have a width of their own state the experts' beside it, so the plain
-`intermediate_size` comes last.
+`intermediate_size` comes last: in models with dense layers of another width it is theirs, and the experts'
+width has a key of its own.
 """
 
 LIMITS: Mapping[str, int] = {
@@ -69,24 +69,24 @@ LIMITS: Mapping[str, int] = {
     "shared_width": 1 << 20,
     "hash_layers": 1 << 14,
 }
-"""Largest values that a config may ask for, far above any model, so that a wrong one costs nothing."""
+"""Upper bounds of config values, far above any model, so that a corrupt config cannot exhaust memory."""
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config.text_config")
-"""Where a multimodal model's config keeps the text model's."""
+"""Paths of the text model's config inside that of a multimodal model."""
 
 
 def _inside(values: Mapping[str, Any], path: str) -> Any:
-    """What `path` leads to, or None."""
-    found: Any = values
+    """The value at a dotted `path`, or None."""
+    value: Any = values
     for key in path.split("."):
-        if not isinstance(found, Mapping):
+        if not isinstance(value, Mapping):
             return None
-        found = found.get(key)
-    return found
+        value = value.get(key)
+    return value
 
 
 def _text_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The text model's part of a config and the path to it."""
+    """The text model's part of a config and the prefix of its keys."""
     for path in _TEXT:
         inner = _inside(config, path)
         if isinstance(inner, Mapping) and any(key in inner for key in KEYS["hidden"]):
@@ -95,7 +95,7 @@ def _text_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 class ConfigFields:
-    """A config's text model, read key by key; remembers where each value came from."""
+    """The text model's config, read key by key; `sources` records which key each field came from."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.outer = config
@@ -108,41 +108,41 @@ class ConfigFields:
         return next(iter(self._words("model_type")), "")
 
     def names(self) -> Iterator[str]:
-        """What the model calls itself, the text model first: types and classes, in small letters only."""
+        """Model types and class names, the text model's first, in lower case without punctuation."""
         for word in (*self._words("model_type"), *self._words("architectures")):
             yield "".join(filter(str.isalnum, word.lower()))
 
     def _words(self, key: str) -> Iterator[str]:
         for values in (self.values, self.outer):
-            found = values.get(key)
-            listed = found if isinstance(found, list) else [found]
+            value = values.get(key)
+            listed = value if isinstance(value, list) else [value]
             yield from (word for word in listed if isinstance(word, str) and word)
 
     def get(self, key: str) -> Any:
-        """The value of `key`, in an object inside where it has dots; None when there is none."""
+        """The value of the dotted `key`; None if it is absent."""
         return _inside(self.values, key)
 
     def has(self, *keys: str) -> bool:
-        """True when every key is there and not null."""
+        """True when every key is present and not null."""
         return all(self.get(key) is not None for key in keys)
 
     def key_of(self, keys: Sequence[str]) -> str | None:
-        """The first of `keys` that is there and not null."""
+        """The first of `keys` that is present and not null."""
         return next((key for key in keys if self.has(key)), None)
 
-    def place(self, key: str) -> str:
-        """The source of a fact that `key` holds."""
+    def source_of(self, key: str) -> str:
+        """``config:PATH`` of `key`, as `sources` records it."""
         return f"config:{self.prefix}{key}"
 
-    def refuse(self, key: str, expected: str, hint: str = "Check config.json.") -> CheckpointError:
-        """The error that `key` is not what it must be."""
+    def invalid(self, key: str, expected: str, hint: str = "Check config.json.") -> CheckpointError:
+        """The error for a `key` whose value is not what is `expected`."""
         got = shown(self.get(key))
         return CheckpointError(f"config.json: {self.prefix}{key} must be {expected}, got {got}.", hint=hint)
 
     def integer(self, name: str, keys: Sequence[str], default: int | None = None, low: int = 1) -> int:
-        """The integer that one of `keys` holds, `low` to `LIMITS[name]`; `default` when none is there.
+        """The integer at the first of `keys` that is present, from `low` to `LIMITS[name]`, else `default`.
 
-        Raises CheckpointError when it is something else, or absent without a default.
+        Raises CheckpointError when the value is anything else, or absent without a default.
         """
         key = self.key_of(keys)
         if key is None:
@@ -153,15 +153,15 @@ class ConfigFields:
                 )
             return default
         value = self.get(key)
-        if isinstance(value, list) and len(value) > 1 and all(it == value[0] for it in value):
-            # A value for each layer, or each kind of expert, that is the same for all.
+        if isinstance(value, list) and len(value) > 1 and all(item == value[0] for item in value):
+            # One value per layer or kind of expert, all equal.
             value = value[0]
         high = LIMITS.get(name, 1 << 20)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             several = "Experts or layers of several sizes are not read; ask for that to be added."
             hint = several if isinstance(value, list) else "Check config.json."
-            raise self.refuse(key, f"an integer from {low} to {high}", hint)
-        self.sources[name] = self.place(key)
+            raise self.invalid(key, f"an integer from {low} to {high}", hint)
+        self.sources[name] = self.source_of(key)
         return value
 
 
@@ -180,15 +180,15 @@ _KINDS: Mapping[type, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class FieldChoice:
-    """One value of a config.
+    """How one field is read from a config.
 
     Attributes:
-        keys: keys that may hold it.
-        kind: the type of its value: bool, int or float, unless `words` says more.
-        default: its value without any of them, where the architecture implies none.
+        keys: keys that may hold it, in order of preference.
+        kind: type of the value, bool, int or float; ignored when `words` is set.
+        default: value if no key is present and the family has no default.
         assumed: True when `default` is only what such models usually have.
-        words: for a key whose value is a word: what each known word means.
-        option: the command-line option that states the fact, for messages.
+        words: value by spelling, for keys whose value is a word.
+        option: command-line option that overrides the field, for error messages.
     """
 
     keys: tuple[str, ...] = ()
@@ -198,28 +198,28 @@ class FieldChoice:
     words: Mapping[Any, Any] | None = None
     option: str = ""
 
-    def read(self, name: str, fields: ConfigFields, implied: Mapping[str, Any], family: str) -> Any:
-        """The value: a key's, else what the family implies, else the default.
+    def read(self, name: str, fields: ConfigFields, defaults: Mapping[str, Any], family: str) -> Any:
+        """The value of the first key that is present, else the family's default, else `default`.
 
-        Its source goes to ``fields.sources[name]``. Raises CheckpointError when the key's value is no
-        known word, or not of the right kind.
+        Records the source in ``fields.sources[name]``. Raises CheckpointError when the key's value is not
+        a known word, or has the wrong type.
         """
         key = fields.key_of(self.keys)
         if key is None:
-            if name in implied:
+            if name in defaults:
                 fields.sources[name] = f"family:{family}"
-                return implied[name]
+                return defaults[name]
             absent = f"config:no {self.keys[0]}" if self.keys else f"family:{family}"
             fields.sources[name] = "assumed" if self.assumed else absent
             return self.default
         value = fields.get(key)
-        fields.sources[name] = fields.place(key)
+        fields.sources[name] = fields.source_of(key)
         hint = f"Check config.json, or state it with {self.option}." if self.option else "Check config.json."
         if self.words is not None:
             if not isinstance(value, (str, bool)) or value not in self.words:
-                raise fields.refuse(key, f"one of {', '.join(map(str, self.words))}", hint)
+                raise fields.invalid(key, f"one of {', '.join(map(str, self.words))}", hint)
             return self.words[value]
-        good, expected = _KINDS[self.kind]
-        if not good(value):
-            raise fields.refuse(key, expected, hint)
+        is_valid, expected = _KINDS[self.kind]
+        if not is_valid(value):
+            raise fields.invalid(key, expected, hint)
         return self.kind(value)

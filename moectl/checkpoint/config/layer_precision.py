@@ -1,4 +1,4 @@
-"""Which layers' experts have another format than most: exclusions, lists and patterns of a config."""
+"""The number format of each layer's experts: exclusions, per-layer lists and module patterns of a config."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LEAVES = ("experts.0.gate_proj", "experts.0.up_proj", "experts.0.w1", "experts.
 
 @dataclass(frozen=True)
 class _PrecisionRule:
-    """Modules that `patterns` cover have `scheme`, as `key` of the quantization config says."""
+    """Modules that match `patterns` have `scheme`, according to `key` of the quantization config."""
 
     patterns: Patterns
     scheme: Scheme
@@ -49,11 +49,11 @@ class Precision:
     """The format of each layer's experts, as a quantization config declares it.
 
     Attributes:
-        main: the format of most of them.
-        excluded: modules that stay unquantized, as the key `excluded_by` lists them.
-        rules: what some modules have instead of `main`; the first that covers one holds.
-        listed: the format of each layer where the config lists modules; layers that are not listed
-            then stay unquantized. Empty without such a list.
+        main: the format of most layers.
+        excluded: modules that stay unquantized, listed under the key `excluded_by`.
+        rules: formats of some modules instead of `main`; the first rule that matches applies.
+        listed: format by layer, for configs that list the quantized modules; all other layers then stay
+            unquantized. Empty without such a list.
     """
 
     main: Quantization
@@ -62,34 +62,34 @@ class Precision:
     rules: tuple[_PrecisionRule, ...] = ()
     listed: Mapping[int, Scheme] = field(default_factory=dict)
 
-    def at(self, layer: int, modules: Iterable[str]) -> Quantization:
-        """The format of one layer's experts, `modules` being names that its expert matrices may have."""
+    def of_layer(self, layer: int, modules: Iterable[str]) -> Quantization:
+        """The format of one layer's experts; `modules` are the names of its expert matrices."""
         names = tuple(modules)
         if self.excluded and any(map(self.excluded.matches, names)):
-            return self._plain(self.excluded_by)
+            return self._unquantized(self.excluded_by)
         for rule in self.rules:
             if any(map(rule.patterns.matches, names)):
-                plain = rule.scheme == Scheme(BF16)
-                return self._plain(rule.key) if plain else self._other(rule.scheme, rule.key)
+                unquantized = rule.scheme == Scheme(BF16)
+                return self._unquantized(rule.key) if unquantized else self._with(rule.scheme, rule.key)
         if not self.listed:
             return self.main
         if layer in self.listed:
-            return self._other(self.listed[layer], "quantized_layers")
-        return self._plain("quantized_layers")
+            return self._with(self.listed[layer], "quantized_layers")
+        return self._unquantized("quantized_layers")
 
     def likely(self) -> Precision:
-        """This, less every pattern that covers no name of `likely_modules`: cheap for all layers."""
+        """A copy without the patterns that cannot match `likely_modules`, so that `guess` is cheap."""
         return replace(
             self,
-            excluded=self.excluded.about(_WORDS),
-            rules=tuple(rule for rule in self.rules if rule.patterns.about(_WORDS)),
+            excluded=self.excluded.restricted_to(_LIKELY_NAMES),
+            rules=tuple(rule for rule in self.rules if rule.patterns.restricted_to(_LIKELY_NAMES)),
         )
 
     def guess(self, layer: int) -> Quantization:
-        """The format of one layer's experts where no tensor's name is known."""
-        return self.at(layer, likely_modules(layer) if self.excluded or self.rules else ())
+        """The format of one layer's experts, judged by the usual module names when no header was read."""
+        return self.of_layer(layer, likely_modules(layer) if self.excluded or self.rules else ())
 
-    def _plain(self, key: str) -> Quantization:
+    def _unquantized(self, key: str) -> Quantization:
         if self.main.storage == "plain":
             return self.main
         source = f"config:quantization_config.{key}"
@@ -101,7 +101,7 @@ class Precision:
             sources={"scheme": source, "storage": source},
         )
 
-    def _other(self, scheme: Scheme, key: str) -> Quantization:
+    def _with(self, scheme: Scheme, key: str) -> Quantization:
         if scheme == self.main.scheme:
             return self.main
         sources = {**self.main.sources, "scheme": f"config:quantization_config.{key}"}
@@ -109,9 +109,9 @@ class Precision:
 
 
 def read_precision(main: Quantization, config: Config | None) -> Precision:
-    """The `Precision` of a quantization config, `main` being what `parse_quantization` read from it.
+    """The `Precision` of a quantization config, whose result of `parse_quantization` is `main`.
 
-    Raises CheckpointError when a pattern or a rule's format is not understood, or one layer's experts
+    Raises CheckpointError when a pattern or a rule's format is not understood, or the experts of one layer
     have several formats.
     """
     if not config:
@@ -125,25 +125,26 @@ def read_precision(main: Quantization, config: Config | None) -> Precision:
         if main.storage != "modelopt"
         else ()
     )
-    return Precision(main, excluded, key, rules, _listed(inner) if main.storage == "modelopt" else {})
+    listed = _listed_schemes(inner) if main.storage == "modelopt" else {}
+    return Precision(main, excluded, key, rules, listed)
 
 
-def _listed(config: Config) -> dict[int, Scheme]:
-    """The scheme of each layer whose expert modules the config lists."""
+def _listed_schemes(config: Config) -> dict[int, Scheme]:
+    """The scheme of each layer whose expert modules the config lists (ModelOpt's mixed precision)."""
     names: dict[int, set[str]] = {}
     for module, name in listed_algorithms(config).items():
         match = _LAYER.search(module)
         if match is not None:
             names.setdefault(int(match[1]), set()).add(name)
-    for layer, found in names.items():
-        if len(found) > 1:
+    for layer, algorithms in names.items():
+        if len(algorithms) > 1:
             raise CheckpointError(
                 f"quantization_config.quantized_layers must have one quant_algo for all routed experts of "
-                f"layer {layer}, got {', '.join(sorted(found))}.",
+                f"layer {layer}, got {', '.join(sorted(algorithms))}.",
                 hint="Check config.json, or ask for experts of several formats to be added.",
             )
     schemes = {name: modelopt_scheme(name, "quantized_layers") for (name,) in map(tuple, names.values())}
-    return {layer: schemes[next(iter(found))] for layer, found in names.items()}
+    return {layer: schemes[next(iter(algorithms))] for layer, algorithms in names.items()}
 
 
 def _quark_rules(config: Config) -> Iterable[_PrecisionRule]:
@@ -155,39 +156,39 @@ def _quark_rules(config: Config) -> Iterable[_PrecisionRule]:
 
 
 def _group_rules(config: Config) -> Iterable[_PrecisionRule]:
-    """compressed-tensors' groups that name modules, where there are several."""
+    """One rule for each compressed-tensors group that names modules, if there are several groups."""
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) < 2 or config.get("quant_algo"):
         return
     for name, group in groups.items():
         targets = group.get("targets") if isinstance(group, Mapping) else None
-        named = [target for target in targets or () if isinstance(target, str) and is_module(target)]
-        if named:
+        modules = [target for target in targets or () if isinstance(target, str) and is_module(target)]
+        if modules:
             key = f"config_groups.{name}"
             yield _PrecisionRule(
-                Patterns(named, f"{key}.targets"), group_scheme(group, key), f"{key}.weights"
+                Patterns(modules, f"{key}.targets"), group_scheme(group, key), f"{key}.weights"
             )
 
 
 def _auto_round_rules(config: Config) -> Iterable[_PrecisionRule]:
-    """AutoRound's exceptions, names or regular expressions, those of one format together."""
+    """One rule for each format in AutoRound's exceptions, which are names or regular expressions."""
     entries = config.get("extra_config")
-    named: dict[Scheme, list[str]] = {}
+    patterns: dict[Scheme, list[str]] = {}
     for name, entry in entries.items() if isinstance(entries, Mapping) else ():
         if isinstance(entry, Mapping) and is_expert_rule(name):
             text = name if _NAME.fullmatch(name) else REGEX + name
-            named.setdefault(auto_round_scheme(config, entry), []).append(text)
-    for scheme, texts in named.items():
+            patterns.setdefault(auto_round_scheme(config, entry), []).append(text)
+    for scheme, texts in patterns.items():
         yield _PrecisionRule(Patterns(texts, "extra_config"), scheme, "extra_config")
 
 
 def is_module(target: str) -> bool:
-    """True for a target that names modules, by a pattern or a name, and not a class such as ``Linear``."""
+    """True for a target that is a module name or pattern, and not a class such as ``Linear``."""
     return target.startswith(REGEX) or "." in target
 
 
 def likely_modules(layer: int) -> tuple[str, ...]:
-    """Names that the expert matrices of a layer have in published checkpoints, for when none is known."""
+    """Names that a layer's expert matrices have in published checkpoints, for configs without headers."""
     return tuple(
         f"{prefix}{word}.{layer}.{block}{leaf}"
         for prefix, word in (*((prefix, "layers") for prefix in _PREFIXES), ("transformer.", "blocks"))
@@ -196,4 +197,4 @@ def likely_modules(layer: int) -> tuple[str, ...]:
     )
 
 
-_WORDS = " ".join(likely_modules(0))
+_LIKELY_NAMES = " ".join(likely_modules(0))

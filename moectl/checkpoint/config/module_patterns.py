@@ -12,27 +12,34 @@ from ...errors import CheckpointError
 from ...files.strict_json import shown
 
 REGEX = "re:"
-"""What marks a regular expression in a list of names."""
+"""Prefix of a regular expression in a list of module names."""
 
 LENGTH_LIMIT = 1024
 """Longest pattern, characters."""
 
 REPEAT_LIMIT = 6
-"""Most repeats in a regular expression or glob, so that matching a short name stays cheap."""
+"""Maximum number of repeats in a regular expression or glob, which bounds the cost of matching a name."""
 
 _GLOB = re.compile(r"[*?\[]")
 _WORD = re.compile(r"[A-Za-z_]{2,}")
 
 
 class Patterns:
-    """A list of module patterns; `matches` says whether one of them covers a module.
+    """A list of module patterns from a quantization config.
 
-    A name covers itself and everything inside it; a part of a name covers every module with these
-    components in a row, so that ``gate`` is not ``gate_proj`` and ``layers.1.`` is not ``layers.10``.
-    A glob covers what it fits and everything inside. A regular expression, marked by ``re:`` or all of
-    them with `regex`, must fit the beginning of the whole name.
+    A pattern without wildcards matches every module whose name contains its components in a row, so
+    ``gate`` does not match ``gate_proj`` and ``layers.1.`` does not match ``layers.10``. A glob matches a
+    module or any of its parents. A regular expression (prefix ``re:``, or every pattern with `regex`) must
+    match at the beginning of the full name.
 
-    Raises CheckpointError for a regular expression that is none, or costs too much to match.
+    Raises CheckpointError for an invalid regular expression, or one that is too expensive to match.
+
+    Example:
+        >>> patterns = Patterns(["lm_head", "re:.*mlp.gate$", "model.layers.0"], "ignore")
+        >>> patterns.matches("model.layers.0.mlp.experts.7.up_proj")
+        True
+        >>> patterns.matches("model.layers.1.mlp.gate_proj")
+        False
     """
 
     def __init__(self, patterns: Iterable[str], where: str, regex: bool = False) -> None:
@@ -47,16 +54,16 @@ class Patterns:
                 self._tests.append(_regex(text.removeprefix(REGEX), where))
             elif _GLOB.search(text):
                 self._inside.append(_glob(text, where))
-            elif parts := tuple(filter(None, text.split("."))):
-                self._runs.add(parts)
+            elif components := tuple(filter(None, text.split("."))):
+                self._runs.add(components)
 
     def __bool__(self) -> bool:
         return bool(self._runs or self._tests or self._inside)
 
-    def about(self, names: str) -> Patterns:
-        """The patterns that may cover one of `names`: those whose words are all in it.
+    def restricted_to(self, names: str) -> Patterns:
+        """The patterns that may match one of the space-separated `names`: all of their words occur in it.
 
-        Of a regular expression only a word at its beginning must be.
+        For a regular expression, only a word at its beginning has to occur.
         """
         kept = []
         for text in self.texts:
@@ -67,7 +74,7 @@ class Patterns:
         return Patterns(kept, self._where, self._regex)
 
     def matches(self, module: str) -> bool:
-        """True when a pattern covers `module`, a full name with dots."""
+        """True when a pattern matches `module`, a full dotted name."""
         if any(test(module) for test in self._tests):
             return True
         parts = module.split(".")
@@ -90,12 +97,12 @@ def _refuse(where: str, text: str, expected: str) -> CheckpointError:
 
 
 def _regex(text: str, where: str) -> Callable[[str], Any]:
-    found = _compiled(text)
-    if found is None:
+    pattern = _compiled(text)
+    if pattern is None:
         raise _refuse(
             where, text, f"a regular expression with at most {REPEAT_LIMIT} repeats, none inside another"
         )
-    return found.match
+    return pattern.match
 
 
 def _glob(text: str, where: str) -> Callable[[str], Any]:
@@ -106,20 +113,19 @@ def _glob(text: str, where: str) -> Callable[[str], Any]:
 
 @lru_cache(maxsize=4096)
 def _compiled(text: str) -> re.Pattern[str] | None:
-    """The regular expression, or None when it is none or could take long on a short name."""
+    """The compiled regular expression; None if it is invalid or could be slow on a short name."""
     try:
-        found = re.compile(text)
+        pattern = re.compile(text)
     except (re.error, OverflowError, RecursionError):
         return None
     depth, most = _repeats(text)
-    return found if depth <= 1 and most <= REPEAT_LIMIT else None
+    return pattern if depth <= 1 and most <= REPEAT_LIMIT else None
 
 
 def _repeats(text: str) -> tuple[int, int]:
-    """How deep repeats stand inside one another in a valid regular expression, and how many there are.
+    """The nesting depth and the number of the repeats in a valid regular expression.
 
-    Counted in the text itself: a repeat of a group counts the repeats inside the group. What is optional
-    is no repeat.
+    Counted on the text: repeating a group nests the repeats inside it. ``?`` does not count as a repeat.
     """
     stack: list[int] = [0]
     total = deepest = 0

@@ -1,4 +1,4 @@
-"""Which layers have experts, as a config says it: each rule of a key, all of them together."""
+"""Which layers have experts: one rule per config key, intersected."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Any
 from .fields import KEYS, LIMITS, ConfigFields
 
 KIND_LISTS = ("hybrid_override_pattern", "layers_block_type", "mlp_layer_types", "layer_types")
-"""Keys that hold a kind for each layer, so that their number follows."""
+"""Keys whose value lists a kind for each layer, so that its length is the number of layers."""
 
 Rule = Callable[[ConfigFields, str, int], frozenset[int]]
-"""(config, key, number of layers) to the layers that the key allows experts in."""
+"""(config, key, number of layers) to the layers in which the key allows experts."""
 
 
 def moe_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
-    """The indices of the layers with experts among `layers`: all, where no key says otherwise.
+    """Indices of the layers with experts among `layers` layers; all of them unless a key says otherwise.
 
-    `layers` is what `layer_count` found in the same `fields`, whose source it noted there.
-    Raises CheckpointError when a key of `LAYER_RULES` has a value that says nothing.
+    `layers` is the result of `layer_count` on the same `fields`. Raises CheckpointError when a key of
+    `LAYER_RULES` has an invalid value.
     """
-    found = frozenset(range(layers))
-    told = [key for key in LAYER_RULES if fields.has(key) and (key, fields.get(key)) not in _SILENT]
-    for key in told:
-        found &= LAYER_RULES[key](fields, key, layers)
-    if told:
-        fields.sources["layers"] = ", ".join(map(fields.place, told))
-    return tuple(sorted(found))
+    indices = frozenset(range(layers))
+    keys = [key for key in LAYER_RULES if fields.has(key) and (key, fields.get(key)) not in _IGNORED]
+    for key in keys:
+        indices &= LAYER_RULES[key](fields, key, layers)
+    if keys:
+        fields.sources["layers"] = ", ".join(map(fields.source_of, keys))
+    return tuple(sorted(indices))
 
 
 def layer_count(fields: ConfigFields) -> int:
-    """The number of the model's layers: a key's, else the length of a list of their kinds.
+    """The number of the model's layers: from a key, else the length of a list of layer kinds.
 
-    Raises CheckpointError when there is neither.
+    Raises CheckpointError when the config has neither.
     """
     key = fields.key_of(KIND_LISTS)
     if key is None or fields.key_of(KEYS["layers"]) is not None:
         return fields.integer("layers", KEYS["layers"])
     kinds = fields.get(key)
     if not isinstance(kinds, (list, str)) or not 0 < len(kinds) <= LIMITS["layers"]:
-        raise fields.refuse(key, f"a kind for each of 1 to {LIMITS['layers']} layers")
-    fields.sources["layers"] = fields.place(key)
+        raise fields.invalid(key, f"a kind for each of 1 to {LIMITS['layers']} layers")
+    fields.sources["layers"] = fields.source_of(key)
     return len(kinds)
 
 
@@ -59,7 +59,7 @@ def _up_to(fields: ConfigFields, key: str, layers: int) -> frozenset[int]:
 
 
 def _every(shift: int) -> Rule:
-    """Every so-many-th layer; `shift` 1 counts from one, so that the last of each run has experts."""
+    """Every n-th layer, n being the value; with `shift` 1 the last layer of each run of n has experts."""
 
     def rule(fields: ConfigFields, key: str, layers: int) -> frozenset[int]:
         step = _count(fields, key, 1)
@@ -69,12 +69,12 @@ def _every(shift: int) -> Rule:
 
 
 def _flags_or_every(fields: ConfigFields, key: str, layers: int) -> frozenset[int]:
-    """A flag of 0 or 1 for each layer, or every so-many-th."""
+    """A list with a flag of 0 or 1 for each layer, or an integer n for every n-th layer."""
     flags = fields.get(key)
     if not isinstance(flags, list):
         return _every(0)(fields, key, layers)
     if len(flags) < layers or any(flag not in (0, 1) for flag in flags):
-        raise fields.refuse(key, f"a positive integer or {layers} flags of 0 or 1")
+        raise fields.invalid(key, f"a positive integer or {layers} flags of 0 or 1")
     return frozenset(layer for layer in range(layers) if flags[layer])
 
 
@@ -83,19 +83,19 @@ def _without(fields: ConfigFields, key: str, layers: int) -> frozenset[int]:
 
 
 def _named(fields: ConfigFields, key: str, layers: int) -> frozenset[int]:
-    """Layer numbers, as a list or separated by commas."""
+    """Layer indices, as a list or as a comma-separated string."""
     value = fields.get(key)
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if part.strip()]
         if not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
-            raise fields.refuse(key, "layer numbers separated by commas")
+            raise fields.invalid(key, "layer numbers separated by commas")
         value = [int(part) for part in parts]
     return _numbers(fields, key, value) & frozenset(range(layers))
 
 
 def _numbers(fields: ConfigFields, key: str, value: Any) -> frozenset[int]:
     if not isinstance(value, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in value):
-        raise fields.refuse(key, "a list of layer numbers")
+        raise fields.invalid(key, "a list of layer numbers")
     return frozenset(value)
 
 
@@ -105,15 +105,15 @@ def _phase(fields: ConfigFields, key: str, layers: int) -> frozenset[int]:
 
 
 def _words(word: str, only: bool = True) -> Rule:
-    """A word, or a letter of one string, for each layer; `word` means experts.
+    """A list of kinds, or a string with a letter per layer, in which `word` stands for experts.
 
-    Without `only`, a list that never says it is about something else, such as attention.
+    Unless `only`, a list without `word` describes something else, such as attention, and is ignored.
     """
 
     def rule(fields: ConfigFields, key: str, layers: int) -> frozenset[int]:
         kinds = fields.get(key)
         if not isinstance(kinds, (list, str)) or len(kinds) < layers:
-            raise fields.refuse(key, f"a kind for each of {layers} layers")
+            raise fields.invalid(key, f"a kind for each of {layers} layers")
         if not only and word not in kinds:
             return frozenset(range(layers))
         return frozenset(layer for layer in range(layers) if kinds[layer] == word)
@@ -124,7 +124,7 @@ def _words(word: str, only: bool = True) -> Rule:
 def _switch(fields: ConfigFields, key: str, layers: int) -> frozenset[int]:
     value = fields.get(key)
     if not isinstance(value, bool):
-        raise fields.refuse(key, "true or false")
+        raise fields.invalid(key, "true or false")
     return frozenset(range(layers)) if value else frozenset()
 
 
@@ -147,7 +147,7 @@ LAYER_RULES: Mapping[str, Rule] = {
     "layers_block_type": _words("moe", only=False),
     "enable_moe_block": _switch,
 }
-"""Every key that says which layers have experts, and how."""
+"""The rule of every key that decides which layers have experts."""
 
-_SILENT: tuple[tuple[str, Any], ...] = (("moe_layers", []),)
-"""Keys with values that say nothing: Llama-4 then goes by its step alone."""
+_IGNORED: tuple[tuple[str, Any], ...] = (("moe_layers", []),)
+"""Values that decide nothing: Llama-4 then uses its step alone."""

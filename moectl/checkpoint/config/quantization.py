@@ -1,4 +1,4 @@
-"""What a checkpoint's `quantization_config` says about its expert weights."""
+"""Parsing `quantization_config`: how a checkpoint's expert weights are stored and computed."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Quantization:
         storage: as `MoEProblem.storage`.
         scheme: weight and activation formats.
         act_order: as `MoEProblem.act_order`.
-        sources: for each of the fields above, the config key that it was read from.
-        ignore: module name patterns that stay unquantized, in the config's own spelling.
-        method: `quant_method` as the config spells it; ``""`` without a config.
-        act_stated: False when the config has no word on activations, not even that they stay 16-bit.
+        sources: config key of each field above.
+        ignore: patterns of modules that stay unquantized, as the config spells them.
+        method: the config's `quant_method`; ``""`` without a quantization config.
+        act_stated: False when no key describes the activations, not even as 16-bit.
     """
 
     storage: str
@@ -63,7 +63,7 @@ class Quantization:
 
 
 UNQUANTIZED = Quantization("plain", Scheme(BF16), sources={"scheme": "config:no quantization_config"})
-"""What a model without a quantization config has."""
+"""The format of a model without a quantization config."""
 
 
 def parse_quantization(
@@ -71,12 +71,20 @@ def parse_quantization(
 ) -> Quantization:
     """The `Quantization` of most expert weights; plain BF16 when the config is absent or empty.
 
-    `model_type` tells gpt-oss, whose MXFP4 experts are fused blocks, from other MXFP4 checkpoints;
-    `expert_dtype` is the model config's key of that name, which speaks of the experts alone.
+    Args:
+        quantization_config: the parsed object.
+        model_type: distinguishes gpt-oss, whose MXFP4 experts are fused blocks, from other checkpoints.
+        expert_dtype: `expert_dtype` of config.json, which overrides the format of the experts alone.
 
     Raises:
         CheckpointError: the method is unknown, or a key that decides the format has a value that no
-            known writer produces.
+            known tool writes.
+
+    Example:
+        >>> config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+        >>> quantization = parse_quantization(config)
+        >>> quantization.storage, quantization.scheme.weight.group
+        ('gptq', 128)
     """
     if quantization_config is None:
         return UNQUANTIZED
@@ -95,14 +103,15 @@ def parse_quantization(
             hint="Check quantization_config.quant_method in config.json, or ask for this method to be added.",
         )
     storage, scheme, order, keys, ignore = parser(quantization_config, model_type)
-    named = {name: f"config:quantization_config.{key}" for name, key in keys.items()}
+    sources = {name: f"config:quantization_config.{key}" for name, key in keys.items()}
     if method == "fp8" and expert_dtype == "fp4" and scheme.weight.name == "fp8":
         storage, scheme = "mxfp4", Scheme(MXFP4)
-        named = dict.fromkeys(named, "config:expert_dtype")
-    return Quantization(storage, scheme, order, named, ignore, method, _states_act(quantization_config))
+        sources = dict.fromkeys(sources, "config:expert_dtype")
+    return Quantization(storage, scheme, order, sources, ignore, method, _states_act(quantization_config))
 
 
 Parsed = tuple[str, Scheme, str, dict[str, str], tuple[str, ...]]
+"""Storage, scheme, act order, config key of each of these fields, and ignored module patterns."""
 
 
 def _mxfp4(config: Config, model_type: str) -> Parsed:
@@ -141,15 +150,15 @@ def _modelopt(config: Config, model_type: str) -> Parsed:
     if name is None and "quant_algo" in inner:
         return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
     if name == "MIXED_PRECISION":
-        found = Counter(listed_algorithms(inner).values())
-        if not found:
+        algorithms = Counter(listed_algorithms(inner).values())
+        if not algorithms:
             raise refuse("quantized_layers", "an object that names the quant_algo of routed experts", None)
-        name, key = found.most_common(1)[0][0], "quantized_layers"
+        name, key = algorithms.most_common(1)[0][0], "quantized_layers"
     return "modelopt", modelopt_scheme(name, key), "", {"storage": "quant_method", "scheme": key}, ignore
 
 
 def listed_algorithms(config: Config) -> dict[str, str]:
-    """ModelOpt's name of the format of each module of routed experts, where the config lists modules."""
+    """ModelOpt's `quant_algo` of each listed module of routed experts; empty without a list."""
     return {
         module: str(entry.get("quant_algo"))
         for module, entry in mapping(config, "quantized_layers").items()
@@ -204,14 +213,14 @@ def _compressed(config: Config, model_type: str) -> Parsed:
 
 
 def _states_act(config: Config) -> bool:
-    """False for groups of compressed-tensors in which the key of activations is missing."""
+    """False for a compressed-tensors group without the key `input_activations`."""
     if config.get("quant_method") != "compressed-tensors":
         return True
     return "input_activations" in _compressed_group(config)[1]
 
 
 def _lists_experts(modules: object) -> bool:
-    """True when routed experts are on GPTQ's list of what to quantize, or there is none."""
+    """True when GPTQ's list of modules to quantize is empty, absent or includes routed experts."""
     if not isinstance(modules, list) or not modules:
         return True
     flat = [name for entry in modules for name in (entry if isinstance(entry, list) else [entry])]
@@ -239,15 +248,15 @@ def _gptq(config: Config, model_type: str) -> Parsed:
 
 
 def zeros_less_one(config: Mapping[str, Any]) -> bool:
-    """True when GPTQ zero points are stored less one, as all but the second version of the format have them.
+    """True when GPTQ zero points are stored minus one, as in every version of the format but ``gptq_v2``.
 
-    `config` is config.json's object, the quantization config at its top or in the text model's.
+    `config` is the object of config.json, with the quantization config at the top level or in `text_config`.
     """
-    inner = config.get("text_config")
-    for place in (config, inner if isinstance(inner, Mapping) else {}):
-        found = place.get("quantization_config")
-        if isinstance(found, Mapping):
-            return found.get("checkpoint_format") != "gptq_v2"
+    text_config = config.get("text_config")
+    for values in (config, text_config if isinstance(text_config, Mapping) else {}):
+        quantization_config = values.get("quantization_config")
+        if isinstance(quantization_config, Mapping):
+            return quantization_config.get("checkpoint_format") != "gptq_v2"
     return True
 
 
@@ -271,12 +280,12 @@ def _quark(config: Config, model_type: str) -> Parsed:
 
 
 def _auto_round(config: Config, model_type: str) -> Parsed:
-    """AutoRound packs as one of the two others, and says as which."""
+    """AutoRound packs weights as AWQ or as GPTQ does; `packing_format` says which."""
     return (_awq if "awq" in str(config.get("packing_format")) else _gptq)(config, model_type)
 
 
 def auto_round_scheme(config: Config, entry: Config) -> Scheme:
-    """The scheme of the modules that AutoRound's `entry` describes, by what differs from `config`."""
+    """The scheme of the modules under one `entry` of AutoRound's `extra_config`, which overrides `config`."""
     merged = {**config, **entry}
     return Scheme(BF16) if integer(merged, "bits", "") >= 16 else _auto_round(merged, "")[1]
 

@@ -1,4 +1,4 @@
-"""Number formats as quantization configs spell them, one writer after the other, to schemes."""
+"""Schemes from the spellings of each quantization tool: ModelOpt, compressed-tensors, Quark."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DIGITS = re.compile(r"-?[0-9]{1,9}")
 
 
 def refuse(key: str, expected: str, got: object) -> CheckpointError:
-    """The error that a key of the quantization config is not what it must be."""
+    """The error for a key of the quantization config whose value is not what is `expected`."""
     return CheckpointError(
         f"quantization_config.{key} must be {expected}, got {shown(got)}.",
         hint="Check config.json, or ask for this format to be added.",
@@ -47,7 +47,7 @@ def refuse(key: str, expected: str, got: object) -> CheckpointError:
 
 
 def integer(config: Config, key: str, where: str, default: int | None = None) -> int:
-    """The integer at `key`, also in quotes; CheckpointError when it is none and there is no default."""
+    """The integer at `key`, also as a string; `default` when absent. CheckpointError for anything else."""
     value = config.get(key, default)
     if value is None:
         value = default
@@ -67,8 +67,8 @@ def group_size(config: Config, key: str, where: str, default: int | None = None)
 
 
 def word(config: Config, key: str, default: str = "") -> str:
-    """The string at `key`; `default` for none. What is no string comes out as it is shown, so that no
-    table has it.
+    """The string at `key`; `default` when absent. Another value is returned as its repr, which matches no
+    known word.
     """
     value = config.get(key)
     return default if value is None else value if isinstance(value, str) else shown(value)
@@ -77,14 +77,15 @@ def word(config: Config, key: str, default: str = "") -> str:
 def pair(config: Config, key: str, where: str) -> tuple[int, int]:
     """The two positive integers at `key`."""
     block = config.get(key)
-    good = isinstance(block, (list, tuple)) and len(block) == 2
-    if not isinstance(block, (list, tuple)) or not good or any(type(b) is not int or b < 1 for b in block):
+    if not isinstance(block, (list, tuple)) or len(block) != 2:
+        raise refuse(f"{where}{key}", "two positive integers", block)
+    if any(type(side) is not int or side < 1 for side in block):
         raise refuse(f"{where}{key}", "two positive integers", block)
     return block[0], block[1]
 
 
 def mapping(config: Config, key: str) -> Config:
-    """The object at `key`; an empty one for none."""
+    """The object at `key`; empty when absent."""
     value = config.get(key)
     if value is None:
         return {}
@@ -94,26 +95,26 @@ def mapping(config: Config, key: str) -> Config:
 
 
 def names(config: Config, *keys: str) -> tuple[str, ...]:
-    """The module names that the lists at `keys` hold, together."""
-    found: list[str] = []
+    """The module names in the lists at `keys`, concatenated."""
+    modules: list[str] = []
     for key in keys:
         value = config.get(key) or ()
         if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
             raise refuse(key, "a list of module names", value)
-        found += [str(name) for name in value]
-    return tuple(found)
+        modules += [str(name) for name in value]
+    return tuple(modules)
 
 
 _ONE_LAYER = re.compile(r"(?:layers|blocks)\W+\d")
 
 
 def is_general_expert_rule(name: str) -> bool:
-    """True when a module pattern speaks of routed experts of no layer in particular."""
+    """True when a module pattern names routed experts of all layers, not of one."""
     return is_expert_rule(name) and not _ONE_LAYER.search(name)
 
 
 def is_expert_rule(name: str) -> bool:
-    """True when a module pattern speaks of routed experts of the main model."""
+    """True when a module pattern names routed experts of the main model."""
     text = name.lower()
     return "expert" in text and "shared" not in text and "mtp" not in text
 
@@ -132,14 +133,14 @@ MODELOPT_ALGORITHMS = {
 
 
 def modelopt_scheme(name: object, key: str) -> Scheme:
-    """The scheme that ModelOpt calls `name`; CheckpointError, naming `key`, for another word."""
+    """The scheme of ModelOpt's algorithm `name`; CheckpointError, which names `key`, for an unknown one."""
     if not isinstance(name, str) or name.upper() not in MODELOPT_ALGORITHMS:
         raise refuse(key, f"one of {', '.join(MODELOPT_ALGORITHMS)}", name)
     return MODELOPT_ALGORITHMS[name.upper()]
 
 
 def modelopt_algorithm(scheme: Scheme) -> str:
-    """What ModelOpt calls `scheme`: the first name for it; UsageError when it has none."""
+    """ModelOpt's first name for `scheme`; UsageError when it has none."""
     for name, known in MODELOPT_ALGORITHMS.items():
         if known == scheme:
             return name
@@ -147,7 +148,7 @@ def modelopt_algorithm(scheme: Scheme) -> str:
 
 
 def group_scheme(group: Config, where: str) -> Scheme:
-    """The scheme of one of compressed-tensors' config_groups; CheckpointError, naming `where` it stands."""
+    """The scheme of a compressed-tensors config group at path `where`; CheckpointError if not understood."""
     weights, inputs = mapping(group, "weights"), mapping(group, "input_activations")
     return Scheme(_compressed_weight(weights, f"{where}.weights."), _compressed_act(inputs, where))
 
@@ -178,9 +179,9 @@ def _compressed_weight(spec: Config, where: str) -> WeightFormat:
 
 
 def _spelled_groups(bits: int) -> str:
-    """The groups in which there are floats of so many bits: ``32 (MXFP4) or 16 (NVFP4)``."""
-    found = [number for number in block_formats() if number.bits == bits and not number.grid.integer]
-    return " or ".join(f"{weight_format(number.name).group} ({number.name.upper()})" for number in found)
+    """The group sizes of the block floats with `bits` bits: ``32 (MXFP4) or 16 (NVFP4)``."""
+    formats = [number for number in block_formats() if number.bits == bits and not number.grid.integer]
+    return " or ".join(f"{weight_format(number.name).group} ({number.name.upper()})" for number in formats)
 
 
 def _compressed_act(spec: Config, where: str) -> ActFormat:
@@ -199,16 +200,16 @@ def _compressed_act(spec: Config, where: str) -> ActFormat:
 
 
 def quark_scheme(rule: Config, where: str) -> Scheme:
-    """The scheme of one of Quark's rules; CheckpointError, naming `where` it stands."""
+    """The scheme of a Quark rule at path `where`; CheckpointError if it is not understood."""
     weight, act = _quark_spec(rule, "weight"), _quark_spec(rule, "input_tensors")
     return Scheme(_quark_weight(weight, where), _quark_act(act, where))
 
 
 def _quark_spec(rule: Config, key: str) -> Config:
-    """One tensor's format; of several that it went through, the last, which is what is stored."""
-    found = rule.get(key)
-    if isinstance(found, list) and found and isinstance(found[-1], Mapping):
-        return dict(found[-1])
+    """One tensor's format; the last of a list of stages, which is the one that is stored."""
+    stages = rule.get(key)
+    if isinstance(stages, list) and stages and isinstance(stages[-1], Mapping):
+        return dict(stages[-1])
     return mapping(rule, key)
 
 

@@ -1,4 +1,4 @@
-"""What a user states about a model's activation and routing, read from a short spelling."""
+"""Activation and routing as a user states them: the syntax of ``--activation`` and ``--routing``."""
 
 from __future__ import annotations
 
@@ -8,63 +8,71 @@ from typing import Any
 
 from ...errors import UsageError
 from ...problem.moe_problem import Activation
-from .families import ACTIVATIONS, SCORINGS, TAKES
+from .families import ACTIVATION_PARAMETERS, ACTIVATIONS, SCORINGS
 
 ACTIVATION_EXAMPLE = "swigluoai:alpha=1.702,limit=7"
 ROUTING_EXAMPLE = "sigmoid,bias,groups=8/4,scale=2.5"
 
 
 @dataclass(frozen=True)
-class Stated:
-    """Facts that a user states; they go before everything that a config says.
+class UserAssumptions:
+    """What a user states about a model, which overrides its config and headers.
 
-    `routing` has a value for each field of `Routing` that was stated.
+    `routing` has the value of each field of `Routing` that was stated.
     """
 
     activation: Activation | None = None
     routing: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_stated(activation: str | None = None, routing: str | None = None) -> Stated:
-    """The facts that the two spellings state, nothing for None. UsageError names what is not understood."""
-    return Stated(
+def parse_assumptions(activation: str | None = None, routing: str | None = None) -> UserAssumptions:
+    """The assumptions that the two options spell. UsageError names the part that is not understood.
+
+    Example:
+        >>> assumptions = parse_assumptions("swigluoai:limit=7", "sigmoid,groups=8/4")
+        >>> assumptions.activation.limit
+        7.0
+        >>> assumptions.routing
+        {'scoring': 'sigmoid', 'groups': 8, 'topk_groups': 4}
+    """
+    return UserAssumptions(
         None if activation is None else parse_activation(activation),
         {} if routing is None else parse_routing(routing),
     )
 
 
 def parse_activation(text: str) -> Activation:
-    """The activation that ``NAME[:PARAMETER=NUMBER,...]`` spells, such as `ACTIVATION_EXAMPLE`."""
-    name, _, rest = text.strip().partition(":")
+    """The activation spelled as ``NAME[:PARAMETER=NUMBER,...]``, such as `ACTIVATION_EXAMPLE`."""
+    name, _, parameters = text.strip().partition(":")
     if name not in ACTIVATIONS:
         raise _refuse("activation", name, ", ".join(ACTIVATIONS), ACTIVATION_EXAMPLE)
-    found = ACTIVATIONS[name]
-    known = TAKES.get(found.name, ())
-    told: dict[str, Any] = {}
-    for part in _parts(rest):
+    activation = ACTIVATIONS[name]
+    known = ACTIVATION_PARAMETERS.get(activation.name, ())
+    values: dict[str, Any] = {}
+    for part in _parts(parameters):
         key, equals, number = part.partition("=")
         if key not in known or not equals:
             takes = f"{name} takes {', '.join(known)}" if known else f"{name} takes no parameter"
             raise _refuse("activation", part, takes, ACTIVATION_EXAMPLE)
-        told[key] = _number("activation", key, number, ACTIVATION_EXAMPLE)
-    return replace(found, **told)
+        values[key] = _number("activation", key, number, ACTIVATION_EXAMPLE)
+    return replace(activation, **values)
 
 
 def parse_routing(text: str) -> dict[str, Any]:
-    """The fields of `Routing` that words and ``WORD=VALUE`` separated by commas spell."""
-    told: dict[str, Any] = {}
+    """The fields of `Routing` spelled as a comma-separated list of ``WORD`` and ``WORD=VALUE``."""
+    fields: dict[str, Any] = {}
     for part in _parts(text):
         key, equals, value = part.partition("=")
         if not equals and key in ROUTING_WORDS:
-            told |= ROUTING_WORDS[key]
+            fields |= ROUTING_WORDS[key]
         elif equals and key in _ROUTING_VALUES:
-            told |= _ROUTING_VALUES[key](value)
+            fields |= _ROUTING_VALUES[key](value)
         else:
             known = (*ROUTING_WORDS, *(f"{word}=..." for word in _ROUTING_VALUES))
             raise _refuse("routing", part, ", ".join(known), ROUTING_EXAMPLE)
-    if not told:
+    if not fields:
         raise _refuse("routing", text, ", ".join(ROUTING_WORDS), ROUTING_EXAMPLE)
-    return told
+    return fields
 
 
 ROUTING_WORDS: Mapping[str, Mapping[str, Any]] = {
@@ -78,7 +86,7 @@ ROUTING_WORDS: Mapping[str, Mapping[str, Any]] = {
     "on-input": {"weight_on_input": True},
     "expert-scale": {"expert_scale": True},
 }
-"""Words of `--routing` without a value, and what each states."""
+"""Fields of `Routing` by each word of ``--routing`` that takes no value."""
 
 
 def _groups(value: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Where a checkpoint comes from: a directory, the Hub or its cache, the built-in catalogue."""
+"""Opening checkpoints: from a directory, the Hugging Face Hub or its cache, or the built-in catalogue."""

@@ -1,6 +1,6 @@
-"""Published models by name, from data files: their config and the schema of their MoE layers.
+"""Built-in published models: their config and the schema of their MoE tensors, one data file per model.
 
-A file holds one model, so that reading one does not read the others; `scripts/catalogue` writes them.
+The files are written by `scripts/devtools/catalogue`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ..tensors.shapes import AxisSize, parse_shape
 from ..tensors.storage import format_sizes
 
 MOE_ONLY = "the catalogue lists the MoE tensors only"
-"""What is true of every entry: attention, dense layers and embeddings are left out."""
+"""Note on every entry: attention, dense layers and embeddings are left out."""
 
 SUFFIXES = (".json", ".json.gz")
-"""Endings of data files; the second is for configs that name every expert."""
+"""Suffixes of data files; large ones, whose configs name every expert, are compressed."""
 
 LIST_MODELS = "`moectl list models` prints all built-in models."
-"""Where to find the name that was meant."""
+"""Hint for unknown model names."""
 
 _INSTALL = "Install moectl again."
 
 
 @dataclass(frozen=True)
 class TensorSchema:
-    """One tensor of MoE layers: a name with ``{layer}`` and maybe ``{expert}``, its dtype and shape.
+    """One tensor of MoE layers: a name template with ``{layer}`` and ``{expert}``, its dtype and shape.
 
-    `layers` are those that have it; None: every MoE layer of the model. A name without ``{layer}`` is
-    that of a single tensor, or of one for each expert.
+    `layers` are the layers that have it; None for every MoE layer. A name without ``{layer}`` is a single
+    tensor, or one per expert.
     """
 
     name: str
@@ -52,8 +52,8 @@ class TensorSchema:
 
     def names(self, layer: int, experts: int) -> Iterator[str]:
         """The tensor's name in `layer`, once or for each expert."""
-        before, found, after = self.name.replace("{layer}", str(layer)).partition("{expert}")
-        if not found:
+        before, placeholder, after = self.name.replace("{layer}", str(layer)).partition("{expert}")
+        if not placeholder:
             yield before
             return
         for expert in range(experts):
@@ -62,15 +62,15 @@ class TensorSchema:
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """A published model: its config, its MoE tensors' schema, and where these facts come from.
+    """A published model: its config, the schema of its MoE tensors, and their provenance.
 
     Attributes:
-        documents: the quantization files beside config.json, by name.
+        documents: separate quantization config files, by name.
         layers: the main model's MoE layers.
-        experts: routed experts of a layer.
-        provenance: what config and tensors were taken from, and how sure they are.
-        revision: the commit that they were taken at, where it is known.
-        note: what a reader of these facts must know besides, such as that a sibling's stand in.
+        experts: number of routed experts per layer.
+        provenance: sources of config and tensors, and how reliable they are.
+        revision: the commit that they were taken from, if known.
+        note: caveats for the user, for example that some data come from a sibling model.
     """
 
     name: str
@@ -85,11 +85,11 @@ class CatalogueEntry:
 
     @property
     def resizable(self) -> bool:
-        """True when shapes are in the model's sizes, so that `listing` can give others than the published."""
+        """True when the shapes are symbolic, so that `listing` can use other than the published sizes."""
         return any(axis.symbol for schema in self.tensors for axis in schema.shape)
 
     def sizes(self, config: Mapping[str, Any] | None = None) -> dict[str, int]:
-        """The symbols in shapes, as `config` (default: the published one) gives them.
+        """Values of the shape symbols for `config`, by default the published one.
 
         Raises CheckpointError when the config is not understood.
         """
@@ -103,9 +103,9 @@ class CatalogueEntry:
         }
 
     def listing(self, config: Mapping[str, Any] | None = None) -> TensorTable:
-        """Every MoE tensor of the checkpoint, layer by layer, with no file and offsets from 0.
+        """Every MoE tensor of the checkpoint, layer by layer, without files and with offsets of 0.
 
-        `config` is the published one unless given, as in `sizes`; with one, the entry must be resizable.
+        `config` replaces the published config; the entry must then be resizable.
         """
         sizes = self.sizes(config) if self.resizable else {}
         layers, experts = self.layers, self.experts
@@ -127,71 +127,82 @@ class CatalogueEntry:
 
 
 def _without_files(names: list[str], types: list[TensorType]) -> TensorTable:
-    """A table of these tensors, each at the start of no file."""
-    known = {each: kind for kind, each in enumerate(dict.fromkeys(types))}
-    sizes = [math.prod(shape) * DTYPE_BITS[dtype] // 8 for dtype, shape in known]
-    kinds = list(map(known.__getitem__, types))
+    """A table of tensors that are in no file, all at offset 0."""
+    kind_of = {tensor_type: kind for kind, tensor_type in enumerate(dict.fromkeys(types))}
+    sizes = [math.prod(shape) * DTYPE_BITS[dtype] // 8 for dtype, shape in kind_of]
+    kinds = list(map(kind_of.__getitem__, types))
     starts = array("q", bytes(8 * len(names)))
     return TensorTable(
-        names, list(known), kinds, starts, array("q", map(sizes.__getitem__, kinds)), [""], [0]
+        names, list(kind_of), kinds, starts, array("q", map(sizes.__getitem__, kinds)), [""], [0]
     )
 
 
 @cache
 def _data_files() -> Mapping[str, str]:
-    """The file of every built-in model, by its published name."""
-    found = {}
+    """The data file of every built-in model, by published name."""
+    file_names = {}
     for item in sorted(files("moectl").joinpath("data/catalogue").iterdir(), key=lambda item: item.name):
         for suffix in SUFFIXES:
             if item.name.endswith(suffix):
-                found[item.name.removesuffix(suffix).replace("--", "/", 1)] = item.name
-    return found
+                file_names[item.name.removesuffix(suffix).replace("--", "/", 1)] = item.name
+    return file_names
 
 
 def model_names() -> tuple[str, ...]:
-    """The published names of the built-in models, sorted; reads none of them."""
+    """The names of the built-in models, sorted; no file is read.
+
+    Example:
+        >>> "openai/gpt-oss-20b" in model_names()
+        True
+    """
     return tuple(sorted(_data_files(), key=str.casefold))
 
 
 @cache
 def read_entry(name: str) -> CatalogueEntry:
-    """The built-in model of exactly this name. KeyError for another, CheckpointError for a damaged file."""
+    """The built-in model with exactly this name. KeyError if unknown, CheckpointError for a damaged file."""
     file = _data_files()[name]
     data = files("moectl").joinpath(f"data/catalogue/{file}").read_bytes()
     return _entry(parse_json_object(gzip.decompress(data) if file.endswith(".gz") else data, file), file)
 
 
 def find_entry(name: str) -> CatalogueEntry | None:
-    """The built-in model called `name`, in any case, with or without its organization; or None."""
-    wanted = name.casefold()
-    for known in model_names():
-        if wanted in (known.casefold(), known.casefold().split("/")[-1]):
-            return read_entry(known)
+    """The built-in model `name`, ignoring case, with or without its organization; None if unknown."""
+    lowered = name.casefold()
+    for model in model_names():
+        if lowered in (model.casefold(), model.casefold().split("/")[-1]):
+            return read_entry(model)
     return None
 
 
 def near_names(name: str) -> list[str]:
-    """At most three built-in models whose names, with or without the organization, resemble `name`."""
-    wanted = name.casefold().rstrip("/")
-    spelled = {form: known for known in model_names() for form in _spellings(known)}
-    near = difflib.get_close_matches(wanted, spelled, n=6, cutoff=0.6)
-    near += [form for form in spelled if len(wanted) > 3 and wanted.split("/")[-1] in form]
-    return list(dict.fromkeys(spelled[form] for form in near))[:3]
+    """Up to three built-in models with names similar to `name`, with or without the organization."""
+    lowered = name.casefold().rstrip("/")
+    by_spelling = {spelling: model for model in model_names() for spelling in _spellings(model)}
+    near = difflib.get_close_matches(lowered, by_spelling, n=6, cutoff=0.6)
+    near += [spelling for spelling in by_spelling if len(lowered) > 3 and lowered.split("/")[-1] in spelling]
+    return list(dict.fromkeys(by_spelling[spelling] for spelling in near))[:3]
 
 
-def _spellings(known: str) -> tuple[str, str]:
-    return known.casefold(), known.casefold().split("/")[-1]
+def _spellings(model: str) -> tuple[str, str]:
+    return model.casefold(), model.casefold().split("/")[-1]
 
 
 def suggestion(name: str) -> str:
-    """What to say to someone who meant a built-in model by `name`: whole sentences."""
+    """A hint for an unknown model `name`: the nearest names, or how to list them all."""
     near = near_names(name)
     names = " or ".join(part for part in (", ".join(near[:-1]), *near[-1:]) if part)
     return f"Did you mean {names}? {LIST_MODELS}" if near else LIST_MODELS
 
 
 def built_in(name: str) -> CatalogueEntry:
-    """The built-in model called `name`; UsageError with the nearest names when there is none."""
+    """The built-in model `name`; UsageError with the nearest names if there is none.
+
+    Example:
+        >>> entry = built_in("gpt-oss-20b")
+        >>> entry.name, entry.experts, len(entry.layers)
+        ('openai/gpt-oss-20b', 32, 24)
+    """
     entry = find_entry(name)
     if entry is None:
         raise UsageError(f"no built-in model is called {shown(name)}", hint=suggestion(name))
@@ -199,16 +210,16 @@ def built_in(name: str) -> CatalogueEntry:
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
-    """The numbers that ``"0-2,5"`` spells; ValueError when it is no such list."""
-    found: list[int] = []
+    """The numbers in a list such as ``"0-2,5"``; ValueError for anything else."""
+    layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        found.extend(range(int(first), int(last if dash else first) + 1))
-    return tuple(found)
+        layers.extend(range(int(first), int(last if dash else first) + 1))
+    return tuple(layers)
 
 
 def spell_layers(layers: Iterable[int]) -> str:
-    """The text that `parse_layers` reads back."""
+    """The inverse of `parse_layers`."""
     return ranges(layers).replace(" ", "")
 
 

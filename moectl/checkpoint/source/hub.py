@@ -1,6 +1,6 @@
-"""Checkpoints on the Hugging Face Hub: small JSON files whole, safetensors headers by HTTP range.
+"""Checkpoints on the Hugging Face Hub: JSON files are downloaded, safetensors headers read by HTTP range.
 
-Headers are asked for by several workers at once and kept by commit (`hub_cache`).
+Headers are requested concurrently and cached by commit (`hub_cache`).
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from .hub_cache import HeaderCache
 from .shards import CONFIG, INDEX, check_document_size, index_files, join_tensors, parse_document, shard_names
 
 FIRST_BYTES = 128 << 10
-"""Bytes of a file that are asked for first; most headers are shorter."""
+"""Size of the first range request of a file, bytes; most headers are shorter."""
 
 WORKERS = 8
-"""Most requests for headers at once."""
+"""Maximum number of concurrent header requests."""
 
 TIMEOUT = 10.0
 ATTEMPTS = 4
-"""Times that a busy server, or one that breaks off, is asked."""
+"""Maximum number of requests when the server is busy or the connection breaks."""
 
 PAUSE = 0.5
-"""Seconds before the second attempt; doubled each time, unless the server says how long."""
+"""Seconds before the second attempt; doubled for each further one unless the server sends Retry-After."""
 
 LONGEST_PAUSE = 30.0
-_AGAIN = (429, 500, 502, 503, 504)
+_RETRY_STATUSES = (429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class NotOnHub(CheckpointError):
-    """The Hub has no such model or revision, or does not show it."""
+    """The Hub has no such model or revision, or hides it."""
 
 
 class HubUnreachable(Unavailable):
-    """The Hub does not answer, or only to those who are logged in."""
+    """The Hub does not answer, or requires a login."""
 
 
 class _CutShort(CheckpointError):
-    """An answer ended too soon."""
+    """A response body ended too soon."""
 
 
 @dataclass(frozen=True)
 class HubCheckpoint:
-    """What a Hub repository says at one commit: its JSON documents by file name, and its tensors.
+    """A Hub repository at one commit: its JSON documents by file name, its tensors and its file names.
 
-    `note` says what went wrong that harms nothing but speed.
+    `tensors` is None without safetensors files. `note` reports a problem that only affects speed.
     """
 
     revision: str
@@ -74,17 +74,17 @@ def hub_is_offline() -> bool:
 
 
 def cached_folder(repo: str, revision: str | None) -> Path | None:
-    """The folder of `repo` at `revision` (default: main) in the Hub cache, if its config.json is there."""
+    """The snapshot of `repo` at `revision` (default: main) in the Hub cache, if it has a config.json."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo, CONFIG, revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    config = try_to_load_from_cache(repo, CONFIG, revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
 
 
-def read_hub(repo: str, revision: str | None, token: str | None, wanted: tuple[str, ...]) -> HubCheckpoint:
-    """The documents `wanted` and all tensor headers of `repo`, every file at one commit.
+def read_hub(repo: str, revision: str | None, token: str | None, optional: tuple[str, ...]) -> HubCheckpoint:
+    """Config, `optional` documents and all tensor headers of `repo`, every file at one commit.
 
-    JSON files go through the Hub cache; of weight files only headers travel, and those once.
+    JSON files go through the Hub cache; of weight files only the headers are downloaded, once per commit.
 
     Raises:
         NotOnHub: no such model, revision or config.json.
@@ -94,7 +94,7 @@ def read_hub(repo: str, revision: str | None, token: str | None, wanted: tuple[s
     from huggingface_hub import HfApi
 
     with _explained(repo, revision):
-        # First, as it fails at once without a network, where a download tries for half a minute.
+        # First, because it fails at once without a network; a download would retry for half a minute.
         info = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token, timeout=TIMEOUT)
         sizes = {item.rfilename: item.size for item in info.siblings or []}
         commit = _commit(info.sha, repo)
@@ -103,14 +103,14 @@ def read_hub(repo: str, revision: str | None, token: str | None, wanted: tuple[s
                 f"{repo} on the Hub has no config.json.",
                 hint="Give a repository of a whole model, with a config.json and safetensors files.",
             )
-        for name in (CONFIG, *wanted):
+        for name in (CONFIG, *optional):
             check_document_size(sizes.get(name) or 0, name)
-        # By the name asked for, so that the cache learns which commit it stands for.
+        # By the requested revision, so that the cache records the commit it refers to.
         if _download(repo, CONFIG, revision, token).parent.name != commit:
             _download(repo, CONFIG, commit, token)
         documents = {
             name: parse_document(_download(repo, name, commit, token), name)
-            for name in (CONFIG, *wanted)
+            for name in (CONFIG, *optional)
             if name in sizes
         }
         index = index_files(documents[INDEX]) if INDEX in documents else None
@@ -147,15 +147,15 @@ def _download(repo: str, name: str, revision: str | None, token: str | None) -> 
 
 @contextmanager
 def _explained(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn the Hub client's errors into this package's."""
+    """Converts errors of the Hub client to moectl's."""
     from huggingface_hub import errors
 
-    at = repo if revision is None else f"{repo}@{revision}"
+    model = repo if revision is None else f"{repo}@{revision}"
     try:
         yield
     except errors.GatedRepoError as error:
         raise HubUnreachable(
-            f"the Hub shows {at} only to those whom its owner has admitted.",
+            f"the Hub shows {model} only to those whom its owner has admitted.",
             hint="Accept its terms on the Hub, then run `hf auth login` or set HF_TOKEN.",
         ) from error
     except errors.RevisionNotFoundError as error:
@@ -165,35 +165,37 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise NotOnHub(
-            f"the Hub shows no model {at}.",
+            f"the Hub shows no model {model}.",
             hint="Check the name; for a private model run `hf auth login` or set HF_TOKEN.",
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        raise _unreachable(at, error) from error
+        raise _unreachable(model, error) from error
     except errors.EntryNotFoundError as error:
         raise NotOnHub(
-            f"a file of {at} is missing on the Hub: {_first(error)}.",
+            f"a file of {model} is missing on the Hub: {_first(error)}.",
             hint="Try again, as the repository may just be changing, or give another revision.",
         ) from error
     except errors.HfHubHTTPError as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         hint = "Run `hf auth login` or set HF_TOKEN." if status in (401, 403) else _OFFLINE
-        raise HubUnreachable(f"the Hub refuses {at}: {_first(error)}.", hint=hint) from error
+        raise HubUnreachable(f"the Hub refuses {model}: {_first(error)}.", hint=hint) from error
     except errors.HFValidationError as error:
-        raise NotOnHub(f"{at} is no Hub id: {_first(error)}.", hint="Give the model as org/name.") from error
+        raise NotOnHub(
+            f"{model} is no Hub id: {_first(error)}.", hint="Give the model as org/name."
+        ) from error
     except (OSError, getattr(errors, "HTTPError", OSError)) as error:
-        raise _unreachable(at, error) from error
+        raise _unreachable(model, error) from error
 
 
 _OFFLINE = "Check the network and HF_ENDPOINT, or give a folder, a config.json or a built-in model."
 
 
-def _unreachable(at: str, error: BaseException) -> HubUnreachable:
-    return HubUnreachable(f"the Hub cannot be reached for {at}: {_first(error)}.", hint=_OFFLINE)
+def _unreachable(model: str, error: BaseException) -> HubUnreachable:
+    return HubUnreachable(f"the Hub cannot be reached for {model}: {_first(error)}.", hint=_OFFLINE)
 
 
 def _first(error: BaseException) -> str:
-    """The first line of an error's text, without a full stop."""
+    """The first line of an error message, without the final period."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")
 
@@ -215,11 +217,11 @@ def _header(
     name: str,
     listed: int | None,
 ) -> _Shard:
-    """The header of weight file `name`, of `listed` bytes by the listing, from the cache or the Hub."""
-    kept = cache.read(name)
-    if kept is not None and listed in (None, kept[1]):
+    """The header of weight file `name` from the cache or the Hub; `listed` is its size in the file list."""
+    cached = cache.read(name)
+    if cached is not None and listed in (None, cached[1]):
         with suppress(CheckpointError):
-            return _Shard(kept[1], read_header(*kept, name, budget))
+            return _Shard(cached[1], read_header(*cached, name, budget))
     start, size = _remote_header(repo, commit, token, name)
     if listed is not None and listed != size:
         raise CheckpointError(
@@ -232,7 +234,7 @@ def _header(
 
 
 def _remote_header(repo: str, commit: str, token: str | None, name: str) -> tuple[bytes, int]:
-    """The first bytes of a weight file up to its header's end, and the file's size."""
+    """The bytes of a weight file up to the end of its header, and the file's size."""
     from huggingface_hub import hf_hub_url
 
     url = hf_hub_url(repo, name, revision=commit)
@@ -245,16 +247,16 @@ def _remote_header(repo: str, commit: str, token: str | None, name: str) -> tupl
 
 
 def _client() -> Any:
-    """The Hub client's HTTP layer, whose session carries proxies and certificates."""
+    """The Hub client's HTTP layer, whose session is configured with proxies and certificates."""
     from huggingface_hub import utils
 
     return utils
 
 
 def _read_range(url: str, start: int, end: int, name: str, token: str | None) -> tuple[bytes, int]:
-    """Bytes `start` to `end` of a file (fewer where it ends), and the size of the whole file.
+    """Bytes `start` to `end` of a file, fewer at its end, and the size of the whole file.
 
-    Raises CheckpointError when the server answers with anything else than that range.
+    Raises CheckpointError when the server answers with anything but that range.
     """
     from huggingface_hub import errors
 
@@ -265,9 +267,9 @@ def _read_range(url: str, start: int, end: int, name: str, token: str | None) ->
         last, pause = attempt + 1 == ATTEMPTS, PAUSE * 2**attempt
         try:
             with _stream(url, headers) as response:
-                if last or response.status_code not in _AGAIN:
+                if last or response.status_code not in _RETRY_STATUSES:
                     return _take_range(response, start, end, name)
-                pause = _asked_pause(response.headers.get("Retry-After"), pause)
+                pause = _retry_pause(response.headers.get("Retry-After"), pause)
         except broken_off as error:
             if last or isinstance(error, errors.HfHubHTTPError):
                 raise
@@ -275,14 +277,14 @@ def _read_range(url: str, start: int, end: int, name: str, token: str | None) ->
     raise AssertionError("the last attempt returns or raises")
 
 
-def _asked_pause(text: str | None, usual: float) -> float:
-    """Seconds that a busy server asks for, within reason; `usual` when it names no number."""
+def _retry_pause(text: str | None, usual: float) -> float:
+    """Seconds from a Retry-After header, up to `LONGEST_PAUSE`; `usual` if it is not a number."""
     return min(float(text), LONGEST_PAUSE) if text is not None and text.isdecimal() else usual
 
 
 @contextmanager
 def _stream(url: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    """The response to a GET, its body not yet read; for both HTTP clients that huggingface_hub has used."""
+    """A streamed response to a GET; supports both HTTP clients that huggingface_hub has used."""
     session = _client().get_session()
     if hasattr(session, "build_request"):
         opened = session.stream("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True)

@@ -1,8 +1,8 @@
-"""Safetensors headers of Hub checkpoints, kept by commit in the user's cache folder.
+"""Safetensors headers of Hub checkpoints, cached by commit.
 
-They lie where the Hub client keeps what other libraries derive from its files:
+They are stored in the Hub client's directory for files of other libraries,
 ``$HF_HOME/assets/moectl/models--ORG--NAME/COMMIT`` (or ``$HF_ASSETS_CACHE``). A commit never changes, so
-nothing here grows old; what does not read back as it was written is as good as absent.
+entries do not expire; an entry whose checksum is wrong is ignored.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .shards import index_files, shard_names
 
 LIBRARY = "moectl"
 LISTING = "files.json"
-"""Sizes of the weight files whose headers are all there."""
+"""Sizes of all weight files; written once all their headers are cached."""
 
 RECORD_LIMIT = 4096
-"""Longest first line of a cached header: its file's name and size, and a checksum."""
+"""Maximum length of the first line of a cached header, which has the file's name, size and checksum."""
 
 
 class HeaderCache:
-    """The cached headers of `repo` at `commit`; reading creates nothing.
+    """The cached headers of `repo` at `commit`; reading creates no files.
 
-    `refused` is the system's reason why something could not be written, which harms nothing but speed.
+    `refused` is the system's reason if something could not be written, which only affects speed.
     """
 
     def __init__(self, repo: str, commit: str) -> None:
@@ -44,41 +44,41 @@ class HeaderCache:
         self.refused = ""
 
     def read(self, name: str) -> tuple[bytes, int] | None:
-        """The first bytes of weight file `name` to its header's end and the file's size; None if not kept."""
-        data = self._read(self._place(name), RECORD_LIMIT + LENGTH_BYTES + HEADER_LIMIT)
+        """Weight file `name` up to the end of its header, and the file's size; None if not cached."""
+        data = self._read(self._path(name), RECORD_LIMIT + LENGTH_BYTES + HEADER_LIMIT)
         line, _, start = (data or b"").partition(b"\n")
-        found = _object(line)
-        if found is None or found.get("file") != name or found.get("sha256") != _digest(start):
+        record = _object(line)
+        if record is None or record.get("file") != name or record.get("sha256") != _digest(start):
             return None
-        size = found.get("size")
+        size = record.get("size")
         return (start, size) if isinstance(size, int) and not isinstance(size, bool) else None
 
     def write(self, name: str, start: bytes, size: int) -> None:
-        """Keeps the first bytes of weight file `name`, which has `size` bytes."""
+        """Caches `start`, weight file `name` up to the end of its header; the file has `size` bytes."""
         record = {"file": name, "size": size, "sha256": _digest(start)}
-        self._write(self._place(name), json.dumps(record).encode() + b"\n" + start)
+        self._write(self._path(name), json.dumps(record).encode() + b"\n" + start)
 
     def write_listing(self, sizes: Mapping[str, int]) -> None:
-        """Says that the headers of these weight files, with these sizes, are all there."""
+        """Records that the headers of all weight files are cached, with the files' sizes."""
         self._write(self.folder / LISTING, json.dumps(dict(sorted(sizes.items()))).encode())
 
     def tensors(self, index: Mapping[str, Any] | None) -> TensorTable | None:
-        """Every tensor of the checkpoint whose index is this; None unless all its headers are kept."""
+        """Every tensor of the checkpoint with this `index`; None unless all its headers are cached."""
         sizes = _object(self._read(self.folder / LISTING, HEADER_LIMIT) or b"")
         if sizes is None:
             return None
         tables, budget = [], Budget()
         try:
             for name in shard_names(sizes, None if index is None else index_files(index)):
-                kept = self.read(name)
-                if kept is None or kept[1] != sizes[name]:
+                cached = self.read(name)
+                if cached is None or cached[1] != sizes[name]:
                     return None
-                tables.append(read_header(*kept, name, budget))
+                tables.append(read_header(*cached, name, budget))
         except CheckpointError:
             return None
         return joined(tables) if tables else None
 
-    def _place(self, name: str) -> Path:
+    def _path(self, name: str) -> Path:
         return self.folder / f"{_digest(name.encode())[:32]}.header"
 
     def _read(self, path: Path, limit: int) -> bytes | None:
@@ -90,7 +90,7 @@ class HeaderCache:
         return data if len(data) <= limit else None
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Writes a file at once: readers see the old one or the whole new one."""
+        """Replaces a file atomically: readers see the old or the new contents."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

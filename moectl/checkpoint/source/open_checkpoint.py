@@ -1,4 +1,4 @@
-"""Finding a checkpoint: a folder, a config.json, the Hub cache, the Hub, or the built-in catalogue."""
+"""`open_checkpoint`: from a directory, a config.json, the Hub cache, the Hub or the built-in catalogue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import CheckpointError, MoectlError, Unavailable
 from ...files.strict_json import shown
 from ...files.tensor_table import TensorInfo
 from ..checkpoint import Checkpoint, Origin
-from ..config.user_assumptions import Stated
+from ..config.user_assumptions import UserAssumptions
 from ..tensors.layer_groups import layer_groups
 from .catalogue import CatalogueEntry, find_entry, near_names, suggestion
 from .shards import (
@@ -22,18 +22,18 @@ from .shards import (
     INDEX,
     QUANTIZATION_FILES,
     SUFFIX,
-    quantization_apart,
     read_document,
     read_folder,
+    separate_quantization,
     weight_files,
 )
 
 MANIFEST = "moectl.json"
-"""The file that marks a converted folder."""
+"""The manifest file, which identifies a converted directory."""
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """Where a rank's converted folder is in the folder of all ranks."""
+    """The converted directory of one rank, inside the directory of all ranks."""
     return folder / f"rank-{rank:02d}"
 
 
@@ -51,37 +51,48 @@ def open_checkpoint(
     token: str | None = None,
     offline: bool = False,
     allow_catalogue: bool = True,
-    stated: Stated = Stated(),
+    assumptions: UserAssumptions = UserAssumptions(),
 ) -> Checkpoint:
-    """The checkpoint that `ref` names: config, checked tensor headers, MoE layer groups.
+    """Opens a checkpoint: reads its config, checks its tensor headers, groups its MoE layers.
 
-    `ref` is a folder, a ``config.json``, a Hub id ``org/name[@revision]``, the address of a model's
-    page on the Hub (``https://huggingface.co/org/name[/tree/revision]``) or a built-in model.
-    ``org/name`` is looked up as a folder, in the Hub cache (when whole), on the Hub, as a config.json
-    in the cache, then in the catalogue; without the network, cache, then catalogue. A revision never
-    comes from the catalogue. `Checkpoint.origin` says where it was found.
+    ``org/name`` is looked up as a directory, in the Hub cache if complete there, on the Hub, as a lone
+    config.json in the cache, then in the catalogue; offline only in the cache, then in the catalogue. With
+    a revision the catalogue is skipped. `Checkpoint.origin` tells where it was found.
 
     Args:
-        token: Hub token; default: HF_TOKEN or the one stored by `hf auth login`.
-        offline: stay off the network; HF_HUB_OFFLINE does the same.
-        allow_catalogue: False to leave the built-in models out.
-        stated: what the user says of activation and routing, before config and headers.
+        ref: a directory, a ``config.json``, a Hub id ``org/name[@revision]``, the URL of a model's page
+            (``https://huggingface.co/org/name[/tree/revision]``) or a built-in model.
+        token: Hub token; by default HF_TOKEN or the one stored by `hf auth login`.
+        offline: do not use the network, as with HF_HUB_OFFLINE.
+        allow_catalogue: False to exclude the built-in models.
+        assumptions: activation and routing as the user states them; they override config and headers.
 
     Raises:
-        CheckpointError: nothing there, or damaged, incomplete, converted or not understood.
-        Unavailable: the Hub is needed, and cannot be reached or wants a login.
+        CheckpointError: the checkpoint does not exist, or is damaged, incomplete, converted or not
+            understood.
+        Unavailable: the Hub is needed, and cannot be reached or requires a login.
+
+    Example:
+        >>> checkpoint = open_checkpoint("gpt-oss-20b", offline=True)
+        >>> (group,) = checkpoint.groups
+        >>> str(group.problem.scheme), group.problem.experts, group.problem.top_k
+        ('mxfp4 group 32, a16 activations', 32, 4)
     """
-    found = _find(str(ref), token, offline, allow_catalogue)
-    quantization, source = quantization_apart(found.documents)
+    source = _find(str(ref), token, offline, allow_catalogue)
+    quantization, quantization_file = separate_quantization(source.documents)
     groups = layer_groups(
-        found.config, found.tensors, quantization=quantization, quantization_file=source, stated=stated
+        source.config,
+        source.tensors,
+        quantization=quantization,
+        quantization_file=quantization_file,
+        assumptions=assumptions,
     )
-    return Checkpoint(found.config, found.tensors or {}, groups, found.origin, found.folder)
+    return Checkpoint(source.config, source.tensors or {}, groups, source.origin, source.folder)
 
 
 @dataclass(frozen=True)
 class _OpenedSource:
-    """What was read of a checkpoint; `tensors` is None for a config alone, `folder` without data."""
+    """The files read from a checkpoint; `tensors` is None for a config alone, `folder` without weights."""
 
     config: Mapping[str, Any]
     documents: Mapping[str, Mapping[str, Any] | None]
@@ -91,7 +102,7 @@ class _OpenedSource:
 
 
 def _find(ref: str, token: str | None, offline: bool, allow_catalogue: bool) -> _OpenedSource:
-    """What `ref` names, wherever it is found."""
+    """Looks `ref` up in each place in order and reads it."""
     name = _without_url(ref)
     if not name.strip():
         raise CheckpointError(
@@ -127,7 +138,7 @@ def _find(ref: str, token: str | None, offline: bool, allow_catalogue: bool) -> 
 
 
 def _without_url(ref: str) -> str:
-    """`ref`, or the Hub id that it is the page of; CheckpointError for any other address."""
+    """`ref`, with the URL of a model's page replaced by its Hub id; CheckpointError for any other URL."""
     match = _HUB_URL.fullmatch(ref)
     if match is not None:
         return match[1] if match[2] is None else f"{match[1]}@{unquote(match[2])}"
@@ -150,7 +161,7 @@ def _path(name: str) -> Path:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    """True for what can be no Hub id; its revision, after ``@``, may hold slashes."""
+    """True for a name that cannot be a Hub id, whose revision, after ``@``, may contain slashes."""
     before = name.partition("@")[0]
     return (
         name.startswith((".", "/", "~"))
@@ -162,7 +173,7 @@ def _looks_like_a_path(name: str) -> bool:
 
 @contextmanager
 def _readable(name: str) -> Iterator[None]:
-    """Turns what the system says about a name that it cannot take, or may not show, into CheckpointError."""
+    """Converts the system's errors about an invalid or inaccessible path to CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -196,9 +207,9 @@ def _open_folder(folder: Path, origin: Origin) -> _OpenedSource:
 
 def _open_config(path: Path, name: str) -> _OpenedSource:
     if path.suffix != ".json":
-        what = "one weight file" if path.suffix == SUFFIX else "a file"
+        kind = "one weight file" if path.suffix == SUFFIX else "a file"
         raise CheckpointError(
-            f"{path} is {what}, expected a folder or a config.json.", hint=f"Give its folder, {path.parent}."
+            f"{path} is {kind}, expected a folder or a config.json.", hint=f"Give its folder, {path.parent}."
         )
     config = read_document(path.parent, path.name)
     assert config is not None, "the caller saw the file"
@@ -206,8 +217,8 @@ def _open_config(path: Path, name: str) -> _OpenedSource:
         raise CheckpointError(
             f"{path} is an index, expected a config.json.", hint=f"Give its folder, {path.parent}."
         )
-    beside = {name: read_document(path.parent, name) for name in QUANTIZATION_FILES}
-    documents = beside if path.name == CONFIG else {}
+    siblings = {name: read_document(path.parent, name) for name in QUANTIZATION_FILES}
+    documents = siblings if path.name == CONFIG else {}
     return _OpenedSource(config, documents, None, Origin("config", name, path=path), None)
 
 
@@ -243,7 +254,7 @@ def _open_id(
 
 
 def _is_whole(folder: Path) -> bool:
-    """True when every weight file of a cached checkpoint is there; an incomplete one is no error yet."""
+    """True when every weight file of a cached checkpoint is present; no error for an incomplete one."""
     try:
         return bool(weight_files(folder)[0])
     except CheckpointError:
@@ -260,19 +271,19 @@ def _open_cached(folder: Path, repo: str, note: str) -> _OpenedSource:
     assert config is not None, "the cache lookup saw the file"
     documents = {name: read_document(folder, name) for name in QUANTIZATION_FILES}
     tensors = HeaderCache(repo, folder.name).tensors(read_document(folder, INDEX))
-    held = "config.json" if tensors is None else "headers"
-    note = "; ".join(part for part in (note, f"the cache holds its {held}, not its weights") if part)
+    cached = "config.json" if tensors is None else "headers"
+    note = "; ".join(part for part in (note, f"the cache holds its {cached}, not its weights") if part)
     return _OpenedSource(config, documents, tensors, Origin("cache", repo, folder.name, folder, note), None)
 
 
 def _open_hub(repo: str, revision: str | None, token: str | None) -> _OpenedSource:
     from .hub import read_hub
 
-    found = read_hub(repo, revision, token, (INDEX, *QUANTIZATION_FILES))
-    if MANIFEST in found.files:
+    repository = read_hub(repo, revision, token, (INDEX, *QUANTIZATION_FILES))
+    if MANIFEST in repository.files:
         raise _converted(repo)
-    origin = Origin("hub", repo, found.revision, note=found.note)
-    return _OpenedSource(found.documents[CONFIG], found.documents, found.tensors, origin, None)
+    origin = Origin("hub", repo, repository.revision, note=repository.note)
+    return _OpenedSource(repository.documents[CONFIG], repository.documents, repository.tensors, origin, None)
 
 
 def _open_entry(entry: CatalogueEntry, note: str = "") -> _OpenedSource:

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which they are, and their tensors together."""
+"""The safetensors shards of a checkpoint: their names, and the tensors of all of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ QUANTIZATION_FILES: Mapping[str, str] = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
 }
-"""Files of their own that describe the quantization, and the method whose keys they hold."""
+"""Separate files with the quantization config, and the `quant_method` of each."""
 
 
-def quantization_apart(
+def separate_quantization(
     documents: Mapping[str, Mapping[str, Any] | None],
 ) -> tuple[Mapping[str, Any] | None, str]:
-    """The quantization config of a checkpoint's first file of `QUANTIZATION_FILES`, and that file's name."""
+    """The quantization config of the first of `QUANTIZATION_FILES` in `documents`, and its file name.
+
+    None and an empty name if there is no such file.
+    """
     for name, method in QUANTIZATION_FILES.items():
         document = documents.get(name)
         if document is not None:
@@ -38,23 +41,23 @@ def quantization_apart(
 
 
 DOCUMENT_LIMIT = 64 << 20
-"""Largest config or index that is read, bytes; the index of a model with 200 000 tensors has 23 MB."""
+"""Maximum size of a config or index, bytes; the index of a model with 200 000 tensors has 23 MB."""
 
 SHARD_LIMIT = 10_000
-"""Most weight files of a checkpoint."""
+"""Maximum number of weight files in a checkpoint."""
 
 FILE_NAME_LIMIT = 255
-"""Longest file name, bytes; what file systems allow."""
+"""Maximum length of a file name in bytes, as in common file systems."""
 
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors", re.ASCII)
 
 
 def index_files(document: Mapping[str, Any], where: str = INDEX) -> dict[str, str]:
-    """The index's map from tensor name to file name, every file name safe to join to the folder.
+    """The index's map from tensor name to file name; every file name is safe to join to the directory.
 
     Raises:
-        CheckpointError: no ``weight_map`` of strings, or a file name that is absolute, leads out of
-            the folder or is no safetensors file's.
+        CheckpointError: no ``weight_map`` of strings, or a file name that is absolute, points outside
+            the directory or does not end in ``.safetensors``.
     """
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -76,11 +79,11 @@ def index_files(document: Mapping[str, Any], where: str = INDEX) -> dict[str, st
 
 def _check_file_name(file: str, tensor: str, where: str) -> None:
     parts = file.split("/")
-    bad = PurePosixPath(file).is_absolute() or {"", ".", ".."} & set(parts) or {"\\", ":"} & set(file)
-    long = len(file) > 4 * FILE_NAME_LIMIT or any(
+    unsafe = PurePosixPath(file).is_absolute() or {"", ".", ".."} & set(parts) or {"\\", ":"} & set(file)
+    too_long = len(file) > 4 * FILE_NAME_LIMIT or any(
         len(part.encode("utf-8", "replace")) > FILE_NAME_LIMIT for part in parts
     )
-    if bad or long or not file.isprintable() or not file.endswith(SUFFIX):
+    if unsafe or too_long or not file.isprintable() or not file.endswith(SUFFIX):
         raise CheckpointError(
             f"{where}: tensor {shown(tensor)} is said to be in {shown(file)}, "
             "expected the name of a safetensors file inside the checkpoint's folder.",
@@ -90,31 +93,31 @@ def _check_file_name(file: str, tensor: str, where: str) -> None:
 
 
 def shard_names(listed: Iterable[str], index: Mapping[str, str] | None) -> list[str]:
-    """The weight files to read: those of the index, else every safetensors file among `listed`.
+    """The weight files to read: those in the index, else every safetensors file among `listed`.
 
     Raises:
         CheckpointError: the index names a file that is not listed, or a numbered file is missing.
     """
-    present = set(listed)
+    available = set(listed)
     if index is not None:
         for tensor, file in index.items():
-            if file not in present:
+            if file not in available:
                 raise CheckpointError(
                     f"{INDEX}: tensor {shown(tensor)} is said to be in {shown(file)}, which does not exist.",
                     hint="The checkpoint is incomplete; download it again.",
                 )
         return _few(sorted(set(index.values())))
-    names = _few(sorted(name for name in present if name.endswith(SUFFIX) and "/" not in name))
+    names = _few(sorted(name for name in available if name.endswith(SUFFIX) and "/" not in name))
     numbered = {name: match for name in names if (match := _NUMBERED.fullmatch(name))}
-    there: dict[str, set[int]] = defaultdict(set)
+    numbers_of: dict[str, set[int]] = defaultdict(set)
     for match in numbered.values():
-        there[match["stem"]].add(int(match["number"]))
+        numbers_of[match["stem"]].add(int(match["number"]))
     for name, match in numbered.items():
-        found, count = there[match["stem"]], int(match["count"])
-        if len(found) != count or max(found) - min(found) >= count or min(found) > 1:
+        numbers, count = numbers_of[match["stem"]], int(match["count"])
+        if len(numbers) != count or max(numbers) - min(numbers) >= count or min(numbers) > 1:
             raise CheckpointError(
                 f"{name}: the checkpoint has {count} files by its name, "
-                f"{len(found)} are there, with numbers from {min(found)} to {max(found)}.",
+                f"{len(numbers)} are there, with numbers from {min(numbers)} to {max(numbers)}.",
                 hint="Download the others, or remove those that belong to another checkpoint.",
             )
     return names
@@ -131,10 +134,10 @@ def _few(names: list[str]) -> list[str]:
 
 
 def join_tensors(shards: Iterable[TensorTable], index: Mapping[str, str] | None) -> TensorTable:
-    """All tensors of a checkpoint by name.
+    """The tensors of all shards by name.
 
     Raises:
-        CheckpointError: a name occurs in two files, or the index names a tensor that its file lacks.
+        CheckpointError: a name occurs in two files, or a tensor is not in the file that the index names.
     """
     tensors = joined(shards)
     if tensors.repeated is not None:
@@ -145,8 +148,8 @@ def join_tensors(shards: Iterable[TensorTable], index: Mapping[str, str] | None)
         )
     if index is not None and not _agrees(tensors, index):
         for name, file in index.items():
-            found = tensors.get(name)
-            if found is None or found.file != file:
+            info = tensors.get(name)
+            if info is None or info.file != file:
                 raise CheckpointError(
                     f"{file}: tensor {shown(name)} is missing, though {INDEX} says it is there.",
                     hint="The checkpoint is incomplete; download it again.",
@@ -155,16 +158,16 @@ def join_tensors(shards: Iterable[TensorTable], index: Mapping[str, str] | None)
 
 
 def _agrees(tensors: TensorTable, index: Mapping[str, str]) -> bool:
-    """True when every tensor of the index is in the file that it says."""
+    """True when every tensor of the index is in the file that the index names."""
     return tensors.has_all(index.keys()) and all(
         {file, None}.issuperset(map(index.get, names)) for file, names in tensors.by_file()
     )
 
 
 def read_document(folder: Path, name: str) -> dict[str, Any] | None:
-    """The JSON object in `folder`'s file `name`, or None when there is no such file.
+    """The JSON object in file `name` of `folder`, or None when there is no such file.
 
-    Raises CheckpointError when it is damaged, too long, no regular file, or leads out of the folder.
+    Raises CheckpointError when it is damaged, too long, not a regular file, or a link to the outside.
     """
     path = folder / name
     if not path.exists() and not path.is_symlink():
@@ -176,7 +179,7 @@ def read_document(folder: Path, name: str) -> dict[str, Any] | None:
 def parse_document(path: Path, where: str) -> dict[str, Any]:
     """The JSON object in the regular file `path`, of at most `DOCUMENT_LIMIT` bytes.
 
-    Raises CheckpointError when there is none; `where` names the file in messages.
+    Raises CheckpointError for anything else; `where` names the file in error messages.
     """
     with open_regular(path, where) as file:
         data = file.read(DOCUMENT_LIMIT + 1)
@@ -194,10 +197,10 @@ def check_document_size(nbytes: int, where: str) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` in `folder`, links resolved; CheckpointError when it is none, or leads out.
+    """The file `name` in `folder`, links resolved; CheckpointError if it is not a file or is outside.
 
-    A Hub cache keeps ``models--ORG--NAME/snapshots/REVISION``, whose files are links to ``blobs``
-    beside it: those links are a checkpoint's own.
+    In a Hub cache, the files of ``models--ORG--NAME/snapshots/REVISION`` are links to the repository's
+    ``blobs`` directory, which are allowed.
     """
     try:
         real = (folder / name).resolve(strict=True)
@@ -220,7 +223,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The names of a local checkpoint's weight files, and its index if there is one.
+    """The names of a local checkpoint's weight files, and the map of its index if there is one.
 
     Raises CheckpointError when the index is damaged or a file is missing.
     """
@@ -232,10 +235,10 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def read_folder(folder: Path) -> TensorTable | None:
-    """Every tensor of a local checkpoint by name, or None when it has no safetensors file or index.
+    """Every tensor of a local checkpoint by name, or None without safetensors files.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or outside of the folder.
+        CheckpointError: a file is missing, damaged, or outside of the directory.
     """
     names, index = weight_files(folder)
     if not names:

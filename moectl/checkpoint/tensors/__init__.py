@@ -1,1 +1,1 @@
-"""Expert tensors: which formats and storages there are, and which of them a checkpoint's headers show."""
+"""Expert tensors: the known formats and storages, and which of them a checkpoint's headers match."""

@@ -10,21 +10,21 @@ from ...files.strict_json import FETCH_AGAIN, shown
 from ...files.tensor_table import TensorInfo
 from ...problem.moe_problem import MoEProblem
 from ..checkpoint import ExpertNames
-from ..config.declared_layers import Declared
+from ..config.declared_layers import DeclaredLayers
 from .layer_index import RENAME, LayerTensors
 from .storage import AUXILIARY, SPELLED, SUFFIX_ROLES, Storage
 
 _GATE = "shared_expert_gate.weight"
-"""A gate of all shared experts together."""
+"""The gate that scales the output of all shared experts."""
 
 _MATRICES = {**SPELLED, "w1": "w1", "w3": "w3", "w2": "w2"}
 
 
 def tensor_names(layer: LayerTensors, storage: Storage, correction: bool) -> ExpertNames:
-    """Name templates of the layer's tensors by role, its experts stored as `storage`.
+    """Name templates of the layer's tensors by role, for experts stored as `storage`.
 
-    `correction` says that a bias that may be either is the correction bias. Raises CheckpointError when
-    a tensor of the router or the shared experts is not understood.
+    `correction` tells whether ``gate.bias`` is the correction bias. Raises CheckpointError when a tensor of
+    the router or the shared experts is not understood.
     """
     first = next(iter(layer.experts))
     prefix = layer.template(layer.stem) + ("" if first is None else "{expert}.")
@@ -38,15 +38,15 @@ def tensor_names(layer: LayerTensors, storage: Storage, correction: bool) -> Exp
 
 
 def _router_names(layer: LayerTensors, correction: bool) -> dict[str, str]:
-    known = {rest: role for role, names in AUXILIARY.router.items() for rest in names}
-    # DeepSeek-V4 calls its correction bias as others call the router's own.
-    known["gate.bias"] = "correction_bias" if correction else "bias"
-    packed = any(rest in AUXILIARY.router["packed"] for rest in layer.auxiliary)
+    roles_by_name = {suffix: role for role, names in AUXILIARY.router.items() for suffix in names}
+    # DeepSeek-V4 stores its correction bias under the name that others use for the router's own bias.
+    roles_by_name["gate.bias"] = "correction_bias" if correction else "bias"
+    packed = any(suffix in AUXILIARY.router["packed"] for suffix in layer.auxiliary)
     roles: dict[str, str] = {}
-    for rest, info in layer.auxiliary.items():
-        if rest.split(".")[0] not in AUXILIARY.router_modules:
+    for suffix, info in layer.auxiliary.items():
+        if suffix.split(".")[0] not in AUXILIARY.router_modules:
             continue
-        role = known.get(rest)
+        role = roles_by_name.get(suffix)
         if role is None and packed:
             continue
         if role is None or role in roles:
@@ -59,14 +59,14 @@ def _router_names(layer: LayerTensors, correction: bool) -> dict[str, str]:
 
 def _shared_names(layer: LayerTensors) -> dict[str, str]:
     roles: dict[str, str] = {}
-    for rest, info in layer.auxiliary.items():
-        module, _, inner = rest.partition(".")
+    for name, info in layer.auxiliary.items():
+        module, _, matrix_name = name.partition(".")
         if module not in AUXILIARY.shared_modules:
             continue
-        if rest == _GATE:
+        if name == _GATE:
             roles["gate"] = layer.template(info.name)
             continue
-        matrix, _, suffix = inner.partition(".")
+        matrix, _, suffix = matrix_name.partition(".")
         if matrix not in _MATRICES or suffix not in SUFFIX_ROLES:
             raise CheckpointError(
                 f"{info.file}: shared expert tensor {shown(info.name)} is not understood.", hint=RENAME
@@ -78,8 +78,12 @@ def _shared_names(layer: LayerTensors) -> dict[str, str]:
 
 
 def _latent_names(layer: LayerTensors) -> dict[str, str]:
-    known = {rest: role for role, names in AUXILIARY.latent.items() for rest in names}
-    return {known[rest]: layer.template(info.name) for rest, info in layer.auxiliary.items() if rest in known}
+    roles_by_name = {name: role for role, names in AUXILIARY.latent.items() for name in names}
+    return {
+        roles_by_name[name]: layer.template(info.name)
+        for name, info in layer.auxiliary.items()
+        if name in roles_by_name
+    }
 
 
 def infos(layer: LayerTensors) -> dict[str, TensorInfo]:
@@ -88,11 +92,11 @@ def infos(layer: LayerTensors) -> dict[str, TensorInfo]:
 
 
 NO_ROUTER = "no router's weight was found beside the experts; the config's sizes stand for it"
-"""Said of experts whose router is stored elsewhere or missing."""
+"""Note on layers whose router is missing or stored elsewhere."""
 
 
 def check_router(layer: LayerTensors, names: ExpertNames, experts: int, top_k: int) -> TensorInfo | None:
-    """The router's weight, None without one; CheckpointError when a tensor of it has another shape."""
+    """The router's weight, or None; CheckpointError when one of the router's tensors has a wrong shape."""
     listed = infos(layer)
     shapes: Mapping[str, tuple[str, tuple[tuple[int | None, ...], ...]]] = {
         "weight": (f"[{experts}, hidden]", ((experts, None),)),
@@ -113,40 +117,42 @@ def check_router(layer: LayerTensors, names: ExpertNames, experts: int, top_k: i
     return None if weight is None else listed[weight]
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(wanted) and all(b is None or a == b for a, b in zip(shape, wanted, strict=True))
+def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(expected) and all(
+        b is None or a == b for a, b in zip(shape, expected, strict=True)
+    )
 
 
 def router_dtype(info: TensorInfo | None, problem: MoEProblem) -> str:
-    """The router's dtype; the model's where no tensor shows it, or a packed one."""
+    """The router's dtype; the model's if the router is missing or packed."""
     return problem.dtype if info is None else SHORT_NAMES.get(info.dtype, problem.dtype)
 
 
-def count_shared(layer: LayerTensors, names: ExpertNames, declared: Declared, intermediate: int) -> int:
-    """Shared experts: the declared number where their matrix is as wide as it says, else what fits it.
+def count_shared(layer: LayerTensors, names: ExpertNames, declared: DeclaredLayers, intermediate: int) -> int:
+    """The number of shared experts: as declared if that matches the width of their matrix, else by the width.
 
-    Their one matrix is as wide as all of them together; where no tensor of theirs is listed, the config
-    is believed. Raises CheckpointError when only some of their tensors are.
+    One matrix holds all shared experts. Without any of their tensors the declared number is used. Raises
+    CheckpointError when only some of their tensors are listed.
     """
     matrix = next((role for role in ("w1", "w13") if role in names.shared), "")
-    said = declared.group.problem.shared_experts
+    declared_count = declared.group.problem.shared_experts
     if not set(names.shared) - {"gate"}:
-        return said
+        return declared_count
     for role, word in ((matrix, "gate"), ("w2", "down")):
         if role not in names.shared:
             raise CheckpointError(
                 f"layer {layer.index}: the shared experts have no {word} matrix.", hint=FETCH_AGAIN
             )
     width = _shared_width(layer, names, matrix) // (2 if matrix == "w13" else 1)
-    if said and (width in declared.shared_widths or width == 0 or width % intermediate):
-        return said
+    if declared_count and (width in declared.shared_widths or width == 0 or width % intermediate):
+        return declared_count
     return width // intermediate if width and width % intermediate == 0 else 1
 
 
 def _shared_width(layer: LayerTensors, names: ExpertNames, matrix: str) -> int:
-    """Rows of a shared experts' matrix; 0 where a listed tensor does not show them.
+    """Rows of a matrix of the shared experts; 0 if the listed tensors do not show them.
 
-    GPTQ and AWQ store the transposed matrix, one of them packed along this axis; scales show it.
+    GPTQ and AWQ store the transposed matrix, AWQ packed along this axis, so the scales are used instead.
     """
     listed = infos(layer)
     if not names.shared[matrix].endswith(".qweight"):

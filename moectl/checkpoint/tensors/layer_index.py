@@ -1,4 +1,4 @@
-"""MoE layers as the names of a checkpoint's tensors show them, before any shape is looked at."""
+"""The tensors of each MoE layer, indexed by name alone; shapes are checked elsewhere."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ...files.tensor_table import TensorInfo, TensorTable
 from .storage import AUXILIARY, EXTRA_MODULES
 
 RENAME = "Store the tensors under the names that the model's reference code has, or ask for these to be read."
-"""What to do about a tensor of experts, router or shared experts whose name says nothing."""
+"""Hint for tensors of experts, router or shared experts with an unknown name."""
 
 EXPERTS = "experts."
-"""The module of a layer's experts, as nearly all models call it."""
+"""The module of a layer's experts in nearly all models."""
 
 _EXPERTS_MARK = f".{EXPERTS}"
-"""What separates the module that holds the experts from an expert's number."""
+"""Separates the prefix of a layer from an expert's number."""
 
 BARE: Mapping[str, tuple[str, ...]] = {
     "moe.": ("gate_proj.", "up_proj.", "down_proj."),
     "block_sparse_moe.": ("input_linear.", "output_linear."),
 }
-"""Modules that hold all experts' matrices themselves, and how the names of these begin there."""
+"""Modules that hold the experts' matrices directly, with the prefixes of these matrices' names."""
 
 _ROUTER_AMONG_EXPERTS = frozenset(
     name for names in AUXILIARY.router.values() for name in names if name.startswith(EXPERTS)
 )
-"""Names of the router's tensors that stand in the module of the experts."""
+"""Names of the router's tensors inside the module of the experts."""
 
 _LAYER = re.compile(r"(?P<root>(?:\w+\.)*?)(?:layers|blocks)\.(?P<layer>0|[1-9]\d{0,4})\.", re.ASCII)
 _BLOCK = re.compile(r"(?:\w+\.)*?", re.ASCII)
@@ -45,13 +45,13 @@ class LayerTensors:
 
     Attributes:
         index: the layer's number.
-        root: what all names of the layer begin with, ending in its number and a dot.
-        block: the same with the module that holds router and experts.
-        stem: the same with the module that holds the experts.
-        uniform: the number of experts when all of them are known to have the same leaves, dtypes and
-            shapes as expert 0, the only one that `experts` then lists; None when it lists each.
-        auxiliary: tensors of the router, shared experts and latent projections by their name after
-            `block`, or after `root` outside of it.
+        root: prefix of all names of the layer, up to its number and a dot.
+        block: prefix up to the module that holds router and experts.
+        stem: prefix up to the module that holds the experts.
+        uniform: the number of experts if all have the same leaves, dtypes and shapes; `experts` then
+            holds expert 0 only. None when `experts` holds each one.
+        auxiliary: tensors of the router, shared experts and latent projections, by their name after
+            `block`, or after `root` if they are outside of that module.
     """
 
     index: int
@@ -84,7 +84,7 @@ class LayerTensors:
 
 
 class _Indexer:
-    """Sorts names into layers; what all names with one prefix have in common is worked out once."""
+    """Assigns tensor names to layers; each name prefix is parsed once."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -93,13 +93,13 @@ class _Indexer:
         self._by_stem: dict[str, LayerTensors | None] = {}
 
     def layer_at(self, stem: str, info: TensorInfo) -> LayerTensors | None:
-        """The layer whose experts' names begin with `stem`; None for another model's."""
+        """The layer whose experts' names begin with `stem`; None for experts outside the main model."""
         if stem not in self._by_stem:
-            self._by_stem[stem] = self._place(stem, info)
+            self._by_stem[stem] = self._find_layer(stem, info)
         return self._by_stem[stem]
 
     def take_uniform(self, tensors: Mapping[str, TensorInfo]) -> Iterable[str]:
-        """Takes uniform experts, of which only the first is looked at; the names of all other tensors."""
+        """Adds the layers with uniform experts and returns the names of all other tensors."""
         if not isinstance(tensors, TensorTable) or not tensors:
             return tensors
         uniform, others = uniform_experts(tensors)
@@ -110,7 +110,7 @@ class _Indexer:
                 layer.experts[0], layer.uniform = first, experts.count
         return others
 
-    def _place(self, stem: str, info: TensorInfo) -> LayerTensors | None:
+    def _find_layer(self, stem: str, info: TensorInfo) -> LayerTensors | None:
         block = stem.removesuffix(EXPERTS)
         match = _LAYER.match(stem)
         words = set(block.split("."))
@@ -137,50 +137,56 @@ def _not_understood(info: TensorInfo) -> CheckpointError:
 
 
 def index_layers(tensors: Mapping[str, TensorInfo], count: int) -> tuple[list[LayerTensors], set[str]]:
-    """Layers with experts, in order, and the blocks of experts that are not the main model's.
+    """The layers with experts, in order, and the modules of experts outside the main model.
 
-    Raises CheckpointError for an expert's tensor whose name is not understood, or two places of experts
-    in one layer.
+    Layers from number `count` on are not the main model's. Raises CheckpointError for an expert's tensor
+    whose name is not understood, and for a layer with experts in two modules.
     """
-    finder = _Indexer(count)
+    indexer = _Indexer(count)
     numbers: dict[str, int] = {}
     others: list[TensorInfo] = []
-    for name in finder.take_uniform(tensors):
+    for name in indexer.take_uniform(tensors):
         info = tensors[name]
-        head, found, rest = name.partition(".experts.")
-        if EXPERTS + rest in _ROUTER_AMONG_EXPERTS:
+        head, separator, suffix = name.partition(".experts.")
+        if EXPERTS + suffix in _ROUTER_AMONG_EXPERTS:
             others.append(info)
             continue
-        if not found:
-            stem, rest = _bare_stem(name)
+        if not separator:
+            stem, suffix = _bare_stem(name)
             if not stem:
                 others.append(info)
                 continue
         else:
             stem = head + ".experts."
-        layer = finder.layer_at(stem, info)
+        layer = indexer.layer_at(stem, info)
         if layer is None:
             continue
-        number, _, leaf = rest.partition(".")
+        number, _, leaf = suffix.partition(".")
         expert = numbers.get(number)
         if expert is None and number[:1].isdigit():
             expert = numbers[number] = _expert_number(number, info)
-        own = layer.experts.setdefault(expert, {})
-        own[rest if expert is None else leaf] = info
-    for layer in finder.layers.values():
+        expert_tensors = layer.experts.setdefault(expert, {})
+        expert_tensors[suffix if expert is None else leaf] = info
+    for layer in indexer.layers.values():
         for leaf in layer.leaves:
             if not _LEAF.fullmatch(leaf):
-                raise _not_understood(next(own[leaf] for own in layer.experts.values() if leaf in own))
-    _add_auxiliary(finder.layers, others)
-    return [finder.layers[index] for index in sorted(finder.layers)], finder.extra
+                raise _not_understood(
+                    next(
+                        expert_tensors[leaf]
+                        for expert_tensors in layer.experts.values()
+                        if leaf in expert_tensors
+                    )
+                )
+    _add_auxiliary(indexer.layers, others)
+    return [indexer.layers[index] for index in sorted(indexer.layers)], indexer.extra
 
 
 def _bare_stem(name: str) -> tuple[str, str]:
-    """What a name of `BARE` begins with and the rest; nothing for another name."""
+    """A name of `BARE` split after its module; empty strings for any other name."""
     for module, matrices in BARE.items():
-        at = name.find(module)
-        if at > 0 and name[at - 1] == ".":
-            end = at + len(module)
+        start = name.find(module)
+        if start > 0 and name[start - 1] == ".":
+            end = start + len(module)
             if name.startswith(matrices, end):
                 return name[:end], name[end:]
     return "", ""
@@ -193,7 +199,7 @@ def _expert_number(text: str, info: TensorInfo) -> int:
 
 
 def _add_auxiliary(layers: Mapping[int, LayerTensors], others: list[TensorInfo]) -> None:
-    """Give each layer the tensors of its router, shared experts and latent projections."""
+    """Adds the tensors of router, shared experts and latent projections to their layers."""
     roots = {layer.root: layer for layer in layers.values()}
     outside: dict[str, list[tuple[str, TensorInfo]]] = defaultdict(list)
     modules = AUXILIARY.modules
@@ -203,22 +209,22 @@ def _add_auxiliary(layers: Mapping[int, LayerTensors], others: list[TensorInfo])
         if layer is None:
             continue
         inside = info.name.startswith(layer.block)
-        rest = info.name[len(layer.block if inside else layer.root) :]
-        module = rest.partition(".")[0]
+        suffix = info.name[len(layer.block if inside else layer.root) :]
+        module = suffix.partition(".")[0]
         if module in modules and not inside and module in AUXILIARY.router_modules:
-            outside[layer.root].append((rest, info))
+            outside[layer.root].append((suffix, info))
         elif module in modules:
-            layer.auxiliary[rest] = info
-    # A router next to the module of experts is theirs where that module has none of its own.
+            layer.auxiliary[suffix] = info
+    # A router outside the experts' module counts only if there is none inside.
     for root, routers in outside.items():
-        own = {rest.partition(".")[0] for rest in roots[root].auxiliary}
-        if own.isdisjoint(AUXILIARY.router_modules):
+        present = {suffix.partition(".")[0] for suffix in roots[root].auxiliary}
+        if present.isdisjoint(AUXILIARY.router_modules):
             roots[root].auxiliary.update(routers)
 
 
 @dataclass
 class UniformExperts:
-    """Experts 0 to `count` - 1 of one layer: each has the same `leaves`, each leaf one dtype and shape."""
+    """Experts 0 to `count` - 1 of one layer, all with the same `leaves`, dtypes and shapes."""
 
     count: int
     leaves: list[str] = field(default_factory=list)
@@ -227,14 +233,14 @@ class UniformExperts:
 def uniform_experts(tensors: TensorTable) -> tuple[Mapping[str, UniformExperts], list[str]]:
     """Uniform experts by the prefix of their names, and the names of all other tensors.
 
-    Worked out from columns of names, without looking at the tensors one by one. A prefix is such as
-    ``model.layers.3.mlp.experts.``. Where anything is odd (an expert or tensor missing, another dtype or
-    shape, a number with a leading zero, a tensor of no expert), the experts are among the others.
+    Works on columns of names instead of single tensors, for speed. A prefix looks like
+    ``model.layers.3.mlp.experts.``. Experts of a layer with any irregularity (a missing expert or tensor,
+    differing dtypes or shapes, a number with a leading zero, an extra tensor) are among the others.
     """
     of_experts = [_EXPERTS_MARK in name for name in tensors]
     columns = _columns(list(compress(tensors, of_experts)))
     if columns is None:
-        # Some layers have experts in one tensor, whose names hold no number.
+        # Fused experts have names without a number.
         of_experts = [_NUMBER.search(name) is not None for name in tensors]
         columns = _columns(list(compress(tensors, of_experts)))
     if columns is None:
@@ -242,42 +248,42 @@ def uniform_experts(tensors: TensorTable) -> tuple[Mapping[str, UniformExperts],
     heads, numbers, leaves = columns
     kinds = compress(tensors.kinds, of_experts)
     experts: dict[str, dict[str, int]] = defaultdict(dict)
-    for (head, number), held in Counter(zip(heads, numbers, strict=True)).items():
-        experts[head][number] = held
+    for (head, number), count in Counter(zip(heads, numbers, strict=True)).items():
+        experts[head][number] = count
     uniform = {
-        head: UniformExperts(len(found))
-        for head, found in experts.items()
-        if all(str(expert) in found for expert in range(len(found)))
+        head: UniformExperts(len(tensors_of_expert))
+        for head, tensors_of_expert in experts.items()
+        if all(str(expert) in tensors_of_expert for expert in range(len(tensors_of_expert)))
     }
-    for (head, leaf, _), held in Counter(zip(heads, leaves, kinds, strict=True)).items():
-        if head in uniform and held == uniform[head].count:
+    for (head, leaf, _), count in Counter(zip(heads, leaves, kinds, strict=True)).items():
+        if head in uniform and count == uniform[head].count:
             uniform[head].leaves.append(leaf)
         else:
             uniform.pop(head, None)
-    for head, found in experts.items():
-        if head in uniform and set(found.values()) != {len(uniform[head].leaves)}:
+    for head, tensors_of_expert in experts.items():
+        if head in uniform and set(tensors_of_expert.values()) != {len(uniform[head].leaves)}:
             del uniform[head]
-    taken = set(uniform)
-    others = [name for name, known in zip(tensors, of_experts, strict=True) if not known]
-    if len(taken) < len(experts):
-        named = compress(tensors, of_experts)
-        others += [name for name, head in zip(named, heads, strict=True) if head not in taken]
+    uniform_heads = set(uniform)
+    others = [name for name, is_expert in zip(tensors, of_experts, strict=True) if not is_expert]
+    if len(uniform_heads) < len(experts):
+        expert_names = compress(tensors, of_experts)
+        others += [name for name, head in zip(expert_names, heads, strict=True) if head not in uniform_heads]
     return {head + _EXPERTS_MARK: layer for head, layer in uniform.items()}, others
 
 
 def _columns(names: list[str]) -> tuple[list[str], list[str], list[str]] | None:
-    """For each name what stands before the mark, the expert's number and the rest; None where one has none.
+    """Each name's prefix, expert number and leaf, as three columns; None if a name has no expert number.
 
-    The names are cut all at once: a piece between two numbers ends one name and begins the next, and there
-    are few different ones.
+    All names are split at once: the piece between two numbers ends one name and begins the next, and only
+    few distinct pieces occur.
     """
     pieces = _NUMBER.split("\n".join(names))
     if not names or len(pieces) != 2 * len(names) + 1:
         return None
-    cut = {piece: piece.split("\n") for piece in pieces[2:-1:2]}
-    if any(len(halves) != 2 for halves in cut.values()):
+    halves_of = {piece: piece.split("\n") for piece in pieces[2:-1:2]}
+    if any(len(halves) != 2 for halves in halves_of.values()):
         return None
-    between = list(map(cut.__getitem__, pieces[2:-1:2]))
+    between = list(map(halves_of.__getitem__, pieces[2:-1:2]))
     heads = [pieces[0], *(head for _, head in between)]
     leaves = [*(leaf for leaf, _ in between), pieces[-1]]
     return heads, pieces[1::2], leaves

@@ -1,4 +1,4 @@
-"""Which storage a layer's expert tensors are: by names first, then by dtypes, then by shapes."""
+"""Finds the storage of a layer's expert tensors: by names first, then by dtypes, then by shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .stored_formats import SHOWN
 CONFIG_HINT = "Check that config.json is the one that belongs to these files."
 
 SIDES = (16, 32, 64, 128, 256, 512)
-"""Block sides in use; of several that give as many scales, the first of these is meant."""
+"""Block sides in use; of several that result in the same number of scales, the first is chosen."""
 
 Tensors = Mapping[str, TensorInfo]
 
@@ -31,44 +31,52 @@ class StorageMatch:
     sizes: Mapping[str, int]
     weight: WeightFormat
 
-    def scheme(self, said: Scheme, declared: bool, tensors: Tensors) -> Scheme:
-        """The scheme: activations as the config declares them, else as the format has them."""
+    def scheme(self, config_scheme: Scheme, declared: bool, tensors: Tensors) -> Scheme:
+        """The full scheme, with the config's activation format if `declared`, else the storage's default."""
         form = self.storage.format
-        if declared and said.weight.name == self.weight.name:
-            return replace(said, weight=self.weight)
+        if declared and config_scheme.weight.name == self.weight.name:
+            return replace(config_scheme, weight=self.weight)
         scaled = any(self.storage.tensors[leaf].role.endswith("_input") for leaf in tensors)
         return Scheme(self.weight, form.static if scaled and form.static else form.act)
 
 
 def match_storage(layer: LayerTensors, problem: MoEProblem, experts: int) -> StorageMatch:
-    """The storage that a layer's tensors are, `problem` being what the config declares of it.
+    """The storage of a layer's expert tensors; of several that match, the one declared by the config.
 
-    `experts` is their number as the router or the config says, for tensors that do not show it.
-    Raises CheckpointError, about the storage that comes nearest, when none fits.
+    Args:
+        layer: the tensors.
+        problem: the config's declaration.
+        experts: number of experts from the router or the config, for tensors whose shapes do not show it.
+
+    Raises CheckpointError about the closest storage when none matches.
     """
     tensors = next(iter(layer.experts.values()))
     named = _named(layer, problem)
-    wrong = {id(it): [leaf for leaf in tensors if not _typed(it, leaf, tensors)] for it in named}
-    typed = [it for it in named if not wrong[id(it)]]
+    wrong = {id(item): [leaf for leaf in tensors if not _typed(item, leaf, tensors)] for item in named}
+    typed = [item for item in named if not wrong[id(item)]]
     if not typed:
         _refuse_lacking(layer, problem)
-        nearest = min(named, key=lambda it: (not _as_said(it, problem), len(wrong[id(it)])))
+        nearest = min(named, key=lambda item: (not _is_declared(item, problem), len(wrong[id(item)])))
         raise _wrong_dtype(nearest, tensors)
-    found: list[StorageMatch] = []
-    why: CheckpointError | None = None
-    for storage in sorted(typed, key=lambda it: not _as_said(it, problem)):
+    matches: list[StorageMatch] = []
+    first_error: CheckpointError | None = None
+    for storage in sorted(typed, key=lambda item: not _is_declared(item, problem)):
         try:
-            found.append(_solve(storage, tensors, problem.scheme.weight, experts))
+            matches.append(_solve(storage, tensors, problem.scheme.weight, experts))
         except CheckpointError as error:
-            why = why or error
-    if not found:
-        assert why is not None, "every storage with the right dtypes was tried"
-        raise why
-    exact = (it for it in found if it.weight == problem.scheme.weight and _as_said(it.storage, problem))
-    return next(exact, found[0])
+            first_error = first_error or error
+    if not matches:
+        assert first_error is not None, "every storage with matching dtypes was tried"
+        raise first_error
+    exact = (
+        match
+        for match in matches
+        if match.weight == problem.scheme.weight and _is_declared(match.storage, problem)
+    )
+    return next(exact, matches[0])
 
 
-def _as_said(storage: Storage, problem: MoEProblem) -> bool:
+def _is_declared(storage: Storage, problem: MoEProblem) -> bool:
     return problem.storage in storage.format.storages and storage.weight.name == problem.scheme.weight.name
 
 
@@ -77,7 +85,7 @@ def _typed(storage: Storage, leaf: str, tensors: Tensors) -> bool:
 
 
 def _named(layer: LayerTensors, problem: MoEProblem) -> list[Storage]:
-    """The storages whose tensors have these names; CheckpointError when there is none."""
+    """The storages with these tensor names; CheckpointError when there are none."""
     leaves, fused = layer.leaves, None in layer.experts
     if fused and len(layer.experts) > 1:
         raise CheckpointError(
@@ -86,13 +94,13 @@ def _named(layer: LayerTensors, problem: MoEProblem) -> list[Storage]:
             hint="Remove those that do not belong to the model.",
         )
     shaped = [storage for storage in STORAGES if storage.fused == fused]
-    named = [it for it in shaped if not it.missing(leaves) and not it.unknown(leaves)]
+    named = [item for item in shaped if not item.missing(leaves) and not item.unknown(leaves)]
     if named:
         return named
 
     def nearness(storage: Storage) -> tuple[int, bool, int]:
         common = len(leaves & storage.tensors.keys())
-        return common, _as_said(storage, problem), -len(storage.missing(leaves))
+        return common, _is_declared(storage, problem), -len(storage.missing(leaves))
 
     nearest = max(shaped, key=nearness)
     if not leaves & nearest.tensors.keys():
@@ -101,9 +109,9 @@ def _named(layer: LayerTensors, problem: MoEProblem) -> list[Storage]:
             f"with tensors {', '.join(map(shown, sorted(leaves)[:12]))}.",
             hint=RENAME,
         )
-    lacking, strange = nearest.missing(leaves), nearest.unknown(leaves)
-    parts = [f"lack {', '.join(lacking)}"] if lacking else []
-    parts += [f"have {', '.join(map(shown, strange[:8]))}, which is not understood"] if strange else []
+    missing, unknown = nearest.missing(leaves), nearest.unknown(leaves)
+    parts = [f"lack {', '.join(missing)}"] if missing else []
+    parts += [f"have {', '.join(map(shown, unknown[:8]))}, which is not understood"] if unknown else []
     raise CheckpointError(
         f"layer {layer.index}: the {nearest.name(problem.storage)} experts {' and '.join(parts)}.",
         hint=CONFIG_HINT,
@@ -111,20 +119,20 @@ def _named(layer: LayerTensors, problem: MoEProblem) -> list[Storage]:
 
 
 def _refuse_lacking(layer: LayerTensors, problem: MoEProblem) -> None:
-    """CheckpointError when the dtypes are those of a storage that has more tensors, such as scales."""
+    """CheckpointError when the dtypes match a storage with additional tensors, such as scales."""
     leaves = layer.leaves
     tensors = next(iter(layer.experts.values()))
     fitting = [
-        it
-        for it in STORAGES
-        if it.fused == (None in layer.experts)
-        and not it.unknown(leaves)
-        and all(_typed(it, leaf, tensors) for leaf in tensors)
+        item
+        for item in STORAGES
+        if item.fused == (None in layer.experts)
+        and not item.unknown(leaves)
+        and all(_typed(item, leaf, tensors) for leaf in tensors)
     ]
-    said = [it for it in fitting if _as_said(it, problem)]
+    declared = [item for item in fitting if _is_declared(item, problem)]
     blocks = (problem.scheme.weight.block, (SHOWN, SHOWN))
-    said.sort(key=lambda it: it.weight.block not in blocks)
-    lacking = dict.fromkeys(it.missing(leaves)[0] for it in said[:1] or fitting)
+    declared.sort(key=lambda item: item.weight.block not in blocks)
+    lacking = dict.fromkeys(item.missing(leaves)[0] for item in declared[:1] or fitting)
     if lacking:
         dtypes = sorted({info.dtype for info in tensors.values()})
         raise CheckpointError(
@@ -144,17 +152,17 @@ def _wrong_dtype(storage: Storage, tensors: Tensors) -> CheckpointError:
     raise AssertionError("a storage without a wrong dtype fits")
 
 
-def _solve(storage: Storage, tensors: Tensors, said: WeightFormat, experts: int) -> StorageMatch:
-    """The sizes and block that all tensors' shapes agree on; CheckpointError names one that does not."""
+def _solve(storage: Storage, tensors: Tensors, declared: WeightFormat, experts: int) -> StorageMatch:
+    """Solves all shapes for the sizes and the block; CheckpointError names a tensor that disagrees."""
     shapes = {leaf: _axes(storage, leaf, info) for leaf, info in tensors.items()}
     sizes = _plain_sizes(storage, tensors, shapes, experts)
-    weight = _block_shown(storage, tensors, shapes, sizes, said)
+    weight = _block_shown(storage, tensors, shapes, sizes, declared)
     sizes |= format_sizes(Scheme(weight))
     for leaf, info in tensors.items():
-        wanted = shape_at(shapes[leaf], sizes)
-        if info.shape != wanted:
+        expected = shape_at(shapes[leaf], sizes)
+        if info.shape != expected:
             raise CheckpointError(
-                f"{info.file}: tensor {shown(info.name)} must be {info.dtype} {list(wanted)} beside the "
+                f"{info.file}: tensor {shown(info.name)} must be {info.dtype} {list(expected)} like the "
                 f"other expert tensors, got {info.dtype} {list(info.shape)}.",
                 hint=FETCH_AGAIN,
             )
@@ -162,10 +170,10 @@ def _solve(storage: Storage, tensors: Tensors, said: WeightFormat, experts: int)
 
 
 def _axes(storage: Storage, leaf: str, info: TensorInfo) -> SymbolicShape:
-    """The axes that a tensor's shape is to be read by; of several of one length, those whose numbers fit."""
+    """The symbolic shape of a tensor; of several with equal rank, one whose constant axes match."""
     stored = storage.tensors[leaf]
-    same = [shape for shape in (stored.shape, *stored.others) if len(shape) == len(info.shape)]
-    if not same:
+    same_rank = [shape for shape in (stored.shape, *stored.others) if len(shape) == len(info.shape)]
+    if not same_rank:
         raise CheckpointError(
             f"{info.file}: tensor {shown(info.name)} must have {len(stored.shape)} axes, "
             f"got shape {list(info.shape)}.",
@@ -173,16 +181,16 @@ def _axes(storage: Storage, leaf: str, info: TensorInfo) -> SymbolicShape:
         )
     fitting = [
         shape
-        for shape in same
+        for shape in same_rank
         if all(axis.symbol or axis.times == size for axis, size in zip(shape, info.shape, strict=True))
     ]
-    return max(fitting or same, key=lambda shape: sum(not axis.symbol for axis in shape))
+    return max(fitting or same_rank, key=lambda shape: sum(not axis.symbol for axis in shape))
 
 
 def _plain_sizes(
     storage: Storage, tensors: Tensors, shapes: Mapping[str, SymbolicShape], experts: int
 ) -> dict[str, int]:
-    """Sizes that stand in a shape as they are, or times a number."""
+    """Sizes that are an axis of a shape, or a fixed multiple of one."""
     sizes: dict[str, int] = {}
     for leaf, info in tensors.items():
         for axis, size in zip(shapes[leaf], info.shape, strict=True):
@@ -208,16 +216,16 @@ def _block_shown(
     tensors: Tensors,
     shapes: Mapping[str, SymbolicShape],
     sizes: Mapping[str, int],
-    said: WeightFormat,
+    declared: WeightFormat,
 ) -> WeightFormat:
-    """The storage's weight format with the block and scale dtype that the scales show.
+    """The storage's weight format with the block and scale dtype found from the scales.
 
-    The declared block stays where it gives as many scales.
+    The declared block is kept if it results in the same number of scales.
     """
     weight = storage.weight
-    same = said.name == weight.name
+    same_format = declared.name == weight.name
     sides = dict(zip(("rows", "group"), weight.block, strict=True))
-    # Zero points have as many groups as scales, which say it first.
+    # Scales come first; zero points have the same number of groups.
     for leaf, info in sorted(tensors.items(), key=lambda item: storage.tensors[item[0]].role[2:] != "_scale"):
         role = storage.tensors[leaf].role
         if not role.endswith(("_scale", "_zero")):
@@ -227,10 +235,12 @@ def _block_shown(
         for axis, size in zip(shapes[leaf], info.shape, strict=True):
             if axis.per in sides and sides[str(axis.per)] == SHOWN and size:
                 index = ("rows", "group").index(str(axis.per))
-                sides[str(axis.per)] = _side(axis, sizes, size, said.block[index] if same else SHOWN)
+                sides[str(axis.per)] = _side(
+                    axis, sizes, size, declared.block[index] if same_format else SHOWN
+                )
     zeros = any(storage.tensors[leaf].role.endswith("_zero") for leaf in tensors)
-    if same and storage.format.storages[0] in ("gptq", "awq"):
-        zeros = said.zero_point
+    if same_format and storage.format.storages[0] in ("gptq", "awq"):
+        zeros = declared.zero_point
     elif storage.format.storages[0] == "gptq":
         zeros = False
     if storage.weight.block == (0, 0):
@@ -238,12 +248,12 @@ def _block_shown(
     return replace(weight, block=(sides["rows"], sides["group"]), zero_point=zeros)
 
 
-def _side(axis: AxisSize, sizes: Mapping[str, int], scales: int, said: int) -> int:
-    """How many weights along an axis share each of so many scales."""
+def _side(axis: AxisSize, sizes: Mapping[str, int], scales: int, declared: int) -> int:
+    """The block side along an axis, for the number of `scales` that its tensor has."""
     times = axis.times if isinstance(axis.times, int) else sizes[axis.times]
     length = sizes[axis.symbol] * times
-    fitting = [side for side in (said, *SIDES) if side > 0 and -(-length // side) == scales]
-    if said == FULL and scales == 1:
+    fitting = [side for side in (declared, *SIDES) if side > 0 and -(-length // side) == scales]
+    if declared == FULL and scales == 1:
         return FULL
     if fitting:
         return fitting[0]

@@ -1,4 +1,4 @@
-"""Shapes in symbols, such as ``experts 2*intermediate hidden/32 16``."""
+"""Symbolic tensor shapes, such as ``experts 2*intermediate hidden/32 16``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AxisSize:
         return f"{times}{self.symbol}{f'/{self.per}' if self.per != 1 else ''}"
 
     def value(self, sizes: Mapping[str, int]) -> int:
-        """The axis's size, where `sizes` gives every symbol. KeyError for an unknown one."""
+        """The axis's length for the given `sizes` of the symbols. KeyError for an unknown symbol."""
         times = sizes[self.times] if isinstance(self.times, str) else self.times
         if not self.symbol:
             return times
@@ -42,9 +42,14 @@ _AXIS = re.compile(r"(?:(?P<times>\w+)\*)?(?P<symbol>[a-z_]+)(?:/(?P<per>\w+))?|
 
 
 def parse_shape(text: str) -> SymbolicShape:
-    """The axes that a shape such as ``"experts 2*intermediate hidden/32 16"`` spells.
+    """The axes of a shape such as ``"experts 2*intermediate hidden/32 16"``.
 
-    Raises ValueError when an axis is not ``[N or symbol*]symbol[/N or /symbol]`` or a number.
+    Raises ValueError when an axis is not a number or ``[N*]symbol[/N]``, where N may also be a symbol.
+
+    Example:
+        >>> shape_at(parse_shape("experts 2*intermediate hidden/32 16"),
+        ...          {"experts": 8, "intermediate": 96, "hidden": 64})
+        (8, 192, 2, 16)
     """
     axes = []
     for word in text.split():
@@ -59,7 +64,7 @@ def parse_shape(text: str) -> SymbolicShape:
 
 
 def shape_at(shape: SymbolicShape, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape where `sizes` gives every symbol; KeyError for an unknown one."""
+    """The shape for the given `sizes` of the symbols; KeyError for an unknown symbol."""
     return tuple(axis.value(sizes) for axis in shape)
 
 

@@ -1,7 +1,7 @@
-"""How experts' tensors are named and shaped: arrangements, and every storage: a format in an arrangement.
+"""Names and shapes of expert tensors: arrangements, and storages, each a format in an arrangement.
 
-A format says which tensors a matrix ``[n, k]`` has; an arrangement how a layer's matrices are spelled and
-which axes their tensors have. Either is a row of a table; nothing else knows a tensor's name or shape.
+A format lists the tensors of one matrix ``[n, k]``; an arrangement names a layer's matrices and gives the
+axes of their tensors. Both are rows of tables, the only source of tensor names and shapes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from .stored_formats import E8M0, FLOATS, FORMATS, StoredFormat, Suffix
 
 PER_EXPERT = "per_expert"
 
-HEADER_DTYPES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-"""`MoEProblem.router_dtype` by a tensor's dtype; the first two may be the model's."""
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One expert tensor: its role, the dtypes it may have, its shape and others that it may have instead."""
+    """One expert tensor: its role, the allowed dtypes, its usual shape and `others` that are accepted."""
 
     role: str
     dtypes: tuple[str, ...]
@@ -30,9 +27,9 @@ class StoredTensor:
     others: tuple[SymbolicShape, ...] = ()
 
     def shape_of(self, size: tuple[int, ...], sizes: Mapping[str, int]) -> SymbolicShape:
-        """The axes of a tensor with the shape `size`, of those that it may have; the usual ones if it can.
+        """The first allowed symbolic shape that equals `size` when `sizes` replaces its symbols.
 
-        `sizes` gives every symbol. LookupError when no shape that it may have is `size`.
+        LookupError when there is none.
         """
         for shape in (self.shape, *self.others):
             if shape_at(shape, sizes) == size:
@@ -46,8 +43,8 @@ class Storage:
 
     Attributes:
         format: how each matrix is stored.
-        arrangement: how the matrices are spelled, and which axes their tensors have.
-        tensors: by name after the expert's number, or after the module of all experts.
+        arrangement: names of the matrices and axes of their tensors.
+        tensors: by leaf: the name after the expert's number, or after the experts' module.
     """
 
     format: StoredFormat
@@ -64,27 +61,27 @@ class Storage:
         return self.format.weight
 
     def name(self, declared: str) -> str:
-        """`MoEProblem.storage`: the declared one where its checkpoints have this format, else the usual."""
+        """`MoEProblem.storage`: the declared one if it can have this format, else the format's usual one."""
         return declared if declared in self.format.storages else self.format.storages[0]
 
     @property
     def gated(self) -> bool:
-        """True when experts have a gate beside the matrix that it multiplies."""
+        """True when experts have a gate projection."""
         return any(stored.role in ("w13", "w3") for stored in self.tensors.values())
 
     def of_role(self, role: str) -> StoredTensor:
-        """The tensor of a stored role; LookupError when there is none."""
+        """The tensor with a role; LookupError when there is none."""
         for stored in self.tensors.values():
             if stored.role == role:
                 return stored
         raise LookupError(f"{self.arrangement.name} {self.weight} experts have no {role}")
 
     def missing(self, leaves: frozenset[str]) -> list[str]:
-        """Required tensors that `leaves` lacks."""
-        return sorted(leaf for leaf, it in self.tensors.items() if it.required and leaf not in leaves)
+        """Required tensors that are not in `leaves`."""
+        return sorted(leaf for leaf, stored in self.tensors.items() if stored.required and leaf not in leaves)
 
     def unknown(self, leaves: frozenset[str]) -> list[str]:
-        """Members of `leaves` that this storage has no place for."""
+        """Members of `leaves` that this storage does not have."""
         return sorted(leaves - self.tensors.keys())
 
 
@@ -101,18 +98,18 @@ _MATRIX: Mapping[str, Mapping[str, AxisSize]] = {
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a layer's matrices are spelled, and which axes their tensors have.
+    """Names of a layer's matrices, and the axes of their tensors.
 
     Attributes:
         name: ``per_expert``; ``fused`` with all experts in one tensor, rows first; ``fused_transposed``;
-            ``fused_apart`` with gate and up in tensors of their own; ``fused_blocks`` (gpt-oss); ``flat``
-            with experts and rows in one axis (DBRX).
-        matrices: the name of each role's matrix.
+            ``fused_apart`` with separate gate and up tensors; ``fused_blocks`` (gpt-oss); ``flat`` with
+            experts and rows in one axis (DBRX).
+        matrices: name of the matrix by role.
         separator: between a matrix's name and the suffix: ``.`` or ``_``; with ``_`` the weight itself
             has no suffix.
-        short: suffixes lose their ``weight_``.
-        outer: axes before those of one expert's matrix.
-        transposed: axes of the matrix in reverse order.
+        short: suffixes are written without ``weight_``.
+        outer: leading axes, before those of one expert's matrix.
+        transposed: the axes of the matrix are reversed.
     """
 
     name: str
@@ -128,7 +125,7 @@ class Arrangement:
         return self.name != PER_EXPERT
 
     def leaf(self, matrix: str, suffix: str) -> str:
-        """The tensor's name after its expert, or after the module of all experts."""
+        """The tensor's name after the expert's number, or after the experts' module."""
         if self.separator == "_" and suffix == "weight":
             return matrix
         return matrix + self.separator + (suffix.removeprefix("weight_") if self.short else suffix)
@@ -139,7 +136,7 @@ class Arrangement:
         return (*self.outer, *(reversed(axes) if self.transposed else axes))
 
     def stored(self, role: str, suffix: Suffix) -> StoredTensor:
-        """What one suffix of one matrix is."""
+        """The tensor for one suffix of one matrix."""
         shapes = [self.shape(role, shape) for shape in suffix.shapes]
         if self.outer and suffix.scalar:
             shapes += map(parse_shape, ("", "1", "experts 1", "experts 1 1"))
@@ -158,7 +155,7 @@ class Arrangement:
 
 
 def _of_matrix(role: str, axis: AxisSize) -> AxisSize:
-    """An axis of a suffix's shape with the rows or columns of a matrix for ``n`` or ``k``."""
+    """An axis of a suffix's shape, with ``n`` and ``k`` replaced by the rows and columns of a matrix."""
     if axis.symbol not in ("n", "k"):
         return axis
     side = _MATRIX[role][axis.symbol]
@@ -171,13 +168,13 @@ _TOGETHER = {"w13": "gate_up_proj", "w2": "down_proj"}
 _EXPERTS = parse_shape("experts")
 
 PROJECTIONS = Arrangement(PER_EXPERT, _GATE_AND_UP)
-"""Each gated expert's own matrices, as most models name them."""
+"""Separate matrices for each gated expert, with the names that most models use."""
 
 UNGATED_PROJECTIONS = Arrangement(PER_EXPERT, _UNGATED)
-"""The same of experts without a gate."""
+"""The same for experts without a gate."""
 
 FUSED_TRANSPOSED = Arrangement("fused_transposed", _TOGETHER, "_", outer=_EXPERTS, transposed=True)
-"""All experts in one tensor, as gpt-oss stores them in BF16."""
+"""All experts in one tensor, as in BF16 checkpoints of gpt-oss."""
 
 ARRANGEMENTS: tuple[Arrangement, ...] = (
     PROJECTIONS,
@@ -195,12 +192,12 @@ ARRANGEMENTS: tuple[Arrangement, ...] = (
     Arrangement("fused_apart", _UNGATED, outer=_EXPERTS),
     Arrangement("fused_apart", _UNGATED, "_", outer=_EXPERTS),
 )
-"""Every arrangement but gpt-oss' and DBRX's, whose tensors are listed one by one."""
+"""Every arrangement except those of gpt-oss and DBRX, whose tensors are listed one by one."""
 
 SPELLED: Mapping[str, str] = {
-    name: role for it in reversed(ARRANGEMENTS) for role, name in it.matrices.items()
+    name: role for arrangement in reversed(ARRANGEMENTS) for role, name in arrangement.matrices.items()
 }
-"""The role of a matrix by its name, whatever the arrangement; `up_proj` is the gated experts' one."""
+"""Role by matrix name, for all arrangements; ``up_proj`` has the role it has in gated experts."""
 
 
 def _listed(
@@ -225,7 +222,7 @@ GPT_OSS = _listed(
         "down_proj_bias": ("w2_bias", FLOATS, "experts hidden"),
     },
 )
-"""gpt-oss' blocks of 32 weights, all experts in one tensor."""
+"""The MXFP4 blocks of gpt-oss, all experts in one tensor."""
 
 _FLAT = "experts*intermediate hidden"
 _DBRX = _listed(
@@ -239,18 +236,18 @@ STORAGES: tuple[Storage, ...] = (
     _DBRX,
     *(arrangement.of(form) for form in FORMATS for arrangement in ARRANGEMENTS),
 )
-"""Every storage whose tensors are understood; of several that match, the first, unless the config says."""
+"""Every known storage; if several match, the config decides, else the first."""
 
 
 @dataclass(frozen=True)
 class AuxiliaryNames:
-    """Names of auxiliary tensors, relative to the module that holds the experts, or to the layer.
+    """Names of auxiliary tensors, relative to the module that holds the experts or to the layer.
 
     Attributes:
-        router: names of each role of the router; ``hash`` is the table of expert ids by token id.
-        router_modules, shared_modules, latent_modules: what these names begin with; a tensor of them
-            with another name is refused, not ignored.
-        latent: names of the projections into and out of the experts' own space.
+        router: names by role; ``hash`` is the table of expert ids by token id.
+        router_modules, shared_modules: first components of these names; a tensor in such a module with an
+            unknown name is rejected, not ignored.
+        latent: names of the projections into and out of the experts' latent space.
     """
 
     router: Mapping[str, tuple[str, ...]]
@@ -313,17 +310,17 @@ AUXILIARY = AuxiliaryNames(
 SUFFIX_ROLES: Mapping[str, str] = {
     name: suffix.role for form in reversed(FORMATS) for name, suffix in form.suffixes.items()
 }
-"""What a suffix adds to a matrix's role, whatever the format."""
+"""Role suffix by tensor name suffix, for all formats."""
 
 EXTRA_MODULES = frozenset(("mtp", "talker", "visual", "vision_tower", "vision_model", "draft", "eagle"))
-"""Path components of layers that are not the main model's: multi-token prediction, speech, vision."""
+"""Path components of layers outside the main model: multi-token prediction, speech, vision."""
 
 
 def format_sizes(scheme: Scheme) -> dict[str, int]:
-    """The symbols of shapes that the weight format gives.
+    """The shape symbols that the weight format defines.
 
-    ``pack`` is weights in a 32-bit word, ``group`` and ``rows`` weights along either axis per scale
-    (`FULL`: one scale for the axis).
+    ``pack`` is the number of weights in a 32-bit word; ``group`` and ``rows`` are the number of weights per
+    scale along k and n (`FULL`: one scale for the whole axis).
     """
     weight = scheme.weight
     return {"pack": 32 // weight.bits, "group": weight.group or 1, "rows": weight.block[0] or 1}

@@ -32,10 +32,10 @@ class Suffix:
     """One tensor of a matrix ``[n, k]``.
 
     Attributes:
-        role: what it adds to the matrix's role.
-        dtypes: safetensors dtypes it may have.
-        shapes: shapes it may have, the usual one first, in the symbols ``n`` and ``k``.
-        required: False for what some checkpoints leave out.
+        role: suffix of the matrix's role, such as ``_scale``.
+        dtypes: allowed safetensors dtypes.
+        shapes: allowed shapes in the symbols ``n`` and ``k``, the usual one first.
+        required: False for tensors that some checkpoints leave out.
     """
 
     role: str
@@ -45,7 +45,7 @@ class Suffix:
 
     @property
     def scalar(self) -> bool:
-        """True for one number a matrix."""
+        """True for a single number per matrix."""
         return () in self.shapes
 
 
@@ -54,13 +54,13 @@ class StoredFormat:
     """One way to store a matrix.
 
     Attributes:
-        storages: `MoEProblem.storage` of the checkpoints that have it, the usual one first.
-        weight: the weight format; a `SHOWN` side of its block is what the scales' shapes show.
-        suffixes: the tensors.
-        act: the activation format where no config says it.
-        static: likewise, where the checkpoint has scales for activations.
-        packing: how numbers lie in the tensors: ``rows`` (codes or floats row by row), ``words`` (32-bit
-            words along a row), ``gptq``, ``awq``, ``signed`` (two's complement bytes), ``divisors``
+        storages: values of `MoEProblem.storage` that use it, the usual one first.
+        weight: the weight format; a `SHOWN` side of its block is found from the shapes of the scales.
+        suffixes: the tensors by name suffix.
+        act: default activation format if no config states it.
+        static: the same for checkpoints with activation scales.
+        packing: layout of the numbers in the tensors: ``rows`` (codes or floats row by row), ``words``
+            (32-bit words along a row), ``gptq``, ``awq``, ``signed`` (two's complement bytes), ``divisors``
             (rows, with global scales that divide), ``two_level``.
     """
 
@@ -71,16 +71,16 @@ class StoredFormat:
     static: ActFormat | None = None
     packing: str = "rows"
 
-    def holds(self, weight: WeightFormat) -> bool:
-        """True when weights of this format are stored so, with any block on a `SHOWN` side."""
+    def stores(self, weight: WeightFormat) -> bool:
+        """True when this format can store `weight`; any block size matches a `SHOWN` side."""
         sides = zip(self.weight.block, weight.block, strict=True)
         return (self.weight.name, self.weight.bits) == (weight.name, weight.bits) and all(
-            side in (SHOWN, asked) for side, asked in sides
+            own in (SHOWN, other) for own, other in sides
         )
 
 
 SHOWN = -2
-"""In a format's block: the side is what the scales' shapes show."""
+"""Placeholder for a side of a format's block that is found from the shapes of the scales."""
 
 
 def _one(role: str, dtypes: tuple[str, ...], shape: str, required: bool = True) -> Suffix:
@@ -88,7 +88,7 @@ def _one(role: str, dtypes: tuple[str, ...], shape: str, required: bool = True) 
 
 
 def _number(role: str, required: bool = True) -> Suffix:
-    """One number a matrix, stored without an axis or with one of size one."""
+    """One number per matrix, stored with shape [] or [1]."""
     return Suffix(role, FLOATS, (parse_shape(""), parse_shape("1")), required)
 
 
@@ -242,7 +242,7 @@ FORMATS: tuple[StoredFormat, ...] = (
     _nvfp4("weight_packed", "weight_global_scale", "input_global_scale", "compressed-tensors", "divisors"),
     _mxfp4("weight", "weight_scale", ("quark", "modelopt", "mxfp4")),
     _mxfp4("weight_packed", "weight_scale", ("compressed-tensors",)),
-    # DeepSeek-V4 declares the bytes of packed pairs as signed.
+    # DeepSeek-V4 stores packed pairs as signed bytes.
     _mxfp4("weight", "scale", ("mxfp4",), "I8"),
     StoredFormat(
         ("compressed-tensors", "quark"),
@@ -275,9 +275,9 @@ FORMATS: tuple[StoredFormat, ...] = (
     _awq(4),
     _awq(8),
 )
-"""Every format; of several whose tensors fit, the first, unless the config says another."""
+"""Every format; if several match the tensors, the config decides, else the first."""
 
 
 def format_in(container: str, weight: WeightFormat) -> StoredFormat | None:
-    """How checkpoints whose `MoEProblem.storage` is `container` store `weight`; None when none does."""
-    return next((form for form in FORMATS if container in form.storages and form.holds(weight)), None)
+    """The format of `weight` where `MoEProblem.storage` is `container`; None if unsupported."""
+    return next((form for form in FORMATS if container in form.storages and form.stores(weight)), None)

@@ -105,9 +105,9 @@ def convert(
     execution.check()
 
     from ...checkpoint import open_checkpoint
-    from ...checkpoint.config.user_assumptions import parse_stated
+    from ...checkpoint.config.user_assumptions import parse_assumptions
 
-    source = open_checkpoint(checkpoint, offline=offline, stated=parse_stated(activation, routing))
+    source = open_checkpoint(checkpoint, offline=offline, assumptions=parse_assumptions(activation, routing))
     if not source.groups:
         raise CheckpointError(f"{checkpoint} has no MoE layers", hint="`moectl explain` shows what it holds")
 

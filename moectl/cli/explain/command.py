@@ -63,7 +63,7 @@ def answered(
 ) -> ExitCode:
     """The explanation of a checkpoint, the matrix, what would have to change, or what did."""
     from ...checkpoint import open_checkpoint
-    from ...checkpoint.config.user_assumptions import parse_stated
+    from ...checkpoint.config.user_assumptions import parse_assumptions
     from ...explain import explain as library
     from ...explain.decision_matrix import matrix
     from .command_line import ExplainCommand
@@ -81,8 +81,8 @@ def answered(
         )
     if cells > MOST_CELLS:
         raise UsageError(f"a matrix has at most {MOST_CELLS} cells, this has {cells}", hint="ask for fewer")
-    stated = parse_stated(options.activation, options.routing)
-    source = open_checkpoint(checkpoint, offline=answer.offline, stated=stated)
+    assumptions = parse_assumptions(options.activation, options.routing)
+    source = open_checkpoint(checkpoint, offline=answer.offline, assumptions=assumptions)
     for note in (*assumed_of(machines), *options.remarks(policy, parallels)):
         shown.out.note(note)
     if cells > 1:

@@ -51,7 +51,7 @@ class TunedLayerOptions:
     def layers(self, checkpoint: str | None) -> "list[TunedLayer]":
         """The layers that are asked for, one rank's share of each."""
         from ...checkpoint import open_checkpoint
-        from ...checkpoint.config.user_assumptions import parse_stated
+        from ...checkpoint.config.user_assumptions import parse_assumptions
         from ...problem.moe_problem import Parallel
         from ...problem.published_layers import MODELS
         from ...tuning.tuned_layers import checkpoint_layers, named_layers
@@ -64,9 +64,9 @@ class TunedLayerOptions:
         if self.model is not None:
             names = [pick(name, MODELS, "model") for name in named(self.model, "--model")]
             return named_layers(names, parallel)
-        stated = parse_stated(self.activation, None)
+        assumptions = parse_assumptions(self.activation, None)
         return checkpoint_layers(
-            open_checkpoint(str(checkpoint), offline=self.offline, stated=stated), parallel
+            open_checkpoint(str(checkpoint), offline=self.offline, assumptions=assumptions), parallel
         )
 
 

@@ -23,7 +23,7 @@ import torch
 
 from ...capabilities.kernel_packages import KERNEL_PACKAGES
 from ...capabilities.unpacked_libraries import VARIABLE, find_peer, library_file, peers_folder
-from ...environment.installed_packages import another_of_the_name, find_package
+from ...environment.installed_packages import find_package, unrelated_package
 from ...errors import BackendFailed, MoectlError, Unavailable
 
 MARLIN_OPERATOR = "moe_wna16_marlin_gemm"
@@ -39,7 +39,7 @@ def package(name: str) -> ModuleType:
     if folder is None:
         found = find_package(name, KERNEL_PACKAGES[name])
         if found.wrong:
-            raise Unavailable(another_of_the_name(found))
+            raise Unavailable(unrelated_package(found))
         if not found.present:
             raise Unavailable(f"there is no {name} in a folder that {VARIABLE} names, and none is installed")
         if found.module == name and name not in sys.modules:

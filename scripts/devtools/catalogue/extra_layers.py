@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moectl.checkpoint.config.declared_layers import Declared, declared_layers
+from moectl.checkpoint.config.declared_layers import DeclaredLayers, declared_layers
 from moectl.checkpoint.config.fields import ConfigFields
 from moectl.checkpoint.config.moe_layers import layer_count
 from moectl.checkpoint.source.catalogue import CatalogueEntry, TensorSchema
-from moectl.checkpoint.source.shards import quantization_apart
+from moectl.checkpoint.source.shards import separate_quantization
 from moectl.checkpoint.tensors.shapes import AxisSize
 
 
@@ -55,7 +55,7 @@ def extra_schemas(entry: CatalogueEntry) -> tuple[list[TensorSchema], list[str]]
     counted = {key: fields.integer("layers", (key,), 0, low=0) for key in KEYS_OF_EXTRA}
     if not any(counted.values()):
         return [], []
-    declared = declared_layers(entry.config, *quantization_apart(entry.documents))
+    declared = declared_layers(entry.config, *separate_quantization(entry.documents))
     past = layer_count(fields)
     found: list[TensorSchema] = []
     places = []
@@ -96,11 +96,11 @@ def _single(rows: list[TensorSchema], rule: _ExtraLayersRule) -> list[TensorSche
 
 
 def _as_declared(
-    rows: list[TensorSchema], declared: Declared, layer: int, fields: ConfigFields
+    rows: list[TensorSchema], declared: DeclaredLayers, layer: int, fields: ConfigFields
 ) -> list[TensorSchema]:
     """The rows as they are, or plain, whichever the config says of their modules; none for another format."""
     modules = {row.name.rpartition(".")[0].format(expert=0) for row in rows if ".experts." in row.name}
-    scheme, main = declared.at(layer, modules)[0].scheme, declared.group.problem.scheme
+    scheme, main = declared.problem_of(layer, modules)[0].scheme, declared.group.problem.scheme
     if scheme == main:
         return rows
     # Of a checkpoint that says fp8 and stores something else, a list of exceptions tells what is not that

@@ -80,5 +80,5 @@ def test_the_costliest_allowed_is_cheap() -> None:
 
 def test_patterns_about_some_names() -> None:
     names = "model.layers.0.mlp.experts.0.gate_proj"
-    about = Patterns(["lm_head", "*.mlp*", "re:.*", r"re:mtp\.x", "layers.7."], "ignore").about(names)
+    about = Patterns(["lm_head", "*.mlp*", "re:.*", r"re:mtp\.x", "layers.7."], "ignore").restricted_to(names)
     assert about.texts == ("*.mlp*", "re:.*", "layers.7.")

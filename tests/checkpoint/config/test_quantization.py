@@ -121,7 +121,7 @@ def test_mixed_precision_of_modelopt_takes_what_the_experts_have() -> None:
     main = parse_quantization(config)
     assert main.scheme == Scheme(NVFP4, NVFP4_ACT)
     layers = read_precision(main, config)
-    found = [layers.at(layer, [f"layers.{layer}.mlp.experts.0.up_proj"]) for layer in range(4)]
+    found = [layers.of_layer(layer, [f"layers.{layer}.mlp.experts.0.up_proj"]) for layer in range(4)]
     assert [it.scheme.weight.name for it in found] == ["nvfp4", "fp8", "nvfp4", "bf16"]
     config["quantized_layers"]["layers.2.mlp.experts.0.w2"] = {"quant_algo": "FP8"}
     with pytest.raises(CheckpointError, match="one quant_algo for all routed experts of layer 2"):

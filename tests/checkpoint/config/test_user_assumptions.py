@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import layer_groups
-from moectl.checkpoint.config.families import ACTIVATIONS, ROUTING, TAKES
+from moectl.checkpoint.config.families import ACTIVATION_PARAMETERS, ACTIVATIONS, ROUTING
 from moectl.checkpoint.config.user_assumptions import (
     ACTIVATION_EXAMPLE,
     ROUTING_EXAMPLE,
     ROUTING_WORDS,
-    Stated,
+    UserAssumptions,
     parse_activation,
+    parse_assumptions,
     parse_routing,
-    parse_stated,
 )
 from moectl.errors import UsageError
 from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Routing
@@ -42,7 +42,7 @@ def test_activations() -> None:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_takes_its_parameters(name: str) -> None:
     found = ACTIVATIONS[name]
-    taken = TAKES.get(found.name, ())
+    taken = ACTIVATION_PARAMETERS.get(found.name, ())
     text = f"{name}:{','.join(f'{parameter}=3' for parameter in taken)}"
     assert all(getattr(parse_activation(text), parameter) == 3 for parameter in taken)
 
@@ -75,21 +75,21 @@ def test_bad_routing(text: str) -> None:
 
 
 def test_what_is_stated_goes_first_and_is_not_assumed() -> None:
-    stated = parse_stated("gelu_tanh", "sigmoid,bias,renormalize")
-    (group,) = layer_groups({**CONFIG, "hidden_act": "mish", "scoring_func": "x"}, None, stated=stated)
+    stated = parse_assumptions("gelu_tanh", "sigmoid,bias,renormalize")
+    (group,) = layer_groups({**CONFIG, "hidden_act": "mish", "scoring_func": "x"}, None, assumptions=stated)
     assert group.problem.activation == Activation("gelu_tanh")
     assert group.problem.routing == Routing("sigmoid", correction_bias=True)
     for fact in ("activation", "routing.scoring", "routing.correction_bias"):
         assert group.sources[fact] == "asked"
     assert not any("assumed" in note for note in group.notes)
-    assert parse_stated() == Stated()
+    assert parse_assumptions() == UserAssumptions()
 
 
 def test_the_document_lists_every_word() -> None:
     text = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text()
     rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
     names = {found.name for found in ACTIVATIONS.values()}
-    parameters = {parameter for taken in TAKES.values() for parameter in taken}
+    parameters = {parameter for taken in ACTIVATION_PARAMETERS.values() for parameter in taken}
     for word in {*names, *parameters, *ROUTING_WORDS}:
         assert f"`{word}`" in rows, word
     for example in re.findall(r"`((?:groups|scale)=[^`]+)`", rows):

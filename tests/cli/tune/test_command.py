@@ -193,7 +193,7 @@ def test_a_file_that_is_not_moectls_is_listed_refused_and_dropped(gpu):
     path = launches_file.KIND.path(H200)
     path.parent.mkdir(parents=True)
     path.write_text("{}")
-    assert "is ignored: it is no moectl-launches file" in moectl("tune", "--list").words
+    assert "is ignored: it is not a moectl-launches file" in moectl("tune", "--list").words
     refused = moectl("tune", "--model", "qwen3-30b", "-m", "1", code=3).stderr
     assert "the cache cannot be used" in refused and f"Remove {path}" in refused
     moectl("tune", "--clear")

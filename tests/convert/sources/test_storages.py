@@ -186,8 +186,8 @@ def test_the_storage_that_headers_show_maps_the_same(storage):
     ("change", "message"),
     [
         ("missing", "expert 1 has no tensor {name}, which others have"),
-        ("shape", "tensor '{name}' must be {dtype} [96, 2] beside the other experts', got {dtype} [1, 2]"),
-        ("dtype", "tensor '{name}' must be {dtype} [96, 2] beside the other experts', got I32 [96, 2]"),
+        ("shape", "tensor '{name}' must be {dtype} [96, 2] like the other experts', got {dtype} [1, 2]"),
+        ("dtype", "tensor '{name}' must be {dtype} [96, 2] like the other experts', got I32 [96, 2]"),
         ("extra", "up_proj.weight_scale_2', which is not understood"),
     ],
 )

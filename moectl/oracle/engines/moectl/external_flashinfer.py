@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from ....capabilities.flashinfer import (
+    CHECKS,
     CUTLASS,
-    QUESTIONS,
     TRTLLM,
     FlashInferKernel,
     kernel_of,
@@ -85,7 +85,7 @@ def _forms(kernels: Kernels) -> tuple[WeightForm, ...]:
 
 def _rules(find: Find, *, routes: bool = False) -> tuple[BackendRule, ...]:
     """A rule for each question to the kernel that `find` has for a problem; `routes`: of its routing, too."""
-    asked: list[tuple[Unfit, tuple[str, str]]] = [(unfit, _NAMED[unfit]) for unfit in QUESTIONS]
+    asked: list[tuple[Unfit, tuple[str, str]]] = [(unfit, _NAMED[unfit]) for unfit in CHECKS]
     if routes:
         asked.extend(_TO_ROUTERS.items())
     return tuple(_rule(find, unfit, *named) for unfit, named in asked)

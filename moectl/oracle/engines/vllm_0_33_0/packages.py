@@ -20,7 +20,6 @@ PACKAGES: Mapping[str, Probe] = {
         ("deep_gemm", "vllm.third_party.deep_gemm"),
         "deep-gemm",
         symbols=("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
-        serves="FP8 and FP4 GEMMs",
         get="comes with vLLM; its source is github.com/deepseek-ai/DeepGEMM",
     ),
     "humming": KERNEL_PACKAGES["humming"],
@@ -28,27 +27,22 @@ PACKAGES: Mapping[str, Probe] = {
         ("deep_ep",),
         "deep-ep",
         symbols=("Buffer",),
-        serves="token exchange",
         get="build github.com/deepseek-ai/DeepEP",
     ),
     "aiter": Probe(
         ("aiter",),
         "amd-aiter",
         symbols=("fused_moe.fused_moe", "ops.shuffle.shuffle_weight"),
-        serves="AMD's kernels",
         get="build github.com/ROCm/aiter",
     ),
-    "quark": Probe(
-        ("quark",), "amd-quark", ("torch",), serves="emulation of MX formats", get="pip install amd-quark"
-    ),
-    "b12x": Probe(("b12x",), "b12x", serves="FP4 kernels for SM12x", get="pip install b12x"),
+    "quark": Probe(("quark",), "amd-quark", ("torch",), get="pip install amd-quark"),
+    "b12x": Probe(("b12x",), "b12x", get="pip install b12x"),
     "hpc": Probe(
         ("hpc",),
         symbols=("fuse_moe", "fuse_moe_blockwise"),
-        serves="FP8 kernels for Hopper",
         get="build github.com/Tencent/hpc-ops",
     ),
-    "zentorch": Probe(("zentorch",), "zentorch", serves="AMD CPU kernels", get="pip install zentorch"),
+    "zentorch": Probe(("zentorch",), "zentorch", get="pip install zentorch"),
 }
 """By the name under which `Packages` lists them."""
 
