@@ -11,7 +11,7 @@ from ...problem.moe_problem import MoEProblem
 from ..canonical import halves, scale_dtype
 from ..recipe.chain import Chain
 from ..recipe.recipe import StoredOutput
-from ..steps.rescale import AtLeast, OfLayer, PerExpert, Requantize
+from ..steps.rescale import AtLeast, LayerMaximum, PerExpert, Requantize
 from ..steps.transforms import Step, Widen
 from ..steps.value_steps import Shapes
 from .weight_layout import Build, LayoutOptions
@@ -41,7 +41,7 @@ def nvfp4(weights: Steps, scales: Steps, *, inputs: str) -> Build:
             if kind == "global":
                 made[role] = StoredOutput(role, (PerExpert("first", both),))
             elif kind == "input":
-                of = OfLayer(role) if inputs == "layer" else PerExpert("largest", both)
+                of = LayerMaximum(role) if inputs == "layer" else PerExpert("largest", both)
                 made[role] = StoredOutput(role, (of,))
             else:
                 steps = scales if kind == "scale" else weights
@@ -64,7 +64,7 @@ def fp8_tensor(weights: Steps) -> Build:
                 take = PerExpert("requantized" if again else "same", both)
                 made[role] = StoredOutput(role, (take,), Chain(_float32(problem)))
             elif kind == "input":
-                made[role] = StoredOutput(role, (OfLayer(role),), per_layer=True)
+                made[role] = StoredOutput(role, (LayerMaximum(role),), per_layer=True)
             else:
                 values = (Requantize(f"{role}_scale"),) if again and not kind else ()
                 made[role] = StoredOutput(role, values, Chain(weights(problem, role)))

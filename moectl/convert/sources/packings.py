@@ -24,7 +24,7 @@ from ...files.tensor_table import TensorType
 from ...problem.moe_problem import MoEProblem
 from ..canonical import groups
 from ..steps.transforms import DTYPES, Add, DtypeView, PackedCodes, Rearrange, Shape, Step, Xor
-from ..steps.value_steps import ExactStep, Facts, Tensors, ValueStep, named
+from ..steps.value_steps import ExactStep, Statistics, Tensors, ValueStep, named
 
 _BYTES = DtypeView("I32", "U8")
 _AWQ_COLUMNS = {"p": 2, "q": 4}
@@ -85,7 +85,7 @@ class Repeated(ExactStep):
             raise CheckpointError(f"{self}: needs one number an expert, got {list(shape)}.")
         return TensorType(dtype, (shape[0], self.times, 1))
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         return t.reshape(-1, 1, 1).expand(-1, self.times, 1)
 
     def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
@@ -106,7 +106,7 @@ class Reciprocal(ExactStep):
             raise CheckpointError(f"{self}: needs F32, got {dtype}.")
         return TensorType(dtype, shape)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         if not bool((torch.isfinite(t) & (t > 0)).all()):
             raise CheckpointError(
                 "a global scale that divides must be a positive number, got 0, a negative or no number.",
@@ -139,7 +139,7 @@ class Rounded(ExactStep):
             raise CheckpointError(f"{self}: needs {self.source}, got {dtype}.")
         return TensorType(self.target, shape)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         rounded = t.to(DTYPES[self.target])
         if not bool(torch.isfinite(rounded).all()) and bool(torch.isfinite(t).all()):
             raise CheckpointError(

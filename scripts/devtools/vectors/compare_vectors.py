@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moectl.convert.steps.value_steps import Facts
+from moectl.convert.steps.value_steps import Statistics
 from moectl.errors import MoectlError, UsageError
 
 from .recorded_cases import Deviation, RecordedCase, case_of, function_of
@@ -86,8 +86,8 @@ def _compare(recording: Recording, case: RecordedCase) -> tuple[VectorStatus, st
     if uncompared:
         raise Mismatch(f"tensors nobody compares: {', '.join(sorted(uncompared))}")
     recipe, found = case.recipe, list[Deviation]()
-    facts = recipe.look(case.canonical, {})
-    stored = dict(recipe.store(case.canonical, facts))
+    statistics = recipe.update_statistics(case.canonical, {})
+    stored = dict(recipe.store(case.canonical, statistics))
     back = recipe.restore(stored, case.problem.experts)
     for role, t in case.canonical.items():
         if not _same_bytes(back[role], t):
@@ -98,7 +98,7 @@ def _compare(recording: Recording, case: RecordedCase) -> tuple[VectorStatus, st
             raise Mismatch(f"{recorded_name}: there is no output to compare with")
         different = _difference(_as_recorded(stored[name], case, name), output, case.labels.get(name, ""))
         if different:
-            found.append(_deviation(recording, case, name, facts, output, different))
+            found.append(_deviation(recording, case, name, statistics, output, different))
     if found:
         return VectorStatus.DEVIATION, "; ".join(f"{d.name}: {d.why}" for d in found)
     return VectorStatus.PASS, f"{len(case.names)} tensors equal, and back"
@@ -124,14 +124,19 @@ def _difference(ours: Tensor, recorded: Tensor, label: str) -> str:
 
 
 def _deviation(
-    recording: Recording, case: RecordedCase, name: str, facts: Facts, output: Tensor, different: str
+    recording: Recording,
+    case: RecordedCase,
+    name: str,
+    statistics: Statistics,
+    output: Tensor,
+    different: str,
 ) -> Deviation:
     """The listed deviation that explains all of a difference; Mismatch when none does."""
     made = case.recipe.outputs[name]
     for known in case.deviations:
         if known.role == name and known.applies(recording, case.problem):
             theirs = replace(made, chain=known.recorded(case.problem, made.chain))
-            if not _difference(theirs.apply(case.canonical, facts), output, case.labels.get(name, "")):
+            if not _difference(theirs.apply(case.canonical, statistics), output, case.labels.get(name, "")):
                 return known
     raise Mismatch(f"{name}: {different}")
 
