@@ -31,7 +31,7 @@ from ..recipe.weight_sums import MIDDLE, CodesAndSums, Fill
 from ..steps.rescale import AtMost
 from ..steps.transforms import DtypeView, PackedCodes, Rearrange, Step, Widen
 from ..steps.value_steps import Shapes
-from .weight_layout import LayoutOptions, WeightLayout, by_role
+from .weight_layout import WeightLayout, by_role
 
 _ROWS_OF_32 = Rearrange("e (o n) g -> e o g n", {"n": 32})
 _INT4_CODES = {"p": 2, "h": 2, "r": 8, "c": 4}
@@ -80,7 +80,7 @@ def _int4_weights(problem: MoEProblem, role: str, zero: str) -> CodesAndSums:
     return CodesAndSums(zero, columns, (*order, codes), (*order, _ROWS_OF_32))
 
 
-def _int4(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+def _int4(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
     widened = () if scale_dtype(problem) == "F32" else (Widen(scale_dtype(problem)),)
     made: dict[str, StoredOutput] = {}
     for matrix in ("w13", "w2"):

@@ -28,7 +28,7 @@ from ..steps.transforms import Pad, Rearrange, Step
 from ..steps.value_steps import Shapes
 from .scaled_tensors import Steps, fp8_block, fp8_tensor, nvfp4
 from .trtllm import TILES_128X4
-from .weight_layout import Build, LayoutOptions, WeightLayout, by_role
+from .weight_layout import Build, WeightLayout, by_role
 from .word_orders import BYTES, E2M1_SHIFTED, WORDS
 
 WEIGHTS: tuple[Step, ...] = (
@@ -81,7 +81,7 @@ def _with(scales: Callable[[MoEProblem, str], tuple[Step, ...]], rows: Steps) ->
 def _mxfp4(rows: Steps, weights: Steps, scales: Steps) -> Build:
     """Rows in one order everywhere, then `weights` and `scales` by their steps; biases as BF16."""
 
-    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+    def build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
         made: dict[str, StoredOutput] = {}
         for role in shapes:
             kind = role.partition("_")[2]

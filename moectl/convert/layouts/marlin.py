@@ -26,8 +26,8 @@ from ..recipe.recipe import StoredOutput
 from ..steps.rescale import AtMost, DistanceCodes, Int16OfLargest, Largest4096th, Times
 from ..steps.transforms import DtypeView, PackedCodes, Rearrange, Step
 from ..steps.value_steps import Shapes, ValueStep
-from .weight_layout import Build, LayoutOptions, WeightLayout
-from .word_orders import NIBBLES_APART, NIBBLES_IN_TURN, WORDS
+from .weight_layout import Build, WeightLayout
+from .word_orders import NIBBLES_APART, NIBBLES_INTERLEAVED, WORDS
 
 _TILE = {"w": 4, "c": 2, "h": 8, "rh": 2, "l": 4}
 _TILE_A8 = {"w": 4, "g": 8, "h": 2, "l": 4}
@@ -48,7 +48,7 @@ WEIGHTS_8BIT: tuple[Step, ...] = (
 WEIGHTS_4BIT_A8: tuple[Step, ...] = (
     Rearrange("e (nt w g) (kt h l b) -> e kt (nt g l w h b)", {**_TILE_A8, "b": 2}),
     WORDS,
-    NIBBLES_IN_TURN,
+    NIBBLES_INTERLEAVED,
     _TWO_ROWS,
 )
 """Bytes of two codes along k; inside each word the first four k and those 16 further in turn."""
@@ -124,7 +124,7 @@ def _integer(act: str) -> Build:
         codes = (DistanceCodes(zero),) if act == "fp8" else ()
         return StoredOutput(role, codes, Chain((*start, *_weights(bits, act))))
 
-    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+    def build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
         made = {role: one(problem, role, shapes) for role in shapes if not role.endswith("_input")}
         if act == "int8":
             made |= {

@@ -33,7 +33,7 @@ from .marlin import (
     scale_steps,
     several_groups,
 )
-from .weight_layout import Build, LayoutOptions, WeightLayout
+from .weight_layout import Build, WeightLayout
 
 _FP4_IN_FP8 = 6
 """Exponent bias of E4M3 less that of E2M1: what fp8 activations add to E8M0 bytes."""
@@ -62,14 +62,14 @@ def _mx(steps: tuple[Step, ...], act: str = "a16") -> Build:
             role, (*known, bound), Chain((*padded(problem, role), SCALES_PER_CHANNEL, Add(_FP4_IN_FP8)))
         )
 
-    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+    def build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
         roles = [role for role in shapes if not role.endswith("_input")]
         return {role: _weights(problem, role, steps) or scale(problem, role) for role in roles}
 
     return build
 
 
-def _nvfp4(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+def _nvfp4(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
     half = problem.dtype == "fp16"
     made: dict[str, StoredOutput] = {}
     for role in shapes:
@@ -99,7 +99,7 @@ def _fp8_scale(problem: MoEProblem, role: str) -> StoredOutput:
     return StoredOutput(role, values, Chain((*padded(problem, role, every_row=True), *order)))
 
 
-def _fp8(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+def _fp8(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
     roles = [role for role in shapes if not role.endswith("_input")]
     return {role: _weights(problem, role, WEIGHTS_8BIT) or _fp8_scale(problem, role) for role in roles}
 

@@ -19,7 +19,7 @@ biases                   ``[e, N]``                 BF16 or F16, as the model's
 Word j of lane (g, c) holds rows ``16 * warp + g + 8 * h`` and columns ``16 * j + 2 * c + 8 * k8 + b``:
 register ``r = 2 * k8 + h``, half word ``b``, which is the A operand of four 16-deep matrix instructions in
 one 16-byte load. An integer code lies at bits ``16 * b + 4 * r``; an MXFP4 code is spread as
-`words.E2M1_TURNED` says, with byte r.
+`words.E2M1_ROTATED` says, with byte r.
 
 **8-bit weights.** Words in the order ``(warp 4, jj 2, g 8, c 4, jl 2, k8 2)``: a lane has two 16-byte
 loads, and its word (jl, k8) of load jj holds the same rows, columns ``16 * (2 * jj + jl) + 2 * c + 8 * k8 +
@@ -46,7 +46,7 @@ from ...problem.schemes import FULL, MXFP4, int_format
 from ..canonical import INTERLEAVED, halves, padded, scale_dtype
 from ..steps.transforms import Bits, DtypeView, Pad, Rearrange, Step, Xor
 from .weight_layout import WeightLayout, by_role
-from .word_orders import BYTES, E2M1_TURNED, NIBBLES_APART, WORDS
+from .word_orders import BYTES, E2M1_ROTATED, NIBBLES_APART, WORDS
 
 _LANES = {"w": 4, "h": 2, "g": 8, "c": 4}
 
@@ -86,7 +86,7 @@ def _codes(problem: MoEProblem) -> tuple[Step, ...]:
     weight = problem.scheme.weight
     if weight.bits == 8:
         return (_SIGNED, _TILES_8BIT)
-    bits: Bits = E2M1_TURNED if weight == MXFP4 else NIBBLES_APART
+    bits: Bits = E2M1_ROTATED if weight == MXFP4 else NIBBLES_APART
     return (_TILES_4BIT, WORDS, bits, BYTES)
 
 

@@ -18,7 +18,7 @@ from ..steps.rescale import AtMost
 from ..steps.transforms import PackedCodes, Rearrange, Step
 from ..steps.value_steps import Shapes
 from .scaled_tensors import fp8_tensor
-from .weight_layout import LayoutOptions, WeightLayout, by_role
+from .weight_layout import WeightLayout, by_role
 
 
 def _rows(problem: MoEProblem, role: str) -> tuple[Step, ...]:
@@ -31,14 +31,14 @@ _ZEROS_IN_TWOS: tuple[Step, ...] = (
 )
 
 
-def _fp8(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+def _fp8(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
     if problem.scheme.weight == FP8_TENSOR:
-        return fp8_tensor(_rows)(problem, shapes, options)
-    return by_role(_rows)(problem, shapes, options)
+        return fp8_tensor(_rows)(problem, shapes, requantize)
+    return by_role(_rows)(problem, shapes, requantize)
 
 
-def _wna16(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
-    made = dict(by_role(_rows)(problem, shapes, options))
+def _wna16(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
+    made = dict(by_role(_rows)(problem, shapes, requantize))
     for role in [role for role in shapes if role.endswith("_zero")]:
         if problem.scheme.weight.bits == 4:
             known = AtMost(15, "zero points are 4-bit codes here")

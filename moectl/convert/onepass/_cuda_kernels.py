@@ -26,7 +26,7 @@ def _convert_kernel(
 ):
     """One tile: reads slots in input order, assembles words, and writes them in output order.
 
-    READ: tl.constexpr,  # (elements per index, size, source units, coordinates) of tile axes
+    READ and SLOTS have coordinates for READ_LIMITS, WRITE and WORDS for WRITE_LIMITS, LOOPS for the former,
     then the latter.
     """
     rest = tl.program_id(0).to(tl.int64)

@@ -114,7 +114,7 @@ def test_int4_layers_that_kernels_do_not_take_are_refused(change, message):
     ("columns", "codes", "sums", "message"),
     [
         (24, "e n k -> e n k", "e n k -> e n k", "24 columns are not whole words"),
-        (48, "e n k -> e n k", "e n k -> e n k", "no packed codes in blocks of 48"),
+        (48, "e n k -> e n k", "e n k -> e n k", "not packed codes in blocks of 48"),
         (32, "e (a b) k -> e a b k", "e n k -> e n k", "do not fit sums"),
     ],
 )

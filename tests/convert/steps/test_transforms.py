@@ -88,7 +88,7 @@ def test_bits_one_by_one(order, words):
 def test_bits_in_several_blocks(monkeypatch):
     t = random_bytes((2, 5, 1001), "I32")
     whole = E2M1_SHIFTED.apply(t)
-    monkeypatch.setattr("moectl.convert.steps.transforms._BLOCK", 7)
+    monkeypatch.setattr("moectl.convert.steps.transforms._BLOCK_WORDS", 7)
     assert same(E2M1_SHIFTED.apply(t), whole)
 
 

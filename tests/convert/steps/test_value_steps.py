@@ -33,8 +33,8 @@ def refused(name, weight, role, value, message, dtype="bf16"):
         ("marlin-int4-act-fp8", int_format(4, 32), "w13_scale", 1e38, r"2\*\*9 is beyond", "bf16"),
         ("marlin-mxfp4", MXFP4, "w13_scale", 143, "infinite in fp16", "fp16"),
         ("marlin-mxfp4-act-fp8", MXFP4, "w2_scale", 250, "at most 249 is supported, got 250", "bf16"),
-        ("marlin-nvfp4", NVFP4, "w13_scale", 0x80 | 0x38, "negative scales", "bf16"),
-        ("marlin-nvfp4", NVFP4, "w2_scale", 0x7F, "no numbers", "bf16"),
+        ("marlin-nvfp4", NVFP4, "w13_scale", 0x80 | 0x38, "negative or NaN scales", "bf16"),
+        ("marlin-nvfp4", NVFP4, "w2_scale", 0x7F, "negative or NaN scales", "bf16"),
         ("marlin-int4", int_format(4, 32, zero_point=True), "w2_zero", 16, "4-bit codes .* got 16", "bf16"),
         ("triton-wna16", int_format(4, 32, zero_point=True), "w2_zero", 16, "got 16", "bf16"),
         (
