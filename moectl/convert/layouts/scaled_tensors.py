@@ -34,19 +34,19 @@ def nvfp4(weights: Steps, scales: Steps, *, inputs: str) -> Build:
     """
 
     def build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
-        made: dict[str, StoredOutput] = {}
+        outputs: dict[str, StoredOutput] = {}
         for role in shapes:
             kind = role.partition("_")[2]
             count = halves(problem, role)
             if kind == "global":
-                made[role] = StoredOutput(role, (PerExpert("first", count),))
+                outputs[role] = StoredOutput(role, (PerExpert("first", count),))
             elif kind == "input":
                 maximum = LayerMaximum(role) if inputs == "layer" else PerExpert("largest", count)
-                made[role] = StoredOutput(role, (maximum,))
+                outputs[role] = StoredOutput(role, (maximum,))
             else:
                 steps = scales if kind == "scale" else weights
-                made[role] = StoredOutput(role, chain=Chain(steps(problem, role)))
-        return made
+                outputs[role] = StoredOutput(role, chain=Chain(steps(problem, role)))
+        return outputs
 
     return build
 
@@ -55,20 +55,20 @@ def fp8_tensor(weights: Steps) -> Build:
     """Weights by their steps, one scale per expert, and one static activation scale for the layer."""
 
     def build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
-        made: dict[str, StoredOutput] = {}
+        outputs: dict[str, StoredOutput] = {}
         for role in shapes:
             kind = role.partition("_")[2]
             count = halves(problem, role)
             requantized = requantize and count == 2
             if kind == "scale":
                 take = PerExpert("requantized" if requantized else "same", count)
-                made[role] = StoredOutput(role, (take,), Chain(_float32(problem)))
+                outputs[role] = StoredOutput(role, (take,), Chain(_float32(problem)))
             elif kind == "input":
-                made[role] = StoredOutput(role, (LayerMaximum(role),), per_layer=True)
+                outputs[role] = StoredOutput(role, (LayerMaximum(role),), per_layer=True)
             else:
                 values = (Requantize(f"{role}_scale"),) if requantized and not kind else ()
-                made[role] = StoredOutput(role, values, Chain(weights(problem, role)))
-        return made
+                outputs[role] = StoredOutput(role, values, Chain(weights(problem, role)))
+        return outputs
 
     return build
 
@@ -77,14 +77,14 @@ def fp8_block(weights: Steps, rows: Steps) -> Build:
     """Weights by their steps; F32 block scales, at least `LEAST_SCALE`, in the order of `rows`."""
 
     def build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
-        made: dict[str, StoredOutput] = {}
+        outputs: dict[str, StoredOutput] = {}
         for role in shapes:
             kind = role.partition("_")[2]
             if kind == "scale":
                 chain = Chain((*rows(problem, role), *_float32(problem)))
-                made[role] = StoredOutput(role, (AtLeast(LEAST_SCALE),), chain)
+                outputs[role] = StoredOutput(role, (AtLeast(LEAST_SCALE),), chain)
             elif kind != "input":
-                made[role] = StoredOutput(role, chain=Chain(weights(problem, role)))
-        return made
+                outputs[role] = StoredOutput(role, chain=Chain(weights(problem, role)))
+        return outputs
 
     return build

@@ -21,6 +21,11 @@ Build = Callable[[MoEProblem, Shapes, bool], Mapping[str, StoredOutput]]
 including their padding."""
 
 
+def round_up(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit
+
+
 def by_role(steps: Callable[[MoEProblem, str], tuple[Step, ...]]) -> Build:
     """A layout that stores every canonical role as one tensor of the same name, rearranged by `steps`.
 
