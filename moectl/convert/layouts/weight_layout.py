@@ -156,9 +156,9 @@ class WeightLayout:
         if problem.rows not in (INTERLEAVED, CONCATENATED):
             yield f"rows must be {INTERLEAVED} or {CONCATENATED}, got {problem.rows!r}"
         if problem.act_order == "group":
-            yield "weights permuted by group (act order) have no place in it"
+            yield "weights permuted by group (act order) are not supported"
         if problem.bias and not self.bias:
-            yield "it has no place for biases"
+            yield "expert biases are not supported"
         if weight.block != (0, 0) and scale_dtype(problem) not in self.scale_dtypes:
             yield f"its kernels read {' or '.join(self.scale_dtypes)} scales, got {scale_dtype(problem)}"
         rule = size_rule(self.name, weight, problem.activation.gated, dims.hidden)

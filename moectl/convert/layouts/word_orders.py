@@ -33,13 +33,13 @@ def _e2m1_shifted() -> Bits:
         for byte in range(4):
             source, base = 8 * byte + 4 * half, 16 * half
             if byte < 3:
-                places = {mantissa: 6, exponent[0]: 7, exponent[1]: 8, sign: 15}
+                positions = {mantissa: 6, exponent[0]: 7, exponent[1]: 8, sign: 15}
                 shift = 3 * byte
             else:
-                places = {mantissa: 13, exponent[0]: 10, exponent[1]: 11, sign: 14}
+                positions = {mantissa: 13, exponent[0]: 10, exponent[1]: 11, sign: 14}
                 shift = 0
-            for bit, place in places.items():
-                order[base + place - shift] = source + bit
+            for bit, position in positions.items():
+                order[base + position - shift] = source + bit
     return Bits(tuple(order))
 
 
@@ -55,10 +55,10 @@ def _e2m1_rotated() -> Bits:
     ((x << 2) & 0x00400040)``.
     """
     order = [-1] * 32
-    for byte, places in enumerate(_ROTATED):
-        for half, bits in enumerate(places):
-            for bit, place in zip((3, 2, 1, 0), bits, strict=True):
-                order[place] = 8 * byte + 4 * half + bit
+    for byte, positions in enumerate(_ROTATED):
+        for half, bits in enumerate(positions):
+            for bit, position in zip((3, 2, 1, 0), bits, strict=True):
+                order[position] = 8 * byte + 4 * half + bit
     return Bits(tuple(order))
 
 

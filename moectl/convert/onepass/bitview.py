@@ -79,7 +79,7 @@ class BitView:
         axes: the axes, one list of digits each.
         where: int64 ``[*tables, bits, 1 + limits]``: source position of each bit of the element at index 0,
             and its coordinates.
-        known: ``[*tables, bits]``: True where the bit comes from the source, False for a constant.
+        from_source: ``[*tables, bits]``: True where the bit comes from the source, False for a constant.
         invert: ``[*tables, bits]``: 1 where the bit is inverted; of a constant, its value.
         fill: ``[*tables, bits]``: the bit, before `invert`, where a coordinate is beyond its limit.
         added: ``[*tables, bits]``: added to the source's byte, modulo 256, before the bit is taken.
@@ -93,7 +93,7 @@ class BitView:
             self.axes.insert(0, [Digit(size, (Atom(size, (stride,)),))] if size > 1 else [])
             stride *= size
         self.where: Ints = np.arange(8 * itemsize, dtype=np.int64)[:, None]
-        self.known = np.ones(8 * itemsize, dtype=bool)
+        self.from_source = np.ones(8 * itemsize, dtype=bool)
         self.invert = np.zeros(8 * itemsize, dtype=np.uint8)
         self.fill = np.zeros(8 * itemsize, dtype=np.uint8)
         self.added = np.zeros(8 * itemsize, dtype=np.uint8)
@@ -104,7 +104,7 @@ class BitView:
     @property
     def bits(self) -> int:
         """Bits of an element."""
-        return self.known.shape[-1]
+        return self.from_source.shape[-1]
 
     # ---- axes
 
@@ -165,7 +165,7 @@ class BitView:
         if atom.table is None:
             return replace(atom, step=(*atom.step, weight))
         at = self._tables.index(atom.table)
-        index = np.arange(atom.size).reshape([-1 if i == at else 1 for i in range(self.known.ndim)])
+        index = np.arange(atom.size).reshape([-1 if i == at else 1 for i in range(self.from_source.ndim)])
         self.where[..., -1] += index * weight
         return replace(atom, step=(*atom.step, 0))
 
@@ -188,8 +188,8 @@ class BitView:
     def _set_fill(self, fill: NDArray[np.uint8]) -> None:
         if (
             self.added.any()
-            or fill[~self.known].any()
-            or (self.limits and (fill != self.fill)[self.known].any())
+            or fill[~self.from_source].any()
+            or (self.limits and (fill != self.fill)[self.from_source].any())
         ):
             raise NotComposable
         self.fill = fill
@@ -322,7 +322,7 @@ class BitView:
 
     def keep_low(self, bits: int) -> None:
         """Keeps the lowest `bits` bits; the others must be constant zeros."""
-        if self.known[..., bits:].any() or self.invert[..., bits:].any():
+        if self.from_source[..., bits:].any() or self.invert[..., bits:].any():
             raise NotComposable
         self.order(range(bits))
 
@@ -334,7 +334,7 @@ class BitView:
         """Adds `amount`, modulo 256, to elements, which must be whole bytes of the source."""
         steps = [atom.step[0] for axis in self.axes for digit in axis for atom in digit.atoms]
         order = self.where - self.where[..., :1, :]
-        whole = self.bits == 8 and self.known.all() and not self.invert.any()
+        whole = self.bits == 8 and self.from_source.all() and not self.invert.any()
         in_place = not (order[..., 0] != np.arange(self.bits)).any() and not order[..., 1:].any()
         if not (whole and in_place) or any(step % 8 for step in steps) or (self.where[..., 0, 0] % 8).any():
             raise NotComposable
@@ -366,13 +366,13 @@ class BitView:
         return self._named
 
     def _each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
-        for name in ("where", "known", "invert", "fill", "added"):
+        for name in ("where", "from_source", "invert", "fill", "added"):
             setattr(self, name, change(getattr(self, name)))
 
     def _tabled(self, atom: Atom) -> Atom:
         if atom.table is not None:
             return atom
-        if atom.size * self.known.size > MAX_ENTRIES:
+        if atom.size * self.from_source.size > MAX_ENTRIES:
             raise NotComposable
         self._each(lambda a: np.repeat(a[None], atom.size, 0))
         moves = np.arange(atom.size)[:, None] * np.array(atom.step)
@@ -385,10 +385,10 @@ class BitView:
         if atom.table is None:
             return atom
         at = self._tables.index(atom.table)
-        for a in (self.known, self.invert, self.fill, self.added):
+        for a in (self.from_source, self.invert, self.fill, self.added):
             if (a != a.take([0], axis=at)).any():
                 return atom
-        moves = np.diff(self.where, axis=at)[self.known.take(range(1, atom.size), axis=at)]
+        moves = np.diff(self.where, axis=at)[self.from_source.take(range(1, atom.size), axis=at)]
         step = tuple(int(move) for move in moves[0]) if len(moves) else self._zero
         if (moves != np.array(step)).any():
             return atom

@@ -280,12 +280,12 @@ def _word(view: BitView, tables: list[_PlacedAtom], index: tuple[int, ...], limi
     """The word at one index of the tables; dimensions without an atom stay at 0."""
     index_of = {entry.atom.table: i for entry, i in zip(tables, index, strict=True)}
     position = tuple(index_of.get(name, 0) for name in view.tables)
-    where, known, invert, fill, added = (
-        a[position] for a in (view.where, view.known, view.invert, view.fill, view.added)
+    where, from_source, invert, fill, added = (
+        a[position] for a in (view.where, view.from_source, view.invert, view.fill, view.added)
     )
     moves: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     fills: dict[tuple[int, ...], int] = {}
-    for bit in np.flatnonzero(known).tolist():
+    for bit in np.flatnonzero(from_source).tolist():
         address, *at = where[bit].tolist()
         key = (int(added[bit]), address >> 3, *at)
         moves.setdefault(key, []).append((address & 7, bit))

@@ -92,14 +92,14 @@ def write_codes(w, factors, shifts, low, high, mask, least, magic, offset, manti
                 begin = group * columns
                 if mantissa < 0:
                     for at in range(columns):
-                        place = np.uint64(at)
-                        x = line[place] / factor + shift
+                        index = np.uint64(at)
+                        x = line[index] / factor + shift
                         q = _rounded(x, low, high, mask, least, magic)
                         out[np.uint64(begin + at)] = np.uint8(np.int32(q) + offset)
                 else:
                     for at in range(columns):
-                        place = np.uint64(at)
-                        x = np.float32(line[place] / factor)
+                        index = np.uint64(at)
+                        x = np.float32(line[index] / factor)
                         size = np.float32(abs(_rounded(x, low, high, mask, least, magic)))
                         coded = (np.float32(size * up).view(np.int32) >> drop) - normal
                         coded = np.int32(size * fine) if size < least else coded

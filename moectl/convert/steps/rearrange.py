@@ -59,17 +59,17 @@ class Pattern:
         """The inverse pattern."""
         return Pattern(self.right, self.left)
 
-    def sizes(self, shape: Sequence[int], known: Mapping[str, int]) -> dict[str, int]:
+    def sizes(self, shape: Sequence[int], fixed_sizes: Mapping[str, int]) -> dict[str, int]:
         """The size of every name for a tensor of `shape`.
 
-        `known` has all names but at most one per axis. CheckpointError when the sizes do not fit.
+        `fixed_sizes` has all names but at most one per axis. CheckpointError when the sizes do not fit.
         """
         if len(shape) != len(self.left):
             raise CheckpointError(f"{self} needs {len(self.left)} axes, got the shape {tuple(shape)}.")
-        sizes = dict(known)
+        sizes = dict(fixed_sizes)
         for axis, size in zip(self.left, shape, strict=True):
-            free = [name for name in axis if name not in known]
-            fixed = math.prod(known[name] for name in axis if name in known)
+            free = [name for name in axis if name not in fixed_sizes]
+            fixed = math.prod(fixed_sizes[name] for name in axis if name in fixed_sizes)
             if len(free) > 1:
                 raise CheckpointError(f"{self} leaves the sizes of {', '.join(free)} open.")
             if fixed == 0 or size % fixed or (not free and size != fixed):

@@ -181,7 +181,7 @@ REFUSED = [
     ("trtllm-mxfp4", {"activation": Activation("relu2", gated=False)}, "not gated"),
     ("trtllm-mxint4", {"dims": Dims(384, 256)}, "hidden size must be a multiple of 256, got 384"),
     ("trtllm-mxint4", {"dims": Dims(256, 384)}, "intermediate size must be a multiple of 256, got 384"),
-    ("trtllm-mxint4", {"bias": True}, "no place for biases"),
+    ("trtllm-mxint4", {"bias": True}, "expert biases are not supported"),
     ("trtllm-mxint4", {"weight": int_format(4, 32, "F16")}, "BF16 scales, got F16"),
     ("moectl-mtile64", {"weight": int_format(4, 32, "F32")}, "BF16 or F16 scales, got F32"),
     ("marlin-int4", {"weight": int_format(4, 32, "F32")}, "BF16 or F16 scales, got F32"),
