@@ -1,16 +1,16 @@
-"""Canonical expert tensors: the form between every checkpoint format and every weight layout.
+"""Canonical expert tensors: the common form of all checkpoint formats and weight layouts.
 
-One role is one tensor of a batch of experts, experts first:
+Each role is one tensor of a batch of experts, experts first:
 
 - ``w13``, ``w2``: gate and up rows in the order of `MoEProblem.rows`, and the down projection. 4-bit codes
-  lie two to a byte along the last axis, element 2j in the low nibble of byte j; 8-bit codes and E4M3
-  numbers are bytes; 16-bit weights are what they are. Int codes are offset codes ``q + 2**(bits - 1)``.
-- ``*_scale`` ``[e, rows, columns]``: one value per block of the format. Blocks of several rows, or one for
-  the whole matrix, are counted in gate and in up by themselves, gate first: per tensor, `w13` has two.
-  E8M0 scales and E4M3 ones are bytes.
-- ``*_zero`` like ``*_scale``: codes of zero, one to a byte.
-- ``*_global`` F32 ``[e, halves, 1]``: the factor on two-level scales (NVFP4's), one for gate and one for up.
-- ``*_input`` F32 ``[e, halves, 1]``: static scales of the activations that enter.
+  are packed in pairs along the last axis, element 2j in the low nibble of byte j; 8-bit codes and E4M3
+  numbers are bytes; 16-bit weights are floats. Integer codes are offset codes ``q + 2**(bits - 1)``.
+- ``*_scale`` ``[e, rows, columns]``: one value per block of the format. Blocks of several rows, or a block of
+  the whole matrix, do not span gate and up, and gate's come first: per tensor, `w13` has two scales.
+  E8M0 and E4M3 scales are bytes.
+- ``*_zero`` like ``*_scale``: zero points as codes, one per byte.
+- ``*_global`` F32 ``[e, halves, 1]``: the factor on two-level scales (NVFP4), one for gate and one for up.
+- ``*_input`` F32 ``[e, halves, 1]``: static scales of the input activations.
 - ``*_bias`` ``[e, rows]``.
 """
 
@@ -29,12 +29,12 @@ INTERLEAVED, CONCATENATED = "interleaved", "concatenated"
 
 
 def halves(problem: MoEProblem, role: str) -> int:
-    """Matrices that are stacked in `role`: gate and up in that of gated experts, else one."""
+    """Number of matrices stacked in `role`: 2 (gate and up) for ``w13`` of gated experts, otherwise 1."""
     return 2 if role.startswith("w13") and problem.activation.gated else 1
 
 
 def scale_dtype(problem: MoEProblem) -> str:
-    """Storage dtype of the canonical scales: bytes for E8M0 and E4M3 ones, else stated or the model's."""
+    """Storage dtype of canonical scales: U8 for E8M0 and E4M3, otherwise the format's, or the model's."""
     weight = problem.scheme.weight
     if weight.number.byte_scale or weight.scale_dtype == "E8M0":
         return "U8"
@@ -42,31 +42,42 @@ def scale_dtype(problem: MoEProblem) -> str:
 
 
 def byte_scales(problem: MoEProblem) -> str:
-    """What canonical scales that are bytes mean, as codecs spell it."""
+    """The number format of canonical scales that are bytes: ``E8M0`` or ``F8_E4M3``."""
     return problem.scheme.weight.number.byte_scale or "E8M0"
 
 
 def groups(weight: WeightFormat, k: int) -> int:
-    """Scales along a reduction axis of `k` weights."""
+    """Number of scales along a reduction axis of `k` weights."""
     return 1 if weight.group == FULL else math.ceil(k / weight.group)
 
 
 def scale_rows(weight: WeightFormat, n: int) -> int:
-    """Scales along `n` rows of one matrix."""
+    """Number of scales along `n` rows of one matrix."""
     return 1 if weight.block[0] == FULL else math.ceil(n / weight.block[0])
 
 
 def has_input_scales(problem: MoEProblem) -> bool:
-    """True when the scheme's activations have scales that are known ahead."""
+    """True when the scheme's activations have static scales."""
     act = problem.scheme.act
     return act.number.global_scale or (act.bits < 16 and not act.dynamic)
 
 
 def canonical_shapes(problem: MoEProblem, experts: int, inputs: bool | None = None) -> dict[str, TensorType]:
-    """Shape and storage dtype of every canonical role of `problem`, for a batch of `experts`.
+    """Storage dtype and shape of every canonical role of `problem`, for a batch of `experts`.
 
-    Sizes are the logical ones; `inputs` says whether there are static scales of activations, where the
-    scheme alone does not decide. Raises NoBackend when sizes are not whole groups.
+    Sizes are the logical ones. `inputs` says whether there are static activation scales; by default the
+    scheme decides. Raises NoBackend when sizes are not whole groups.
+
+    Example:
+        >>> from moectl.problem.moe_problem import Dims, MoEProblem
+        >>> from moectl.problem.schemes import MXFP4, Scheme
+        >>> problem = MoEProblem(Dims(128, 64), 4, 2, Scheme(MXFP4))
+        >>> for role, (dtype, shape) in canonical_shapes(problem, 4).items():
+        ...     print(role, dtype, shape)
+        w13 U8 (4, 128, 64)
+        w13_scale U8 (4, 128, 4)
+        w2 U8 (4, 128, 32)
+        w2_scale U8 (4, 128, 2)
     """
     hidden, inter, weight = problem.dims.hidden, problem.dims.intermediate, problem.scheme.weight
     _check_groups(problem)
@@ -103,11 +114,11 @@ def _check_groups(problem: MoEProblem) -> None:
 
 
 def padded(problem: MoEProblem, role: str, fill: int = 0, every_row: bool = False) -> tuple[Step, ...]:
-    """Steps that pad canonical `role` with `fill` to the padded sizes; row order and meaning stay.
+    """Steps that pad canonical `role` with `fill` to the padded sizes, in the same row order.
 
-    Of concatenated `w13` each half is padded by itself; of interleaved only the end, so that pairs
-    stay pairs. Roles of one value per matrix have nothing to pad. `every_row`: scales of blocks of rows
-    were repeated before, so that there is one for each row.
+    Each half of concatenated `w13` is padded at its end; interleaved `w13` at the end of the pairs. Roles
+    with one value per matrix need no padding. `every_row`: scales of blocks of rows have been repeated
+    for every row.
     """
     dims, weight = problem.dims, problem.scheme.weight
     kind = role.partition("_")[2]
@@ -140,7 +151,7 @@ def padded(problem: MoEProblem, role: str, fill: int = 0, every_row: bool = Fals
 
 
 def row_order(problem: MoEProblem, role: str) -> str:
-    """The order of a canonical role's rows: scales of blocks of rows have all of gate's first."""
+    """The order of a canonical role's rows; scales of blocks of rows are always concatenated, gate first."""
     of_blocks = role.endswith(("_scale", "_zero")) and problem.scheme.weight.block[0] != 1
     return CONCATENATED if of_blocks or halves(problem, role) == 1 else problem.rows
 
@@ -157,7 +168,7 @@ def _columns(weight: WeightFormat, kind: str, k: int) -> int:
 
 
 def gate_then_up(problem: MoEProblem, role: str) -> tuple[Rearrange, ...]:
-    """Padded `w13` rows with all gates first, then all ups; nothing to do for other roles."""
+    """Steps that order padded `w13` rows all gates, then all ups; none for other roles."""
     if row_order(problem, role) == CONCATENATED:
         return ()
     tail = "" if role.endswith("_bias") else " k"
@@ -165,14 +176,14 @@ def gate_then_up(problem: MoEProblem, role: str) -> tuple[Rearrange, ...]:
 
 
 def up_then_gate(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    """Padded `w13` rows with all ups first, then all gates; nothing to do for other roles."""
+    """Steps that order padded `w13` rows all ups, then all gates; none for other roles."""
     if halves(problem, role) == 1:
         return ()
     return (*gate_then_up(problem, role), Flip(1))
 
 
 def in_pairs(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    """Padded `w13` rows as gate0, up0, gate1, up1, ...; nothing to do for other roles."""
+    """Steps that order padded `w13` rows gate0, up0, gate1, up1, ...; none for other roles."""
     if halves(problem, role) == 1 or row_order(problem, role) == INTERLEAVED:
         return ()
     tail = "" if role.endswith("_bias") else " k"

@@ -13,7 +13,7 @@ from ..convert.codecs import decode_role
 from ..convert.layouts.registry import layout_named
 from ..convert.rank_slice import RankShare
 from ..convert.recipe.recipe import Recipe, StoredOutput
-from ..convert.steps.value_steps import Facts, Shapes
+from ..convert.steps.value_steps import Shapes, Statistics
 from ..convert.stream.source_reader import spans
 from ..errors import Unavailable, UsageError
 from ..kernels.prepared_layer import CANONICAL, DenseExpert, DenseExperts, PreparedMoE, Router, local_ids
@@ -113,18 +113,18 @@ class ExpertLayer:
             name: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
             for name, (dtype, shape) in stored.items()
         }
-        facts: Facts = {}
+        statistics: Statistics = {}
         experts = self.problem.local_experts
         batches = spans(experts, max(1, BATCH_BYTES // max(1, self.problem.expert_bytes())))
-        for first, last in batches if recipe.facts else ():
-            facts = recipe.look(self.canonical(range(first, last)), facts)
+        for first, last in batches if recipe.statistics else ():
+            statistics = recipe.update_statistics(self.canonical(range(first, last)), statistics)
         for first, last in batches:
             batch = {role: t.to(device) for role, t in self.canonical(range(first, last)).items()}
             for name, output in recipe.outputs.items():
                 if not output.per_layer:
-                    output.apply(batch, facts, out[name][first:last])
+                    output.apply(batch, statistics, out[name][first:last])
                 elif first == 0:
-                    output.apply(batch, facts, out[name])
+                    output.apply(batch, statistics, out[name])
         return out
 
     def _dense(self, weights: Mapping[str, Tensor], recipe: Recipe) -> Callable[[Ids], DenseExperts]:

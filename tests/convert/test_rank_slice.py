@@ -272,5 +272,7 @@ def test_largest_scales_are_taken_of_what_a_rank_holds(tp: int, ep: int) -> None
         )
         largest = [10 * (last - 1) + start + (high - 1) // 64 for start in (40, 60)]
         numbers = torch.tensor(largest, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
-        facts = {str(fact): float(value) for fact, value in recipe.look(held, {}).items()}
-        assert facts == {"max_e4m3(w13_scale)": numbers[0], "max_e4m3(w2_scale)": numbers[1]}
+        statistics = {
+            str(statistic): float(value) for statistic, value in recipe.update_statistics(held, {}).items()
+        }
+        assert statistics == {"max_e4m3(w13_scale)": numbers[0], "max_e4m3(w2_scale)": numbers[1]}

@@ -78,7 +78,7 @@ def test_tensors_missing_or_too_many_fail(tmp_path, name):
     extra = tensors | {"in.g_idx": torch.zeros(3)}
     assert outcome(save(tmp_path / "a.safetensors", extra, metadata)) == (
         VectorStatus.FAIL,
-        "tensors nobody compares: g_idx",
+        "tensors that are not compared: g_idx",
     )
 
 
@@ -183,7 +183,7 @@ def test_the_deviation_needs_its_params(tmp_path):
 def test_a_folder_without_recordings_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="holds no recorded conversions"):
         check_folder(tmp_path)
-    with pytest.raises(UsageError, match="is not a folder"):
+    with pytest.raises(UsageError, match="is not a directory"):
         check_folder(tmp_path / "absent")
 
 
@@ -199,7 +199,7 @@ def test_the_script_lists_every_recording_and_the_total(tmp_path):
     done = run(tmp_path)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
-    assert lines[0] == "PASS        good.safetensors: 4 tensors equal, and back"
+    assert lines[0] == "PASS        good.safetensors: 4 tensors equal, round trip exact"
     assert lines[1].startswith("DEVIATION   known.safetensors: marlin-scale-rule: vLLM 0.33.0 chooses")
     assert lines[2:] == ["2 recordings: 1 PASS, 1 DEVIATION, 0 FAIL, 0 UNSUPPORTED"]
 

@@ -117,16 +117,16 @@ ONE_SCALE = {"trtllm-fp8-tensor", "cutlass-fp8-tensor", "plain-fp8"}
 def stored(layout: WeightLayout, problem: MoEProblem, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every stored tensor of the layer `tensors` in `layout`."""
     recipe = layout.recipe(problem)
-    return dict(recipe.store(tensors, recipe.look(tensors, {})))
+    return dict(recipe.store(tensors, recipe.update_statistics(tensors, {})))
 
 
 def moved(layout: WeightLayout, problem: MoEProblem) -> Iterator[tuple[str, Chain, Tensor]]:
     """The chain of every stored tensor that has one, and what it moves: random numbers after value steps."""
     tensors, recipe = tensors_for(layout, problem), layout.recipe(problem)
-    facts = recipe.look(tensors, {})
+    statistics = recipe.update_statistics(tensors, {})
     for name, output in recipe.outputs.items():
         if output.chain.steps:
-            yield name, output.chain, replace(output, chain=Chain()).apply(tensors, facts)
+            yield name, output.chain, replace(output, chain=Chain()).apply(tensors, statistics)
 
 
 def back(chain: Chain, t: Tensor, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Codecs: what a weight format's codes and scales mean. A codec's decode is the one judge of its format."""
+"""Codecs: the meaning of a weight format's codes and scales, defined by the codec's `decode`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from torch import Tensor
 from ...errors import UsageError
 from ...problem.number_formats import NUMBER_FORMATS
 from ...problem.schemes import WeightFormat
-from .codec import Codec, Encoded, check_scales, check_weights, from_halves, in_halves
+from .codec import Codec, Encoded, UnquantizedCodec, check_scales, check_weights, from_halves, in_halves
 from .grids import GRIDS
-from .plain import Plain
 from .scaled import Scaled
 from .scales import E8M0_RULES, scale_store
 
@@ -32,11 +31,21 @@ __all__ = [
 def codec_for(weight: WeightFormat, rule: str = "floor") -> Codec:
     """The codec of `weight`; UsageError for a format without one.
 
-    `rule` is how encoding chooses scales that are powers of two: one of `E8M0_RULES`.
+    `rule` is how encoding chooses power-of-two scales: one of `E8M0_RULES`.
+
+    Example:
+        >>> import torch
+        >>> from moectl.problem.schemes import MXFP4
+        >>> codec = codec_for(MXFP4)
+        >>> encoded = codec.encode(torch.full((1, 1, 32), 3.0))
+        >>> encoded.codes.shape, encoded.scale.tolist()
+        (torch.Size([1, 1, 16]), [[[126]]])
+        >>> codec.decode(*encoded)[0, 0, 0].item()
+        3.0
     """
     number = NUMBER_FORMATS.get(weight.name)
     if number is None or (number.within_row and weight.block[0] != 1):
-        by_row = sorted(name for name, known in NUMBER_FORMATS.items() if known.within_row)
+        by_row = sorted(name for name, entry in NUMBER_FORMATS.items() if entry.within_row)
         raise UsageError(
             f"no codec knows {weight}; known are {', '.join(NUMBER_FORMATS)}, "
             f"{', '.join(by_row)} in groups along a row."
@@ -44,7 +53,7 @@ def codec_for(weight: WeightFormat, rule: str = "floor") -> Codec:
     if rule not in E8M0_RULES:
         raise UsageError(f"no rule for scales is called {rule!r}; choose one of {', '.join(E8M0_RULES)}.")
     if not number.scale:
-        return Plain(weight)
+        return UnquantizedCodec(weight)
     store = scale_store(weight, number.scale, rule)
     return Scaled(weight, GRIDS[number.grid.name], store, two_level=number.global_scale)
 
@@ -52,8 +61,8 @@ def codec_for(weight: WeightFormat, rule: str = "floor") -> Codec:
 def decode_role(weight: WeightFormat, roles: Mapping[str, Tensor], role: str, halves: int = 1) -> Tensor:
     """``[e, n, k]`` float32: the matrix `role` among canonical `roles` of a batch of experts.
 
-    `halves` is 2 for ``w13`` of gate rows, then up rows: blocks of several rows begin anew with the up
-    rows. It makes no difference to formats whose blocks lie within one row.
+    `halves` is 2 for ``w13`` with gate rows before up rows: blocks of several rows do not span the two. It
+    makes no difference to formats whose blocks are within one row.
     """
     encoded = Encoded.of(roles, role)
     codec = codec_for(weight)

@@ -1,4 +1,4 @@
-"""Matrices seen as blocks that share a scale, without moving anything where blocks are whole."""
+"""Views of matrices as blocks that share a scale; whole blocks are viewed without a copy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...errors import CheckpointError
 from ...problem.schemes import FULL, WeightFormat
 
 WITHIN = (2, 4)
-"""Axes of a blocked tensor that lie within one block."""
+"""Axes of a blocked tensor within one block."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleBlocks:
-    """Rows and columns of a matrix and of its blocks.
+    """Sizes of a matrix and of its blocks.
 
     A blocked tensor is ``[e, block rows, rows of a block, block columns, columns of a block]``; the scale
     of a block is ``[e, block rows, block columns]``.
@@ -29,11 +29,11 @@ class ScaleBlocks:
 
     @property
     def scales(self) -> tuple[int, int]:
-        """Block rows and block columns."""
+        """Number of block rows and block columns."""
         return -(-self.n // self.rows), -(-self.k // self.columns)
 
     def split(self, t: Tensor) -> Tensor:
-        """`t` ``[e, n, k]`` as blocks; a copy with zeros at the ends where the last blocks are not whole."""
+        """`t` ``[e, n, k]`` as blocks; a copy padded with zeros if the last blocks are not whole."""
         down, across = self.scales
         n, k = down * self.rows, across * self.columns
         if (n, k) != (self.n, self.k):
@@ -47,15 +47,15 @@ class ScaleBlocks:
 
 
 def over(scale: Tensor) -> Tensor:
-    """A scale ``[e, block rows, block columns]`` that broadcasts over a blocked tensor."""
+    """`scale` ``[e, block rows, block columns]`` shaped to broadcast over a blocked tensor."""
     return scale[:, :, None, :, None]
 
 
 def blocks_of(weight: WeightFormat, n: int, k: int, scale_rows: int | None = None) -> ScaleBlocks:
-    """How a matrix ``[n, k]`` of `weight` falls into blocks.
+    """The blocks of a matrix ``[n, k]`` of `weight`.
 
-    `scale_rows` is how many scales a format of one scale for all rows stores: one, or one for each half
-    of fused rows. CheckpointError when groups along a row, or the rows of the halves, are not whole.
+    `scale_rows` is the number of scales stored by a format with one scale for all rows: one, or one for each
+    half of fused rows. CheckpointError when groups along a row, or the rows of the halves, are not whole.
     """
     down, across = weight.block
     columns = k if across == FULL else across

@@ -1,24 +1,26 @@
-"""What a codec is: the one judge of what stored codes and scales mean."""
+"""Codecs: the single definition of the meaning of stored codes and scales."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...problem.schemes import WeightFormat
 from .scales import E8M0_NAN
 
 
 class Encoded(NamedTuple):
-    """One matrix of a batch of experts, in canonical tensors.
+    """One matrix of a batch of experts as canonical tensors.
 
     Attributes:
-        codes: uint8 ``[e, n, k * bits / 8]``, 4-bit codes two to a byte; 16-bit formats: the weights.
+        codes: uint8 ``[e, n, k * bits / 8]``, 4-bit codes packed in pairs; 16-bit formats: the weights.
         scale: ``[e, block rows, block columns]``: uint8 (E8M0 or E4M3) or float.
-        zero: uint8 ``[e, n, g]``: the unpacked code of zero, for integers that are not symmetric.
+        zero: uint8 ``[e, n, g]``: unpacked zero points, for asymmetric integers.
         global_scale: float32 ``[e, h, 1]``: a factor for each of h equal parts of the rows (NVFP4).
     """
 
@@ -29,23 +31,23 @@ class Encoded(NamedTuple):
 
     def roles(self, role: str) -> dict[str, Tensor]:
         """The tensors by canonical role: ``w13``, ``w13_scale``, ..."""
-        named = ((f"{role}{suffix}", getattr(self, part)) for part, suffix in SUFFIXES.items())
-        return {name: tensor for name, tensor in named if tensor is not None}
+        tensors = ((f"{role}{suffix}", getattr(self, field)) for field, suffix in SUFFIXES.items())
+        return {name: tensor for name, tensor in tensors if tensor is not None}
 
     @classmethod
     def of(cls, roles: Mapping[str, Tensor], role: str) -> Encoded:
         """The matrix `role` among the canonical `roles` of a batch of experts."""
         if role not in roles:
             raise CheckpointError(f"role {role} is missing; there are {', '.join(sorted(roles))}.")
-        return cls(**{part: roles[f"{role}{s}"] for part, s in SUFFIXES.items() if f"{role}{s}" in roles})
+        return cls(**{field: roles[f"{role}{s}"] for field, s in SUFFIXES.items() if f"{role}{s}" in roles})
 
 
 SUFFIXES: Mapping[str, str] = {"codes": "", "scale": "_scale", "zero": "_zero", "global_scale": "_global"}
-"""What a canonical role adds to its matrix's name, by the field of `Encoded`."""
+"""Suffix that a canonical role adds to its matrix, by the field of `Encoded`."""
 
 
 class Codec(Protocol):
-    """Codes and scales to real weights, and back."""
+    """Decodes codes and scales to real weights, and encodes weights."""
 
     def decode(
         self,
@@ -54,22 +56,22 @@ class Codec(Protocol):
         zero: Tensor | None = None,
         global_scale: Tensor | None = None,
     ) -> Tensor:
-        """The weights ``[e, n, k]`` float32 that the canonical tensors stand for."""
+        """The weights ``[e, n, k]`` float32 that the canonical tensors represent."""
 
     def encode(self, weights: Tensor) -> Encoded:
-        """Canonical tensors for finite `weights` ``[e, n, k]``: the usual scale, rounding to nearest."""
+        """Canonical tensors of finite `weights` ``[e, n, k]``: the usual scales, rounding to nearest."""
 
 
 def in_halves(encoded: Encoded, halves: int) -> Encoded:
-    """The `halves` equal parts of the rows of each expert as matrices of their own, ``[e * halves, ...]``.
+    """The `halves` equal parts of the rows of each expert as separate matrices, ``[e * halves, ...]``.
 
-    A tensor with a single row of scales holds for every part.
+    A single row of scales applies to every part.
     """
-    return _each(encoded, lambda t: _apart(t, halves))
+    return _each(encoded, lambda t: _split_rows(t, halves))
 
 
 def from_halves(encoded: Encoded, halves: int) -> Encoded:
-    """The inverse of `in_halves`: rows of an expert's parts one after the other."""
+    """The inverse of `in_halves`: the rows of an expert's parts concatenated."""
     return _each(encoded, lambda t: t.reshape(-1, halves * t.shape[1], *t.shape[2:]))
 
 
@@ -77,7 +79,7 @@ def _each(encoded: Encoded, change: Callable[[Tensor], Tensor]) -> Encoded:
     return Encoded(change(encoded.codes), *(t if t is None else change(t) for t in encoded[1:]))
 
 
-def _apart(t: Tensor, halves: int) -> Tensor:
+def _split_rows(t: Tensor, halves: int) -> Tensor:
     if t.shape[1] == 1:
         t = t.expand(-1, halves, *t.shape[2:])
     if t.shape[1] % halves:
@@ -88,8 +90,14 @@ def _apart(t: Tensor, halves: int) -> Tensor:
 def check_scales(scale: Tensor, dtype: str = "E8M0") -> None:
     """Raises CheckpointError when a scale is not a number: an E8M0 or E4M3 NaN, or a float NaN or infinity.
 
-    `scale` is a canonical scale tensor, experts first; `dtype` says what bytes (uint8) are: E8M0, or
-    F8_E4M3.
+    `scale` is a canonical scale tensor, experts first; `dtype` is the format of uint8 scales, ``E8M0`` or
+    ``F8_E4M3``.
+
+    Example:
+        >>> check_scales(torch.tensor([[[120, 127]]], dtype=torch.uint8))
+        >>> check_scales(torch.tensor([[[120, 255]]], dtype=torch.uint8))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        moectl.errors.CheckpointError: 1 of 2 scales are not numbers (E8M0 byte 255), first in expert 0...
     """
     if _all_numbers(scale, dtype):
         return
@@ -113,16 +121,16 @@ _EXPONENTS = {
     torch.float16: (torch.int16, 0x7C00),
     torch.float32: (torch.int32, 0x7F800000),
 }
-"""Floats as integers of their width, and the bits of the exponent that NaN and infinity have."""
+"""By float dtype: the integer dtype of its width, and the exponent bits of NaN and infinity."""
 
 
 def _all_numbers(scale: Tensor, dtype: str) -> bool:
-    """True when a look that costs a hundredth of counting finds nothing; False says nothing."""
+    """True when a check at 1% of the cost of counting rules out NaN and infinity; False is no proof."""
     if not scale.numel():
         return True
     if scale.dtype in _EXPONENTS:
-        as_int, exponent = _EXPONENTS[scale.dtype]
-        return int((scale.view(as_int) & torch.iinfo(as_int).max).max()) < exponent
+        integer, exponent = _EXPONENTS[scale.dtype]
+        return int((scale.view(integer) & torch.iinfo(integer).max).max()) < exponent
     if scale.dtype is not torch.uint8:
         return False
     if dtype == "F8_E4M3":
@@ -137,7 +145,7 @@ def check_weights(weights: Tensor) -> None:
             f"weights to encode must be floats [experts, rows, columns], got {weights.dtype} "
             f"{list(weights.shape)}."
         )
-    # A finite sum has finite terms: far cheaper than looking at every weight. It may overflow by itself.
+    # A finite sum has finite terms, at a fraction of the cost. An infinite one may only have overflowed.
     if not weights.numel() or bool(torch.isfinite(weights.sum())):
         return
     bad = ~torch.isfinite(weights.float())
@@ -148,3 +156,28 @@ def check_weights(weights: Tensor) -> None:
             f"expert {expert}.",
             hint="Fetch the checkpoint again, or leave the layer out.",
         )
+
+
+@dataclass(frozen=True)
+class UnquantizedCodec:
+    """16-bit weights: the codes are the weights. Encoding rounds to bfloat16."""
+
+    weight: WeightFormat
+
+    def decode(
+        self,
+        codes: Tensor,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+        global_scale: Tensor | None = None,
+    ) -> Tensor:
+        """``[e, n, k]`` float32, exact, from bfloat16 or float16 (or float32) `codes` ``[e, n, k]``."""
+        if not codes.is_floating_point() or any(t is not None for t in (scale, zero, global_scale)):
+            raise CheckpointError(f"{self.weight} has floats without scales, got {codes.dtype}.")
+        return codes.float()
+
+    def encode(self, weights: Tensor) -> Encoded:
+        """Finite `weights` ``[e, n, k]`` to the nearest bfloat16; what rounds beyond it saturates."""
+        check_weights(weights)
+        limit = torch.finfo(torch.bfloat16).max
+        return Encoded(weights.float().clamp(-limit, limit).to(torch.bfloat16))

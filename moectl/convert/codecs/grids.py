@@ -1,4 +1,4 @@
-"""The values that a code can stand for before scaling, and the code nearest to a number."""
+"""The values of codes before scaling, and the code nearest to a number."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EXPONENT_BITS = 0x7F800000
 
 
 class Rounding(NamedTuple):
-    """What rounding float32 numbers to a grid takes, as constants of a loop.
+    """Constants of a loop that rounds float32 numbers to a grid.
 
-    A number is clamped to `low` and `high`; its bits under `mask` (the exponent, or nothing) are a power
-    of two, at least `least`; adding and subtracting `magic` times that rounds.
+    A number is clamped to `low` and `high`. Its bits under `mask` (the exponent, or none) are a power of two,
+    raised to at least `least`; adding and subtracting `magic` times that rounds.
     """
 
     low: float
@@ -29,7 +29,7 @@ class Rounding(NamedTuple):
 
 
 class ValueGrid(Hashable, Protocol):
-    """The numbers that codes of `bits` bits stand for; `largest` is the largest magnitude on both sides."""
+    """The values of codes of `bits` bits; `largest` is the largest magnitude of either sign."""
 
     @property
     def bits(self) -> int: ...
@@ -41,10 +41,10 @@ class ValueGrid(Hashable, Protocol):
     def rounding(self) -> Rounding: ...
 
     def value(self, code: int) -> float:
-        """What one code stands for."""
+        """The value of one code."""
 
     def round(self, x: Tensor) -> Tensor:
-        """`x` (float32, overwritten) moved to the nearest value, ties to the even code, saturating."""
+        """`x` (float32, overwritten) rounded to the nearest value, ties to the even code, saturating."""
 
     def codes(self, x: Tensor) -> Tensor:
         """The uint8 codes of `round(x)`; `x` (float32) is overwritten."""
@@ -52,7 +52,7 @@ class ValueGrid(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class Minifloat:
-    """Small floats: sign, exponent, mantissa, subnormals, no infinities (OCP MX 1.0, 5.3).
+    """Small floats with sign, exponent, mantissa and subnormals, without infinities (OCP MX 1.0, 5.3).
 
     Attributes:
         bits: bits of a code.
@@ -67,7 +67,7 @@ class Minifloat:
     largest: float
 
     def value(self, code: int) -> float:
-        """Sign, exponent field, mantissa field: a field of zero is the subnormals."""
+        """The value of sign, exponent field and mantissa field; exponent field 0 means subnormal."""
         size = code & ((1 << (self.bits - 1)) - 1)
         field, fraction = size >> self.mantissa, (size & ((1 << self.mantissa) - 1)) / 2.0**self.mantissa
         power = 2.0 ** (self.exponent + max(field, 1) - 1)
@@ -101,10 +101,10 @@ class Minifloat:
 
 @dataclass(frozen=True)
 class IntegerGrid:
-    """Whole numbers in offset codes: ``q + 2**(bits - 1)``.
+    """Integers in offset codes: ``q + 2**(bits - 1)``.
 
-    `largest` lies half a step beyond the positive end, so that a scale of largest magnitude / `largest`
-    misses both ends by at most half a step.
+    `largest` is half a step beyond the positive end, so that with a scale of largest magnitude / `largest`
+    both ends are off by at most half a step.
     """
 
     bits: int
@@ -143,7 +143,7 @@ GRIDS: Mapping[str, ValueGrid] = {"E2M1": E2M1, "E4M3": E4M3, "INT4": INT4, "INT
 
 @lru_cache(maxsize=32)
 def _table(grid: ValueGrid, device: torch.device) -> Tensor:
-    """``[256, 8 / bits]`` float32: the values of the codes in a byte, the low bits first."""
+    """``[256, 8 / bits]`` float32: the values of the codes in each byte, low bits first."""
     values = torch.tensor([grid.value(code) for code in range(1 << grid.bits)], device=device)
     byte = torch.arange(256, device=device)
     last = (1 << grid.bits) - 1
@@ -157,13 +157,13 @@ def unpacked(grid: ValueGrid, packed: Tensor) -> Tensor:
 
 
 def values_of(grid: ValueGrid, codes: Tensor) -> Tensor:
-    """Float32 of the shape of `codes`, one code to a byte."""
+    """Float32 values of `codes`, one per byte, in their shape."""
     first = _table(grid, codes.device)[:, 0]
     return first.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
 
 
 def packed(grid: ValueGrid, codes: Tensor) -> Tensor:
-    """Bytes ``[..., m * bits / 8]`` from one code to a byte ``[..., m]``, the first in the low bits."""
+    """Codes ``[..., m]``, one per byte, packed into bytes ``[..., m * bits / 8]``, low bits first."""
     if grid.bits == 8:
         return codes
     pairs = codes.contiguous().view(torch.int16)  # the even code in the low byte

@@ -1,4 +1,4 @@
-"""Codes on a grid times the scale of their block: every quantized weight format."""
+"""The codec of every quantized weight format: values of a grid times the scale of their block."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .scales import E8M0, TINY, E4M3Scale, ScaleStore, quotient
 
 @dataclass(frozen=True)
 class Scaled:
-    """value = (grid value of the code - shift of zero) x scale [x global scale].
+    """value = (grid value of the code - grid value of the zero point) x scale [x global scale].
 
     Attributes:
-        weight: the format: blocks, and whether zeros are stored.
-        grid: what a code stands for.
-        store: how scales are stored when encoding; decoding takes any float where it is a float.
-        two_level: there is a global scale (NVFP4).
+        weight: the format: its blocks, and whether zero points are stored.
+        grid: the values of codes.
+        store: how scales are stored when encoding; decoding accepts any float dtype if it is a float.
+        two_level: True with a global scale (NVFP4).
     """
 
     weight: WeightFormat
@@ -40,9 +40,9 @@ class Scaled:
     ) -> Tensor:
         """``[e, n, k]`` float32; one rounding, to float32, per factor that is not a power of two.
 
-        The product of an E2M1 code and an E4M3 scale is exact, so NVFP4 rounds once, too. What lies
-        beyond float32 is infinite; NaN codes and scales give NaN. CheckpointError when the tensors do
-        not fit each other.
+        The product of an E2M1 code and an E4M3 scale is exact, so NVFP4 also rounds once. Values beyond
+        float32 become infinite; NaN codes and scales give NaN. CheckpointError when dtypes or shapes do not
+        match.
         """
         blocks = self._check(codes, scale, zero, global_scale)
         assert scale is not None
@@ -57,8 +57,8 @@ class Scaled:
         """The usual scales of finite `weights` ``[e, n, k]`` and the codes nearest to weight / scale.
 
         Scales map the largest magnitude of a block to the grid's largest value (E8M0: by the rule of
-        `store`); with zeros the range of the block, zero included, to all codes. Ties go to even
-        codes, values beyond the grid saturate.
+        `store`); with zero points, the range of the block, extended to zero, to all codes. Ties go to even
+        codes; values beyond the grid saturate.
         """
         check_weights(weights)
         blocks = self.blocks(weights)
@@ -70,7 +70,7 @@ class Scaled:
         return Encoded(self.pack(blocks, self.codes(w, scale, zero)), scale, zero, global_scale)
 
     def blocks(self, weights: Tensor) -> ScaleBlocks:
-        """How `weights` ``[e, n, k]`` fall into blocks; CheckpointError when they do not."""
+        """The blocks of `weights` ``[e, n, k]``; CheckpointError when they are not whole."""
         return blocks_of(self.weight, weights.shape[1], weights.shape[2])
 
     def global_scale(self, largest: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Scaled:
         return torch.where(largest == 0, 1.0, scale)[:, None, None]
 
     def usual_scales(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Stored scales of blocked `w` (global scale divided out) by the format's rule, and uint8 zeros."""
+        """Stored scales of blocked `w` (global scale divided out) by the format's rule, and zero points."""
         low, high = w.amin(WITHIN), w.amax(WITHIN)
         if not self.weight.zero_point:
             return self.store.covering(torch.maximum(high, -low), self.grid), None
@@ -90,24 +90,24 @@ class Scaled:
         return scale, zero.to(torch.uint8)
 
     def shift(self, zero: Tensor) -> Tensor:
-        """Float32 grid value of the codes in `zero`."""
+        """Float32 grid values of the zero points `zero`."""
         if not isinstance(self.grid, IntegerGrid):
             raise CheckpointError(f"{self.weight} has no zero points.")
         return zero.float().sub_(self.grid.offset)
 
     def codes(self, w: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """Uint8 codes, one to a byte, nearest to blocked `w` (global scale divided out) at stored scales.
+        """Uint8 codes, one per byte, nearest to blocked `w` (global scale divided out) at stored scales.
 
         The quotient is rounded to float32 before it is rounded to the grid.
         """
         return self.grid.codes(self.scaled(w, scale, zero))
 
     def rounded(self, w: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """Blocked float32: what `codes` of blocked `w` decode to, global scale left out."""
+        """Blocked float32: the decoded values of `codes` of blocked `w`, without the global scale."""
         return self._unscaled(self.grid.round(self.scaled(w, scale, zero)), scale, zero)
 
     def valued(self, codes: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """Blocked float32: what blocked `codes`, one to a byte, decode to, global scale left out."""
+        """Blocked float32: the decoded values of blocked `codes`, one per byte, without the global scale."""
         return self._unscaled(values_of(self.grid, codes), scale, zero)
 
     def _unscaled(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -116,16 +116,16 @@ class Scaled:
         return x.mul_(over(self.store.load(scale)))
 
     def scaled(self, w: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """Blocked `w` in the grid's own numbers."""
+        """Blocked `w` in units of the grid."""
         x = w / over(self.store.load(scale))
         return x if zero is None else x.add_(over(self.shift(zero)))
 
     def pack(self, blocks: ScaleBlocks, codes: Tensor) -> Tensor:
-        """Canonical codes from blocked ones."""
+        """Canonical (packed) codes from blocked ones."""
         return packed(self.grid, blocks.join(codes))
 
     def _store_of(self, scale: Tensor) -> ScaleStore:
-        """Float formats may have scales of powers of two instead."""
+        """The store that `scale` is in: float scales of float grids may be E8M0 bytes instead."""
         return E8M0() if scale.dtype is torch.uint8 and not isinstance(self.store, E4M3Scale) else self.store
 
     def _check(

@@ -1,4 +1,4 @@
-"""How scales are stored: E8M0 bytes, E4M3 bytes, or floats."""
+"""Storage of scales: E8M0 bytes, E4M3 bytes, or floats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class ScaleStore(Protocol):
-    """Positive scales as they are stored."""
+    """One way to store positive scales."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -33,10 +33,10 @@ class ScaleStore(Protocol):
         """The stored scales nearest to positive float32 ones, neither zero nor infinite."""
 
     def covering(self, largest: Tensor, grid: ValueGrid) -> Tensor:
-        """Stored scales by the format's usual rule, for blocks of these `largest` magnitudes (float32)."""
+        """Stored scales by the format's usual rule, for blocks with `largest` magnitudes (float32)."""
 
     def near(self, stored: Tensor, step: float) -> Tensor:
-        """Stored scales a `step` from others: of bytes the next ones, of floats a factor."""
+        """Stored scales one `step` away from `stored`: for bytes an offset, for floats a factor."""
 
 
 @lru_cache(maxsize=8)
@@ -47,12 +47,12 @@ def _powers(device: torch.device) -> Tensor:
 
 
 def quotient(x: Tensor, number: float) -> Tensor:
-    """`x` / `number`, rounded once: by a plain number a GPU would multiply with its rounded reciprocal."""
+    """`x` / `number`, rounded once: for a scalar divisor GPUs multiply by its rounded reciprocal."""
     return x / torch.full_like(x, number)
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """floor(log2(x)) of positive float32 `x`, exact; far below any scale for zero."""
+    """floor(log2(x)) of non-negative float32 `x`, exact; for zero far below any scale."""
     return torch.where(x == 0, -1024, torch.frexp(x)[1] - 1)
 
 
@@ -61,7 +61,7 @@ def _floor(largest: Tensor, grid: Minifloat) -> Tensor:
 
 
 def _even(largest: Tensor, grid: Minifloat) -> Tensor:
-    # The largest weight rounded to the grid's mantissa first, halves up, so that it saturates by less.
+    # Rounds the largest weight to the grid's mantissa first, ties up, so that it saturates less.
     half = 1 << (22 - grid.mantissa)
     bits = largest.clamp(max=2.0**127).view(torch.int32) + half
     return _exponent(bits.view(torch.float32)) - _exponent(torch.tensor(grid.largest))
@@ -77,17 +77,17 @@ E8M0_RULES: Mapping[str, Callable[[Tensor, Minifloat], Tensor]] = {
     "even": _even,
     "up": _up,
 }
-"""Exponent of a block's scale from its largest magnitude.
+"""Exponent of a block's scale as a function of its largest magnitude.
 
 ``floor`` is OCP MX 1.0, 6.3: 2**(floor(log2(largest)) - exponent of the grid's largest value), which may
 saturate; ``even`` rounds the largest magnitude to the grid's mantissa first (Quark, llm-compressor);
-``up`` takes the least power of two under which nothing saturates (NVIDIA, cuBLAS).
+``up`` takes the smallest power of two with which nothing saturates (NVIDIA, cuBLAS).
 """
 
 
 @dataclass(frozen=True)
 class E8M0:
-    """A byte b for 2**(b - 127); 255 is NaN."""
+    """Bytes b for 2**(b - 127); 255 is NaN."""
 
     rule: str = "floor"
 
@@ -99,13 +99,13 @@ class E8M0:
         return _powers(stored.device).index_select(0, stored.reshape(-1).int()).reshape(stored.shape)
 
     def store(self, scale: Tensor) -> Tensor:
-        # Nearest in the logarithm: the mantissa of sqrt(2) is where the next power begins.
+        # Nearest logarithm: the next power starts at sqrt(2).
         fraction, exponent = torch.frexp(scale)
         return self._bytes(exponent - (fraction < 2.0**-0.5).int())
 
     def covering(self, largest: Tensor, grid: ValueGrid) -> Tensor:
         if not isinstance(grid, Minifloat):
-            raise UsageError("scales that are powers of two go with floating-point codes only.")
+            raise UsageError("power-of-two scales are supported for floating-point codes only.")
         return self._bytes(E8M0_RULES[self.rule](largest, grid))
 
     def near(self, stored: Tensor, step: float) -> Tensor:
@@ -117,7 +117,7 @@ class E8M0:
 
 @dataclass(frozen=True)
 class E4M3Scale:
-    """Bytes of E4M3, at least its smallest subnormal, 2**-9: a zero would wipe out its block."""
+    """E4M3 bytes, at least the smallest subnormal, 2**-9: a scale of zero would erase its block."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,7 +138,7 @@ class E4M3Scale:
 
 @dataclass(frozen=True)
 class FloatScale:
-    """Floats of a `dtype`, from its smallest normal to its largest finite number."""
+    """Floats of `dtype`, clamped to its smallest normal and largest finite number."""
 
     dtype: torch.dtype
 
@@ -157,7 +157,7 @@ class FloatScale:
 
 
 def scale_store(weight: WeightFormat, default: str, rule: str = "floor") -> ScaleStore:
-    """How `weight` stores its scales; `default` is the dtype where the format states none."""
+    """How `weight` stores its scales; `default` is the dtype if the format does not state one."""
     dtype = weight.scale_dtype or default
     if dtype == "E8M0":
         return E8M0(rule)

@@ -20,7 +20,7 @@ from ..manifest.manifest_records import LayerRecord, PartHashes
 from ..manifest.progress_log import Meter, ProgressLog
 from ..plan.conversion_plan import LayerPlan
 from ..rank_slice import SliceHashes
-from ..steps.value_steps import Facts, Tensors
+from ..steps.value_steps import Statistics, Tensors
 from ..stream.devices import BufferExtent, ConversionDevice
 from ..stream.expert_batches import ExpertBatches
 from ..stream.pipeline import PipelineSlot, WorkerThreads
@@ -44,7 +44,7 @@ class LayerInProgress:
     plan: LayerPlan
     out: Path
     file: NewFile | None = None
-    facts: Facts = field(default_factory=dict)
+    statistics: Statistics = field(default_factory=dict)
     came: Digests = field(default_factory=Digests)
     went: Digests = field(default_factory=Digests)
     slices: SliceHashes = field(default_factory=SliceHashes)
@@ -158,12 +158,12 @@ class LayerStages:
         yield from jobs
 
     def _look(self, jobs: list[ExpertBatch], layer: LayerInProgress) -> None:
-        """Takes the facts that the writer needs, in a pass over the roles that they are about."""
-        plan, roles = layer.plan, frozenset(fact.role for fact in layer.plan.writer.facts)
+        """Takes the statistics that the writer needs, in a pass over their roles."""
+        plan, roles = layer.plan, frozenset(statistic.role for statistic in layer.plan.writer.statistics)
         batches = ExpertBatches(plan.map, roles)
         for job in jobs if roles else []:
             batch = batches.load(job.first, job.last, self._fill)
-            layer.facts = plan.writer.look(plan.share.cut(batch), layer.facts)
+            layer.statistics = plan.writer.update_statistics(plan.share.cut(batch), layer.statistics)
 
     def _fill(self, info: TensorInfo, at: int, view: memoryview) -> None:
         self.reader.read(info.file, view, info.start + at)
@@ -205,7 +205,7 @@ class LayerStages:
         if plan.share.sliced:
             roles = plan.map.shapes
             layer.slices.take({role: t.cpu() for role, t in held.items() if role in roles}, job.first)
-        return list(plan.writer.store(held, job.first, layer.facts, written))
+        return list(plan.writer.store(held, job.first, layer.statistics, written))
 
     def write(self, job: ExpertBatch, slot: PipelineSlot, made: Made) -> None:
         layer, (pieces, ready) = job.layer, made

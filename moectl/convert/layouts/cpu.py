@@ -1,18 +1,17 @@
-"""vLLM's CPU kernels on x86, transcribed from sources and never compared with what they make.
+"""vLLM's CPU kernels on x86, transcribed from their sources and never compared with their output.
 
 Stored per expert, with N rows and K columns of the padded matrix:
 
 - BF16 for AMX ``[N / 16, K / 2, 32]``: 16 rows of two neighbouring k;
 - BF16 for vectors ``[N / 16, K, 16]``: 16 rows of each k;
-- FP8 ``[N / 32, K / 2, 64]`` bytes: 32 rows of two neighbouring k; scales as they are;
-- MXFP4 ``[N / 32, K / 2, 32]`` bytes: of the 64 codes that 32 rows have in one byte column, row after
-  row, byte i has code i in its low nibble and code i + 32 in its high one; scales ``[N / 32, G, 32]``;
-  biases F32;
-- INT4 ``[N / 32, K / C, 16 * C + 128]`` bytes, C the group, or 128 of longer ones. First a block's codes
-  in the order (four k, two times 16 rows, 8 rows, k), a byte with row r in its low nibble and row r + 8
-  in its high one; then 32 int32, the sums of code minus zero over the block's columns, with which a zero
-  of the activations is taken out again. Scales F32 and zeros int8 ``[N / 32, G, 32]``; weights without
-  zero points have zeros of 8. These kernels take no biases.
+- FP8 ``[N / 32, K / 2, 64]`` bytes: 32 rows of two neighbouring k; unchanged scales;
+- MXFP4 ``[N / 32, K / 2, 32]`` bytes: of the 64 codes of 32 rows in one byte column, row by row, byte i has
+  code i in its low nibble and code i + 32 in its high one; scales ``[N / 32, G, 32]``; biases F32;
+- INT4 ``[N / 32, K / C, 16 * C + 128]`` bytes, with C the group size, at most 128. A block is its codes in
+  the order (four k, two times 16 rows, 8 rows, k), each byte with row r in its low nibble and row r + 8 in
+  its high one, then 32 int32: the sums of code minus zero point over the block's columns, which correct for
+  the zero point of the activations. Scales F32 and zero points int8 ``[N / 32, G, 32]``; symmetric weights
+  have zero points of 8. These kernels do not support biases.
 
 `w13` rows are all gates, then all ups.
 """
@@ -31,7 +30,7 @@ from ..recipe.weight_sums import MIDDLE, CodesAndSums, Fill
 from ..steps.rescale import AtMost
 from ..steps.transforms import DtypeView, PackedCodes, Rearrange, Step, Widen
 from ..steps.value_steps import Shapes
-from .weight_layout import LayoutOptions, WeightLayout, by_role
+from .weight_layout import WeightLayout, by_role
 
 _ROWS_OF_32 = Rearrange("e (o n) g -> e o g n", {"n": 32})
 _INT4_CODES = {"p": 2, "h": 2, "r": 8, "c": 4}
@@ -71,7 +70,7 @@ def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 
 
 def _int4_weights(problem: MoEProblem, role: str, zero: str) -> CodesAndSums:
-    """Codes in blocks, with their sums; sizes are whole blocks, so that nothing is padded."""
+    """Codes in blocks, with their sums; sizes are whole blocks, so there is no padding."""
     group = problem.scheme.weight.group
     columns = _LONGEST if group == FULL else min(group, _LONGEST)
     order = gate_then_up(problem, role)
@@ -80,21 +79,22 @@ def _int4_weights(problem: MoEProblem, role: str, zero: str) -> CodesAndSums:
     return CodesAndSums(zero, columns, (*order, codes), (*order, _ROWS_OF_32))
 
 
-def _int4(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+def _int4(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
     widened = () if scale_dtype(problem) == "F32" else (Widen(scale_dtype(problem)),)
-    made: dict[str, StoredOutput] = {}
+    outputs: dict[str, StoredOutput] = {}
     for matrix in ("w13", "w2"):
         scale, zero = f"{matrix}_scale", f"{matrix}_zero"
         rows = Chain((*gate_then_up(problem, scale), _ROWS_OF_32))
-        known = zero if zero in shapes else ""
-        made[matrix] = StoredOutput(matrix, (_int4_weights(problem, matrix, known),))
-        made[scale] = StoredOutput(scale, chain=Chain((*rows.steps, *widened)))
-        if known:
+        outputs[matrix] = StoredOutput(
+            matrix, (_int4_weights(problem, matrix, zero if zero in shapes else ""),)
+        )
+        outputs[scale] = StoredOutput(scale, chain=Chain((*rows.steps, *widened)))
+        if zero in shapes:
             most = AtMost(127, "zero points are signed bytes here")
-            made[zero] = StoredOutput(zero, (most,), Chain((*rows.steps, DtypeView("U8", "I8"))))
+            outputs[zero] = StoredOutput(zero, (most,), Chain((*rows.steps, DtypeView("U8", "I8"))))
         else:
-            made[zero] = StoredOutput(scale, (Fill(MIDDLE, "I8"),), rows)
-    return made
+            outputs[zero] = StoredOutput(scale, (Fill(MIDDLE, "I8"),), rows)
+    return outputs
 
 
 CPU: tuple[WeightLayout, ...] = (

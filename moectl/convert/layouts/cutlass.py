@@ -2,15 +2,16 @@
 
 Stored per expert, with N rows and K columns of the padded matrix:
 
-- weights ``[N, K / 2]`` or ``[N, K]`` bytes, or 16-bit floats; SM90 MXFP4 has two rows 8 apart and four
-  columns woven into words;
+- weights ``[N, K / 2]`` or ``[N, K]`` bytes, or 16-bit floats; SM90 MXFP4 interleaves two rows 8 apart and
+  four columns in words;
 - block scales in 128 x 4 tiles, ``[N, groups]`` with N rounded up to 128 and groups to 4; SM90 MXFP4
   ``[N / 64, K / 128, 16, 16]``; FP8 block scales F32, at least 1e-10 (FlashInfer);
 - NVFP4 global scales of weights and activations, and FP8 per tensor scales, ``[e]`` F32: of weights
-  gate's; of activations the layer's largest (FlashInfer, CuteDSL) or each expert's (vLLM, b12x);
+  gate's; of activations the layer's maximum (FlashInfer, CuteDSL) or each expert's (vLLM, b12x);
 - biases ``[N]`` BF16.
 
-`w13` rows: FlashInfer all ups, then all gates; vLLM and b12x gates, then ups; CuteDSL 64 ups, 64 gates.
+`w13` rows: FlashInfer all ups, then all gates; vLLM and b12x all gates, then all ups; CuteDSL 64 ups, 64
+gates, and so on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..steps.transforms import Pad, Rearrange, Step
 from ..steps.value_steps import Shapes
 from .scaled_tensors import Steps, fp8_block, fp8_tensor, nvfp4
 from .trtllm import TILES_128X4
-from .weight_layout import Build, LayoutOptions, WeightLayout, by_role
+from .weight_layout import Build, WeightLayout, by_role, round_up
 from .word_orders import BYTES, E2M1_SHIFTED, WORDS
 
 WEIGHTS: tuple[Step, ...] = (
@@ -43,18 +44,14 @@ WEIGHTS: tuple[Step, ...] = (
 SCALES: tuple[Step, ...] = (Rearrange("e (r i j) (g k) -> e r g j (i k)", {"i": 4, "j": 16, "k": 4}),)
 
 
-def _up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
 def swizzled(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     """Padded scales of single rows in 128 x 4 tiles: ``[rows up to 128, groups up to 4]``."""
     dims = problem.dims
     sizes = (dims.padded_intermediate, dims.padded_hidden)
     n, k = sizes if role.startswith("w13") else sizes[::-1]
     rows, columns = (
-        _up(halves(problem, role) * n, 128),
-        _up(groups(problem.scheme.weight, k), 4),
+        round_up(halves(problem, role) * n, 128),
+        round_up(groups(problem.scheme.weight, k), 4),
     )
     return (Pad(1, rows), Pad(2, columns), TILES_128X4, Rearrange("e (n k) -> e n k", {"k": columns}))
 
@@ -68,7 +65,7 @@ def _gates_first(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 
 
 def _blocks_of_64(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    """64 ups, the 64 gates of the same indices, and so on."""
+    """Alternating blocks of 64 ups and the 64 gates with the same indices."""
     if halves(problem, role) == 1:
         return padded(problem, role)
     return (*_ups_first(problem, role), Rearrange("e (s n r) k -> e (n s r) k", {"s": 2, "r": 64}))
@@ -79,19 +76,19 @@ def _with(scales: Callable[[MoEProblem, str], tuple[Step, ...]], rows: Steps) ->
 
 
 def _mxfp4(rows: Steps, weights: Steps, scales: Steps) -> Build:
-    """Rows in one order everywhere, then `weights` and `scales` by their steps; biases as BF16."""
+    """All tensors with their rows ordered by `rows`, then `weights` and `scales`; biases as BF16."""
 
-    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
-        made: dict[str, StoredOutput] = {}
+    def build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
+        outputs: dict[str, StoredOutput] = {}
         for role in shapes:
             kind = role.partition("_")[2]
             if kind == "bias":
                 values = () if MODEL_DTYPES[problem.dtype] == "BF16" else (Round("BF16"),)
-                made[role] = StoredOutput(role, values, Chain(rows(problem, role)))
+                outputs[role] = StoredOutput(role, values, Chain(rows(problem, role)))
             elif kind in ("", "scale"):
                 steps = scales if kind else weights
-                made[role] = StoredOutput(role, chain=Chain((*rows(problem, role), *steps(problem, role))))
-        return made
+                outputs[role] = StoredOutput(role, chain=Chain((*rows(problem, role), *steps(problem, role))))
+        return outputs
 
     return build
 

@@ -1,17 +1,17 @@
-"""Marlin: int4 and int8 weights with 16-bit, int8 or fp8 activations, and what all its formats share.
+"""Marlin: int4 and int8 weights with 16-bit, int8 or fp8 activations, and steps shared by all its formats.
 
 Stored per expert, with N rows and K columns of the padded matrix (`w13`: N = 2 * intermediate):
 
 - weights int32 ``[K / 16, N * 16 / codes per word]``: tiles of 16 k by 64 n, k-tile major; with 8-bit
   activations tiles of 32 k by 32 n, two rows of the result to a row of tiles;
-- scales ``[groups, N]`` in their own dtype;
+- scales ``[groups, N]``, dtype unchanged;
 - zero points int32 ``[groups, N / codes per word]``;
 - biases ``[N]``.
 
-Rows keep the checkpoint's order. Scales are grouped exactly when there is more than one group, which
-is how the kernel decides; with 8-bit activations they are always in the order for one. int8
-activations with several groups have int16 scales, and a factor on them per layer; fp8 activations
-have codes that tell sign and distance from zero, and scales times 512.
+Rows keep the checkpoint's order. Scales have the grouped order if there is more than one group, which is the
+kernel's rule; with 8-bit activations they always have the order for one group. With int8 activations and
+several groups, scales are int16 with a common factor per layer; with fp8 activations, codes are sign and
+distance from the zero point, and scales are multiplied by 512.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..recipe.recipe import StoredOutput
 from ..steps.rescale import AtMost, DistanceCodes, Int16OfLargest, Largest4096th, Times
 from ..steps.transforms import DtypeView, PackedCodes, Rearrange, Step
 from ..steps.value_steps import Shapes, ValueStep
-from .weight_layout import Build, LayoutOptions, WeightLayout
-from .word_orders import NIBBLES_APART, NIBBLES_IN_TURN, WORDS
+from .weight_layout import Build, WeightLayout
+from .word_orders import NIBBLES_APART, NIBBLES_INTERLEAVED, WORDS
 
 _TILE = {"w": 4, "c": 2, "h": 8, "rh": 2, "l": 4}
 _TILE_A8 = {"w": 4, "g": 8, "h": 2, "l": 4}
@@ -38,7 +38,7 @@ WEIGHTS_4BIT: tuple[Step, ...] = (
     WORDS,
     NIBBLES_APART,
 )
-"""Bytes of two codes along k, then inside each word the even k before the odd ones."""
+"""Bytes of two codes along k; inside each word the even k, then the odd ones."""
 
 WEIGHTS_8BIT: tuple[Step, ...] = (
     Rearrange("e (nt w c h) (kt rh l rl) -> e kt (nt h l w c rl rh)", {**_TILE, "rl": 2}),
@@ -48,10 +48,10 @@ WEIGHTS_8BIT: tuple[Step, ...] = (
 WEIGHTS_4BIT_A8: tuple[Step, ...] = (
     Rearrange("e (nt w g) (kt h l b) -> e kt (nt g l w h b)", {**_TILE_A8, "b": 2}),
     WORDS,
-    NIBBLES_IN_TURN,
+    NIBBLES_INTERLEAVED,
     _TWO_ROWS,
 )
-"""Bytes of two codes along k; inside each word the first four k and those 16 further in turn."""
+"""Bytes of two codes along k; inside each word the first four k interleaved with those 16 further."""
 
 WEIGHTS_8BIT_A8: tuple[Step, ...] = (
     Rearrange("e (nt w g) (kt h l i) -> e kt (nt g l w h i)", {**_TILE_A8, "i": 4}),
@@ -69,11 +69,11 @@ _ZERO_COLUMNS = {
 }
 
 _FP8_EXPONENT = 9
-"""With fp8 activations the kernel reads a code as a number 2**-9 of what it stands for."""
+"""With fp8 activations the kernel reads a code as 2**-9 times its value."""
 
 
 def reduction(problem: MoEProblem, role: str) -> int:
-    """Weights along the padded reduction axis of the matrix of `role`."""
+    """Padded size of the reduction axis of the matrix of `role`."""
     return problem.dims.padded_hidden if role.startswith("w13") else problem.dims.padded_intermediate
 
 
@@ -83,7 +83,7 @@ def several_groups(problem: MoEProblem, role: str) -> bool:
 
 
 def scale_steps(grouped: bool) -> tuple[Step, ...]:
-    """Steps for integer scales ``[e, n, groups]``, for more than one group or for one."""
+    """Steps for integer scales ``[e, n, groups]``: in grouped order, or in the order for one group."""
     return (SCALES_GROUPED if grouped else SCALES_PER_CHANNEL,)
 
 
@@ -94,7 +94,7 @@ def _weights(bits: int, act: str) -> tuple[Step, ...]:
 
 
 def _zeros(bits: int, act: str) -> tuple[Step, ...]:
-    """Codes of zero ``[e, n, groups]`` in the order of grouped scales, packed along n."""
+    """Steps for zero points ``[e, n, groups]``: the order of grouped scales, packed along n."""
     columns = (_ZERO_COLUMNS[bits],) if act == "a16" else ()
     packed = (PackedCodes(4, False),) if bits == 4 else ()
     return (SCALES_GROUPED, *columns, *packed, DtypeView("U8", "I32"))
@@ -107,16 +107,16 @@ def _scale_values(problem: MoEProblem, role: str, act: str) -> tuple[ValueStep, 
 
 
 def _integer(act: str) -> Build:
-    """The stored tensors of integer weights for activations of the format `act`."""
+    """The stored tensors of integer weights for activations in format `act`."""
 
-    def one(problem: MoEProblem, role: str, shapes: Shapes) -> StoredOutput:
+    def output(problem: MoEProblem, role: str, shapes: Shapes) -> StoredOutput:
         bits = problem.scheme.weight.bits
         start = padded(problem, role)
         if role.endswith("_bias"):
             return StoredOutput(role, chain=Chain((*start, BIAS)))
         if role.endswith("_zero"):
-            known = (AtMost(15, "zero points are 4-bit codes here"),) if bits == 4 else ()
-            return StoredOutput(role, known, Chain((*start, *_zeros(bits, act))))
+            values = (AtMost(15, "zero points are 4-bit codes here"),) if bits == 4 else ()
+            return StoredOutput(role, values, Chain((*start, *_zeros(bits, act))))
         if role.endswith("_scale"):
             steps = scale_steps(act == "a16" and several_groups(problem, role))
             return StoredOutput(role, _scale_values(problem, role, act), Chain((*start, *steps)))
@@ -124,15 +124,15 @@ def _integer(act: str) -> Build:
         codes = (DistanceCodes(zero),) if act == "fp8" else ()
         return StoredOutput(role, codes, Chain((*start, *_weights(bits, act))))
 
-    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
-        made = {role: one(problem, role, shapes) for role in shapes if not role.endswith("_input")}
+    def build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
+        outputs = {role: output(problem, role, shapes) for role in shapes if not role.endswith("_input")}
         if act == "int8":
-            made |= {
+            outputs |= {
                 f"{matrix}_input_global": StoredOutput(scale, (Largest4096th(scale),), per_layer=True)
                 for matrix in ("w13", "w2")
                 if several_groups(problem, scale := f"{matrix}_scale")
             }
-        return made
+        return outputs
 
     return build
 

@@ -1,10 +1,10 @@
 """Marlin: MXFP4, NVFP4, FP8 and MXFP8 weights.
 
-Weights and biases as `marlin` says. Scales, with N rows of the padded matrix:
+Weights and biases as in `marlin`. Scales, with N rows of the padded matrix:
 
-- MXFP4 and MXFP8: ``[groups, N]`` E8M0 bytes, grouped, pairs exchanged in every four; with fp8
+- MXFP4 and MXFP8: ``[groups, N]`` E8M0 bytes in grouped order, with pairs exchanged in every four; with fp8
   activations (MXFP4) in the order for one group, each byte plus 6. fp16 models read them through fp16.
-- NVFP4: ``[groups, N]`` bytes of 5 exponent and 3 mantissa bits in the order of MXFP4's, and a global
+- NVFP4: ``[groups, N]`` bytes of 5 exponent and 3 mantissa bits in the order of MXFP4, and a global
   scale per expert ``[e]`` F32.
 - FP8: one scale per row and block of columns in the model's dtype, times 2**120 (bf16) or 2**8 (fp16).
 """
@@ -33,16 +33,16 @@ from .marlin import (
     scale_steps,
     several_groups,
 )
-from .weight_layout import Build, LayoutOptions, WeightLayout
+from .weight_layout import Build, WeightLayout
 
 _FP4_IN_FP8 = 6
-"""Exponent bias of E4M3 less that of E2M1: what fp8 activations add to E8M0 bytes."""
+"""Exponent bias of E4M3 minus that of E2M1, added to E8M0 bytes for fp8 activations."""
 _EXPONENTS = {"bf16": 120, "fp16": 8}
-"""Exponent bias of the model's dtype less that of E4M3."""
+"""Exponent bias of the model's dtype minus that of E4M3."""
 
 
 def _weights(problem: MoEProblem, role: str, steps: tuple[Step, ...]) -> StoredOutput | None:
-    """A weight matrix or a bias; None for other roles."""
+    """The output of a weight matrix or a bias; None for other roles."""
     if role in ("w13", "w2"):
         return StoredOutput(role, chain=Chain((*padded(problem, role), *steps)))
     if role.endswith("_bias"):
@@ -54,40 +54,40 @@ def _mx(steps: tuple[Step, ...], act: str = "a16") -> Build:
     """Weights by `steps` with E8M0 scales."""
 
     def scale(problem: MoEProblem, role: str) -> StoredOutput:
-        known: tuple[ValueStep, ...] = (HalfE8M0(),) if problem.dtype == "fp16" else ()
+        values: tuple[ValueStep, ...] = (HalfE8M0(),) if problem.dtype == "fp16" else ()
         if act == "a16":
-            return StoredOutput(role, known, Chain((*padded(problem, role), SCALES_GROUPED, SCALE_PAIRS)))
+            return StoredOutput(role, values, Chain((*padded(problem, role), SCALES_GROUPED, SCALE_PAIRS)))
         bound = AtMost(255 - _FP4_IN_FP8, "scales for fp8 activations are E8M0 bytes plus 6")
         return StoredOutput(
-            role, (*known, bound), Chain((*padded(problem, role), SCALES_PER_CHANNEL, Add(_FP4_IN_FP8)))
+            role, (*values, bound), Chain((*padded(problem, role), SCALES_PER_CHANNEL, Add(_FP4_IN_FP8)))
         )
 
-    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+    def build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
         roles = [role for role in shapes if not role.endswith("_input")]
         return {role: _weights(problem, role, steps) or scale(problem, role) for role in roles}
 
     return build
 
 
-def _nvfp4(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+def _nvfp4(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
     half = problem.dtype == "fp16"
-    made: dict[str, StoredOutput] = {}
+    outputs: dict[str, StoredOutput] = {}
     for role in shapes:
         weights = _weights(problem, role, WEIGHTS_4BIT)
         matrix, _, kind = role.partition("_")
         if weights:
-            made[role] = weights
+            outputs[role] = weights
         elif kind == "scale":
             chain = Chain((*padded(problem, role), SCALES_GROUPED, SCALE_PAIRS))
-            made[role] = StoredOutput(role, (S0E5M3(role, half),), chain)
+            outputs[role] = StoredOutput(role, (S0E5M3(role, half),), chain)
         elif kind == "global":
             values = (PerExpert("first", halves(problem, role)), GlobalOfS0E5M3(f"{matrix}_scale", half))
-            made[role] = StoredOutput(role, values)
-    return made
+            outputs[role] = StoredOutput(role, values)
+    return outputs
 
 
 def _fp8_scale(problem: MoEProblem, role: str) -> StoredOutput:
-    """Scales of one row and column block in the model's dtype, whatever blocks of rows they stand for."""
+    """One scale per row and column block in the model's dtype, repeated from blocks of rows."""
     weight, dtype = problem.scheme.weight, MODEL_DTYPES[problem.dtype]
     values: tuple[ValueStep, ...] = () if scale_dtype(problem) == dtype else (Round(dtype),)
     values += (Times(_EXPONENTS[problem.dtype]),)
@@ -99,7 +99,7 @@ def _fp8_scale(problem: MoEProblem, role: str) -> StoredOutput:
     return StoredOutput(role, values, Chain((*padded(problem, role, every_row=True), *order)))
 
 
-def _fp8(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+def _fp8(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
     roles = [role for role in shapes if not role.endswith("_input")]
     return {role: _weights(problem, role, WEIGHTS_8BIT) or _fp8_scale(problem, role) for role in roles}
 

@@ -18,8 +18,8 @@ biases                   ``[e, N]``                 BF16 or F16, as the model's
 **4-bit weights.** A tile is 64 rows by 64 columns in the order ``(warp 4, g 8, c 4, j 4)`` of int32 words.
 Word j of lane (g, c) holds rows ``16 * warp + g + 8 * h`` and columns ``16 * j + 2 * c + 8 * k8 + b``:
 register ``r = 2 * k8 + h``, half word ``b``, which is the A operand of four 16-deep matrix instructions in
-one 16-byte load. An integer code lies at bits ``16 * b + 4 * r``; an MXFP4 code is spread as
-`words.E2M1_TURNED` says, with byte r.
+one 16-byte load. An integer code is at bits ``16 * b + 4 * r``; an MXFP4 code is spread as
+`word_orders.E2M1_ROTATED` says, with byte r.
 
 **8-bit weights.** Words in the order ``(warp 4, jj 2, g 8, c 4, jl 2, k8 2)``: a lane has two 16-byte
 loads, and its word (jl, k8) of load jj holds the same rows, columns ``16 * (2 * jj + jl) + 2 * c + 8 * k8 +
@@ -31,12 +31,12 @@ is 1152 + the value.
 **Scales.** Words in the order ``(warp 4, g 8)``. MXFP4: bytes ``(h, kg)`` from the lowest, raw E8M0 of row
 ``16 * warp + g + 8 * h`` and group ``kg`` of the tile's two. Integers in groups of 32: two words, h = 0
 then 1, each with group 0 in the low half and group 1 in the high half. Wider groups, or one for the whole
-row: one word, row g in the low half and row g + 8 in the high half. Halves are 16-bit floats as the
-checkpoint has them. Zero points are 16-bit unsigned integers in the places of the scales that they belong
-to, counted as codes from 0 up: a weight is ``(code - zero) * scale``, with codes from 0 up too.
+row: one word, row g in the low half and row g + 8 in the high half. Halves are the
+checkpoint's 16-bit floats. Zero points are 16-bit unsigned integers at the positions of their scales. Like
+codes, they are unsigned: a weight is ``(code - zero) * scale``.
 
-**Rows.** `w13` of gated experts, and its biases, are 8 gates then the 8 ups of the same indices in every
-block of 16; without a gate rows keep their order.
+**Rows.** `w13` of gated experts, and its biases, are 8 gates, then the 8 ups with the same indices, in
+every block of 16; rows of ungated experts keep their order.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from ...problem.schemes import FULL, MXFP4, int_format
 from ..canonical import INTERLEAVED, halves, padded, scale_dtype
 from ..steps.transforms import Bits, DtypeView, Pad, Rearrange, Step, Xor
 from .weight_layout import WeightLayout, by_role
-from .word_orders import BYTES, E2M1_TURNED, NIBBLES_APART, WORDS
+from .word_orders import BYTES, E2M1_ROTATED, NIBBLES_APART, WORDS
 
 _LANES = {"w": 4, "h": 2, "g": 8, "c": 4}
 
 _TILES_4BIT = Rearrange("e (nb w h g) (kb j k8 c) -> e nb kb (w g c j k8 h)", {**_LANES, "j": 4, "k8": 2})
-"""Bytes of two codes, neighbours along k, into lanes."""
+"""Bytes of two codes, neighbours along k, distributed to lanes."""
 
 _TILES_8BIT = Rearrange(
     "e (nb w h g) (kb jj jl k8 c b) -> e nb kb (w jj g c jl k8 b h)",
@@ -67,14 +67,14 @@ _GROUPS_OF_32 = Rearrange("e (nb w h g) (kb kg) -> e nb kb (w g h kg)", {**_ROWS
 _GROUPS_WIDER = Rearrange("e (nb w h g) kb -> e nb kb (w g h)", _ROWS)
 
 _AS_16_BITS: tuple[Step, ...] = (Rearrange("e n (k b) -> e n k b", {"b": 1}), Pad(3, 2))
-"""Bytes as little-endian 16-bit integers, their two bytes an axis of their own."""
+"""Bytes as little-endian 16-bit integers, with their two bytes as the last axis."""
 
 _ZEROS_OF_32 = Rearrange("e (nb w h g) (kb kg) b -> e nb kb (w g h kg b)", {**_ROWS, "kg": 2})
 _ZEROS_WIDER = Rearrange("e (nb w h g) kb b -> e nb kb (w g h b)", _ROWS)
 
 
 def _eights(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    """Padded `w13` rows as 8 gates, 8 ups; both of a pair then meet in one thread's accumulator."""
+    """Padded `w13` rows as 8 gates, 8 ups, so that one thread accumulates both of a pair."""
     if halves(problem, role) == 1:
         return ()
     tail = "" if role.endswith("_bias") else " k"
@@ -86,7 +86,7 @@ def _codes(problem: MoEProblem) -> tuple[Step, ...]:
     weight = problem.scheme.weight
     if weight.bits == 8:
         return (_SIGNED, _TILES_8BIT)
-    bits: Bits = E2M1_TURNED if weight == MXFP4 else NIBBLES_APART
+    bits: Bits = E2M1_ROTATED if weight == MXFP4 else NIBBLES_APART
     return (_TILES_4BIT, WORDS, bits, BYTES)
 
 

@@ -1,7 +1,7 @@
-"""Layouts that engines' own Triton kernels read: canonical tensors, all gates before all ups.
+"""Layouts of engines' own Triton kernels: canonical tensors with all gates before all ups.
 
-- BF16, and FP8 with its scales, as they are: per tensor one scale per expert, ``[e]``;
-- integer weights (WNA16) ``[N, K]`` packed bytes, scales ``[N, groups]``, zero points packed in twos along
+- BF16, and FP8 with its scales, unchanged; per-tensor FP8 has one scale per expert, ``[e]``;
+- integer weights (WNA16) ``[N, K]`` packed bytes, scales ``[N, groups]``, zero points packed in pairs along
   N: ``[N / 2, groups]`` bytes for 4-bit codes, ``[N, groups]`` for 8-bit ones.
 """
 
@@ -18,7 +18,7 @@ from ..steps.rescale import AtMost
 from ..steps.transforms import PackedCodes, Rearrange, Step
 from ..steps.value_steps import Shapes
 from .scaled_tensors import fp8_tensor
-from .weight_layout import LayoutOptions, WeightLayout, by_role
+from .weight_layout import WeightLayout, by_role
 
 
 def _rows(problem: MoEProblem, role: str) -> tuple[Step, ...]:
@@ -31,19 +31,19 @@ _ZEROS_IN_TWOS: tuple[Step, ...] = (
 )
 
 
-def _fp8(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
+def _fp8(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
     if problem.scheme.weight == FP8_TENSOR:
-        return fp8_tensor(_rows)(problem, shapes, options)
-    return by_role(_rows)(problem, shapes, options)
+        return fp8_tensor(_rows)(problem, shapes, requantize)
+    return by_role(_rows)(problem, shapes, requantize)
 
 
-def _wna16(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> Mapping[str, StoredOutput]:
-    made = dict(by_role(_rows)(problem, shapes, options))
+def _wna16(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
+    outputs = dict(by_role(_rows)(problem, shapes, requantize))
     for role in [role for role in shapes if role.endswith("_zero")]:
         if problem.scheme.weight.bits == 4:
-            known = AtMost(15, "zero points are 4-bit codes here")
-            made[role] = StoredOutput(role, (known,), Chain((*_rows(problem, role), *_ZEROS_IN_TWOS)))
-    return made
+            bound = AtMost(15, "zero points are 4-bit codes here")
+            outputs[role] = StoredOutput(role, (bound,), Chain((*_rows(problem, role), *_ZEROS_IN_TWOS)))
+    return outputs
 
 
 PLAIN: tuple[WeightLayout, ...] = (

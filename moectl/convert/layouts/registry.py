@@ -1,7 +1,4 @@
-"""The registry of weight layouts, and how a target and a scheme choose one.
-
-Public here: `Chain`, `WeightLayout`, `LAYOUTS`, `layout_for`, `layout_named`.
-"""
+"""The registry of weight layouts, and the choice of one by target and weight format."""
 
 from __future__ import annotations
 
@@ -41,52 +38,57 @@ LAYOUTS: tuple[WeightLayout, ...] = (
     *CPU,
     MTILE64,
 )
-"""Every layout. Registering one here and in `moectl.problem.layouts` offers it, and tests it."""
+"""All layouts. A layout registered here and in `moectl.problem.layouts` is available, and tested."""
 
 
 def layout_for(
     target: str, weight: WeightFormat, arch: str | None = None, act: str | None = None
 ) -> WeightLayout:
-    """The layout of `target` that holds `weight`, for kernels of `arch` and activations `act` where given.
+    """The layout of `target` for `weight`, for kernels of `arch` and activations `act` if given.
 
-    Where activations alone tell layouts apart and none are given, the usual ones count. Raises
-    UsageError, naming the choices, when there is no layout, or several that only `arch` tells apart.
+    If layouts differ only in their activations, `act` defaults to the usual ones. Raises UsageError with
+    the choices if there is no layout, or several that differ in `arch`.
+
+    Example:
+        >>> from moectl.problem.schemes import MXFP4
+        >>> layout_for("marlin", MXFP4).name
+        'marlin-mxfp4'
     """
     if target not in TARGETS:
         raise UsageError(f"no target is called {target!r}.", hint=f"Choose one of {', '.join(TARGETS)}.")
-    named = [layout for layout in LAYOUTS if layout.target == target]
-    holding = [layout for layout in named if weight in layout.weights]
+    of_target = [layout for layout in LAYOUTS if layout.target == target]
+    holding = [layout for layout in of_target if weight in layout.weights]
     if not holding:
-        every = [held for layout in named for held in layout.weights]
-        alike = [str(held) for held in every if held.name == weight.name]
-        held = ", ".join(dict.fromkeys(alike or [held.name for held in every]))
+        formats = [supported for layout in of_target for supported in layout.weights]
+        same_name = [str(supported) for supported in formats if supported.name == weight.name]
+        names = ", ".join(dict.fromkeys(same_name or [supported.name for supported in formats]))
         others = dict.fromkeys(layout.target for layout in LAYOUTS if weight in layout.weights)
         raise UsageError(
-            f"target {target} holds {held}; these weights are {weight}.",
+            f"target {target} holds {names}; these weights are {weight}.",
             hint=f"Targets for them: {', '.join(others) or 'none'}.",
         )
     fitting = [layout for layout in holding if arch is None or arch in layout.archs]
-    taking = [layout for layout in fitting if act is None or act in layout.acts]
-    if fitting and not taking:
+    matching = [layout for layout in fitting if act is None or act in layout.acts]
+    if fitting and not matching:
         acts = ", ".join(dict.fromkeys(act for layout in fitting for act in layout.acts))
         raise UsageError(
             f"target {target} for {weight} is read with {acts} activations, got {act}.",
             hint="Give one of these with --act.",
         )
-    if len(taking) > 1:
-        taking = [layout for layout in taking if not layouts.LAYOUTS[layout.name].instead_of]
-    if len(taking) != 1:
+    if len(matching) > 1:
+        matching = [layout for layout in matching if not layouts.LAYOUTS[layout.name].instead_of]
+    if len(matching) != 1:
         archs = ", ".join(dict.fromkeys(arch for layout in holding for arch in layout.archs))
         raise UsageError(
             f"target {target} for {weight} is read on {archs}, "
             f"got {arch if arch else 'no architecture to choose by'}.",
             hint="Give one of these with --arch.",
         )
-    return taking[0]
+    return matching[0]
 
 
 def layout_named(name: str) -> WeightLayout:
-    """The layout called `name`, as in a manifest; CheckpointError when this version has none such."""
+    """The layout called `name`, as in a manifest; CheckpointError when this version does not have it."""
     for layout in LAYOUTS:
         if layout.name == name:
             return layout

@@ -1,10 +1,10 @@
-"""triton_kernels on Blackwell: MXFP4 with 16-bit activations.
+"""OpenAI's triton_kernels on Blackwell: MXFP4 with 16-bit activations.
 
 Stored per expert, with N rows and K columns, row-major (the kernel sees the transposed weights):
 
-- weights ``[N, Kp]`` bytes: Kp is K / 2 to a multiple of 128;
-- scales ``[Np / 128, Gp / 4, 2, 256]`` E8M0 bytes in 128 x 4 tiles: Np is N to a multiple of 128, Gp is
-  K / 32 to a multiple of 8; the kernel reads those of all experts as one matrix of tiles;
+- weights ``[N, Kp]`` bytes: Kp is K / 2 rounded up to a multiple of 128;
+- scales ``[Np / 128, Gp / 4, 2, 256]`` E8M0 bytes in 128 x 4 tiles: Np is N rounded up to a multiple of
+  128, Gp is K / 32 to one of 8; the kernel reads those of all experts as one matrix of tiles;
 - biases ``[N]`` F32.
 
 `w13` rows are gate0, up0, gate1, ... Padding inside the tiles is zero.
@@ -17,23 +17,19 @@ from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import MXFP4
 from ..canonical import halves, in_pairs, padded
 from ..steps.transforms import Pad, Rearrange, Step, Widen
-from .weight_layout import WeightLayout, by_role
-
-
-def _up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+from .weight_layout import WeightLayout, by_role, round_up
 
 
 def value_steps(columns: int) -> tuple[Step, ...]:
     """Steps for weights ``[e, rows, columns]`` bytes."""
-    return (Pad(2, _up(columns, 128)),)
+    return (Pad(2, round_up(columns, 128)),)
 
 
 def scale_steps(rows: int, groups: int) -> tuple[Step, ...]:
     """Steps for scales ``[e, rows, groups]``."""
     return (
-        Pad(1, _up(rows, 128)),
-        Pad(2, _up(groups, 8)),
+        Pad(1, round_up(rows, 128)),
+        Pad(2, round_up(groups, 8)),
         Rearrange("e (nb i a j) (kb k) -> e nb kb a (j i k)", {"i": 4, "a": 2, "j": 16, "k": 4}),
     )
 

@@ -4,17 +4,17 @@ Stored per expert, with N rows and K columns of the padded matrix:
 
 - MXFP4, NVFP4 weights ``[N, K / 2]`` and FP8 per tensor, MXFP8 weights ``[N, K]`` bytes, rows shuffled;
 - MXINT4 weights ``[K / 256, N, 128]`` bytes of two's complement codes, rows shuffled, in blocks of 128
-  bytes along K; BF16 ``[K / 64, N, 64]`` and FP8 block ``[K / 128, N, 128]`` in such blocks, too;
-- block scales in their own dtype, rows shuffled, then in 128 x 4 tiles: the shape is kept (MXINT4: flat),
-  the order is not. FP8 block scales are F32, at least 1e-10, `w13` up before gate;
+  bytes along K; BF16 ``[K / 64, N, 64]`` and FP8 block ``[K / 128, N, 128]`` also in such blocks;
+- block scales, dtype unchanged, rows shuffled, then in 128 x 4 tiles within the same shape (MXINT4: flat).
+  FP8 block scales are F32, at least 1e-10, `w13` up before gate;
 - FP8 per tensor scales ``[e]`` F32; NVFP4 global scales of weights ``[e]`` F32 (gate's for `w13`) and of
-  activations ``[e]`` F32, the layer's largest for all; with activations that have a global scale for each
-  token, experts that are not gated are padded further. Both are apart: a kernel that takes their product
-  gets it from its engine, once;
+  activations ``[e]`` F32, the layer's maximum; with one global activation scale per token, ungated experts
+  have more padding. The two are stored separately: engines compute their product once for kernels that need
+  it;
 - biases ``[N]`` F32, rows shuffled.
 
 `w13` rows are up and gate alternating inside the shuffle (FP8 block: up before gate, then the shuffle).
-MXFP4 kernels label raw E8M0 bytes as E4M3.
+MXFP4 kernels take raw E8M0 bytes labelled as E4M3.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ONE_SCALE = 127
 
 
 def shuffled_rows(problem: MoEProblem, role: str, fill: int = 0) -> tuple[Step, ...]:
-    """Padded rows in the order of the TRT-LLM epilogue: 32-row blocks, `w13` with up before gate."""
+    """Steps that pad rows and order them for the TRT-LLM epilogue: 32-row blocks, `w13` up before gate."""
     tail = "" if role.endswith("_bias") else " k"
     start = padded(problem, role, fill)
     if halves(problem, role) == 2:
@@ -45,7 +45,7 @@ def shuffled_rows(problem: MoEProblem, role: str, fill: int = 0) -> tuple[Step, 
 
 
 def tiled(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    """Scales in 128 x 4 tiles, in the shape that they had."""
+    """Steps that put scales in 128 x 4 tiles within the same shape."""
     k = problem.dims.padded_hidden if role.startswith("w13") else problem.dims.padded_intermediate
     return (TILES_128X4, Rearrange("e (n k) -> e n k", {"k": groups(problem.scheme.weight, k)}))
 

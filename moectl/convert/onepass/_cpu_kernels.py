@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Bodies of the one-pass conversion on CPUs, compiled by numba; `cpu_pass` prepares and calls them.
+"""Kernels of the one-pass conversion on CPUs, compiled by numba; `cpu_pass` prepares and calls them.
 
-Both walk the places `first` to `last` of the loops, counted with the last loop fastest. `loops` has a
-row per loop: size, bytes in the input, words in the output, then its step in every coordinate. `limits`
-are the coordinates' bounds, the first `edges` of them the input's, the others the output's.
+Both run iterations `first` to `last` (exclusive) of the loop nest, the last loop fastest. `loops` has a row
+per loop: size, step in input bytes, step in output words, then its step in every coordinate. `limits` are the
+coordinates' bounds, the first `edges` of them the input's, the others the output's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numba
 import numpy as np
 
 
-class _Kept:
-    """Compiled code on disk: what cannot be read back is compiled again, and kept where it can be."""
+class _TolerantCache:
+    """Numba's cache on disk, where unreadable code is compiled again and failing writes are ignored."""
 
     def __init__(self, cache):
         self._cache = cache
@@ -24,51 +24,51 @@ class _Kept:
     def __getattr__(self, name):
         return getattr(self._cache, name)
 
-    def load_overload(self, *what):
+    def load_overload(self, *signature):
         try:
-            return self._cache.load_overload(*what)
+            return self._cache.load_overload(*signature)
         except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError):
             with suppress(OSError):
                 self._cache.flush()
             return None
 
-    def save_overload(self, *what):
+    def save_overload(self, *overload):
         with suppress(OSError):  # a full disk
-            self._cache.save_overload(*what)
+            self._cache.save_overload(*overload)
 
 
 def _compiled(function):
-    """`function` compiled, kept on disk where a folder can be written."""
+    """`function` compiled, and cached on disk if a directory is writable."""
     try:
         compiled = numba.njit(nogil=True, cache=True, boundscheck=False)(function)
-    except RuntimeError:  # no folder for the cache
+    except RuntimeError:  # no directory for the cache
         return numba.njit(nogil=True, boundscheck=False)(function)
-    if hasattr(compiled, "_cache"):  # not with NUMBA_DISABLE_JIT
-        compiled._cache = _Kept(compiled._cache)
+    if hasattr(compiled, "_cache"):  # absent with NUMBA_DISABLE_JIT
+        compiled._cache = _TolerantCache(compiled._cache)
     return compiled
 
 
 @_compiled
-def _stand(place, loops, index, base):
-    """Sets the loops to `place`: their indices, and in `base` input bytes, output words, coordinates."""
+def _seek(iteration, loops, index, base):
+    """Sets the loops to `iteration`: `index`, and in `base` input bytes, output words, coordinates."""
     base[:] = 0
     for i in range(loops.shape[0] - 1, -1, -1):
-        index[i] = place % loops[i, 0]
-        place //= loops[i, 0]
+        index[i] = iteration % loops[i, 0]
+        iteration //= loops[i, 0]
         for j in range(base.shape[0]):
             base[j] += index[i] * loops[i, j + 1]
 
 
 @_compiled
 def _advance(loops, index, base):
-    """Sets the loops to the next place."""
+    """Sets the loops to the next iteration."""
     for i in range(loops.shape[0] - 1, -1, -1):
         index[i] += 1
-        again = index[i] == loops[i, 0]
-        back = index[i] - 1 if again else 0
+        wraps = index[i] == loops[i, 0]
+        back = index[i] - 1 if wraps else 0
         for j in range(base.shape[0]):
-            base[j] += (0 if again else loops[i, j + 1]) - back * loops[i, j + 1]
-        if not again:
+            base[j] += (0 if wraps else loops[i, j + 1]) - back * loops[i, j + 1]
+        if not wraps:
             return
         index[i] = 0
 
@@ -83,7 +83,7 @@ def _all_inside(base, highest, limits):
 
 @_compiled
 def _any_outside(base, lowest, limits, start, end):
-    """True when the whole tile lies past one of the limits from `start` to `end`."""
+    """True when the whole tile is beyond one of the limits `start` to `end`."""
     outside = False
     for i in range(start, end):
         outside |= base[2 + i] + lowest[i] >= limits[i]
@@ -92,7 +92,7 @@ def _any_outside(base, lowest, limits, start, end):
 
 @_compiled
 def _fill(target, start, tile, words, tables, fills):
-    """A tile of which the input has no byte."""
+    """Writes a tile that lies entirely in the padding."""
     for kind in range(tables.shape[0]):
         value = tables[kind, 0, fills[kind, 0]]
         for slot in range(1, tables.shape[1]):
@@ -127,11 +127,11 @@ def gather(
     """
     base = loops[0, 1:].copy()
     count = tables.shape[1]
-    steps = np.ascontiguousarray(tile[:, :2].T).view(np.uint64)  # no index is then checked for a sign
+    steps = np.ascontiguousarray(tile[:, :2].T).view(np.uint64)  # unsigned: no check for negative indices
     index = loops[:, 0].copy()
-    _stand(first, loops, index, base)
-    for place in range(first, last):
-        if place > first:
+    _seek(first, loops, index, base)
+    for iteration in range(first, last):
+        if iteration > first:
             _advance(loops, index, base)
         if not _all_inside(base, highest, limits):
             if _any_outside(base, lowest, limits, edges, limits.shape[0]):
@@ -160,7 +160,7 @@ def gather(
 
 @_compiled
 def _gather_fours(source, target, start, to, kind, steps, slots, tables):
-    """Words of one kind, of four slots or a multiple."""
+    """Words of one kind with a multiple of four slots."""
     for j in range(0, tables.shape[1], 4):
         t0, t1, t2, t3 = tables[kind, j], tables[kind, j + 1], tables[kind, j + 2], tables[kind, j + 3]
         a0, a1 = np.uint64(start + slots[kind, j, 0]), np.uint64(start + slots[kind, j + 1, 0])
@@ -181,23 +181,23 @@ def _gather_fours(source, target, start, to, kind, steps, slots, tables):
 
 @_compiled
 def _gather_checked(source, target, base, tile, slots, words, tables, fills, limits, edges):
-    """A tile at the edge of the input or of the output: every coordinate looked at."""
+    """A tile at the edge of the input or of the output: every coordinate is checked."""
     for kind in range(tables.shape[0]):
         for i in range(tile.shape[0]):
-            wanted = True
+            written = True
             for j in range(edges, limits.shape[0]):
                 if base[2 + j] + tile[i, 2 + j] + words[kind, 1 + j - edges] >= limits[j]:
-                    wanted = False
-            if not wanted:
+                    written = False
+            if not written:
                 continue
             value = tables[kind, 0, 0] & 0
             for slot in range(tables.shape[1]):
                 byte = fills[kind, slot]
-                there = True
+                exists = True
                 for j in range(edges):
                     if base[2 + j] + tile[i, 2 + j] + slots[kind, slot, 1 + j] >= limits[j]:
-                        there = False
-                if there:
+                        exists = False
+                if exists:
                     byte = source[base[0] + tile[i, 0] + slots[kind, slot, 0]]
                 value |= tables[kind, slot, byte]
             target[base[1] + tile[i, 1] + words[kind, 0]] = value
@@ -212,8 +212,8 @@ def copy_runs(
     loops,
     tile,
     unit,
-    there,
-    wanted,
+    read,
+    written,
     steps,
     start,
     mask,
@@ -222,38 +222,38 @@ def copy_runs(
     edges,
     top,
 ):
-    """Runs of `wanted` units of `unit` bytes, each byte exclusive-or `mask`, tile by tile.
+    """Copies runs of `written` units of `unit` bytes, each byte XOR `mask`, tile by tile.
 
-    Units from `there` on, and those past a limit of the input, are `fill`; those past one of the output
-    are left. A run has as many units as `there` and `wanted` say, whatever its coordinates.
+    Of a run, `read` units come from the input. Later ones, and those beyond a limit of the input, are `fill`;
+    units beyond a limit of the output are not written.
 
     tile:  [runs of a tile, 2 + limits] input bytes, output bytes, coordinates
-    steps: [limits] how far a unit moves in each coordinate, none negative
-    start: [1 + limits] place of the first byte of a run;  top: [limits] of the last of a tile
+    steps: [limits] step of a unit in each coordinate, not negative
+    start: [1 + limits] position of the first byte of a run;  top: [limits] of the last of a tile
     """
     base, index = loops[0, 1:].copy(), loops[:, 0].copy()
-    _stand(first, loops, index, base)
-    for place in range(first, last):
-        if place > first:
+    _seek(first, loops, index, base)
+    for iteration in range(first, last):
+        if iteration > first:
             _advance(loops, index, base)
         inside = _all_inside(base, top, limits)
         for run in range(tile.shape[0]):
-            here, kept = there, wanted
+            copied, total = read, written
             if not inside:
                 for i in range(limits.shape[0]):
                     room = limits[i] - base[2 + i] - tile[run, 2 + i] - start[1 + i]
-                    if room > (wanted - 1) * steps[i]:
+                    if room > (written - 1) * steps[i]:
                         continue
                     room = max(room + steps[i] - 1, 0) // steps[i] if steps[i] > 0 else 0
                     if i < edges:
-                        here = min(here, room)
+                        copied = min(copied, room)
                     else:
-                        kept = min(kept, room)
-            kept *= unit
-            here = min(here * unit, kept)
+                        total = min(total, room)
+            total *= unit
+            copied = min(copied * unit, total)
             s, t = base[0] + tile[run, 0] + start[0], base[1] + tile[run, 1]
-            given, made = source[s : s + here], target[t : t + kept]
-            for i in range(here):
-                made[i] = given[i] ^ mask
-            for i in range(here, kept):
-                made[i] = fill
+            bytes_in, bytes_out = source[s : s + copied], target[t : t + total]
+            for i in range(copied):
+                bytes_out[i] = bytes_in[i] ^ mask
+            for i in range(copied, total):
+                bytes_out[i] = fill

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Body of the one-pass conversion on GPUs; `cuda_pass` prepares and launches it."""
+"""The kernel of the one-pass conversion on GPUs; `cuda_pass` prepares and launches it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import triton.language as tl
 def _convert_kernel(
     source,  # units of the input
     target,  # words of the output
-    LOOPS: tl.constexpr,  # (size, source units, target words, coordinates) of what is around, fastest first
-    READ: tl.constexpr,  # (places below, size, source units, coordinates) of the tile's axes
-    WRITE: tl.constexpr,  # (places below, size, target words, coordinates) in the order of the output
-    SHAPE: tl.constexpr,  # the tile's axes in the order of the input, eight with those of size 1
-    ORDER: tl.constexpr,  # their order in the output
-    WORDS: tl.constexpr,  # (target words, inverted bits, first slot, last, coordinates) at each place
+    LOOPS: tl.constexpr,  # (size, source units, target words, coordinates) outside the tile, fastest first
+    READ: tl.constexpr,  # (elements per index, size, source units, coordinates) of the tile's axes
+    WRITE: tl.constexpr,  # (elements per index, size, target words, coordinates) in output order
+    SHAPE: tl.constexpr,  # sizes of the tile's axes in input order, eight with those of size 1
+    ORDER: tl.constexpr,  # the axes in output order
+    WORDS: tl.constexpr,  # (target words, inverted bits, first slot, last, coordinates)
     SLOTS: tl.constexpr,  # (source units, fill, added, first move, last, coordinates)
-    MOVES: tl.constexpr,  # (bits up or down, mask of the word)
+    MOVES: tl.constexpr,  # (shift, mask in the word)
     READ_LIMITS: tl.constexpr,
     WRITE_LIMITS: tl.constexpr,
     TILE: tl.constexpr,
-    MOVED: tl.constexpr,  # False where both orders are the same
+    MOVED: tl.constexpr,  # False if both orders are the same
 ):
-    """One tile: its slots read in the input's order, made into words, written in the output's order.
+    """One tile: reads slots in input order, assembles words, and writes them in output order.
 
-    READ and SLOTS have coordinates for READ_LIMITS, WRITE and WORDS for WRITE_LIMITS, LOOPS for both in turn.
+    READ and SLOTS have coordinates for READ_LIMITS, WRITE and WORDS for WRITE_LIMITS, LOOPS for the former,
+    then the latter.
     """
     rest = tl.program_id(0).to(tl.int64)
     read_from = tl.zeros((), tl.int64)
@@ -60,12 +61,12 @@ def _convert_kernel(
         if len(WRITE_LIMITS) == 0:
             tl.store(to, word)
         else:
-            wanted = lane >= 0
+            written = lane >= 0
             for j in tl.static_range(len(WRITE_LIMITS)):
-                wanted &= (
+                written &= (
                     _coordinate(LOOPS, WRITE, lane, len(READ_LIMITS), j) + WORDS[w][4 + j] < WRITE_LIMITS[j]
                 )
-            tl.store(to, word, mask=wanted)
+            tl.store(to, word, mask=written)
 
 
 @triton.jit
@@ -81,15 +82,15 @@ def _collected(
     LAST: tl.constexpr,
     LIMITS: tl.constexpr,
 ):
-    """`word` with the bits of slots `FIRST` to `LAST`."""
+    """`word` with the bits of slots `FIRST` to `LAST` (exclusive)."""
     for s in tl.static_range(FIRST, LAST):
         if len(LIMITS) == 0:
             unit = tl.load(source + SLOTS[s][0])
         else:
-            there = lane >= 0
+            exists = lane >= 0
             for j in tl.static_range(len(LIMITS)):
-                there &= _coordinate(LOOPS, READ, lane, 0, j) + SLOTS[s][5 + j] < LIMITS[j]
-            unit = tl.load(source + SLOTS[s][0], mask=there, other=SLOTS[s][1])
+                exists &= _coordinate(LOOPS, READ, lane, 0, j) + SLOTS[s][5 + j] < LIMITS[j]
+            unit = tl.load(source + SLOTS[s][0], mask=exists, other=SLOTS[s][1])
         if SLOTS[s][2] != 0:
             unit = (unit + SLOTS[s][2]).to(source.dtype.element_ty)
         word = _moved(word, unit, MOVES, SLOTS[s][3], SLOTS[s][4])
@@ -98,7 +99,7 @@ def _collected(
 
 @triton.jit
 def _moved(word, unit, MOVES: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """`word` with the bits of `unit` that moves `FIRST` to `LAST` name."""
+    """`word` with the bits of `unit` that moves `FIRST` to `LAST` (exclusive) select."""
     for m in tl.static_range(FIRST, LAST):
         mask = tl.full((), MOVES[m][1], word.dtype)
         if MOVES[m][0] >= 0:
@@ -110,7 +111,7 @@ def _moved(word, unit, MOVES: tl.constexpr, FIRST: tl.constexpr, LAST: tl.conste
 
 @triton.jit
 def _coordinate(LOOPS: tl.constexpr, FIELDS: tl.constexpr, lane, SKIP: tl.constexpr, J: tl.constexpr):
-    """Coordinate `J` of every place of the tile."""
+    """Coordinate `J` of every element of the tile."""
     rest = tl.program_id(0)
     base = tl.zeros((), tl.int32)
     for i in tl.static_range(len(LOOPS)):

@@ -1,8 +1,7 @@
-"""Where every bit of a rearranged tensor comes from, kept as arithmetic on indices."""
+"""The source bit of every bit of a rearranged tensor, represented as index arithmetic."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +14,12 @@ Vector = tuple[int, ...]
 
 
 class NotComposable(Exception):
-    """These steps, on this shape, are not one pass of index arithmetic; they run one after another."""
+    """The steps are not one pass of index arithmetic on this shape; they run one after another."""
 
 
 @dataclass(frozen=True)
 class Atom:
-    """`size` indices that each move the place of a bit by `step`, or that choose along dimension `table`."""
+    """`size` indices that each move a bit's position by `step`, or that index table dimension `table`."""
 
     size: int
     step: Vector
@@ -29,7 +28,7 @@ class Atom:
 
 @dataclass(frozen=True)
 class Digit:
-    """`size` indices counted by `atoms`, the slowest first; fewer than their product where it ends early."""
+    """`size` indices counted by `atoms`, the slowest first; less than their product if it ends early."""
 
     size: int
     atoms: tuple[Atom, ...]
@@ -49,7 +48,7 @@ def size_of(axis: Sequence[Digit]) -> int:
 
 
 def merged(axis: Axis) -> Axis:
-    """The axis with atoms that count on from one another joined into one."""
+    """The axis with consecutive atoms merged where the slower continues the faster."""
     out: Axis = []
     for digit in axis:
         if digit.size == 1:
@@ -67,21 +66,22 @@ def merged(axis: Axis) -> Axis:
     return out
 
 
-MOST_ENTRIES = 1 << 16
-"""Bits in all tables of a view: far more than a program has words for, and no burden on the memory."""
+MAX_ENTRIES = 1 << 16
+"""Largest number of bits in the tables of a view: far more than a program has words for."""
 
 Ints = NDArray[np.int64]
 
 
 class BitView:
-    """The bits of a tensor's elements as places in a contiguous source of `shape`.
+    """The bits of a tensor's elements as bit positions in a contiguous source of `shape`.
 
     Attributes:
         axes: the axes, one list of digits each.
-        where: int64 ``[*tables, bits, 1 + limits]``: place of each bit of the element at index 0.
-        known: ``[*tables, bits]``: False where the bit is a constant.
-        invert: ``[*tables, bits]``: 1 where the bit is inverted; for a constant, its value.
-        fill: ``[*tables, bits]``: what the bit is, before `invert`, where the source has none.
+        where: int64 ``[*tables, bits, 1 + limits]``: source position of each bit of the element at index 0,
+            and its coordinates.
+        from_source: ``[*tables, bits]``: True where the bit comes from the source, False for a constant.
+        invert: ``[*tables, bits]``: 1 where the bit is inverted; of a constant, its value.
+        fill: ``[*tables, bits]``: the bit, before `invert`, where a coordinate is beyond its limit.
         added: ``[*tables, bits]``: added to the source's byte, modulo 256, before the bit is taken.
         limits: size of each padded axis before it was padded.
     """
@@ -93,7 +93,7 @@ class BitView:
             self.axes.insert(0, [Digit(size, (Atom(size, (stride,)),))] if size > 1 else [])
             stride *= size
         self.where: Ints = np.arange(8 * itemsize, dtype=np.int64)[:, None]
-        self.known = np.ones(8 * itemsize, dtype=bool)
+        self.from_source = np.ones(8 * itemsize, dtype=bool)
         self.invert = np.zeros(8 * itemsize, dtype=np.uint8)
         self.fill = np.zeros(8 * itemsize, dtype=np.uint8)
         self.added = np.zeros(8 * itemsize, dtype=np.uint8)
@@ -104,31 +104,27 @@ class BitView:
     @property
     def bits(self) -> int:
         """Bits of an element."""
-        return self.known.shape[-1]
-
-    def fork(self) -> BitView:
-        """A copy that goes its own way."""
-        return copy.deepcopy(self)
+        return self.from_source.shape[-1]
 
     # ---- axes
 
     def rearrange(self, split: Sequence[Sequence[int]], joined: Sequence[Sequence[int]]) -> None:
-        """Axes split into `split` sizes, slowest first, then joined by the pieces' running numbers."""
+        """Splits the axes into `split` sizes, slowest first, and joins the pieces numbered in `joined`."""
         pieces: list[Axis] = []
         for axis, sizes in zip(self.axes, split, strict=True):
-            rest, found = axis, list[Axis]()
+            rest, parts = axis, list[Axis]()
             for size in reversed(sizes):
                 rest, taken = self._take(rest, size)
-                found.insert(0, taken)
-            pieces += found
+                parts.insert(0, taken)
+            pieces += parts
         self.axes = [merged([digit for i in group for digit in pieces[i]]) for group in joined]
 
     def flatten(self) -> None:
-        """All axes as one."""
+        """Merges all axes into one."""
         self.axes = [merged([digit for axis in self.axes for digit in axis])]
 
     def flip(self, axis: int) -> None:
-        """The halves of `axis` exchanged."""
+        """Exchanges the halves of `axis`."""
         rest, half = self._take(self.axes[axis], size_of(self.axes[axis]) // 2)
         if len(rest) != 1 or not rest[0].whole:
             raise NotComposable
@@ -142,7 +138,7 @@ class BitView:
         self.axes[axis] = merged([Digit(2, (atom,)), *half])
 
     def pad(self, axis: int, to: int, fill: Sequence[int]) -> None:
-        """`axis` grown to `to` indices, whose elements have the bits `fill`."""
+        """Pads `axis` to `to` indices, with elements whose bits are `fill`."""
         size = size_of(self.axes[axis])
         if size == to:
             return
@@ -165,16 +161,16 @@ class BitView:
         self._grow(axis, to, size)
 
     def _weighed(self, atom: Atom, weight: int) -> Atom:
-        """`atom` with its weight in the newest coordinate."""
+        """`atom` with its weight in the coordinate added last."""
         if atom.table is None:
             return replace(atom, step=(*atom.step, weight))
         at = self._tables.index(atom.table)
-        index = np.arange(atom.size).reshape([-1 if i == at else 1 for i in range(self.known.ndim)])
+        index = np.arange(atom.size).reshape([-1 if i == at else 1 for i in range(self.from_source.ndim)])
         self.where[..., -1] += index * weight
         return replace(atom, step=(*atom.step, 0))
 
     def _grow(self, axis: int, to: int, size: int) -> None:
-        """`axis` of `size` counted on to `to`, by its slowest atom."""
+        """Extends `axis` from `size` to `to` indices by its slowest atom."""
         digits = self.axes[axis]
         if not digits:
             step = (0,) * len(self.limits) + (1,)
@@ -192,14 +188,14 @@ class BitView:
     def _set_fill(self, fill: NDArray[np.uint8]) -> None:
         if (
             self.added.any()
-            or fill[~self.known].any()
-            or (self.limits and (fill != self.fill)[self.known].any())
+            or fill[~self.from_source].any()
+            or (self.limits and (fill != self.fill)[self.from_source].any())
         ):
             raise NotComposable
         self.fill = fill
 
     def cut(self, axis: int, to: int) -> None:
-        """`axis` ended after `to` indices."""
+        """Ends `axis` after `to` indices."""
         digits = self.axes[axis]
         if size_of(digits) == to:
             return
@@ -214,7 +210,7 @@ class BitView:
         raise NotComposable
 
     def _digits(self, size: int, atoms: list[Atom]) -> Axis:
-        """Digits for the first `size` indices of `atoms`: one per atom where it ends with an atom."""
+        """Digits for the first `size` indices of `atoms`: one per atom if they end with a whole atom."""
         while atoms:
             rest = math.prod(atom.size for atom in atoms[1:])
             if size % rest == 0:
@@ -232,7 +228,7 @@ class BitView:
         return replace(atom, size=size)
 
     def _take(self, digits: Axis, size: int) -> tuple[Axis, Axis]:
-        """The digits without their fastest `size` indices, and these."""
+        """The digits without their fastest `size` indices, and the digits of those."""
         rest, taken = list(digits), list[Digit]()
         while size > 1:
             if not rest:
@@ -279,7 +275,7 @@ class BitView:
     # ---- elements
 
     def expand(self, parts: int) -> None:
-        """Each element as `parts` elements on the last axis, its lowest bits first."""
+        """Splits each element into `parts` elements along the last axis, lowest bits first."""
         if parts == 1:
             return
         self._each(
@@ -290,7 +286,7 @@ class BitView:
         self.axes[-1] = merged([*self.axes[-1], Digit(parts, (self._folded(Atom(parts, self._zero, name)),))])
 
     def contract(self, parts: int) -> None:
-        """`parts` neighbours on the last axis as one element, the first in the lowest bits."""
+        """Joins `parts` neighbours on the last axis into one element, the first in the lowest bits."""
         rest, taken = self._take(self.axes[-1], parts)
         if not all(digit.whole for digit in taken):
             raise NotComposable
@@ -304,11 +300,11 @@ class BitView:
         self.axes[-1] = rest
 
     def widen(self, bits: int) -> None:
-        """`bits` zeros above the bits of each element."""
+        """Adds `bits` zeros above the bits of each element."""
         self._extend(bits, after=True)
 
     def shift_up(self, bits: int) -> None:
-        """`bits` zeros below the bits of each element."""
+        """Adds `bits` zeros below the bits of each element."""
         self._extend(bits, after=False)
 
     def _extend(self, bits: int, *, after: bool) -> None:
@@ -321,24 +317,24 @@ class BitView:
         self._each(extended)
 
     def order(self, order: Sequence[int]) -> None:
-        """Bit i of the element is now what bit ``order[i]`` was; fewer are kept where fewer are named."""
+        """Permutes bits: bit i becomes what bit ``order[i]`` was. Bits that `order` omits are dropped."""
         self._each(lambda a: a.take(order, axis=len(self._tables)))
 
     def keep_low(self, bits: int) -> None:
-        """The lowest bits alone; the others must be constant zeros."""
-        if self.known[..., bits:].any() or self.invert[..., bits:].any():
+        """Keeps the lowest `bits` bits; the others must be constant zeros."""
+        if self.from_source[..., bits:].any() or self.invert[..., bits:].any():
             raise NotComposable
         self.order(range(bits))
 
     def xor(self, mask: Sequence[int]) -> None:
-        """Bits inverted where `mask` is 1."""
+        """Inverts bits where `mask` is 1."""
         self.invert = self.invert ^ np.array(mask, dtype=np.uint8)
 
     def add(self, amount: int) -> None:
-        """`amount` added to elements that are whole bytes of the source, modulo 256."""
+        """Adds `amount`, modulo 256, to elements, which must be whole bytes of the source."""
         steps = [atom.step[0] for axis in self.axes for digit in axis for atom in digit.atoms]
         order = self.where - self.where[..., :1, :]
-        whole = self.bits == 8 and self.known.all() and not self.invert.any()
+        whole = self.bits == 8 and self.from_source.all() and not self.invert.any()
         in_place = not (order[..., 0] != np.arange(self.bits)).any() and not order[..., 1:].any()
         if not (whole and in_place) or any(step % 8 for step in steps) or (self.where[..., 0, 0] % 8).any():
             raise NotComposable
@@ -352,13 +348,13 @@ class BitView:
         return tuple(self._tables)
 
     def fold(self) -> None:
-        """Atoms as fixed steps where a table says no more than that."""
+        """Replaces table dimensions with fixed steps where all entries agree on one."""
         for axis in self.axes:
             for i, digit in enumerate(axis):
                 axis[i] = replace(digit, atoms=tuple(self._folded(atom) for atom in digit.atoms))
 
     def tabulate(self, atom: Atom) -> Atom:
-        """`atom`, which stands in no axis any more, as a dimension of the table."""
+        """`atom`, which is no longer in any axis, as a dimension of the tables."""
         return self._tabled(atom)
 
     @property
@@ -370,13 +366,13 @@ class BitView:
         return self._named
 
     def _each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
-        for name in ("where", "known", "invert", "fill", "added"):
+        for name in ("where", "from_source", "invert", "fill", "added"):
             setattr(self, name, change(getattr(self, name)))
 
     def _tabled(self, atom: Atom) -> Atom:
         if atom.table is not None:
             return atom
-        if atom.size * self.known.size > MOST_ENTRIES:
+        if atom.size * self.from_source.size > MAX_ENTRIES:
             raise NotComposable
         self._each(lambda a: np.repeat(a[None], atom.size, 0))
         moves = np.arange(atom.size)[:, None] * np.array(atom.step)
@@ -385,14 +381,14 @@ class BitView:
         return Atom(atom.size, self._zero, self._tables[0])
 
     def _folded(self, atom: Atom) -> Atom:
-        """`atom` with a fixed step, if all bits agree on one."""
+        """`atom` with a fixed step if all bits agree on one, otherwise unchanged."""
         if atom.table is None:
             return atom
         at = self._tables.index(atom.table)
-        for a in (self.known, self.invert, self.fill, self.added):
+        for a in (self.from_source, self.invert, self.fill, self.added):
             if (a != a.take([0], axis=at)).any():
                 return atom
-        moves = np.diff(self.where, axis=at)[self.known.take(range(1, atom.size), axis=at)]
+        moves = np.diff(self.where, axis=at)[self.from_source.take(range(1, atom.size), axis=at)]
         step = tuple(int(move) for move in moves[0]) if len(moves) else self._zero
         if (moves != np.array(step)).any():
             return atom

@@ -1,8 +1,8 @@
-"""A composed program run on CPU tensors: tables looked up by compiled loops, on all threads.
+"""Runs word programs on CPU tensors: compiled loops of table lookups, on all threads.
 
-Nothing but tables of some kilobytes is allocated. Tiles are words that lie together in the output;
-the places of a tile are walked so that the input is read in the finest steps last, which keeps the rows
-that a tile touches in the first-level cache.
+Only tables of some kilobytes are allocated. A tile is a set of words that are adjacent in the output; loops
+around tiles are ordered so that the finest input steps come last, which keeps the rows that a tile reads in
+the L1 cache.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 from .word_program import CopyLoop, OutputWord, SourceByte, WordProgram
 
 TILE_WORDS = 128
-"""Words of a tile: enough to hide the cost of a tile, few enough to stay in the cache."""
+"""Words of a tile: enough to amortize its overhead, few enough to stay in the cache."""
 
 SHORTEST_RUN = 16
-"""Bytes from which copying a run is faster than looking its words up."""
+"""Bytes from which copying a run is faster than looking up its words."""
 
 CHUNKS = 4
 """Pieces of work per thread."""
@@ -37,7 +37,7 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """A program that copies runs of bytes: `loops` without the run, and the arguments after them."""
+    """A program that copies runs of bytes: the `loops` around a run, and the kernel's other arguments."""
 
     loops: Array
     arguments: tuple[Any, ...]
@@ -45,7 +45,7 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """A program that looks words up by tiles: `loops` without the tile's, and the arguments after them."""
+    """A program that looks up words in tiles: the `loops` around a tile, and the kernel's other arguments."""
 
     width: int
     loops: Array
@@ -53,46 +53,48 @@ class Tiles:
 
 
 def run(program: WordProgram, source: Tensor, target: Tensor) -> bool:
-    """True, with contiguous `target` filled from contiguous `source`, both of the same number of experts."""
+    """Fills contiguous `target` from contiguous `source`, both of the same number of experts. Always True."""
     from . import _cpu_kernels
 
     work = plan(program)
     experts = source.shape[0]
     loops = work.loops.copy()
     loops[0, 0] = experts
-    places = int(np.prod(loops[:, 0]))
-    given = source.reshape(-1).view(torch.uint8).numpy()
-    made = target.view(-1).view(torch.uint8).numpy()
+    iterations = int(np.prod(loops[:, 0]))
+    source_bytes = source.reshape(-1).view(torch.uint8).numpy()
+    target_words = target.view(-1).view(torch.uint8).numpy()
     if isinstance(work, Runs):
-        body = _cpu_kernels.copy_runs
+        kernel = _cpu_kernels.copy_runs
     else:
-        body, made = _cpu_kernels.gather, made.view(_WORDS[work.width])
-    threads = min(thread_count(), places)
-    pieces = min(threads * CHUNKS, places) if threads > 1 else 1
-    ends = [places * i // pieces for i in range(pieces + 1)]
-    calls = [(given, made, first, last, loops, *work.arguments) for first, last in pairwise(ends)]
+        kernel, target_words = _cpu_kernels.gather, target_words.view(_WORDS[work.width])
+    threads = min(thread_count(), iterations)
+    chunks = min(threads * CHUNKS, iterations) if threads > 1 else 1
+    bounds = [iterations * i // chunks for i in range(chunks + 1)]
+    calls = [
+        (source_bytes, target_words, first, last, loops, *work.arguments) for first, last in pairwise(bounds)
+    ]
     if threads == 1:
-        body(*calls[0])
+        kernel(*calls[0])
         return True
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(body, *call) for call in calls]:
-            done.result()
+        for future in [pool.submit(kernel, *call) for call in calls]:
+            future.result()
     return True
 
 
 def thread_count() -> int:
-    """Threads that convert at once: torch's number, but no more than there are cores."""
+    """Threads that convert at once: torch's number, at most one per core."""
     return max(1, min(torch.get_num_threads(), os.cpu_count() or 1))
 
 
 @lru_cache(maxsize=128)
 def plan(program: WordProgram) -> Runs | Tiles:
-    """`program` as arguments of a compiled loop; the number of experts is still open."""
+    """`program` as arguments of a kernel; the number of experts is still open."""
     return _as_runs(program) or _as_tiles(program)
 
 
 def _rows(loops: list[CopyLoop], unit: int) -> Array:
-    """Loops as rows of numbers, output places counted in `unit` bytes."""
+    """Loops as rows of integers, output steps in units of `unit` bytes."""
     return np.array(
         [(lp.size, lp.source, lp.target // unit, *lp.source_at, *lp.target_at) for lp in loops],
         dtype=np.int64,
@@ -100,14 +102,14 @@ def _rows(loops: list[CopyLoop], unit: int) -> Array:
 
 
 def _as_runs(program: WordProgram) -> Runs | None:
-    """The program as copies of runs, where it is one with runs long enough.
+    """The program as copies of runs, if it has runs and they are long enough.
 
-    A run is counted in words, or in bytes where its bytes differ in a coordinate of the input.
+    A run is counted in words, or in bytes if its bytes differ in a coordinate of the input.
     """
-    found = _copied(program)
-    if found is None:
+    copied = _copied_bytes(program)
+    if copied is None:
         return None
-    mask, apart = found
+    mask, apart = copied
     (word,) = program.words
     loops, unit, units = list(program.for_experts(1)), program.width, 1
     step = (0,) * (len(apart) + len(word.at))
@@ -115,7 +117,7 @@ def _as_runs(program: WordProgram) -> Runs | None:
         last = loops.pop()
         step, units = (*last.source_at, *last.target_at), last.size
     if any(apart):
-        if any(step[len(apart) :]) or (units > 1 and step[: len(apart)] != tuple(unit * at for at in apart)):
+        if any(step[len(apart) :]) or (units > 1 and step[: len(apart)] != tuple(unit * by for by in apart)):
             return None
         step, unit, units = (*apart, *word.at), 1, units * unit
     if unit * units < SHORTEST_RUN or min(step, default=0) < 0:
@@ -126,9 +128,9 @@ def _as_runs(program: WordProgram) -> Runs | None:
 def _run_tiles(
     program: WordProgram, loops: list[CopyLoop], run: tuple[int, int, tuple[int, ...]], mask: int
 ) -> Runs:
-    """Runs of `units` units of `unit` bytes, each of which moves the coordinates by `step`, in tiles.
+    """Tiles of runs, each run (bytes of a unit, units, step of a unit in each coordinate).
 
-    A limit in whose coordinate nothing but the run itself moves cuts all runs alike.
+    A limit whose coordinate only the run itself changes shortens all runs equally.
     """
     unit, units, step = run
     (word,) = program.words
@@ -138,25 +140,26 @@ def _run_tiles(
     steps = np.array((*step, *(0 for _ in extra)), dtype=np.int64)
     start = np.array((slot.source, *slot.at, *word.at, *(0 for _ in extra)), dtype=np.int64)
     rows, tile = _rows(outer, 1), _offsets(inner, 1, 2 + len(limits))
-    still = ~(rows[:, 3:].any(0) | tile[:, 2:].any(0)) & (steps > 0)
+    constant = ~(rows[:, 3:].any(0) | tile[:, 2:].any(0)) & (steps > 0)
     room = -(-(limits - start[1:]) // np.maximum(steps, 1))
     source_side = np.arange(len(limits)) < sources
-    there, wanted = (
-        int(max(0, min(units, room[still & side].min(initial=units)))) for side in (source_side, ~source_side)
+    read, written = (
+        int(max(0, min(units, room[constant & side].min(initial=units))))
+        for side in (source_side, ~source_side)
     )
-    moving = ~still
+    moving = ~constant
     kept = np.concatenate(([True, True], moving))
     arguments = (
-        *(np.ascontiguousarray(tile[:, kept]), unit, there, wanted, steps[moving], start[[True, *moving]]),
+        *(np.ascontiguousarray(tile[:, kept]), unit, read, written, steps[moving], start[[True, *moving]]),
         *(np.uint8(mask), np.uint8(slot.fill ^ mask), limits[moving], int((moving & source_side).sum())),
         (tile[:, 2:].max(0) + start[1:] + (units - 1) * steps)[moving],
     )
     return Runs(np.ascontiguousarray(rows[:, [True, *kept]]), arguments)
 
 
-def _copied(program: WordProgram) -> tuple[int, tuple[int, ...]] | None:
-    """Where words are bytes that lie in the input as they are: the mask that every byte is inverted by,
-    and how far a byte is from the next in each coordinate of the input."""
+def _copied_bytes(program: WordProgram) -> tuple[int, tuple[int, ...]] | None:
+    """For a program whose words are consecutive input bytes: the mask that every byte is XORed with, and the
+    step from a byte to the next in each coordinate of the input. None for other programs."""
     if len(program.words) != 1:
         return None
     (word,) = program.words
@@ -185,7 +188,10 @@ def _as_tiles(program: WordProgram) -> Tiles:
     limits = np.array((*program.source_limits, *program.target_limits, *extra), dtype=np.int64)
     lowest, highest = (
         np.array(
-            [int(pick(tile[:, 2 + j])) + int(pick(_of(slots, words, sources, j))) for j in range(len(limits))]
+            [
+                int(pick(tile[:, 2 + j])) + int(pick(_offsets_in(slots, words, sources, j)))
+                for j in range(len(limits))
+            ]
         )
         for pick in (np.min, np.max)
     )
@@ -196,15 +202,15 @@ def _as_tiles(program: WordProgram) -> Tiles:
     return Tiles(program.width, _rows(loops, program.width), arguments)
 
 
-def _of(slots: Array, words: Array, sources: int, limit: int) -> Array:
-    """What the slots, or the words, add to coordinate `limit`."""
+def _offsets_in(slots: Array, words: Array, sources: int, limit: int) -> Array:
+    """The offsets of the slots, or of the words, in coordinate `limit`."""
     return slots[:, :, 1 + limit] if limit < sources else words[:, 1 + limit - sources]
 
 
 def _tiled(loops: list[CopyLoop]) -> tuple[list[CopyLoop], list[CopyLoop], list[int]]:
-    """The loops around the tiles, those of a tile, and a limit more where a tile does not divide its loop.
+    """The loops around tiles, those of a tile, and one more limit if a tile does not divide its loop.
 
-    A tile takes the loops with the finest steps in the output, the last of them in part.
+    A tile takes the loops with the finest output steps, the last of them in part.
     """
     outer, inner, extra = list(loops), list[CopyLoop](), list[int]()
     words = 1
@@ -218,7 +224,7 @@ def _tiled(loops: list[CopyLoop]) -> tuple[list[CopyLoop], list[CopyLoop], list[
             if slow * part > loop.size:
                 extra.append(loop.size)
                 outer, inner = (
-                    [replace(lp, target_at=(*lp.target_at, 0)) for lp in some] for some in (outer, inner)
+                    [replace(lp, target_at=(*lp.target_at, 0)) for lp in nest] for nest in (outer, inner)
                 )
                 outer[-1] = replace(outer[-1], target_at=(*outer[-1].target_at[:-1], part))
                 loop = replace(loop, target_at=(*loop.target_at, 1))
@@ -230,7 +236,7 @@ def _tiled(loops: list[CopyLoop]) -> tuple[list[CopyLoop], list[CopyLoop], list[
 
 
 def _part(size: int, room: int) -> int:
-    """How many of `size` repetitions a tile with `room` takes: all, a divisor, or what does not divide."""
+    """Iterations of `size` that a tile with `room` takes: all, a divisor, or `room`."""
     if size <= 2 * room:
         return size
     best = max(part for part in range(1, room + 1) if size % part == 0)
@@ -238,7 +244,7 @@ def _part(size: int, room: int) -> int:
 
 
 def _scaled(loop: CopyLoop, size: int, by: int) -> CopyLoop:
-    """`size` repetitions, each `by` of the loop's."""
+    """`size` iterations, each as many as `by` of the loop's."""
     return CopyLoop(
         size,
         loop.source * by,
@@ -249,17 +255,17 @@ def _scaled(loop: CopyLoop, size: int, by: int) -> CopyLoop:
 
 
 def _offsets(loops: list[CopyLoop], width: int, columns: int) -> Array:
-    """Every place of `loops` as a row: input bytes, output words, coordinates."""
-    places = np.zeros((1, columns), dtype=np.int64)
+    """Every iteration of `loops` as a row: input bytes, output words, coordinates."""
+    offsets = np.zeros((1, columns), dtype=np.int64)
     for loop in loops:
         row = _rows([loop], width)[0, 1:]
         steps = np.arange(loop.size, dtype=np.int64)[:, None] * row
-        places = (places[:, None] + steps[None]).reshape(-1, columns)
-    return np.ascontiguousarray(places)
+        offsets = (offsets[:, None] + steps[None]).reshape(-1, columns)
+    return np.ascontiguousarray(offsets)
 
 
 def _tables(program: WordProgram) -> tuple[Array, Array, Array]:
-    """Slots' places, tables and fills; every word gets as many slots as the largest, empty ones added."""
+    """Slots' positions, tables and fills; every word is padded with empty slots to the same number."""
     most = max(1, *(len(word.slots) for word in program.words))
     most = most if most <= 2 else 4 * math.ceil(most / 4)
     kind = _WORDS[program.width]
@@ -278,13 +284,13 @@ def _tables(program: WordProgram) -> tuple[Array, Array, Array]:
 
 
 def _table(word: OutputWord, which: int, kind: type[np.unsignedinteger[Any]]) -> Array:
-    """What every value of byte `which` adds to `word`; the first also brings the constant bits."""
+    """The bits of `word` for every value of byte `which`; the first also has the constant bits."""
     moves = word.slots[which].moves if word.slots else ()
-    mine = sum(1 << to for _, to in moves)
+    own_bits = sum(1 << to for _, to in moves)
     add = word.slots[which].add if word.slots else 0
     constant = word.invert & ~sum(1 << to for slot in word.slots for _, to in slot.moves) if which == 0 else 0
     table = []
     for byte in range(256):
         value = sum((byte + add >> bit & 1) << to for bit, to in moves)
-        table.append(value ^ word.invert & mine | constant)
+        table.append(value ^ word.invert & own_bits | constant)
     return np.array(table, dtype=kind)

@@ -1,8 +1,8 @@
-"""A composed program run on CUDA tensors: one launch over tiles of all experts.
+"""Runs word programs on CUDA tensors: one launch over tiles of all experts.
 
-A tile holds powers of two of the program's loops, chosen so that what lies together in the input, and
-what lies together in the output, is read and written together; its words change order between the two in
-registers and shared memory. A loop that no power of two divides well runs over its end, masked.
+A tile has a power of two of each loop, chosen so that both reads and writes are coalesced; its words change
+order between the two in registers and shared memory. A loop that no power of two divides well is masked
+beyond its end.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .word_program import CopyLoop, OutputWord, SourceByte, WordProgram
 
 TILE_WORDS = 2048
 RANK = 8
-"""Axes of a tile, which the kernel names one by one."""
+"""Axes of a tile, which the kernel lists explicitly."""
 
-TOGETHER = 128
-"""Bytes that a tile covers without a gap on either side, where the loops allow: one cache line."""
+CONTIGUOUS = 128
+"""Contiguous bytes that a tile covers in the input and in the output if loops allow: one cache line."""
 
-MOST = 1 << 31
-"""Places inside an expert, and tiles, are counted in 32 bits."""
+MAX_INDEX = 1 << 31
+"""Offsets inside an expert, and tiles, are counted in 32 bits."""
 
 WASTE = 1.15
-"""How far a tile's axis may run over the end of its loop."""
+"""By which factor tiles may exceed the size of a loop."""
 
 UNITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 @dataclass(frozen=True, eq=False)
 class PassLaunch:
-    """What a launch needs beside the tensors: bytes that are read and written at once, tiles per expert,
-    and the kernel's constants."""
+    """A launch without its tensors: bytes per load (`unit`) and store (`width`), tiles per expert, and the
+    kernel's constants."""
 
     unit: int
     width: int
@@ -47,25 +47,28 @@ class PassLaunch:
 
 
 def run(program: WordProgram, source: Tensor, target: Tensor) -> bool:
-    """True, with contiguous `target` filled from `source`; False, untouched, where addresses forbid it."""
+    """Fills contiguous `target` from `source`; False, `target` untouched, if addresses do not allow it."""
     launch = plan(program, gcd(source.data_ptr(), program.source_bytes, 8))
     tiles = launch.tiles * source.shape[0]
-    if target.data_ptr() % launch.width or max(program.source_bytes, program.target_bytes, tiles) >= MOST:
+    if (
+        target.data_ptr() % launch.width
+        or max(program.source_bytes, program.target_bytes, tiles) >= MAX_INDEX
+    ):
         return False
     from ._cuda_kernels import _convert_kernel
 
-    given = source.reshape(-1).view(UNITS[launch.unit])
-    made = target.view(-1).view(UNITS[launch.width])
+    units = source.reshape(-1).view(UNITS[launch.unit])
+    words = target.view(-1).view(UNITS[launch.width])
     with torch.cuda.device(source.device) if source.is_cuda else nullcontext():
-        _convert_kernel[(tiles,)](given, made, **launch.constants)
+        _convert_kernel[(tiles,)](units, words, **launch.constants)
     return True
 
 
 @lru_cache(maxsize=256)
 def plan(program: WordProgram, alignment: int) -> PassLaunch:
-    """The launch of `program` on an input whose experts begin at multiples of `alignment` bytes."""
+    """The launch of `program` on an input whose experts start at multiples of `alignment` bytes."""
     unit, words = _in_units(program, alignment)
-    program = _counted_coarsely(program, words)
+    program = _coarsened(program, words)
     words = program.words
     loops, fields, ends = _tiled(program, unit)
     read = (*program.source_limits, *ends)
@@ -96,7 +99,7 @@ def plan(program: WordProgram, alignment: int) -> PassLaunch:
 def _fields(
     fields: list[CopyLoop], steps: Callable[[CopyLoop], tuple[int, ...]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Fields with the number of places below each, the slowest first."""
+    """Fields, the slowest first, each with the number of elements per index."""
     return tuple(
         (prod(lower.size for lower in fields[i + 1 :]), field.size, *steps(field))
         for i, field in enumerate(fields)
@@ -104,14 +107,14 @@ def _fields(
 
 
 def _experts(program: WordProgram, read: int, write: int) -> CopyLoop:
-    """The outermost loop; its size only ends the division by it."""
+    """The outermost loop over experts; its size only has to exceed their number."""
     return CopyLoop(1 << 30, program.source_bytes, program.target_bytes, (0,) * read, (0,) * write)
 
 
 def _word_tables(
     words: tuple[OutputWord, ...], unit: int, width: int, more: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Words, slots and moves as the kernel reads them: bits that travel equally far share a move."""
+    """Words, slots and moves as the kernel reads them: bits that move by the same distance share a move."""
     rows: list[tuple[int, ...]] = []
     slots: list[tuple[int, ...]] = []
     moves: list[tuple[int, int]] = []
@@ -129,65 +132,67 @@ def _word_tables(
 
 
 def _in_units(program: WordProgram, alignment: int) -> tuple[int, tuple[OutputWord, ...]]:
-    """The widest loads that need fewest slots, and the words with slots of that many bytes."""
-    found = []
+    """The load width in bytes that needs the fewest slots, and the words with slots of that width."""
+    choices = []
     for unit in (1, 2, 4):
         if alignment % unit == 0 and all(loop.source % unit == 0 for loop in program.loops):
             slots = [_joined(program, word, unit) for word in program.words]
             words = [
-                replace(word, slots=some)
-                for word, some in zip(program.words, slots, strict=True)
-                if some is not None
+                replace(word, slots=joined)
+                for word, joined in zip(program.words, slots, strict=True)
+                if joined is not None
             ]
             if len(words) == len(slots):
-                found.append((unit, tuple(words)))
-    return min(found, key=lambda item: sum(len(word.slots) for word in item[1]))
+                choices.append((unit, tuple(words)))
+    return min(choices, key=lambda item: sum(len(word.slots) for word in item[1]))
 
 
 def _joined(program: WordProgram, word: OutputWord, unit: int) -> tuple[SourceByte, ...] | None:
-    """The slots of `word` with those of one `unit` joined; None where its bytes may not exist together.
+    """The slots of `word` with the bytes of each `unit` joined; None if only some of its bytes may exist.
 
-    Codes that share a byte may lie on two sides of a limit: units of one byte are joined where all
-    coordinates are the same, so that there are always slots.
+    Codes that share a byte may be on two sides of a limit: units of one byte are joined only if all
+    coordinates are equal, so that this never fails for them.
     """
     groups: dict[tuple[object, ...], list[SourceByte]] = {}
     for slot in word.slots:
         groups.setdefault((slot.source // unit, slot.add, slot.at if unit == 1 else ()), []).append(slot)
-    made = []
+    joined = []
     for slots in groups.values():
-        at, add = slots[0].source // unit, slots[0].add
+        index, add = slots[0].source // unit, slots[0].add
         first = min(slots, key=lambda slot: slot.source)
-        if (add and unit > 1) or not all(_together(program, first, slot, unit) for slot in slots):
+        if (add and unit > 1) or not all(_same_side(program, first, slot, unit) for slot in slots):
             return None
         moves = tuple((8 * (s.source % unit) + bit, to) for s in slots for bit, to in s.moves)
         fill = sum(slot.fill << 8 * (slot.source % unit) for slot in slots)
-        made.append(SourceByte(at * unit, first.at, moves, fill, add))
-    return tuple(made)
+        joined.append(SourceByte(index * unit, first.at, moves, fill, add))
+    return tuple(joined)
 
 
-def _counted_coarsely(program: WordProgram, words: tuple[OutputWord, ...]) -> WordProgram:
-    """The program with `words`, each input coordinate divided by what all its steps share.
+def _coarsened(program: WordProgram, words: tuple[OutputWord, ...]) -> WordProgram:
+    """The program with `words`, and each input coordinate divided by the GCD of its steps.
 
-    The compiler then sees that neighbours lie on the same side of a limit, and loads them together.
+    The compiler then sees that neighbours are on the same side of a limit, and vectorizes their loads.
     """
-    coarse = [
+    divisors = [
         gcd(*(lp.source_at[i] for lp in program.loops), *(s.at[i] for word in words for s in word.slots)) or 1
         for i in range(len(program.source_limits))
     ]
 
-    def less(at: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(one // by for one, by in zip(at, coarse, strict=True))
+    def divided(at: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(coordinate // by for coordinate, by in zip(at, divisors, strict=True))
 
     return replace(
         program,
-        loops=tuple(replace(loop, source_at=less(loop.source_at)) for loop in program.loops),
-        words=tuple(replace(w, slots=tuple(replace(s, at=less(s.at)) for s in w.slots)) for w in words),
-        source_limits=tuple(-(-limit // by) for limit, by in zip(program.source_limits, coarse, strict=True)),
+        loops=tuple(replace(loop, source_at=divided(loop.source_at)) for loop in program.loops),
+        words=tuple(replace(w, slots=tuple(replace(s, at=divided(s.at)) for s in w.slots)) for w in words),
+        source_limits=tuple(
+            -(-limit // by) for limit, by in zip(program.source_limits, divisors, strict=True)
+        ),
     )
 
 
-def _together(program: WordProgram, first: SourceByte, other: SourceByte, unit: int) -> bool:
-    """True when two bytes of a unit lie on the same side of every limit, wherever the loops stand."""
+def _same_side(program: WordProgram, first: SourceByte, other: SourceByte, unit: int) -> bool:
+    """True when two bytes of a unit are on the same side of every limit in every iteration."""
     apart = other.source - first.source
     for i, limit in enumerate(program.source_limits):
         if first.at[i] == other.at[i]:
@@ -199,30 +204,28 @@ def _together(program: WordProgram, first: SourceByte, other: SourceByte, unit: 
 
 
 def _tiled(program: WordProgram, unit: int) -> tuple[list[CopyLoop], list[CopyLoop], tuple[int, ...]]:
-    """The loops around the tiles, those of a tile, and sizes that a tile's axes may run over."""
+    """The loops around tiles, those of a tile, and the sizes of loops that tiles exceed."""
     loops = list(program.loops)
     parts = [1] * len(loops)
-    wishes = [
-        *((i, TOGETHER // loops[i].target) for i in _finest(loops, lambda lp: lp.target)),
+    targets = [
+        *((i, CONTIGUOUS // loops[i].target) for i in _finest(loops, lambda lp: lp.target)),
         *(
-            (i, TOGETHER // max(abs(loops[i].source), unit))
+            (i, CONTIGUOUS // max(abs(loops[i].source), unit))
             for i in _finest(loops, lambda lp: abs(lp.source))
         ),
         *((i, TILE_WORDS) for i in _finest(loops, lambda lp: lp.target)),
     ]
-    for i, wish in wishes:
+    for i, target in targets:
         if parts[i] == 1 and sum(part > 1 for part in parts) == RANK:
             continue
         room = TILE_WORDS // (prod(parts) // parts[i])
-        parts[i] = max(parts[i], _part(loops[i].size, min(wish, room)))
+        parts[i] = max(parts[i], _part(loops[i].size, min(target, room)))
     over = [i for i, part in enumerate(parts) if loops[i].size % part]
     ends = tuple(loops[i].size for i in over)
     outer, inner = [], []
     for i, (loop, part) in enumerate(zip(loops, parts, strict=True)):
-        mine = tuple(int(i == j) for j in over)
-        fast = replace(
-            loop, size=part, source_at=(*loop.source_at, *mine), target_at=(*loop.target_at, *mine)
-        )
+        own = tuple(int(i == j) for j in over)
+        fast = replace(loop, size=part, source_at=(*loop.source_at, *own), target_at=(*loop.target_at, *own))
         slow = CopyLoop(
             -(-loop.size // part),
             fast.source * part,
@@ -239,9 +242,9 @@ def _finest(loops: list[CopyLoop], step: Callable[[CopyLoop], int]) -> list[int]
     return sorted(range(len(loops)), key=lambda i: step(loops[i]))
 
 
-def _part(size: int, wish: int) -> int:
-    """The largest power of two up to `wish` that wastes little of a loop of `size`."""
-    part = 1 << max(wish, 1).bit_length() - 1
+def _part(size: int, target: int) -> int:
+    """The largest power of two up to `target` whose multiples exceed `size` by no more than `WASTE`."""
+    part = 1 << max(target, 1).bit_length() - 1
     while -(-size // part) * part > WASTE * size:
         part //= 2
     return part

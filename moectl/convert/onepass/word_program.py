@@ -1,4 +1,4 @@
-"""What one pass over a tensor does: for every word that is written, the bytes and bits it is made of."""
+"""Programs of one pass over a tensor: for every output word, the source bytes and bits it is made of."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Vector = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CopyLoop:
-    """`size` repetitions, each `source` bytes further on in the input and `target` in the output.
+    """`size` iterations, each `source` bytes further in the input and `target` bytes further in the output.
 
-    `source_at` and `target_at` say how far a repetition moves in each coordinate that has a limit.
+    `source_at` and `target_at` are the steps of an iteration in each coordinate that has a limit.
     """
 
     size: int
@@ -23,14 +23,14 @@ class CopyLoop:
 
 @dataclass(frozen=True)
 class SourceByte:
-    """One input byte of a word, `source` bytes from where the loops stand.
+    """One input byte of a word.
 
     Attributes:
-        source: offset in bytes.
+        source: its offset in bytes from the loops' current position.
         at: its coordinates; it exists in the input where each is below its limit.
         moves: pairs of a bit of the byte and the bit of the word that it becomes.
-        fill: the byte to take where it does not exist.
-        add: what is added to the byte, modulo 256, before its bits move; 0 where only some bits are used.
+        fill: the byte used where it does not exist.
+        add: added to the byte, modulo 256, before its bits move; 0 if only some bits are used.
     """
 
     source: int
@@ -42,7 +42,8 @@ class SourceByte:
 
 @dataclass(frozen=True)
 class OutputWord:
-    """One output word, `target` bytes from where the loops stand: its slots' bits, then `invert` applied.
+    """One output word at offset `target` from the loops' current position: the bits of its `slots`, then
+    XOR with `invert`.
 
     It is written only where its coordinates `at` are below their limits.
     """
@@ -55,12 +56,12 @@ class OutputWord:
 
 @dataclass(frozen=True)
 class WordProgram:
-    """All of an output tensor, expert for expert: the words of `words` at every place of the loops.
+    """One expert of an output tensor: the words of `words` at every iteration of the loops.
 
     Attributes:
         width: bytes of a word: 1, 2, 4 or 8.
-        loops: in order of their place in the output, the widest steps first.
-        words: what is written at each place.
+        loops: nested loops, those with the widest output steps outermost.
+        words: the words written in each iteration.
         source_limits, target_limits: bounds of the coordinates.
         source_bytes, target_bytes: sizes of one expert in the input and in the output.
     """
@@ -75,10 +76,10 @@ class WordProgram:
 
     @property
     def lookups(self) -> float:
-        """Input bytes looked at per output byte, the cost of the pass."""
+        """Input bytes read per output byte: the cost of the pass."""
         return sum(max(len(word.slots), 1) for word in self.words) / (len(self.words) * self.width)
 
     def for_experts(self, experts: int) -> tuple[CopyLoop, ...]:
-        """The loops with one over `experts` around them."""
+        """The loops inside an outermost loop over `experts`."""
         zeros = (0,) * len(self.source_limits), (0,) * len(self.target_limits)
         return (CopyLoop(experts, self.source_bytes, self.target_bytes, *zeros), *self.loops)

@@ -62,7 +62,7 @@ def slot_buffers(mapped: LayerMapping, writer: Writer, batch: int) -> tuple[int,
 
 def working_memory(mapped: LayerMapping, writer: Writer, batch: int, slices: Shapes) -> int:
     """Bytes held at most beside the buffers while batches are converted, `slices` of them cut first."""
-    roles = frozenset(fact.role for fact in writer.facts)
+    roles = frozenset(statistic.role for statistic in writer.statistics)
     looked = sum(each.mapping.each for each in mapped.filling(roles)) if roles else 0
     looked += buffer_bytes({role: mapped.shapes[role] for role in roles}, 1)
     reading = CHAIN_COPIES * min(mapped.raw_bytes * batch, BLOCK_BYTES)

@@ -54,7 +54,7 @@ def _sample(plan: ConversionPlan, threads: int) -> float:
 
     def work() -> None:
         held = layer.share.cut(batches.convert(stored, made))
-        for _ in writer.store(held, 0, writer.look(held, {}), written):
+        for _ in writer.store(held, 0, writer.update_statistics(held, {}), written):
             pass
 
     work()

@@ -14,7 +14,7 @@ from ...files.tensor_table import TensorType
 from ..plan.memory_budget import CHAIN_COPIES
 from ..recipe.chain import BLOCK_BYTES, Chain
 from ..steps.transforms import Step
-from ..steps.value_steps import ExpertStatistic, Facts, Shapes, Tensors
+from ..steps.value_steps import ExpertStatistic, Shapes, Statistics, Tensors
 from ..stream.expert_batches import buffer_bytes, buffer_views
 from ..stream.layer_writer import cut
 from ..stream.source_reader import Piece
@@ -79,7 +79,7 @@ class PortableWriter:
             yield slot.template.replace("{expert}", str(expert)), slot.shape
 
     @property
-    def facts(self) -> tuple[ExpertStatistic, ...]:
+    def statistics(self) -> tuple[ExpertStatistic, ...]:
         return ()
 
     @property
@@ -101,10 +101,10 @@ class PortableWriter:
         """Experts that are worked on at once."""
         return max(1, min(experts, int(BLOCK_BYTES // max(1.0, self._work))))
 
-    def look(self, batch: Tensors, before: Facts) -> dict[ExpertStatistic, Tensor]:
+    def update_statistics(self, batch: Tensors, before: Statistics) -> dict[ExpertStatistic, Tensor]:
         return {}
 
-    def store(self, batch: Tensors, first: int, facts: Facts, buffer: Tensor) -> Iterator[Piece]:
+    def store(self, batch: Tensors, first: int, statistics: Statistics, buffer: Tensor) -> Iterator[Piece]:
         if first == 0:
             self._costs.clear()
         experts = len(next(iter(batch.values())))

@@ -1,4 +1,4 @@
-"""Quantizers: weights to the codes and scales of a format, and a report of what it costs."""
+"""Quantization of weights to the codes and scales of a format, with a report of the errors."""
 
 from __future__ import annotations
 

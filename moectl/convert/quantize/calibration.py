@@ -1,4 +1,4 @@
-"""Activations that experts were seen with, and what quantizers need to know of them."""
+"""Recorded activations of experts, and the statistics of them that quantizers use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Activate = Callable[[Tensor], Tensor]
 """The first GEMM's outputs ``[tokens, rows of w13]`` to the second's inputs ``[tokens, intermediate]``."""
 
 NAMES = ("layers.{layer}.experts.{expert}.x", "layers.{layer}.x", "x")
-"""Names of a calibration tensor ``[tokens, hidden]``, the most particular first."""
+"""Names of a calibration tensor ``[tokens, hidden]``, the most specific first."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Safetensors dtypes of activations."""
@@ -25,11 +25,11 @@ SMALLEST, LARGEST = 1e-15, 1e15
 """Bounds of the largest magnitude of activations: sums of their squares are float32."""
 
 TOKENS = 4096
-"""Tokens that are multiplied at a time."""
+"""Tokens that are processed at a time."""
 
 
 class Calibration:
-    """Activations ``[tokens, hidden]`` of a safetensors file, in tensors named as `NAMES` says.
+    """Activations ``[tokens, hidden]`` in a safetensors file, in tensors with the names of `NAMES`.
 
     Raises CheckpointError when the file cannot be read.
     """
@@ -43,25 +43,25 @@ class Calibration:
             raise CheckpointError(f"calibration file {path} cannot be read: {error}.") from error
 
     def shared(self, layer: int) -> bool:
-        """Whether all experts of `layer` have the same activations."""
+        """True when all experts of `layer` share the same activations."""
         begin, end = NAMES[0].format(layer=layer, expert="\0").split("\0")
         return not any(name.startswith(begin) and name.endswith(end) for name in self._names)
 
     def check(self, layer: int, experts: int, hidden: int) -> None:
-        """Raises CheckpointError, as `tokens`, for all experts' headers and the first one's numbers."""
+        """Raises CheckpointError as `tokens` does, for all experts' headers and the first one's numbers."""
         with safe_open(self.path, framework="pt") as file:
             for expert in range(experts):
                 self._named(file, layer, expert, hidden)
         self.tokens(layer, 0, hidden)
 
     def _named(self, file: Any, layer: int, expert: int, hidden: int) -> str:
-        """The tensor of one expert, its dtype and shape checked."""
-        spelled = [name.format(layer=layer, expert=expert) for name in NAMES]
-        name = next((name for name in spelled if name in self._names), None)
+        """The name of one expert's tensor, after a check of its dtype and shape."""
+        names = [name.format(layer=layer, expert=expert) for name in NAMES]
+        name = next((name for name in names if name in self._names), None)
         if name is None:
             raise CheckpointError(
                 f"calibration file {self.path} has no activations for expert {expert} of layer {layer}.",
-                hint=f"Store a tensor [tokens, {hidden}] named {', '.join(spelled[:-1])} or {spelled[-1]}.",
+                hint=f"Store a tensor [tokens, {hidden}] named {', '.join(names[:-1])} or {names[-1]}.",
             )
         header = file.get_slice(name)
         dtype, shape = header.get_dtype(), header.get_shape()
@@ -69,15 +69,15 @@ class Calibration:
             raise CheckpointError(
                 f"calibration tensor {name} of {self.path} must be floats [tokens, {hidden}], "
                 f"got {dtype} {shape}.",
-                hint="Store what the layer's experts are called with, a row for each token.",
+                hint="Store the inputs of the layer's experts, one row per token.",
             )
         return name
 
     def tokens(self, layer: int, expert: int, hidden: int) -> Tensor:
-        """``[tokens, hidden]`` float32: what `expert` of `layer` is called with.
+        """``[tokens, hidden]`` float32: the inputs of `expert` of `layer`.
 
-        Raises CheckpointError when there are none, or when they are of another size, no numbers, or of
-        magnitudes whose squares leave float32.
+        Raises CheckpointError when there are none, their shape or dtype is wrong, they are not finite, or
+        their squares exceed the range of float32.
         """
         with safe_open(self.path, framework="pt") as file:
             name = self._named(file, layer, expert, hidden)
@@ -95,8 +95,14 @@ class Calibration:
 
 
 def hessian(x: Tensor) -> Tensor:
-    """``[k, k]`` float32: the mean of x x^T over the rows of `x` ``[tokens, k]``; its diagonal is the
-    importance of each column of weights."""
+    """``[k, k]`` float32: the mean of x x^T over the rows of `x` ``[tokens, k]``.
+
+    Its diagonal is the `importance` of each column of weights.
+
+    Example:
+        >>> hessian(torch.tensor([[1.0, 2.0], [3.0, 0.0]])).tolist()
+        [[5.0, 1.0], [1.0, 2.0]]
+    """
     total = x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float32)
     for part in torch.split(x, TOKENS):
         total.addmm_(part.float().T, part.float())
@@ -104,12 +110,17 @@ def hessian(x: Tensor) -> Tensor:
 
 
 def importance(x: Tensor) -> Tensor:
-    """``[k]`` float32: the mean square of every column of `x` ``[tokens, k]``."""
+    """``[k]`` float32: the mean square of every column of `x` ``[tokens, k]``.
+
+    Example:
+        >>> importance(torch.tensor([[1.0, 2.0], [3.0, 0.0]])).tolist()
+        [5.0, 2.0]
+    """
     return x.float().square().mean(0)
 
 
 def intermediate(x: Tensor, w13: Tensor, activate: Activate, bias: Tensor | None = None) -> Tensor:
-    """``[tokens, intermediate]`` float32: what ``w2`` of one expert is called with, for its inputs `x`.
+    """``[tokens, intermediate]`` float32: the inputs of ``w2`` of one expert, for the expert's inputs `x`.
 
     `w13` ``[rows, hidden]`` and `bias` ``[rows]`` are the expert's unquantized first matrix.
     """

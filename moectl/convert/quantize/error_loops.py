@@ -1,4 +1,4 @@
-"""The two loops over all weights that quantizing takes: in plain torch, and compiled for CPUs."""
+"""The two inner loops of quantization over all weights: in plain torch, and compiled for CPUs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..codecs.blocks import WITHIN, over
 from ..codecs.grids import IntegerGrid, Minifloat, ValueGrid
 
 COMPILED_FROM = 1 << 18
-"""Weights of a matrix from which the compiled loops pay for being loaded."""
+"""Weights of a matrix from which loading the compiled loops pays off."""
 
 Measure = Callable[[ValueGrid, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """From a grid, blocked float32 weights ``[1, ...]``, scales ``[candidates, block rows, block columns]``, grid
-values of zero of the same shape and importance that broadcasts over the weights, both optional: the sums of
-(weighted) squared errors of every block at every candidate, float32 of the shape of the scales."""
+values of zero points of the same shape and importance that broadcasts over the weights, both optional: the
+sums of (weighted) squared errors of every block for every candidate, float32 of the shape of the scales."""
 
 Encode = Callable[[ValueGrid, Tensor, Tensor, Tensor | None], Tensor]
-"""From a grid, blocked float32 weights ``[1, ...]``, scales and grid values of zero (or None) ``[1, block
-rows, block columns]``: the nearest codes, uint8, one to a byte, of the shape of the weights."""
+"""From a grid, blocked float32 weights ``[1, ...]``, scales and grid values of zero points (or None) ``[1,
+block rows, block columns]``: the nearest codes, uint8, one per byte, of the shape of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """One way to do both."""
+    """One implementation of both loops."""
 
     errors: Measure
     codes: Encode
@@ -37,19 +37,19 @@ class Loops:
 def plain_errors(
     grid: ValueGrid, w: Tensor, factors: Tensor, shifts: Tensor | None, importance: Tensor | None
 ) -> Tensor:
-    """As `Measure` says, candidate by candidate."""
+    """`Measure` in torch, one candidate at a time."""
     errors = torch.empty_like(factors)
     for i, factor in enumerate(factors):
         x = _in_grid(w, factor[None], None if shifts is None else shifts[i][None])
-        missed = x.sub_(grid.round(x.clone())).mul_(over(factor[None])).square_()
+        squared = x.sub_(grid.round(x.clone())).mul_(over(factor[None])).square_()
         if importance is not None:
-            missed.mul_(importance)
-        errors[i] = missed.sum(WITHIN)[0]
+            squared.mul_(importance)
+        errors[i] = squared.sum(WITHIN)[0]
     return errors
 
 
 def plain_codes(grid: ValueGrid, w: Tensor, factors: Tensor, shifts: Tensor | None) -> Tensor:
-    """As `Encode` says."""
+    """`Encode` in torch."""
     return grid.codes(_in_grid(w, factors, shifts))
 
 
@@ -61,28 +61,28 @@ def _in_grid(w: Tensor, factors: Tensor, shifts: Tensor | None) -> Tensor:
 def compiled_errors(
     grid: ValueGrid, w: Tensor, factors: Tensor, shifts: Tensor | None, importance: Tensor | None
 ) -> Tensor:
-    """As `Measure` says, on CPU tensors, in the calling thread."""
+    """`Measure` on CPU tensors, compiled, in the calling thread."""
     from . import _cpu_kernels
 
     errors = torch.empty_like(factors)
     columns = w.shape[3] * w.shape[4]
     weights = torch.ones(columns) if importance is None else importance.expand(1, 1, 1, *w.shape[3:])
-    given = _arrays(w[0], factors, _zeros(shifts, factors), weights.reshape(-1))
-    _cpu_kernels.block_errors(*given, *_rounding(grid), errors.numpy())
+    arrays = _arrays(w[0], factors, _zeros(shifts, factors), weights.reshape(-1))
+    _cpu_kernels.block_errors(*arrays, *_rounding(grid), errors.numpy())
     return errors
 
 
 def compiled_codes(grid: ValueGrid, w: Tensor, factors: Tensor, shifts: Tensor | None) -> Tensor:
-    """As `Encode` says, on CPU tensors, in the calling thread."""
+    """`Encode` on CPU tensors, compiled, in the calling thread."""
     from . import _cpu_kernels
 
     codes = torch.empty(w.shape, dtype=torch.uint8)
     rows = codes.view(w.shape[1] * w.shape[2], -1).numpy()
-    given = _arrays(w[0], factors[0], _zeros(shifts, factors)[0])
+    arrays = _arrays(w[0], factors[0], _zeros(shifts, factors)[0])
     offset = grid.offset if isinstance(grid, IntegerGrid) else 0
     mantissa = grid.mantissa if isinstance(grid, Minifloat) else -1
-    kind = np.int32(offset), np.int32(mantissa), np.int32(1 << (grid.bits - 1))
-    _cpu_kernels.write_codes(*given, *_rounding(grid), *kind, rows)
+    encoding = np.int32(offset), np.int32(mantissa), np.int32(1 << (grid.bits - 1))
+    _cpu_kernels.write_codes(*arrays, *_rounding(grid), *encoding, rows)
     return codes
 
 
@@ -104,11 +104,11 @@ COMPILED = Loops(compiled_errors, compiled_codes)
 
 
 def loops_for(device: torch.device, weights: int) -> Loops:
-    """The loops for matrices of so many `weights` on `device`."""
+    """The loops for matrices of `weights` elements on `device`."""
     if device.type != "cpu" or weights < COMPILED_FROM:
         return PLAIN
     try:
         from . import _cpu_kernels as _cpu_kernels
-    except ImportError:  # numba has no release for every Python and every machine
+    except ImportError:  # numba does not support every Python version and machine
         return PLAIN
     return COMPILED

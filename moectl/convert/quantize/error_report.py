@@ -1,4 +1,4 @@
-"""How far quantized weights are from the weights they stand for."""
+"""Reports of the errors of quantized weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class WorstBlock:
-    """The block of weights with the largest error relative to its own size.
+    """The block of weights with the largest relative error.
 
     Attributes:
-        expert, row, column: where the block begins.
-        relative: root of its squared error over the sum of its squared weights.
+        expert, row, column: of its first weight.
+        relative: square root of its squared error over the sum of its squared weights.
     """
 
     expert: int
@@ -40,23 +40,23 @@ class SquaredErrors:
     output: float | None = None
 
     def merge(self, other: SquaredErrors) -> SquaredErrors:
-        """The errors of both tensors together."""
+        """The errors of both tensors combined."""
         worst = self.worst if self.worst.relative >= other.worst.relative else other.worst
         return SquaredErrors(self.squared + other.squared, worst, _sum(self.output, other.output))
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """What quantizing one role of a batch of experts cost.
+    """The errors of quantizing one role of a batch of experts.
 
     Attributes:
         role: canonical role.
         format: the weight format, in words.
-        method: how scales and codes were found.
-        weights: how many.
+        method: how scales and codes were chosen.
+        weights: number of weights.
         signal: the sum of squared weights.
-        errors: of the codes and scales taken.
-        nearest: of rounding to nearest with the format's usual scales.
+        errors: errors of the chosen codes and scales.
+        nearest: errors of rounding to nearest with the format's usual scales.
         output: the sum of squared outputs for the calibration tokens, per token; None without a Hessian.
     """
 
@@ -70,10 +70,10 @@ class QuantizationReport:
     output: float | None = None
 
     def merge(self, other: QuantizationReport) -> QuantizationReport:
-        """The report of both batches together; UsageError when they are of different kinds."""
+        """The report of both batches combined; UsageError when role, format or method differ."""
         ours, theirs = (self.role, self.format, self.method), (other.role, other.format, other.method)
         if ours != theirs:
-            raise UsageError(f"reports of {', '.join(ours)} and {', '.join(theirs)} do not add up.")
+            raise UsageError(f"reports of {', '.join(ours)} and {', '.join(theirs)} cannot be merged.")
         return QuantizationReport(
             *ours,
             self.weights + other.weights,
@@ -84,7 +84,7 @@ class QuantizationReport:
         )
 
     def summary(self) -> dict[str, Any]:
-        """JSON data: RMS error, signal to noise in dB (None when nothing is lost) and the worst block."""
+        """JSON data: RMS error, signal-to-noise ratio in dB (None without errors) and the worst block."""
         return {
             "role": self.role,
             "format": self.format,
@@ -96,7 +96,7 @@ class QuantizationReport:
 
     def _measures(self, errors: SquaredErrors) -> dict[str, Any]:
         worst = errors.worst
-        found: dict[str, Any] = {
+        measures: dict[str, Any] = {
             "rms_error": math.sqrt(errors.squared / self.weights) if self.weights else 0.0,
             "snr_db": _decibels(self.signal, errors.squared),
             "worst_block": {
@@ -107,8 +107,8 @@ class QuantizationReport:
             },
         }
         if errors.output is not None and self.output is not None:
-            found["output_snr_db"] = _decibels(self.output, errors.output)
-        return found
+            measures["output_snr_db"] = _decibels(self.output, errors.output)
+        return measures
 
 
 def _sum(a: float | None, b: float | None) -> float | None:

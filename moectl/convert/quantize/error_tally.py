@@ -1,4 +1,4 @@
-"""Errors added up, piece by piece, into a report."""
+"""Accumulation of errors, piece by piece, into a report."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def block_sums(blocks: ScaleBlocks, t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ErrorSums:
-    """Sums of squares of a piece.
+    """Sums of squares of a piece of a matrix.
 
     Attributes:
-        weights: how many there are.
-        signal, taken, nearest: ``[1, block rows, block columns]``, of the weights, of the errors of what
-            was taken, and of those of rounding to nearest.
-        blocks: how the piece falls into blocks.
+        weights: number of weights.
+        signal, errors, nearest: ``[1, block rows, block columns]``: of the weights, of the errors of the
+            chosen codes and scales, and of those of rounding to nearest.
+        blocks: the blocks of the piece.
         first: its first row.
         outputs: the same three for the outputs, by row, or None.
     """
 
     weights: int
     signal: Tensor
-    taken: Tensor
+    errors: Tensor
     nearest: Tensor
     blocks: ScaleBlocks
     first: int
@@ -39,7 +39,7 @@ class ErrorSums:
 
 
 class ErrorTally:
-    """The errors of one role so far. `begin` says which expert, and which of its rows, come next."""
+    """Accumulates the errors of one role. `begin` sets the expert and the row that come next."""
 
     def __init__(self, options: Quantizer, role: str) -> None:
         self._options, self._role = options, role
@@ -47,11 +47,11 @@ class ErrorTally:
         self._report: QuantizationReport | None = None
 
     def begin(self, expert: int, row: int) -> None:
-        """The next rows added are those of `expert` from `row` on."""
+        """The rows added next are those of `expert` from `row` on."""
         self._expert, self._row = expert, row
 
     def add(self, sums: ErrorSums) -> None:
-        """Adds a piece; its rows count from the last `begin`."""
+        """Adds a piece, whose rows are relative to the row of the last `begin`."""
         signal, outputs = sums.signal, sums.outputs
         totals = [None] * 3 if outputs is None else [float(t.double().sum()) for t in outputs]
         self._add(
@@ -61,7 +61,7 @@ class ErrorTally:
                 self._options.method,
                 sums.weights,
                 float(signal.double().sum()),
-                self._errors(sums.taken, signal, sums.blocks, sums.first, totals[1]),
+                self._errors(sums.errors, signal, sums.blocks, sums.first, totals[1]),
                 self._errors(sums.nearest, signal, sums.blocks, sums.first, totals[2]),
                 totals[0],
             )
@@ -71,7 +71,7 @@ class ErrorTally:
         self._report = report if self._report is None else self._report.merge(report)
 
     def report(self) -> QuantizationReport:
-        """What was added so far."""
+        """The report of everything added so far."""
         assert self._report is not None
         return self._report
 
@@ -79,12 +79,12 @@ class ErrorTally:
         self, squared: Tensor, signal: Tensor, blocks: ScaleBlocks, first: int, output: float | None
     ) -> SquaredErrors:
         relative = (squared / signal).nan_to_num_(0.0, 0.0, 0.0).sqrt_()
-        at = int(relative.argmax())
-        row, column = divmod(at, relative.shape[-1])
+        index = int(relative.argmax())
+        row, column = divmod(index, relative.shape[-1])
         worst = WorstBlock(
             self._expert,
             self._row + first + row * blocks.rows,
             column * blocks.columns,
-            float(relative.flatten()[at]),
+            float(relative.flatten()[index]),
         )
         return SquaredErrors(float(squared.double().sum()), worst, output)

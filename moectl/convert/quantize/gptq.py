@@ -1,7 +1,7 @@
-"""Column after column, each taking up the error of those before it (GPTQ, Frantar et al., 2022).
+"""GPTQ: columns are quantized in order, and later ones compensate for the error (Frantar et al., 2022).
 
-The error of a layer's outputs for calibration tokens is e^T H e for each row's weight error e, with H the
-mean of x x^T. Rounding one column changes what is best for the later ones by the inverse of H.
+The squared error of a layer's outputs for calibration tokens is e^T H e for each row's weight error e, with H
+the mean of x x^T. The error of a rounded column shifts the optimum of the later ones by the inverse of H.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..codecs.scaled import Scaled
 from .scale_search import search
 
 COLUMNS = 128
-"""Columns whose errors are passed on one by one before the rest of the matrix takes them up at once."""
+"""Columns whose errors are propagated one at a time before one update of the rest of the matrix."""
 
 DAMPINGS = 6
-"""How often damping is raised tenfold before a Hessian is given up."""
+"""Damping values, each ten times the previous, that are tried on a Hessian."""
 
 
 def factor(hessian: Tensor, damping: float) -> Tensor:
     """Upper Cholesky factor ``[k, k]`` float32 of the inverse of the damped `hessian`.
 
-    Damping is raised tenfold until the factorization holds. CheckpointError when it never does.
+    Damping is raised tenfold until the factorization succeeds; CheckpointError after `DAMPINGS` attempts.
     """
     h = hessian.float().clone()
     diagonal = h.diagonal()
@@ -48,11 +48,11 @@ def factor(hessian: Tensor, damping: float) -> Tensor:
 def feed_back(
     codec: Scaled, w: Tensor, upper: Tensor, importance: Tensor, scale: Tensor, zero: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes ``[n, k]`` (one to a byte), stored scales and zeros ``[rows, g]`` of `w` ``[n, k]`` float32.
+    """Codes ``[n, k]`` (one per byte), stored scales and zeros ``[rows, g]`` of `w` ``[n, k]`` float32.
 
-    `scale` and `zero` hold where one scale covers a whole row; narrower groups get theirs anew from the
-    weights as the columns before have left them, searched with `importance` ``[k]``. `w` is overwritten.
-    Works on all rows at once: about four times the memory of `w`.
+    `scale` and `zero` are used if one scale covers a whole row; for narrower groups they are searched again
+    with `importance` ``[k]``, from the weights as updated by the preceding columns. `w` is overwritten. All
+    rows are processed at once, with about four times the memory of `w`.
     """
     n, k = w.shape
     group = k if codec.weight.group == FULL else codec.weight.group
@@ -65,9 +65,8 @@ def feed_back(
         errors = torch.empty(n, last - first, dtype=w.dtype, device=w.device)
         for column in range(first, last):
             if group < k and column % group == 0:
-                _anew(codec, w, whole, column, importance, scales, zeros)
-            at = column // group
-            step, shift = _of_rows(codec, scales, zeros, at, whole)
+                _search_group(codec, w, whole, column, importance, scales, zeros)
+            step, shift = _row_scales(codec, scales, zeros, column // group, whole)
             own = w[:, column]
             x = own / step if shift is None else own / step + shift
             q = codec.grid.round(x)
@@ -82,7 +81,7 @@ def feed_back(
     return codec.grid.codes(values), scales, zeros
 
 
-def _anew(
+def _search_group(
     codec: Scaled,
     w: Tensor,
     whole: ScaleBlocks,
@@ -91,28 +90,28 @@ def _anew(
     scales: Tensor,
     zeros: Tensor | None,
 ) -> None:
-    """Writes the scales (and zeros) of the column group that begins at `column`."""
+    """Searches the scales (and zeros) of the column group that starts at `column`, and writes them."""
     end = min(whole.k, column + whole.columns)
     part = ScaleBlocks(whole.n, end - column, whole.rows, whole.columns)
     blocked = part.split(w[None, :, column:end])
     weight = ScaleBlocks(1, end - column, 1, whole.columns).split(importance[None, None, column:end])
     usual, zero = codec.usual_scales(blocked)
-    found, zero = search(codec, blocked, usual, zero, weight)
-    scales[:, column // whole.columns] = found[0, :, 0]
+    scale, zero = search(codec, blocked, usual, zero, weight)
+    scales[:, column // whole.columns] = scale[0, :, 0]
     if zeros is not None and zero is not None:
         zeros[:, column // whole.columns] = zero[0, :, 0]
 
 
-def _of_rows(
-    codec: Scaled, scales: Tensor, zeros: Tensor | None, at: int, whole: ScaleBlocks
+def _row_scales(
+    codec: Scaled, scales: Tensor, zeros: Tensor | None, group: int, whole: ScaleBlocks
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and grid value of zero of every row ``[n]`` in column group `at`."""
+    """Scale and grid value of the zero point of every row ``[n]`` in column group `group`."""
 
     def rows(t: Tensor) -> Tensor:
         return t if whole.rows == 1 else t.repeat_interleave(whole.rows)[: whole.n]
 
-    step = rows(codec.store.load(scales[:, at].contiguous()))
-    return step, None if zeros is None else rows(codec.shift(zeros[:, at]))
+    step = rows(codec.store.load(scales[:, group].contiguous()))
+    return step, None if zeros is None else rows(codec.shift(zeros[:, group]))
 
 
 def output_errors(difference: Tensor, hessian: Tensor) -> Tensor:

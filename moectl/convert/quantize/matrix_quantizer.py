@@ -1,4 +1,4 @@
-"""One matrix to codes and scales, in pieces of whole rows of scales."""
+"""Quantization of one matrix, in pieces of whole rows of scales."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from . import gptq
 from .error_loops import Loops, loops_for
 from .error_tally import ErrorSums, ErrorTally, block_sums
 from .quantizer_options import Quantizer
-from .scale_search import roomy, search
-from .threads import each
+from .scale_search import search, with_headroom
+from .threads import run_on_threads
 
 PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Weights that are worked on at a time, by all threads together: enough to hide what a call costs."""
+"""Weights in progress at a time, in all threads together: enough to hide the overhead of calls."""
 
-LEAST = 1 << 17
-"""Weights of a thread's piece, at least."""
+MIN_PIECE = 1 << 17
+"""Smallest number of weights of a thread's piece."""
 
 
 @dataclass(frozen=True)
 class MatrixCalibration:
-    """What is known of the activations that one matrix meets, each None when it is not.
+    """Statistics of the inputs of one matrix, each None if unknown.
 
     Attributes:
         importance: ``[k]`` weights of squared errors.
         hessian: ``[k, k]``, the mean of x x^T.
-        upper: ``[k, k]``, `gptq.factor` of the Hessian where it is shared by all experts.
+        upper: ``[k, k]``, `gptq.factor` of the Hessian, if all experts share it.
     """
 
     importance: Tensor | None = None
@@ -42,7 +42,7 @@ class MatrixCalibration:
 
 
 class _BlockedWeights(NamedTuple):
-    """Blocked weights, their global scale divided out, and the usual scales and zeros of their blocks."""
+    """Blocked weights with the global scale divided out, and the usual scales and zeros of their blocks."""
 
     x: Tensor
     scale: Tensor
@@ -50,7 +50,7 @@ class _BlockedWeights(NamedTuple):
 
 
 class _Encoding(NamedTuple):
-    """One way to write some rows: blocked codes (one to a byte), stored scales and zeros."""
+    """One encoding of some rows: blocked codes (one per byte), stored scales and zeros."""
 
     codes: Tensor
     scale: Tensor
@@ -62,14 +62,14 @@ class MatrixQuantizer:
 
     def __init__(self, codec: Scaled, options: Quantizer, blocks: ScaleBlocks, device: torch.device) -> None:
         self.codec, self.options, self.blocks = codec, options, blocks
-        at_once = options.method == "gptq" or options.weight.block[0] == FULL
-        self._threads = thread_count() if device.type == "cpu" and not at_once else 1
-        piece = max(LEAST, PIECE.get(device.type, PIECE["cpu"]) // self._threads)
+        all_rows = options.method == "gptq" or options.weight.block[0] == FULL
+        self._threads = thread_count() if device.type == "cpu" and not all_rows else 1
+        piece = max(MIN_PIECE, PIECE.get(device.type, PIECE["cpu"]) // self._threads)
         rows = max(1, piece // (blocks.k * blocks.rows)) * blocks.rows
-        self._rows = blocks.n if at_once else min(rows, blocks.n)
+        self._rows = blocks.n if all_rows else min(rows, blocks.n)
 
     def matrix(self, matrix: Tensor, calibrated: MatrixCalibration, tally: ErrorTally) -> Encoded:
-        """Canonical tensors, a batch of one, for `matrix` ``[n, k]``; its errors are added to `tally`."""
+        """Canonical tensors of `matrix` ``[n, k]``, as a batch of one; its errors are added to `tally`."""
         usual, chosen = self._global_scales(matrix)
         hessian = calibrated.hessian
         if self.options.method == "gptq" and calibrated.upper is None and hessian is not None:
@@ -79,24 +79,24 @@ class MatrixQuantizer:
             w = matrix[None, first : first + self._rows].float()
             blocks = replace(self.blocks, n=w.shape[1])
             blocked = blocks.split(w)
-            given = self._usual(blocked, chosen)
-            nearest = given if usual is chosen else self._usual(blocked, usual)
-            found = self._found(given, blocks, calibrated)
-            encoded = Encoded(self.codec.pack(blocks, found.codes), found.scale, found.zero, chosen)
-            lost = self.codec.decode(*encoded).sub_(w)
+            start = self._usual(blocked, chosen)
+            rtn = start if usual is chosen else self._usual(blocked, usual)
+            best = self._quantize(start, blocks, calibrated)
+            encoded = Encoded(self.codec.pack(blocks, best.codes), best.scale, best.zero, chosen)
+            difference = self.codec.decode(*encoded).sub_(w)
             if hessian is None:
-                missed, outputs = self._nearest_errors(nearest, usual), None
+                nearest, outputs = self._nearest_errors(rtn, usual), None
             else:
-                rounded = self._nearest(nearest, blocks, usual).sub_(w)
-                outputs = [gptq.output_errors(t[0], hessian) for t in (w, lost, rounded)]
-                missed = block_sums(blocks, rounded)
-            signal, taken = block_sums(blocks, w), block_sums(blocks, lost)
-            return encoded, ErrorSums(w.numel(), signal, taken, missed, blocks, first, outputs)
+                rounded = self._nearest(rtn, blocks, usual).sub_(w)
+                outputs = [gptq.output_errors(t[0], hessian) for t in (w, difference, rounded)]
+                nearest = block_sums(blocks, rounded)
+            signal, errors = block_sums(blocks, w), block_sums(blocks, difference)
+            return encoded, ErrorSums(w.numel(), signal, errors, nearest, blocks, first, outputs)
 
-        done = each(piece, range(0, self.blocks.n, self._rows), self._threads)
-        for _, sums in done:
+        results = run_on_threads(piece, range(0, self.blocks.n, self._rows), self._threads)
+        for _, sums in results:
             tally.add(sums)
-        parts = [encoded for encoded, _ in done]
+        parts = [encoded for encoded, _ in results]
         zeros = [part.zero for part in parts if part.zero is not None]
         scales = [part.scale for part in parts if part.scale is not None]
         return Encoded(
@@ -107,26 +107,26 @@ class MatrixQuantizer:
         )
 
     def _global_scales(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The usual global scale ``[1, 1, 1]`` and the one taken; None where the format has none."""
+        """The usual global scale ``[1, 1, 1]`` and the one used; None if the format has none."""
         if not self.codec.two_level:
             return None, None
         blocked = self.blocks.split(matrix[None])
         largest = torch.maximum(blocked.amax(WITHIN), -blocked.amin(WITHIN)).float()
         usual = self.codec.global_scale(largest.flatten(1).amax(1))
-        return usual, usual if self.options.method == "rtn" else roomy(self.codec, usual, largest)
+        return usual, usual if self.options.method == "rtn" else with_headroom(self.codec, usual, largest)
 
     def _usual(self, blocked: Tensor, global_scale: Tensor | None) -> _BlockedWeights:
         x = blocked if global_scale is None else blocked / global_scale[..., None, None]
         return _BlockedWeights(x, *self.codec.usual_scales(x))
 
-    def _nearest(self, given: _BlockedWeights, blocks: ScaleBlocks, usual: Tensor | None) -> Tensor:
-        """``[1, n, k]``: what rounding to nearest at the usual scales makes of weights."""
-        values = self.codec.rounded(*given)
+    def _nearest(self, weights: _BlockedWeights, blocks: ScaleBlocks, usual: Tensor | None) -> Tensor:
+        """``[1, n, k]``: the weights rounded to nearest at the usual scales."""
+        values = self.codec.rounded(*weights)
         return blocks.join(values if usual is None else values.mul_(usual[..., None, None]))
 
-    def _nearest_errors(self, given: _BlockedWeights, usual: Tensor | None) -> Tensor:
+    def _nearest_errors(self, weights: _BlockedWeights, usual: Tensor | None) -> Tensor:
         """``[1, block rows, block columns]``: the squared errors of `_nearest`."""
-        x, scale, zero = given
+        x, scale, zero = weights
         errors = self._loops(x).errors(self.codec.grid, x, *self._numbers(scale, zero), None)
         return errors if usual is None else errors.mul_(usual.square())
 
@@ -140,55 +140,60 @@ class MatrixQuantizer:
     def _loops(self, x: Tensor) -> Loops:
         return loops_for(x.device, self.blocks.n * self.blocks.k)
 
-    def _found(self, given: _BlockedWeights, blocks: ScaleBlocks, calibrated: MatrixCalibration) -> _Encoding:
-        x, scale, zero = given
+    def _quantize(
+        self, weights: _BlockedWeights, blocks: ScaleBlocks, calibrated: MatrixCalibration
+    ) -> _Encoding:
+        """The encoding that the method chooses."""
+        x, scale, zero = weights
         if self.options.method == "rtn":
             return self._codes(x, scale, zero)
         importance = calibrated.importance
         weight = None if importance is None else replace(blocks, n=1, rows=1).split(importance[None, None])
-        found = self._codes(x, *search(self.codec, x, scale, zero, weight, self._loops(x).errors))
+        searched = self._codes(x, *search(self.codec, x, scale, zero, weight, self._loops(x).errors))
         if self.options.method == "search" or calibrated.hessian is None:
-            return found
+            return searched
         nearest = self._codes(x, scale, zero)
-        return self._best(
-            (found, nearest, self._fed_back(x, blocks, found, calibrated)), x, blocks, calibrated
-        )
+        compensated = self._compensated(x, blocks, searched, calibrated)
+        return self._best((searched, nearest, compensated), x, blocks, calibrated)
 
-    def _fed_back(
-        self, x: Tensor, blocks: ScaleBlocks, found: _Encoding, calibrated: MatrixCalibration
+    def _compensated(
+        self, x: Tensor, blocks: ScaleBlocks, searched: _Encoding, calibrated: MatrixCalibration
     ) -> _Encoding:
+        """The encoding by GPTQ, from the scales of `searched`."""
         assert calibrated.upper is not None and calibrated.importance is not None
         codes, scale, zero = gptq.feed_back(
             self.codec,
             blocks.join(x)[0].clone(),
             calibrated.upper,
             calibrated.importance,
-            found.scale[0],
-            None if found.zero is None else found.zero[0],
+            searched.scale[0],
+            None if searched.zero is None else searched.zero[0],
         )
         return _Encoding(blocks.split(codes[None]), scale[None], None if zero is None else zero[None])
 
     def _best(
-        self, ways: tuple[_Encoding, ...], x: Tensor, blocks: ScaleBlocks, calibrated: MatrixCalibration
+        self, encodings: tuple[_Encoding, ...], x: Tensor, blocks: ScaleBlocks, calibrated: MatrixCalibration
     ) -> _Encoding:
-        """For every row of blocks the way with the smallest error of the outputs, the first of equals."""
+        """For every row of blocks the encoding with the smallest output error, the first of equals."""
         assert calibrated.hessian is not None
-        best, least = ways[0], self._row_errors(ways[0], x, blocks, calibrated.hessian)
-        for way in ways[1:]:
-            error = self._row_errors(way, x, blocks, calibrated.hessian)
+        best, least = encodings[0], self._row_errors(encodings[0], x, blocks, calibrated.hessian)
+        for encoding in encodings[1:]:
+            error = self._row_errors(encoding, x, blocks, calibrated.hessian)
             better = error < least
             least = torch.where(better, error, least)
             row = better[:, :, None]
             best = _Encoding(
-                torch.where(row[..., None, None], way.codes, best.codes),
-                torch.where(row, way.scale, best.scale),
-                None if way.zero is None or best.zero is None else torch.where(row, way.zero, best.zero),
+                torch.where(row[..., None, None], encoding.codes, best.codes),
+                torch.where(row, encoding.scale, best.scale),
+                None
+                if encoding.zero is None or best.zero is None
+                else torch.where(row, encoding.zero, best.zero),
             )
         return best
 
-    def _row_errors(self, way: _Encoding, x: Tensor, blocks: ScaleBlocks, hessian: Tensor) -> Tensor:
-        """``[1, block rows]``: the errors of the outputs, in units of the global scale."""
-        difference = blocks.join(self.codec.valued(way.codes, way.scale, way.zero).sub_(x))[0]
+    def _row_errors(self, encoding: _Encoding, x: Tensor, blocks: ScaleBlocks, hessian: Tensor) -> Tensor:
+        """``[1, block rows]``: the squared errors of the outputs, in units of the squared global scale."""
+        difference = blocks.join(self.codec.valued(*encoding).sub_(x))[0]
         rows = gptq.output_errors(difference, hessian)
         whole = torch.nn.functional.pad(rows, (0, blocks.scales[0] * blocks.rows - blocks.n))
         return whole.reshape(1, -1, blocks.rows).sum(-1)

@@ -1,4 +1,4 @@
-"""Weights to codes and scales, expert by expert, with a report of what it cost."""
+"""Quantization of a batch of experts, with a report of the errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .quantizer_options import Quantizer
 
 @dataclass(frozen=True)
 class QuantizedRoles:
-    """Canonical tensors by role (``w13``, ``w13_scale``, ...) and what they cost."""
+    """Canonical tensors by role (``w13``, ``w13_scale``, ...) and the report of their errors."""
 
     roles: dict[str, Tensor]
     report: QuantizationReport
@@ -37,26 +37,34 @@ def quantize(
 ) -> QuantizedRoles:
     """The canonical tensors of `role` for a batch of experts, on the device of `weights`.
 
-    The same input gives the same result, however experts are batched. Working memory beyond input and
-    output: ten float32 for each weight that is worked on. Pieces are whole
-    rows of scales, `work.PIECE` weights by all threads together, `work.LEAST` by each; where all rows
-    share a scale and for ``gptq`` one matrix, with four float32 for each number of the Hessian.
+    Results do not depend on how experts are batched. Working memory beyond input and output: ten float32
+    for each weight in progress. A piece is whole rows of scales, `matrix_quantizer.PIECE` weights in all
+    threads together and at least `MIN_PIECE` in each; if all rows share a scale, and for ``gptq``, it is one
+    matrix, with four more float32 for each element of the Hessian.
 
     Args:
         weights: ``[e, n, k]`` of any float dtype, finite.
         options: format, method, rule.
-        role: names the results.
-        halves: 2 for ``w13`` of gate rows, then up rows: each half has blocks (of several rows),
-            per-tensor scales and global scales of its own.
-        importance: ``[k]`` or ``[e, k]``, not negative: weights the squared errors of the search; the
-            mean square of the activations is what makes sense.
+        role: canonical role of the results.
+        halves: 2 for ``w13`` with gate rows before up rows: each half has its own blocks (of several
+            rows), per-tensor scales and global scales.
+        importance: ``[k]`` or ``[e, k]``, not negative: weights of the squared errors in the search,
+            usually the mean square of the activations.
         hessian: ``[k, k]`` or ``[e, k, k]``: the mean of x x^T of the activations, for ``gptq``; its
-            diagonal is the importance where none is given. Adds output errors to the report.
+            diagonal is the default importance. Adds output errors to the report.
         first_expert: number of the first expert, for the report.
 
     Raises:
-        CheckpointError: weights that are no numbers, or that do not fill whole groups.
-        UsageError: importance or Hessian of another shape, or missing for ``gptq``.
+        CheckpointError: weights are not finite, or not whole groups.
+        UsageError: importance or Hessian have the wrong shape, or are missing for ``gptq``.
+
+    Example:
+        >>> from moectl.problem.schemes import MXFP4
+        >>> quantized = quantize(torch.linspace(-1, 1, 64).reshape(1, 2, 32), Quantizer(MXFP4), "w2")
+        >>> {role: tuple(t.shape) for role, t in quantized.roles.items()}
+        {'w2': (1, 2, 16), 'w2_scale': (1, 2, 1)}
+        >>> quantized.report.summary()["snr_db"] > 15
+        True
     """
     check_weights(weights)
     e, n, k = weights.shape
@@ -69,7 +77,7 @@ def quantize(
     if not isinstance(codec, Scaled):
         return _rounded(weights, codec, ErrorTally(options, role), role, hessian, first_expert)
     matrices = in_halves(Encoded(weights), halves).codes if halves > 1 else weights
-    work = MatrixQuantizer(codec, options, codec.blocks(matrices), weights.device)
+    quantizer = MatrixQuantizer(codec, options, codec.blocks(matrices), weights.device)
     upper = None
     if options.method == "gptq" and hessian is not None and hessian.ndim == 2:
         upper = gptq.factor(hessian, options.damping)
@@ -77,11 +85,13 @@ def quantize(
     tally = ErrorTally(options, role)
     for i, matrix in enumerate(matrices):
         expert, half = divmod(i, halves)
-        calibration = MatrixCalibration(_of(importance, expert, 1), _of(hessian, expert, 2), upper)
+        calibration = MatrixCalibration(
+            _of_expert(importance, expert, 1), _of_expert(hessian, expert, 2), upper
+        )
         tally.begin(first_expert + expert, half * (n // halves))
-        encoded = work.matrix(matrix, calibration, tally)
+        encoded = quantizer.matrix(matrix, calibration, tally)
         if out is None:
-            out = _room(encoded, len(matrices))
+            out = _empty_like(encoded, len(matrices))
         for whole, part in zip(out, encoded, strict=True):
             if whole is not None and part is not None:
                 whole[i] = part[0]
@@ -93,32 +103,32 @@ def quantize(
 def _rounded(
     weights: Tensor, codec: Codec, tally: ErrorTally, role: str, hessian: Tensor | None, first_expert: int
 ) -> QuantizedRoles:
-    """The result of a format without scales, where there is nothing to choose; arguments of `quantize`."""
+    """`quantize` for a format without scales."""
     _, n, k = weights.shape
     encoded = codec.encode(weights)
     for i, matrix in enumerate(weights):
         w = matrix[None].float()
         tally.begin(first_expert + i, 0)
-        lost = codec.decode(encoded.codes[i : i + 1]) - w
-        rows, h = ScaleBlocks(n, k, 1, k), _of(hessian, i, 2)
-        outputs = None if h is None else [gptq.output_errors(t[0], h) for t in (w, lost, lost)]
-        sums = block_sums(rows, lost)
-        tally.add(ErrorSums(w.numel(), block_sums(rows, w), sums, sums, rows, 0, outputs))
+        difference = codec.decode(encoded.codes[i : i + 1]) - w
+        rows, h = ScaleBlocks(n, k, 1, k), _of_expert(hessian, i, 2)
+        outputs = None if h is None else [gptq.output_errors(t[0], h) for t in (w, difference, difference)]
+        errors = block_sums(rows, difference)
+        tally.add(ErrorSums(w.numel(), block_sums(rows, w), errors, errors, rows, 0, outputs))
     return QuantizedRoles(encoded.roles(role), tally.report())
 
 
-def _room(one: Encoded, matrices: int) -> Encoded:
-    """Unwritten tensors for as many `matrices` like `one`."""
-    codes, *rest = (t if t is None else t.new_empty(matrices, *t.shape[1:]) for t in one)
+def _empty_like(encoded: Encoded, matrices: int) -> Encoded:
+    """Uninitialized tensors for `matrices` matrices like `encoded`."""
+    codes, *rest = (t if t is None else t.new_empty(matrices, *t.shape[1:]) for t in encoded)
     assert codes is not None
     return Encoded(codes, *rest)
 
 
-def _of(calibration: Tensor | None, expert: int, one: int) -> Tensor | None:
-    """What belongs to one expert: `one` is how many axes it has."""
+def _of_expert(calibration: Tensor | None, expert: int, axes: int) -> Tensor | None:
+    """The calibration of one expert, a tensor of `axes` axes; one with more axes is indexed by expert."""
     if calibration is None:
         return None
-    return (calibration if calibration.ndim == one else calibration[expert]).float()
+    return (calibration if calibration.ndim == axes else calibration[expert]).float()
 
 
 def _check_calibration(

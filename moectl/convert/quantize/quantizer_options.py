@@ -1,4 +1,4 @@
-"""What a quantizer is asked for."""
+"""Options of quantization."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from ...problem.schemes import WeightFormat
 from ..codecs import E8M0_RULES
 
 METHODS = ("search", "rtn", "gptq")
-"""How codes and scales are found, the default first.
+"""How codes and scales are chosen, the default first.
 
-``rtn`` takes the format's usual scale and rounds to nearest; ``search`` takes for every block the scale of
-the smallest squared error, weighted by activations where they are given; ``gptq`` searches scales column
-group by column group and makes later columns take up the error of earlier ones (Frantar et al., 2022).
+``rtn`` takes the format's usual scale and rounds to nearest; ``search`` takes the scale with the smallest
+squared error for every block, weighted by activations if given; ``gptq`` searches scales one column group at
+a time and compensates for the error of earlier columns in later ones (Frantar et al., 2022).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """How weights become codes and scales.
+    """How weights are quantized.
 
     Attributes:
         weight: the format.
         method: one of `METHODS`.
-        rule: the usual scale of formats with scales of powers of two, one of `E8M0_RULES`.
-        damping: what ``gptq`` adds to the diagonal of a Hessian, as a share of its mean.
+        rule: the usual scale of formats with power-of-two scales, one of `E8M0_RULES`.
+        damping: added by ``gptq`` to the diagonal of a Hessian, as a fraction of its mean.
     """
 
     weight: WeightFormat

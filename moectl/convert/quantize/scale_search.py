@@ -1,4 +1,4 @@
-"""The scale of least squared error for every block, among scales near the usual one."""
+"""Search for the scale with the least squared error of every block, near the usual scale."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ STEPS: Mapping[tuple[type[ScaleStore], type[ValueGrid]], Rounds] = {
         (0.996, 1.004),
     ),
 }
-"""Steps from the best scale so far, round by round, by how scales are stored and what codes stand for.
+"""Steps from the best scale so far in each round, by the storage of scales and the grid of codes.
 
-Bytes: to the next larger or smaller scale. A scale twice as large only loses the finest values of E2M1, so
-no more than one octave up is tried; clipping below 0.7 of the largest weight never was the best for
-Gaussian or heavy-tailed blocks of 16 or 32. Floats: factors; integers gain from clipping the more, the
-longer the block; the phase of the scale is all that matters to E4M3.
+For bytes, offsets in codes: doubling a scale only loses the finest values of E2M1, so at most one octave up
+is tried; clipping below 0.7 of the largest weight was never the best for Gaussian or heavy-tailed blocks of
+16 or 32. For floats, factors: integers gain more from clipping the longer the block is; for E4M3 only the
+mantissa of the scale matters.
 """
 
 HEADROOM = 2.0
-"""What a searched global scale leaves for block scales above the usual ones: a power of two, so that the
-usual scales remain among those that can be stored."""
+"""Factor on a searched global scale that leaves room for block scales above the usual ones: a power of two,
+so that the usual scales can still be stored."""
 
 
 def search(
@@ -47,7 +47,7 @@ def search(
     importance: Tensor | None = None,
     measure: Measure = plain_errors,
 ) -> tuple[Tensor, Tensor | None]:
-    """Stored scales (and zeros) of no larger squared error in any block of `w` than those given.
+    """Stored scales (and zeros) whose squared error is at most that of the given ones in every block of `w`.
 
     `w` is blocked float32 ``[1, ...]``, global scale divided out; `importance` broadcasts over it.
     """
@@ -60,8 +60,8 @@ def search(
         first.append(ScaleChoice(symmetric, torch.full_like(zero, 1 << (codec.grid.bits - 1))))
     for i, steps in enumerate(STEPS[type(codec.store), type(codec.grid)]):
         near = [codec.store.near(best.scale, step) for step in steps]
-        ways = [ScaleChoice(s, None if middle is None else _centred(codec, s, middle)) for s in near]
-        best, error = _best(codec, w, ([] if i else first) + ways, importance, measure, best, error)
+        choices = [ScaleChoice(s, None if middle is None else _centred(codec, s, middle)) for s in near]
+        best, error = _best(codec, w, ([] if i else first) + choices, importance, measure, best, error)
     return best
 
 
@@ -75,37 +75,37 @@ class ScaleChoice(NamedTuple):
 def _best(
     codec: Scaled,
     w: Tensor,
-    ways: list[ScaleChoice],
+    choices: list[ScaleChoice],
     importance: Tensor | None,
     measure: Measure,
     best: ScaleChoice,
     least: Tensor,
 ) -> tuple[ScaleChoice, Tensor]:
-    """For every block the first of the best ways, `best` with errors `least` included, and its error."""
-    zeros = [way.zero for way in ways if way.zero is not None]
-    factors = codec.store.load(torch.cat([way.scale for way in ways]))
+    """For every block the first of the best choices, including `best` with errors `least`, and its error."""
+    zeros = [choice.zero for choice in choices if choice.zero is not None]
+    factors = codec.store.load(torch.cat([choice.scale for choice in choices]))
     errors = measure(codec.grid, w, factors, codec.shift(torch.cat(zeros)) if zeros else None, importance)
-    for way, error in zip(ways, errors, strict=True):
+    for choice, error in zip(choices, errors, strict=True):
         better = error < least
         least = torch.where(better, error, least)
         zero = None
-        if way.zero is not None and best.zero is not None:
-            zero = torch.where(better, way.zero, best.zero)
-        best = ScaleChoice(torch.where(better, way.scale, best.scale), zero)
+        if choice.zero is not None and best.zero is not None:
+            zero = torch.where(better, choice.zero, best.zero)
+        best = ScaleChoice(torch.where(better, choice.scale, best.scale), zero)
     return best, least
 
 
 def _centred(codec: Scaled, scale: Tensor, middle: Tensor) -> Tensor:
-    """Codes of zero that put the middle of a block's range on the middle of the codes."""
+    """Zero points that map the middle of a block's range to the middle of the codes."""
     last = (1 << codec.grid.bits) - 1
     return (last / 2 - middle / codec.store.load(scale)).round_().clamp_(0, last).to(torch.uint8)
 
 
-def roomy(codec: Scaled, usual: Tensor, largest: Tensor) -> Tensor:
+def with_headroom(codec: Scaled, usual: Tensor, largest: Tensor) -> Tensor:
     """The global scales ``[e, 1, 1]`` to search under: the `usual` ones times `HEADROOM`.
 
-    They stay as they are where a block of weights (`largest` magnitudes ``[e, ...]``) would then need a
-    scale below E4M3's normal numbers and lose precision.
+    They are unchanged if a block of weights (`largest` magnitudes ``[e, ...]``) would then need a scale below
+    E4M3's normal numbers and lose precision.
     """
     smallest = torch.where(largest > 0, largest, torch.inf).flatten(1).amin(1)[:, None, None]
     fits = smallest / (codec.grid.largest * HEADROOM * usual) >= 2.0 * 2.0**E4M3.exponent

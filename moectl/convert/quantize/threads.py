@@ -1,7 +1,7 @@
-"""Pieces of work on threads that each do all of theirs alone.
+"""Pieces of work on threads in which torch itself runs single-threaded.
 
-Torch spreads every single operation over its threads, and each waits for the slowest; whole pieces on
-threads of their own wait once, at the end.
+Torch parallelizes every operation over its threads, with a barrier after each; threads that each run whole
+pieces synchronize once, at the end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def each(body: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
-    """``[body(item) for item in items]``, on so many threads; the first error is raised."""
+def run_on_threads(body: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
+    """``[body(item) for item in items]`` on `threads` threads; raises the first error."""
     if threads == 1:
         return [body(item) for item in items]
     return list(_pool(threads).map(body, items))
@@ -27,12 +27,12 @@ def each(body: Callable[[Item], Result], items: Iterable[Item], threads: int) ->
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads in which torch uses no others; the calling thread keeps what it had."""
+    """Threads in which torch is single-threaded; the calling thread keeps its setting."""
     before = torch.get_num_threads()
     started = Barrier(threads + 1)
 
     def start() -> None:
-        torch.get_num_threads()  # a thread takes over the common number when it first asks
+        torch.get_num_threads()  # the first call in a thread copies the global number
         torch.set_num_threads(1)
         started.wait()
 

@@ -1,1 +1,1 @@
-"""How canonical tensors become stored ones and back: chains of steps, one recipe per layer."""
+"""Conversion of canonical tensors to stored ones and back: chains of steps, one recipe per layer."""

@@ -1,4 +1,4 @@
-"""A recipe: a layer's canonical tensors to its stored ones, and back."""
+"""Recipes: a layer's canonical tensors converted to its stored ones, and restored from them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files.tensor_table import TensorType
-from ..steps import rescale as rescale  # registers value steps that a manifest may name
+from ..steps import rescale as rescale  # registers value steps that manifests name
 from ..steps.transforms import Shape
 from ..steps.value_steps import (
     ExpertStatistic,
-    Facts,
     Shapes,
+    Statistics,
     Tensors,
     ValueStep,
-    take_facts,
+    update_statistics,
     value_from_json,
     value_to_json,
 )
-from . import weight_sums as weight_sums  # registers value steps that a manifest may name
+from . import weight_sums as weight_sums  # registers value steps that manifests name
 from .chain import Chain
 
 SIDE = "source."
-"""Stored tensors whose role begins so are canonical ones as they were, kept for the exact way back."""
+"""Prefix of the roles of stored tensors that are unchanged canonical ones, kept for an exact restore."""
 
 
 @dataclass(frozen=True)
 class StoredOutput:
-    """One stored tensor: the canonical role that it is made of, value steps in order, then the chain.
+    """One stored tensor: the canonical role that it is made from, value steps in order, then the chain.
 
-    `per_layer` is for a tensor that is the same for all experts and is stored once, without their axis:
-    what the first expert gives.
+    A `per_layer` tensor is the same for all experts: it is stored once, without the expert axis, as the
+    first expert's.
     """
 
     role: str
@@ -45,53 +45,53 @@ class StoredOutput:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Canonical roles that it needs, its own first."""
+        """The canonical roles that it reads, `role` first."""
         return tuple(dict.fromkeys((self.role, *(r for value in self.values for r in value.reads))))
 
     @property
     def exact(self) -> bool:
-        """True when its canonical role comes back from it."""
+        """True when its canonical role can be restored from it."""
         return not self.per_layer and all(value.exact for value in self.values)
 
     @property
     def lossy(self) -> bool:
-        """True when weights are replaced by others and their source is not kept."""
+        """True when weights are replaced with others and the originals are not kept."""
         return any(value.lossy for value in self.values)
 
     def steps(self, dtype: str, shape: Shape) -> tuple[TensorType, ...]:
-        """Shape and dtype before every value step and after the last."""
-        seen = [TensorType(dtype, shape)]
+        """Dtype and shape before every value step and after the last."""
+        types = [TensorType(dtype, shape)]
         for value in self.values:
-            seen.append(value.output_type(*seen[-1]))
-        return tuple(seen)
+            types.append(value.output_type(*types[-1]))
+        return tuple(types)
 
     def stored(self, dtype: str, shape: Shape) -> TensorType:
-        """Shape and dtype as stored, for a canonical role of `shape` and `dtype`."""
+        """Stored dtype and shape, for a canonical role of `shape` and `dtype`."""
         dtype, shape = self.chain.stored_type(*self.steps(dtype, shape)[-1])
         return TensorType(dtype, shape[1:] if self.per_layer else shape)
 
-    def apply(self, batch: Tensors, facts: Facts, out: Tensor | None = None) -> Tensor:
-        """The stored tensor of a batch of experts, in `out` where given."""
+    def apply(self, batch: Tensors, statistics: Statistics, out: Tensor | None = None) -> Tensor:
+        """The stored tensor of a batch of experts, written to `out` if given."""
         t = batch[self.role]
         for value in self.values:
-            t = value.apply(t, batch, facts)
+            t = value.apply(t, batch, statistics)
         if self.per_layer:
-            found = self.chain.apply(t[:1])[0]
-            return found if out is None else out.copy_(found)
+            of_layer = self.chain.apply(t[:1])[0]
+            return of_layer if out is None else out.copy_(of_layer)
         if self.chain.steps:
             return self.chain.apply(t, out)
         return t if out is None else out.copy_(t)
 
     def undo(self, stored: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
-        """The canonical role of `shape` and `dtype` that a batch of experts is stored of; needs `exact`."""
-        at = self.steps(dtype, shape)
-        t = self.chain.undo(stored, *at[-1]) if self.chain.steps else stored
-        for value, before in zip(reversed(self.values), reversed(at[:-1]), strict=True):
+        """The canonical role, of `shape` and `dtype`, of a batch of experts; only for `exact` outputs."""
+        types = self.steps(dtype, shape)
+        t = self.chain.undo(stored, *types[-1]) if self.chain.steps else stored
+        for value, before in zip(reversed(self.values), reversed(types[:-1]), strict=True):
             t = value.undo(t, *before, others)
         return t
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data, enough to go back without this version of the layout."""
+        """As JSON data, enough to restore tensors without this version of the layout."""
         return {
             "role": self.role,
             "values": [value_to_json(value) for value in self.values],
@@ -102,10 +102,10 @@ class StoredOutput:
     @classmethod
     def from_json(cls, data: Any, where: str) -> StoredOutput:
         """The output that untrusted `data` describes; CheckpointError when it describes none."""
-        wanted = {"role": str, "values": list, "chain": list, "per_layer": bool}
-        if not isinstance(data, Mapping) or set(data) != set(wanted):
-            raise CheckpointError(f"{where} must be an object of {', '.join(wanted)}.")
-        for name, kind in wanted.items():
+        fields = {"role": str, "values": list, "chain": list, "per_layer": bool}
+        if not isinstance(data, Mapping) or set(data) != set(fields):
+            raise CheckpointError(f"{where} must be an object of {', '.join(fields)}.")
+        for name, kind in fields.items():
             if not isinstance(data[name], kind):
                 raise CheckpointError(f"{where}.{name} must be of type {kind.__name__}.")
         values = tuple(value_from_json(item, f"{where}.values[{i}]") for i, item in enumerate(data["values"]))
@@ -126,52 +126,52 @@ class Recipe:
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
-        """Canonical roles that no output gives back; they are stored as they are, as ``source.ROLE``."""
-        return tuple(role for role in self.shapes if role not in self._back)
+        """Canonical roles that no output restores; they are stored unchanged, as ``source.ROLE``."""
+        return tuple(role for role in self.shapes if role not in self._restored_from)
 
     @cached_property
     def lossy(self) -> tuple[str, ...]:
-        """Canonical roles that come back as other numbers than they were."""
+        """Canonical roles that are restored with other numbers than they had."""
         replaced = {output.role for output in self.outputs.values() if output.lossy}
         return tuple(role for role in self.shapes if role in replaced)
 
     @cached_property
-    def _back(self) -> Mapping[str, str]:
-        """The output that gives each canonical role back, in an order in which all it reads is there."""
-        back: dict[str, str] = {}
+    def _restored_from(self) -> Mapping[str, str]:
+        """The output that restores each canonical role, ordered so that the roles it reads come first."""
+        order: dict[str, str] = {}
         exact = {name: output for name, output in self.outputs.items() if output.exact}
         needed = {output.role for output in exact.values()}
-        known = {role for role in self.shapes if role not in needed}
+        available = {role for role in self.shapes if role not in needed}
         while True:
-            found = {
+            ready = {
                 output.role: name
                 for name, output in exact.items()
-                if output.role not in back and set(output.reads[1:]) <= known
+                if output.role not in order and set(output.reads[1:]) <= available
             }
-            if not found:
-                return back
-            back |= found
-            known |= set(found)
+            if not ready:
+                return order
+            order |= ready
+            available |= set(ready)
 
     @staticmethod
     def side(role: str) -> str:
-        """Under which role a canonical one is kept."""
+        """The role under which a canonical one is kept."""
         return SIDE + role
 
     @cached_property
-    def facts(self) -> tuple[ExpertStatistic, ...]:
-        """What must be known of the layer before its first batch."""
-        every = (f for output in self.outputs.values() for value in output.values for f in value.facts)
+    def statistics(self) -> tuple[ExpertStatistic, ...]:
+        """The statistics of the layer that are needed before its first batch is converted."""
+        every = (f for output in self.outputs.values() for value in output.values for f in value.statistics)
         return tuple(dict.fromkeys(every))
 
     @cached_property
     def stored(self) -> Shapes:
         """Shape and dtype of every stored tensor by role, ``source.*`` included."""
-        found = {name: output.stored(*self.shapes[output.role]) for name, output in self.outputs.items()}
-        return found | {self.side(role): self.shapes[role] for role in self.kept}
+        outputs = {name: output.stored(*self.shapes[output.role]) for name, output in self.outputs.items()}
+        return outputs | {self.side(role): self.shapes[role] for role in self.kept}
 
     def check(self) -> None:
-        """CheckpointError when an output reads what is not there, or the shapes do not fit its steps."""
+        """CheckpointError when an output reads a role that is missing, or the shapes do not fit its steps."""
         for name, output in self.outputs.items():
             absent = [role for role in output.reads if role not in self.shapes]
             if absent:
@@ -180,24 +180,26 @@ class Recipe:
                 )
         assert self.stored
 
-    def look(self, batch: Tensors, before: Facts) -> dict[ExpertStatistic, Tensor]:
-        """The facts of all batches so far, `batch` included."""
-        return take_facts(self.facts, batch, before)
+    def update_statistics(self, batch: Tensors, previous: Statistics) -> dict[ExpertStatistic, Tensor]:
+        """The statistics of all batches so far, `batch` included."""
+        return update_statistics(self.statistics, batch, previous)
 
-    def store(self, batch: Tensors, facts: Facts, out: Tensors | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The stored tensors of a batch of experts, one after the other, in those of `out` where given."""
+    def store(
+        self, batch: Tensors, statistics: Statistics, out: Tensors | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The stored tensors of a batch of experts, one at a time, written to those of `out` if given."""
         for name, output in self.outputs.items():
-            yield name, output.apply(batch, facts, None if out is None else out[name])
+            yield name, output.apply(batch, statistics, None if out is None else out[name])
         for role in self.kept:
             yield self.side(role), batch[role]
 
     def restore(self, stored: Tensors, experts: int) -> dict[str, Tensor]:
-        """The canonical tensors of a batch of `experts` that is stored as `stored`.
+        """The canonical tensors of a batch of `experts` from its `stored` tensors.
 
-        Those of `lossy` roles are what the weights were replaced by.
+        Those of `lossy` roles are the weights that replaced the original ones.
         """
         canonical = {role: stored[self.side(role)] for role in self.kept}
-        for role, name in self._back.items():
-            wanted = self.shapes[role].with_first_axis(experts)
-            canonical[role] = self.outputs[name].undo(stored[name], *wanted, canonical)
+        for role, name in self._restored_from.items():
+            batch_type = self.shapes[role].with_first_axis(experts)
+            canonical[role] = self.outputs[name].undo(stored[name], *batch_type, canonical)
         return canonical

@@ -1,4 +1,4 @@
-"""Value steps for kernels with 8-bit activations: sums of weights beside them, and zero points for all."""
+"""Value steps for kernels with 8-bit activations: column sums stored with the codes, constant zero points."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from torch import Tensor
 
 from ...files.tensor_table import TensorType
 from ..steps.transforms import DTYPES, DtypeView, PackedCodes, Rearrange, Shape
-from ..steps.value_steps import ExactStep, Facts, SourceKept, Tensors, named, need
+from ..steps.value_steps import ExactStep, SourceKept, Statistics, Tensors, named, need
 from .chain import Chain
 
 MIDDLE = 8
-"""The zero of 4-bit codes that have no zero points: offset codes are ``q + 8``."""
+"""The implied zero point of symmetric 4-bit codes: offset codes are ``q + 8``."""
 
-MOST_COLUMNS = 4096
-"""Of a block: its sums are taken in 16 bits."""
+MAX_COLUMNS = 4096
+"""Largest number of columns of a block: its sums are accumulated in 16 bits."""
 
 _EVEN_BYTES = 0x00FF00FF00FF00FF
 
 
 def _sums_of_bytes(t: Tensor) -> Tensor:
-    """``[..., columns]`` bytes, each the sum of two codes, summed as int32: four lanes of 16 bits at once."""
+    """int32 sums of ``[..., columns]`` bytes, each the sum of two codes, accumulated in 4 x 16 bits."""
     words = t.view(torch.int64)
-    lanes = (words & _EVEN_BYTES).add_((words >> 8).bitwise_and_(_EVEN_BYTES)).sum(-1)
-    sums: Tensor = lanes.unsqueeze(-1).view(torch.int16).sum(-1, dtype=torch.int32)
+    partial = (words & _EVEN_BYTES).add_((words >> 8).bitwise_and_(_EVEN_BYTES)).sum(-1)
+    sums: Tensor = partial.unsqueeze(-1).view(torch.int16).sum(-1, dtype=torch.int32)
     return sums
 
 
 @named("codes_and_sums")
 @dataclass(frozen=True)
 class CodesAndSums(ExactStep):
-    """Blocks of packed 4-bit codes u, each with the sums of u - z over its columns behind it.
+    """Blocks of packed 4-bit codes u, each followed by the sums of u - z over its columns.
 
-    A block has `columns` columns of some rows. `codes` move codes ``[e, rows, k]``, one to a byte, to
-    ``[e, ..., codes of a block]``, in which every two are then packed; `sums` move the int32 sums
-    ``[e, rows, k / columns]`` to ``[e, ..., rows of a block]``. `zero` is the role with the codes of zero
-    ``[e, rows, groups]``, each group a whole number of blocks; without one, z is 8. The way back cuts the
-    sums off.
+    A block has `columns` columns of some rows. `codes` rearrange codes ``[e, rows, k]``, one per byte, to
+    ``[e, ..., codes of a block]``, which are then packed in pairs; `sums` rearrange the int32 sums
+    ``[e, rows, k / columns]`` to ``[e, ..., rows of a block]``. `zero` is the role with the zero points
+    ``[e, rows, groups]``, each group a whole number of blocks; without one, z is 8. The inverse drops the
+    sums.
     """
 
     zero: str
@@ -48,8 +48,8 @@ class CodesAndSums(ExactStep):
 
     def __post_init__(self) -> None:
         need(
-            0 < self.columns <= MOST_COLUMNS and self.columns % 16 == 0,
-            f"blocks of {self.columns} columns are no whole words, or more than {MOST_COLUMNS}.",
+            0 < self.columns <= MAX_COLUMNS and self.columns % 16 == 0,
+            f"blocks of {self.columns} columns are not whole words, or more than {MAX_COLUMNS}.",
         )
 
     @property
@@ -67,11 +67,11 @@ class CodesAndSums(ExactStep):
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
         need(
             dtype == "U8" and len(shape) == 3 and 2 * shape[2] % self.columns == 0,
-            f"{dtype} {shape} are no packed codes in blocks of {self.columns} columns.",
+            f"{dtype} {shape} are not packed codes in blocks of {self.columns} columns.",
         )
         _, codes = self._codes.stored_type(dtype, shape)
         _, sums = self._sums.stored_type("I32", (*shape[:2], 2 * shape[2] // self.columns))
-        need(codes[:-1] == sums[:-1], f"codes in blocks {codes[:-1]} have no sums in blocks {sums[:-1]}.")
+        need(codes[:-1] == sums[:-1], f"codes in blocks {codes[:-1]} do not fit sums in blocks {sums[:-1]}.")
         return TensorType(dtype, (*codes[:-1], codes[-1] + sums[-1]))
 
     def _summed(self, t: Tensor, others: Tensors) -> Tensor:
@@ -81,10 +81,13 @@ class CodesAndSums(ExactStep):
             return sums.sub_(MIDDLE * self.columns)
         zero = others[self.zero].int()
         groups, blocks = zero.shape[-1], sums.shape[-1]
-        need(blocks % groups == 0, f"{blocks} blocks of columns are not whole in {groups} of {self.zero}.")
+        need(
+            blocks % groups == 0,
+            f"{blocks} blocks of columns do not divide into {groups} groups of {self.zero}.",
+        )
         return sums.sub_(zero.repeat_interleave(blocks // groups, -1), alpha=self.columns)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         sums = self._sums.apply(self._summed(t, others))
         return torch.cat((self._codes.apply(t), sums), -1)
 
@@ -97,16 +100,16 @@ class CodesAndSums(ExactStep):
 @named("fill")
 @dataclass(frozen=True)
 class Fill(SourceKept):
-    """`number` as `dtype` in place of every element, whatever it is."""
+    """Every element replaced with `number` as `dtype`."""
 
     number: int
     dtype: str
 
     def __post_init__(self) -> None:
-        need(self.dtype in ("U8", "I8") and 0 <= self.number <= 127, f"{self} is no number of one byte.")
+        need(self.dtype in ("U8", "I8") and 0 <= self.number <= 127, f"{self} does not fit one byte.")
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
         return TensorType(self.dtype, shape)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         return torch.full_like(t, self.number, dtype=DTYPES[self.dtype])

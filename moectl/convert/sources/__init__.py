@@ -1,4 +1,4 @@
-"""Storage formats: stored tensors to canonical roles and back."""
+"""Checkpoint storage: stored tensors mapped to canonical roles, and restored from them."""
 
 from __future__ import annotations
 

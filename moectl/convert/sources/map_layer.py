@@ -1,7 +1,7 @@
-"""A layer's expert tensors mapped to canonical roles, as its storage says.
+"""A layer's expert tensors mapped to the rows of canonical roles.
 
-Names and shapes are the storage's, which reading the checkpoint found and checked every header against; how
-numbers lie in a tensor is `packings`'. What follows from the two is which rows of which role a tensor fills.
+The layer's storage, which every header was checked against when the checkpoint was read, gives names and
+shapes; `packings` says how numbers are packed in a tensor. Together they determine the rows that it fills.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROLES: Mapping[str, str] = {
     "w2_zero": "w2_weight_zero_point",
     "w2_bias": "w2_bias",
 }
-"""Roles and the parameter names that engines use for them; others are called by their role."""
+"""Names of engines' parameters by role; parameters of other roles have the role's name."""
 
 ROLE_AND_HALF: Mapping[str, tuple[str, int | None]] = {
     "w1": ("w13", 0),
@@ -45,26 +45,36 @@ ROLE_AND_HALF: Mapping[str, tuple[str, int | None]] = {
     "w13": ("w13", None),
     "w2": ("w2", None),
 }
-"""Canonical role and half of its rows, by stored matrix."""
+"""Canonical role and half of its rows (None for all), by stored matrix."""
 
 NUMBERS = frozenset(("global", "input"))
-"""Kinds of one number a matrix, F32 in canonical form."""
+"""Kinds of roles with one number per matrix, F32 in canonical form."""
 
 
 def expert_prefix(template: str, layer: int) -> str:
-    """What the names of a layer's expert tensors begin with, from one name template."""
+    """The common prefix of the names of a layer's expert tensors, from one name template."""
     head = template.split("{expert}")[0] if "{expert}" in template else template.rsplit(".", 1)[0] + "."
     return head.replace("{layer}", str(layer))
 
 
 def output_prefix(template: str) -> str:
-    """What converted tensors' names begin with, ``{layer}`` left in, from one stored name template."""
+    """The prefix of converted tensors' names, with ``{layer}`` kept, from one stored name template.
+
+    Example:
+        >>> output_prefix("model.layers.{layer}.mlp.experts.{expert}.up_proj.weight")
+        'model.layers.{layer}.mlp.experts.'
+    """
     prefix = expert_prefix(template.replace("{layer}", "\0"), 0).replace("\0", "{layer}")
     return prefix if prefix.endswith("experts.") else f"{prefix}experts."
 
 
 def output_name(prefix: str, role: str) -> str:
-    """The name of a converted role's tensor, spelled as engines name the parameter."""
+    """The name of a converted role's tensor: `prefix` and the engines' parameter name.
+
+    Example:
+        >>> output_name("model.layers.0.mlp.experts.", "w13_scale")
+        'model.layers.0.mlp.experts.w13_weight_scale'
+    """
     return prefix + ROLES.get(role, role)
 
 
@@ -74,38 +84,38 @@ def map_layer(checkpoint: Checkpoint, group: LayerGroup, layer: int) -> LayerMap
     Raises:
         CheckpointError: the tensors do not fill the canonical roles of the layer's problem.
         NoBackend: the sizes are not whole groups of weights.
-        UsageError: experts of this kind cannot be converted from this storage.
+        UsageError: experts of this kind in this storage are not supported.
     """
     problem, templates, storage = group.problem, group.names.experts, group.storage
-    assert storage is not None, "layers are mapped where their tensors are listed"
-    reason = _refusal(storage, problem) or _refused_kind(templates)
+    assert storage is not None, "only layers whose tensors are listed are mapped"
+    reason = _refusal(storage, problem) or _unsupported_kind(templates)
     if reason:
         raise UsageError(f"layer {layer}: {reason}.")
     inputs = any(role.endswith("_input") for role in templates)
     shapes = canonical_shapes(problem, problem.experts, inputs)
-    less = storage.format.packing == "gptq" and zeros_less_one(checkpoint.config)
+    one_less = storage.format.packing == "gptq" and zeros_less_one(checkpoint.config)
     mapped = []
     for stored, template in templates.items():
         infos = _tensors(checkpoint, template, layer, problem.experts)
         per_expert = "{expert}" in template
-        mapping = _mapping(storage, stored, infos[0], per_expert, problem, shapes, less)
+        mapping = _mapping(storage, stored, infos[0], per_expert, problem, shapes, one_less)
         mapped.append(MappedTensors(mapping, infos, per_expert))
     for role, (_, shape) in shapes.items():
         _check_filled(role, shape[1], [m.mapping for m in mapped if m.mapping.role == role], layer)
     prefix = output_prefix(next(iter(templates.values()))).replace("{layer}", str(layer))
-    return LayerMapping(layer, prefix, tuple(mapped), shapes, less)
+    return LayerMapping(layer, prefix, tuple(mapped), shapes, one_less)
 
 
 def _refusal(storage: Storage, problem: MoEProblem) -> str:
-    """Why `problem` cannot be read from `storage`; empty when it can."""
+    """Why reading `problem` from `storage` is not supported; empty if it is."""
     weight, packing = problem.scheme.weight, PACKINGS[storage.format.packing]
     reason = packing.refuse(problem)
     if reason:
         return reason
     if problem.act_order == "group":
         return (
-            "experts whose columns are ordered by group (act order, g_idx) cannot be converted or run, "
-            "only those in their own order"
+            "experts whose columns are ordered by group (act order, g_idx) cannot be converted or run; "
+            "only columns in natural order are supported"
         )
     per_word = 32 // weight.bits
     sizes = (problem.dims.hidden, problem.dims.intermediate)
@@ -116,30 +126,30 @@ def _refusal(storage: Storage, problem: MoEProblem) -> str:
         )
     if weight.block[0] not in (0, 1):
         if problem.rows == INTERLEAVED:
-            return f"{weight} holds gate and up rows in one block where they are interleaved"
+            return f"{weight} has gate and up rows in one block when they are interleaved"
         together = "w13" in storage.arrangement.matrices
         if together and weight.block[0] > 1 and sizes[1] % weight.block[0] and problem.activation.gated:
             return (
-                f"{weight} holds gate and up rows in one block where they are one matrix and the "
-                f"intermediate size {sizes[1]} is no multiple of {weight.block[0]}"
+                f"{weight} has gate and up rows in one block when they are one matrix and the "
+                f"intermediate size {sizes[1]} is not a multiple of {weight.block[0]}"
             )
     return ""
 
 
-def _refused_kind(templates: Mapping[str, str]) -> str:
-    """Why experts with tensors of these stored roles cannot be read; empty when they can."""
+def _unsupported_kind(templates: Mapping[str, str]) -> str:
+    """Why experts with tensors of these stored roles are not supported; empty if they are."""
     for role, template in templates.items():
         if role.endswith("_prequant"):
             leaf = template.rpartition(".")[2]
             return (
-                f"experts with {leaf} multiply what enters them by a factor for each column, which no layout "
-                "and no runner has a place for"
+                f"experts with {leaf} multiply their inputs by a factor for each column, which no layout "
+                "and no runner supports"
             )
     return ""
 
 
 def _tensors(checkpoint: Checkpoint, template: str, layer: int, experts: int) -> tuple[TensorInfo, ...]:
-    """The tensors of one template, expert by expert where each has its own."""
+    """The tensors of one template: one for each expert, or one for all."""
     name = template.replace("{layer}", str(layer))
     if "{expert}" not in name:
         return (checkpoint.tensors[name],)
@@ -153,9 +163,9 @@ def _mapping(
     per_expert: bool,
     problem: MoEProblem,
     shapes: Shapes,
-    less: bool,
+    one_less: bool,
 ) -> TensorMapping:
-    """The mapping of the tensors with role `stored`, of which `info` is one."""
+    """The mapping of the tensors with role `stored`; `info` is the first of them."""
     sizes = {
         "experts": problem.experts,
         "hidden": problem.dims.hidden,
@@ -164,7 +174,7 @@ def _mapping(
     }
     axes = storage.of_role(stored).shape_of(info.shape, sizes)
     shape, shared = _one_expert(axes, info.shape, problem.experts, per_expert)
-    mapping = tensor_mapping(storage, stored, read_dtype(info), shape, problem, less)
+    mapping = tensor_mapping(storage, stored, read_dtype(info), shape, problem, one_less)
     height = _height(mapping, info, shapes) if mapping.role else 0
     half = ROLE_AND_HALF[stored.partition("_")[0]][1] if mapping.role else None
     first = height if half == 1 else 0
@@ -172,12 +182,12 @@ def _mapping(
 
 
 def read_dtype(info: TensorInfo) -> str:
-    """The dtype as which a tensor is read: bytes where one number is one."""
+    """The dtype that a tensor is read as: U8 for one-byte dtypes."""
     return "U8" if info.dtype in ONE_BYTE else info.dtype
 
 
 def _one_expert(axes: SymbolicShape, shape: Shape, experts: int, per_expert: bool) -> tuple[Shape, bool]:
-    """One expert's shape of a tensor that has `axes`, and whether the tensor holds for all experts."""
+    """The shape of one expert's part of a tensor with `axes`, and whether all experts share the tensor."""
     if per_expert:
         return shape, False
     first = axes[0] if axes else None
@@ -189,11 +199,11 @@ def _one_expert(axes: SymbolicShape, shape: Shape, experts: int, per_expert: boo
 
 
 def tensor_mapping(
-    storage: Storage, stored: str, dtype: str, shape: Shape, problem: MoEProblem, less: bool
+    storage: Storage, stored: str, dtype: str, shape: Shape, problem: MoEProblem, one_less: bool
 ) -> TensorMapping:
-    """The mapping of the tensors with role `stored`, the rows that they fill left open.
+    """The mapping of the tensors with role `stored`, without the rows that they fill.
 
-    `dtype` and `shape` are one expert's, as it is read; `less` says that zero points are stored less one.
+    `dtype` and `shape` are one expert's as read; `one_less`: zero points are stored minus one.
     """
     matrix, _, kind = stored.partition("_")
     if _is_extra(kind, problem):
@@ -201,7 +211,7 @@ def tensor_mapping(
     role, half = ROLE_AND_HALF[matrix]
     role = f"{role}_{kind}" if kind else role
     weight, packing = problem.scheme.weight, PACKINGS[storage.format.packing]
-    steps = packing.steps(weight.bits, less).get(kind, ())
+    steps = packing.steps(weight.bits, one_less).get(kind, ())
     if is_transposed(storage, matrix, shape):
         steps = TRANSPOSED + steps
     dtype_steps, values = _dtype_change(kind, dtype, problem)
@@ -213,13 +223,13 @@ def tensor_mapping(
 
 
 def _is_extra(kind: str, problem: MoEProblem) -> bool:
-    """True for tensors that say nothing about the weights that the problem does not say."""
+    """True for tensors with no information about the weights beyond that of the problem."""
     stated = {"zero": problem.scheme.weight.zero_point, "bias": problem.bias}
     return kind in EXTRAS and not stated.get(kind, False)
 
 
 def is_transposed(storage: Storage, matrix: str, shape: Shape) -> bool:
-    """True for tensors of two axes with the reduction axis first where the usual form has it last."""
+    """True for tensors of two axes with the reduction axis first instead of last."""
     if storage.arrangement.name == "flat":
         return matrix == "w2"
     return storage.arrangement.transposed and len(shape) == 2
@@ -228,7 +238,7 @@ def is_transposed(storage: Storage, matrix: str, shape: Shape) -> bool:
 def _dtype_change(
     kind: str, dtype: str, problem: MoEProblem
 ) -> tuple[tuple[Step, ...], tuple[ValueStep, ...]]:
-    """Steps and values from a float dtype to the one that the kind's canonical role has."""
+    """Steps and value steps from a float dtype to that of the canonical role of `kind`."""
     if kind in NUMBERS:
         target = "F32"
     elif kind == "bias" or (kind == "" and problem.scheme.weight.bits == 16):
@@ -243,7 +253,7 @@ def _dtype_change(
 
 
 def _height(mapping: TensorMapping, info: TensorInfo, shapes: Shapes) -> int:
-    """Canonical rows that a tensor fills; CheckpointError when it does not make rows of its role."""
+    """Number of canonical rows that a tensor fills; CheckpointError when it is not whole rows of its role."""
     if mapping.role not in shapes:
         raise CheckpointError(
             f"tensor {info.name} is a {mapping.role}, which experts as the config describes them do not "
@@ -251,27 +261,27 @@ def _height(mapping: TensorMapping, info: TensorInfo, shapes: Shapes) -> int:
             hint="Check the checkpoint's quantization config.",
         )
     dtype, shape = mapping.canonical_type()
-    expected, (_, *wanted) = shapes[mapping.role]
+    expected, (_, *role_shape) = shapes[mapping.role]
     if dtype != expected:
         raise CheckpointError(
             f"tensor {info.name} must be {expected} like the rest of the model, got {info.dtype}."
         )
-    row = nbytes(expected, tuple(wanted[1:]))
+    row = nbytes(expected, tuple(role_shape[1:]))
     if not row or nbytes(dtype, shape) % row:
         raise CheckpointError(
-            f"tensor {info.name} {list(info.shape)} does not hold rows of {mapping.role} {wanted}."
+            f"tensor {info.name} {list(info.shape)} does not hold rows of {mapping.role} {role_shape}."
         )
     return nbytes(dtype, shape) // row
 
 
 def _check_filled(role: str, height: int, mappings: list[TensorMapping], layer: int) -> None:
-    at = 0
+    filled = 0
     for mapping in sorted(mappings, key=lambda mapping: mapping.rows):
-        if mapping.rows[0] != at:
+        if mapping.rows[0] != filled:
             break
-        at = mapping.rows[1]
-    if at != height:
+        filled = mapping.rows[1]
+    if filled != height:
         raise CheckpointError(
-            f"layer {layer}: the checkpoint's tensors fill {at} of {height} rows of {role}.",
+            f"layer {layer}: the checkpoint's tensors fill {filled} of {height} rows of {role}.",
             hint="Check the checkpoint's quantization config and sizes.",
         )

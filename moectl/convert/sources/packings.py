@@ -1,13 +1,13 @@
-"""How numbers lie in stored tensors, for every packing of `moectl.checkpoint.tensors.stored_formats`.
+"""How numbers are packed in stored tensors, for every packing of `moectl.checkpoint.tensors.stored_formats`.
 
-A packing is a row of `PACKINGS`: the moving steps of each kind of tensor, for matrices whose reduction axis
-is last unless the packing says otherwise, value steps, and what it cannot hold. Kinds are what a stored role
-adds to its matrix: ``""`` (weights), ``scale``, ``zero``, ``global``, ``input``, ``bias``; tensors of other
-kinds carry no weights and are compared with what they must say.
+A packing is a row of `PACKINGS`: the steps for each kind of tensor, for matrices whose reduction axis is last
+unless the packing says otherwise, value steps, and the problems that it does not support. A kind is the
+suffix that a stored role adds to its matrix: ``""`` (weights), ``scale``, ``zero``, ``global``, ``input``,
+``bias``; tensors of other kinds have no weights, and their values are checked.
 
-Steps lead from a checkpoint's packed tensors, experts first, to canonical roles; undoing them packs again.
-Words are int32, little endian, 32 / bits codes to a word. Sizes are whole words; a checkpoint that fills up
-its last word has sizes that are refused.
+Steps unpack a checkpoint's tensors, experts first, to canonical roles; their inverse packs them. Words are
+int32, little endian, with 32 / bits codes. Sizes must be whole words; checkpoints whose last word is partly
+padding are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...files.tensor_table import TensorType
 from ...problem.moe_problem import MoEProblem
 from ..canonical import groups
 from ..steps.transforms import DTYPES, Add, DtypeView, PackedCodes, Rearrange, Shape, Step, Xor
-from ..steps.value_steps import ExactStep, Facts, Tensors, ValueStep, named
+from ..steps.value_steps import ExactStep, Statistics, Tensors, ValueStep, named
 
 _BYTES = DtypeView("I32", "U8")
 _AWQ_COLUMNS = {"p": 2, "q": 4}
@@ -48,7 +48,7 @@ def zeros_along_n(bits: int) -> tuple[Step, ...]:
 def gptq_zeros(bits: int, one_less: bool = False) -> tuple[Step, ...]:
     """GPTQ ``qzeros``: words ``[e, groups, n / per word]`` to codes ``[e, n, groups]``.
 
-    `one_less`: the first version of the format, which stores a zero point less one.
+    `one_less`: zero points are stored minus one, as in the first version of the format.
     """
     shift = (Add(1),) if one_less else ()
     return (_BYTES, *_codes(bits), Rearrange("e g n -> e n g"), *shift)
@@ -72,7 +72,7 @@ def _codes(bits: int) -> tuple[Step, ...]:
 @named("repeated")
 @dataclass(frozen=True)
 class Repeated(ExactStep):
-    """One number an expert as `times` rows of one: a scale that gate and up share."""
+    """One number per expert repeated as `times` rows of one: a scale that gate and up share."""
 
     times: int
 
@@ -82,10 +82,10 @@ class Repeated(ExactStep):
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
         if math.prod(shape[1:]) != 1:
-            raise CheckpointError(f"{self}: needs one number an expert, got {list(shape)}.")
+            raise CheckpointError(f"{self}: needs one number per expert, got {list(shape)}.")
         return TensorType(dtype, (shape[0], self.times, 1))
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         return t.reshape(-1, 1, 1).expand(-1, self.times, 1)
 
     def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
@@ -95,7 +95,7 @@ class Repeated(ExactStep):
 @named("reciprocal")
 @dataclass(frozen=True)
 class Reciprocal(ExactStep):
-    """Numbers that divide as F32 factors. Rounded, so `undo` gives a number near the stored one."""
+    """Reciprocals of F32 divisors. They are rounded, so `undo` is approximate."""
 
     @property
     def exact(self) -> bool:
@@ -106,7 +106,7 @@ class Reciprocal(ExactStep):
             raise CheckpointError(f"{self}: needs F32, got {dtype}.")
         return TensorType(dtype, shape)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         if not bool((torch.isfinite(t) & (t > 0)).all()):
             raise CheckpointError(
                 "a global scale that divides must be a positive number, got 0, a negative or no number.",
@@ -121,7 +121,7 @@ class Reciprocal(ExactStep):
 @named("rounded")
 @dataclass(frozen=True)
 class Rounded(ExactStep):
-    """Floats of one width as the nearest of another; `undo` gives the rounded numbers back."""
+    """Floats of one width rounded to another; `undo` returns the rounded numbers."""
 
     source: str
     target: str
@@ -139,7 +139,7 @@ class Rounded(ExactStep):
             raise CheckpointError(f"{self}: needs {self.source}, got {dtype}.")
         return TensorType(self.target, shape)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         rounded = t.to(DTYPES[self.target])
         if not bool(torch.isfinite(rounded).all()) and bool(torch.isfinite(t).all()):
             raise CheckpointError(
@@ -160,36 +160,34 @@ class Packing:
     """One row of `PACKINGS`.
 
     Attributes:
-        steps: from the bits of a weight and whether zero points are stored less one, to the moving
-            steps by kind of tensor.
+        steps: the steps by kind of tensor, from the bits of a weight and whether zero points are stored
+            minus one.
         values: value steps by kind of tensor.
         whole_words: sizes must fill 32-bit words of codes.
-        refuse: why a problem cannot be read; empty when it can.
+        refuse: why a problem is not supported; empty if it is.
     """
 
-    steps: Callable[[int, bool], Steps] = lambda bits, less: {}
+    steps: Callable[[int, bool], Steps] = lambda bits, one_less: {}
     values: Mapping[str, tuple[ValueStep, ...]] = field(default_factory=dict)
     whole_words: bool = False
     refuse: Callable[[MoEProblem], str] = lambda problem: ""
 
 
-def _words(bits: int, less: bool) -> Steps:
+def _words(bits: int, one_less: bool) -> Steps:
     return {"": WORDS_ALONG_K, "zero": zeros_along_n(bits)}
 
 
-def _gptq(bits: int, less: bool) -> Steps:
-    return {"": WORDS_OF_K, "scale": TRANSPOSED, "zero": gptq_zeros(bits, less)}
+def _gptq(bits: int, one_less: bool) -> Steps:
+    return {"": WORDS_OF_K, "scale": TRANSPOSED, "zero": gptq_zeros(bits, one_less)}
 
 
-def _awq(bits: int, less: bool) -> Steps:
+def _awq(bits: int, one_less: bool) -> Steps:
     return {"": awq_weights(), "scale": TRANSPOSED, "zero": awq_zeros()}
 
 
 def _only_four_bits(problem: MoEProblem) -> str:
     bits = problem.scheme.weight.bits
-    return (
-        "" if bits == 4 else f"AWQ orders words of 4-bit codes, and no order of {bits}-bit codes is published"
-    )
+    return "" if bits == 4 else f"AWQ defines an order of 4-bit codes in words, and none for {bits}-bit codes"
 
 
 def _two_level(problem: MoEProblem) -> str:
@@ -204,7 +202,7 @@ PACKINGS: Mapping[str, Packing] = {
     "words": Packing(_words, whole_words=True),
     "gptq": Packing(_gptq, whole_words=True),
     "awq": Packing(_awq, whole_words=True, refuse=_only_four_bits),
-    "signed": Packing(lambda bits, less: {"": (Xor(0x80),)}),
+    "signed": Packing(lambda bits, one_less: {"": (Xor(0x80),)}),
     "divisors": Packing(values={"global": (Reciprocal(),), "input": (Reciprocal(),)}),
     "two_level": Packing(refuse=_two_level),
 }
@@ -223,26 +221,26 @@ def _rows(stored: str, problem: MoEProblem) -> int:
     return problem.dims.intermediate * (2 if stored.startswith("w13") and problem.activation.gated else 1)
 
 
-def sizes_of(stored: str, problem: MoEProblem, shape: tuple[int, ...], less: bool) -> Tensor:
+def sizes_of(stored: str, problem: MoEProblem, shape: tuple[int, ...], one_less: bool) -> Tensor:
     """``[rows, columns]`` of the weights."""
     return torch.tensor((_rows(stored, problem), _columns(stored, problem)))
 
 
-def order_of(stored: str, problem: MoEProblem, shape: tuple[int, ...], less: bool) -> Tensor:
-    """The group of every column, in the columns' own order."""
+def order_of(stored: str, problem: MoEProblem, shape: tuple[int, ...], one_less: bool) -> Tensor:
+    """The group of every column in natural order."""
     columns = _columns(stored, problem)
     return torch.arange(columns) // (columns // groups(problem.scheme.weight, columns))
 
 
-def zeros_of(stored: str, problem: MoEProblem, shape: tuple[int, ...], less: bool) -> Tensor:
-    """32-bit words of the middle code, or of the one below it where zero points are stored less one."""
+def zeros_of(stored: str, problem: MoEProblem, shape: tuple[int, ...], one_less: bool) -> Tensor:
+    """32-bit words of the middle code, or of the one below it if zero points are stored minus one."""
     bits = problem.scheme.weight.bits
-    code = (1 << (bits - 1)) - less
-    word = sum(code << at for at in range(0, 32, bits))
+    code = (1 << (bits - 1)) - one_less
+    word = sum(code << shift for shift in range(0, 32, bits))
     return torch.full(shape, word - (1 << 32) if word >> 31 else word)
 
 
-def no_bias(stored: str, problem: MoEProblem, shape: tuple[int, ...], less: bool) -> Tensor:
+def no_bias(stored: str, problem: MoEProblem, shape: tuple[int, ...], one_less: bool) -> Tensor:
     """Zeros."""
     return torch.zeros(shape)
 
@@ -253,8 +251,8 @@ EXTRAS: Mapping[str, Callable[[str, MoEProblem, tuple[int, ...], bool], Tensor]]
     "zero": zeros_of,
     "bias": no_bias,
 }
-"""What one expert's tensor of a kind must hold, from its stored role, the problem, its shape and whether
-zero points are stored less one."""
+"""The required values of one expert's tensor by kind, from its stored role, the problem, its shape and
+whether zero points are stored minus one."""
 
 _WRONG: Mapping[str, str] = {
     "shape": "says {got}, but its weight is {expected}",
@@ -264,20 +262,20 @@ _WRONG: Mapping[str, str] = {
 }
 
 
-def extra_values(stored: str, problem: MoEProblem, shape: tuple[int, ...], less: bool) -> Tensor:
-    """What one expert's tensor of role `stored` and `shape` must hold."""
-    return EXTRAS[stored.partition("_")[2]](stored, problem, shape, less)
+def extra_values(stored: str, problem: MoEProblem, shape: tuple[int, ...], one_less: bool) -> Tensor:
+    """The required values of one expert's tensor of role `stored` and `shape`."""
+    return EXTRAS[stored.partition("_")[2]](stored, problem, shape, one_less)
 
 
-def check_extra(stored: str, problem: MoEProblem, values: Tensor, less: bool) -> str:
-    """What is wrong with one expert's `values`, a clause about the tensor; empty when they are right.
+def check_extra(stored: str, problem: MoEProblem, values: Tensor, one_less: bool) -> str:
+    """What is wrong with one expert's `values`, a clause about the tensor; empty if they are correct.
 
-    The order of columns is left alone where the config says that it changes nothing.
+    The order of columns is not checked if the config says that it has no effect.
     """
     kind = stored.partition("_")[2]
     if kind == "order" and problem.act_order == "weight":
         return ""
-    expected = extra_values(stored, problem, tuple(values.shape), less)
+    expected = extra_values(stored, problem, tuple(values.shape), one_less)
     if torch.equal(values.to(expected.dtype), expected):
         return ""
     return _WRONG[kind].format(

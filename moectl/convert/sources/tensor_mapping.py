@@ -1,4 +1,4 @@
-"""Stored tensors mapped to rows of canonical roles, both ways."""
+"""Mappings between stored tensors and the rows of canonical roles, in both directions."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..steps.value_steps import Shapes, ValueStep
 from .packings import check_extra
 
 STORED = SIDE + "stored."
-"""Roles that begin so are stored tensors as they were: what the canonical form does not give back."""
+"""Prefix of the roles of unchanged stored tensors, kept since canonical roles do not restore them."""
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """How one kind of stored tensor becomes rows of a canonical role, and the stored tensor again.
+    """How one kind of stored tensor becomes rows of a canonical role, and is restored from them.
 
     Attributes:
         stored: its role as `ExpertNames.experts` and the storages spell it.
-        role: the canonical role that it fills rows of; ``""`` for a tensor that carries no weights.
+        role: the canonical role whose rows it fills; ``""`` for a tensor without weights.
         dtype, shape: of one expert's stored tensor, without the expert axis; one-byte dtypes are U8.
-        chain: moving steps from stored tensors, experts first, to canonical rows.
-        values: value steps after the chain; where one is not exact, the stored tensor is kept aside.
+        chain: steps from stored tensors, experts first, to canonical rows.
+        values: value steps after the chain; if one is not exact, the stored tensor is kept.
         rows: first and last row (exclusive) of the canonical role that it fills.
-        shared: one tensor holds for every expert.
+        shared: all experts share one tensor.
     """
 
     stored: str
@@ -50,56 +50,56 @@ class TensorMapping:
 
     @property
     def kept(self) -> bool:
-        """True when its bytes are kept aside, as canonical rows do not give them back."""
+        """True when its bytes are kept, since canonical rows do not restore them."""
         return not self.role or not all(value.exact and not value.reads for value in self.values)
 
     @property
     def side(self) -> str:
-        """The role under which it is kept aside."""
+        """The role under which it is kept."""
         return STORED + self.stored
 
     @property
     def direct(self) -> bool:
-        """True when its bytes are canonical rows as they are."""
+        """True when its bytes are canonical rows without a change."""
         return bool(self.role) and not self.values and all(isinstance(s, DtypeView) for s in self.chain.steps)
 
     @property
     def type(self) -> TensorType:
-        """One expert's stored tensor."""
+        """Dtype and shape of one expert's stored tensor."""
         return TensorType(self.dtype, self.shape)
 
     def of_experts(self, experts: int) -> TensorType:
-        """The stored tensors of `experts` experts in one tensor."""
+        """Dtype and shape of the stored tensors of `experts` experts in one tensor."""
         return TensorType(self.dtype, (experts, *self.shape))
 
     def canonical_type(self) -> TensorType:
-        """One expert's canonical rows, experts first, axes as the steps leave them."""
+        """Dtype and shape of one expert's canonical rows, experts first, with the axes of the last step."""
         return self._types((1, *self.shape))[-1]
 
     def _types(self, shape: Shape) -> list[TensorType]:
-        """What stored tensors of `shape` are after the chain and after each value step."""
+        """Types of stored tensors of `shape` after the chain and after each value step."""
         types = [self.chain.stored_type(self.dtype, shape)]
         for value in self.values:
             types.append(value.output_type(*types[-1]))
         return types
 
     def canonical(self, raw: Tensor) -> Tensor:
-        """Canonical rows of stored tensors ``[e, *shape]``; axes may be split otherwise than the role's."""
+        """Canonical rows of stored tensors ``[e, *shape]``; their axes may differ from the role's."""
         t = self.chain.apply(raw) if self.chain.steps else raw
         for value in self.values:
             t = value.apply(t, {}, {})
         return t
 
     def restored(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Stored tensors ``[e, *shape]`` of the experts whose canonical and kept tensors `batch` holds."""
+        """Stored tensors ``[e, *shape]`` of a batch of experts, from its canonical and kept tensors."""
         if self.kept:
             return batch[self.side]
         return self.packed(batch[self.role][:, self.rows[0] : self.rows[1]])
 
     def packed(self, rows: Tensor) -> Tensor:
-        """Stored tensors ``[e, *shape]`` whose canonical rows are `rows`.
+        """Stored tensors ``[e, *shape]`` whose canonical rows are `rows`; the inverse of `canonical`.
 
-        Where a value step is not exact, numbers near those that `canonical` had.
+        If a value step is not exact, the numbers are approximate.
         """
         shape = (len(rows), *self.shape)
         types = self._types(shape)
@@ -111,9 +111,9 @@ class TensorMapping:
 
 @dataclass(frozen=True)
 class MappedTensors:
-    """A mapping and the tensors of one layer that it is of: one an expert, or one for all.
+    """A mapping and the tensors of one layer that it applies to: one per expert, or one for all.
 
-    `first` is the expert that is called 0 here, of those that one tensor holds.
+    `first` is the number, within a tensor of all experts, of the expert that is 0 here.
     """
 
     mapping: TensorMapping
@@ -122,9 +122,9 @@ class MappedTensors:
     first: int = 0
 
     def run(self, first: int, last: int) -> Iterator[tuple[TensorInfo, int, int, int]]:
-        """Where the stored bytes of experts `first` to `last` are: tensor, offset in it, bytes, expert.
+        """Runs of the stored bytes of experts `first` to `last`: tensor, offset in it, bytes, first expert.
 
-        One run where a tensor holds several experts.
+        A tensor of all experts gives a single run.
         """
         each = self.mapping.each
         if self.per_expert:
@@ -137,13 +137,13 @@ class MappedTensors:
             yield self.tensors[0], (self.first + first) * each, (last - first) * each, first
 
     def extents(self, experts: int) -> Iterator[tuple[TensorInfo, int, int]]:
-        """The bytes of each tensor that `experts` are read from: first and last (exclusive)."""
+        """The byte range, first and last (exclusive), that `experts` are read from in each tensor."""
         each, whole = self.mapping.each, self.per_expert or self.mapping.shared
         for info in self.tensors:
             yield (info, 0, each) if whole else (info, self.first * each, (self.first + experts) * each)
 
     def of_experts(self, first: int, last: int) -> MappedTensors:
-        """The same for experts `first` to `last` (exclusive) alone."""
+        """The same restricted to experts `first` to `last` (exclusive)."""
         tensors = self.tensors[first:last] if self.per_expert else self.tensors
         return replace(self, tensors=tensors, first=0 if self.per_expert else self.first + first)
 
@@ -154,10 +154,10 @@ class LayerMapping:
 
     Attributes:
         layer: its number.
-        prefix: what the names of its converted tensors begin with.
-        mapped: the tensors, by kind.
+        prefix: prefix of the names of its converted tensors.
+        mapped: the tensors by kind.
         shapes: the canonical roles, for all experts.
-        zeros_less_one: stored zero points are one less than the zero points (GPTQ's first version).
+        zeros_less_one: zero points are stored minus one (the first version of GPTQ's format).
     """
 
     layer: int
@@ -167,7 +167,7 @@ class LayerMapping:
     zeros_less_one: bool = False
 
     def check(self, mapping: TensorMapping, problem: MoEProblem, values: Tensor) -> str:
-        """What is wrong with one expert's values of a tensor that carries no weights; empty when right."""
+        """What is wrong with one expert's values of a tensor without weights; empty if correct."""
         return check_extra(mapping.stored, problem, values, self.zeros_less_one)
 
     @property
@@ -177,54 +177,54 @@ class LayerMapping:
 
     @property
     def tensors(self) -> Iterator[TensorInfo]:
-        """Every tensor of the checkpoint that this layer consumes."""
+        """Every checkpoint tensor that this layer is read from."""
         return (info for each in self.mapped for info in each.tensors)
 
     @property
     def extents(self) -> Iterator[tuple[TensorInfo, int, int]]:
-        """The bytes that are read of every tensor: first and last (exclusive)."""
+        """The byte range, first and last (exclusive), that is read of every tensor."""
         return (extent for each in self.mapped for extent in each.extents(self.experts))
 
     def of_experts(self, first: int, last: int) -> LayerMapping:
-        """The same for experts `first` to `last` (exclusive) alone."""
+        """The same restricted to experts `first` to `last` (exclusive)."""
         mapped = tuple(each.of_experts(first, last) for each in self.mapped)
         shapes = {role: kind.with_first_axis(last - first) for role, kind in self.shapes.items()}
         return replace(self, mapped=mapped, shapes=shapes)
 
     def filling(self, roles: frozenset[str] | None) -> list[MappedTensors]:
-        """The tensors that fill `roles`; all for None."""
+        """The tensors that fill `roles`; all tensors for None."""
         return [each for each in self.mapped if roles is None or each.mapping.role in roles]
 
     @property
     def kept(self) -> Shapes:
-        """Shape and dtype of stored tensors kept aside, by role, for all experts."""
+        """Dtype and shape of the stored tensors that are kept, by role, for all experts."""
         return self._stored_types(lambda mapping: mapping.kept)
 
     @property
     def batch_shapes(self) -> Shapes:
-        """What a batch of experts holds: canonical roles and kept tensors, for all experts."""
+        """Tensors of a batch of experts: canonical roles and kept tensors, for all experts."""
         return {**self.shapes, **self.kept}
 
     @property
     def read_shapes(self) -> Shapes:
-        """What is read from files, for all experts: roles that are stored as they are, in whole or in
-        part, and the other stored tensors by `TensorMapping.side`."""
+        """Tensors read from files, for all experts: roles stored in canonical form, in whole or in part,
+        and the other stored tensors by `TensorMapping.side`."""
         direct = {each.mapping.role for each in self.mapped if each.mapping.direct}
         others = self._stored_types(lambda mapping: not mapping.direct)
-        return {role: form for role, form in self.shapes.items() if role in direct} | others
+        return {role: kind for role, kind in self.shapes.items() if role in direct} | others
 
     @property
     def made_shapes(self) -> Shapes:
-        """Canonical roles that are made of stored tensors by steps, for all experts."""
-        held = self.read_shapes
-        return {role: form for role, form in self.shapes.items() if role not in held}
+        """Canonical roles that steps compute from stored tensors, for all experts."""
+        read = self.read_shapes
+        return {role: kind for role, kind in self.shapes.items() if role not in read}
 
     def _stored_types(self, chosen: Callable[[TensorMapping], bool]) -> dict[str, TensorType]:
-        """Shape and dtype of stored tensors by `TensorMapping.side`, for all experts."""
+        """Dtype and shape of stored tensors by `TensorMapping.side`, for all experts."""
         mappings = (each.mapping for each in self.mapped)
         return {m.side: m.of_experts(self.experts) for m in mappings if chosen(m)}
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of one expert's stored tensors that are not canonical rows as they are."""
+        """Bytes of one expert's stored tensors that are not in canonical form."""
         return sum(each.mapping.each for each in self.mapped if not each.mapping.direct)

@@ -1,4 +1,4 @@
-"""Named-axis rearrangements of tensors, whose inverse is the pattern read backwards."""
+"""Named-axis rearrangements of tensors; the inverse is the pattern with its sides exchanged."""
 
 from __future__ import annotations
 
@@ -22,8 +22,18 @@ _TOKEN = re.compile(r"\(|\)|[a-z][a-z0-9]*|\S")
 class Pattern:
     """A rearrangement such as ``e (n s) k -> e (s n) k``.
 
-    Each side lists axes; an axis is one name or several in parentheses, the slowest first. Both
-    sides hold the same names, each once.
+    Each side lists axes; an axis is one name, or several in parentheses with the slowest first. Both sides
+    have the same names, each once.
+
+    Example:
+        >>> import torch
+        >>> pattern = Pattern.parse("(n s) -> (s n)")
+        >>> t = torch.arange(6)
+        >>> rearranged = pattern.apply(t, pattern.sizes(t.shape, {"s": 2}))
+        >>> rearranged.tolist()
+        [0, 2, 4, 1, 3, 5]
+        >>> pattern.reverse.apply(rearranged, {"s": 2, "n": 3}).tolist()
+        [0, 1, 2, 3, 4, 5]
     """
 
     left: Axes
@@ -32,7 +42,7 @@ class Pattern:
     @staticmethod
     @lru_cache(maxsize=512)
     def parse(text: str) -> Pattern:
-        """The pattern that `text` spells; CheckpointError when it spells none."""
+        """The pattern that `text` spells; CheckpointError when it is malformed."""
         sides = text.split("->")
         if len(text) > 400 or len(sides) != 2:
             raise CheckpointError(f"rearrangement {text[:80]!r} is not of the form 'axes -> axes'.")
@@ -46,20 +56,20 @@ class Pattern:
 
     @property
     def reverse(self) -> Pattern:
-        """The pattern read backwards."""
+        """The inverse pattern."""
         return Pattern(self.right, self.left)
 
-    def sizes(self, shape: Sequence[int], known: Mapping[str, int]) -> dict[str, int]:
+    def sizes(self, shape: Sequence[int], fixed_sizes: Mapping[str, int]) -> dict[str, int]:
         """The size of every name for a tensor of `shape`.
 
-        `known` gives all names but at most one per axis. CheckpointError when the numbers do not fit.
+        `fixed_sizes` has all names but at most one per axis. CheckpointError when the sizes do not fit.
         """
         if len(shape) != len(self.left):
             raise CheckpointError(f"{self} needs {len(self.left)} axes, got the shape {tuple(shape)}.")
-        found = dict(known)
+        sizes = dict(fixed_sizes)
         for axis, size in zip(self.left, shape, strict=True):
-            free = [name for name in axis if name not in known]
-            fixed = math.prod(known[name] for name in axis if name in known)
+            free = [name for name in axis if name not in fixed_sizes]
+            fixed = math.prod(fixed_sizes[name] for name in axis if name in fixed_sizes)
             if len(free) > 1:
                 raise CheckpointError(f"{self} leaves the sizes of {', '.join(free)} open.")
             if fixed == 0 or size % fixed or (not free and size != fixed):
@@ -68,11 +78,11 @@ class Pattern:
                     f"got {size}."
                 )
             if free:
-                found[free[0]] = size // fixed
-        return found
+                sizes[free[0]] = size // fixed
+        return sizes
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape that comes out, for `sizes` of all names."""
+        """The shape of the result, for `sizes` of all names."""
         return tuple(math.prod(sizes[name] for name in axis) for axis in self.right)
 
     def apply(self, t: Tensor, sizes: Mapping[str, int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The value steps: scales, zero points and codes in the numbers that kernels read."""
+"""Value steps that turn scales, zero points and codes into the numbers that kernels read."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from torch import Tensor
 
 from ...files.tensor_table import TensorType
 from .transforms import DTYPES, Shape
-from .value_steps import ExactStep, ExpertStatistic, Facts, SourceKept, Tensors, named, need
+from .value_steps import ExactStep, ExpertStatistic, SourceKept, Statistics, Tensors, named, need
 
-E4M3_MOST = 448.0
+E4M3_LARGEST = 448.0
 _INT16_UNIT = 4096
+"""The int16 scale that stands for the layer's largest."""
+
 _SMALLEST_HALF, _LARGEST_HALF, _NAN = 103, 142, 255
-"""E8M0 bytes of the smallest and largest powers of two that fp16 holds, and the one that is no number."""
+"""E8M0 bytes of the smallest and largest powers of two that fp16 represents, and of NaN."""
 
 
-def _known(dtype: str) -> None:
+def _check_dtype(dtype: str) -> None:
     need(dtype in DTYPES, f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}.")
 
 
-def _grid(shape: Shape, halves: int, what: object) -> int:
-    """Rows of each half of ``[e, halves * rows, ...]``."""
+def _rows_of_half(shape: Shape, halves: int, step: object) -> int:
+    """Rows of each half of ``[e, halves * rows, ...]``; CheckpointError when `step` does not fit."""
     need(
         len(shape) > 1 and halves in (1, 2) and shape[1] % halves == 0,
-        f"{what} does not fit a tensor {shape}.",
+        f"{step} does not fit a tensor {shape}.",
     )
     return shape[1] // halves
 
@@ -33,20 +35,20 @@ def _grid(shape: Shape, halves: int, what: object) -> int:
 @named("times")
 @dataclass(frozen=True)
 class Times(ExactStep):
-    """Floats times a power of two, which changes their exponents only."""
+    """Floats times ``2**exponent``, which changes nothing but their exponents."""
 
     exponent: int
 
     def __post_init__(self) -> None:
         need(abs(self.exponent) <= 120, f"2**{self.exponent} is no factor on 16-bit scales.")
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
-        made = t * 2.0**self.exponent
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
+        scaled = t * 2.0**self.exponent
         need(
-            bool(made.isfinite().all()),
+            bool(scaled.isfinite().all()),
             f"a scale of {t.abs().max():g} times 2**{self.exponent} is beyond {t.dtype}, as kernels read it.",
         )
-        return made
+        return scaled
 
     def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         return t * 2.0**-self.exponent
@@ -60,21 +62,26 @@ class Round(SourceKept):
     to: str
 
     def __post_init__(self) -> None:
-        _known(self.to)
+        _check_dtype(self.to)
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
         return TensorType(self.to, shape)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
-        made = t.to(DTYPES[self.to])
-        need(bool((made.isfinite() | ~t.isfinite()).all()), f"{t.abs().max():g} is too large for {self.to}.")
-        return made
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
+        rounded = t.to(DTYPES[self.to])
+        need(
+            bool((rounded.isfinite() | ~t.isfinite()).all()), f"{t.abs().max():g} is too large for {self.to}."
+        )
+        return rounded
 
 
 @named("repeat_rows")
 @dataclass(frozen=True)
 class RepeatRows(ExactStep):
-    """Each block's scale for each of its `times` rows; the last of a half may have fewer of `rows`."""
+    """The scale of each block of `times` rows repeated for each row; a half has `rows` rows.
+
+    The last block of a half may have fewer rows.
+    """
 
     times: int
     rows: int
@@ -84,11 +91,11 @@ class RepeatRows(ExactStep):
         need(self.times > 0 and self.rows > 0, f"{self} repeats nothing.")
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
-        blocks = _grid(shape, self.halves, self)
+        blocks = _rows_of_half(shape, self.halves, self)
         need(blocks == -(-self.rows // self.times), f"{self} does not fit {blocks} blocks.")
         return TensorType(dtype, (shape[0], self.halves * self.rows, *shape[2:]))
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         blocks = t.reshape(t.shape[0], self.halves, -1, *t.shape[2:])
         rows: Tensor = blocks.repeat_interleave(self.times, 2)[:, :, : self.rows]
         return rows.flatten(1, 2)
@@ -101,9 +108,9 @@ class RepeatRows(ExactStep):
 @named("fp16_e8m0")
 @dataclass(frozen=True)
 class HalfE8M0(SourceKept):
-    """E8M0 bytes as they come through fp16: below its range byte 0, above it refused."""
+    """E8M0 bytes after a trip through fp16: byte 0 below its range, refused above it."""
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         large = (t > _LARGEST_HALF) & (t != _NAN)
         need(
             not bool(large.any()),
@@ -116,14 +123,14 @@ class HalfE8M0(SourceKept):
 @named("at_most")
 @dataclass(frozen=True)
 class AtMost(ExactStep):
-    """Bytes as they are, refused above `most`."""
+    """Bytes unchanged, refused above `most`."""
 
     most: int
     why: str
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         largest = int(t.max()) if t.numel() else 0
-        need(largest <= self.most, f"{self.why}: at most {self.most} has a place, got {largest}.")
+        need(largest <= self.most, f"{self.why}: at most {self.most} is supported, got {largest}.")
         return t
 
     def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
@@ -133,64 +140,64 @@ class AtMost(ExactStep):
 @named("at_least")
 @dataclass(frozen=True)
 class AtLeast(SourceKept):
-    """Floats, raised to `least` where they are below."""
+    """Floats clamped to at least `least`."""
 
     least: float
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         return t.clamp(min=self.least)
 
 
 @named("int16_of_largest")
 @dataclass(frozen=True)
 class Int16OfLargest(SourceKept):
-    """16-bit scales as whole 4096ths of the layer's largest, int16 bits in the scales' own dtype."""
+    """16-bit scales in units of 1/4096 of the layer's largest: int16 bits in the scales' own dtype."""
 
     role: str
 
     @property
-    def facts(self) -> tuple[ExpertStatistic, ...]:
+    def statistics(self) -> tuple[ExpertStatistic, ...]:
         return (ExpertStatistic(self.role, "max"),)
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
         need(dtype in ("BF16", "F16"), f"{self} needs 16-bit scales, got {dtype}.")
         return TensorType(dtype, shape)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
-        largest = facts[self.facts[0]].to(t.device)
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
+        largest = statistics[self.statistics[0]].to(t.device)
         need(bool(largest > 0), f"the largest scale of {self.role} must be above zero, got {largest:g}.")
-        whole = (t / largest * _INT16_UNIT).round()
+        multiples = (t / largest * _INT16_UNIT).round()
         need(
-            bool((whole.abs() < 2**15).all()),
+            bool((multiples.abs() < 2**15).all()),
             f"scales of {self.role} differ too much for int16: the largest is {largest:g}.",
         )
-        return whole.to(torch.int16).view(t.dtype)
+        return multiples.to(torch.int16).view(t.dtype)
 
 
 @named("largest_4096th")
 @dataclass(frozen=True)
 class Largest4096th(SourceKept):
-    """A 4096th of the layer's largest scale, for every expert: ``[e]`` F32."""
+    """1/4096 of the layer's largest scale, repeated for every expert: ``[e]`` F32."""
 
     role: str
 
     @property
-    def facts(self) -> tuple[ExpertStatistic, ...]:
+    def statistics(self) -> tuple[ExpertStatistic, ...]:
         return (ExpertStatistic(self.role, "max"),)
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
         return TensorType("F32", shape[:1])
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
-        return (facts[self.facts[0]].float() / _INT16_UNIT).to(t.device).repeat(t.shape[0])
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
+        return (statistics[self.statistics[0]].float() / _INT16_UNIT).to(t.device).repeat(t.shape[0])
 
 
 @named("distance_codes")
 @dataclass(frozen=True)
 class DistanceCodes(ExactStep):
-    """4-bit codes u around a zero z as u - z from z up and 15 - u below: sign and distance of u - z.
+    """4-bit codes u with zero point z in sign-magnitude form: u - z for u >= z, else 15 - u.
 
-    `zero` is the role with the codes of zero; without one, z is 8.
+    `zero` is the role with the zero points; without one, z is 8.
     """
 
     zero: str = ""
@@ -210,53 +217,55 @@ class DistanceCodes(ExactStep):
         need(bool((zero < 16).all()), f"a zero point of {self.zero} has more than 4 bits.")
         return zero.unsqueeze(-1)
 
-    def _mapped(self, t: Tensor, others: Tensors, there: bool) -> Tensor:
+    def _map_codes(self, t: Tensor, others: Tensors, forward: bool) -> Tensor:
         zero = self._zeros(t, others)
         grouped = t if isinstance(zero, int) else t.reshape(*zero.shape[:-1], -1)
-        made = _distance(grouped & 15, zero, there) | _distance(grouped >> 4, zero, there) << 4
-        return made.reshape(t.shape)
+        low, high = (_distance(code, zero, forward) for code in (grouped & 15, grouped >> 4))
+        return (low | high << 4).reshape(t.shape)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
-        return self._mapped(t, others, True)
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
+        return self._map_codes(t, others, True)
 
     def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
-        return self._mapped(t, others, False)
+        return self._map_codes(t, others, False)
 
 
-def _distance(code: Tensor, zero: Tensor | int, there: bool) -> Tensor:
-    if there:
+def _distance(code: Tensor, zero: Tensor | int, forward: bool) -> Tensor:
+    if forward:
         return torch.where(code >= zero, code - zero, 15 - code)
     return torch.where(code <= 15 - zero, code + zero, 15 - code)
 
 
 def _factor(largest: Tensor) -> Tensor:
-    """The power of two that brings the largest scale of a layer just under E4M3's largest number."""
+    """The power of two that scales the layer's largest scale to just under E4M3's largest number."""
     scaled = largest.float() * 2**7
-    found = (E4M3_MOST * 2**7 / scaled).log2().floor().exp2()
-    return torch.where((scaled > 0) & (scaled < E4M3_MOST * 2**7), found, torch.ones_like(found))
+    power = (E4M3_LARGEST * 2**7 / scaled).log2().floor().exp2()
+    return torch.where((scaled > 0) & (scaled < E4M3_LARGEST * 2**7), power, torch.ones_like(power))
 
 
-class _OfScales(SourceKept):
-    """A step whose numbers depend on the largest E4M3 scale of the layer; not for fp16 models."""
+class _RescaledByMaximum(SourceKept):
+    """A step that rescales by the largest E4M3 scale of the layer, except for fp16 models (`half`)."""
 
     role: str
     half: bool
 
     @property
-    def facts(self) -> tuple[ExpertStatistic, ...]:
+    def statistics(self) -> tuple[ExpertStatistic, ...]:
         return () if self.half else (ExpertStatistic(self.role, "max_e4m3"),)
 
-    def factor(self, facts: Facts, device: torch.device) -> Tensor:
-        """The factor on the scales, by which the global scale is divided."""
-        return torch.ones((), device=device) if self.half else _factor(facts[self.facts[0]].to(device))
+    def factor(self, statistics: Statistics, device: torch.device) -> Tensor:
+        """The factor on the scales; the global scale is divided by it."""
+        return (
+            torch.ones((), device=device) if self.half else _factor(statistics[self.statistics[0]].to(device))
+        )
 
 
 @named("s0e5m3")
 @dataclass(frozen=True)
-class S0E5M3(_OfScales):
-    """E4M3 bytes, which must not be negative, as bytes of 5 exponent and 3 mantissa bits without a sign.
+class S0E5M3(_RescaledByMaximum):
+    """Non-negative E4M3 bytes as bytes of 5 exponent and 3 mantissa bits without a sign.
 
-    The number is 128 times the scale times a power of two that the layer shares; below 2 it is 0.
+    The value is 128 times the scale times a power of two shared by the layer; values below 2 become 0.
     """
 
     role: str
@@ -266,28 +275,28 @@ class S0E5M3(_OfScales):
         need(dtype == "U8", f"{self} needs E4M3 bytes, got {dtype}.")
         return TensorType(dtype, shape)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         scale = t.view(torch.float8_e4m3fn).float()
         need(
             bool((scale >= 0).all()),
-            f"{self.role} has negative scales or ones that are no numbers, which this layout cannot hold.",
+            f"{self.role} has negative or NaN scales, which this layout cannot hold.",
         )
-        half = (scale * self.factor(facts, t.device)).half() * 2**7
+        half = (scale * self.factor(statistics, t.device)).half() * 2**7
         bits = torch.where(half < 2, torch.zeros_like(half), half).view(torch.int16)
         return (bits >> 7).to(torch.uint8)
 
 
 @named("global_of_s0e5m3")
 @dataclass(frozen=True)
-class GlobalOfS0E5M3(_OfScales):
-    """The global scale of E4M3 scales that `S0E5M3` changed, with the exponent bias of the model's dtype."""
+class GlobalOfS0E5M3(_RescaledByMaximum):
+    """The global scale for E4M3 scales that `S0E5M3` changed, with the exponent bias of the model's dtype."""
 
     role: str
     half: bool
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         bias = 14 if self.half else 126
-        return t * 2.0 ** (bias - 7) / self.factor(facts, t.device)
+        return t * 2.0 ** (bias - 7) / self.factor(statistics, t.device)
 
 
 _TAKES = ("first", "largest", "same", "requantized")
@@ -296,10 +305,10 @@ _TAKES = ("first", "largest", "same", "requantized")
 @named("per_expert")
 @dataclass(frozen=True)
 class PerExpert(ExactStep):
-    """One number of an expert, ``[e]``, from those of its halves, ``[e, halves, 1]``.
+    """One number per expert, ``[e]``, from those of its halves, ``[e, halves, 1]``.
 
     `take`: the ``first`` (gate's), the ``largest``, the ``same`` (refused where they differ), or
-    ``requantized``: the largest, to which the weights of the other half are quantized again.
+    ``requantized``: the largest, at which the weights of the other half are quantized again.
     """
 
     take: str
@@ -320,7 +329,7 @@ class PerExpert(ExactStep):
         need(shape[1:] == (self.halves, 1), f"{self} does not fit a tensor {shape}.")
         return TensorType(dtype, shape[:1])
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         numbers = t.flatten(1)
         if self.take == "same" and self.halves == 2:
             need(
@@ -336,28 +345,28 @@ class PerExpert(ExactStep):
 
 @named("of_layer")
 @dataclass(frozen=True)
-class OfLayer(SourceKept):
-    """The largest of the layer for every expert: ``[e]``, from ``[e, halves, 1]``."""
+class LayerMaximum(SourceKept):
+    """The layer's largest number, repeated for every expert: ``[e]``, from ``[e, halves, 1]``."""
 
     role: str
 
     @property
-    def facts(self) -> tuple[ExpertStatistic, ...]:
+    def statistics(self) -> tuple[ExpertStatistic, ...]:
         return (ExpertStatistic(self.role, "max"),)
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
         return TensorType(dtype, shape[:1])
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
-        return facts[self.facts[0]].to(t.device).repeat(t.shape[0])
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
+        return statistics[self.statistics[0]].to(t.device).repeat(t.shape[0])
 
 
 @named("requantize")
 @dataclass(frozen=True)
 class Requantize(ExactStep):
-    """E4M3 weights of two halves, each with its own scale, as multiples of the larger of both.
+    """E4M3 weights of two halves, each with its own scale, as multiples of the larger scale.
 
-    They come back as these multiples: what they were is not kept.
+    Lossy: `undo` returns these multiples, and the original weights are not kept.
     """
 
     scale: str
@@ -371,18 +380,19 @@ class Requantize(ExactStep):
         return True
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
-        need(dtype == "U8" and _grid(shape, 2, self) > 0, f"{self} needs E4M3 bytes, got {dtype}.")
+        need(dtype == "U8" and _rows_of_half(shape, 2, self) > 0, f"{self} needs E4M3 bytes, got {dtype}.")
         return TensorType(dtype, shape)
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         scale = others[self.scale].float()
-        made = torch.empty_like(t)
-        for expert, (weights, own) in enumerate(zip(t, scale.reshape(-1, 2), strict=True)):
+        requantized = torch.empty_like(t)
+        for weights, out, own in zip(t, requantized, scale.reshape(-1, 2), strict=True):
             factors = torch.where(own < own.max(), own / own.max(), torch.ones_like(own))
-            for half, out, factor in zip(weights.chunk(2), made[expert].chunk(2), factors, strict=True):
-                numbers = half.view(torch.float8_e4m3fn).float() * factor
-                out.copy_(numbers.clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8))
-        return made
+            for half, target, factor in zip(weights.chunk(2), out.chunk(2), factors, strict=True):
+                multiples = half.view(torch.float8_e4m3fn).float() * factor
+                multiples.clamp_(-E4M3_LARGEST, E4M3_LARGEST)
+                target.copy_(multiples.to(torch.float8_e4m3fn).view(torch.uint8))
+        return requantized
 
     def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         return t

@@ -1,7 +1,7 @@
-"""The reversible steps that weight layouts are made of.
+"""The reversible steps that weight layouts are composed of.
 
 A step is a frozen record without tensors. Axis 0 is the expert, and no step moves anything between
-experts, so a batch of experts may be converted in any pieces. Dtypes are spelled as in safetensors.
+experts, so experts may be converted in batches of any size. Dtypes are spelled as in safetensors.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ DTYPES: Mapping[str, torch.dtype] = {
 Shape = tuple[int, ...]
 
 MAX_AXIS = 1 << 31
-"""Largest axis a step may ask for: above any layer, and small enough to refuse an absurd manifest."""
+"""Largest axis that a step may produce: above any layer, and small enough to refuse an absurd manifest."""
 
-_BLOCK = 1 << 16
+_BLOCK_WORDS = 1 << 16
+"""32-bit words whose bits are reordered at a time on a CPU, so that they stay in the cache."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors spelling of a storage dtype; CheckpointError for one that no step knows."""
-    for name, known in DTYPES.items():
-        if known is dtype:
+    """The safetensors spelling of a storage dtype; CheckpointError for one that no step supports."""
+    for name, supported in DTYPES.items():
+        if supported is dtype:
             return name
-    raise CheckpointError(f"tensors of {dtype} cannot be laid out; known are {', '.join(DTYPES)}.")
+    raise CheckpointError(f"tensors of {dtype} cannot be converted; known are {', '.join(DTYPES)}.")
 
 
 def type_of(t: Tensor) -> TensorType:
-    """Safetensors dtype and shape of `t`; CheckpointError for a dtype that no step knows."""
+    """Safetensors dtype and shape of `t`; CheckpointError for a dtype that no step supports."""
     return TensorType(dtype_name(t.dtype), tuple(t.shape))
 
 
@@ -57,13 +58,13 @@ class Step(Protocol):
     """One reversible change of a tensor whose axis 0 is the expert."""
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
-        """What comes out for an input of `shape` and `dtype`; CheckpointError if it cannot be."""
+        """The result's type for an input of `shape` and `dtype`; CheckpointError if it does not fit."""
 
     def apply(self, t: Tensor) -> Tensor:
         """The changed tensor."""
 
     def undo(self, t: Tensor, dtype: str, shape: Shape) -> Tensor:
-        """The input, of `shape` and `dtype`, that `apply` turns into `t`."""
+        """The inverse of `apply`: the input of `shape` and `dtype` that became `t`."""
 
 
 def _need(holds: bool, step: object, why: str) -> None:
@@ -77,7 +78,7 @@ def _swap_last(shape: Shape, last: int) -> Shape:
 
 @dataclass(frozen=True)
 class Pad:
-    """`axis` grown to `to` elements with `fill` at its end; undone by cutting."""
+    """`axis` padded at its end with `fill` to `to` elements; undone by slicing."""
 
     axis: int
     to: int
@@ -127,7 +128,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class Rearrange:
-    """A named-axis rearrangement; the first axis stays what it is.
+    """A named-axis rearrangement that leaves the first axis in place.
 
     `sizes` fixes all names but at most one per axis of the pattern's left side.
     """
@@ -164,7 +165,7 @@ class Rearrange:
 
 @dataclass(frozen=True)
 class PackedCodes:
-    """Codes of `bits` bits taken out of bytes, one to a byte (`unpack`), or put back; lowest bits first."""
+    """Codes of `bits` bits unpacked to one per byte (`unpack`), or packed into bytes, lowest bits first."""
 
     bits: int
     unpack: bool
@@ -186,7 +187,7 @@ class PackedCodes:
 
     def _unpack(self, t: Tensor) -> Tensor:
         mask = (1 << self.bits) - 1
-        return torch.stack([(t >> at) & mask for at in range(0, 8, self.bits)], -1).flatten(-2)
+        return torch.stack([(t >> shift) & mask for shift in range(0, 8, self.bits)], -1).flatten(-2)
 
     def _pack(self, t: Tensor) -> Tensor:
         _need(not bool((t >> self.bits).any()), self, "a code has more bits than that")
@@ -199,7 +200,7 @@ class PackedCodes:
 
 @dataclass(frozen=True)
 class Xor:
-    """Every byte exclusive-or `mask`: 0x88 turns offset 4-bit codes into two's complement."""
+    """Every byte XOR `mask`: 0x88 turns offset 4-bit codes into two's complement."""
 
     mask: int
 
@@ -239,7 +240,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Bits:
-    """The bits of every 32-bit word reordered: bit i of the result is bit ``order[i]`` of the input."""
+    """The bits of every 32-bit word permuted: bit i of the result is bit ``order[i]`` of the input."""
 
     order: tuple[int, ...]
 
@@ -261,30 +262,30 @@ class Bits:
 
 
 def _permute_bits(t: Tensor, order: tuple[int, ...]) -> Tensor:
-    """One shift and mask per distance that bits travel, in blocks that stay in the cache."""
+    """The words with their bits permuted, by one shift and mask per distance that bits move."""
     masks: dict[int, int] = {}
-    for target, source in enumerate(order):
-        masks[target - source] = masks.get(target - source, 0) | 1 << target
+    for to_bit, from_bit in enumerate(order):
+        masks[to_bit - from_bit] = masks.get(to_bit - from_bit, 0) | 1 << to_bit
     words = t.reshape(-1)
     out = torch.empty_like(words)
-    block = max(words.numel() if t.is_cuda else _BLOCK, 1)
+    block = max(words.numel() if t.is_cuda else _BLOCK_WORDS, 1)
     for start in range(0, words.numel(), block):
-        given, made = words[start : start + block], out[start : start + block]
-        moved = made
+        source, target = words[start : start + block], out[start : start + block]
+        shifted = target  # the first distance is written in place
         for distance, mask in masks.items():
             shift = torch.bitwise_left_shift if distance >= 0 else torch.bitwise_right_shift
-            shift(given, abs(distance), out=moved)
-            moved.bitwise_and_(mask - (1 << 32) if mask >> 31 else mask)
-            if moved is made:
-                moved = torch.empty_like(made)
+            shift(source, abs(distance), out=shifted)
+            shifted.bitwise_and_(mask - (1 << 32) if mask >> 31 else mask)
+            if shifted is target:
+                shifted = torch.empty_like(target)
             else:
-                made.bitwise_or_(moved)
+                target.bitwise_or_(shifted)
     return out.reshape(t.shape)
 
 
 @dataclass(frozen=True)
 class DtypeView:
-    """The same bytes read as another dtype; the last axis changes with the element size."""
+    """The same bytes viewed as another dtype; the last axis scales with the element size."""
 
     source: str
     target: str
@@ -306,7 +307,7 @@ class DtypeView:
 
 
 def _view(t: Tensor, dtype: str) -> Tensor:
-    """The bytes of `t` as `dtype`, through one axis: strides of axes of length 1 may be odd."""
+    """The bytes of `t` as `dtype`, viewed as one axis, since axes of length 1 may have any stride."""
     size, flat = itemsize(dtype), t.reshape(-1)
     if flat.data_ptr() % size or flat.storage_offset() * flat.element_size() % size:
         flat = flat.clone()
@@ -316,7 +317,7 @@ def _view(t: Tensor, dtype: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Widen:
-    """16-bit floats as F32: exact, so that the way back only drops what was added."""
+    """16-bit floats as F32: exact, so that the inverse only drops the added bits."""
 
     source: str
 
@@ -347,7 +348,7 @@ STEPS: Mapping[str, type[Step]] = {
     "view": DtypeView,
     "widen": Widen,
 }
-"""Every step by its name in a manifest."""
+"""Every step by the name that manifests store."""
 
 _NAMES = {kind: name for name, kind in STEPS.items()}
 

@@ -1,10 +1,10 @@
-"""Value steps: named changes of numbers, where a chain's steps only move them.
+"""Value steps: named changes of numbers; the steps of a chain only move them.
 
-A backend that rescales scales, folds numbers of the whole layer into them, or stores codes in another
-number system gets such a step in front of the chain. Each is a frozen record without tensors, written
-into manifests by name. What a step loses is kept beside its result as a ``source.*`` tensor, so that the
-way back is bit-exact; a step that loses nothing says so and is undone. A step that replaces weights by
-others is `lossy`: nothing is kept for it, and there is no way back.
+A backend that rescales scales, folds a statistic of the whole layer into them, or stores codes in another
+number system has such a step before the chain. Each is a frozen record without tensors, written into
+manifests by name. The input of a step that loses information is kept as a ``source.*`` tensor, so that it
+can be restored bit for bit; an `exact` step is undone instead. A step that replaces weights with others is
+`lossy`: its input is not kept and cannot be restored.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Shapes = Mapping[str, TensorType]
 
 @dataclass(frozen=True, order=True)
 class ExpertStatistic:
-    """A number about all experts of one canonical role of a layer, taken before any batch is converted.
+    """A number over all experts of one canonical role of a layer, computed before any batch is converted.
 
-    `kind` names a row of `FACTS`. With shards, the layer is what the rank holds.
+    `kind` names a row of `STATISTICS`. For a rank of several, the layer is the rank's slice of it.
     """
 
     role: str
@@ -40,25 +40,13 @@ class ExpertStatistic:
         return f"{self.kind}({self.role})"
 
 
-@dataclass(frozen=True)
-class StatisticReduction:
-    """How a `ExpertStatistic` comes about: `of` a batch of experts, then `join` of what batches gave."""
+Statistics = Mapping[ExpertStatistic, Tensor]
 
-    of: Callable[[Tensor], Tensor]
-    join: Callable[[Tensor, Tensor], Tensor]
-
-
-def _largest_e4m3(t: Tensor) -> Tensor:
-    return t.view(torch.float8_e4m3fn).float().amax()
-
-
-FACTS: Mapping[str, StatisticReduction] = {
-    "max": StatisticReduction(lambda t: t.amax(), torch.maximum),
-    "max_e4m3": StatisticReduction(_largest_e4m3, torch.maximum),
+STATISTICS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda t: t.amax(),
+    "max_e4m3": lambda t: t.view(torch.float8_e4m3fn).float().amax(),
 }
-"""Kinds of facts: the largest value; of bytes that are E4M3 numbers, the largest as float32."""
-
-Facts = Mapping[ExpertStatistic, Tensor]
+"""Maxima over a batch of experts by kind: of the values, and of bytes that are E4M3 numbers, as float32."""
 
 
 @runtime_checkable
@@ -67,39 +55,42 @@ class ValueStep(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Other canonical roles that it needs, of the same experts."""
+        """The other canonical roles that it reads, of the same experts."""
 
     @property
-    def facts(self) -> tuple[ExpertStatistic, ...]:
-        """What it needs to know of the whole layer."""
+    def statistics(self) -> tuple[ExpertStatistic, ...]:
+        """The statistics of the whole layer that it needs."""
 
     @property
     def exact(self) -> bool:
-        """True when `undo` gives every input back bit for bit (`lossy`: its replacement); no facts."""
+        """True when `undo` restores every input bit for bit (of a `lossy` step: its replacement).
+
+        An exact step needs no statistics.
+        """
 
     @property
     def lossy(self) -> bool:
-        """True when what it loses is not kept."""
+        """True when it loses information and its input is not kept."""
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
-        """What comes out for an input of `shape` and `dtype`; CheckpointError if it cannot be."""
+        """The result's type for an input of `shape` and `dtype`; CheckpointError if it does not fit."""
 
-    def apply(self, t: Tensor, others: Tensors, facts: Facts) -> Tensor:
-        """The changed tensor; CheckpointError for a number that has no place in the result."""
+    def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
+        """The changed tensor; CheckpointError for a number that the result cannot represent."""
 
     def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
-        """The input, of `shape` and `dtype`, that `apply` turns into `t`; only where `exact`."""
+        """The inverse of `apply`: the input of `shape` and `dtype` that became `t`; only of `exact` steps."""
 
 
 class ExactStep:
-    """What most exact value steps have in common: they need nothing else and keep the shape."""
+    """Defaults of exact value steps: no other roles, no statistics, the same dtype and shape."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         return ()
 
     @property
-    def facts(self) -> tuple[ExpertStatistic, ...]:
+    def statistics(self) -> tuple[ExpertStatistic, ...]:
         return ()
 
     @property
@@ -115,60 +106,60 @@ class ExactStep:
 
 
 class SourceKept(ExactStep):
-    """What most other value steps have in common: their source is kept, and they are not undone."""
+    """Defaults of value steps whose input is kept, so that they are never undone."""
 
     @property
     def exact(self) -> bool:
         return False
 
     def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
-        raise AssertionError(f"{self} is not undone")
+        raise AssertionError(f"{self} has no inverse: its input is kept")
 
 
-VALUES: dict[str, type[ValueStep]] = {}
+VALUE_STEPS: dict[str, type[ValueStep]] = {}
 """Every value step by its name in a manifest."""
 
 Kind = TypeVar("Kind", bound="type[Any]")
 
 
 def named(name: str) -> Callable[[Kind], Kind]:
-    """Registers a value step under `name`."""
+    """Registers a value step under `name`, which manifests store."""
 
     def register(kind: Kind) -> Kind:
-        assert name not in VALUES
-        VALUES[name] = kind
+        assert name not in VALUE_STEPS
+        VALUE_STEPS[name] = kind
         return kind
 
     return register
 
 
 def need(holds: bool, why: str) -> None:
-    """CheckpointError with the sentence `why` unless `holds`."""
+    """Raises CheckpointError with the sentence `why` unless `holds`."""
     if not holds:
         raise CheckpointError(why)
 
 
 def value_to_json(value: ValueStep) -> dict[str, Any]:
     """`value` as JSON data: its name and its fields."""
-    name = next(name for name, kind in VALUES.items() if kind is type(value))
+    name = next(name for name, kind in VALUE_STEPS.items() if kind is type(value))
     return {"value": name, **to_json(value)}
 
 
 def value_from_json(data: Any, where: str) -> ValueStep:
     """The value step that untrusted `data` describes; CheckpointError when it describes none."""
     name = data.get("value") if isinstance(data, Mapping) else None
-    if not isinstance(name, str) or name not in VALUES:
-        raise CheckpointError(f"{where} is no known value step; known are {', '.join(VALUES)}.")
-    return from_json(VALUES[name], {key: item for key, item in data.items() if key != "value"}, where)
+    if not isinstance(name, str) or name not in VALUE_STEPS:
+        raise CheckpointError(f"{where} is no known value step; known are {', '.join(VALUE_STEPS)}.")
+    return from_json(VALUE_STEPS[name], {key: field for key, field in data.items() if key != "value"}, where)
 
 
-def take_facts(
-    wanted: tuple[ExpertStatistic, ...], batch: Tensors, before: Facts
+def update_statistics(
+    statistics: tuple[ExpertStatistic, ...], batch: Tensors, previous: Statistics
 ) -> dict[ExpertStatistic, Tensor]:
-    """`wanted` of all batches so far: those of `before` joined with what `batch` gives."""
-    found: dict[ExpertStatistic, Tensor] = {}
-    for fact in wanted:
-        rule = FACTS[fact.kind]
-        now = rule.of(batch[fact.role])
-        found[fact] = rule.join(before[fact], now) if fact in before else now
-    return found
+    """`statistics` over all batches so far: their `previous` values combined with those of `batch`."""
+    updated: dict[ExpertStatistic, Tensor] = {}
+    for statistic in statistics:
+        largest = STATISTICS[statistic.kind](batch[statistic.role])
+        before = previous.get(statistic)
+        updated[statistic] = largest if before is None else torch.maximum(before, largest)
+    return updated

@@ -13,7 +13,7 @@ from ...files.safetensors_writer import TensorSpec, nbytes
 from ..recipe.chain import BLOCK_BYTES
 from ..recipe.recipe import Recipe
 from ..sources import LayerMapping, output_name
-from ..steps.value_steps import ExpertStatistic, Facts, Shapes, Tensors
+from ..steps.value_steps import ExpertStatistic, Shapes, Statistics, Tensors
 from .expert_batches import buffer_bytes, buffer_views
 from .source_reader import Piece
 
@@ -30,8 +30,8 @@ class Writer(Protocol):
         """Every tensor of the layer's file."""
 
     @property
-    def facts(self) -> tuple[ExpertStatistic, ...]:
-        """What must be known of all experts before the first batch."""
+    def statistics(self) -> tuple[ExpertStatistic, ...]:
+        """The statistics of all experts that are needed before the first batch."""
 
     def buffer_bytes(self, experts: int) -> int:
         """Bytes of the buffer that `store` needs for a batch of `experts`."""
@@ -39,10 +39,10 @@ class Writer(Protocol):
     def block_bytes(self, experts: int) -> int:
         """Bytes of the largest tensor that is worked on at once; what a step makes of it is its multiple."""
 
-    def look(self, batch: Tensors, before: Facts) -> dict[ExpertStatistic, Tensor]:
-        """The facts of all batches so far."""
+    def update_statistics(self, batch: Tensors, before: Statistics) -> dict[ExpertStatistic, Tensor]:
+        """The statistics of all batches so far."""
 
-    def store(self, batch: Tensors, first: int, facts: Facts, buffer: Tensor) -> Iterator[Piece]:
+    def store(self, batch: Tensors, first: int, statistics: Statistics, buffer: Tensor) -> Iterator[Piece]:
         """The pieces of a batch whose first expert is `first`, all of them in `buffer`."""
 
     def done(self, folder: Path) -> None:
@@ -80,8 +80,8 @@ class PreparedWriter:
         )
 
     @property
-    def facts(self) -> tuple[ExpertStatistic, ...]:
-        return self.recipe.facts
+    def statistics(self) -> tuple[ExpertStatistic, ...]:
+        return self.recipe.statistics
 
     @property
     def _made(self) -> Shapes:
@@ -104,22 +104,22 @@ class PreparedWriter:
         """Experts that are worked on at once."""
         return max(1, min(experts, BLOCK_BYTES // max(1, *self._each())))
 
-    def look(self, batch: Tensors, before: Facts) -> dict[ExpertStatistic, Tensor]:
-        return self.recipe.look(batch, before)
+    def update_statistics(self, batch: Tensors, before: Statistics) -> dict[ExpertStatistic, Tensor]:
+        return self.recipe.update_statistics(batch, before)
 
-    def store(self, batch: Tensors, first: int, facts: Facts, buffer: Tensor) -> Iterator[Piece]:
+    def store(self, batch: Tensors, first: int, statistics: Statistics, buffer: Tensor) -> Iterator[Piece]:
         experts = len(next(iter(batch.values())))
         made = buffer_views(buffer, self._made, experts)
         for name, output in self.recipe.outputs.items():
             if output.per_layer:
                 if first == 0:
-                    yield Piece(output_name(self.prefix, name), 0, output.apply(cut(batch, 0, 1), facts))
+                    yield Piece(output_name(self.prefix, name), 0, output.apply(cut(batch, 0, 1), statistics))
                 continue
             # A chain cuts its input by itself; a value step takes what it is given.
             step = self._block(experts) if output.values and not buffer.is_cuda else experts
             for at in range(0, experts, step):
                 stop = min(at + step, experts)
-                output.apply(cut(batch, at, stop), facts, made[name][at:stop])
+                output.apply(cut(batch, at, stop), statistics, made[name][at:stop])
             yield self._piece(name, made[name], first)
         # Copied, since all pieces must lie in the buffer.
         for role, t in (

@@ -1,1 +1,1 @@
-"""Recorded conversions of other projects, compared bit for bit with the layouts of moectl."""
+"""Bit-for-bit comparison of moectl's layouts with recorded conversions of other projects."""

@@ -1,7 +1,6 @@
-"""Recorded conversions compared bit for bit with this project's layouts.
+"""Bit-for-bit comparison of recorded conversions with moectl's layouts.
 
-Every input of a recording must be used and every output compared, and the way back must give the
-inputs again.
+Every input of a recording must be used and every output compared, and restoring must reproduce the inputs.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moectl.convert.steps.value_steps import Facts
+from moectl.convert.steps.value_steps import Statistics
 from moectl.errors import MoectlError, UsageError
 
 from .recorded_cases import Deviation, RecordedCase, case_of, function_of
-from .recorded_packings import FORMS, compare_forms
+from .recorded_packings import PACKINGS, compare_packings
 from .recordings import Mismatch, Recording, Unsupported, read_recording
 
 
 class VectorStatus(Enum):
-    """What became of a recording."""
+    """The result of checking a recording."""
 
     PASS = "PASS"
     DEVIATION = "DEVIATION"
@@ -31,13 +30,13 @@ class VectorStatus(Enum):
 
     @property
     def good(self) -> bool:
-        """True when nothing is wrong here: equal, or different for a listed reason."""
+        """True when moectl is correct: equal, or different for a listed reason."""
         return self in (VectorStatus.PASS, VectorStatus.DEVIATION)
 
 
 @dataclass(frozen=True)
 class VectorOutcome:
-    """The judgement of one recording; `reason` says what was compared or what is wrong."""
+    """The result for one recording; `reason` says what was compared or what is wrong."""
 
     file: str
     status: VectorStatus
@@ -45,7 +44,7 @@ class VectorOutcome:
 
 
 def check_file(path: Path) -> VectorOutcome:
-    """The judgement of the recording in `path`."""
+    """The result for the recording in `path`."""
     try:
         recording = read_recording(path)
         status, reason = _judge(recording)
@@ -57,9 +56,9 @@ def check_file(path: Path) -> VectorOutcome:
 
 
 def check_folder(folder: Path) -> list[VectorOutcome]:
-    """The judgement of every ``*.safetensors`` in `folder`, by name; UsageError when there is none."""
+    """The results for all ``*.safetensors`` of `folder`, by name; UsageError when there are none."""
     if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder.", hint="Give a folder of recorded conversions.")
+        raise UsageError(f"{folder} is not a directory.", hint="Give a directory of recorded conversions.")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{folder} holds no recorded conversions (*.safetensors).")
@@ -74,34 +73,34 @@ def total(outcomes: list[VectorOutcome]) -> str:
 
 
 def _judge(recording: Recording) -> tuple[VectorStatus, str]:
-    form = FORMS.get(function_of(recording))
-    if form is not None:
-        return VectorStatus.PASS, compare_forms(recording, form(recording))
+    packing = PACKINGS.get(function_of(recording))
+    if packing is not None:
+        return VectorStatus.PASS, compare_packings(recording, packing(recording))
     return _compare(recording, case_of(recording))
 
 
 def _compare(recording: Recording, case: RecordedCase) -> tuple[VectorStatus, str]:
-    """Stores and restores the layer and compares with the recording; Mismatch at the first difference."""
+    """Stores and restores the layer, and compares it with the recording; Mismatch at the first difference."""
     uncompared = set(recording.outputs) - set(case.names.values())
     if uncompared:
-        raise Mismatch(f"tensors nobody compares: {', '.join(sorted(uncompared))}")
-    recipe, found = case.recipe, list[Deviation]()
-    facts = recipe.look(case.canonical, {})
-    stored = dict(recipe.store(case.canonical, facts))
-    back = recipe.restore(stored, case.problem.experts)
+        raise Mismatch(f"tensors that are not compared: {', '.join(sorted(uncompared))}")
+    recipe, deviations = case.recipe, list[Deviation]()
+    statistics = recipe.update_statistics(case.canonical, {})
+    stored = dict(recipe.store(case.canonical, statistics))
+    restored = recipe.restore(stored, case.problem.experts)
     for role, t in case.canonical.items():
-        if not _same_bytes(back[role], t):
-            raise Mismatch(f"{role}: the way back does not give the input")
+        if not _same_bytes(restored[role], t):
+            raise Mismatch(f"{role}: restoring does not reproduce the input")
     for name, recorded_name in case.names.items():
         output = recording.outputs.get(recorded_name)
         if output is None:
             raise Mismatch(f"{recorded_name}: there is no output to compare with")
         different = _difference(_as_recorded(stored[name], case, name), output, case.labels.get(name, ""))
         if different:
-            found.append(_deviation(recording, case, name, facts, output, different))
-    if found:
-        return VectorStatus.DEVIATION, "; ".join(f"{d.name}: {d.why}" for d in found)
-    return VectorStatus.PASS, f"{len(case.names)} tensors equal, and back"
+            deviations.append(_deviation(recording, case, name, statistics, output, different))
+    if deviations:
+        return VectorStatus.DEVIATION, "; ".join(f"{d.name}: {d.why}" for d in deviations)
+    return VectorStatus.PASS, f"{len(case.names)} tensors equal, round trip exact"
 
 
 def _as_recorded(t: Tensor, case: RecordedCase, name: str) -> Tensor:
@@ -112,7 +111,7 @@ _LABELS = {"F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3": torch.float8_e4m3fn}
 
 
 def _difference(ours: Tensor, recorded: Tensor, label: str) -> str:
-    """Where two tensors differ, in words; empty when they hold the same bytes under the same names."""
+    """How two tensors differ, in words; empty if bytes, shape and dtype are equal."""
     if recorded.dtype not in (ours.dtype, _LABELS.get(label)) or ours.shape != recorded.shape:
         return (
             f"{recorded.dtype} {list(recorded.shape)} is recorded, moectl has {label or ours.dtype} "
@@ -124,15 +123,20 @@ def _difference(ours: Tensor, recorded: Tensor, label: str) -> str:
 
 
 def _deviation(
-    recording: Recording, case: RecordedCase, name: str, facts: Facts, output: Tensor, different: str
+    recording: Recording,
+    case: RecordedCase,
+    name: str,
+    statistics: Statistics,
+    output: Tensor,
+    different: str,
 ) -> Deviation:
     """The listed deviation that explains all of a difference; Mismatch when none does."""
-    made = case.recipe.outputs[name]
-    for known in case.deviations:
-        if known.role == name and known.applies(recording, case.problem):
-            theirs = replace(made, chain=known.recorded(case.problem, made.chain))
-            if not _difference(theirs.apply(case.canonical, facts), output, case.labels.get(name, "")):
-                return known
+    ours = case.recipe.outputs[name]
+    for deviation in case.deviations:
+        if deviation.role == name and deviation.applies(recording, case.problem):
+            theirs = replace(ours, chain=deviation.recorded(case.problem, ours.chain))
+            if not _difference(theirs.apply(case.canonical, statistics), output, case.labels.get(name, "")):
+                return deviation
     raise Mismatch(f"{name}: {different}")
 
 

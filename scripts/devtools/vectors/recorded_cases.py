@@ -1,4 +1,4 @@
-"""Which layout, sizes and tensors a recorded conversion is about: from its function and parameters alone."""
+"""The layout, sizes and tensors of a recorded conversion, from its function and parameters alone."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ from .recordings import Mismatch, Recording, Unsupported
 
 @dataclass(frozen=True)
 class Deviation:
-    """A recorded behaviour that is known to be wrong, and what this project does instead.
+    """A recorded behaviour that is known to be wrong, from which moectl deviates.
 
-    `applies` recognises it by the parameters and the layer; `role` is the output that differs;
-    `recorded` is the chain that the engine ran for it, so that a recording only counts when it shows
-    exactly that.
+    `applies` recognises it by the parameters and the layer; `role` is the output that differs; `recorded` is
+    the chain that the engine ran for it, which the recording must match exactly.
     """
 
     name: str
@@ -51,13 +50,13 @@ class Deviation:
 
 
 def _engine_groups(recording: Recording, problem: MoEProblem) -> bool:
-    """True where the engine takes there to be several groups: the group is smaller than the unpadded size."""
+    """True if the engine assumes several groups: the group is smaller than the unpadded intermediate size."""
     group = problem.scheme.weight.group
     return 0 < group < recording.number("intermediate")
 
 
 def _scale_rule(role: str, functions: str) -> Deviation:
-    """The engine's choice of the order of `role`'s scales, in functions whose name has `functions` in it."""
+    """The engine's choice of the order of `role`'s scales, in functions whose name contains `functions`."""
 
     def several(problem: MoEProblem) -> bool:
         return groups(problem.scheme.weight, marlin.reduction(problem, role)) > 1
@@ -85,14 +84,16 @@ DEVIATIONS: tuple[Deviation, ...] = (
 
 @dataclass(frozen=True)
 class RecordedCase:
-    """What to compare.
+    """A recorded conversion in moectl's terms.
 
     Attributes:
-        recipe: how the layer is stored, and restored.
+        problem: the layer's problem.
+        recipe: how the layer is stored and restored.
         canonical: its canonical tensors.
-        names: of stored tensors: the recorded outputs' names.
-        labels: what stored bytes are, as safetensors spells it.
-        joined: recorded outputs in which the experts are the second axis, after one of length 1.
+        names: names of the recorded outputs, by stored tensor.
+        labels: formats of stored bytes, in safetensors spellings.
+        joined: stored tensors whose recorded outputs have experts as the second axis, after one of length 1.
+        deviations: known deviations that may explain a difference.
     """
 
     problem: MoEProblem
@@ -111,7 +112,7 @@ def _case(
     rows: str = CONCATENATED,
     inputs: Inputs = PLAIN,
 ) -> RecordedCase:
-    """The whole layer that a recording converts, in one layout, with sizes and padding checked."""
+    """The case of a recording that converts a whole layer to one layout, with sizes and padding checked."""
     layout = layout_named(layout_name)
     problem, canonical = layer(recording, layout, weight, rows, inputs)
     whole = layout.recipe(problem, {role: type_of(t) for role, t in canonical.items()})
@@ -123,14 +124,14 @@ _ACTS = {"": "", "None": "", "torch.int8": "-act-int8", "torch.float8_e4m3fn": "
 
 
 def _act(recording: Recording) -> str:
-    """What the name of a Marlin layout ends with for the recorded activations."""
+    """The suffix of a Marlin layout's name for the recorded activations."""
     if recording.text("act") not in _ACTS:
         raise Unsupported(f"{recording.text('act')} activations")
     return _ACTS[recording.text("act")]
 
 
 def _known_layout(name: str, what: str) -> str:
-    """`name` when there is such a layout."""
+    """`name` if such a layout exists; otherwise Unsupported."""
     from moectl.convert.layouts.registry import LAYOUTS
 
     if name not in {layout.name for layout in LAYOUTS}:
@@ -189,7 +190,7 @@ def _rows(recording: Recording, default: str) -> str:
 
 
 def _argument(recording: Recording) -> str:
-    """What the function's name has in parentheses: a backend, or a flag."""
+    """The text in parentheses after the function's name: a backend, or a flag."""
     return recording.function.rpartition("(")[2].rstrip(")") if "(" in recording.function else ""
 
 
@@ -229,7 +230,7 @@ def _oracle_mxfp4(recording: Recording, rows: str) -> RecordedCase:
 
 
 def _nvfp4(recording: Recording, name: str, interleaved: frozenset[str] = frozenset()) -> RecordedCase:
-    """`interleaved`: activations with which the function takes gate and up rows in turn."""
+    """`interleaved`: activations for which the function expects interleaved gate and up rows."""
     rows = INTERLEAVED if recording.text("activation") in interleaved else CONCATENATED
     return _case(recording, name, NVFP4, rows, NUMBERS)
 
@@ -239,7 +240,7 @@ def _trtllm_mxint4(recording: Recording) -> RecordedCase:
 
 
 def _triton_kernels(recording: Recording) -> RecordedCase:
-    """One matrix alone, as the package lays it out; on Hopper `num_warps` decides the order of the scales."""
+    """A single matrix in the package's layout; on Hopper `num_warps` decides the order of the scales."""
     experts, rows, columns = (recording.number(name) for name in ("E", "N", "K"))
     for name, shape in (("weight", (experts, rows, columns // 2)), ("scale", (experts, rows, columns // 32))):
         if name not in recording.inputs or tuple(recording.inputs[name].shape) != shape:
@@ -257,7 +258,7 @@ def _triton_kernels(recording: Recording) -> RecordedCase:
     canonical = {name: recording.inputs[name] for name in outputs}
     extra = sorted(set(recording.inputs) - set(outputs))
     if extra:
-        raise Mismatch(f"tensors nobody compares: {', '.join(extra)}")
+        raise Mismatch(f"tensors that are not compared: {', '.join(extra)}")
     shapes = {name: type_of(t) for name, t in canonical.items()}
     problem = MoEProblem(Dims(columns, rows), experts, 1, Scheme(MXFP4))
     names = {"weight": "value_storage", "scale": "scale_storage"}
@@ -301,7 +302,7 @@ def function_of(recording: Recording) -> str:
 
 
 def case_of(recording: Recording) -> RecordedCase:
-    """What to compare of `recording`; Unsupported when no layout here covers it."""
+    """The case of `recording`; Unsupported when no layout of moectl covers it."""
     function = function_of(recording)
     if function not in FUNCTIONS:
         raise Unsupported(f"function {recording.function!r}")

@@ -1,4 +1,4 @@
-"""Inputs of recorded conversions as canonical roles, and outputs by the names of stored ones."""
+"""Inputs of recorded conversions as canonical roles, and recorded names of stored tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moectl.problem.schemes import A16, Scheme, WeightFormat, act_format
 from .recordings import Mismatch, Recording, Unsupported
 
 Inputs = Mapping[str, tuple[str, tuple[Step, ...]]]
-"""By the name of an input: the canonical role that it is, and the steps from its form to the role's."""
+"""By the name of an input: its canonical role, and the steps from its form to the canonical one."""
 
 _MATRICES = ("w13", "w2")
 
@@ -55,7 +55,7 @@ OUTPUTS: Mapping[str, str] = {
     "w13_input": "a13_scale",
     "w2_input": "a2_scale",
 }
-"""Stored tensors whose recorded name is another."""
+"""Recorded names of stored tensors, where they differ."""
 
 
 def integers(bits: int) -> Inputs:
@@ -78,11 +78,11 @@ _BYTES = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
 
 def canonical_of(recording: Recording, inputs: Inputs) -> dict[str, Tensor]:
-    """The inputs of `recording` by canonical role; Mismatch when one is none of `inputs`."""
+    """The inputs of `recording` by canonical role; Mismatch when one is not among `inputs`."""
     unknown = sorted(set(recording.inputs) - set(inputs))
     if unknown:
-        raise Mismatch(f"tensors nobody compares: {', '.join(unknown)}")
-    found: dict[str, Tensor] = {}
+        raise Mismatch(f"tensors that are not compared: {', '.join(unknown)}")
+    canonical: dict[str, Tensor] = {}
     for name, (role, steps) in inputs.items():
         t = recording.inputs.get(name)
         if t is None:
@@ -92,30 +92,30 @@ def canonical_of(recording: Recording, inputs: Inputs) -> dict[str, Tensor]:
         if t.dtype is torch.int32 and not steps:
             steps = packings.WORDS_ALONG_K
         try:
-            found[role] = (
+            canonical[role] = (
                 Chain(steps).apply(t.flatten(2) if t.ndim == 4 else t) if steps or t.ndim == 4 else t
             )
         except CheckpointError as error:
             raise Mismatch(f"input {name}: {error}") from error
-    return found
+    return canonical
 
 
 def _per_half(t: Tensor, experts: int, halves: int, largest: bool = False) -> Tensor:
-    """Numbers of experts, one or one for each half, as ``[e, halves, 1]``.
+    """Numbers per expert, or per half of each expert, as ``[e, halves, 1]``.
 
-    With `largest`, one of an expert that was recorded twice counts as the larger, as an engine takes it.
+    With `largest`, two numbers recorded for one expert give their maximum, as in the engine.
     """
     if largest and halves == 1 and t.numel() == 2 * experts:
         t = t.reshape(experts, 2).amax(1)
     if t.numel() not in (experts, halves * experts):
-        raise Mismatch(f"{list(t.shape)} are not numbers of {experts} experts")
+        raise Mismatch(f"{list(t.shape)} does not have a number for each of {experts} experts")
     return t.reshape(experts, -1, 1).expand(-1, halves, -1).contiguous()
 
 
 def layer(
     recording: Recording, layout: WeightLayout, weight: WeightFormat, rows: str, inputs: Inputs
 ) -> tuple[MoEProblem, dict[str, Tensor]]:
-    """The problem that a recording converts, with `layout`'s padding, and its canonical tensors."""
+    """The problem of a recording, with `layout`'s padding, and its canonical tensors."""
     tensors = canonical_of(recording, inputs)
     experts, gated = recording.number("E"), recording.flag("gated", True)
     hidden = _rows_of(recording, tensors, "w2", ("hidden", "hidden_padded", "padded_hidden"))
@@ -156,9 +156,9 @@ def _dtype(recording: Recording, tensors: Mapping[str, Tensor]) -> str:
 def _rows_of(
     recording: Recording, tensors: Mapping[str, Tensor], role: str, sizes: tuple[str, ...], halves: int = 1
 ) -> int:
-    """Rows of each of the `halves` of `role`, or of its scales, which one of the parameters `sizes` states.
+    """Rows of each of the `halves` of `role`, or of its scales, as one of the parameters `sizes` states.
 
-    A recording may start from a tensor that was padded before.
+    A recording may start from a tensor that is already padded.
     """
     t = tensors.get(role, tensors.get(f"{role}_scale"))
     if t is None or t.ndim < 3:
@@ -181,14 +181,14 @@ def _check_padding(recording: Recording, problem: MoEProblem, layout: str) -> No
 
 
 def _shaped(problem: MoEProblem, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` in their canonical shapes; Mismatch when one is missing or has another."""
+    """`tensors` in their canonical shapes; Mismatch when one is missing or has another shape."""
     with_inputs = any(role.endswith("_input") for role in tensors)
     shapes = canonical_shapes(problem, problem.experts, with_inputs)
     only_scales = set(tensors) == {"w13_scale", "w2_scale"}
     absent = sorted(set(shapes) - set(tensors))
     if absent and not only_scales:
         raise Mismatch(f"inputs missing: {', '.join(absent)}")
-    made: dict[str, Tensor] = {}
+    shaped: dict[str, Tensor] = {}
     for role, t in tensors.items():
         dtype, shape = shapes[role]
         if len(shape) == 3 and shape[2] == 1 and t.ndim < 3 and shape[1] <= 2:
@@ -199,6 +199,6 @@ def _shaped(problem: MoEProblem, tensors: Mapping[str, Tensor]) -> dict[str, Ten
             raise Mismatch(
                 f"{role}: the input is {dtype_name(t.dtype)} {list(t.shape)}, {dtype} {list(shape)} expected"
             )
-        made[role] = t
+        shaped[role] = t
     assert scale_dtype(problem)
-    return made
+    return shaped

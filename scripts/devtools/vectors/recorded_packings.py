@@ -1,4 +1,4 @@
-"""Recorded packings of codes as checkpoints store them, compared with the steps of `sources.packings`."""
+"""Comparison of recorded packings of checkpoints' codes with the steps of `sources.packings`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .recordings import Mismatch, Recording
 
 
 def _bits(codes: int, words: int) -> int:
-    """Bits of each of `codes` codes that fill `words` words."""
+    """Bits per code when `codes` codes fill `words` words."""
     for bits in (4, 8):
         if -(-codes * bits // 32) == words:
             return bits
@@ -25,7 +25,7 @@ def _bits(codes: int, words: int) -> int:
 
 
 def _whole(t: Tensor, axis: int, bits: int) -> Tensor:
-    """`t` with zero codes up to whole words along `axis`."""
+    """`t` padded with zero codes to whole words along `axis`."""
     missing = -t.shape[axis] % (32 // bits)
     return pad(t, [0, 0] * (-axis - 1) + [0, missing])
 
@@ -72,7 +72,7 @@ def _gptq_awq(recording: Recording) -> Iterator[Packing]:
     codes = recording.inputs["codes"].to(torch.uint8).t().unsqueeze(0)
     for output, t in recording.outputs.items():
         if output not in ("gptq_qweight", "awq_qweight", "gptq_qzeros_style"):
-            raise Mismatch(f"tensors nobody compares: {output}")
+            raise Mismatch(f"tensors that are not compared: {output}")
         if output == "gptq_qweight":
             bits = _bits(codes.shape[2], t.shape[0])
             yield output, packings.WORDS_OF_K, _rows(_whole(codes, -1, bits), bits)
@@ -83,7 +83,7 @@ def _gptq_awq(recording: Recording) -> Iterator[Packing]:
             yield output, packings.gptq_zeros(bits), _whole(codes, -2, bits)
 
 
-FORMS: Mapping[str, Callable[[Recording], Iterator[Packing]]] = {
+PACKINGS: Mapping[str, Callable[[Recording], Iterator[Packing]]] = {
     "helpers.py::pack_to_int32": _compressed_tensors,
     "quant_utils.py::gptq_pack": _gptq_awq,
 }
@@ -96,22 +96,22 @@ def _output(recording: Recording, name: str) -> Tensor:
     return recording.outputs[name]
 
 
-def compare_forms(recording: Recording, packings: Iterator[Packing]) -> str:
-    """What was compared, in words; Mismatch at the first difference or tensor that nobody compares."""
-    seen: set[str] = set()
+def compare_packings(recording: Recording, packings: Iterator[Packing]) -> str:
+    """What was compared, in words; Mismatch at the first difference or tensor that is not compared."""
+    compared: set[str] = set()
     for name, steps, canonical in packings:
         recorded = _output(recording, name)
         if recorded.dtype is not torch.int32:
             raise Mismatch(f"{name}: {recorded.dtype} is recorded, int32 words expected")
         words = recorded.reshape(-1, *recorded.shape[-2:])
-        found = Chain(steps).apply(words)
-        if found.shape != canonical.shape or not torch.equal(found, canonical):
+        codes = Chain(steps).apply(words)
+        if codes.shape != canonical.shape or not torch.equal(codes, canonical):
             raise Mismatch(f"{name}: the codes differ")
         packed = Chain(steps).undo(canonical, "I32", tuple(words.shape))
         if not torch.equal(packed, words):
             raise Mismatch(f"{name}: packing the codes gives other words")
-        seen.add(name)
-    extra = sorted(set(recording.outputs) - seen)
+        compared.add(name)
+    extra = sorted(set(recording.outputs) - compared)
     if extra:
-        raise Mismatch(f"tensors nobody compares: {', '.join(extra)}")
-    return f"{len(seen)} tensors equal, and back"
+        raise Mismatch(f"tensors that are not compared: {', '.join(extra)}")
+    return f"{len(compared)} tensors equal, round trip exact"

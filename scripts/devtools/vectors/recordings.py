@@ -1,8 +1,7 @@
-"""Recorded conversions of other projects, as files.
+"""Files with recorded conversions of other projects.
 
-A recording is a safetensors file with ``in.*`` and ``out.*`` tensors; its metadata names the
-`function` that made the outputs and its `params` as JSON. These alone decide what it is, never its
-file name.
+A recording is a safetensors file with ``in.*`` and ``out.*`` tensors; its metadata has the `function` that
+produced the outputs and its `params` as JSON. Only these identify the conversion, never the file name.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 MAX_BYTES = 1 << 30
-"""Recordings are small; a larger file is refused before it is read."""
+"""Largest recording; larger files are refused before they are read."""
 
 
 class Unsupported(Exception):
-    """The recording is of a kind that no layout here covers; the message says which."""
+    """No layout of moectl covers the recorded conversion; the message names it."""
 
 
 class Mismatch(Exception):
-    """The recording and this project disagree; the message says where."""
+    """The recording and moectl disagree; the message says where."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One file: the producing function, its parameters, and tensors without their ``in.``, ``out.``."""
+    """One file: the producing function, its parameters, and the tensors without ``in.`` and ``out.``."""
 
     function: str
     params: Mapping[str, Any]
@@ -38,7 +37,7 @@ class Recording:
     outputs: Mapping[str, Tensor]
 
     def number(self, *names: str) -> int:
-        """The integer parameter that goes by one of `names`; Mismatch when there is none."""
+        """The integer parameter with one of `names`; Mismatch when there is none."""
         for name in names:
             value = self.params.get(name)
             if isinstance(value, int) and not isinstance(value, bool):
@@ -46,7 +45,7 @@ class Recording:
         raise Mismatch(f"params have no whole number {' or '.join(names)}")
 
     def flag(self, name: str, default: bool) -> bool:
-        """The parameter `name` as a truth value; Mismatch when it is there and none."""
+        """The boolean parameter `name`; Mismatch when it is present and not boolean."""
         value = self.params.get(name, default)
         if not isinstance(value, bool):
             raise Mismatch(f"params say {name} {value!r}, expected true or false")

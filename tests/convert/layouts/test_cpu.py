@@ -97,7 +97,7 @@ def test_int4_zero_points_beyond_a_signed_byte_are_refused():
     [
         ({"dims": (288, 256, 128)}, "hidden size must be a multiple of 128, got 288"),
         ({"dims": (256, 96, 128)}, "whole number of groups of 128|multiple of 128, got 96"),
-        ({"bias": True}, "no place for biases"),
+        ({"bias": True}, "expert biases are not supported"),
     ],
 )
 def test_int4_layers_that_kernels_do_not_take_are_refused(change, message):
@@ -113,9 +113,9 @@ def test_int4_layers_that_kernels_do_not_take_are_refused(change, message):
 @pytest.mark.parametrize(
     ("columns", "codes", "sums", "message"),
     [
-        (24, "e n k -> e n k", "e n k -> e n k", "24 columns are no whole words"),
-        (48, "e n k -> e n k", "e n k -> e n k", "no packed codes in blocks of 48"),
-        (32, "e (a b) k -> e a b k", "e n k -> e n k", "have no sums"),
+        (24, "e n k -> e n k", "e n k -> e n k", "24 columns are not whole words"),
+        (48, "e n k -> e n k", "e n k -> e n k", "not packed codes in blocks of 48"),
+        (32, "e (a b) k -> e a b k", "e n k -> e n k", "do not fit sums"),
     ],
 )
 def test_a_manifest_cannot_ask_for_other_blocks(columns, codes, sums, message):
@@ -143,7 +143,7 @@ def test_the_largest_blocks_have_the_sums_of_the_largest_codes(code):
 def test_sums_need_whole_blocks_in_a_group():
     made = CodesAndSums("w2_zero", 64, (), (Rearrange("e n k -> e n k"),))
     others = {"w2_zero": torch.zeros((1, 32, 3), dtype=torch.uint8)}
-    with pytest.raises(CheckpointError, match="not whole in 3 of w2_zero"):
+    with pytest.raises(CheckpointError, match="do not divide into 3 groups of w2_zero"):
         made.apply(torch.zeros((1, 32, 64), dtype=torch.uint8), others, {})
 
 

@@ -65,14 +65,14 @@ def test_the_way_back_gives_the_same_bytes(layout, weight, rows):
 def test_experts_convert_one_by_one(layout, weight, rows, monkeypatch):
     problem = problem_for(layout, weight, rows, 352, 96, experts=5)
     tensors, recipe = tensors_for(layout, problem), layout.recipe(problem)
-    facts = recipe.look(tensors, {})
+    statistics = recipe.update_statistics(tensors, {})
     whole = stored(layout, problem, tensors)
     some = {role: t[1:4] for role, t in tensors.items()}
-    first = recipe.look({role: t[:2] for role, t in tensors.items()}, {})
-    assert recipe.look({role: t[2:] for role, t in tensors.items()}, first) == facts
+    first = recipe.update_statistics({role: t[:2] for role, t in tensors.items()}, {})
+    assert recipe.update_statistics({role: t[2:] for role, t in tensors.items()}, first) == statistics
     monkeypatch.setattr("moectl.convert.recipe.chain.BLOCK_BYTES", 1)
     per_layer = {name for name, output in recipe.outputs.items() if output.per_layer}
-    for name, t in recipe.store(some, facts):
+    for name, t in recipe.store(some, statistics):
         assert same(t, whole[name] if name in per_layer else whole[name][1:4])
     cut = {name: t if name in per_layer else t[2:3] for name, t in whole.items()}
     for role, t in recipe.restore(cut, 1).items():
@@ -88,9 +88,9 @@ def test_padded_lanes_are_zero_in_each_half(layout, weight, rows):
         tensors = {
             role: poisoned(shape, dtype, role, weight) for role, (dtype, shape) in recipe.shapes.items()
         }
-        facts = recipe.look(tensors, {})
+        statistics = recipe.update_statistics(tensors, {})
         for name, output in recipe.outputs.items():
-            poison = replace(output, chain=Chain()).apply(tensors, facts)
+            poison = replace(output, chain=Chain()).apply(tensors, statistics)
             if output.per_layer or poison.ndim == 1:
                 continue
             form, other = output.chain.apply(poison), wide.outputs[name]
@@ -126,12 +126,12 @@ def test_nothing_but_zeros_is_added_inside_tiles(layout, weight, rows):
     """Steps move bits, so as many are set as before: F32 biases keep their upper 16 bits."""
     problem = problem_for(layout, weight, rows, 288, 96, experts=1)
     tensors, recipe = tensors_for(layout, problem), layout.recipe(problem)
-    facts = recipe.look(tensors, {})
+    statistics = recipe.update_statistics(tensors, {})
     for output in recipe.outputs.values():
         steps = output.chain.to_json()
         if output.per_layer or any(step["step"] in ("xor", "add") or step.get("fill") for step in steps):
             continue
-        t = replace(output, chain=Chain()).apply(tensors, facts)
+        t = replace(output, chain=Chain()).apply(tensors, statistics)
         assert _ones(output.chain.apply(t)) == _ones(t)
 
 
@@ -181,7 +181,7 @@ REFUSED = [
     ("trtllm-mxfp4", {"activation": Activation("relu2", gated=False)}, "not gated"),
     ("trtllm-mxint4", {"dims": Dims(384, 256)}, "hidden size must be a multiple of 256, got 384"),
     ("trtllm-mxint4", {"dims": Dims(256, 384)}, "intermediate size must be a multiple of 256, got 384"),
-    ("trtllm-mxint4", {"bias": True}, "no place for biases"),
+    ("trtllm-mxint4", {"bias": True}, "expert biases are not supported"),
     ("trtllm-mxint4", {"weight": int_format(4, 32, "F16")}, "BF16 scales, got F16"),
     ("moectl-mtile64", {"weight": int_format(4, 32, "F32")}, "BF16 or F16 scales, got F32"),
     ("marlin-int4", {"weight": int_format(4, 32, "F32")}, "BF16 or F16 scales, got F32"),
@@ -314,7 +314,7 @@ def test_the_gpu_gives_the_same_bytes():
         tensors = tensors_for(layout, problem)
         forms = stored(layout, problem, tensors)
         recipe, there = layout.recipe(problem), {role: t.cuda() for role, t in tensors.items()}
-        on_gpu = dict(recipe.store(there, recipe.look(there, {})))
+        on_gpu = dict(recipe.store(there, recipe.update_statistics(there, {})))
         assert all(on_gpu[name].is_cuda and same(on_gpu[name].cpu(), t) for name, t in forms.items())
         back = recipe.restore(on_gpu, problem.experts)
         assert all(same(back[role].cpu(), t) for role, t in tensors.items())

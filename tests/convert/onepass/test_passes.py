@@ -60,7 +60,7 @@ def check_both_ways(
     stored = chain.apply(t)
     done = 0
     for back, source, wanted in ((False, t, stored), (True, stored, chain.undo(stored, dtype, shape))):
-        program = compose(chain.steps, TensorType(dtype, (1, *shape[1:])), back=back)
+        program = compose(chain.steps, TensorType(dtype, (1, *shape[1:])), inverse=back)
         assert program is not None or not needed
         if program is not None:
             made = poisoned(wanted).to(device)
@@ -82,7 +82,7 @@ def test_every_layout_is_one_pass_each_way(layout, weight, rows, hidden, interme
 def test_every_layout_has_a_launch_for_gpus(layout, weight, rows):
     for _name, chain, t in moved(layout, problem_for(layout, weight, rows, 288, 96)):
         for back in (False, True):
-            program = compose(chain.steps, type_of(t).with_first_axis(1), back=back)
+            program = compose(chain.steps, type_of(t).with_first_axis(1), inverse=back)
             assert program is None or cuda_pass.plan(program, 8).constants["SLOTS"]
 
 
@@ -240,7 +240,7 @@ def test_tensors_with_gaps_go_step_by_step(monkeypatch):
 
 def test_without_numba_the_steps_run(monkeypatch):
     monkeypatch.setattr(executors, "SMALLEST", 1)
-    monkeypatch.setattr(executors, "EXECUTORS", {"cpu": executors.Executor("cpu_pass", "no_such_compiler")})
+    monkeypatch.setattr(executors, "EXECUTORS", {"cpu": ("cpu_pass", "no_such_compiler")})
     executors.load.cache_clear()
     try:
         t = random_bytes((2, 6, 8), "U8")
@@ -310,7 +310,7 @@ def test_tiles_for_gpus_touch_few_sectors(name, back):
     """A tile of a layer of 2880 x 2880 uses what it touches of the memory's 32-byte sectors."""
     layout = layout_named(name)
     problem = problem_for(layout, layout.weights[0], "interleaved", 2880, 2880, experts=1)
-    program = compose(layout.chains(problem)["w13"].steps, TensorType("U8", (1, 5760, 1440)), back=back)
+    program = compose(layout.chains(problem)["w13"].steps, TensorType("U8", (1, 5760, 1440)), inverse=back)
     launch = cuda_pass.plan(program, 8)
     assert launch.constants["TILE"] == cuda_pass.TILE_WORDS
     for fields, some, size in (("READ", "SLOTS", launch.unit), ("WRITE", "WORDS", launch.width)):

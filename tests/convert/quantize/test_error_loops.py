@@ -61,7 +61,7 @@ def test_threads_change_nothing(monkeypatch):
     for count in (1, 3):
         monkeypatch.setattr(matrix_quantizer, "thread_count", lambda count=count: count)
         monkeypatch.setattr(matrix_quantizer, "PIECE", {"cpu": 40 * 1024})
-        monkeypatch.setattr(matrix_quantizer, "LEAST", 40 * 1024)
+        monkeypatch.setattr(matrix_quantizer, "MIN_PIECE", 40 * 1024)
         found.append(quantize(w, Quantizer(NVFP4)))
     assert found[0].report == found[1].report
     assert all(torch.equal(found[1].roles[role], tensor) for role, tensor in found[0].roles.items())
@@ -69,10 +69,10 @@ def test_threads_change_nothing(monkeypatch):
 
 def test_threads_of_pieces_leave_torch_s_own_alone():
     before = torch.get_num_threads()
-    assert set(threads.each(lambda _: torch.get_num_threads(), range(50), 3)) == {1}
+    assert set(threads.run_on_threads(lambda _: torch.get_num_threads(), range(50), 3)) == {1}
     assert torch.get_num_threads() == before
     with pytest.raises(ZeroDivisionError):
-        threads.each(lambda number: 1 // number, [1, 0, 2], 2)
+        threads.run_on_threads(lambda number: 1 // number, [1, 0, 2], 2)
 
 
 @pytest.mark.parametrize(

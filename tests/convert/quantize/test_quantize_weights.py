@@ -159,7 +159,7 @@ def test_batches_and_pieces_change_nothing(weight, method, monkeypatch):
     options = Quantizer(weight, method)
     whole = quantize(w, options, "w2", hessian=h)
     monkeypatch.setattr(matrix_quantizer, "PIECE", {"cpu": 128 * K})
-    monkeypatch.setattr(matrix_quantizer, "LEAST", 128 * K)
+    monkeypatch.setattr(matrix_quantizer, "MIN_PIECE", 128 * K)
     parts = [quantize(w[i : i + 1], options, "w2", hessian=h, first_expert=i) for i in range(3)]
     for role, tensor in whole.roles.items():
         assert torch.equal(tensor, torch.cat([part.roles[role] for part in parts])), role
@@ -249,6 +249,6 @@ def test_what_is_refused():
         Quantizer(MXFP4, damping=0.0)
     with pytest.raises(UsageError, match="do not make 2 halves"):
         quantize(w[:, :127], Quantizer(MXFP4), halves=2)
-    with pytest.raises(UsageError, match="do not add up"):
+    with pytest.raises(UsageError, match="cannot be merged"):
         first = quantize(w, Quantizer(MXFP4), "w2").report
         first.merge(quantize(w, Quantizer(MXFP4), "w13").report)

@@ -14,7 +14,6 @@ import torch
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import convert
 from moectl.convert.layouts.registry import Chain, WeightLayout, layout_named
-from moectl.convert.layouts.weight_layout import LayoutOptions
 from moectl.convert.manifest.manifest import load_manifest
 from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from moectl.convert.recipe.recipe import StoredOutput
@@ -45,12 +44,12 @@ def folder(gpt_oss: Path, tmp_path: Path) -> Path:
 def other_version(layout: WeightLayout, version: int) -> WeightLayout:
     """`layout` as a release might have had it that stored its codes inverted."""
 
-    def build(problem: MoEProblem, shapes: Shapes, options: LayoutOptions) -> dict[str, StoredOutput]:
+    def build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> dict[str, StoredOutput]:
         return {
             role: dataclasses.replace(output, chain=Chain((Xor(255), *output.chain.steps)))
             if role in ("w13", "w2")
             else output
-            for role, output in layout.build(problem, shapes, options).items()
+            for role, output in layout.build(problem, shapes, requantize).items()
         }
 
     return dataclasses.replace(layout, version=version, build=build)

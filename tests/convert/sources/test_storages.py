@@ -98,7 +98,7 @@ def test_experts_are_read_in_any_pieces(storage):
 @pytest.mark.parametrize("storage", [it for it in STORAGES if it not in READABLE], ids=storage_id)
 def test_storages_out_of_reach_say_why(storage):
     layer = make_layer(next(cases(storage)))
-    with pytest.raises(UsageError, match=r"layer 7: .*(AWQ orders words of 4-bit codes|Quark int4-fp8)"):
+    with pytest.raises(UsageError, match=r"layer 7: .*(AWQ defines an order of 4-bit codes|Quark int4-fp8)"):
         read(layer)
 
 

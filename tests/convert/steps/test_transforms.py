@@ -88,7 +88,7 @@ def test_bits_one_by_one(order, words):
 def test_bits_in_several_blocks(monkeypatch):
     t = random_bytes((2, 5, 1001), "I32")
     whole = E2M1_SHIFTED.apply(t)
-    monkeypatch.setattr("moectl.convert.steps.transforms._BLOCK", 7)
+    monkeypatch.setattr("moectl.convert.steps.transforms._BLOCK_WORDS", 7)
     assert same(E2M1_SHIFTED.apply(t), whole)
 
 
@@ -196,7 +196,7 @@ def test_a_manifest_may_not_ask_for_this(data):
 
 
 def test_unknown_dtypes_are_refused():
-    with pytest.raises(CheckpointError, match=r"tensors of torch.float64 cannot be laid out"):
+    with pytest.raises(CheckpointError, match=r"tensors of torch.float64 cannot be converted"):
         Chain().apply(torch.zeros(2, 2, dtype=torch.float64))
     with pytest.raises(CheckpointError, match="unknown dtype 'Q9'"):
         Chain().stored_type("Q9", (2, 2))
