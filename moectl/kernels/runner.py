@@ -79,7 +79,8 @@ class Runner:
         input_scale: the layer's scale for quantizing tokens, on the layer's device: for NVFP4 tokens and
             static formats. None: there are no scales but those of tokens or blocks.
         workspace: ``workspace(prepared, tokens, form)``: upper bound in bytes on what a call allocates
-            besides arguments and result; with batched activations `tokens` are the rows of one expert. None: unknown.
+            besides arguments and result; with batched activations `tokens` are the rows of one expert.
+            None: unknown.
 
     Example:
         >>> from moectl.kernels.registry import runner_for
