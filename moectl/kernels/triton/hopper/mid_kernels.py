@@ -1,10 +1,11 @@
 # mypy: ignore-errors
 """Device code of the kernel family `mid`: warp-specialized grouped GEMMs for 3 to 130 tokens per expert.
 
-Programs are persistent. A tile is 64 or 128 weight rows per worker by the tokens of one expert. Two producer
-partitions fill a ring in shared memory, one with weights (codes by TMA, scale and zero-point words by
-cp.async or in boxes by TMA), one with token rows (gathered by cp.async); the workers, consumer warpgroups,
-empty it. A worker dequantizes the next codes into registers while the tensor cores multiply the previous ones.
+Programs are persistent. A tile is 64 or 128 weight rows per worker by the tokens of one expert. Two
+producer partitions fill a ring in shared memory, one with weights (codes by TMA, scale and zero-point words
+by cp.async or in boxes by TMA), one with token rows (gathered by cp.async); the workers, consumer
+warpgroups, empty it. A worker dequantizes the next codes into registers while the tensor cores multiply the
+previous ones.
 
 A tile has as many token columns as its tokens need, one of ``HOW.widths``, each a branch of the kernel.
 
