@@ -1,1 +1,1 @@
-"""Which launch of moectl's kernels is fastest for a layer on this device: cells, measuring, the search."""
+"""The search for the fastest launch configuration of moectl's kernels for a layer on this device."""

@@ -1,4 +1,4 @@
-"""The bench of `search` for an engine's tuned files: both products of a layer by the plain grouped GEMM."""
+"""The bench of `search` for an engine's tuned files: both GEMMs of a layer with the plain grouped GEMM."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ ROWS_AT_ONCE = 8192
 
 ROWS, COLUMNS, STAGES = (16, 32, 64, 128, 256), (32, 64, 128, 256), (2, 3, 4, 5)
 DEPTHS: Mapping[bool, tuple[int, ...]] = {False: (64, 128, 256), True: (64, 128)}
-"""By whether there are scales, whose spans no depth cuts across."""
+"""K block sizes by whether there are scales, whose blocks a K block must not cut across."""
 MAX_BLOCK_ROWS = {False: math.inf, True: 90}
-"""About how many rows a block has at most: sums that are scaled at each step take registers twice."""
+"""Approximate limit on a block's rows by whether there are scales, which double the accumulators."""
 SHARED = 227 << 10
-"""Bytes of shared memory of one program, where torch does not tell."""
+"""Bytes of shared memory of one program, if torch does not report it."""
 ACCUMULATED = range(8, 129)
-"""Sums that a thread may keep in registers."""
+"""Accumulators that a thread may keep in registers."""
 
 
 def blocks_for(cell: TuningCase, form: TunedKernel, shared: int) -> list[GemmConfig]:
-    """Every choice that can be launched and is worth a measurement.
+    """Every configuration that can be launched and is worth measuring.
 
-    Blocks of rows near the tokens of an expert; blocks go over the columns together only where an expert
-    has several; few stages of a shallow loop hide nothing, and a loop has no use for many of a deep one.
+    Row blocks near the tokens per expert; grouped row blocks only if an expert has several; no
+    pipelines that are too short to hide latency or longer than the loop needs.
     """
-    each, size = cell.tokens_per_expert, 1 if form.scaled else 2
-    wanted = min(max(1.5 * each, 16), MAX_BLOCK_ROWS[form.scaled])
-    rows = sorted(ROWS, key=lambda m: abs(math.log2(m / wanted)))[: 1 if each <= 8 else 2]
-    columns = COLUMNS if each <= 8 else COLUMNS[1:]
-    groups = (1, 16) if each > max(16, min(rows)) else (1,)
-    found = []
+    per_expert, size = cell.tokens_per_expert, 1 if form.scaled else 2
+    ideal = min(max(1.5 * per_expert, 16), MAX_BLOCK_ROWS[form.scaled])
+    rows = sorted(ROWS, key=lambda m: abs(math.log2(m / ideal)))[: 1 if per_expert <= 8 else 2]
+    columns = COLUMNS if per_expert <= 8 else COLUMNS[1:]
+    groups = (1, 16) if per_expert > max(16, min(rows)) else (1,)
+    configs = []
     for m, n, k, group, warps, stages in itertools.product(
         sorted(rows), columns, DEPTHS[form.scaled], groups, (4, 8), STAGES
     ):
         sums = m * n // (32 * warps)
         legal = (m + n) * k * size * stages <= shared and sums in ACCUMULATED
         if legal and 192 <= k * stages <= 640 and not (warps == 8 and sums < 16):
-            found.append(GemmConfig(m, n, k, group, warps, stages))
-    return found
+            configs.append(GemmConfig(m, n, k, group, warps, stages))
+    return configs
 
 
 @dataclass(frozen=True)
 class EngineProduct:
-    """One of a layer's two products: rows, weights, scales of FP8 numbers, and the right results."""
+    """One of a layer's two GEMMs: rows, weights, scales of FP8 operands, and the expected results."""
 
     x: Tensor
     weight: Tensor
@@ -83,36 +83,36 @@ class EngineBench:
     _sorted: dict[tuple[int, int], PaddedAssignments] = field(default_factory=dict, repr=False)
 
     def candidates(self, cell: TuningCase) -> Sequence[Launch]:
-        """Every choice that is worth a measurement."""
+        """Every configuration that is worth measuring."""
         return [Launch(FAMILY, blocks) for blocks in blocks_for(cell, self.form(cell), self._shared())]
 
     def current(self, cell: TuningCase) -> Launch:
-        """The engine's default choice."""
+        """The engine's default configuration."""
         return Launch(FAMILY, GemmConfig(*self.form(cell).default(cell.tokens, cell.problem.local_experts)))
 
     def error(self, cell: TuningCase, launch: Launch) -> float:
-        """The larger relative RMS error of the two products; `WrongResult` when a result is too far off."""
+        """The larger relative RMS error of the two GEMMs; `WrongResult` when it exceeds `AGREE`."""
         self._open(cell)
         worst = 0.0
         try:
             for product in self._products:
                 y = torch.full_like(product.expected, math.nan)
-                y[self._ids[0].flatten() < 0] = 0.0  # experts of other ranks, whose rows nobody writes
+                y[self._ids[0].flatten() < 0] = 0.0  # experts of other ranks: rows that are never written
                 self._run(product, launch.tile, 0, y)
                 for first in range(0, len(y), ROWS_AT_ONCE):
-                    some = slice(first, first + ROWS_AT_ONCE)
-                    found = check(y[some], product.expected[some], AGREE)
-                    if not found.ok:
+                    rows = slice(first, first + ROWS_AT_ONCE)
+                    result = check(y[rows], product.expected[rows], AGREE)
+                    if not result.ok:
                         raise WrongResult(
-                            f"differs from torch by {found.rms:.1e} (RMS) and {found.max:.1e} at most"
+                            f"differs from torch by {result.rms:.1e} (RMS) and {result.max:.1e} at most"
                         )
-                    worst = max(worst, found.rms)
+                    worst = max(worst, result.rms)
         except RuntimeError as error:
             raise broken(error, launch) from error
         return worst
 
     def time(self, cell: TuningCase, launch: Launch, repeats: int) -> float:
-        """Microseconds of both products: a graph runs them once per routing, after a flush of the cache."""
+        """Microseconds of both GEMMs: a graph runs them once per routing, after a flush of the cache."""
         self._open(cell)
         outputs = [torch.empty_like(product.expected) for product in self._products]
 
@@ -134,7 +134,7 @@ class EngineBench:
         plain_gemm(y, product.x, product.weight, rows, blocks, product.scales, swapped)
 
     def _swaps(self, blocks: GemmConfig) -> bool:
-        """Whether the engine's FP8 kernel has weights on the left: on SM90, with few rows."""
+        """Whether the engine's FP8 kernel has the weights as left operand: on SM90, with few rows."""
         hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == 9
         return hopper and blocks.block_m < 64 <= blocks.block_n
 
@@ -146,7 +146,7 @@ class EngineBench:
         return self._sorted[key]
 
     def _open(self, cell: TuningCase) -> None:
-        """Weights of the cell's layer, its routings, rows of both products and what is right of them."""
+        """Prepares the cell: weights, routings, input rows of both GEMMs and their expected results."""
         if self._cell == cell:
             return
         problem, form = cell.problem, self.form(cell)
@@ -170,7 +170,7 @@ class EngineBench:
 
 
 def shapes(problem: MoEProblem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """``[experts, n, k]`` of both products, as the engine pads them."""
+    """``[experts, n, k]`` of both GEMMs with the engine's padding."""
     dims, experts = problem.dims, problem.local_experts
     gates = 2 if problem.activation.gated else 1
     inter, hidden = dims.padded_intermediate, dims.padded_hidden
@@ -180,7 +180,7 @@ def shapes(problem: MoEProblem) -> tuple[tuple[int, int, int], tuple[int, int, i
 def _weight(
     shape: tuple[int, int, int], form: TunedKernel, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Random weights, and scales of FP8 ones; each product has a variance of about one."""
+    """Random weights, with scales if FP8; results of the GEMM have a variance of about one."""
     experts, n, k = shape
     generator = torch.Generator(device).manual_seed(seed_of("weights", n))
     dtype = torch.float8_e4m3fn if form.scaled else torch.bfloat16
@@ -197,7 +197,7 @@ def _weight(
 
 
 def _product(rows: int, weight: Tensor, scale: Tensor | None, ids: Tensor) -> EngineProduct:
-    """Random rows, and the right result of every assignment, expert by expert in torch; zeros without one."""
+    """Random rows, and torch's result of every assignment; zeros for those without an expert."""
     experts, n, k = weight.shape
     device = weight.device
     generator = torch.Generator(device).manual_seed(seed_of("tokens", rows))

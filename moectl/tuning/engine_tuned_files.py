@@ -1,6 +1,6 @@
-"""Tuned files of an engine's Triton kernels: which one a layer's experts read, and how it is written.
+"""Tuned files of an engine's Triton kernels: which one a layer's experts read, and writing it.
 
-A file maps numbers of tokens to the six choices of `kernels.triton.plain_gemm.Blocks`.
+A file maps numbers of tokens to the six fields of `grouped_gemm.GemmConfig`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..problem.moe_problem import MoEProblem
 
 @dataclass(frozen=True)
 class TunedFileTarget:
-    """The file that a layer's experts read, what their kernel multiplies, and the decision behind it."""
+    """The file that a layer's experts read, the operands of their kernel, and the backend decision."""
 
     name: TunedFile
     form: TunedKernel
@@ -36,7 +36,7 @@ def tunable_engines() -> dict[str, Engine]:
 
 
 def files_of(engine: Engine) -> TunedFiles:
-    """The tuned files of `engine`; UsageError for one that reads none."""
+    """The tuned files of `engine`; UsageError if it reads none."""
     if engine.tuned_files is None:
         raise UsageError(
             f"{engine.name} reads no tuned files", hint=f"choose one of {', '.join(tunable_engines())}"
@@ -47,8 +47,8 @@ def files_of(engine: Engine) -> TunedFiles:
 def target_of(problem: MoEProblem, device: Device, packages: Packages, engine: Engine) -> TunedFileTarget:
     """The file that `engine` reads for one rank's `problem` on `device`.
 
-    Raises NoBackend when the experts that it chooses read none, or one whose kernel moectl cannot stand
-    in for, UsageError when the engine has no such files.
+    Raises NoBackend when the chosen experts read none, or one for a kernel that moectl has no equivalent
+    of; UsageError when the engine has no such files.
     """
     files = files_of(engine)
     decision = select(problem, device, packages, engine.policy)
@@ -71,7 +71,7 @@ def target_of(problem: MoEProblem, device: Device, packages: Packages, engine: E
 
 
 def check_some_gpu(problem: MoEProblem, packages: Packages, engine: Engine) -> None:
-    """Raises the NoBackend of `target_of` when the experts read no file on any GPU that has a name."""
+    """Raises the NoBackend of `target_of` when the experts read no file on any named GPU."""
     errors = []
     for name in device_names():
         device = find_device(name)
@@ -87,40 +87,40 @@ def check_some_gpu(problem: MoEProblem, packages: Packages, engine: Engine) -> N
 
 
 def tuned_file_path(target: Path, name: TunedFile) -> Path:
-    """Where the file goes: `target` itself when it ends in ``.json``, else in the folder it names."""
+    """Path of the file: `target` itself if it ends in ``.json``, else inside the directory `target`."""
     return target if target.suffix == ".json" else target / str(name)
 
 
-def wrong_name_note(place: Path, name: TunedFile, engine: Engine) -> str:
-    """What is to be said of a file that `engine` would not look for; empty when it would."""
-    found = files_of(engine).parse(place.name)
-    return "" if found == name else f"{place.name} is not what {engine.title} looks for: {name}"
+def wrong_name_note(path: Path, name: TunedFile, engine: Engine) -> str:
+    """A note that `engine` would not look for a file of this name; empty when it would."""
+    parsed = files_of(engine).parse(path.name)
+    return "" if parsed == name else f"{path.name} is not what {engine.title} looks for: {name}"
 
 
-def check_choices(place: Path, triton: str, engine: Engine) -> None:
-    """UsageError for a file at `place` that is no tuned file, or was measured with another Triton."""
-    if place.exists() and (remark := files_of(engine).remark(place, triton)):
+def check_choices(path: Path, triton: str, engine: Engine) -> None:
+    """UsageError if `path` exists and is not a tuned file, or is one of another Triton version."""
+    if path.exists() and (remark := files_of(engine).remark(path, triton)):
         raise UsageError(remark, hint="choose another place, or remove the file")
 
 
-def write_choices(place: Path, rows: Mapping[int, Mapping[str, int]], triton: str, engine: Engine) -> None:
-    """Writes `engine`'s choices by number of tokens to `place`; other numbers that are there stay.
+def write_choices(path: Path, rows: Mapping[int, Mapping[str, int]], triton: str, engine: Engine) -> None:
+    """Writes `engine`'s choices by number of tokens to `path`; other numbers of tokens in the file are kept.
 
-    Raises UsageError as `check_choices`, Unavailable where it cannot be written.
+    Raises UsageError as `check_choices`, Unavailable when it cannot be written.
     """
     kept: dict[str, Any] = {}
     choices = files_of(engine).choices
-    check_choices(place, triton, engine)
-    if place.exists():
-        kept = json.loads(place.read_text(encoding="utf-8"))
+    check_choices(path, triton, engine)
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
         kept.pop("triton_version", None)
     for tokens, tile in rows.items():
         kept[str(tokens)] = {name: tile[field] for name, field in choices.items()}
     document = {"triton_version": triton, **{key: kept[key] for key in sorted(kept, key=int)}}
-    part = place.with_name(f"{place.name}.part")
+    part = path.with_name(f"{path.name}.part")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(document, indent=4) + "\n", encoding="utf-8")
-        part.replace(place)
+        part.replace(path)
     except OSError as error:
-        raise Unavailable(f"cannot write {place}: {error.strerror or error}") from error
+        raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error

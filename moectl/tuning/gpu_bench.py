@@ -1,4 +1,4 @@
-"""The bench of `search` on a GPU: random layers, the portable kernels as judge, times with cold caches."""
+"""The bench of `search` on a GPU: random layers, the portable kernels as reference, cold caches."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ BACKEND = "triton"
 AGREE = Tolerance(
     0.12, 1e-2, "two families of kernels that both round to bf16 in places: 1.4 times either's error"
 )
-"""How far two families of kernels may be apart."""
+"""How much results of two kernel families may differ."""
 
 JUDGED_TOKENS = 4
-"""Tokens of the portable kernels' result that are held to the fp32 reference, in each cell."""
+"""Tokens of the portable kernels' result that are checked against the fp32 reference, in each cell."""
 
 FEW_TOKENS = 64
 ROUTINGS = {True: 12, False: 4}
-"""Routings in one graph, by whether there are few tokens: together they touch more than a cache holds."""
+"""Routings in one graph, by whether there are few tokens: together they touch more than the cache holds."""
 
 BROKEN = ("CUDA error", "illegal memory access", "unspecified launch failure", "CUDA driver error")
-"""What an error says after which a process has no GPU any more."""
+"""Words of errors after which a process can no longer use the GPU."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class GpuBench:
     _inputs: _Inputs | None = field(default=None, repr=False)
 
     def candidates(self, cell: TuningCase) -> Sequence[Launch]:
-        """Every legal launch that is worth a measurement."""
+        """Every legal launch that is worth measuring."""
         return candidates(replace(cell, problem=self.layer(cell).problem), self.families, self.device)
 
     def current(self, cell: TuningCase) -> Launch:
@@ -58,9 +58,9 @@ class GpuBench:
         return choose(self.layer(cell).problem, cell.tokens, self.device)
 
     def error(self, cell: TuningCase, launch: Launch) -> float:
-        """Relative RMS difference from the portable kernels' result; `WrongResult` when that is too far.
+        """Relative RMS difference from the portable kernels' result; `WrongResult` when it exceeds `AGREE`.
 
-        The output, and memory for what lies between the two products, are full of NaN before.
+        The output and the memory for intermediate results are filled with NaN before.
         """
         layer, inputs = self.layer(cell), self.inputs(cell)
         first = inputs.sets[0]
@@ -68,15 +68,15 @@ class GpuBench:
         _poison(layer, cell.tokens)
         try:
             run_into(y, layer, inputs.x, first.ids, first.weights, launch)
-            found = check(y, inputs.expected, AGREE)
+            result = check(y, inputs.expected, AGREE)
         except RuntimeError as error:
             raise broken(error, launch) from error
-        if not found.ok:
+        if not result.ok:
             raise WrongResult(
-                f"differs from the portable kernels by {found.rms:.1e} (RMS) and {found.max:.1e} at most, "
-                f"first in token {found.worst_token}"
+                f"differs from the portable kernels by {result.rms:.1e} (RMS) and {result.max:.1e} at most, "
+                f"first in token {result.worst_token}"
             )
-        return found.rms
+        return result.rms
 
     def time(self, cell: TuningCase, launch: Launch, repeats: int) -> float:
         """Microseconds of a call: a graph runs one call per routing, after a flush of the cache."""
@@ -88,7 +88,7 @@ class GpuBench:
             raise broken(error, launch) from error
 
     def layer(self, cell: TuningCase) -> PreparedMoE:
-        """The cell's layer with random weights, made when it is another than the last cell's."""
+        """The cell's layer with random weights, reused while cells have the same problem."""
         if self._layer is None or self._problem != cell.problem:
             self._layer = self._problem = self._inputs = None
             if self.device.type == "cuda":
@@ -98,7 +98,7 @@ class GpuBench:
         return self._layer
 
     def inputs(self, cell: TuningCase) -> _Inputs:
-        """The cell's tokens and routings, and the right result of the first."""
+        """The cell's tokens and routings, and the expected result of the first."""
         if self._inputs is None or self._inputs.cell != cell:
             self._inputs = None
             self._inputs = _made(cell, self.layer(cell), self.distribution)
@@ -114,12 +114,12 @@ class _Inputs:
 
 
 def _made(cell: TuningCase, layer: PreparedMoE, distribution: str) -> _Inputs:
-    """Inputs, and the portable kernels' result, which a few tokens of the reference have confirmed."""
+    """Inputs, and the portable kernels' result, a few tokens of which are checked against the reference."""
     device = layer.device
     count = ROUTINGS[cell.tokens <= FEW_TOKENS]
     sets = routings(cell.problem, cell.tokens, distribution, count, device)
-    # Results are held to the first: on one rank of several a routing of few tokens may have no work.
-    sets.sort(key=lambda it: int((it.ids < 0).sum()))
+    # Results are checked on the first routing: on one of several ranks, one of few tokens may have no work.
+    sets.sort(key=lambda routing: int((routing.ids < 0).sum()))
     x = tokens_of(cell.problem, cell.tokens, device)
     expected = run_with(layer, x, sets[0].ids, sets[0].weights, launch_for(layer.problem, cell.tokens))
     rows = sorted({round(i * (cell.tokens - 1) / (JUDGED_TOKENS - 1)) for i in range(JUDGED_TOKENS)})
@@ -128,13 +128,13 @@ def _made(cell: TuningCase, layer: PreparedMoE, distribution: str) -> _Inputs:
     if not judged.ok:
         raise CheckFailed(
             f"the portable kernels are wrong for {cell}: they differ from the reference by {judged.rms:.1e}",
-            hint="nothing can be held to them; report it",
+            hint="nothing can be checked against them; report it",
         )
     return _Inputs(cell, x, sets, expected)
 
 
 def _poison(layer: PreparedMoE, tokens: int) -> None:
-    """Leaves NaN in the memory that the next allocations are given."""
+    """Fills the memory that the next allocations reuse with NaN."""
     problem = layer.problem
     rows = tokens * problem.top_k
     for width in (problem.dims.intermediate, 2 * problem.dims.intermediate, problem.dims.hidden):
@@ -142,7 +142,7 @@ def _poison(layer: PreparedMoE, tokens: int) -> None:
 
 
 def broken(error: RuntimeError, launch: Launch) -> Exception:
-    """The error, or that the device is broken."""
+    """`error` itself, or DeviceBroken if the GPU can no longer be used."""
     text = str(error)
     if any(words in text for words in BROKEN):
         return DeviceBroken(

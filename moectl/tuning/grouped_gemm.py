@@ -1,8 +1,8 @@
-"""A grouped GEMM over plain weights, with the six launch choices that an engine's tuned file holds.
+"""A grouped GEMM over plain weights, with the six launch parameters of an engine's tuned files.
 
-No layer of moectl runs on it: it is there to be timed, as a kernel of the same shape as the one that reads
-such files. Weights are ``[experts, n, k]``, assignments are sorted by expert and each expert's are filled
-up to whole blocks of `GemmConfig.block_m` rows; both products of a layer take the same choices.
+No layer of moectl runs on it: it is only timed, in place of the engine's kernel that reads such files.
+Weights are ``[experts, n, k]``; assignments are sorted by expert and each expert's are padded to whole
+blocks of `GemmConfig.block_m` rows. Both GEMMs of a layer use the same parameters.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..errors import UsageError
 from .grouped_gemm_kernels import _plain_gemm_kernel
 
 SPAN = 128
-"""Columns, and rows of weights, that share a scale."""
+"""Columns that share a scale, and rows of weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """One choice of launch: tile sizes, blocks of rows that go over the columns together, warps, stages."""
+    """One launch configuration: tile sizes, row blocks per L2 group (GROUP_SIZE_M), warps, stages."""
 
     block_m: int
     block_n: int
@@ -37,11 +37,11 @@ class PaddedAssignments:
     """Assignments by expert, in blocks of one size.
 
     Attributes:
-        order: int32 assignment of every row; their number where a block has none.
+        order: int32 assignment of every row; the number of assignments in padding rows.
         experts: int32 expert of every block.
         filled: int32 ``[1]``, rows of the blocks that have assignments.
-        assignments: how many there are.
-        most: the most rows that any routing of so many assignments fills.
+        assignments: number of assignments.
+        most: upper bound on the rows that any routing of this many assignments fills.
     """
 
     order: Tensor
@@ -80,14 +80,14 @@ def plain_gemm(
     scales: tuple[Tensor, Tensor] | None = None,
     swapped: bool = False,
 ) -> Tensor:
-    """``y[a] = x[a // share] @ weight[expert of a].T``, the share being assignments over rows.
+    """``y[a] = x[a // share] @ weight[expert of a].T`` for assignments a; share is assignments / rows of x.
 
     Args:
-        swapped: weights are the left operand of the products.
-        scales: fp32 ``[rows of x, k / 128]`` and ``[experts, n / 128, k / 128]``, of FP8 numbers.
+        swapped: weights are the left operand (swap-AB).
+        scales: fp32 ``[rows of x, k / 128]`` and ``[experts, n / 128, k / 128]``, for FP8 operands.
 
-    Raises UsageError for blocks of another size than `rows` are sorted into, and for a depth that cuts
-    across the spans of scales.
+    Raises UsageError if `rows` are sorted into blocks of another size, and for a block_k that is not a
+    divisor of the scales' block.
     """
     n, k = weight.shape[1:]
     if rows.most % blocks.block_m or len(rows.experts) * blocks.block_m != rows.most:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernel of `plain_gemm`: one tile of rows of one expert times a tile of its weights."""
+"""Device code of `grouped_gemm.plain_gemm`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def _plain_gemm_kernel(
 ):
     """``y[a] = x[a // share] @ weight[expert of a].T`` for the assignments ``a`` of one block.
 
-    Programs of `GROUP_M` blocks go over the columns together, so that weights are found in L2. With
+    Programs of `GROUP_M` row blocks sweep the columns together, so that weights are reused in L2. With
     `SCALED` there is a scale for every 128 columns of a row of x, and every 128 x 128 weights. With `SWAPPED`
-    weights are the left operand, of which matrix units take 64 rows at least.
+    the weights are the left operand, which has at least 64 rows in a wgmma.
     """
     program = tl.program_id(0)
     columns = tl.cdiv(n, BLOCK_N)

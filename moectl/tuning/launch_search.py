@@ -1,4 +1,4 @@
-"""The search over launches: within a budget, resumable, nothing timed that is not right. Needs no GPU.
+"""The search over launches: within a time budget, resumable, timing only correct results. Needs no GPU.
 
 A `LaunchBench` measures, a `LaunchStore` keeps the results and a function is the clock, so that the search
 can be tested without a GPU, a file or waiting.
@@ -23,28 +23,28 @@ FIRST_LOOK = 3
 """Repeats of the first look."""
 
 STARTS = 2
-"""How often a launch is begun that never came back, before it is left out."""
+"""How often a launch that never finishes is started before it is skipped."""
 
 
 class DeviceBroken(Unavailable):
-    """A launch left the device in a state in which this process can measure nothing more."""
+    """A launch broke the device: this process cannot measure anything more."""
 
 
 class WrongResult(Exception):
-    """A launch's result is not the layer's: the message says how far it is off."""
+    """A launch's result is wrong; the message has the error."""
 
 
 class LaunchBench(Protocol):
-    """What runs launches: prepared for one cell after the other."""
+    """Runs and times launches, one cell after the other."""
 
     def candidates(self, cell: TuningCase) -> Sequence[Launch]:
-        """Every legal launch that is worth a measurement."""
+        """Every legal launch that is worth measuring."""
 
     def current(self, cell: TuningCase) -> Launch:
         """The launch that the cell gets without this search."""
 
     def error(self, cell: TuningCase, launch: Launch) -> float:
-        """How far the result is from the right one, relative; `WrongResult` when that is too far."""
+        """Relative error of the result; `WrongResult` when it exceeds the tolerance."""
 
     def time(self, cell: TuningCase, launch: Launch, repeats: int) -> float:
         """Microseconds of a call with cold caches, the median of `repeats`."""
@@ -61,9 +61,9 @@ class LaunchStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SearchProgress:
-    """How far the search is: `tried` of `launches` of a cell, itself number `number` of `cells`.
+    """Progress of a search: `tried` of `launches` of a cell, which is number `number` of `cells`.
 
-    `best` is the fastest launch so far with its microseconds, `last` what came of the last one.
+    `best` is the fastest launch so far with its microseconds, `last` the latest attempt.
     """
 
     cell: TuningCase
@@ -80,9 +80,9 @@ class SearchPlan:
     """How a search is run.
 
     Attributes:
-        budget: seconds after which no further launch is begun.
+        budget: seconds after which no further launch is started.
         repeats: measurements of each finalist.
-        clock: seconds, from any beginning.
+        clock: seconds, from any origin.
         report: called after every launch.
     """
 
@@ -94,7 +94,7 @@ class SearchPlan:
 
 @dataclass
 class SearchResult:
-    """What a search came to: rows found now, rows that were there, and cells that are not done."""
+    """Result of a search: new rows, rows that the store already had, and cells that are left."""
 
     rows: list[tuple[TuningCase, LaunchRow]] = field(default_factory=list)
     kept: list[tuple[TuningCase, LaunchRow]] = field(default_factory=list)
@@ -112,28 +112,28 @@ def search(
     store: Callable[[TuningCase], LaunchStore],
     plan: SearchPlan,
 ) -> SearchResult:
-    """The fastest right launch of each of `cells`, in their order, as far as the budget goes.
+    """The fastest correct launch of each of `cells`, in their order, as far as the budget goes.
 
-    A cell's row is kept when all of its launches were tried; until then every one that was, so that the
-    next search goes on behind it. Cells that have a row already are left alone.
+    A cell's row is stored once all of its launches were tried; until then each attempt is, so that the
+    next search continues after it. Cells that already have a row are skipped.
 
-    Raises DeviceBroken when a launch broke the device: it is kept as one that failed.
+    Raises DeviceBroken when a launch broke the device; it is stored as failed.
     """
-    deadline, found = plan.clock() + plan.budget, SearchResult()
+    deadline, result = plan.clock() + plan.budget, SearchResult()
     for number, cell in enumerate(cells):
         kept = store(cell)
-        known = kept.row(cell.tokens)
-        if known is not None:
-            found.kept.append((cell, known))
+        stored = kept.row(cell.tokens)
+        if stored is not None:
+            result.kept.append((cell, stored))
             continue
         begin = SearchProgress(cell, number, len(cells), 0, 0)
         row = _cell(bench, kept, begin, plan, deadline) if plan.clock() < deadline else None
         if row is None:
-            found.left.append(cell)
+            result.left.append(cell)
         else:
             kept.finish(row)
-            found.rows.append((cell, row))
-    return found
+            result.rows.append((cell, row))
+    return result
 
 
 def _cell(
@@ -146,7 +146,7 @@ def _cell(
     known = {(attempt.family, _frozen(attempt.tile)): attempt for attempt in kept.attempts(cell.tokens)}
     before = {launch: known.get((launch.family, _frozen(asdict(launch.tile)))) for launch in launches}
     tried = {launch: attempt for launch, attempt in before.items() if attempt and _ended(attempt)}
-    # What did not come back the last time waits, so that it stops nothing but itself.
+    # Launches that did not finish the last time come last, so that they cannot block the others.
     for launch in sorted(launches, key=lambda launch: before[launch] is not None):
         if launch in tried:
             continue
@@ -162,7 +162,7 @@ def _cell(
 def _row(
     bench: LaunchBench, cell: TuningCase, current: Launch, tried: Mapping[Launch, LaunchAttempt], repeats: int
 ) -> LaunchRow:
-    """The fastest of a few finalists and of the current launch, measured again; Unavailable without any."""
+    """The fastest of a few finalists and the current launch, measured again; Unavailable if all failed."""
     right = {launch: attempt.us for launch, attempt in tried.items() if attempt.us is not None}
     if not right:
         raise Unavailable(
@@ -189,7 +189,7 @@ def _row(
 def _attempt(
     bench: LaunchBench, kept: LaunchStore, cell: TuningCase, launch: Launch, begun: int
 ) -> LaunchAttempt:
-    """One launch held to the right result and then timed, kept before and after."""
+    """Checks one launch's result and then times it; the attempt is stored before and after."""
     attempt = LaunchAttempt(launch.family, asdict(launch.tile), begun=begun + 1)
     if begun >= STARTS:
         ended = replace(attempt, why=f"it was begun {begun} times and never came back", begun=begun)
@@ -206,7 +206,7 @@ def _attempt(
             raise
         except WrongResult as wrong:
             ended = replace(attempt, why=str(wrong))
-        except Exception as error:  # a compiler may raise anything; it is kept, and shown
+        except Exception as error:  # a compiler may raise anything; it is stored and reported
             ended = replace(attempt, why=_first_line(error))
     kept.note(cell.tokens, ended)
     return ended

@@ -1,4 +1,4 @@
-"""Tuning on this machine's GPU: layers and numbers of tokens in, rows in the user's cache out."""
+"""Tuning on this machine's GPU: searches layers at numbers of tokens, and stores rows in the user's cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tuning_cases import TuningCase, by_expected_gain
 
 @dataclass(frozen=True)
 class Tuning:
-    """What came of tuning, where it is kept, and layers that moectl's kernels do not run, with the reason."""
+    """Results of tuning, the cache file, and layers that moectl's kernels cannot run, with the reason."""
 
     found: SearchResult
     device: Device
@@ -41,10 +41,10 @@ def tune_layers(
 ) -> Tuning:
     """The fastest launches of `families` for `layers` at each number of tokens, as far as `plan` goes.
 
-    With `again`, what is kept of them is dropped first.
+    With `again`, their cached rows are dropped first.
 
-    Raises Unavailable without a CUDA GPU, and for a cache that is not moectl's; NoBackend where moectl's
-    kernels run none of the layers; what `search` raises.
+    Raises Unavailable without a CUDA GPU, and for a cache that is not moectl's; NoBackend when moectl's
+    kernels can run none of the layers; and what `search` raises.
     """
     device = this_gpu()
     reasons = {layer.name: RUNNER.refusal(layer.problem, device) for layer in layers}
@@ -65,11 +65,11 @@ def tune_layers(
 def tune_for_engine(
     targets: Mapping[str, TunedFileTarget], tokens: Sequence[int], plan: SearchPlan, again: bool = False
 ) -> Tuning:
-    """The fastest choices for an engine's tuned files, by layer's name, as far as `plan` goes.
+    """The fastest choices for an engine's tuned files, by layer name, as far as `plan` goes.
 
-    What is timed is `kernels.triton.plain_gemm`, moectl's kernel of the form that such files are for.
+    Times `grouped_gemm.plain_gemm`, moectl's equivalent of the kernel that reads such files.
 
-    Raises Unavailable without a CUDA GPU, and for a cache that is not moectl's; what `search` raises.
+    Raises Unavailable without a CUDA GPU, and for a cache that is not moectl's; and what `search` raises.
     """
     cells = [TuningCase(name, it.decision.problem, count) for name, it in targets.items() for count in tokens]
     bench = EngineBench(this_gpu(), lambda cell: targets[cell.name].form)
@@ -77,7 +77,7 @@ def tune_for_engine(
 
 
 def cached_choices(targets: Mapping[str, TunedFileTarget]) -> dict[str, tuple[LaunchRow, ...]]:
-    """What is kept of the layers of `targets` on this GPU, by name."""
+    """Cached rows of the layers of `targets` on this GPU, by name."""
     gpu = gpu_of(this_gpu())
     return {
         name: LaunchesStore.of(it.decision.problem, gpu, ENGINE).entry().rows for name, it in targets.items()

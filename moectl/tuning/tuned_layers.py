@@ -1,4 +1,4 @@
-"""The layers that are asked for by a checkpoint or by name, as one rank sees them. Imports no torch."""
+"""The layers to tune, of a checkpoint or by name, as one rank has them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..problem.published_layers import model_problem
 
 @dataclass(frozen=True, slots=True)
 class TunedLayer:
-    """A layer and what it is called."""
+    """A layer and its name."""
 
     name: str
     problem: MoEProblem
 
 
 def checkpoint_layers(checkpoint: Checkpoint, parallel: Parallel) -> list[TunedLayer]:
-    """One layer of each group of `checkpoint`, its share of one rank; equal ones once.
+    """One rank's share of one layer of each group of `checkpoint`, without duplicates.
 
-    Raises UsageError when the experts cannot be sliced or spread so.
+    Raises UsageError when the experts cannot be sharded like that.
     """
     name = checkpoint.origin.name.rstrip("/").rpartition("/")[2]
     several = len(checkpoint.groups) > 1
@@ -34,12 +34,17 @@ def checkpoint_layers(checkpoint: Checkpoint, parallel: Parallel) -> list[TunedL
 
 
 def named_layers(names: Sequence[str], parallel: Parallel) -> list[TunedLayer]:
-    """The layers of `moectl.problem.published_layers` of these names; UsageError for a name that is none."""
+    """The layers of `moectl.problem.published_layers` with these names; UsageError for an unknown name.
+
+    Example:
+        >>> [layer.name for layer in named_layers(["kimi-k2"], Parallel(2))]
+        ['kimi-k2']
+    """
     return _once(TunedLayer(name, model_problem(name).on(parallel)) for name in names)
 
 
 def _once(layers: Iterable[TunedLayer]) -> list[TunedLayer]:
-    found: dict[str, TunedLayer] = {}
+    by_key: dict[str, TunedLayer] = {}
     for layer in layers:
-        found.setdefault(str(layer_key(layer.problem)), layer)
-    return list(found.values())
+        by_key.setdefault(str(layer_key(layer.problem)), layer)
+    return list(by_key.values())

@@ -1,4 +1,4 @@
-"""What is tuned: layers at numbers of tokens, in the order in which it is worth it, and their launches."""
+"""Tuning cases (a layer at a number of tokens) in order of expected gain, and their candidate launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..kernels.triton.triton_runner import FAMILIES
 from ..problem.moe_problem import MoEProblem
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Numbers of tokens that are tuned unless others are asked for: each row holds to the middle of the next."""
+"""Numbers of tokens that are tuned by default; a row is used up to the midpoint to the next."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TuningCase:
 
     @property
     def tokens_per_expert(self) -> float:
-        """Tokens per hit expert."""
+        """Average tokens of experts that have any."""
         return TokenSpread.here(self.problem, self.tokens).tokens_per_expert
 
     def __str__(self) -> str:
@@ -34,21 +34,21 @@ class TuningCase:
 
 
 def candidates(cell: TuningCase, families: Iterable[str], device: torch.device) -> list[Launch]:
-    """Every legal launch that is worth a measurement on a cell."""
-    found = []
+    """Every legal launch that is worth measuring for `cell`."""
+    launches = []
     for name in families:
         kernel_family = FAMILIES[name]
         fewest, most = kernel_family.tokens_per_expert
         if kernel_family.runs_on(device) and fewest <= cell.tokens_per_expert <= most:
             tiles = kernel_family.candidates(cell.problem)
-            found += [Launch(name, tile) for tile in tiles if not kernel_family.fits(cell.problem, tile)]
-    return found
+            launches += [Launch(name, tile) for tile in tiles if not kernel_family.fits(cell.problem, tile)]
+    return launches
 
 
 def by_expected_gain(cells: Sequence[TuningCase], gpu: GpuModel) -> list[TuningCase]:
-    """`cells` with those first of which the shipped table knows least, the fewest tokens first among equals.
+    """`cells` ordered by distance from the shipped table's measurements, largest first, then fewest tokens.
 
-    A cell that ships measured can win little; one that takes the row of another layer or another number
-    of tokens may run with the wrong kernels. Decode is what a server does most.
+    A cell that ships measured can gain little; one that uses the row of another layer or another number
+    of tokens may run with the wrong kernels. Few tokens come first because servers mostly decode.
     """
     return sorted(cells, key=lambda cell: (-distance_to_nearest(cell.problem, cell.tokens, gpu), cell.tokens))

@@ -1,4 +1,4 @@
-"""`moectl tune`: the fastest launches of moectl's kernels for a layer on this device, kept for this user."""
+"""`moectl tune`: finds the fastest launches of moectl's kernels for a layer on this GPU, and caches them."""
 
 import re
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ EXAMPLES = (
     "moectl tune --list --stale    moectl tune --clear --model qwen3-30b",
 )
 MORE = (
-    "Launches are kept in MOECTL_CACHE (by default moectl in the platform's cache folder), and are taken for",
-    "the same device, layer and versions alone. A run that was stopped goes on where it was.",
+    "Launches are kept in MOECTL_CACHE (default: moectl in the platform's cache directory) and used only for",
+    "the same device, layer and versions. A run that was stopped continues where it was.",
 )
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -38,7 +38,7 @@ DEFAULT_TOKENS = "1-8192*2"
 
 @dataclass(frozen=True)
 class TunedLayerOptions:
-    """Options that say whose share of which layers is meant."""
+    """Options for the layers, and one rank's share of them."""
 
     model: Annotated[
         str | None, option("--model", own=True, help="Instead: gpt-oss-120b, kimi-k2, ...; a list.")
@@ -49,7 +49,7 @@ class TunedLayerOptions:
     offline: Offline = False
 
     def layers(self, checkpoint: str | None) -> "list[TunedLayer]":
-        """The layers that are asked for, one rank's share of each."""
+        """The requested layers, one rank's share of each."""
         from ...checkpoint import open_checkpoint
         from ...checkpoint.config.user_assumptions import parse_assumptions
         from ...problem.moe_problem import Parallel
@@ -72,31 +72,29 @@ class TunedLayerOptions:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Options that say what is searched, and for how long."""
+    """Options for the search and its time."""
 
     tokens: Annotated[
         str, option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024.")
     ] = DEFAULT_TOKENS
-    budget: Annotated[str, option("--budget", help="Time, as 90s, 10m or 1h30m; what is done is kept.")] = (
-        "10m"
-    )
+    budget: Annotated[str, option("--budget", help="Time, as 90s, 10m or 1h30m; results are kept.")] = "10m"
     families: Annotated[
-        str | None, option("--families", help="Kernels to try, with commas; default: all that run here.")
+        str | None, option("--families", help="Kernel families to try, a list; default: all that run here.")
     ] = None
     repeats: Annotated[int, option("--repeats", help="Measurements of each finalist.", min=1)] = 11
-    again: Annotated[bool, option("--again", help="Measure anew what is there.")] = False
+    again: Annotated[bool, option("--again", help="Measure again what is kept.")] = False
     to: Annotated[
         tuple[str, Path] | None,
         option(
             "--to",
             own=True,
             metavar="ENGINE FILE|DIR",
-            help="Tune an engine's Triton experts instead, and write the file that they read.",
+            help="Tune an engine's Triton experts instead, and write their tuned file.",
         ),
     ] = None
 
     def plan(self, out: Output, progress: Any) -> "SearchPlan":
-        """How the search is run, reported to a bar; what is left out is noted with its reason."""
+        """The search plan, which reports to a progress bar and notes failed launches with their reasons."""
         import time
 
         from ...tuning.launch_search import SearchPlan
@@ -110,7 +108,7 @@ class SearchOptions:
         return SearchPlan(parse_budget(self.budget), time.monotonic, self.repeats, report)
 
     def engine_place(self, checkpoint: str | None) -> "tuple[Engine, Path] | None":
-        """The engine whose files are asked for, and where they go; None where they are not."""
+        """The engine of --to and the target path; None without the option."""
         if self.to is None:
             return None
         from ...tuning.engine_tuned_files import tunable_engines
@@ -126,7 +124,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class KeptOptions:
-    """Options that say what is done with what earlier searches have found."""
+    """Options for the results of earlier searches."""
 
     list: Annotated[bool, option("--list", own=True, help="Show what is kept.")] = False
     clear: Annotated[bool, option("--clear", help="Drop what --list shows.")] = False
@@ -151,16 +149,17 @@ def tune(
 ) -> ExitCode:
     """Find the fastest launches of moectl's kernels on this GPU.
 
-    Of these layers every legal launch is held to the portable kernels' result first; what fails or is wrong
-    gets no time. Then it is timed with cold caches. Runs of these layers here take what was found.
+    Each legal launch of these layers is first checked against the portable kernels' result; launches that
+    fail or are wrong are not timed. The others are timed with cold caches. Runs of these layers on this
+    machine then use the fastest.
     """
     counts = parse_counts(search.tokens)
     parse_budget(search.budget)  # refused before the work
     if kept.stale and not (kept.list or kept.clear):
         raise UsageError("--stale goes with --list or --clear", hint="moectl tune --list --stale")
     if kept.list or kept.clear:
-        asked = checkpoint is not None or tuned.model is not None
-        return _listed(tuned.layers(checkpoint) if asked else None, kept, out)
+        named_layers = checkpoint is not None or tuned.model is not None
+        return _listed(tuned.layers(checkpoint) if named_layers else None, kept, out)
     place = search.engine_place(checkpoint)
     from ...tuning.tune import tune_layers
 
@@ -176,13 +175,13 @@ def tune(
 
 
 def _listed(layers: "Sequence[TunedLayer] | None", kept: KeptOptions, out: Output) -> ExitCode:
-    """Shows what is kept of `layers`, or of all, and drops it where that is asked for."""
-    found = listed(layers, kept.stale)
-    dropped = found.clear() if kept.clear else 0
+    """Shows the cached launches of `layers`, or of all layers, and drops them with --clear."""
+    cached = listed(layers, kept.stale)
+    dropped = cached.clear() if kept.clear else 0
     out.result(
-        {**found.to_json(), "dropped": dropped},
-        lambda console: draw_list(found, dropped if kept.clear else None, console),
-        found.brief(),
+        {**cached.to_json(), "dropped": dropped},
+        lambda console: draw_list(cached, dropped if kept.clear else None, console),
+        cached.brief(),
     )
     return ExitCode.DONE
 
@@ -198,7 +197,7 @@ def parse_budget(text: str) -> float:
 
 
 def _families(text: str | None) -> list[str]:
-    """The families of kernels that are asked for."""
+    """The kernel families of --families."""
     from ...kernels.triton.triton_runner import FAMILIES
 
     names = list(FAMILIES) if text is None else named(text, "--families")
@@ -213,7 +212,7 @@ def _write_for_engine(
     target: Path,
     out: Output,
 ) -> ExitCode:
-    """Tunes the engine's choices, and writes the file of each layer from all that is known of it."""
+    """Tunes the engine's choices, and writes each layer's file from all of its cached rows."""
     from ...cache.measurement_keys import built
     from ...environment import detect_device
     from ...oracle.machine_packages import default_profile, packages_from
@@ -229,38 +228,38 @@ def _write_for_engine(
     from ...tuning.tune import cached_choices, this_gpu, tune_for_engine
 
     packages = packages_from(None)
-    known = packages.has(engine.package)
-    packages = packages if known else packages_from(default_profile("cuda", engine), engine=engine)
+    installed = packages.has(engine.package)
+    packages = packages if installed else packages_from(default_profile("cuda", engine), engine=engine)
     try:
         this_gpu()
     except Unavailable:
-        for layer in layers:  # what no GPU would change is said before that there is none
+        for layer in layers:  # an error that no GPU would change comes before that of the missing GPU
             check_some_gpu(layer.problem, packages, engine)
         raise
-    if not known:
+    if not installed:
         out.note(
             f"{engine.title} is not installed here: what it would choose is decided for its default packages"
         )
     device = detect_device()
     targets = {layer.name: target_of(layer.problem, device, packages, engine) for layer in layers}
-    places = {name: tuned_file_path(target, it.name) for name, it in targets.items()}
-    if len(set(places.values())) < len(places):
+    paths = {name: tuned_file_path(target, wanted.name) for name, wanted in targets.items()}
+    if len(set(paths.values())) < len(paths):
         raise UsageError(
-            f"{len(places)} layers have files of their own, {target} is one", hint="name a folder"
+            f"{len(paths)} layers have files of their own, {target} is one", hint="name a directory"
         )
-    for place in places.values():
-        check_choices(place, built()["triton"], engine)
+    for path in paths.values():
+        check_choices(path, built()["triton"], engine)
     with out.progress("tuning", unit="launches") as progress:
         tuning = tune_for_engine(targets, counts, search.plan(out, progress), search.again)
     written = []
     for name, rows in cached_choices(targets).items():
         if rows:
-            write_choices(places[name], {row.tokens: row.tile for row in rows}, built()["triton"], engine)
-            written.append(str(places[name]))
+            write_choices(paths[name], {row.tokens: row.tile for row in rows}, built()["triton"], engine)
+            written.append(str(paths[name]))
             variable = files_of(engine).variable
-            out.note(f"wrote {places[name]}; {engine.title} finds it with {variable} set to its folder")
-            if said := wrong_name_note(places[name], targets[name].name, engine):
-                out.note(said)
+            out.note(f"wrote {paths[name]}; {engine.title} finds it with {variable} set to its directory")
+            if note := wrong_name_note(paths[name], targets[name].name, engine):
+                out.note(note)
     return _shown(tuning, {**search_document(tuning), "written": written}, out)
 
 

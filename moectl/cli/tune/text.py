@@ -1,4 +1,4 @@
-"""How tuned launches are shown: what a search found, and what the cache keeps."""
+"""Tables and documents of tuned launches: a search's results, and the cache's content."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def tile_words(tile: Any) -> str:
-    """A tile's fields in one phrase."""
+    """A tile's fields as ``name=value``, separated by blanks."""
     return " ".join(f"{name}={value}" for name, value in dict(tile).items())
 
 
 def search_document(tuning: Tuning) -> dict[str, Any]:
-    """What a search found, as plain data."""
+    """A search's results as plain data."""
     found = tuning.found
     return {
         "device": device_key(tuning.device),
@@ -42,7 +42,7 @@ SEARCH = ("layer", "M", "us", "was", "gain", "tried", "out", "launch")
 
 
 def draw_search(tuning: Tuning, console: Any) -> None:
-    """What a search found, as a table."""
+    """Prints a search's results as a table."""
     found = tuning.found
     made = table(*SEARCH, right=SEARCH[1:-1])
     rows = [(cell, row, "") for cell, row in found.rows] + [(c, r, " (kept)") for c, r in found.kept]
@@ -68,7 +68,7 @@ def _cells(row: LaunchRow) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Listed:
-    """Entries of the cache with the file each is in, those that were asked for; `ignored` are whole files."""
+    """Selected entries of the cache with their files; `ignored` are files that are ignored as a whole."""
 
     entries: tuple[tuple[CacheFileKind, LaunchFile, CachedLayer], ...]
     ignored: tuple[tuple[CacheFileKind, LaunchFile], ...]
@@ -90,7 +90,7 @@ class Listed:
         }
 
     def brief(self) -> list[str]:
-        """One line an entry: device, sizes, how many rows, and whether it is used."""
+        """One line per entry: device, sizes, number of rows, and whether it is used."""
         return [
             f"{file.device['name']}\t{layer_words(dict(entry.layer))}\t{len(entry.rows)}\t"
             f"{'stale' if entry.stale else 'used'}"
@@ -98,15 +98,15 @@ class Listed:
         ]
 
     def clear(self) -> int:
-        """Drops all of it, files that are ignored included; how many entries there were."""
-        wanted = [entry for _, _, entry in self.entries]
+        """Drops these entries, and those of ignored files; returns how many."""
+        selected = [entry for _, _, entry in self.entries]
         files = {file.path: kind for kind, file, _ in self.entries}
         files |= {file.path: kind for kind, file in self.ignored}
-        return sum(clear(path, lambda entry: entry in wanted, kind) for path, kind in files.items())
+        return sum(clear(path, lambda entry: entry in selected, kind) for path, kind in files.items())
 
 
 def listed(layers: Sequence[TunedLayer] | None, stale: bool) -> Listed:
-    """What the cache keeps of `layers`, or of all; only what is not used with `stale`."""
+    """Cached launches of `layers`, or of all layers; with `stale` only those that are not used."""
     keys = None if layers is None else [layer_key(layer.problem) for layer in layers]
     files = [(kind, load(path, kind=kind)) for kind in KINDS for path in kind.files()]
     return Listed(
@@ -121,7 +121,7 @@ def listed(layers: Sequence[TunedLayer] | None, stale: bool) -> Listed:
 
 
 def draw_list(found: Listed, dropped: int | None, console: Any) -> None:
-    """The cache as a table, and what was dropped of it."""
+    """Prints cached launches as a table, and how many layers were dropped."""
     made = table("device", "layer", "M", "us", "launch", "used", right=("M", "us"))
     for _, file, entry in found.entries:
         words, state = layer_words(dict(entry.layer)), f"no: {entry.stale}" if entry.stale else "yes"

@@ -41,12 +41,12 @@ class Timing:
 
 
 LEAD_SECONDS = 0.05
-"""How long a GPU is kept busy before it is timed: at its power limit it takes about as long to change its
-clocks, and until then a kernel runs at those that the one before it has left (docs/bench.md: an example)."""
+"""How long a GPU is kept busy before it is timed. At its power limit it takes about that long to change its
+clocks, and until then a kernel runs at the clocks of the one before it (docs/bench.md has an example)."""
 
 
 def settle(run: Call, device: torch.device) -> None:
-    """Runs it untimed, once or more, until the clocks of a GPU are those that it gets by itself."""
+    """Calls `run` untimed, once or more, until the GPU's clocks have settled to this workload."""
     end = time.monotonic() + LEAD_SECONDS
     while True:
         run()
@@ -66,12 +66,17 @@ def time_calls(
 ) -> Timing:
     """Time of one of `calls`: equal work on different inputs, so that one call does not warm the next.
 
-    With `cold`, caches are flushed before every measurement; where a measurement is of several calls,
-    they must touch more than a cache holds to stay cold.
+    With `cold`, caches are flushed before every measurement; a measurement of several calls stays cold only
+    if together they touch more memory than the cache holds.
 
     On CUDA all calls are captured in one graph, which is replayed between two events; calls that are not
-    `capturable` are made one after the other between the events. On a CPU they run in turn between
-    two readings of the clock. With `settled`, a GPU's clocks are first brought to where they stay (`settle`).
+    `capturable` run one after the other between the events. On a CPU one call at a time runs between two
+    readings of the clock. With `settled`, a GPU's clocks settle first (`settle`).
+
+    Example:
+        >>> x = torch.ones(64, 64)
+        >>> time_calls([lambda: x @ x], torch.device("cpu"), repeats=3, cold=False).samples
+        3
     """
     if not calls or repeats < 1:
         raise UsageError(f"timing needs calls and repeats, got {len(calls)} and {repeats}")
@@ -129,9 +134,9 @@ def event() -> torch.cuda.Event:
 
 
 def captured(calls: Sequence[Callable[[], Result]]) -> tuple[torch.cuda.CUDAGraph, list[Result]]:
-    """A CUDA graph of all `calls` and what they gave, which each replay writes anew.
+    """A CUDA graph of all `calls` and their results, which each replay overwrites.
 
-    They are made once outside the capture, so that kernels are compiled.
+    Each call runs once before the capture, so that its kernels are compiled.
     """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -147,7 +152,7 @@ def captured(calls: Sequence[Callable[[], Result]]) -> tuple[torch.cuda.CUDAGrap
 
 
 def flusher(device: torch.device) -> Call:
-    """A call that replaces what the last-level cache of `device` holds."""
+    """A function that evicts everything from the last-level cache of `device`."""
     size = last_level_cache(device)
     buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)
     return lambda: buffer.add_(1)
@@ -159,7 +164,7 @@ def last_level_cache(device: torch.device) -> int:
 
 
 def _cuda_cache() -> int:
-    """Bytes of the GPU's L2; 64 MB where torch does not tell."""
+    """Bytes of the GPU's L2; 64 MB if torch does not report it."""
     return int(getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0)) or 64 << 20
 
 
@@ -168,7 +173,7 @@ CACHE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @cache
 def _cpu_cache() -> int:
-    """Bytes of this CPU's largest cache, at most 256 MB; 64 MB where the system does not tell."""
+    """Bytes of this CPU's largest cache, at most 256 MB; 64 MB if the system does not report it."""
     sizes = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()
@@ -180,7 +185,7 @@ def _cpu_cache() -> int:
 def measure_copy_bandwidth(device: torch.device, nbytes: int = 0) -> float:
     """Bytes read plus written per second by a pass over `nbytes` (2 GB on a GPU, 256 MB on a CPU).
 
-    The fastest of several. An elementwise kernel, as a plain copy in a CUDA graph may be given to a
+    The fastest of several. An elementwise kernel is used because a plain copy in a CUDA graph may run on a
     copy engine, which is slower than the memory.
     """
     nbytes = nbytes or (2 << 30 if device.type == "cuda" else 256 << 20)

@@ -1,4 +1,4 @@
-"""Several ways to compute the same, timed in turns, so that whatever drifts meanwhile hits all alike."""
+"""Interleaved timing of several implementations, so that drift (clocks, temperature) affects all equally."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from .cold_calls import captured, event, flusher, settle
 MakeOutput = Callable[[], Tensor]
 
 VISITS = 3
-"""Parts in which the rounds are taken on a GPU: between two of them all others have their own."""
+"""How many blocks an implementation's rounds are split into on a GPU; the others' blocks run in between."""
 
 MOST_SECONDS = 2.0
-"""Seconds that the rounds of one cell may take, for each of those that are timed."""
+"""Limit in seconds on all rounds of one implementation in a cell."""
 
 
 @dataclass
 class TimedCalls:
-    """Calls that are timed together, ready to be made again.
+    """Calls that are timed together, ready to be repeated.
 
     Attributes:
-        run: makes them; on a CPU one of them, the next each time.
-        calls: how many `run` makes.
-        method: how, in words.
-        outputs: of every call, the last ones of those given; overwritten by
-            `run` where it is a graph's replay.
-        estimate: seconds of `run`, roughly.
-        seconds: of each round so far, of one call.
+        run: runs them; on a CPU one of them, in rotation.
+        calls: number of calls in a `run`.
+        method: how they are run, for tables.
+        outputs: of every call that is kept (the last ones); overwritten by `run` if it replays a graph.
+        estimate: approximate seconds of a `run`.
+        seconds: per call, of each round so far.
     """
 
     run: Callable[[], object]
@@ -63,11 +62,11 @@ def quartiles(seconds: Sequence[float]) -> Quartiles:
 
 
 def prepare_calls(calls: Sequence[MakeOutput], device: torch.device, capturable: bool) -> TimedCalls:
-    """`calls` ready to be timed: warmed up, and on CUDA captured in one graph where that is possible.
+    """`calls` ready to be timed: warmed up, and on CUDA captured in one graph if they are `capturable`.
 
-    Calls that cannot be captured and take long are fewer: the last ones, so that together they stay
-    below `MOST_SECONDS`. On CUDA the outputs of a captured graph are those of its own buffers, filled
-    with NaN before it runs, so that what is compared is what the graph has written.
+    Of calls that cannot be captured and take long only the last ones are kept, so that they stay below
+    `MOST_SECONDS`. The outputs of a captured graph are its own buffers, filled with NaN before it is
+    replayed, so that the results that are compared are the graph's.
     """
     if device.type != "cuda":
         outputs = [call() for call in calls[:-1]]
@@ -117,12 +116,13 @@ def _all_of(calls: Sequence[MakeOutput]) -> None:
 def time_interleaved(
     turns: Mapping[str, TimedCalls], device: torch.device, rounds: int, cold: bool
 ) -> dict[str, Exception]:
-    """Times all `turns` round-robin into their `seconds`; what one raises ends its own turns alone.
+    """Times all `turns` round-robin into their `seconds`, and returns the exceptions by name.
 
-    A GPU that answers no more (`alive`) ends it. Each gets `rounds` rounds, or as many as `MOST_SECONDS`
-    allow, at least `FEWEST_ROUNDS` (or `rounds`), spread evenly over all, which go in `balanced_orders`. On
-    a GPU some rounds are taken together, on clocks that have settled: see `VISITS` and `settle` (not where
-    one run takes long). With `cold`, caches are flushed before each measurement.
+    An exception only ends the turns of the one that raised it; a GPU that no longer responds (`alive`) ends
+    all. Each gets `rounds` rounds, or as many as `MOST_SECONDS` allows but at least `FEWEST_ROUNDS` (or
+    `rounds`), spread evenly, in `balanced_orders`. On a GPU rounds are taken in `VISITS` blocks after the
+    clocks have settled (`settle`), unless one run takes long. With `cold`, caches are flushed before each
+    measurement.
     """
     flush = flusher(device) if cold else None
     shares = {name: _rounds_of(turn, rounds) for name, turn in turns.items()}
@@ -142,7 +142,7 @@ def time_interleaved(
                     if flush is not None:
                         flush()
                     turns[name].seconds.append(_turn(turns[name], device))
-            except Exception as error:  # whatever a library raises is told, and the others go on
+            except Exception as error:  # a library may raise anything; it is reported, and the others go on
                 failed[name] = error
                 if not alive(device):
                     return failed
@@ -150,10 +150,14 @@ def time_interleaved(
 
 
 def balanced_orders(count: int) -> list[list[int]]:
-    """Orders of 0 to `count` - 1, to be taken in turn: in them each comes right behind every other as often.
+    """Orders of 0 to `count` - 1 in which each number directly follows every other equally often.
 
-    What one leaves behind, in clocks or heat, then meets all others alike. Williams (1949): one row whose
-    neighbours differ by every number, shifted; for odd counts backwards too.
+    So the state that one leaves (clocks, heat) affects all others equally. Williams (1949): one row whose
+    neighbours differ by every number, shifted; for odd counts reversed as well.
+
+    Example:
+        >>> balanced_orders(2)
+        [[0, 1], [1, 0]]
     """
     first = [(at + 1) // 2 if at % 2 else (count - at // 2) % count for at in range(count)]
     orders = [[(at + shift) % count for at in first] for shift in range(count)]
@@ -161,7 +165,7 @@ def balanced_orders(count: int) -> list[list[int]]:
 
 
 def alive(device: torch.device) -> bool:
-    """False when a GPU answers this process no more, as after an illegal access."""
+    """False when the GPU no longer responds to this process, as after an illegal access."""
     if device.type != "cuda":
         return True
     try:
@@ -188,5 +192,5 @@ def _turn(turn: TimedCalls, device: torch.device) -> float:
     start.record()
     turn.run()
     stop.record()
-    stop.synchronize()  # an error of this turn is not to be met in the next one's
+    stop.synchronize()  # an error of this call must not surface in the next one
     return float(start.elapsed_time(stop)) * 1e-3 / turn.calls

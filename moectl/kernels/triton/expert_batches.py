@@ -28,12 +28,12 @@ def one_each(problem: MoEProblem) -> MoEProblem:
 
 
 def layer_one_each(prepared: PreparedMoE) -> PreparedMoE:
-    """The layer with the problem of `one_each`; made once and kept with it. Weights are shared."""
-    made: PreparedMoE | None = prepared.derived.get(KEPT)
-    if made is None:
-        made = replace(prepared, problem=one_each(prepared.problem), derived={})
-        prepared.derived[KEPT] = made
-    return made
+    """The layer with the problem of `one_each`; created once and kept with it. Weights are shared."""
+    layer: PreparedMoE | None = prepared.derived.get(KEPT)
+    if layer is None:
+        layer = replace(prepared, problem=one_each(prepared.problem), derived={})
+        prepared.derived[KEPT] = layer
+    return layer
 
 
 def compute_batch(x: Tensor, counts: Tensor, compute: Callable[[KernelCall], None]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every kernel family is given: a layer's matrices, one call's tensors, and what a family is."""
+"""A kernel family (`KernelFamily`) and its inputs: a layer's matrices and one call's tensors."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class KernelMatrix:
     exponents: tuple[int, int] | None = None
 
     def exponents_within(self, allowed: range) -> bool:
-        """Whether the exponents of all scales are known to be of `allowed`."""
-        return self.exponents is not None and all(it in allowed for it in self.exponents)
+        """Whether the exponents of all scales are known to be in `allowed`."""
+        return self.exponents is not None and all(exponent in allowed for exponent in self.exponents)
 
 
 EXPERTS_AT_ONCE = 32
-"""Experts whose scales are looked at together, which takes several times their memory."""
+"""Experts whose scales are examined at a time, which takes several times their memory."""
 
 
 def exponents_of(scales: Tensor, kind: str) -> tuple[int, int] | None:
     """Smallest and largest biased exponent of `scales`, of E8M0 bytes or of bf16 numbers.
 
-    Waits for the GPU; None where nobody may wait, and for scales of another `kind` (see `scale_name`).
-    Zeros are left out: blocks of zeros and padding have them, and an E8M0 byte of 0, 2^-127, is nothing
-    beside the rest. Scales without memory, for compiling alone, count as ones.
+    Waits for the GPU; None during CUDA graph capture, and for scales of another `kind` (see `scale_name`).
+    Zeros are left out: blocks of zeros and padding have them, and an E8M0 byte of 0, 2^-127, is negligible.
+    Scales on the device meta, which only compiles, count as ones.
     """
     if kind not in ("e8m0", "bf16"):
         return None
@@ -63,8 +63,8 @@ def exponents_of(scales: Tensor, kind: str) -> tuple[int, int] | None:
     if scales.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     ends = []
-    for some in torch.split(scales.contiguous(), EXPERTS_AT_ONCE):
-        stored = some.view(torch.uint8) if kind == "e8m0" else some.view(torch.int16) & 0x7FFF
+    for chunk in torch.split(scales.contiguous(), EXPERTS_AT_ONCE):
+        stored = chunk.view(torch.uint8) if kind == "e8m0" else chunk.view(torch.int16) & 0x7FFF
         exponents = stored if kind == "e8m0" else stored >> 7
         ends.append((torch.where(stored == 0, 255, exponents).min(), exponents.max()))
     low, high = (torch.stack(end) for end in zip(*ends, strict=True))
@@ -99,7 +99,7 @@ _FLOATS = {name: short for short, name in MODEL_DTYPES.items()}
 
 
 def scale_name(problem: MoEProblem) -> str:
-    """What the scales are that kernels read: ``e8m0``, ``bf16`` or ``fp16``; empty for what none reads."""
+    """Type of the scales for the kernels: ``e8m0``, ``bf16`` or ``fp16``; empty if no kernel supports it."""
     weight = problem.scheme.weight
     if weight.name == "mxfp4":
         return "e8m0"
@@ -107,11 +107,11 @@ def scale_name(problem: MoEProblem) -> str:
 
 
 SIZE_MULTIPLE = 16
-"""What divides sizes of layers whose kernels copy 16 bytes at once: as much as Triton knows of a number."""
+"""Required divisor of sizes for kernels that copy 16 bytes at a time: the one that Triton specializes on."""
 
 
 def column_refusal(problem: MoEProblem) -> str:
-    """Why kernels that go by 64 columns cannot read the layer's groups or sizes; empty when they can."""
+    """Why kernels with steps of 64 columns cannot read the layer's groups or sizes; empty when they can."""
     weight, dims = problem.scheme.weight, problem.dims
     if not (weight.group in (32, FULL) or (weight.group > 0 and weight.group % 64 == 0)):
         return f"it reads scale groups of 32, of multiples of 64 and of whole rows, the layer has {weight}"
@@ -122,7 +122,7 @@ def column_refusal(problem: MoEProblem) -> str:
 
 
 def activation_numbers(act: Activation) -> dict[str, float]:
-    """`alpha` and `limit` as the first GEMM takes them: 1 and infinity where the function has none."""
+    """`alpha` and `limit` of the first GEMM's epilogue: 1 and infinity if the function has none."""
     return {
         "alpha": act.alpha if act.name == "swigluoai" and act.alpha is not None else 1.0,
         "limit": math.inf if act.limit is None else act.limit,
@@ -131,7 +131,7 @@ def activation_numbers(act: Activation) -> dict[str, float]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many `device` has; one where nothing is launched, only compiled."""
+    """Number of multiprocessors of `device`; 1 for devices on which kernels are only compiled."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -139,7 +139,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class KernelLayer:
-    """The layer as the kernels take it: what it computes and its two matrices."""
+    """A layer as the kernels take it: its problem and its two matrices."""
 
     problem: MoEProblem
     w13: KernelMatrix
@@ -147,21 +147,21 @@ class KernelLayer:
 
 
 def layer_of(prepared: PreparedMoE) -> KernelLayer:
-    """The layer's matrices; made once and kept with it.
+    """The layer's matrices; created once and kept with it.
 
-    Looking at the scales waits for the GPU, so it is done when a layer is prepared. Where a graph is
-    captured first, every scale is taken to be possible, and nothing is kept.
+    Examining the scales waits for the GPU, so it is done when a layer is prepared. If that first happens
+    during graph capture, any scale is assumed to be possible, and the result is not kept.
     """
-    made = prepared.derived.get("triton")
-    if made is None:
-        made = KernelLayer(prepared.problem, matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
+    layer = prepared.derived.get("triton")
+    if layer is None:
+        layer = KernelLayer(prepared.problem, matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
         if not (prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            prepared.derived["triton"] = made
-    return made
+            prepared.derived["triton"] = layer
+    return layer
 
 
 Order = tuple[Tensor, Tensor]
-"""Slots by expert and where each expert's begin, as `routing.sort_by_expert` gives them."""
+"""Slots sorted by expert, and the offset of each expert's first one: `sort_and_combine.sort_by_expert`."""
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,10 @@ class KernelCall:
     """One call's tensors: `x` ``[tokens, hidden]``, flat `ids` and `weights`, and the output `y`.
 
     In a batch every row is a token of one expert or of none: a problem with a top-k of 1. Then `order`
-    is known, rows of y are what the second GEMM gives, and those of no expert may stay unwritten.
+    is given, rows of y are the second GEMM's results, and rows of no expert may stay unwritten.
 
     Attributes:
-        order: the assignments' order; None where they have to be sorted.
+        order: the assignments' order; None if they have to be sorted.
     """
 
     x: Tensor
@@ -186,22 +186,22 @@ class KernelCall:
         return self.ids.numel()
 
     def parts(self) -> Tensor:
-        """Where the second GEMM puts each assignment's result, ``[T, hidden]``: y itself in a batch."""
+        """The second GEMM's output, a row per assignment, ``[T, hidden]``: y itself in a batch."""
         return self.x.new_empty(self.assignments, self.y.shape[1]) if self.order is None else self.y
 
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """A family of kernels that computes a whole layer.
+    """Kernels that compute a whole layer, for a range of tokens per expert and some GPUs.
 
     Attributes:
         tile: the type of its launch configurations, a frozen dataclass of plain numbers.
         run: fills ``call.y``; allocates with torch.empty alone, launches grids that do not depend on
             the routing, and never waits for the GPU.
-        fits: why it cannot take a problem with a tile, in a sentence; empty when it can.
-        capability: compute capabilities it runs on, lowest and highest.
+        fits: why it cannot run a problem with a tile, in a sentence; empty when it can.
+        capability: compute capabilities it supports, lowest and highest.
         interpreted: True when Triton's interpreter can run it.
-        candidates: tiles of a problem among which measurements decide.
+        candidates: tiles for a problem that are worth measuring.
         tokens_per_expert: of experts that are hit, fewest and most, for which they are worth a measurement.
     """
 

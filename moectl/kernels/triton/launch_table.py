@@ -1,9 +1,9 @@
-"""Which launch is fastest for a layer and a number of tokens, as measured: ``launches.json``.
+"""The table of measured launches that ships with the package (``launches.json``), and its lookup.
 
-A file of measurements that ships with the package. An entry is one layer on one GPU; its rows say which
-kernels, with which tile, were fastest at a number of tokens. What was not measured takes the nearest
-that was: by the weights' format, by sizes, by how many experts are hit and how many tokens each gets.
-Before all of them comes what `moectl tune` measured of this very layer on this very machine.
+An entry is one layer on one GPU; its rows have the kernel family and the tile that were fastest at a number
+of tokens. A case that was not measured uses the nearest measured one, by the weights' format, sizes, number
+of experts with tokens and tokens per expert. What `moectl tune` measured for the same layer on the same
+machine has priority.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """What of a GPU decides a launch: its compute capability and number of multiprocessors."""
+    """The properties of a GPU that decide a launch: compute capability and number of multiprocessors."""
 
     capability: tuple[int, int]
     sms: int
@@ -36,7 +36,7 @@ class GpuModel:
 
 @dataclass(frozen=True, slots=True)
 class TokenSpread:
-    """How tokens spread over experts when each token takes `top_k` of `experts` at random.
+    """How tokens are distributed over experts when each token takes `top_k` of `experts` at random.
 
     Attributes:
         hit: expected number of experts with a token.
@@ -60,7 +60,7 @@ class TokenSpread:
         return TokenSpread(whole.hit * problem.local_experts / problem.experts, whole.tokens_per_expert)
 
     def distance(self, other: TokenSpread) -> float:
-        """In doublings; tokens per expert decide the kernel, experts only how full the GPU is."""
+        """Distance in powers of two: tokens per expert decide the kernel, experts only the occupancy."""
         return abs(math.log2(self.tokens_per_expert / other.tokens_per_expert)) + 0.5 * abs(
             math.log2(self.hit / other.hit)
         )
@@ -68,7 +68,7 @@ class TokenSpread:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLaunch:
-    """The fastest launch of one layer at one number of tokens: kernels, and their tile's fields."""
+    """The fastest launch of one layer at one number of tokens: kernel family, and its tile's fields."""
 
     spread: TokenSpread
     family: str
@@ -78,7 +78,7 @@ class MeasuredLaunch:
 
 @dataclass(frozen=True, slots=True)
 class LayerLaunches:
-    """One layer on one GPU, and what was fastest."""
+    """One layer on one GPU, and its fastest launches."""
 
     gpu: GpuModel
     weight: str
@@ -89,9 +89,9 @@ class LayerLaunches:
     rows: tuple[MeasuredLaunch, ...]
 
     def distance(self, problem: MoEProblem) -> float:
-        """How unlike `problem` the measured layer is: 0 for the same one.
+        """Distance of the measured layer from `problem`, 0 for the same one, without numbers of tokens.
 
-        What experts and choices make of a number of tokens is the matter of its `TokenSpread`.
+        Those are compared by `TokenSpread.distance`.
         """
         dims, weight = problem.dims, problem.scheme.weight
         kind = 0.0 if self.weight == str(weight) else 1.0 if self.weight[:4] == str(weight)[:4] else 3.0
@@ -120,13 +120,13 @@ def _entry(item: Mapping[str, Any]) -> LayerLaunches:
 
 
 NEAR = 0.5
-"""Doublings of the number of tokens for which a row of the user's holds."""
+"""Powers of two of the number of tokens within which a row of the user's cache is used."""
 
 
 def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[MeasuredLaunch]:
-    """What `moectl tune` found fastest for this layer near `tokens` tokens on `device`, the nearest first.
+    """Launches that `moectl tune` measured for this layer near `tokens` tokens on `device`, nearest first.
 
-    A file of the cache that cannot be used is ignored with a `CacheWarning`, once.
+    A cache file that cannot be used is ignored with a `CacheWarning`, once.
     """
     rows, note = rows_of(problem, device)
     if note:
@@ -139,29 +139,29 @@ def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[Measured
 
 
 def nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> Iterator[MeasuredLaunch]:
-    """Measured launches for `tokens` tokens of `problem`, the likeliest first; none for other GPUs.
+    """Measured launches for `tokens` tokens of `problem`, the nearest first; none for other architectures.
 
-    A GPU of the same compute capability counts as the same, however many multiprocessors it has.
+    GPUs of the same compute capability are included, with a distance by their multiprocessors.
     """
     yield from (row for _, row in _by_distance(problem, tokens, gpu))
 
 
 def distance_to_nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> float:
-    """How far the launch that `nearest` gives first was measured from these `tokens`, about in doublings.
+    """Distance to the first launch of `nearest`, roughly in powers of two.
 
-    0 for a cell that ships measured, infinite for another GPU.
+    0 for a measured cell, infinite for another architecture.
     """
     return next((far for far, _ in _by_distance(problem, tokens, gpu)), math.inf)
 
 
 LAYER_WEIGHT = 4.0
-"""How many times a layer's distance counts beside that of the numbers of tokens. With it 22 cells of other
-layers took 1.3% more on an H200 than with the better of two rows each, with all rows of the nearest layer
-first 3.7%."""
+"""Weight of the distance of layers relative to that of numbers of tokens. With it 22 cells of other layers
+were 1.3% slower on an H200 than with the better of two rows each; with all rows of the nearest layer first,
+3.7%."""
 
 
 def _by_distance(problem: MoEProblem, tokens: int, gpu: GpuModel) -> list[tuple[float, MeasuredLaunch]]:
-    """The rows for GPUs of one compute capability, the likeliest first."""
+    """The rows of GPUs with this compute capability and their distances, the nearest first."""
     spread = TokenSpread.here(problem, tokens)
     here = [entry for entry in entries() if entry.gpu.capability == gpu.capability]
     far = [(entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms)), entry) for entry in here]

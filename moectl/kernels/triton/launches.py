@@ -31,7 +31,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A family of kernels by its name, and its tile: a record of the family's own type."""
+    """A kernel family by name, and its tile, of the family's `tile` type."""
 
     family: str
     tile: Any
@@ -42,13 +42,13 @@ class Launch:
 
 
 def tile_words(tile: Any) -> str:
-    """The numbers of a tile that are not its type's defaults, each behind its name."""
-    found = ((it.name, getattr(tile, it.name), it.default) for it in fields(tile))
-    return " ".join(f"{name}={value}" for name, value, default in found if value != default)
+    """The fields of a tile that differ from their defaults, as ``name=value``."""
+    values = ((field.name, getattr(tile, field.name), field.default) for field in fields(tile))
+    return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
 
 DECODE_ASSIGNMENTS = 256
-"""Up to so many assignments every program reads all ids itself; beyond, sorting them once is cheaper."""
+"""Up to this many assignments every program reads all ids; beyond, sorting them once is cheaper."""
 
 DECODE_TOKENS = 64
 
@@ -72,11 +72,11 @@ GROUPED_TWO_SUMS: tuple[tuple[float, Tile], ...] = (
     *GROUPED[:2],
     (float("inf"), Tile(64, 128, 64, stages=4, warps=8, tails=2)),
 )
-"""The same for layers with `two_sums`: what spills no register. Not measured."""
+"""The same for layers with `two_sums`: tiles without register spills. Not measured."""
 
 
 def two_sums(problem: MoEProblem) -> bool:
-    """Whether each sum is kept twice: scales of MXFP4 have no place in fp16 and multiply sums of a group."""
+    """Whether there are two accumulators: MXFP4 scales exceed fp16's range and multiply sums of a group."""
     return problem.scheme.weight.name == "mxfp4" and problem.dtype == "fp16"
 
 
@@ -94,7 +94,7 @@ def is_legal(tile: Tile, group: int) -> bool:
 
 
 def launch_for(problem: MoEProblem, tokens: int) -> Launch:
-    """The portable kernels' launch for `tokens` tokens of `problem`, where nothing was measured."""
+    """The portable kernels' launch for `tokens` tokens of `problem`, without measurements."""
     assignments = tokens * problem.top_k
     if tokens <= DECODE_TOKENS and assignments <= DECODE_ASSIGNMENTS:
         return Launch("decode", next(tile for most, tile in DECODE if tokens <= most))
@@ -103,9 +103,13 @@ def launch_for(problem: MoEProblem, tokens: int) -> Launch:
 
 
 def token_tiles(assignments: int, experts: int, tokens: int) -> int:
-    """Most tiles of `tokens` tokens that `assignments` can need, whatever experts they go to.
+    """Upper bound on the tiles of `tokens` tokens that `assignments` need, for any routing.
 
-    Each expert that is hit has one tile that need not be full; every further tile is full.
+    Each expert with tokens has at most one tile that is not full.
+
+    Example:
+        >>> token_tiles(assignments=10, experts=4, tokens=8)
+        4
     """
     hit = min(assignments, experts)
     return hit + (assignments - hit) // tokens

@@ -59,7 +59,7 @@ def sort_by_expert(ids: Tensor, experts: int) -> Order:
 
 
 def order_of(call: KernelCall, experts: int) -> Order:
-    """A call's slots by expert and their offsets: what is known, or sorted now."""
+    """A call's slots by expert and their offsets: as given, or sorted now."""
     return call.order or sort_by_expert(call.ids, experts)
 
 
@@ -129,7 +129,7 @@ SUMS: tuple[tuple[float, CombineLaunch], ...] = (
 
 
 def finish(call: KernelCall, parts: Tensor, experts: int) -> None:
-    """`combine`, where `parts` are not the output already."""
+    """`combine`, unless `parts` already are the output."""
     if parts is not call.y:
         combine(parts, call.ids, call.y, experts)
 

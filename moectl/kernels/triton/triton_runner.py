@@ -1,8 +1,8 @@
 """The triton backend: moectl's own kernels on the layout ``moectl-mtile64``.
 
-Several families of kernels, each for other numbers of tokens per expert and other GPUs; `launch_for`
-chooses. Grids depend on sizes only, nothing is read back and sums have a fixed order: a call can be
-captured in a CUDA graph and gives the same bits every time.
+Several kernel families, each for a range of tokens per expert and some GPUs; `choose` selects one. Grids
+depend on sizes only, nothing is copied from the GPU and sums have a fixed order: a call can be captured in a
+CUDA graph and gives the same bits every time.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ FAMILIES: dict[str, KernelFamily] = {
     "prefill": PREFILL_FAMILY,
     "warpwise": WARPWISE_FAMILY,
 }
-"""Every family of kernels, by the name that a `Launch` gives."""
+"""Every kernel family, by `Launch.family`."""
 
 
 def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, launch: Launch) -> Tensor:
-    """`Runner.compute` with a launch of one's own, for tuning and tests; UsageError when it is not legal."""
+    """`Runner.compute` with a given launch, for tuning and tests; UsageError when it is not legal."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return run_into(y, prepared, x, ids, weights, launch)
 
@@ -57,7 +57,7 @@ def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, lau
 def run_into(
     y: Tensor, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, launch: Launch
 ) -> Tensor:
-    """`run_with` into an output that is there, contiguous and like `x`; the output."""
+    """`run_with` into an existing contiguous output `y` with the shape and dtype of `x`; returns `y`."""
     kernel_family = _legal(prepared.problem, launch)
     if not len(x):
         return y
@@ -68,14 +68,14 @@ def run_into(
 
 
 def run_batch_with(prepared: PreparedMoE, x: Tensor, counts: Tensor, launch: Launch) -> Tensor:
-    """`Runner.batched` with a launch of one's own; UsageError when it is not legal."""
+    """`Runner.batched` with a given launch; UsageError when it is not legal."""
     kernel_family = _legal(one_each(prepared.problem), launch)
     layer = replace(layer_of(prepared), problem=one_each(prepared.problem))
     return compute_batch(aligned(x), counts, lambda call: kernel_family.run(layer, call, launch.tile))
 
 
 def _legal(problem: MoEProblem, launch: Launch) -> KernelFamily:
-    """The family of a launch; UsageError when there is none, or it does not take the problem."""
+    """The kernel family of a launch; UsageError when it is unknown, or cannot run the problem."""
     kernel_family = FAMILIES.get(launch.family)
     if kernel_family is None:
         raise UsageError(f"no kernels are called {launch.family!r}; choose from {', '.join(FAMILIES)}")
@@ -86,13 +86,13 @@ def _legal(problem: MoEProblem, launch: Launch) -> KernelFamily:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x` without gaps, from an address that 16 bytes divide, as copies into shared memory need."""
+    """`x` contiguous and aligned to 16 bytes, as copies into shared memory need."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:
-    """The launch for `tokens` tokens of a layer where it is; a function of sizes, never of the routing."""
+    """The launch for `tokens` tokens of a layer on its device; depends on sizes, never on the routing."""
     kept: dict[int, Launch] = prepared.derived.setdefault("launches", {})
     if tokens not in kept:
         kept[tokens] = choose(prepared.problem, tokens, prepared.device)
@@ -100,7 +100,7 @@ def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:
 
 
 def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
-    """The launch that was tuned here for the layer, where there is one; else what ships."""
+    """The launch that `moectl tune` measured for the layer on this machine, if any; else the shipped one."""
     if device.type == "cuda" and tokens:
         for row in tuned(problem, tokens, gpu_of(device)):
             launch = launch_of(row.family, row.tile)
@@ -110,12 +110,12 @@ def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
 
 
 def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
-    """The nearest launch that ships and whose kernels exist on `device`; else what is safe everywhere."""
+    """The nearest shipped launch that `device` and `problem` support; else the portable kernels' launch."""
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        each = TokenSpread.here(problem, tokens).tokens_per_expert
+        per_expert = TokenSpread.here(problem, tokens).tokens_per_expert
         for row in nearest(problem, tokens, GpuModel(torch.cuda.get_device_capability(device), sms)):
-            if not _reaches(row, each):
+            if not _reaches(row, per_expert):
                 continue
             for tile in _rings(FAMILIES[row.family].tile(**row.tile)):
                 launch = Launch(row.family, tile)
@@ -125,34 +125,34 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
 
 
 REACH = 2.0
-"""How many times the tokens of an expert a row is taken for that it was measured at, and to what share of
-the fewest that its family is for. Where nothing nearer runs, an H200 took 0.9 to 1.1 of the portable kernels'
-time at twice the tokens of an 8-token kernel's row, 1.1 to 1.2 at four times, 1.4 to 1.8 at eight, 2 to 3 at
-more."""
+"""Factor on a row's tokens per expert up to which the row is used, and divisor of its kernel family's lower
+limit. Where nothing nearer runs, an H200 took 0.9 to 1.1 of the portable kernels' time at twice the tokens of
+an 8-token kernel's row, 1.1 to 1.2 at four times, 1.4 to 1.8 at eight, 2 to 3 at more."""
 
 
 CROWDED = 1.25
-"""How many times the tokens that its programs take one of few tokens may meet an expert with: with more,
-weights are read again for many of them."""
+"""Factor on the tokens of a program's tile up to which kernels for few tokens are used: beyond it, weights
+are read several times for many experts."""
 
 
-def _reaches(row: MeasuredLaunch, each: float) -> bool:
-    """Whether the row says something of `each` tokens an expert."""
+def _reaches(row: MeasuredLaunch, per_expert: float) -> bool:
+    """Whether the row is usable for `per_expert` tokens per expert."""
     fewest, most = FAMILIES[row.family].tokens_per_expert
     if math.isinf(most):
-        return fewest / REACH <= each
-    return fewest / REACH <= each <= min(REACH * row.spread.tokens_per_expert, CROWDED * row.tile["tokens"])
+        return fewest / REACH <= per_expert
+    limit = min(REACH * row.spread.tokens_per_expert, CROWDED * row.tile["tokens"])
+    return fewest / REACH <= per_expert <= limit
 
 
 def _rings(tile: Any) -> Iterator[Any]:
-    """`tile`, then with an ever shorter ring where it has one: wider codes leave room for fewer stages."""
+    """`tile`, then with fewer and fewer stages if it has a ring: wider codes leave room for fewer."""
     yield tile
     for stages in range(getattr(tile, "stages", 0) - 1, 0, -1):
         yield replace(tile, stages=stages)
 
 
 def launch_of(name: str, tile: Mapping[str, int]) -> Launch | None:
-    """The launch of a row; None where this version has no such kernels, or tiles of other fields."""
+    """The launch of a row; None if this version has no such kernel family, or a tile with other fields."""
     family = FAMILIES.get(name)
     if family is None or set(tile) != {field.name for field in fields(family.tile)}:
         return None
@@ -160,13 +160,13 @@ def launch_of(name: str, tile: Mapping[str, int]) -> Launch | None:
 
 
 def is_runnable(launch: Launch, problem: MoEProblem, device: torch.device) -> bool:
-    """Whether its kernels exist for `device` and take `problem` with its tile."""
+    """Whether its kernels support `device`, and `problem` with its tile."""
     kernel_family = FAMILIES[launch.family]
     return kernel_family.runs_on(device) and not kernel_family.fits(problem, launch.tile)
 
 
 def gpu_of(device: torch.device) -> Device:
-    """The GPU as a key of what was measured on it."""
+    """The GPU as a key of measurements."""
     major, minor = torch.cuda.get_device_capability(device)
     return Device(
         "cuda", f"sm{major}{minor}", torch.cuda.get_device_name(device), sms=multiprocessors(device)
@@ -178,7 +178,7 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
 
 
 def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
-    # How many rows are tokens is known on the GPU alone: the launch is the one for a full batch.
+    # Only the GPU knows how many rows are tokens: the launch is the one for a full batch.
     rows = x.shape[0] * x.shape[1]
     return run_batch_with(prepared, x, counts, launch_on(layer_one_each(prepared), rows))
 

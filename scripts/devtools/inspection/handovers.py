@@ -1,4 +1,4 @@
-"""Shared memory that a thread hands on before the others of its partition have done with it.
+"""Shared memory that a thread releases before the other threads of its partition have finished with it.
 
 Partitions of a kernel hand shared memory on by an mbarrier: all threads read or write, a barrier
 (``BAR.SYNC``) waits for all of them, and one arrives (``SYNCS.ARRIVE``). An arrival that a shared access

@@ -1,4 +1,4 @@
-"""What one compiled kernel uses, what instructions it is made of, and what is wrong with it."""
+"""Resources, instruction counts and faults of one compiled kernel."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SERIALIZED = re.compile(r"\bC751[0-5]\b")
 """ptxas' codes for "wgmma instructions are serialized", each with another reason."""
 
 MOST_STACK = 16
-"""Bytes of stack a lane that are let pass: a few addresses that are kept aside, outside of loops."""
+"""Bytes of stack per thread that are tolerated: a few saved addresses outside of loops."""
 
 TUNED_FOR = 90
-"""Where tiles were chosen by measurements and nothing may be spilled; elsewhere what fits `MOST_STACK`."""
+"""Architecture on which tiles were tuned and no register may spill; elsewhere `MOST_STACK` is allowed."""
 
 COUNTED: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern)
@@ -85,17 +85,17 @@ class KernelReport:
 
     Attributes:
         arch: what it was compiled for: 90 is sm_90.
-        registers, stack: of one lane; registers, and bytes.
+        registers, stack: registers and bytes of one thread.
         shared: bytes of shared memory of one program.
         instructions: all of its code.
         opcodes: how many there are of each of `COUNTED`, none left out.
         wgmma, wgmma_a: wgmma instructions, and those of them with the A operand in registers.
         loops: innermost loops with matrix products, in the order of the code.
-        warnings: ptxas' codes C7510 to C7515: it serialized wgmmas. Asked only where there are any.
-        hazards: instructions that touch what a wgmma in flight still needs, with that wgmma.
-        handovers: shared memory that is handed on too early, see `handovers`.
-        unreached: wgmmas and accesses to shared memory that no known path leads to, so that neither of these
-            was looked for there.
+        warnings: ptxas' codes C7510 to C7515: it serialized wgmmas. Only checked in kernels with wgmma.
+        hazards: instructions that touch registers which a wgmma in flight still needs, with that wgmma.
+        handovers: shared memory that is released too early, see `handovers`.
+        unreached: wgmmas and accesses to shared memory that no known path leads to, so that hazards and
+            handovers could not be checked there.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""A GPU that is not here: launches of kernels compile for it and run nothing.
+"""Compiling kernels for a GPU that is not in this machine, without running them.
 
 Inside `compiling_for` the ordinary host code runs, on tensors of the device ``meta`` (shapes without memory),
-and every launch compiles exactly the kernel that the GPU would get: the same constants, specializations
-and options. What host code asks of its GPU is answered from `OfflineGpu`.
+and every launch compiles exactly the kernel that it would run on the GPU: the same constants,
+specializations and options. Queries of the GPU's properties are answered from `OfflineGpu`.
 """
 
 from __future__ import annotations

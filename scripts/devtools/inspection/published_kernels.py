@@ -1,4 +1,4 @@
-"""The kernels that published models meet on a GPU, compiled and examined without one."""
+"""The kernels of published models, compiled and examined without a GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def layer_without_weights(model: str) -> PreparedMoE:
 
 
 def largest_of_each_family(launches: Iterable[Examined]) -> tuple[Examined, ...]:
-    """Of each family of kernels, the launch for the most tokens: the largest tile."""
+    """Of each kernel family, the launch for the most tokens: the largest tile."""
     return tuple({it.launch.family: it for it in launches}.values())
 
 

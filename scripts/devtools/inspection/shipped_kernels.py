@@ -1,4 +1,4 @@
-"""Which kernels a layer can meet on which GPU, whatever the number of tokens, and what they compile to."""
+"""The launches that a layer can get on a GPU for any number of tokens, and their compiled kernels."""
 
 from __future__ import annotations
 
@@ -55,10 +55,7 @@ def candidates(layer: PreparedMoE, gpu: OfflineGpu) -> tuple[Examined, ...]:
 
 
 def covering_tiles(tiles: Iterable[Any]) -> list[Any]:
-    """Few of a family's tiles in which each of its fields has every value that it has in any.
-
-    Greedy: the tile with the most values that were not there yet, the first one of several.
-    """
+    """A small subset of a kernel family's tiles that has every value of every field (a greedy set cover)."""
     left = {tile: set(asdict(tile).items()) for tile in tiles}
     found, missing = [], set().union(*left.values())
     while missing:

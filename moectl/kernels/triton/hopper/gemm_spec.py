@@ -1,4 +1,4 @@
-"""What `mid` and `prefill` share on the host: formats, and what a product is compiled for."""
+"""Shared host code of the kernel families `mid` and `prefill`: formats, compile-time GEMM parameters."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
     "bf16": (("int4", "bf16"), ("int8", "bf16")),
     "fp16": (("int4", "fp16"), ("int8", "fp16"), ("int4", "bf16")),
 }
-"""Scales -> weights and the activations that they are multiplied with: none rounds a weight twice."""
+"""Scales -> (weights, activations) that are supported: no combination rounds a weight twice."""
 
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """One of a layer's two products, as far as a kernel is compiled for it.
+    """Compile-time parameters of one of a layer's two GEMMs.
 
     Attributes:
         stage: 1 or 2, the first or the second GEMM.
-        exact: weights come out as they are, see `fragments`.
-        split: fp16 scales, bf16 tokens.
-        weighted: whether the router's weights are applied here.
+        exact: weights are not folded with a power of two, see `fragments`.
+        split: fp16 scales with bf16 tokens.
+        weighted: whether the router's weights are applied in this GEMM.
     """
 
     stage: int
@@ -42,12 +42,12 @@ class GemmSpec:
 
     @property
     def factor(self) -> float:
-        """What sums are to be multiplied with."""
+        """Factor that the sums are multiplied by: the inverse of folding."""
         return 1.0 if self.exact else fold_factor(self.format)
 
 
 def operand(layer: KernelLayer, stage: int) -> tuple[KernelMatrix, int]:
-    """The matrix of a product, and how many columns its tokens have."""
+    """The matrix of a GEMM, and the columns of its tokens."""
     dims = layer.problem.dims
     return (layer.w13, dims.hidden) if stage == 1 else (layer.w2, dims.intermediate)
 
@@ -69,7 +69,7 @@ def product_of(layer: KernelLayer, stage: int) -> dict[str, Any]:
 
 
 def exact_weights(problem: MoEProblem, m: KernelMatrix) -> bool:
-    """Whether the weights of `m` cannot come out times a power of two."""
+    """Whether the weights of `m` must not be folded with a power of two."""
     name = problem.scheme.weight.name
     if name == "int4" and (m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}):
         return True

@@ -1,4 +1,4 @@
-"""Grouped kernels for SM90 at about 3 to 130 tokens an expert: host code of `mid_kernels`."""
+"""Kernel family `mid`: grouped GEMMs for SM90 at about 3 to 130 tokens per expert; host code."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ WIDTHS: dict[int, tuple[int, ...]] = {
     96: (32, 64, 96),
     128: (32, 48, 64, 80, 96, 128),
 }
-"""Most tokens of a tile -> the numbers of token columns that its kernel has a branch for.
+"""Most tokens of a tile -> the numbers of token columns that its kernel has branches for.
 
 Each is a power of two or the sum of two.
 """
 
 KNOWN_UNIT = 32
-"""The most that the compiler is told of what divides the result's columns; stores of 16 bytes take 8."""
+"""Largest divisor of the result's columns that is passed to the compiler; stores of 16 bytes need 8."""
 
 REGISTERS: dict[tuple[int, int, int, int], dict[int, tuple[int, int]]] = {
     (2, 1, 1, 0): {128: (216, 80)},
@@ -56,8 +56,8 @@ REGISTERS: dict[tuple[int, int, int, int], dict[int, tuple[int, int]]] = {
     (4, 1, 1, 1): {32: (104, 64)},
     (4, 1, 2, 1): {16: (104, 64)},
 }
-"""Workers, programs of a multiprocessor, row blocks of a worker and whether scales come in boxes -> up to so
-many tokens a tile, whose sums fit beside the weights: registers of a worker's and of a loader's thread."""
+"""(workers, programs, blocks_m, tma_scales) of a `MidTile` -> {most tokens of a tile whose accumulators fit:
+(registers of a worker's thread, registers of a loader's thread)}."""
 
 _CODES = gl.NVMMASharedLayout(128, 8, 2)
 _WORDS = gl.NVMMASharedLayout(0, 32, 1)
@@ -69,13 +69,13 @@ class MidTile:
 
     Attributes:
         tokens: most tokens of a tile, a key of `WIDTHS`.
-        workers: warpgroups; with `programs` and `blocks_m` a key of `REGISTERS`.
-        stages: of the ring.
-        depth: 64-column pieces of a stage.
-        loaders: warps that copy token rows.
-        programs: of one multiprocessor at a time.
-        blocks_m: blocks of 64 weight rows that a worker has.
-        tma_scales: whether scale words are copied in boxes, by TMA, instead of word by word.
+        workers: consumer warpgroups, which dequantize weights and issue wgmmas.
+        stages: of the shared memory ring.
+        depth: 64-column pieces per stage.
+        loaders: warps that copy token rows (producers).
+        programs: resident at a time on one multiprocessor.
+        blocks_m: blocks of 64 weight rows (M of wgmma) per worker.
+        tma_scales: 1 if scale words are copied in boxes by TMA, 0 if word by word with cp.async.
     """
 
     tokens: int
@@ -94,8 +94,8 @@ class MidVariant(GemmSpec):
 
     Attributes:
         group: columns of one scale; 0: all.
-        even: no stage of the ring reaches beyond the tokens' columns.
-        wide: slots times columns exceed 32 bits.
+        even: no stage of the ring reaches past the tokens' columns.
+        wide: slots times columns need more than 32 bits.
         unit: a power of two that divides the result's columns.
         registers: of a worker's and a loader's thread.
     """
@@ -122,7 +122,7 @@ class MidVariant(GemmSpec):
 
     @property
     def lean(self) -> bool:
-        """Whether registers are so few that partitions compute again what they would share."""
+        """Whether registers are so scarce that partitions recompute values instead of sharing them."""
         return self.tma_scales or self.blocks_m > 1
 
 
@@ -161,7 +161,7 @@ def _variant(layer: KernelLayer, stage: int, assignments: int, tile: MidTile) ->
 
 @dataclass(frozen=True)
 class MidSchedule:
-    """Where each expert's tokens are: sorted slots, and at most `bound` tiles of them.
+    """A call's assignments sorted by expert, cut into at most `bound` token tiles.
 
     Attributes:
         slots: assignments by expert.
@@ -196,7 +196,7 @@ def schedule(call: KernelCall, experts: int, tokens: int) -> MidSchedule:
 def gemm(
     layer: KernelLayer, stage: int, call: KernelCall, plan: MidSchedule, x: Tensor, y: Tensor, tile: MidTile
 ) -> None:
-    """Fills `y`: activations of the first GEMM by sorted position, or of the second the parts by slot.
+    """Fills `y`: the first GEMM's activations by sorted position, or the second GEMM's parts by slot.
 
     Args:
         x: the tokens, or the first GEMM's result.
@@ -317,13 +317,13 @@ STAGES = (8, 6, 5, 4, 3, 2)
 
 
 def _candidates(problem: MoEProblem) -> Sequence[MidTile]:
-    """Each with the deepest ring that fits: it hides the most latency."""
-    found = []
+    """Each of `PROMISING` with the most stages that fit, which hide the most latency."""
+    candidates = []
     for tokens, workers, programs, blocks_m, tma_scales, depth in PROMISING:
         tile = MidTile(tokens, workers, 0, depth, programs=programs, blocks_m=blocks_m, tma_scales=tma_scales)
         rings = (replace(tile, stages=stages) for stages in STAGES)
-        found += [tile for tile in rings if not _fits(problem, tile)][:1]
-    return found
+        candidates += [tile for tile in rings if not _fits(problem, tile)][:1]
+    return candidates
 
 
 MID_FAMILY = KernelFamily(

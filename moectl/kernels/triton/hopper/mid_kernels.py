@@ -1,15 +1,16 @@
 # mypy: ignore-errors
-"""Device code of the grouped GEMMs for about 3 to 130 tokens an expert, warp specialized.
+"""Device code of the kernel family `mid`: warp-specialized grouped GEMMs for 3 to 130 tokens per expert.
 
-A program stays on its multiprocessor and works off tiles: 64 or 128 weight rows a worker times the tokens
-of one expert. Two partitions fill a ring in shared memory, one with weights (codes by TMA, scale and zero
-words by cp.async or in boxes by TMA), one with token rows (gathered by cp.async); the workers, warpgroups,
-empty it. A worker turns the next codes into registers while the tensor cores work on the last ones.
+Programs are persistent. A tile is 64 or 128 weight rows per worker by the tokens of one expert. Two
+producer partitions fill a ring in shared memory, one with weights (codes by TMA, scale and zero-point words
+by cp.async or in boxes by TMA), one with token rows (gathered by cp.async); the workers, consumer
+warpgroups, empty it. A worker dequantizes the next codes into registers while the tensor cores multiply the
+previous ones.
 
-A tile has as many token columns as its tokens need, one of ``HOW.widths``: a branch of the kernel each.
+A tile has as many token columns as its tokens need, one of ``HOW.widths``, each a branch of the kernel.
 
 ``N, K`` are stored sizes of the weights, ``KX`` the columns of the tokens, ``NX`` the columns of the output.
-`HOW` is a `mid.Variant`: all that is known when the kernel is compiled.
+`HOW` is a `mid.MidVariant`: everything that is known at compile time.
 """
 
 import triton

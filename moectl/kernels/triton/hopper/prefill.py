@@ -1,4 +1,4 @@
-"""Prefill kernels for SM90, from about 40 tokens an expert on: host code of `prefill_kernels`.
+"""Kernel family `prefill`: grouped GEMMs for SM90 from about 40 tokens per expert; host code.
 
 Sort by expert, cut into token tiles, first GEMM with activation, second GEMM, sum.
 """
@@ -35,16 +35,16 @@ UNIT = 16
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """How a program is laid out.
+    """The shape of a program.
 
     Attributes:
-        workers: warpgroups that compute.
-        blocks: of 64 weight rows, that each of them owns.
-        widths: of token tiles that the kernel has, in units; a tile takes the next one that holds it.
-            Those beyond 8, and all of programs of one block, are a power of two or the sum of two.
-        pieces: in which a tile's tokens are loaded, each if the tile has any of it; those beyond 128 are one.
-            Each takes registers of the thread that loads.
-        registers: of a thread that computes and of one that loads.
+        workers: consumer warpgroups.
+        blocks: blocks of 64 weight rows per worker.
+        widths: token columns, in units of 16, that the kernel has branches for; a tile uses the smallest that
+            fits. Those above 8, and all of programs with one block, are a power of two or the sum of two.
+        pieces: numbers of tokens that are loaded together, if the tile has any of them; tokens beyond 128 are
+            one piece. Each takes registers of the loading thread.
+        registers: of a worker's and of a loader's thread.
     """
 
     workers: int
@@ -64,18 +64,18 @@ SHAPES: dict[int, PrefillShape] = {
     9: PrefillShape(2, 2, (2, 4, 5, 6, 7, 8, 9), (64, 32, 32, 16), (216, 72)),
     12: PrefillShape(3, 1, (2, 4, 6, 8, 10, 12), (64, 64, 64), (152, 56)),
 }
-"""Most units of a tile -> the shape of its program."""
+"""`PrefillTile.tokens_x16` -> the shape of its program."""
 
 REGISTERS: dict[tuple[bool, int], tuple[int, int]] = {(True, 12): (144, 80)}
-"""With a bias or without, and units, to which the registers of the shape would spill -> theirs.
+"""(bias, tokens_x16) for which the shape's registers would spill -> registers to use instead.
 
-A bias takes registers of the thread that loads it; without one, computing threads need them."""
+A bias takes registers of the thread that loads it; without one, the workers need them."""
 
 STORED = 64 * 64 * 2
-"""Bytes in which a warpgroup turns its results around before it stores them."""
+"""Bytes of shared memory in which a warpgroup transposes its results before it stores them."""
 
 NOTE = 2 * 256 * 4
-"""Bytes of slots, of router weights or of bias of the tile that is computed and of the next one."""
+"""Bytes of slots, of router weights or of bias for the current tile and the next one."""
 
 MOST_STAGES, FEWEST_STAGES = 7, 3
 
@@ -86,8 +86,8 @@ class PrefillTile:
 
     Attributes:
         tokens_x16: most tokens of a tile, in units of 16; a key of `SHAPES`.
-        group_m: token tiles that run through all weight rows together, and so share them in the L2 cache.
-        stagger: steps by which each warpgroup follows the one before it.
+        group_m: token tiles that sweep all weight rows together, to reuse them in L2 (Triton's GROUP_SIZE_M).
+        stagger: steps of the ring by which each worker starts after the one before it.
     """
 
     tokens_x16: int = 9

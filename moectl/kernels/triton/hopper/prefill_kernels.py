@@ -1,17 +1,17 @@
 # mypy: ignore-errors
-"""Device code of the prefill kernels for SM90: persistent, warp-specialized grouped GEMMs.
+"""Device code of the kernel family `prefill` for SM90: persistent, warp-specialized grouped GEMMs.
 
-One program per multiprocessor. A loading warpgroup takes tiles from a counter and fills a ring of stages
-in shared memory: 64 columns of the tile's tokens, gathered, and of its weight rows. The computing
-warpgroups own 64 of the rows each, or two blocks of 64, and expand them to the registers that wgmma takes
-as A. With two blocks one is expanded while the product of the other runs; with one, three warpgroups
-share the tensor cores, each of which expands while they work for the others.
+One program per multiprocessor. A producer warpgroup takes tiles from a counter and fills a ring of stages
+in shared memory: 64 columns of the tile's tokens, gathered, and of its weight rows. The workers (consumer
+warpgroups) own 64 of the rows each, or two blocks of 64, and dequantize them into the registers that wgmma
+takes as A. With two blocks one is dequantized while the product of the other runs; with one, three workers
+share the tensor cores, each dequantizing while the others multiply.
 
-A tile has as many token columns as its tokens need, one of ``HOW.widths``: a branch of the kernel each.
-The product is transposed, ``acc[weight rows, tokens]``.
+A tile has as many token columns as its tokens need, one of ``HOW.widths``, each a branch of the kernel.
+The product is transposed (swap-AB), ``acc[weight rows, tokens]``.
 
 ``N, K`` are the stored (padded) sizes of a weight matrix, ``KX`` its logical columns and ``NX`` the
-logical columns of the output. `HOW` is a `prefill.Variant`: all that is known when the kernel is compiled.
+logical columns of the output. `HOW` is a `prefill.PrefillVariant`: everything known at compile time.
 """
 
 import triton.language as tl

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Device code of the prefill kernels: the warpgroup that loads.
+"""Device code of the kernel family `prefill`: the producer warpgroup.
 
-It takes tiles from a counter, hands them to the computing warpgroups and fills the ring of stages for them.
-What the kernel before wrote is read past the L1 cache, which this kernel may share with it.
+It takes tiles from a counter, passes them to the workers and fills the ring of stages for them. Data of the
+previous kernel is read with .cg, past the L1 cache, which may hold stale lines.
 """
 
 from triton.experimental import gluon

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Device code of the prefill kernels: how tokens are cut into tiles, and how a tile lies in registers.
+"""Device code of the kernel family `prefill`: cutting tokens into tiles, and register layouts of a tile.
 
-A token tile is some units of 16 tokens wide. A width that is no power of two is computed as two
-accumulators, wide and narrow, that share the expanded weights.
+A token tile is a number of units of 16 tokens wide. A width that is not a power of two is computed as two
+accumulators, wide and narrow, that share the dequantized weights.
 """
 
 import triton
@@ -17,8 +17,8 @@ def _schedule_kernel(
 ):  # fmt: skip
     """Token tiles (expert, first, end, units) ``[COUNT[0], 4]``, expert by expert; one program.
 
-    An expert's tokens are cut into the fewest tiles of at most `MOST` units of 16 tokens, and its
-    units are shared out so that its tiles differ by one at most. COUNT[1:3] become 0.
+    An expert's tokens are cut into the fewest tiles of at most `MOST` units of 16 tokens, whose widths
+    differ by one unit at most. COUNT[1:3] are set to 0.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -47,9 +47,9 @@ def _schedule_kernel(
 
 @gluon.jit
 def _placed(tile, count, whole, group_m):
-    """(token tile, row tile) number `tile`: `group_m` token tiles run through the `whole` row tiles together.
+    """(token tile, row tile) of number `tile`: `group_m` token tiles sweep the `whole` row tiles together.
 
-    A row tile that lies partly past the matrix comes last: it is shorter, and evens out the end.
+    Row tiles that are partly past the matrix come last: they are shorter, which balances the tail.
     """
     group = tile // gl.maximum(group_m * whole, 1)
     within = tile - group * (group_m * whole)
