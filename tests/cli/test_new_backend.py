@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from support.invoking import moectl
-
 from moectl.doctor import runnable_backends
 from moectl.doctor.runnable_backends import BackendStatus, backend_statuses
 from moectl.environment import Packages, detect_cpu, installed_packages
@@ -17,6 +15,7 @@ from moectl.kernels import registry
 from moectl.kernels.registry import RunnerEntry
 from moectl.oracle.registry import policy_named
 from support.fake_backends import add_record
+from support.invoking import moectl
 
 RUNNER = """
 from dataclasses import replace
