@@ -20,7 +20,7 @@ from .cache_file import CacheFileKind, Document, change, device_key, read
 from .measurement_keys import built, layer_key
 
 KIND = CacheFileKind("launches", 2)
-"""Launches of moectl's own kernels. Version 1 named the kernel family ``regime``."""
+"""Launches of moectl's own kernels. Version 1 stored the kernel family under another key."""
 
 ENGINE = CacheFileKind("engine-launches", 2)
 """Launches for an engine's own tuning files; `LaunchRow.tile` holds its parameters."""
