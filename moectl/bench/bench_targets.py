@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..convert.rank_slice import RankShard, RankShare
+from ..convert.rank_slice import RankShard, RankSlice
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..errors import UsageError
 from ..kernels.prepared_layer import CANONICAL
@@ -99,14 +99,14 @@ def _first_rank(target: BenchTarget, shard: RankShard) -> BenchTarget:
 
 def shared(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
     """What `shard` has of a whole `layer`; UsageError when it cannot be cut so."""
-    share = RankShare(layer.problem, shard)
+    share = RankSlice(layer.problem, shard)
     first, last = share.experts
     shapes = {
         role: kind.with_first_axis(last - first) for role, kind in share.shapes(layer.recipe.shapes).items()
     }
 
     def canonical(ids: Ids) -> dict[str, torch.Tensor]:
-        return dict(share.cut(layer.canonical([first + int(i) for i in ids])))
+        return dict(share.slice(layer.canonical([first + int(i) for i in ids])))
 
     def stored(device: torch.device) -> dict[str, torch.Tensor]:
         return {role: t.to(device) for role, t in canonical(range(last - first)).items()}
@@ -119,5 +119,5 @@ def shared(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
         recipe=recipe,
         canonical=canonical,
         stored=stored,
-        share=share,
+        rank_slice=share,
     )

@@ -1,4 +1,4 @@
-"""`moectl synth`: a checkpoint with a published model's schema and random weights."""
+"""`moectl synth`: writes a checkpoint with a published model's schema and random weights."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,7 @@ EXAMPLES = (
 @framed("synth")
 def synth(
     model: Annotated[str, typer.Argument(help="A built-in model, such as openai/gpt-oss-20b.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory.")],
     layers: Annotated[int | None, option("--layers", help="MoE layers; default: all.", min=1)] = None,
     experts: Annotated[int | None, option("--experts", help="Experts; default: all.", min=1)] = None,
     hidden: Annotated[int | None, option("--hidden", help="Hidden size.", min=32)] = None,
@@ -31,7 +31,7 @@ def synth(
 ) -> None:
     """Write a checkpoint with a published model's schema.
 
-    Random, well-scaled weights, quantized for real: for tests and benches without a download.
+    The weights are random, well scaled and really quantized: for tests and benchmarks without a download.
     """
     from ..synth import synthesize
 

@@ -1,4 +1,4 @@
-"""`moectl unconvert`: the source's tensors back, bit for bit."""
+"""`moectl unconvert`: restores the source checkpoint, bit for bit."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,28 +13,30 @@ EXAMPLES = ("moectl unconvert ./marlin ./gpt-oss-20b-again",)
 
 @framed("unconvert")
 def unconvert(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A converted folder.", show_default=False)],
-    back: Annotated[Path, typer.Argument(metavar="BACK", help="A new or empty folder.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A converted directory.", show_default=False)],
+    back: Annotated[
+        Path, typer.Argument(metavar="BACK", help="A new or empty directory.", show_default=False)
+    ],
     *,
     out: Output,
 ) -> None:
-    """Give the source checkpoint of a converted folder back.
+    """Restore the original checkpoint from a converted directory.
 
-    With the source's names, dtypes, shapes and bytes.
+    Names, dtypes, shapes and bytes are those of the source.
     """
     from ..convert.restore.unconvert import unconvert as library
 
     with out.progress("restoring") as progress:
-        done = library(folder, back, progress=progress)
-    files = f"{count(done.tensors, 'tensor')} in {count(done.files, 'file')}"
-    text = f"{back}: {files}, {size(done.nbytes)}, with the source's hashes"
-    if done.experts_only:
-        out.note("the folder was converted with --experts-only: what comes back is no complete checkpoint")
+        restored = library(folder, back, progress=progress)
+    files = f"{count(restored.tensors, 'tensor')} in {count(restored.files, 'file')}"
+    text = f"{back}: {files}, {size(restored.nbytes)}, SHA-256 verified"
+    if restored.experts_only:
+        out.note("the directory was converted with --experts-only: the restored checkpoint has experts only")
     document = {
         "folder": str(back),
-        "files": done.files,
-        "tensors": done.tensors,
-        "bytes": done.nbytes,
-        "experts_only": done.experts_only,
+        "files": restored.files,
+        "tensors": restored.tensors,
+        "bytes": restored.nbytes,
+        "experts_only": restored.experts_only,
     }
     out.result(document, lambda console: console.print(text, markup=False), str(back))

@@ -1,4 +1,4 @@
-"""`moectl verify`: is a converted folder whole, and does it lead back to its source?"""
+"""`moectl verify`: checks a converted directory, and that its source can be restored from it."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -15,16 +15,16 @@ EXAMPLES = ("moectl verify ./marlin", "moectl verify ./marlin --source ./gpt-oss
 
 @framed("verify")
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A converted folder.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A converted directory.", show_default=False)],
     source: Annotated[
-        Path | None, option("--source", help="Compare with this checkpoint folder's bytes too.")
+        Path | None, option("--source", help="Compare with this checkpoint directory's bytes too.")
     ] = None,
     *,
     out: Output,
 ) -> ExitCode:
-    """Check a converted folder against its hashes and its source.
+    """Check a converted directory against its hashes and its source.
 
-    Lengths, hashes, the manifest, and that every tensor leads back to its source bit for bit. Of a
+    Checks lengths, hashes, the manifest, and that every tensor restores its source bit for bit; for a
     portable checkpoint, lengths and hashes.
     """
     from ..convert.portable.verify_portable import is_portable, verify_portable
@@ -33,11 +33,13 @@ def verify(
     portable = is_portable(folder)
     if portable and source is not None:
         raise UsageError(
-            f"{folder} is a portable checkpoint, which holds no way back to its source.",
+            f"{folder} is a portable checkpoint, from which the source cannot be restored.",
             hint="Leave --source out: its own hashes are checked.",
         )
     if source is not None and not source.is_dir():
-        raise CheckpointError(f"--source {source} is no folder", hint="give the folder that was converted")
+        raise CheckpointError(
+            f"--source {source} is not a directory", hint="give the directory that was converted"
+        )
     with out.progress("verifying") as progress:
         report = (
             verify_portable(folder, progress=progress)
@@ -48,14 +50,16 @@ def verify(
     def draw(console: Any) -> None:
         for finding in report.findings:
             console.print(f"found: {finding}", markup=False)
-        compared = ", equal to the source's bytes" if report.compared else ""
-        back = f"{report.tensors} tensors lead back to the source's hashes{compared}"
-        cut = f"{report.slices} slices lead back to what was cut of the source"
-        kept = "every byte is what was written"
-        verdict = f"whole; {kept if portable else back if report.tensors or not report.slices else cut}"
-        bad = count(len(report.findings), "finding")
-        read = f"{count(report.layers, 'layer')}, {count(report.files, 'other file')}"
-        text = f"{folder}: {verdict if report.ok else bad} ({read}, {size(report.bytes_read)} read)"
+        compared = " and bytes" if report.compared else ""
+        if portable:
+            checked = "every byte is what was written"
+        elif report.tensors or not report.slices:
+            checked = f"{report.tensors} tensors, round trip matches source hashes{compared}"
+        else:
+            checked = f"{report.slices} slices, round trip matches the source's slices"
+        verdict = f"OK: {checked}" if report.ok else count(len(report.findings), "finding")
+        scope = f"{count(report.layers, 'layer')}, {count(report.files, 'other file')}"
+        text = f"{folder}: {verdict} ({scope}, {size(report.bytes_read)} read)"
         console.print(text, markup=False)
 
     document = {"folder": str(folder), "ok": report.ok, **asdict(report)}

@@ -1,1 +1,1 @@
-"""Storage formats, kernel layouts, and the streaming conversion between them."""
+"""Conversion of expert weights between storage formats, kernel layouts and portable formats."""

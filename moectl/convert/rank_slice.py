@@ -1,7 +1,7 @@
-"""One rank's share of a layer: whole experts of a range, and of each a slice cut by scale blocks.
+"""One rank's slice of a layer: a range of experts, and a range of intermediate channels of each.
 
-Order of operations: slice, pad each half, convert. A slice is cut from canonical tensors, so that what
-follows (padding, value steps, layouts) sees the same as for a checkpoint that holds the slice alone.
+Order of operations: slice, pad each half, convert. Canonical tensors are sliced on scale-block boundaries, so
+that padding, value steps and layouts see the same as for a checkpoint that contains only the slice.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .canonical import INTERLEAVED, groups, halves, scale_rows
 from .steps.value_steps import Shapes, Tensors
 from .stream.source_reader import as_bytes
 
-Place = tuple[int, int, int, int]
-"""An axis, how many matrices are stacked along it, and the first and last element (exclusive) of each."""
+AxisSlice = tuple[int, int, int, int]
+"""Axis, number of matrices stacked along it, and first and last element (exclusive) within each matrix."""
 
 LARGEST_WORLD = 1 << 16
-"""Most ranks that a layer may be shared by."""
+"""Largest supported number of tensor-parallel or expert-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class RankShard:
-    """One rank among those that share every layer.
+    """The position of one rank in a deployment.
 
-    Experts are spread over `ep_size` ranks, and each expert is sliced over `tp_size`; ranks that
-    slice the same experts are neighbours.
+    Experts are distributed over `ep_size` ranks, and each expert is sliced over `tp_size` ranks. Ranks that
+    slice the same experts have consecutive numbers.
     """
 
     tp_size: int = 1
@@ -45,27 +45,31 @@ class RankShard:
 
     @property
     def ranks(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.tp_size * self.ep_size
 
     @property
     def rank(self) -> int:
-        """This one's number among all."""
+        """This rank's number, from 0."""
         return self.ep_rank * self.tp_size + self.tp_rank
 
     @property
     def possible(self) -> bool:
-        """True when sizes and ranks fit each other; a manifest may hold anything."""
-        sizes = (self.tp_size, self.ep_size)
-        held = zip((self.tp_rank, self.ep_rank), sizes, strict=True)
-        return all(0 <= rank < size <= LARGEST_WORLD for rank, size in held)
+        """True if the ranks are within the sizes, which a manifest read from disk does not guarantee."""
+        pairs = ((self.tp_rank, self.tp_size), (self.ep_rank, self.ep_size))
+        return all(0 <= rank < size <= LARGEST_WORLD for rank, size in pairs)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks} (tp {self.tp_size}, ep {self.ep_size})"
 
 
 def shard_of(rank: int, tp_size: int = 1, ep_size: int = 1) -> RankShard:
-    """The `RankShard` of a rank's number; UsageError when there is no such rank."""
+    """The `RankShard` of a rank's number; UsageError if there is no such rank.
+
+    Example:
+        >>> print(shard_of(3, tp_size=2, ep_size=2))
+        rank 3 of 4 (tp 2, ep 2)
+    """
     for name, size in (("--tp-size", tp_size), ("--ep-size", ep_size)):
         if not 1 <= size <= LARGEST_WORLD:
             raise UsageError(f"{name} must be 1 to {LARGEST_WORLD}, got {size}.")
@@ -78,18 +82,18 @@ def shard_of(rank: int, tp_size: int = 1, ep_size: int = 1) -> RankShard:
 
 
 def slice_unit(weight: WeightFormat) -> int:
-    """Lanes of the intermediate size that stay together: whole bytes, groups and blocks of rows."""
+    """Smallest number of intermediate channels that can be sliced off: whole bytes, groups and row blocks."""
     blocks = [size for size in weight.block if size > 0]
     return math.lcm(8 // weight.bits if weight.bits < 8 else 1, *blocks)
 
 
 def slice_size(problem: MoEProblem, tp_size: int) -> int:
-    """Lanes of `problem`'s intermediate size that the first of `tp_size` ranks holds.
+    """Number of intermediate channels that the first of `tp_size` ranks holds.
 
-    Blocks with scales that are powers of two (MX formats) are dealt out as gpt-oss is: as many to each rank
-    as the first needs, and fewer to the last. Others are cut into equal slices, as engines cut them.
+    MX formats (power-of-two block scales) are sliced like gpt-oss: every rank gets the blocks of a ceiling
+    division, and the last one fewer. Other formats are cut into equal slices, as engines do.
 
-    Raises UsageError when they are no whole scale blocks, or a rank would hold nothing.
+    Raises UsageError if slices are not whole scale blocks, or a rank would hold nothing.
     """
     whole, weight = problem.dims.intermediate, problem.scheme.weight
     unit = slice_unit(weight)
@@ -115,20 +119,20 @@ def slice_size(problem: MoEProblem, tp_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class RankShare:
-    """What `shard` holds of a layer of `whole`, a problem with all experts and logical sizes."""
+class RankSlice:
+    """What the rank `shard` holds of a layer; `whole` is the problem with all experts and logical sizes."""
 
     whole: MoEProblem
     shard: RankShard = RankShard()
 
     @property
     def sliced(self) -> bool:
-        """True when experts are not whole."""
+        """True if the rank holds slices of experts instead of whole ones."""
         return self.shard.tp_size > 1
 
     @cached_property
     def experts(self) -> tuple[int, int]:
-        """First and last expert (exclusive); UsageError when there are more ranks than experts."""
+        """First and last expert (exclusive); UsageError if there are more ranks than experts."""
         if self.shard.ep_size > self.whole.experts:
             raise UsageError(
                 f"{self.whole.experts} experts cannot be spread over {self.shard.ep_size} ranks.",
@@ -138,83 +142,83 @@ class RankShare:
 
     @cached_property
     def intermediate(self) -> tuple[int, int]:
-        """First and last lane (exclusive) of each expert's intermediate size; errors as `slice_size`."""
+        """First and last intermediate channel (exclusive) of each expert; raises like `slice_size`."""
         each = slice_size(self.whole, self.shard.tp_size)
         first = self.shard.tp_rank * each
         return first, min(first + each, self.whole.dims.intermediate)
 
     @property
     def problem(self) -> MoEProblem:
-        """The rank's problem with logical sizes; all its ids and its router are the whole layer's."""
+        """The rank's problem with logical sizes; expert ids and the router are those of the whole layer."""
         (first, last), (low, high) = self.experts, self.intermediate
         return replace(self.whole, dims=Dims(self.whole.dims.hidden, high - low), local_experts=last - first)
 
     def padded(self, pad: Callable[[MoEProblem], MoEProblem]) -> MoEProblem:
-        """The rank's problem, with the sizes to which `pad` pads the rank that holds most."""
+        """The rank's problem, padded by `pad` to the sizes of the rank that holds most channels."""
         problem, most = self.problem, slice_size(self.whole, self.shard.tp_size)
         full = pad(replace(problem, dims=Dims(problem.dims.hidden, most))).dims
         return replace(problem, dims=replace(full, intermediate=problem.dims.intermediate))
 
     @property
     def partial(self) -> str:
-        """What the rank's output is, in a sentence; empty when it has everything."""
+        """A sentence on the rank's output being a partial sum; empty for a single rank."""
         if self.shard.ranks == 1:
             return ""
         (first, last), (low, high) = self.experts, self.intermediate
         return (
-            f"{self.shard} has experts {first} to {last - 1} of {self.whole.experts} and lanes {low} to "
-            f"{high - 1} of {self.whole.dims.intermediate}: its output is a partial sum, and the sum over "
-            "all ranks is the layer's"
+            f"{self.shard} has experts {first} to {last - 1} of {self.whole.experts} and intermediate "
+            f"channels {low} to {high - 1} of {self.whole.dims.intermediate}: its output is a partial sum, "
+            "and the sum over all ranks is the layer's"
         )
 
     def shapes(self, whole: Shapes) -> Shapes:
-        """Canonical shapes of the rank's slices, of whole experts' shapes."""
-        made = {}
+        """Canonical types of the rank's slices, from those of whole experts."""
+        sliced = {}
         for role, (dtype, shape) in whole.items():
-            place = self._place(role, self.intermediate)
-            made[role] = TensorType(dtype, shape if place is None else _resized(shape, place))
-        return made
+            axis_slice = self._axis_slice(role, self.intermediate)
+            sliced[role] = TensorType(dtype, shape if axis_slice is None else _resized(shape, axis_slice))
+        return sliced
 
-    def cut(self, batch: Tensors) -> Tensors:
-        """The rank's slices of whole experts' canonical tensors; kept stored tensors stay as they are.
+    def slice(self, batch: Tensors) -> Tensors:
+        """The rank's slices of whole experts' canonical tensors; kept source tensors are not sliced.
 
-        The second matrix's bias is the first rank's alone, zeros elsewhere, so that the sum over ranks
-        has it once.
+        The second matrix's bias is zero on all but the first tensor-parallel rank, so that the sum over
+        ranks contains it once.
         """
-        return {role: self._cut(role, t) for role, t in batch.items()} if self.sliced else batch
+        return {role: self._slice(role, t) for role, t in batch.items()} if self.sliced else batch
 
-    def _cut(self, role: str, t: Tensor) -> Tensor:
+    def _slice(self, role: str, t: Tensor) -> Tensor:
         if role == "w2_bias":
             return t if self.shard.tp_rank == 0 else torch.zeros_like(t)
-        place = self._place(role, self.intermediate)
-        if place is None:
+        axis_slice = self._axis_slice(role, self.intermediate)
+        if axis_slice is None:
             return t
-        axis, stacked, low, high = place
+        axis, stacked, low, high = axis_slice
         return _stack(t, axis, stacked).narrow(axis + 1, low, high - low).flatten(axis, axis + 1).contiguous()
 
     def join(self, batches: Sequence[Tensors], roles: Sequence[str]) -> dict[str, Tensor]:
-        """Whole experts' canonical tensors `roles` of the slices of every tensor-parallel rank, in order.
+        """Whole experts' canonical tensors `roles`, from the slices of all tensor-parallel ranks, in order.
 
-        What is not sliced, and everything that is no such role, is the first rank's.
+        Tensors that are not sliced, and those not in `roles`, are taken from the first rank.
         """
-        made = dict(batches[0])
-        shares = [RankShare(self.whole, replace(self.shard, tp_rank=rank)) for rank in range(len(batches))]
+        joined = dict(batches[0])
+        slices = [RankSlice(self.whole, replace(self.shard, tp_rank=rank)) for rank in range(len(batches))]
         for role in roles:
-            full = self._place(role, (0, self.whole.dims.intermediate))
+            full = self._axis_slice(role, (0, self.whole.dims.intermediate))
             if full is None:
                 continue
-            made[role] = batches[0][role].new_empty(_resized(batches[0][role].shape, full))
-            for share, batch in zip(shares, batches, strict=True):
-                found = share._place(role, share.intermediate)
-                assert found is not None
-                axis, stacked, low, high = found
-                place = _stack(made[role], axis, stacked).narrow(axis + 1, low, high - low)
-                place.copy_(_stack(batch[role], axis, stacked))
-        return made
+            joined[role] = batches[0][role].new_empty(_resized(batches[0][role].shape, full))
+            for rank_slice, batch in zip(slices, batches, strict=True):
+                axis_slice = rank_slice._axis_slice(role, rank_slice.intermediate)
+                assert axis_slice is not None
+                axis, stacked, low, high = axis_slice
+                target = _stack(joined[role], axis, stacked).narrow(axis + 1, low, high - low)
+                target.copy_(_stack(batch[role], axis, stacked))
+        return joined
 
-    def _place(self, role: str, lanes: tuple[int, int]) -> Place | None:
-        """Where `lanes`, first and last (exclusive), are in `role`; None for what every rank holds whole."""
-        weight, (low, high) = self.whole.scheme.weight, lanes
+    def _axis_slice(self, role: str, channels: tuple[int, int]) -> AxisSlice | None:
+        """The elements of `role` for intermediate `channels`; None if every rank holds all of the role."""
+        weight, (low, high) = self.whole.scheme.weight, channels
         matrix, _, kind = role.partition("_")
         blocks = kind in ("scale", "zero")
         if matrix not in _AXES or kind not in ("", "bias", "scale", "zero") or role == "w2_bias":
@@ -224,7 +228,7 @@ class RankShare:
         if matrix == "w2":
             low, high = (groups(weight, k) if blocks else k * min(weight.bits, 8) // 8 for k in (low, high))
             return 2, 1, low, high
-        # Rows alone are interleaved; blocks of rows are counted in gate and up by themselves.
+        # Only rows are interleaved; blocks of rows are counted separately in gate and up.
         stacked, by_row = halves(self.whole, role), not blocks or weight.block[0] == 1
         if self.whole.rows == INTERLEAVED and stacked == 2 and by_row:
             return 1, 1, 2 * low, 2 * high
@@ -232,41 +236,41 @@ class RankShare:
         return 1, stacked, low, high
 
 
-def _resized(shape: Sequence[int], place: Place) -> tuple[int, ...]:
-    """`shape` with the elements of `place` alone."""
-    axis, stacked, low, high = place
+def _resized(shape: Sequence[int], axis_slice: AxisSlice) -> tuple[int, ...]:
+    """`shape` reduced to the elements of `axis_slice`."""
+    axis, stacked, low, high = axis_slice
     return (*shape[:axis], stacked * (high - low), *shape[axis + 1 :])
 
 
 def _stack(t: Tensor, axis: int, stacked: int) -> Tensor:
-    """`t` with `axis` as `stacked` matrices and their own axis."""
+    """A view of `t` with `axis` split into `[stacked, size of one matrix]`."""
     return t.view(*t.shape[:axis], stacked, -1, *t.shape[axis + 1 :])
 
 
 _AXES = {"w13": 1, "w2": 2}
-"""The axis of the intermediate size in each matrix."""
+"""The axis of the intermediate channels in each matrix."""
 
 
 class SliceHashes:
     """SHA-256 of a rank's slices, one for each canonical role of a layer.
 
-    Experts are hashed by themselves, in any order, and a role's hash is that of its experts' hashes one
-    after the other: batches of any size give the same.
+    Experts are hashed separately, in any order, and a role's hash is that of its experts' concatenated
+    digests, so that it does not depend on the batch size.
     """
 
     def __init__(self) -> None:
         self._experts: dict[str, dict[int, bytes]] = {}
 
     def take(self, batch: Tensors, first: int) -> None:
-        """The slices of experts from `first` on."""
+        """Adds the slices of a batch whose first expert is `first`."""
         for role, t in batch.items():
-            found = self._experts.setdefault(role, {})
+            digests = self._experts.setdefault(role, {})
             for i, expert in enumerate(t):
-                found[first + i] = hashlib.sha256(as_bytes(expert.contiguous())).digest()
+                digests[first + i] = hashlib.sha256(as_bytes(expert.contiguous())).digest()
 
     def result(self) -> dict[str, str]:
-        """The hash of every role."""
+        """The hash of each role."""
         return {
-            role: hashlib.sha256(b"".join(found[i] for i in sorted(found))).hexdigest()
-            for role, found in self._experts.items()
+            role: hashlib.sha256(b"".join(digests[i] for i in sorted(digests))).hexdigest()
+            for role, digests in self._experts.items()
         }

@@ -1,1 +1,1 @@
-"""One MoE layer, wherever its weights are stored."""
+"""One MoE layer from any source, prepared for a backend and built into a kernel."""

@@ -1,4 +1,4 @@
-"""A layer's kernel from the oracle's decision, the layer's weights and the ranks that share it."""
+"""Builds a layer's kernel from the oracle's decision, the layer's weights and the process group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..problem.moe_problem import Dims, MoEProblem, Parallel, expert_range
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This rank among those that share the layer."""
+    """This rank's position in the layer's process group."""
 
     size: int = 1
     rank: int = 0
@@ -31,7 +31,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a kernel is to be built of; `shared` tells whether shared experts are given."""
+    """The inputs of `build_kernel` that are checked; `shared` is True if shared experts were given."""
 
     decision: Decision
     chosen: Candidate
@@ -51,34 +51,34 @@ def build_kernel(
     dtype: torch.dtype | None = None,
     memory: int | None = None,
 ) -> FusedMoEKernel:
-    """The kernel of one layer as `decision` has chosen it; ids that it takes are the layer's.
+    """The kernel of one layer that `decision` has chosen; it takes expert ids of the whole layer.
 
-    What ranks do with each other follows from the decision's deployment: with data parallelism tokens
-    are gathered and sums scattered, as every rank has tokens of its own; with tensor parallelism alone all
-    have the same tokens, and outputs are summed.
+    Communication follows from the decision's deployment: with data parallelism every rank has its own
+    tokens, which are gathered, and outputs are reduce-scattered; with tensor parallelism alone all ranks
+    have the same tokens, and outputs are all-reduced.
 
     Args:
-        decision: of `oracle.select` for the layer and its deployment.
-        prepared: the layer, or this rank's share of it, for the backend that was chosen.
+        decision: result of `oracle.select` for the layer and its deployment.
+        prepared: the layer, or this rank's slice of it, prepared for the chosen backend.
         group: the process group of the deployment's ranks, in their order; None for one rank.
-        shared: shared experts, whole on every rank: what computes their output for this rank's tokens,
+        shared: shared experts, whole on every rank: a function from this rank's tokens to their output,
             or one dense expert with the layer's activation function.
-        form: how the backend is given tokens; None for what the chosen experts take.
-        most_tokens: of one rank in a call. With ranks that have tokens of their own, a call then asks
-            nobody how many there are, and can be captured in a CUDA graph.
-        dtype: of the result, and of sums over ranks; None for the tokens' own.
-        memory: bytes that a call of `most_tokens` may take beside its arguments and its result.
+        form: activation format of the backend's input; None for what the chosen experts take.
+        most_tokens: largest number of tokens of one rank in a call. With data parallelism, ranks then need
+            not exchange token counts, and a call can be captured in a CUDA graph.
+        dtype: dtype of the result and of sums over ranks; None for the tokens' dtype.
+        memory: bytes that a call with `most_tokens` may use in addition to its arguments and its result.
 
     Raises:
-        NoBackend: nothing was chosen, or the chosen backend has no kernel here or refuses what is asked.
-        UsageError: decision, layer, group and the rest do not fit each other.
+        NoBackend: nothing was chosen, or the chosen backend has no kernel here or rejects the request.
+        UsageError: decision, layer, process group and shared experts are inconsistent.
         Unavailable: a call takes more than `memory`.
     """
     chosen = decision.require()
     ranks = RankGroup() if group is None else RankGroup(dist.get_world_size(group), dist.get_rank(group))
-    asked = KernelRequest(decision, chosen, prepared, ranks, shared is not None)
+    request = KernelRequest(decision, chosen, prepared, ranks, shared is not None)
     for check in CHECKS:
-        if refusal := check(asked):
+        if refusal := check(request):
             raise refusal
     kernel = FusedMoEKernel(
         prepared,
@@ -96,22 +96,22 @@ def build_kernel(
 
 
 def form_of(chosen: Candidate) -> ActivationFormat:
-    """How the experts of a candidate are given tokens."""
+    """The activation format that a candidate's experts take."""
     if chosen.variant.monolithic:
         return ActivationFormat.MONOLITHIC
     return ActivationFormat.BATCHED if chosen.variant.batched else ActivationFormat.STANDARD
 
 
 def dense_shared(expert: DenseExpert, prepared: PreparedMoE) -> Shared:
-    """What computes a dense shared expert where `prepared` is; its weights are cast once, here."""
+    """A function that computes a dense shared expert on `prepared`'s device; weights are cast once, here."""
     device = prepared.device
     dtype = operand_dtype(device, prepared.problem)
 
-    def there(t: Tensor | None, dtype: torch.dtype = dtype) -> Tensor | None:
+    def moved(t: Tensor | None, dtype: torch.dtype = dtype) -> Tensor | None:
         return None if t is None else t.to(device, dtype)
 
     w13, w2 = expert.w13.to(device, dtype), expert.w2.to(device, dtype)
-    biases = (there(bias, torch.float32) for bias in (expert.w13_bias, expert.w2_bias))
+    biases = (moved(bias, torch.float32) for bias in (expert.w13_bias, expert.w2_bias))
     return partial(dense_output, expert=DenseExpert(w13, w2, *biases), problem=prepared.problem)
 
 
@@ -122,7 +122,7 @@ def _exchange(parallel: Parallel, group: dist.ProcessGroup | None, most: int | N
 
 
 def _check_input_scales(kernel: FusedMoEKernel) -> None:
-    """NoBackend on every rank where ranks would read each other's tokens by other scales than their own."""
+    """Raises NoBackend on every rank if ranks that exchange quantized tokens have different input scales."""
     scale = kernel.prepare_finalize.input_scale
     if scale is None:
         return
@@ -148,39 +148,39 @@ def _check_memory(kernel: FusedMoEKernel, most_tokens: int | None, memory: int) 
         )
 
 
-def _no_runner(asked: KernelRequest) -> MoectlError | None:
-    if asked.chosen.backend.runner:
+def _no_runner(request: KernelRequest) -> MoectlError | None:
+    if request.chosen.backend.runner:
         return None
     return NoBackend(
-        f"policy {asked.decision.inputs.policy} chose {asked.chosen.variant.experts} experts, "
+        f"policy {request.decision.inputs.policy} chose {request.chosen.variant.experts} experts, "
         "which this tool has no kernel for",
         hint="select with the moectl policy, which names what runs here",
     )
 
 
-def _other_backend(asked: KernelRequest) -> MoectlError | None:
-    if asked.prepared.backend == asked.chosen.backend.runner:
+def _other_backend(request: KernelRequest) -> MoectlError | None:
+    if request.prepared.backend == request.chosen.backend.runner:
         return None
     return UsageError(
-        f"the decision is for the {asked.chosen.backend.runner} backend, the layer was prepared for "
-        f"{asked.prepared.backend}",
+        f"the decision is for the {request.chosen.backend.runner} backend, the layer was prepared for "
+        f"{request.prepared.backend}",
         hint="prepare the layer for the backend that was chosen",
     )
 
 
 SPREAD = frozenset({"dims", "local_experts", "parallel"})
-"""Fields of a problem in which a rank's share may differ from what was decided about."""
+"""Fields in which the problem of a rank's slice may differ from the decision's."""
 
 
-def _other_problem(asked: KernelRequest) -> MoectlError | None:
-    wanted, found = _unpadded(asked.decision.problem), _unpadded(asked.prepared.problem)
-    names = [it.name for it in fields(MoEProblem) if it.name not in SPREAD]
-    # Slices of an intermediate size need not be equal, the last rank's may be smaller.
-    names += ["dims"] if wanted.parallel.tp_size == 1 else []
-    wrong = [name for name in names if getattr(wanted, name) != getattr(found, name)]
-    if not wrong:
+def _other_problem(request: KernelRequest) -> MoectlError | None:
+    decided, prepared = _unpadded(request.decision.problem), _unpadded(request.prepared.problem)
+    names = [field.name for field in fields(MoEProblem) if field.name not in SPREAD]
+    # Slices of the intermediate size need not be equal: the last rank's may be smaller.
+    names += ["dims"] if decided.parallel.tp_size == 1 else []
+    differing = [name for name in names if getattr(decided, name) != getattr(prepared, name)]
+    if not differing:
         return None
-    pairs = "; ".join(f"{name} {getattr(wanted, name)}, not {getattr(found, name)}" for name in wrong)
+    pairs = "; ".join(f"{name} {getattr(decided, name)}, not {getattr(prepared, name)}" for name in differing)
     return UsageError(
         f"the decision is about another layer than the one prepared: {pairs}",
         hint="select for the layer's own problem",
@@ -191,32 +191,32 @@ def _unpadded(problem: MoEProblem) -> MoEProblem:
     return replace(problem, dims=Dims(problem.dims.hidden, problem.dims.intermediate))
 
 
-def _other_ranks(asked: KernelRequest) -> MoectlError | None:
-    wanted, have = asked.decision.problem.parallel.ranks, asked.ranks.size
-    if have == wanted:
+def _other_ranks(request: KernelRequest) -> MoectlError | None:
+    decided, actual = request.decision.problem.parallel.ranks, request.ranks.size
+    if actual == decided:
         return None
     return UsageError(
-        f"the decision is for {wanted} rank{'s' if wanted > 1 else ''}, the process group has {have}",
+        f"the decision is for {decided} rank{'s' if decided > 1 else ''}, the process group has {actual}",
         hint="give the group of all ranks that share the layer, and none for one rank",
     )
 
 
-def _other_share(asked: KernelRequest) -> MoectlError | None:
-    prepared, ranks, parallel = asked.prepared, asked.ranks, asked.decision.problem.parallel
+def _other_share(request: KernelRequest) -> MoectlError | None:
+    prepared, ranks, parallel = request.prepared, request.ranks, request.decision.problem.parallel
     problem = prepared.problem
     first, last = expert_range(problem.experts, parallel.ep_size, ranks.rank if parallel.ep else 0)
-    have = prepared.first_expert, prepared.first_expert + problem.local_experts
-    if have == (first, last):
+    actual = prepared.first_expert, prepared.first_expert + problem.local_experts
+    if actual == (first, last):
         return None
     return UsageError(
         f"rank {ranks.rank} of {ranks.size} computes experts {first} to {last - 1}, the layer was prepared "
-        f"with {have[0]} to {have[1] - 1}",
+        f"with {actual[0]} to {actual[1] - 1}",
         hint="prepare this rank's share of the layer",
     )
 
 
-def _no_shared_experts(asked: KernelRequest) -> MoectlError | None:
-    if not asked.shared or asked.prepared.problem.shared_experts:
+def _no_shared_experts(request: KernelRequest) -> MoectlError | None:
+    if not request.shared or request.prepared.problem.shared_experts:
         return None
     return UsageError("the layer has no shared experts, got some", hint="build the kernel without them")
 
@@ -229,4 +229,4 @@ CHECKS: tuple[Callable[[KernelRequest], MoectlError | None], ...] = (
     _other_share,
     _no_shared_experts,
 )
-"""What a decision, a layer, a group and shared experts must have in common, each an error or None."""
+"""Consistency checks of decision, layer, process group and shared experts; each returns an error or None."""

@@ -1,4 +1,4 @@
-"""One layer's experts, wherever they are stored, and the way into a backend's layout."""
+"""One layer's experts from any source, and their repacking into a backend's layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..convert.canonical import CONCATENATED, INTERLEAVED, canonical_shapes, halves, row_order
 from ..convert.codecs import decode_role
 from ..convert.layouts.registry import layout_named
-from ..convert.rank_slice import RankShare
+from ..convert.rank_slice import RankSlice
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.steps.value_steps import Shapes, Statistics
 from ..convert.stream.source_reader import spans
@@ -22,24 +22,25 @@ from ..problem.moe_problem import MoEProblem
 from ..torch_dtypes import TORCH_DTYPES
 
 BATCH_BYTES = 256 << 20
-"""Canonical bytes that are moved through a chain at a time."""
+"""Canonical bytes of a batch of experts that is repacked at once."""
 
 Ids = Sequence[int] | Tensor
 
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """One layer's experts where they are now, whatever they are stored as.
+    """One layer's experts in whatever format they are stored.
 
     Attributes:
         problem: with logical sizes.
         layer: its number in the model.
         layout: name of the stored layout; `CANONICAL` for a checkpoint.
-        recipe: how it is stored; of a checkpoint, every canonical role as it is.
-        canonical: canonical roles of a batch of experts, on the CPU or where the layer lies.
-        stored: all experts' stored tensors, on a device.
-        router: the layer's router; None when it is not stored beside the experts.
-        share: what a rank has of the layer, where that is not all; its experts are counted from its first.
+        recipe: how stored tensors follow from canonical roles; for a checkpoint, the identity.
+        canonical: loads the canonical roles of a batch of experts, on the CPU or the layer's device.
+        stored: loads all experts' stored tensors to a device.
+        router: the layer's router; None if it is not stored with the experts.
+        rank_slice: the rank's slice of the layer, if it does not hold all of it; expert numbers are then
+            relative to the rank's first expert.
     """
 
     problem: MoEProblem
@@ -49,31 +50,31 @@ class ExpertLayer:
     canonical: Callable[[Ids], Mapping[str, Tensor]]
     stored: Callable[[torch.device], Mapping[str, Tensor]]
     router: Router | None
-    share: RankShare | None = None
+    rank_slice: RankSlice | None = None
 
     @property
     def partial(self) -> str:
-        """What is computed on a rank that has a share of the layer, in a sentence; empty for all of it."""
-        return self.share.partial if self.share else ""
+        """A sentence on the output being a partial sum, for a slice of the layer; empty for all of it."""
+        return self.rank_slice.partial if self.rank_slice else ""
 
     @property
     def first_expert(self) -> int:
-        """The expert of the layer that is expert 0 here, on a rank that has some of them."""
-        return self.share.experts[0] if self.share else 0
+        """The number in the whole layer of the rank's first expert."""
+        return self.rank_slice.experts[0] if self.rank_slice else 0
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """Ids of the layer's experts counted from the first here, -1 for others."""
+        """Ids of the whole layer relative to the rank's first expert, -1 for other ranks' experts."""
         return local_ids(ids, self.first_expert, self.problem.local_experts)
 
     def reference(self, expert: int) -> DenseExpert:
-        """Expert `expert` decoded from what is stored, without any backend's layout in between."""
+        """Expert `expert` decoded from the stored tensors, without going through a backend's layout."""
         return decode(self.canonical([expert]), self.problem)[0]
 
     def prepared(self, backend: str, device: torch.device | str) -> PreparedMoE:
         """The layer in the layout that `backend` reads, on `device`.
 
-        A layer that is stored so already is loaded as it is; otherwise it goes through its canonical
-        form, expert batch by expert batch, and `PreparedMoE.relaid` says so.
+        A layer stored in that layout is loaded directly. Otherwise it is repacked through its canonical form,
+        batch by batch, which is reported in `PreparedMoE.relaid`.
 
         Raises:
             NoBackend: the layout cannot hold the problem.
@@ -81,33 +82,33 @@ class ExpertLayer:
             Unavailable: the device has too little memory.
         """
         device = torch.device(device)
-        own = runner_for(backend).layout_of(self.problem)
-        wanted = own or self.layout
+        own_layout = runner_for(backend).layout_of(self.problem)
+        layout = own_layout or self.layout
         try:
             recipe = self.recipe
-            if own is not None:
-                share = self.share or RankShare(self.problem)
-                recipe = layout_recipe(wanted, share, self.recipe.shapes)
-            # A folder of an older version has the same name and other steps: those are the way back.
-            if wanted == self.layout and recipe == self.recipe:
+            if own_layout is not None:
+                rank_slice = self.rank_slice or RankSlice(self.problem)
+                recipe = layout_recipe(layout, rank_slice, self.recipe.shapes)
+            # A directory written with an older version of the layout has the same name but another recipe.
+            if layout == self.layout and recipe == self.recipe:
                 weights, relaid = self.stored(device), ""
             else:
-                weights = self.laid_out(recipe, device)
-                older = " of another version" if wanted == self.layout else ""
-                relaid = "" if self.layout == CANONICAL else f"{self.layout}{older} -> {wanted}"
+                weights = self.repack(recipe, device)
+                older = " of another version" if layout == self.layout else ""
+                relaid = "" if self.layout == CANONICAL else f"{self.layout}{older} -> {layout}"
         except torch.OutOfMemoryError as error:
             raise Unavailable(
                 f"layer {self.layer} does not fit the memory of {device}", hint="free memory, or use the CPU"
             ) from error
         dense = self._dense(weights, recipe)
-        prepared = PreparedMoE(self.problem, backend, wanted, weights, dense, relaid, self.first_expert)
+        prepared = PreparedMoE(self.problem, backend, layout, weights, dense, relaid, self.first_expert)
         runner = runner_for(backend)
         if not runner.refusal(self.problem, device):
             runner.ready(prepared)
         return prepared
 
-    def laid_out(self, recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
-        """All experts' stored tensors as `recipe` makes them, expert batch by expert batch, on `device`."""
+    def repack(self, recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
+        """All experts' tensors stored by `recipe`, on `device`, converted batch by batch."""
         stored = {name: recipe.stored[name] for name in recipe.outputs}
         out = {
             name: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
@@ -128,34 +129,35 @@ class ExpertLayer:
         return out
 
     def _dense(self, weights: Mapping[str, Tensor], recipe: Recipe) -> Callable[[Ids], DenseExperts]:
-        """Decoded experts: from `weights` themselves where nothing was lost on the way to them."""
+        """A function that decodes experts: from `weights`, unless the recipe is lossy for them."""
 
         def dense(ids: Ids) -> DenseExperts:
             device = weights["w13"].device
             if recipe.kept:
                 return decode({role: t.to(device) for role, t in self.canonical(ids).items()}, self.problem)
             index = torch.as_tensor(ids, dtype=torch.long, device=device)
-            chosen = {
+            selected = {
                 name: weights[name].index_select(0, index)
                 for name, output in recipe.outputs.items()
                 if not output.per_layer
             }
-            return decode(recipe.restore(chosen, len(index)), self.problem)
+            return decode(recipe.restore(selected, len(index)), self.problem)
 
         return dense
 
 
-def unfilled(problem: MoEProblem, backend: str, device: torch.device | str = "meta") -> PreparedMoE:
-    """A layer of `problem` as `backend` stores it, with tensors whose values nobody has set.
+def empty_layer(problem: MoEProblem, backend: str, device: torch.device | str = "meta") -> PreparedMoE:
+    """A layer of `problem` in `backend`'s layout, with uninitialized tensors.
 
-    On the device ``meta`` they are shapes without memory: enough to compile kernels for. It decodes nothing.
-    Raises NoBackend when the layout cannot hold the problem, UsageError when no runner is called `backend`
-    or the one that is has no layout of its own.
+    On the device ``meta`` they take no memory, which is enough to compile kernels. It cannot be decoded.
+
+    Raises NoBackend if the layout cannot hold the problem, UsageError if no runner is called `backend` or
+    it has no layout.
     """
     name = runner_for(backend).layout_of(problem)
     if name is None:
         raise UsageError(f"the {backend} backend has no layout of its own")
-    stored = layout_recipe(name, RankShare(problem), canonical_shapes(problem, problem.local_experts)).stored
+    stored = layout_recipe(name, RankSlice(problem), canonical_shapes(problem, problem.local_experts)).stored
     weights = {
         role: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
         for role, (dtype, shape) in stored.items()
@@ -168,10 +170,10 @@ def unfilled(problem: MoEProblem, backend: str, device: torch.device | str = "me
 
 
 def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
-    """Canonical roles of a batch of experts as fp32 matrices.
+    """Decodes the canonical roles of a batch of experts to fp32 matrices.
 
-    What counts for several rows (scales of blocks, factors on scales) is of gate and of up by themselves, in
-    whatever order rows lie.
+    Values that apply to several rows (block scales, global scales) are stored separately for gate and up,
+    regardless of the row order.
     """
     weight = problem.scheme.weight
 
@@ -194,16 +196,16 @@ def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
 
 
 def _swapped(t: Tensor, outer: int, inner: int) -> Tensor:
-    """`t` ``[e, outer * inner, ...]`` with the two parts of its rows the other way round."""
+    """`t` ``[e, outer * inner, ...]`` with its rows transposed to ``[e, inner * outer, ...]``."""
     return t.reshape(len(t), outer, inner, *t.shape[2:]).transpose(1, 2).reshape(t.shape)
 
 
-def layout_recipe(layout: str, share: RankShare, shapes: Shapes) -> Recipe:
-    """The `Recipe` of `layout` for a share with the canonical roles of `shapes`; NoBackend if it has none.
+def layout_recipe(layout: str, rank_slice: RankSlice, shapes: Shapes) -> Recipe:
+    """The `Recipe` of `layout` for a rank's slice with canonical `shapes`; NoBackend if it cannot hold it.
 
-    `CANONICAL` is a layout too: every role as it is.
+    `CANONICAL` is a layout as well: every role is stored unchanged.
     """
     if layout == CANONICAL:
         return Recipe(shapes, {role: StoredOutput(role) for role in shapes})
-    found = layout_named(layout)
-    return found.recipe(share.padded(found.pad), shapes)
+    weight_layout = layout_named(layout)
+    return weight_layout.recipe(rank_slice.padded(weight_layout.pad), shapes)

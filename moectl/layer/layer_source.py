@@ -1,4 +1,4 @@
-"""Where layers come from: a checkpoint and a converted folder, opened the same way."""
+"""Sources of layers: checkpoints and converted directories behind one interface."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ if TYPE_CHECKING:
 
 
 class LayerSource(Protocol):
-    """MoE layers that are stored together.
+    """The MoE layers of a model.
 
-    Making one reads nothing and imports no torch; what it raises comes when layers are asked for.
+    Constructing one reads nothing and does not import torch; errors are raised when layers are accessed.
     """
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a person should know before the weights are used, each once."""
+        """Remarks for the user to see before the weights are used."""
 
     @property
     def groups(self) -> Sequence[Sequence[int]]:
-        """Numbers of the layers that are alike, by group."""
+        """Numbers of the layers in each group of layers with the same problem."""
 
     @property
     def shard(self) -> RankShard:
-        """What is stored of each layer: all of it, or one rank's share."""
+        """The rank whose slices are stored; rank 0 of 1 for whole layers."""
 
     def layers(self) -> list[int]:
-        """Numbers of all MoE layers, rising."""
+        """Numbers of all MoE layers, ascending."""
 
     def layer(self, number: int | None = None) -> ExpertLayer:
-        """One layer, the first for None; what `checkpoint_layer` and `converted_layer` raise."""
+        """One layer, the first for None; raises like `checkpoint_layer` and `converted_layer`."""
 
 
 @dataclass(frozen=True)
 class CheckpointLayers:
-    """The layers of a checkpoint as it was published."""
+    """The layers of a checkpoint in its published format."""
 
     checkpoint: Checkpoint
 
     @property
     def notes(self) -> Sequence[str]:
-        """Where its config is wrong, and what was assumed."""
+        """Errors in its config, and what was assumed."""
         return self.checkpoint.notes
 
     @property
     def groups(self) -> Sequence[Sequence[int]]:
-        """As of `LayerSource`."""
+        """See `LayerSource`."""
         return [group.layers for group in self.checkpoint.groups]
 
     @property
     def shard(self) -> RankShard:
-        """The whole layer."""
+        """Rank 0 of 1: layers are whole."""
         from ..convert.rank_slice import RankShard
 
         return RankShard()
 
     def layers(self) -> list[int]:
-        """As of `LayerSource`."""
+        """See `LayerSource`."""
         return sorted(number for layers in self.groups for number in layers)
 
     def layer(self, number: int | None = None) -> ExpertLayer:
-        """As of `LayerSource`."""
+        """See `LayerSource`."""
         from .prepare import checkpoint_layer
 
         return checkpoint_layer(self.checkpoint, number)
@@ -76,41 +76,41 @@ class CheckpointLayers:
 
 @dataclass(frozen=True)
 class ConvertedLayers:
-    """The layers of a converted folder, whose manifest is read once.
+    """The layers of a converted directory, whose manifest is read once.
 
-    Raises CheckpointError, when layers are asked for, where the folder is not complete.
+    Raises CheckpointError on first access if the directory is incomplete.
     """
 
     folder: Path
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The checked manifest."""
+        """The validated manifest."""
         from ..convert.manifest.manifest import load_manifest
 
         return load_manifest(self.folder)
 
     @property
     def notes(self) -> Sequence[str]:
-        """None: the manifest says it all."""
+        """Empty: a converted directory assumes nothing."""
         return ()
 
     @property
     def groups(self) -> Sequence[Sequence[int]]:
-        """As of `LayerSource`."""
+        """See `LayerSource`."""
         return [group.layers for group in self.manifest.record.groups]
 
     @property
     def shard(self) -> RankShard:
-        """Of the rank whose folder it is."""
+        """The rank recorded in the manifest."""
         return self.manifest.record.shard
 
     def layers(self) -> list[int]:
-        """As of `LayerSource`."""
+        """See `LayerSource`."""
         return list(self.manifest.layers)
 
     def layer(self, number: int | None = None) -> ExpertLayer:
-        """As of `LayerSource`."""
+        """See `LayerSource`."""
         from .prepare import converted_layer
 
         return converted_layer(self.manifest, number)

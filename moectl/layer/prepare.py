@@ -1,4 +1,4 @@
-"""One layer's experts, from a checkpoint or a converted folder, in the layout a backend reads."""
+"""Loads one layer's experts from a checkpoint or a converted directory, in the layout a backend reads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..checkpoint.source.open_checkpoint import rank_folder
 from ..convert.canonical import byte_scales
 from ..convert.codecs import check_scales
 from ..convert.manifest.manifest import Manifest, check_layer, load_layer, load_manifest
-from ..convert.manifest.manifest_records import group_recipe, group_share, unpadded
-from ..convert.manifest.rank_directories import ranks_in
+from ..convert.manifest.manifest_records import group_rank_slice, group_recipe, unpadded
+from ..convert.manifest.rank_directories import rank_numbers
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.sources import map_layer
 from ..convert.stream.expert_batches import ExpertBatches
@@ -28,17 +28,17 @@ from ..torch_dtypes import TORCH_DTYPES
 from .experts import ExpertLayer, Ids
 
 RESTORED_SCALES = 16 << 20
-"""Canonical bytes of scales that are restored at once from a converted folder, to be checked."""
+"""Canonical bytes of scales that are restored from a converted directory at once, for checking."""
 
 ROUTED = frozenset(("weight", "bias", "correction_bias", "expert_scale", "hash", "input_scale"))
-"""Tensors of a router that can be computed: of its logits, and what `kernels.routing.route` takes beside."""
+"""The supported router tensors: those of its logits, and the arguments of `kernels.routing.route`."""
 
 
 def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> ExpertLayer:
-    """One layer of a checkpoint whose tensors are in a folder; the first MoE layer for None.
+    """One layer of a checkpoint on this machine; the first MoE layer for None.
 
     Raises:
-        UsageError: there is no such MoE layer, its storage has no reader, or it is a config alone.
+        UsageError: there is no such MoE layer, its storage is not supported, or there is only a config.
         Unavailable: the tensors are not on this machine.
         CheckpointError: a tensor is missing, unknown, or of another shape or dtype.
     """
@@ -49,11 +49,11 @@ def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> Expert
         if origin.kind == "config":
             raise UsageError(
                 f"{origin.name} is a config alone, which has no weights",
-                hint="give the folder of the checkpoint that it is of",
+                hint="give the directory of its checkpoint",
             )
         raise Unavailable(
             f"the weights of {origin.name} are not on this machine",
-            hint="download the checkpoint and give its folder",
+            hint="download the checkpoint and give its directory",
         )
     mapped = map_layer(checkpoint, group, number)
     batches = ExpertBatches(mapped)
@@ -90,8 +90,8 @@ def read_experts(
 ) -> dict[str, Tensor]:
     """The canonical tensors ``[len(experts), ...]`` of a layer, read from a checkpoint's files.
 
-    `meaning` is what scales that are bytes are. Raises CheckpointError for a file that is too short, and
-    for scales that are not numbers.
+    `meaning` is the number format of scales stored as bytes. Raises CheckpointError for a truncated file and
+    for NaN scales.
     """
 
     def read(info: TensorInfo, at: int, view: memoryview) -> None:
@@ -105,36 +105,36 @@ def read_experts(
 
 
 def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Router | None:
-    """The router of tensors named ``weight`` and as in `ROUTED` in `names`.
+    """The router whose tensors are called `names`, by the keys of `ROUTED`.
 
-    None when `tensors` has no weight of that name, or the router is quantized. Raises CheckpointError for
-    tensors that no token can be routed by.
+    None if `tensors` lacks its weight, or the router is quantized. Raises CheckpointError for values that
+    cannot route tokens.
     """
     if not names.keys() <= ROUTED:
         return None
     with FolderReader(folder) as reader:
-        found = {key: _read_tensor(reader, tensors[name]) for key, name in names.items() if name in tensors}
-    if "weight" not in found:
+        router = {key: _read_tensor(reader, tensors[name]) for key, name in names.items() if name in tensors}
+    if "weight" not in router:
         return None
-    for key, tensor in found.items():
+    for key, tensor in router.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
             raise CheckpointError(
                 f"tensor {names[key]} has numbers that are not finite, and routes tokens",
                 hint="get the file again: no backend could compute that right",
             )
-    correction, table = found.get("correction_bias"), found.get("hash")
-    if table is not None and not 0 <= int(table.min()) <= int(table.max()) < len(found["weight"]):
+    correction, table = router.get("correction_bias"), router.get("hash")
+    if table is not None and not 0 <= int(table.min()) <= int(table.max()) < len(router["weight"]):
         raise CheckpointError(
-            f"tensor {names['hash']} must hold ids of {len(found['weight'])} experts, "
+            f"tensor {names['hash']} must hold ids of {len(router['weight'])} experts, "
             f"got {int(table.min())} to {int(table.max())}"
         )
     return Router(
-        found["weight"],
-        found.get("bias"),
+        router["weight"],
+        router.get("bias"),
         None if correction is None else correction.flatten(),
-        found.get("expert_scale"),
+        router.get("expert_scale"),
         table,
-        found.get("input_scale"),
+        router.get("input_scale"),
     )
 
 
@@ -147,80 +147,82 @@ def _read_tensor(reader: FolderReader, info: TensorInfo) -> Tensor:
 
 
 def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool = True) -> ExpertLayer:
-    """One layer of a converted folder; the first converted layer for None.
+    """One layer of a converted directory; the first converted layer for None.
 
-    The file's size and header are always held to the manifest; with `check`, hashes and scales too.
+    The file's size and header are always checked against the manifest; with `check`, also hashes and scales.
 
     Raises:
-        CheckpointError: the folder has no such layer, or its file differs from the manifest.
+        CheckpointError: the directory has no such layer, or its file does not match the manifest.
     """
     number = manifest.layers[0] if layer is None else layer
     group = manifest.group_of(number)
     problem = unpadded(group.problem)
-    recipe, places = group_recipe(group), manifest.open_layer(number)
+    recipe, locations = group_recipe(group), manifest.open_layer(number)
     if check:
-        check_layer(manifest, number, places)
-        _check_scales(problem.local_experts, manifest, recipe, places)
+        check_layer(manifest, number, locations)
+        _check_scales(problem.local_experts, manifest, recipe, locations)
 
     def stored(device: torch.device) -> dict[str, Tensor]:
-        return {role: t.to(device) for role, t in load_layer(manifest, number, places).items()}
+        return {role: t.to(device) for role, t in load_layer(manifest, number, locations).items()}
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         with FolderReader(manifest.folder) as reader:
-            return _restored(reader, recipe, places, ids)
+            return _restored(reader, recipe, locations, ids)
 
     names = {key: name.replace("{layer}", str(number)) for key, name in group.router.items()}
     router = _converted_router(manifest, names)
-    share = group_share(manifest.record.shard, group)
-    return ExpertLayer(problem, number, manifest.layout.name, recipe, canonical, stored, router, share)
+    rank_slice = group_rank_slice(manifest.record.shard, group)
+    return ExpertLayer(problem, number, manifest.layout.name, recipe, canonical, stored, router, rank_slice)
 
 
 def _restored(
-    reader: FolderReader, recipe: Recipe, places: Mapping[str, TensorInfo], ids: Ids
+    reader: FolderReader, recipe: Recipe, locations: Mapping[str, TensorInfo], ids: Ids
 ) -> dict[str, Tensor]:
     roles = [name for name, output in recipe.outputs.items() if not output.per_layer]
     roles += [recipe.side(role) for role in recipe.kept]
-    return recipe.restore({role: _rows(reader, places[role], ids) for role in roles}, len(ids))
+    return recipe.restore({role: _rows(reader, locations[role], ids) for role in roles}, len(ids))
 
 
-def _check_scales(experts: int, manifest: Manifest, recipe: Recipe, places: Mapping[str, TensorInfo]) -> None:
-    """CheckpointError when a stored scale is not a number: hashes say only what was written."""
+def _check_scales(
+    experts: int, manifest: Manifest, recipe: Recipe, locations: Mapping[str, TensorInfo]
+) -> None:
+    """Raises CheckpointError for a NaN scale; hashes only show that the file is what was written."""
     scales = Recipe(
         {role: form for role, form in recipe.shapes.items() if role.endswith("_scale")},
         {name: output for name, output in recipe.outputs.items() if output.role.endswith("_scale")},
     )
-    # Scales that come back only with other roles take the whole recipe.
+    # Scales that can only be restored together with other roles need the whole recipe.
     whole = not set(scales.kept) <= set(recipe.kept)
     with FolderReader(manifest.folder) as reader:
         for role, (dtype, shape) in scales.shapes.items():
             size = manifest.problem.expert_bytes() * experts if whole else nbytes(dtype, shape)
             step = max(1, RESTORED_SCALES * experts // size)
             for first, last in spans(experts, step):
-                found = _restored(reader, recipe if whole else scales, places, range(first, last))
-                check_scales(found[role], byte_scales(manifest.problem))
+                restored = _restored(reader, recipe if whole else scales, locations, range(first, last))
+                check_scales(restored[role], byte_scales(manifest.problem))
 
 
 def _rows(reader: FolderReader, info: TensorInfo, experts: Ids) -> Tensor:
-    """The chosen experts of a stored tensor with experts first."""
-    each = info.nbytes // info.shape[0]
-    buffer = torch.empty(len(experts) * each, dtype=torch.uint8)
+    """The selected experts of a stored tensor ``[experts, ...]``."""
+    size = info.nbytes // info.shape[0]
+    buffer = torch.empty(len(experts) * size, dtype=torch.uint8)
     view = as_bytes(buffer)
     for i, expert in enumerate(map(int, experts)):
-        reader.read(info.file, view[i * each : (i + 1) * each], info.start + expert * each)
+        reader.read(info.file, view[i * size : (i + 1) * size], info.start + expert * size)
     return as_tensor(buffer, info.dtype, (len(experts), *info.shape[1:]))
 
 
 def _converted_router(manifest: Manifest, names: Mapping[str, str]) -> Router | None:
-    """The router among the tensors that were not converted; None where they were left out."""
-    there = manifest.passthrough
-    tensors = {name: there[name] for name in names.values() if name in there}
+    """The router among the passthrough tensors; None if those were skipped."""
+    passthrough = manifest.passthrough
+    tensors = {name: passthrough[name] for name in names.values() if name in passthrough}
     return read_router(manifest.folder, tensors, names)
 
 
 def prepare(
     checkpoint: Checkpoint, layer: int | None, backend: str, device: torch.device | str = "cpu"
 ) -> PreparedMoE:
-    """One layer of `checkpoint` in the layout that `backend` reads; errors as of `ExpertLayer.prepared`."""
+    """One layer of `checkpoint` in the layout that `backend` reads; raises like `ExpertLayer.prepared`."""
     return checkpoint_layer(checkpoint, layer).prepared(backend, device)
 
 
@@ -235,65 +237,85 @@ def load_prepared(
     ep_size: int | None = None,
     check: bool = False,
 ) -> PreparedMoE:
-    """One layer of a converted folder, ready to run.
+    """One layer of a converted directory, ready to run.
 
-    On the CPU the weights are views of the file's memory map: nothing is read before it is used, and
-    processes that load the same file share its pages. They are for reading; what is written to them
-    stays in this process and never reaches the file. The file must stay as it is while they live. On
-    another device they are copies. Where `backend` reads another layout than the folder's, the layer is
-    laid out anew, and `PreparedMoE.relaid` says so.
+    On the CPU the weights are views of the file's memory map: data is read on first use, and processes
+    that load the same file share its pages. Writes to them stay private to the process. The file must not
+    change while they are in use. On other devices the weights are copies. If `backend` reads another layout
+    than the directory's, the layer is repacked, which is reported in `PreparedMoE.relaid`.
 
     Args:
-        folder: what `moectl convert` has written; with `rank`, the folder of all ranks.
+        folder: output directory of `moectl convert`; with `rank`, the directory of all ranks.
         layer: its number in the model; the first converted one for None.
-        backend: ``triton``, ``torch``, ...; for None the one that reads the folder's layout on `device`,
-            or ``torch``, which reads every layout.
-        device: where the weights are to be.
-        rank: whose share to load of a folder that has several. Its experts are counted from its first
-            (`PreparedMoE.local_ids`), and its output is a partial sum.
-        tp_size, ep_size: what the folder must have been sliced and spread over; None for anything.
-        check: hold every tensor to its SHA-256 and every scale to being a number, which reads the whole
-            layer. Sizes, dtypes and shapes are always held to the manifest.
+        backend: ``triton``, ``torch``, ...; for None the one that reads the directory's layout on
+            `device`, or ``torch``, which reads every layout.
+        device: device of the weights.
+        rank: the rank to load from a directory of all ranks. Expert numbers are relative to its first
+            expert (`PreparedMoE.local_ids`), and its output is a partial sum.
+        tp_size, ep_size: the deployment that the directory must have been converted for; None for any.
+        check: check every tensor against its SHA-256 and every scale for NaN, which reads the whole
+            layer. Sizes, dtypes and shapes are always checked against the manifest.
 
     Raises:
-        CheckpointError: no finished converted folder, no such layer or rank, another deployment's, or a
-            file that differs from the manifest.
-        UsageError: no backend is called so.
+        CheckpointError: not a finished converted directory, no such layer or rank, another deployment, or
+            a file that does not match the manifest.
+        UsageError: there is no such backend.
         NoBackend: the backend's layout cannot hold the layer.
         Unavailable: the device has too little memory.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from moectl.checkpoint import open_checkpoint
+        >>> from moectl.convert.execute.convert import convert
+        >>> from moectl.convert.layouts.registry import layout_for
+        >>> from moectl.convert.plan.kernel_layout_plan import plan_conversion
+        >>> from moectl.synth import synthesize
+        >>> with tempfile.TemporaryDirectory() as temporary:
+        ...     directory = Path(temporary)
+        ...     small = {"layers": 1, "experts": 4, "hidden": 128, "intermediate": 128}
+        ...     source = open_checkpoint(str(synthesize("openai/gpt-oss-20b", directory / "source", **small)))
+        ...     layout = layout_for("marlin", source.groups[0].problem.scheme.weight)
+        ...     converted = convert(plan_conversion(source, layout), directory / "marlin").folder
+        ...     layer = load_prepared(converted, backend="torch", check=True)
+        >>> layer.layout, len(layer.weights["w13"])
+        ('marlin-mxfp4', 4)
     """
-    found = _manifest_of(Path(folder), rank, tp_size, ep_size)
-    opened = converted_layer(found, layer, check=check)
-    name = backend or _reader_of(opened, torch.device(device))
-    return opened.prepared(name, device)
+    manifest = _manifest_of(Path(folder), rank, tp_size, ep_size)
+    expert_layer = converted_layer(manifest, layer, check=check)
+    name = backend or _reader_of(expert_layer, torch.device(device))
+    return expert_layer.prepared(name, device)
 
 
-def _manifest_of(place: Path, rank: int | None, tp_size: int | None, ep_size: int | None) -> Manifest:
-    """The manifest in `place`, or of its `rank`; CheckpointError when it is of another deployment."""
-    if rank is None and ranks_in(place):
+def _manifest_of(folder: Path, rank: int | None, tp_size: int | None, ep_size: int | None) -> Manifest:
+    """The manifest in `folder`, or of its `rank`; CheckpointError if it is of another deployment."""
+    if rank is None and rank_numbers(folder):
         raise CheckpointError(
-            f"{place} holds the folders of several ranks, and none was asked for.",
+            f"{folder} holds the directories of several ranks, and none was asked for.",
             hint="Give rank=0 or another.",
         )
-    found = load_manifest(place if rank is None else rank_folder(place, rank))
-    held = found.record.shard
-    asked = {
-        "rank": (rank, held.rank),
-        "tp_size": (tp_size, held.tp_size),
-        "ep_size": (ep_size, held.ep_size),
+    manifest = load_manifest(folder if rank is None else rank_folder(folder, rank))
+    shard = manifest.record.shard
+    pairs = {
+        "rank": (rank, shard.rank),
+        "tp_size": (tp_size, shard.tp_size),
+        "ep_size": (ep_size, shard.ep_size),
     }
-    wrong = [
-        f"{name} is {has}, not {wanted}" for name, (wanted, has) in asked.items() if wanted not in (None, has)
+    differing = [
+        f"{name} is {actual}, not {requested}"
+        for name, (requested, actual) in pairs.items()
+        if requested not in (None, actual)
     ]
-    if wrong:
+    if differing:
         raise CheckpointError(
-            f"{found.folder} is of another deployment: {', '.join(wrong)}.", hint="Convert for this one."
+            f"{manifest.folder} is of another deployment: {', '.join(differing)}.",
+            hint="Convert for this one.",
         )
-    return found
+    return manifest
 
 
 def _reader_of(layer: ExpertLayer, device: torch.device) -> str:
-    """The backend that reads a layer as it is stored and runs on `device`; else the one for any layout."""
+    """The backend that reads the layer's stored layout and runs on `device`; else the one for any layout."""
     for name in RUNNERS:
         try:
             runner = runner_for(name)

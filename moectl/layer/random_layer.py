@@ -1,7 +1,7 @@
-"""Layers with random weights, random tokens and routings, drawn where they are used and from seeds.
+"""Layers with random weights, random tokens and random routings, generated on the device from seeds.
 
-Weights are drawn expert by expert, so that a layer can be made in several layouts one after the other,
-with the same numbers in each, and decoded again for a few experts. Nothing is ever on disk.
+Weights are drawn expert by expert, so that a layer can be generated in several layouts with the same values,
+and decoded again for a few experts. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class RandomRouting:
 def routings(
     problem: MoEProblem, tokens: int, distribution: str, count: int, device: torch.device
 ) -> list[RandomRouting]:
-    """`count` routings of `tokens` tokens, the same for the same arguments on one device.
+    """`count` random routings of `tokens` tokens, deterministic for one device.
 
-    Of a layer whose experts are spread over ranks they are those that the first rank sees.
+    With expert parallelism they are the routings as seen by the first rank.
     """
     generator = torch.Generator(device).manual_seed(seed_of("routings", tokens))
-    made = []
+    result = []
     for _ in range(count):
         ids = random_logits(problem, tokens, distribution, generator).topk(problem.top_k).indices
-        chosen = torch.randn(tokens, problem.top_k, generator=generator, device=device)
-        here = local_ids(ids.int(), 0, problem.local_experts)
-        made.append(RandomRouting(here, torch.softmax(chosen, -1)))
-    return made
+        weights = torch.randn(tokens, problem.top_k, generator=generator, device=device)
+        local = local_ids(ids.int(), 0, problem.local_experts)
+        result.append(RandomRouting(local, torch.softmax(weights, -1)))
+    return result
 
 
 def tokens_of(problem: MoEProblem, tokens: int, device: torch.device) -> Tensor:
@@ -59,20 +59,20 @@ def tokens_of(problem: MoEProblem, tokens: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomLayer:
-    """A layer of `problem` with random weights on `device`, in whatever layout is asked for."""
+    """A layer of `problem` with random weights on `device`, for any backend's layout."""
 
     problem: MoEProblem
     device: torch.device
 
     @cached_property
     def experts(self) -> ExpertLayer:
-        """The layer as moectl reads one."""
+        """The layer as an `ExpertLayer`, which can be prepared for any backend."""
         shapes = canonical_shapes(self.problem, self.problem.local_experts)
         recipe = Recipe(shapes, {role: StoredOutput(role) for role in shapes})
         return ExpertLayer(self.problem, 0, CANONICAL, recipe, self.canonical, self._stored, router=None)
 
     def canonical(self, ids: Ids) -> dict[str, Tensor]:
-        """Canonical roles of some experts."""
+        """Canonical roles ``[len(ids), ...]`` of the experts `ids`."""
         shapes = canonical_shapes(self.problem, 1)
         drawn: dict[str, Tensor] = {}
         for role, (dtype, shape) in shapes.items():
@@ -87,20 +87,20 @@ class RandomLayer:
         return {role: t.to(device) for role, t in self.canonical(range(self.problem.local_experts)).items()}
 
     def _draw(self, role: str, out: Tensor, generator: torch.Generator) -> None:
-        """Fills one expert's `role` so that each product has a variance of about one."""
+        """Fills one expert's `role` such that GEMM outputs have a variance of about one."""
         matrix, _, kind = role.partition("_")
         k = self.problem.dims.hidden if matrix == "w13" else self.problem.dims.intermediate
         DRAWN[kind](out, generator, self.problem, k)
 
     def reference(self, x: Tensor, routed: RandomRouting, rows: list[int]) -> Tensor:
-        """fp32 result of the tokens `rows`."""
-        some = torch.tensor(rows, device=self.device)
-        chosen = x[some], routed.ids[some], routed.weights[some]
-        return moe_reference(*chosen, self.experts.reference, self.problem)
+        """The fp32 reference output of the tokens `rows` of `x`."""
+        index = torch.tensor(rows, device=self.device)
+        selected = x[index], routed.ids[index], routed.weights[index]
+        return moe_reference(*selected, self.experts.reference, self.problem)
 
 
 def _codes(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
-    """Random codes of packed formats; 16-bit weights are numbers, FP8 ones the bytes of numbers."""
+    """Random codes of packed formats; normally distributed numbers for 16-bit and FP8 weights."""
     grid = problem.scheme.weight.number.grid
     if grid.rms:
         out.random_(0, 256, generator=generator)
@@ -113,7 +113,7 @@ def _codes(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int)
 
 
 def _scales(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
-    """What codes are multiplied with; of scales below a global one the bytes of numbers around one."""
+    """Scales around the value that gives unit variance; around 1 under a global scale."""
     number = problem.scheme.weight.number
     size = (number.grid.rms or 1.0) * math.sqrt(k)
     if number.byte_scale == "F8_E4M3":
@@ -136,7 +136,7 @@ def _globals(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: in
 
 
 def _inputs(out: Tensor, generator: torch.Generator, problem: MoEProblem, k: int) -> None:
-    """What enters either GEMM stays below 112, where E4M3 ends with a scale of 1/4."""
+    """Static scales of 1/4: E4M3 then covers activations up to 112."""
     out.fill_(1 / 4)
 
 
@@ -152,4 +152,4 @@ DRAWN: Mapping[str, Callable[[Tensor, torch.Generator, MoEProblem, int], None]] 
     "input": _inputs,
     "bias": _biases,
 }
-"""How a canonical role is drawn, by what stands behind its matrix's name."""
+"""Generators of canonical roles, by the part of the role's name after the matrix."""

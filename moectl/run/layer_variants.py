@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..convert.canonical import padded, scale_dtype
-from ..convert.rank_slice import RankShare, shard_of
+from ..convert.rank_slice import RankSlice, shard_of
 from ..convert.recipe.chain import Chain
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.steps.value_steps import Shapes
@@ -68,8 +68,8 @@ def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
         role: TensorType(MODEL_DTYPES[dtype] if changes(role) else kind, shape)
         for role, (kind, shape) in layer.recipe.shapes.items()
     }
-    share = layer.share and replace(layer.share, whole=converted(layer.share.whole))
-    return _canonical_layer(replace(layer, problem=converted(old), share=share), shapes, canonical)
+    share = layer.rank_slice and replace(layer.rank_slice, whole=converted(layer.rank_slice.whole))
+    return _canonical_layer(replace(layer, problem=converted(old), rank_slice=share), shapes, canonical)
 
 
 def _implied_scale_dtype(problem: MoEProblem) -> bool:
@@ -94,7 +94,7 @@ def rank_share(layer: ExpertLayer, ranks: int, rank: int) -> ExpertLayer:
 
     Raises UsageError when there are more ranks than experts.
     """
-    share = RankShare(layer.problem, shard_of(rank, tp_size=1, ep_size=ranks))
+    share = RankSlice(layer.problem, shard_of(rank, tp_size=1, ep_size=ranks))
     return _subset(layer, share, range(*share.experts))
 
 
@@ -109,11 +109,11 @@ def every_second(layer: ExpertLayer) -> tuple[ExpertLayer, Tensor]:
     table = torch.full((count,), -1, dtype=torch.int32)
     table[list(numbers)] = torch.arange(len(numbers), dtype=torch.int32)
     # The last of two ranks has as many experts; the map says which ones of the layer they are.
-    share = RankShare(layer.problem, shard_of(1, tp_size=1, ep_size=2))
+    share = RankSlice(layer.problem, shard_of(1, tp_size=1, ep_size=2))
     return _subset(layer, share, numbers), table
 
 
-def _subset(layer: ExpertLayer, share: RankShare, numbers: Sequence[int]) -> ExpertLayer:
+def _subset(layer: ExpertLayer, share: RankSlice, numbers: Sequence[int]) -> ExpertLayer:
     """The experts `numbers` of `layer` in place of those of `share`."""
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ def _subset(layer: ExpertLayer, share: RankShare, numbers: Sequence[int]) -> Exp
 
     count = share.problem.local_experts
     shapes = {role: kind.with_first_axis(count) for role, kind in layer.recipe.shapes.items()}
-    return _canonical_layer(replace(layer, problem=share.problem, share=share), shapes, canonical)
+    return _canonical_layer(replace(layer, problem=share.problem, rank_slice=share), shapes, canonical)
 
 
 def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> PreparedMoE | None:
@@ -146,7 +146,7 @@ def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> 
     shapes = {role: chains[role].stored_type(*kind) for role, kind in layer.recipe.shapes.items()}
     # A rank's experts as a whole layer: layouts do not depend on how experts are sharded.
     whole = replace(old, dims=sizes, experts=old.local_experts)
-    larger = _canonical_layer(replace(layer, problem=whole, share=None), shapes, canonical)
+    larger = _canonical_layer(replace(layer, problem=whole, rank_slice=None), shapes, canonical)
     prepared = larger.prepared(backend, device)
     poisoned = replace(prepared, problem=old, first_expert=layer.first_expert, derived={})
     runner.ready(poisoned)

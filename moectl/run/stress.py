@@ -123,7 +123,7 @@ SHARES: Mapping[str, Callable[[ExpertLayer], Tensor]] = {"share": _last_ranks, "
 
 
 def _no_share(layer: ExpertLayer) -> str:
-    if layer.share is not None and layer.partial:
+    if layer.rank_slice is not None and layer.partial:
         return "the layer is itself one rank's shard, in every case"
     return f"there are {layer.problem.experts} experts" if layer.problem.experts < RANKS else ""
 

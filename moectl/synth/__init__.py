@@ -1,4 +1,4 @@
-"""Checkpoints with a published model's tensor schema and random, really quantized weights."""
+"""Synthetic checkpoints with a published model's tensor schema and random, quantized weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def synthesize(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress = silent,
 ) -> Path:
-    """The folder `out` with a checkpoint of the built-in `model`, its sizes changed as asked.
+    """The directory `out` with a checkpoint of the built-in `model`, its sizes changed as asked.
 
     It holds config.json, the MoE layers' tensors (experts, router, shared experts) under their
     published names, a small embedding and the last norm, and an index when there is more than one
@@ -76,7 +76,7 @@ def synthesize(
     documents: dict[str, Any] = dict(entry.documents)
     if files[1:]:
         documents[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    # Last: a folder that was not finished has no config.json, so that nothing takes it for a checkpoint.
+    # Last: a directory that was not finished has no config.json, so that nothing takes it for a checkpoint.
     documents[CONFIG] = config
     meter = Meter(progress, total)
     with all_or_none(out, [*(file.name for file in files), *documents]):
@@ -122,7 +122,7 @@ def _files(shards: list[list[TensorInfo]]) -> list[FilePlan]:
 
 
 def _write(path: Path, file: FilePlan, maker: TensorMaker, meter: Meter) -> None:
-    meter.say(file.name)
+    meter.start(file.name)
     with replacing(path, file.size) as fd:
         write_exactly(fd, memoryview(file.header), 0)
         for info in file.tensors.values():

@@ -1,4 +1,4 @@
-"""Random tensors of a resized model: experts really quantized in their format, the rest drawn."""
+"""Random tensors of a resized model: experts quantized in their format, other tensors drawn directly."""
 
 from __future__ import annotations
 

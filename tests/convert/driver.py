@@ -22,7 +22,7 @@ from moectl.convert.execute.convert import convert
 from moectl.convert.layouts.registry import layout_for
 from moectl.convert.onepass.executors import warm_up
 from moectl.convert.plan.kernel_layout_plan import plan_conversion
-from moectl.convert.worker_partition import portion_of
+from moectl.convert.worker_partition import parse_partition
 from moectl.errors import MoectlError
 
 
@@ -76,7 +76,7 @@ def main(options: dict[str, Any]) -> int:
             Path(options["out"]),
             resume=options.get("resume", False),
             progress=progress,
-            portion=portion_of(options["part"]) if "part" in options else None,
+            partition=parse_partition(options["part"]) if "part" in options else None,
         )
         outcome |= {"converted": summary.converted, "resumed": summary.resumed}
         code = 0

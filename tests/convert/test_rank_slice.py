@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moectl.convert.canonical import canonical_shapes
 from moectl.convert.layouts.registry import layout_named
-from moectl.convert.rank_slice import RankShare, SliceHashes, shard_of
+from moectl.convert.rank_slice import RankSlice, SliceHashes, shard_of
 from moectl.errors import NoBackend, UsageError
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem, Parallel, expert_range
 from moectl.problem.schemes import (
@@ -90,10 +90,10 @@ def test_a_slice_has_the_lanes_of_its_rank(name: str, rows: str, gated: bool) ->
     problem = layer(FORMATS[name], rows=rows, activation=Activation("silu", gated))
     whole = tensors(problem)
     for rank in range(4):
-        share = RankShare(problem, shard_of(rank, tp_size=4))
+        share = RankSlice(problem, shard_of(rank, tp_size=4))
         low, high = share.intermediate
         assert (low, high) == (128 * rank, 128 * rank + 128)
-        cut = share.cut(whole)
+        cut = share.slice(whole)
         assert {role: (tuple(t.shape), t.dtype) for role, t in cut.items()} == {
             role: (shape, TORCH_DTYPES[dtype])
             for role, (dtype, shape) in canonical_shapes(share.problem, 3).items()
@@ -116,8 +116,8 @@ def test_a_slice_has_the_lanes_of_its_rank(name: str, rows: str, gated: bool) ->
 def test_slices_of_all_ranks_are_the_layer(name: str, rows: str) -> None:
     problem = layer(FORMATS[name], rows=rows)
     whole = tensors(problem) | {"source.stored.w1_shape": torch.tensor([[512, 128]] * 3)}
-    shares = [RankShare(problem, shard_of(rank, tp_size=2)) for rank in range(2)]
-    slices = [share.cut(whole) for share in shares]
+    shares = [RankSlice(problem, shard_of(rank, tp_size=2)) for rank in range(2)]
+    slices = [share.slice(whole) for share in shares]
     joined = shares[0].join(slices, list(canonical_shapes(problem, 3)))
     assert joined.keys() == whole.keys()
     assert all(torch.equal(joined[role], t) for role, t in whole.items())
@@ -129,7 +129,7 @@ def test_slices_of_all_ranks_are_the_layer(name: str, rows: str) -> None:
 )
 def test_gpt_oss_deals_whole_blocks(tp: int, sizes: list[int]) -> None:
     problem = layer(MXFP4, rows="interleaved", dims=Dims(2880, 2880))
-    shares = [RankShare(problem, shard_of(rank, tp_size=tp)) for rank in range(tp)]
+    shares = [RankSlice(problem, shard_of(rank, tp_size=tp)) for rank in range(tp)]
     assert [high - low for low, high in (share.intermediate for share in shares)] == sizes
     assert [share.intermediate[0] for share in shares] == [sum(sizes[:rank]) for rank in range(tp)]
     # Every rank is padded to the size of the first: they run the same kernels.
@@ -154,7 +154,7 @@ def test_gpt_oss_deals_whole_blocks(tp: int, sizes: list[int]) -> None:
     ],
 )
 def test_slices_that_break_blocks_are_refused(weight: WeightFormat, inter: int, tp: int, words: str) -> None:
-    share = RankShare(layer(weight, dims=Dims(256, inter)), shard_of(0, tp_size=tp))
+    share = RankSlice(layer(weight, dims=Dims(256, inter)), shard_of(0, tp_size=tp))
     with pytest.raises(UsageError, match=words) as refused:
         assert share.intermediate
     assert "--tp-size" in refused.value.hint
@@ -164,8 +164,8 @@ def test_a_layout_refuses_a_slice_by_its_size() -> None:
     """1536 lanes are whole tiles of 256, half of them are not."""
     problem = layer(int_format(4, 32), dims=Dims(1024, 1280), bias=False)
     layout = layout_named("trtllm-mxint4")
-    assert layout.recipe(RankShare(problem).padded(layout.pad)).outputs
-    share = RankShare(problem, shard_of(0, tp_size=2))
+    assert layout.recipe(RankSlice(problem).padded(layout.pad)).outputs
+    share = RankSlice(problem, shard_of(0, tp_size=2))
     with pytest.raises(NoBackend, match="intermediate size must be a multiple of 256, got 640"):
         layout.recipe(share.padded(layout.pad))
 
@@ -176,9 +176,9 @@ def test_experts_are_dealt_in_runs(experts: int, ranks: int) -> None:
     problem = layer(BF16, experts=experts, local_experts=0, top_k=1)
     if ranks > experts:
         with pytest.raises(UsageError, match=f"{experts} experts cannot be spread over {ranks} ranks"):
-            assert RankShare(problem, shard_of(0, ep_size=ranks)).experts
+            assert RankSlice(problem, shard_of(0, ep_size=ranks)).experts
         return
-    runs = [RankShare(problem, shard_of(rank, ep_size=ranks)).experts for rank in range(ranks)]
+    runs = [RankSlice(problem, shard_of(rank, ep_size=ranks)).experts for rank in range(ranks)]
     assert runs == [expert_range(experts, ranks, rank) for rank in range(ranks)]
     counts = [last - first for first, last in runs]
     assert [first for first, _ in runs] == [sum(counts[:rank]) for rank in range(ranks)]
@@ -211,7 +211,7 @@ def test_ranks_that_are_not(rank: int, tp: int, ep: int) -> None:
 def test_no_other_ranks_lane_is_reached_by_padding(name: str, rows: str, rank: int) -> None:
     """The other ranks' lanes are 0xFF, NaNs in scales and biases; padded lanes are zero in each half."""
     problem = layer(MXFP4, rows=rows, dims=Dims(192, 352))
-    layout, share = layout_named(name), RankShare(problem, shard_of(rank, tp_size=4))
+    layout, share = layout_named(name), RankSlice(problem, shard_of(rank, tp_size=4))
     low, high = share.intermediate
     whole = tensors(problem)
     for role, t in whole.items():
@@ -222,14 +222,14 @@ def test_no_other_ranks_lane_is_reached_by_padding(name: str, rows: str, rank: i
             t.view(torch.uint8).unflatten(-1, (t.shape[-1], -1)).index_fill_(axis, torch.tensor(other), 255)
     padded = share.padded(layout.pad)
     recipe = layout.recipe(padded)
-    held = dict(recipe.store(share.cut(whole), {}))
+    held = dict(recipe.store(share.slice(whole), {}))
     # The layer whose own sizes are the padded ones gives the padded lanes back.
     full = replace(padded, dims=Dims(padded.dims.padded_hidden, padded.dims.padded_intermediate))
     assert full.dims.intermediate > high - low
     lengthened = layout.recipe(full).restore(held, 3)
     for role, t in lengthened.items():
         found = lanes(full, role)
-        own = dict(share.cut(whole))[role]
+        own = dict(share.slice(whole))[role]
         expected = torch.zeros_like(t)
         if found:
             axis, of_lane = found
@@ -264,9 +264,9 @@ def test_largest_scales_are_taken_of_what_a_rank_holds(tp: int, ep: int) -> None
     whole["w13_scale"][:] = later + 40 + torch.arange(512).div(64).byte().repeat(2).view(1, -1, 1)
     whole["w2_scale"][:] = later + 60 + torch.arange(32).div(4).byte()
     for rank in range(tp * ep):
-        share = RankShare(problem, shard_of(rank, tp, ep))
+        share = RankSlice(problem, shard_of(rank, tp, ep))
         (first, last), (_, high) = share.experts, share.intermediate
-        held = share.cut({role: t[first:last] for role, t in whole.items()})
+        held = share.slice({role: t[first:last] for role, t in whole.items()})
         recipe = layout.recipe(
             share.padded(layout.pad), share.shapes(canonical_shapes(problem, last - first))
         )

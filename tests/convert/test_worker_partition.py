@@ -16,7 +16,7 @@ import pytest
 from moectl.convert.execute.convert import complete, convert
 from moectl.convert.manifest.manifest import load_manifest
 from moectl.convert.restore.verify import verify
-from moectl.convert.worker_partition import WorkerPartition, portion_of
+from moectl.convert.worker_partition import WorkerPartition, parse_partition
 from moectl.errors import CheckpointError, Unavailable, UsageError
 from moectl.files.lock import Lock
 from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint
@@ -29,7 +29,7 @@ Drive = Callable[..., tuple[int, dict[str, Any]]]
 def test_every_item_is_in_one_part() -> None:
     for items in range(12):
         for of in (1, 2, 3, 5, 11, 20):
-            shares = [WorkerPartition(number, of).share(range(items)) for number in range(1, of + 1)]
+            shares = [WorkerPartition(number, of).select(range(items)) for number in range(1, of + 1)]
             assert [item for share in shares for item in share] == list(range(items))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -37,7 +37,7 @@ def test_every_item_is_in_one_part() -> None:
 @pytest.mark.parametrize("text", ["", "1", "0/3", "4/3", "1/0", "-1/2", "1/2/3", "a/b", "1/99999", "1.0/2"])
 def test_odd_parts_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="must look like 2/4"):
-        portion_of(text)
+        parse_partition(text)
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def test_parts_in_any_order_are_the_whole(source: Path, tmp_path: Path, of: int)
     convert(plan, tmp_path / "whole")
     layers: list[int] = []
     for number in reversed(range(1, of + 1)):
-        layers += convert(plan, out, portion=WorkerPartition(number, of)).converted
-        with pytest.raises(CheckpointError, match=r"not a finished converted folder.*--finish"):
+        layers += convert(plan, out, partition=WorkerPartition(number, of)).converted
+        with pytest.raises(CheckpointError, match=r"not a finished converted directory.*--finish"):
             load_manifest(out)
     assert sorted(layers) == [0, 1, 2, 3, 4]
     summary = complete(plan, out)
@@ -66,19 +66,19 @@ def test_what_is_missing_is_named(source: Path, tmp_path: Path, drive: Drive) ->
     plan, out = plan_of(source), tmp_path / "out"
     with pytest.raises(UsageError, match="holds no parts"):
         complete(plan, out)
-    convert(plan, out, portion=WorkerPartition(2, 3))
+    convert(plan, out, partition=WorkerPartition(2, 3))
     killed = drive(source=source, out=out, target="marlin", part="3/3", signal="SIGKILL", at=0.9)
     assert killed[0] == -9
     with pytest.raises(UsageError, match=r"part 1/3 was not begun; part 3/3 lacks layers"):
         complete(plan, out)
-    convert(plan, out, portion=WorkerPartition(1, 3))
+    convert(plan, out, partition=WorkerPartition(1, 3))
     with pytest.raises(UsageError, match=r"part 3/3 was begun .*--resume"):
-        convert(plan, out, portion=WorkerPartition(3, 3))
-    convert(plan, out, portion=WorkerPartition(3, 3), resume=True)
+        convert(plan, out, partition=WorkerPartition(3, 3))
+    convert(plan, out, partition=WorkerPartition(3, 3), resume=True)
     file = out / "moectl-layer-00002.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=f"{file.name} was finished, and is gone or changed"):
+    with pytest.raises(CheckpointError, match=f"{file.name} was finished, and is missing or changed"):
         complete(plan, out)
     file.write_bytes(whole)
     complete(plan, out)
@@ -87,12 +87,12 @@ def test_what_is_missing_is_named(source: Path, tmp_path: Path, drive: Drive) ->
 
 def test_parts_of_other_conversions_do_not_mix(source: Path, tmp_path: Path) -> None:
     plan, out = plan_of(source), tmp_path / "out"
-    convert(plan, out, portion=WorkerPartition(1, 2))
+    convert(plan, out, partition=WorkerPartition(1, 2))
     before = folder_bytes(out)
     with pytest.raises(UsageError, match="holds a marlin-mxfp4 conversion, not trtllm-mxfp4"):
-        convert(plan_of(source, "trtllm"), out, portion=WorkerPartition(2, 2))
+        convert(plan_of(source, "trtllm"), out, partition=WorkerPartition(2, 2))
     with pytest.raises(UsageError, match="holds parts of 2, part 1/3 was asked for"):
-        convert(plan, out, portion=WorkerPartition(1, 3))
+        convert(plan, out, partition=WorkerPartition(1, 3))
     with pytest.raises(UsageError, match=r"not empty.*--part N/2"):
         convert(plan, out)
     with pytest.raises(UsageError, match="no conversion to resume"):
@@ -111,15 +111,15 @@ def test_a_part_is_written_once_and_others_beside_it(source: Path, tmp_path: Pat
     def meddle(done: int, total: int, text: str) -> None:
         if not told:
             told.append("")
-            convert(plan, out, portion=WorkerPartition(2, 2))
+            convert(plan, out, partition=WorkerPartition(2, 2))
             for action in (
-                lambda: convert(plan, out, portion=WorkerPartition(1, 2), resume=True),
+                lambda: convert(plan, out, partition=WorkerPartition(1, 2), resume=True),
                 lambda: complete(plan, out),
             ):
                 with pytest.raises(Unavailable, match="another conversion is writing"):
                     action()
 
-    convert(plan, out, portion=WorkerPartition(1, 2), progress=meddle)
+    convert(plan, out, partition=WorkerPartition(1, 2), progress=meddle)
     assert told
     complete(plan, out)
     assert verify(out, source).ok

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moectl.convert.rank_slice import RankShard, RankShare
+from moectl.convert.rank_slice import RankShard, RankSlice
 from moectl.environment.named_devices import find_device
 from moectl.kernels.layer_inputs import LayerInputs, make_inputs
 from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel
@@ -46,10 +46,10 @@ class GpuRank:
 
     def kernel(self, most: int | None) -> FusedMoEKernel:
         problem = LAYERS[self.name]
-        share = RankShare(problem, RankShard(1, 0, self.size, self.rank))
+        share = RankSlice(problem, RankShard(1, 0, self.size, self.rank))
         first, last = share.experts
         roles = {role: t[first:last].cuda() for role, t in canonical_roles(problem).items()}
-        part = replace(layer_of(share.problem, roles), share=share).prepared("triton", "cuda")
+        part = replace(layer_of(share.problem, roles), rank_slice=share).prepared("triton", "cuda")
         capability = torch.cuda.get_device_capability()
         decision = decision_for(
             problem, Parallel(dp=self.size, ep=True), find_device(f"sm{capability[0]}{capability[1]}")

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moectl.convert.rank_slice import RankShare, shard_of
+from moectl.convert.rank_slice import RankSlice, shard_of
 from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import moe_reference
@@ -222,11 +222,11 @@ def weighs_the_input(launch: Launch, device: str) -> None:
 def one_rank(launch: Launch, device: str) -> None:
     """The rank with the last lanes, fewer than the others have and padded to theirs, and the last experts."""
     whole = replace(GPT_OSS, dims=Dims(96, 352))
-    share = RankShare(whole, shard_of(7, tp_size=4, ep_size=2))
+    share = RankSlice(whole, shard_of(7, tp_size=4, ep_size=2))
     assert share.intermediate == (288, 352)
     (first, last), roles = share.experts, canonical_roles(whole)
-    held = share.cut({role: t[first:last] for role, t in roles.items()})
-    layer = replace(layer_of(share.problem, held), share=share)
+    held = share.slice({role: t[first:last] for role, t in roles.items()})
+    layer = replace(layer_of(share.problem, held), rank_slice=share)
     prepared = layer.prepared("triton", device)
     assert prepared.weights["w2"].shape[2] == 2  # tiles of 64 for 96 lanes
     inputs = inputs_of(whole, 9, device=device)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moectl.checkpoint import open_checkpoint
-from moectl.convert.rank_slice import RankShard, RankShare
+from moectl.convert.rank_slice import RankShard, RankSlice
 from moectl.environment import Device, Packages
 from moectl.environment.named_devices import find_device
 from moectl.errors import NoBackend, UsageError
@@ -68,10 +68,10 @@ class World:
         """The whole layer, and this rank's part: its experts, or with `tp` its slice of each."""
         whole = canonical_roles(problem)
         shard = RankShard(self.size, self.rank) if tp else RankShard(1, 0, self.size, self.rank)
-        share = RankShare(problem, shard)
+        share = RankSlice(problem, shard)
         first, last = share.experts
-        roles = share.cut({role: t[first:last] for role, t in whole.items()})
-        part = replace(layer_of(share.problem, roles), share=share)
+        roles = share.slice({role: t[first:last] for role, t in whole.items()})
+        part = replace(layer_of(share.problem, roles), rank_slice=share)
         return layer_of(problem, whole), part.prepared("torch", "cpu")
 
     def inputs(

@@ -1,1 +1,1 @@
-"""`moectl convert`."""
+"""`moectl convert`: options, planning, and output."""

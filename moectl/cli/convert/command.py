@@ -1,4 +1,4 @@
-"""`moectl convert`: expert weights in a backend's kernel layout, ahead of time."""
+"""`moectl convert`: writes expert weights in a kernel layout or a portable format, ahead of time."""
 
 import re
 import time
@@ -29,26 +29,26 @@ EXAMPLES = (
     "moectl convert ./Qwen3-30B-A3B ./int4 --to int4-g128",
     "moectl convert ./kimi ./marlin --to marlin --device cuda --part 2/4",
 )
-MORE = ["Who reads what: moectl list layouts, moectl list formats"]
+MORE = ["Readers of layouts and formats: moectl list layouts, moectl list formats"]
 
 
 PORTABLE_OPTIONS = RecordOptions(
     PortableOptions,
-    container=option("--container", help=f"Of a portable format: {', '.join(CONTAINERS)}."),
+    container=option("--container", help=f"For a portable format: {', '.join(CONTAINERS)}."),
     method=option("--method", help="search (default), rtn; gptq (default with --calibration)."),
     rule=option("--mx-scale", help="MXFP4's block scales: floor (default), even, up."),
     calibration=option("--calibration", help="Safetensors with activations x [tokens, hidden]."),
-    requantize=option("--requantize", help="Let weights that were quantized before lose more."),
+    requantize=option("--requantize", help="Allow lossy requantization of quantized weights."),
 )
-"""Options of portable formats; `requantize` is one of layouts, too."""
+"""Options of portable formats; `requantize` also applies to layouts."""
 
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Options that say whose share of the experts is converted."""
+    """Options that select the rank whose slice of the experts is converted."""
 
-    tp_size: Annotated[int, option("--tp-size", help="Slice each expert over so many ranks.", min=1)] = 1
-    ep_size: Annotated[int, option("--ep-size", help="Spread experts over so many ranks.", min=1)] = 1
+    tp_size: Annotated[int, option("--tp-size", help="Slice each expert over this many ranks.", min=1)] = 1
+    ep_size: Annotated[int, option("--ep-size", help="Distribute experts over this many ranks.", min=1)] = 1
     rank: Annotated[
         int | None, option("--rank", help="This rank alone, into OUT; default: all, OUT/rank-00, ...", min=0)
     ] = None
@@ -56,24 +56,24 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """Options that say how far a conversion goes, and with what."""
+    """Options that control how a conversion is executed."""
 
     dry_run: Annotated[bool, option("--dry-run", help="Plan from headers alone; write nothing.")] = False
     resume: Annotated[bool, option("--resume", help="Finish a conversion that was interrupted.")] = False
     part: Annotated[
-        str | None, option("--part", help="2/4: the second of four processes that fill OUT together.")
+        str | None, option("--part", help="2/4: second of four processes that fill OUT together.")
     ] = None
     finish: Annotated[bool, option("--finish", help="Complete OUT when all its parts are there.")] = False
-    threads: Annotated[
-        int | None, option("--threads", help="1: one thing after another; default: all cores.", min=1)
-    ] = None
+    threads: Annotated[int | None, option("--threads", help="Worker threads; default: all cores.", min=1)] = (
+        None
+    )
     device: Annotated[
         str,
         option("--device", help="cpu, cuda, cuda:N, or auto: a GPU if there is one.", own=True),
     ] = "cpu"
 
     def check(self) -> None:
-        """UsageError for options that do not go together."""
+        """Raises UsageError for options that cannot be combined."""
         if self.finish and (self.part is not None or self.dry_run or self.resume):
             raise UsageError("--finish goes with neither --part nor --resume nor --dry-run")
 
@@ -81,7 +81,9 @@ class ExecutionOptions:
 @framed("convert")
 def convert(
     checkpoint: CheckpointArg,
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A new or empty directory.", show_default=False)
+    ],
     *,
     making: TargetOptions,
     portable: Annotated[Callable[..., PortableOptions], PORTABLE_OPTIONS],
@@ -97,8 +99,8 @@ def convert(
 ) -> None:
     """Write expert weights in a kernel's layout or another format.
 
-    Streamed layer by layer and resumable. A layout is a cache for its backend, bit-exactly reversible;
-    a portable format is an ordinary checkpoint. Ranks (--tp-size, --ep-size) get folders of their own.
+    Streams layer by layer, and can be resumed. A layout is a cache for its backend, bit-exactly reversible;
+    a portable format is an ordinary checkpoint. Each rank (--tp-size, --ep-size) gets its own directory.
     """
     making = making.spelled()
     memory = None if max_memory is None else parse_size(max_memory)
@@ -112,14 +114,14 @@ def convert(
         raise CheckpointError(f"{checkpoint} has no MoE layers", hint="`moectl explain` shows what it holds")
 
     from ...convert.execute.rank_plans import check_outputs, plan_ranks
-    from ...convert.worker_partition import portion_of
+    from ...convert.worker_partition import parse_partition
 
     plan = planner(source, making, portable(target=making.to), memory)
     plans = plan_ranks(target, ranks.tp_size, ranks.ep_size, ranks.rank, plan)
     if execution.finish:
         return _finish(plans, target, out)
-    portion = None if execution.part is None else portion_of(execution.part)
-    plans = tuple(replace(item, portion=portion) for item in plans)
+    partition = None if execution.part is None else parse_partition(execution.part)
+    plans = tuple(replace(item, partition=partition) for item in plans)
     check_outputs(source.folder, target, plans, execution.resume)
     if source.origin.note:
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
@@ -136,19 +138,19 @@ def convert(
     out.result(
         ranks_document(documents),
         lambda console: draw_done(
-            target, plans, summaries, seconds, console, costs=making.to in PORTABLE and portion is None
+            target, plans, summaries, seconds, console, costs=making.to in PORTABLE and partition is None
         ),
         str(target),
     )
-    if portion is None:
+    if partition is None:
         out.note(f"check it with: moectl verify {target}")
     else:
-        out.note(f"part {portion} is there; complete {target} with --finish when all parts are")
+        out.note(f"part {partition} is done; complete {target} with --finish when all parts are")
     return None
 
 
 def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
-    """Completes what all parts have written."""
+    """Finishes a directory that all workers have filled."""
     from ...convert.execute.convert import complete
 
     summaries = [complete(item.plan, item.folder) for item in plans]
@@ -169,7 +171,7 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
 
 
 def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None:
-    """Shows what would be done."""
+    """Prints the plan and an estimate of its duration."""
     from ...convert.plan.rate_estimate import measured_rate
 
     rate = measured_rate(plans[0].plan, threads)
@@ -188,7 +190,7 @@ def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None
 def _convert(
     plans: "Sequence[RankPlan]", execution: ExecutionOptions, target: Path, out: Output
 ) -> "list[ConversionSummary]":
-    """Converts one rank after the other."""
+    """Converts the ranks one after the other."""
     from ...convert.execute.convert import convert as library
     from ...convert.execute.rank_plans import convert_ranks
 
@@ -200,19 +202,19 @@ def _convert(
         with out.progress("converting") as progress:
             return convert_ranks(
                 plans,
-                lambda item, tell: library(
+                lambda item, report: library(
                     item.plan,
                     item.folder,
                     resume=execution.resume,
-                    progress=tell,
+                    progress=report,
                     threads=execution.threads,
                     device=execution.device,
-                    portion=item.portion,
+                    partition=item.partition,
                 ),
                 progress,
             )
     except KeyboardInterrupt:
-        out.note(f"the layers that are finished stay in {target}; --resume goes on from there")
+        out.note(f"finished layers are kept in {target}; --resume continues from there")
         raise
 
 

@@ -1,4 +1,4 @@
-"""What `moectl convert` plans: a kernel layout or a portable format."""
+"""Builds the planner that `moectl convert` asks for: of a kernel layout or a portable format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """Options that say what is made; those of portable formats alone are `PortableOptions`."""
+    """Options that select the output; those of portable formats are in `PortableOptions`."""
 
     to: Annotated[
         str,
@@ -34,12 +34,10 @@ class TargetOptions:
     act: Annotated[str | None, option("--act", help=f"Activations the layout is for: {', '.join(ACTS)}.")] = (
         None
     )
-    experts_only: Annotated[bool, option("--experts-only", help="Leave out tensors that are no experts.")] = (
-        False
-    )
+    experts_only: Annotated[bool, option("--experts-only", help="Skip non-expert tensors.")] = False
 
     def spelled(self) -> "TargetOptions":
-        """The same in the spelling of what is known; UsageError for what is not."""
+        """The options with names in their canonical spelling; UsageError for unknown names."""
         archs = sorted({a for facts in LAYOUTS.values() for a in facts.archs})
         return replace(
             self,
@@ -52,7 +50,7 @@ class TargetOptions:
 def planner(
     source: "Checkpoint", target: TargetOptions, portable: PortableOptions, max_memory: int | None = None
 ) -> "Callable[[RankShard], ConversionPlan]":
-    """What plans one rank's conversion of `source`. Raises UsageError for options that do not go together."""
+    """A function that plans one rank's conversion of `source`; UsageError for conflicting options."""
     if target.to in PORTABLE:
         return _portable(source, target, portable, max_memory)
     if portable.given:
@@ -80,13 +78,13 @@ def _portable(
     from ...convert.quantize import METHODS
     from ...kernels.activation import activate
 
-    def known(value: str | None, names: tuple[str, ...], what: str) -> str | None:
+    def picked(value: str | None, names: tuple[str, ...], what: str) -> str | None:
         return None if value is None else pick(value, names, what)
 
     options = replace(
         portable,
-        container=known(portable.container, tuple(CONTAINERS), "container"),
-        method=known(portable.method, METHODS, "method"),
+        container=picked(portable.container, tuple(CONTAINERS), "container"),
+        method=picked(portable.method, METHODS, "method"),
     )
     if options.rule is not None and options.format.has_scale_rules:
         options = replace(options, rule=pick(options.rule, E8M0_RULES, "rule for scales"))

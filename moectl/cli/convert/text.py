@@ -1,4 +1,4 @@
-"""What a conversion would do or has done: for a person, and as plain data."""
+"""Plans and results of conversions as tables and as JSON data."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def ranks_document(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """One plan's document, or those of every rank, by rank."""
+    """The document of a single plan, or a document with those of all ranks."""
     return documents[0] if len(documents) == 1 else {"ranks": documents}
 
 
@@ -44,7 +44,7 @@ def plan_document(plan: "ConversionPlan") -> dict[str, Any]:
         "tensors_out": plan.tensors_out,
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,
-        "other_bytes": plan.rest_bytes,
+        "other_bytes": plan.passthrough_bytes,
         "disk_bytes": plan.disk_needed,
         "peak_memory_bytes": plan.peak_memory,
         "layers": [
@@ -57,7 +57,7 @@ def plan_document(plan: "ConversionPlan") -> dict[str, Any]:
                     info.name: {
                         "stored_dtype": info.dtype,
                         "stored_shape": list(info.shape),
-                        "logical_dtype": layer.holds.get(info.name, info.dtype),
+                        "logical_dtype": layer.logical_dtypes.get(info.name, info.dtype),
                     }
                     for info in layer.file.tensors.values()
                 },
@@ -68,14 +68,14 @@ def plan_document(plan: "ConversionPlan") -> dict[str, Any]:
 
 
 def draw_plans(plans: "Sequence[RankPlan]", rate: "ConversionRate", console: Any) -> None:
-    """What conversions would do, rank by rank, for a person: the first one's tensors, then the shares."""
+    """Prints the plans of all ranks: a table of their slices, then the first plan in detail."""
     if plans[0].plan.shard.ranks > 1:
-        made = table("rank", "layers", "experts", "intermediate", "padded", "written", "disk needed")
+        plan_table = table("rank", "layers", "experts", "intermediate", "padded", "written", "disk needed")
         for item in plans:
             for group in item.own.groups:
                 first, last = group.experts
                 low, high = group.intermediate
-                made.add_row(
+                plan_table.add_row(
                     str(item.own.shard.rank),
                     ranges(group.layers),
                     f"{first}-{last - 1}",
@@ -84,18 +84,18 @@ def draw_plans(plans: "Sequence[RankPlan]", rate: "ConversionRate", console: Any
                     size(item.own.bytes_out),
                     size(item.own.disk_needed),
                 )
-        console.print(made)
+        console.print(plan_table)
     draw_plan(plans[0].own, rate, console)
 
 
 def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> None:
-    """What a conversion would do, for a person."""
+    """Prints a plan: its tensors, readers, sizes, and estimated duration."""
     if not plan.layers:
-        console.print("no layers fall to this part; nothing was written (--dry-run)", markup=False)
+        console.print("this part has no layers; nothing was written (--dry-run)", markup=False)
         return
     first = plan.layers[0]
     numbers = [layer.layer for layer in plan.layers if layer.layer >= 0]
-    made = table(
+    plan_table = table(
         "tensor",
         "stored as",
         "holds",
@@ -103,16 +103,18 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
     )
     seen: dict[str, tuple[str, str]] = {}
     for info in first.file.tensors.values():
-        stored = (f"{info.dtype} {list(info.shape)}", first.holds.get(info.name, info.dtype))
+        stored = (f"{info.dtype} {list(info.shape)}", first.logical_dtypes.get(info.name, info.dtype))
         seen.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", info.name), stored)
     for name, stored in seen.items():
-        made.add_row(name, *stored)
-    console.print(made)
+        plan_table.add_row(name, *stored)
+    console.print(plan_table)
     rows = {
         "read by": "; ".join(str(reader) for reader in plan.layout.readers),
         "expert tensors": f"{plan.tensors_in} in, {plan.tensors_out} out",
         "expert bytes": f"{size(plan.bytes_in)} in, {size(plan.bytes_out)} out",
-        "other tensors": f"{size(plan.rest_bytes)} linked or copied" if plan.rest else "left out",
+        "other tensors": f"{size(plan.passthrough_bytes)} linked or copied"
+        if plan.passthrough
+        else "left out",
         "disk needed": size(plan.disk_needed),
         "peak memory": f"{size(plan.peak_memory)} above the program's own",
         "time": f"about {duration(plan.bytes_in / rate.bytes_per_second)}, "
@@ -124,7 +126,7 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
 
 
 def finished_document(item: "RankPlan", summary: "ConversionSummary", seconds: float) -> dict[str, Any]:
-    """A conversion that is done as plain data: its plan, and what came of it."""
+    """A finished conversion as JSON data: its plan and its result."""
     return {
         **plan_document(item.own),
         "folder": str(item.folder),
@@ -144,17 +146,17 @@ def draw_done(
     *,
     costs: bool,
 ) -> None:
-    """What was converted, for a person; with what quantizing has cost where `costs`."""
+    """Prints what was converted; with `costs`, also the quantization errors."""
     converted, resumed = (
-        sum(layer >= 0 for found in lists for layer in found)
+        sum(layer >= 0 for layers in lists for layer in layers)
         for lists in ([s.converted for s in summaries], [s.resumed for s in summaries])
     )
     moved = sum(summary.bytes_in for summary in summaries)
     rate = f", {size(moved / seconds)}/s" if moved else ""
-    done = f"{count(converted, 'layer')} converted in {duration(seconds)}{rate}"
-    done += f"; {resumed} finished before" if resumed else ""
-    held = f" of {count(len(plans), 'rank')}" if len(plans) > 1 else ""
-    console.print(f"{target}: {plans[0].plan.layout.name}, {done}{held}", markup=False)
+    text = f"{count(converted, 'layer')} converted in {duration(seconds)}{rate}"
+    text += f"; {resumed} finished before" if resumed else ""
+    scope = f" of {count(len(plans), 'rank')}" if len(plans) > 1 else ""
+    console.print(f"{target}: {plans[0].plan.layout.name}, {text}{scope}", markup=False)
     for name in summaries[0].skipped_files:
         console.print(f"left out: {name}", markup=False)
     if costs:
@@ -162,11 +164,11 @@ def draw_done(
 
 
 def draw_costs(folder: Path, console: Any) -> None:
-    """The summary of the report that a portable output holds."""
+    """Prints the quantization errors from the report of a portable output."""
     from ...convert.portable.report_fragments import CostTable, read_report
 
     costs = CostTable(read_report(folder)["layers"])
-    made = table(*costs.columns)
+    plan_table = table(*costs.columns)
     for row in costs.rows():
-        made.add_row(*row)
-    console.print(made)
+        plan_table.add_row(*row)
+    console.print(plan_table)

@@ -1,1 +1,1 @@
-"""A planned conversion carried out, layer by layer, resumable."""
+"""Execution of conversion plans: layer by layer, with bounded memory, resumable."""

@@ -1,4 +1,4 @@
-"""A planned conversion carried out: layer by layer, bounded in memory, resumable."""
+"""Executes a conversion plan: layer by layer, with bounded memory, resumable."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from ..manifest.progress_log import (
     Meter,
     Progress,
     ProgressLog,
-    conversion_of,
+    logged_conversion,
     open_log,
-    refuse_another,
+    refuse_other_conversion,
     silent,
 )
 from ..plan.conversion_plan import ConversionPlan, LayerPlan, conversion_facts, digest_of
 from ..stream.devices import ConversionDevice, device_named
 from ..stream.pipeline import WorkerThreads, run_pipeline, usable_cores
 from ..stream.source_reader import FolderReader
-from ..worker_partition import WorkerPartition, all_portions, portions_in
+from ..worker_partition import WorkerPartition, all_partitions, partitions_in
 from .finish import finish_folder
 from .layer_stages import LayerInProgress, LayerStages
-from .passthrough import file_matches, rest_sha256, source_record, write_rest
+from .passthrough import file_matches, passthrough_sha256, source_record, write_passthrough
 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """What a conversion did: layers converted now and found finished, bytes read and written."""
+    """The result of a conversion: layers converted now or found finished, and bytes read and written."""
 
     folder: Path
     converted: tuple[int, ...]
@@ -56,64 +56,82 @@ def convert(
     progress: Progress = silent,
     threads: int | None = None,
     device: str = "cpu",
-    portion: WorkerPartition | None = None,
+    partition: WorkerPartition | None = None,
 ) -> ConversionSummary:
-    """Carries out `plan` into `out`, and the `ConversionSummary` of it.
+    """Executes `plan` into `out` and returns its `ConversionSummary`.
 
-    The source is only read. Files appear under their names when they are whole and synced; READY
-    appears last, after everything else. What an interrupted run finished is kept, checked by its
-    hashes, and completed with `resume`; the result is the same, byte for byte.
+    The source is only read. Files get their names once they are complete and synced; READY is written
+    last. What an interrupted run finished is kept, checked against its hashes, and completed with
+    `resume`; the result is the same, byte for byte.
 
     Args:
-        out: a folder that is empty, does not exist yet, or (`resume`) holds the same conversion.
-        threads: 1 does one thing after another; more overlap reading, hashing, converting and writing.
-            By default as many as there are cores.
+        out: a directory that is empty, does not exist yet, or (`resume`) holds the same conversion.
+        threads: 1 runs one stage at a time; more overlap reading, hashing, converting and writing. By
+            default the number of cores.
         device: where batches are converted: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for a GPU if
             there is one.
-        portion: the part of the layers that is converted, by one of several processes that fill `out`
-            together; `complete` completes it when all parts are there.
+        partition: this worker's part of the layers, if several processes fill `out` together; `complete`
+            finishes the directory once all of them are done.
 
     Raises:
         UsageError: `out` cannot be used.
         Unavailable: no data on this machine, or no room on the disk; resumable.
-        CheckpointError: the source's bytes are not what its headers say, or hold a NaN scale.
+        CheckpointError: the source's files do not match their headers, or contain a NaN scale.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from moectl.checkpoint import open_checkpoint
+        >>> from moectl.convert.layouts.registry import layout_for
+        >>> from moectl.convert.plan.kernel_layout_plan import plan_conversion
+        >>> from moectl.synth import synthesize
+        >>> with tempfile.TemporaryDirectory() as temporary:
+        ...     directory = Path(temporary)
+        ...     small = {"layers": 1, "experts": 4, "hidden": 128, "intermediate": 128}
+        ...     source = open_checkpoint(str(synthesize("openai/gpt-oss-20b", directory / "source", **small)))
+        ...     layout = layout_for("marlin", source.groups[0].problem.scheme.weight)
+        ...     summary = convert(plan_conversion(source, layout), directory / "marlin")
+        >>> summary.converted
+        (0,)
     """
     folder = _folder_of(plan)
-    check_output(folder, out, resume, portion)
+    check_output(folder, out, resume, partition)
     if resume and (before := _finished(plan, folder, out, progress)):
         return before
-    own = plan if portion is None else plan.of_portion(portion)
-    place = device_named(device)  # A missing GPU is met before anything is created.
-    refuse_small_disk(out, own.disk_needed, "Make room, choose another folder, or give --experts-only.")
+    own = plan if partition is None else plan.for_partition(partition)
+    converter = device_named(device)  # A missing GPU is an error before anything is created.
+    refuse_small_disk(out, own.disk_needed, "Make room, choose another directory, or give --experts-only.")
     create_folder(out)
-    if portion is not None:
+    if partition is not None:
         _refuse_other_parts(plan, out)
-    log = open_log(out, plan.fingerprint(), LOG if portion is None else portion.log)
+    log = open_log(out, plan.fingerprint(), LOG if partition is None else partition.log)
     try:
-        meter = Meter(progress, own.bytes_in + own.rest_bytes)
-        converted, resumed, rest = _convert(own, folder, out, log, meter, place, threads or usable_cores())
+        meter = Meter(progress, own.bytes_in + own.passthrough_bytes)
+        converted, resumed, passthrough = _convert(
+            own, folder, out, log, meter, converter, threads or usable_cores()
+        )
         skipped: tuple[str, ...] = ()
-        if portion is None:
-            meter.say("manifest")
+        if partition is None:
+            meter.start("manifest")
             skipped = finish_folder(
-                plan, folder, out, [log.layers[layer.layer] for layer in plan.layers], rest
+                plan, folder, out, [log.layers[layer.layer] for layer in plan.layers], passthrough
             )
     except BaseException:
         log.close()
         raise
-    log.close(remove=portion is None)
+    log.close(remove=partition is None)
     return ConversionSummary(out, converted, resumed, own.bytes_in, own.bytes_out, skipped)
 
 
 def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
-    """Completes a folder that several processes have filled part by part: index, manifest, READY.
+    """Finishes a directory that several processes have filled: writes index, manifest and READY.
 
-    Files are held to their planned headers and sizes, not to their hashes; `verify` does that.
+    Files are checked against their planned headers and sizes, but not against their hashes, as `verify` does.
 
     Raises:
         UsageError: parts or layers are missing, or `out` holds another conversion.
         Unavailable: a part is still being written.
-        CheckpointError: a file that its part has finished is gone or not what was planned.
+        CheckpointError: a file that was logged as finished is missing or not as planned.
     """
     folder = _folder_of(plan)
     if before := _finished(plan, folder, out, silent):
@@ -121,27 +139,31 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
     logs: list[ProgressLog] = []
     try:
         missing = []
-        for portion in all_portions(out):
-            if not (out / portion.log).exists():
-                missing.append(f"part {portion} was not begun")
+        for partition in all_partitions(out):
+            if not (out / partition.log).exists():
+                missing.append(f"part {partition} was not begun")
                 continue
-            logs.append(log := open_log(out, plan.fingerprint(), portion.log))
-            own = plan.of_portion(portion)
+            logs.append(log := open_log(out, plan.fingerprint(), partition.log))
+            own = plan.for_partition(partition)
             logged = log.layers
-            layers = [i.layer for i in own.layers if i.layer not in logged or not _is_of(i, logged[i.layer])]
-            files = [item.name for item in own.rest if item.name not in log.rest]
-            missing += [f"part {portion} lacks layers {ranges(layers)}"] if layers else []
-            missing += [f"part {portion} lacks {', '.join(files)}"] if files else []
+            layers = [
+                i.layer for i in own.layers if i.layer not in logged or not _matches_plan(i, logged[i.layer])
+            ]
+            files = [item.name for item in own.passthrough if item.name not in log.passthrough]
+            missing += [f"part {partition} lacks layers {ranges(layers)}"] if layers else []
+            missing += [f"part {partition} lacks {', '.join(files)}"] if files else []
         if missing:
             raise UsageError(
                 f"{out} is not complete: {'; '.join(missing)}.",
                 hint="Convert what is missing with --part, and --resume where it was begun.",
             )
         records = {number: record for log in logs for number, record in log.layers.items()}
-        rest = {name: record for log in logs for name, record in log.rest.items()}
-        _check_there(plan, out, rest)
+        passthrough = {name: record for log in logs for name, record in log.passthrough.items()}
+        _check_files(plan, out, passthrough)
         ordered = [records[layer.layer] for layer in plan.layers]
-        skipped = finish_folder(plan, folder, out, ordered, [rest[item.name] for item in plan.rest])
+        skipped = finish_folder(
+            plan, folder, out, ordered, [passthrough[item.name] for item in plan.passthrough]
+        )
     except BaseException:
         for log in logs:
             log.close()
@@ -151,24 +173,24 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
     return ConversionSummary(out, (), tuple(sorted(records)), 0, 0, skipped)
 
 
-def _check_there(plan: ConversionPlan, out: Path, rest: Mapping[str, PassthroughRecord]) -> None:
-    """CheckpointError when a finished file is gone, or has another size or header."""
+def _check_files(plan: ConversionPlan, out: Path, passthrough: Mapping[str, PassthroughRecord]) -> None:
+    """Raises CheckpointError if a finished file is missing, or has another size or header."""
     files = [layer.file for layer in plan.layers]
-    wrong = [file.name for file in files if not file_matches(out / file.name, file, {})]
-    for name, record in rest.items():
+    damaged = [file.name for file in files if not file_matches(out / file.name, file, {})]
+    for name, record in passthrough.items():
         if not (out / name).is_file() or (out / name).stat().st_size != record.size:
-            wrong.append(name)
-    if wrong:
+            damaged.append(name)
+    if damaged:
         raise CheckpointError(
-            f"{', '.join(wrong[:3])} was finished, and is gone or changed.",
+            f"{', '.join(damaged[:3])} was finished, and is missing or changed.",
             hint="Convert its part again with --part and --resume.",
         )
 
 
 def _finished(plan: ConversionPlan, folder: Path, out: Path, progress: Progress) -> ConversionSummary | None:
-    """The summary of a conversion that is finished in `out`, after it was held to the plan; else None."""
-    if plan.ending is not None and (out / plan.ending.mark).exists():
-        plan.ending.check_finished(plan, folder, out)
+    """The summary if `out` holds the finished conversion, which is checked against the plan; else None."""
+    if plan.finalizer is not None and (out / plan.finalizer.mark).exists():
+        plan.finalizer.check_finished(plan, folder, out)
         return ConversionSummary(out, (), tuple(layer.layer for layer in plan.layers), 0, 0)
     return _already_done(plan, folder, out, progress) if (out / READY).exists() else None
 
@@ -177,92 +199,94 @@ def _folder_of(plan: ConversionPlan) -> Path:
     if plan.checkpoint.folder is None:
         raise Unavailable(
             f"{plan.checkpoint.origin.name} has headers but no weights on this machine.",
-            hint="Download the checkpoint, then convert its folder.",
+            hint="Download the checkpoint, then convert its directory.",
         )
     return plan.checkpoint.folder
 
 
 def _refuse_other_parts(plan: ConversionPlan, out: Path) -> None:
-    """UsageError when parts of another conversion have been begun in `out`."""
-    for portion in portions_in(out):
-        begun = conversion_of(out / portion.log)
-        if begun is not None:
-            refuse_another(out, begun, plan.fingerprint())
+    """Raises UsageError if parts of another conversion have been begun in `out`."""
+    for partition in partitions_in(out):
+        logged = logged_conversion(out / partition.log)
+        if logged is not None:
+            refuse_other_conversion(out, logged, plan.fingerprint())
 
 
 def check_output(
-    folder: Path | None, out: Path, resume: bool, portion: WorkerPartition | None = None
+    folder: Path | None, out: Path, resume: bool, partition: WorkerPartition | None = None
 ) -> None:
-    """Raises UsageError when a conversion of the checkpoint in `folder` cannot be written to `out`."""
+    """Raises UsageError if a conversion of the checkpoint in `folder` cannot be written to `out`."""
     if folder is not None:
         refuse_inside(folder, out)
     if out.exists() and not out.is_dir():
-        raise UsageError(f"the output {out} is a file, not a folder.", hint="Choose another name.")
-    found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    parts = portions_in(out)
-    if portion is not None and parts and not {READY, REPORT} & set(found):
-        if any(other.of != portion.of for other in parts):
+        raise UsageError(f"the output {out} is a file, not a directory.", hint="Choose another name.")
+    existing = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    parts = partitions_in(out)
+    if partition is not None and parts and not {READY, REPORT} & set(existing):
+        if any(other.count != partition.count for other in parts):
             raise UsageError(
-                f"{out} holds parts of {parts[0].of}, part {portion} was asked for.",
-                hint="Use the same number of parts, or an empty folder.",
+                f"{out} holds parts of {parts[0].count}, part {partition} was asked for.",
+                hint="Use the same number of parts, or an empty directory.",
             )
-        if portion in parts and not resume:
-            raise UsageError(f"part {portion} was begun in {out}.", hint="Finish it with --resume.")
+        if partition in parts and not resume:
+            raise UsageError(f"part {partition} was begun in {out}.", hint="Finish it with --resume.")
         return
-    own = LOG if portion is None else portion.log
-    if found and not resume:
-        hint = "Choose an empty folder."
-        if own in found:
+    log_name = LOG if partition is None else partition.log
+    if existing and not resume:
+        hint = "Choose an empty directory."
+        if log_name in existing:
             hint = "Finish the conversion with --resume."
         elif parts:
-            hint = f"Convert its parts with --part N/{parts[0].of}, then complete it with --finish."
-        raise UsageError(f"the output folder {out} is not empty: it holds {', '.join(found[:3])}.", hint=hint)
-    if found and not {own, READY, REPORT} & set(found):
+            hint = f"Convert its parts with --part N/{parts[0].count}, then complete it with --finish."
         raise UsageError(
-            f"{out} holds no conversion to resume: it has no {own}.",
-            hint="Choose an empty folder, and remove this one if it is not needed.",
+            f"the output directory {out} is not empty: it holds {', '.join(existing[:3])}.", hint=hint
+        )
+    if existing and not {log_name, READY, REPORT} & set(existing):
+        raise UsageError(
+            f"{out} holds no conversion to resume: it has no {log_name}.",
+            hint="Choose an empty directory, and remove this one if it is not needed.",
         )
 
 
 def _already_done(plan: ConversionPlan, folder: Path, out: Path, progress: Progress) -> ConversionSummary:
-    """The summary of a finished conversion, after it was held to the plan and to the source's bytes."""
+    """The summary of a finished conversion, checked against the plan and the source's bytes."""
     manifest = load_manifest(out)
     record = manifest.record
-    held = {**conversion_facts(record), **_source_facts(record.source)}
-    wanted = {**conversion_facts(plan), **_source_facts(source_record(plan.checkpoint, folder))}
-    refuse_another(out, held, wanted)
-    meter = Meter(progress, plan.bytes_in + plan.rest_bytes)
+    existing = {**conversion_facts(record), **_source_facts(record.source)}
+    requested = {**conversion_facts(plan), **_source_facts(source_record(plan.checkpoint, folder))}
+    refuse_other_conversion(out, existing, requested)
+    meter = Meter(progress, plan.bytes_in + plan.passthrough_bytes)
     with FolderReader(folder) as reader:
         for layer in plan.layers:
-            meter.say(f"layer {layer.layer}")
+            meter.start(f"layer {layer.layer}")
             _check_same_source(layer, manifest.layer(layer.layer), reader, out)
             meter.advance(layer.bytes_in)
         hashes = {item.file: item.sha256 for item in record.rest}
-        for rest in plan.rest:
-            meter.say(rest.name)
-            if rest_sha256(rest, reader, folder) != hashes.get(rest.name):
-                raise _other_checkpoint(out, rest.name)
-            meter.advance(sum(info.nbytes for info in rest.tensors))
+        for file in plan.passthrough:
+            meter.start(file.name)
+            if passthrough_sha256(file, reader, folder) != hashes.get(file.name):
+                raise _other_checkpoint(out, file.name)
+            meter.advance(sum(info.nbytes for info in file.tensors))
     (out / LOG).unlink(missing_ok=True)
     return ConversionSummary(out, (), manifest.layers, 0, 0)
 
 
 def _source_facts(source: SourceRecord) -> dict[str, str]:
-    """What tells checkpoints apart without their weights. A copy elsewhere is the same checkpoint."""
+    """Facts that identify a checkpoint without reading its weights, independent of its location."""
     return {"config": source.config_sha256, "tensor headers": digest_of(to_json(source.files))}
 
 
 def _other_checkpoint(out: Path, name: str) -> UsageError:
     return UsageError(
         f"{out} was begun with another checkpoint: {name} has other bytes there.",
-        hint="Resume with the same checkpoint, or convert into an empty folder.",
+        hint="Resume with the same checkpoint, or convert into an empty directory.",
     )
 
 
 def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderReader, out: Path) -> None:
-    """Raises UsageError when the source's tensors are not those that `record`'s layer was made of.
+    """Raises UsageError unless the source's tensors are those from which `record`'s layer was converted.
 
-    Names, shapes and headers are equal in every revision of a model, so only the bytes can tell.
+    Names, shapes and headers are the same in every revision of a model, so the bytes are compared.
     """
     for mapped in layer.map.mapped:
         extents, hashes = mapped.extents(layer.map.experts), record.source[mapped.mapping.stored].sha256
@@ -280,8 +304,8 @@ def _convert(
     device: ConversionDevice,
     threads: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[PassthroughRecord]]:
-    """Layers converted now and found finished, and the records of all other files; all are logged."""
-    for name in (*(layer.file.name for layer in plan.layers), *(item.name for item in plan.rest)):
+    """Layers converted now, layers found finished, and the records of passthrough files; all are logged."""
+    for name in (*(layer.file.name for layer in plan.layers), *(item.name for item in plan.passthrough)):
         (out / f"{name}{PARTIAL}").unlink(missing_ok=True)
     with FolderReader(folder) as reader:
         _check_lengths(plan, reader)
@@ -291,18 +315,18 @@ def _convert(
             if record is None or not _is_finished(out, layer, record):
                 todo.append(layer)
                 continue
-            meter.say(f"layer {layer.layer}")
+            meter.start(f"layer {layer.layer}")
             _check_same_source(layer, record, reader, out)
             meter.advance(layer.bytes_in)
         if todo:
             _convert_layers(plan, todo, out, reader, log, meter, device, threads)
-        rest: list[PassthroughRecord] = []
-        for item in plan.rest:
-            meter.say(item.name)
-            rest.append(write_rest(item, reader, folder, out, log, meter))
+        passthrough: list[PassthroughRecord] = []
+        for item in plan.passthrough:
+            meter.start(item.name)
+            passthrough.append(write_passthrough(item, reader, folder, out, log, meter))
     converted = tuple(layer.layer for layer in todo)
     resumed = tuple(layer.layer for layer in plan.layers if layer not in todo)
-    return converted, resumed, rest
+    return converted, resumed, passthrough
 
 
 def _convert_layers(
@@ -315,25 +339,25 @@ def _convert_layers(
     device: ConversionDevice,
     threads: int,
 ) -> None:
-    """Writes and logs `layers`, all through one pipeline; no file is left half written."""
-    works = [LayerInProgress(layer, out) for layer in layers]
-    crew = WorkerThreads(threads)
+    """Writes and logs `layers` through one pipeline; on errors, unfinished files are removed."""
+    in_progress = [LayerInProgress(layer, out) for layer in layers]
+    workers = WorkerThreads(threads)
     try:
-        with device as place:
-            stages = LayerStages(reader, place, crew, meter, log)
-            count = 1 if crew.alone else plan.slots
+        with device as converter:
+            stages = LayerStages(reader, converter, workers, meter, log)
+            count = 1 if workers.alone else plan.slots
             with ThreadPoolExecutor(count) as pool:
-                slots = list(pool.map(lambda _: place.slot(*plan.buffers), range(count)))
-            run_pipeline(stages.batches(works), stages, slots)
+                slots = list(pool.map(lambda _: converter.slot(*plan.buffers), range(count)))
+            run_pipeline(stages.batches(in_progress), stages, slots)
             stages.finish()
     finally:
-        crew.dismiss()
-        for work in works:
-            work.discard()
+        workers.shutdown()
+        for layer in in_progress:
+            layer.discard()
 
 
 def _check_lengths(plan: ConversionPlan, reader: FolderReader) -> None:
-    """Every source file must still be as long as its header said when the conversion was planned."""
+    """Raises CheckpointError if a source file is shorter than its header said during planning."""
     ends: dict[str, int] = {}
     for info in plan.checkpoint.tensors.values():
         ends[info.file] = max(ends.get(info.file, 0), info.end)
@@ -347,20 +371,20 @@ def _check_lengths(plan: ConversionPlan, reader: FolderReader) -> None:
 
 
 def _is_finished(out: Path, layer: LayerPlan, record: LayerRecord) -> bool:
-    """True when the logged layer's file is there and every tensor has the logged hash."""
-    if not _is_of(layer, record):
+    """True if the logged layer's file exists and every tensor has the logged hash."""
+    if not _matches_plan(layer, record):
         return False
     hashes = {info: record.sha256[name] for name, info in layer.file.tensors.items()}
     return file_matches(out / layer.file.name, layer.file, hashes)
 
 
-def _is_of(layer: LayerPlan, record: LayerRecord) -> bool:
-    """True when `record` is about the files, tensors and slices that are planned for `layer`."""
-    files = {it.mapping.stored: tuple(info.file for info in it.tensors) for it in layer.map.mapped}
+def _matches_plan(layer: LayerPlan, record: LayerRecord) -> bool:
+    """True if `record` has the files, tensors and slices that are planned for `layer`."""
+    files = {mapped.mapping.stored: tuple(i.file for i in mapped.tensors) for mapped in layer.map.mapped}
     return (
         (record.file, record.size) == (layer.file.name, layer.file.size)
         and set(record.sha256) == set(layer.file.tensors)
         and {key: hashes.files for key, hashes in record.source.items()} == files
         and all(len(hashes.sha256) == len(files[key]) for key, hashes in record.source.items())
-        and set(record.slices) == (set(layer.map.shapes) if layer.share.sliced else set())
+        and set(record.slices) == (set(layer.map.shapes) if layer.rank_slice.sliced else set())
     )

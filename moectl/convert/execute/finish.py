@@ -1,4 +1,4 @@
-"""What completes a converted folder: small files, index, configs, manifest, and READY last."""
+"""Finishes a converted directory: small files, index, configs, manifest, and READY last."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .passthrough import copy_small_files, source_record
 
 
 def producer() -> dict[str, str]:
-    """Versions of what writes the folder; an absent package is ``""``."""
+    """Versions of the software that writes the directory; ``""`` for a package that is not installed."""
     versions = {"moectl": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for name, package in (("triton", "triton"), ("flashinfer", "flashinfer-python")):
         try:
@@ -49,11 +49,11 @@ def finish_folder(
     folder: Path,
     out: Path,
     layers: Sequence[LayerRecord],
-    rest: Sequence[PassthroughRecord],
+    passthrough: Sequence[PassthroughRecord],
 ) -> tuple[str, ...]:
-    """Copies the small files, then writes index, configs, manifest, and READY last."""
-    if plan.ending is not None:
-        return plan.ending.finish(plan, folder, out, layers, rest, producer())
+    """Copies the small files, then writes index, configs, manifest, and READY last. Returns skipped files."""
+    if plan.finalizer is not None:
+        return plan.finalizer.finish(plan, folder, out, layers, passthrough, producer())
     files, skipped = copy_small_files(folder, out, {info.file for info in plan.checkpoint.tensors.values()})
     config = converted_config(plan.checkpoint.config, plan.layout)
     source = source_record(plan.checkpoint, folder)
@@ -73,7 +73,7 @@ def finish_folder(
         experts_only=plan.experts_only,
         groups=plan.groups,
         layers=tuple(layers),
-        rest=tuple(rest),
+        rest=tuple(passthrough),
         files=files,
         documents=tuple(
             FileRecord(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in documents.items()

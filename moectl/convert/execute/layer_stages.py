@@ -1,4 +1,4 @@
-"""One layer on its way through the pipeline: read, hashed, converted, written, and its file closed."""
+"""The pipeline stages of a layer: read, hash, convert, write, and close its file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...files.atomic import NewFile
 from ...files.tensor_table import TensorInfo
 from ..canonical import byte_scales
 from ..codecs import check_scales
-from ..manifest.manifest_records import LayerRecord, PartHashes
+from ..manifest.manifest_records import LayerRecord, SourceTensorHashes
 from ..manifest.progress_log import Meter, ProgressLog
 from ..plan.conversion_plan import LayerPlan
 from ..rank_slice import SliceHashes
@@ -27,26 +27,26 @@ from ..stream.pipeline import PipelineSlot, WorkerThreads
 from ..stream.source_reader import Digests, FolderReader, Piece, as_bytes, spans
 
 CHECKED_SCALES = 1 << 20
-"""Bytes of scales that are checked at once: counting those that are not numbers takes several times as
-much memory, which the plan of a conversion does not count."""
+"""Bytes of scales that are checked at once: counting NaNs takes several times as much memory, which the
+memory budget does not include."""
 
 MANY_THREADS = 8
-"""Threads from which two layers are converted at once."""
+"""Number of threads from which two layers are converted at once."""
 
 WRITE_BYTES = 16 << 20
-"""Bytes of a piece that one thread writes at a time."""
+"""Bytes of a piece that one write task covers."""
 
 
 @dataclass
 class LayerInProgress:
-    """A layer that is being converted: its new file, and the hashes of what came in and went out."""
+    """A layer that is being converted: its new file, and the hashes of what is read and written."""
 
     plan: LayerPlan
     out: Path
     file: NewFile | None = None
     statistics: Statistics = field(default_factory=dict)
-    came: Digests = field(default_factory=Digests)
-    went: Digests = field(default_factory=Digests)
+    read_digests: Digests = field(default_factory=Digests)
+    written_digests: Digests = field(default_factory=Digests)
     slices: SliceHashes = field(default_factory=SliceHashes)
     pending: list[Future[None]] = field(default_factory=list)
 
@@ -56,22 +56,22 @@ class LayerInProgress:
 
     @cached_property
     def batches(self) -> ExpertBatches:
-        """The layer's experts, batch by batch."""
+        """The reader of the layer's experts."""
         return ExpertBatches(self.plan.map)
 
-    def open(self, crew: WorkerThreads) -> None:
-        """Creates the layer's file under its temporary name, with its header.
+    def open(self, workers: WorkerThreads) -> None:
+        """Creates the layer's file under its temporary name and writes its header.
 
-        Its space is asked for beside the first reads: file systems in memory take their time for it.
+        Space is reserved concurrently with the first reads, since that is slow on in-memory file systems.
         """
         self.file = NewFile(self.out / self.plan.file.name, self.plan.file.size)
-        self.pending.append(crew.write(self.file.reserve))
-        self.pending.append(crew.write(partial(self.file.write, memoryview(self.plan.file.header), 0)))
+        self.pending.append(workers.write(self.file.reserve))
+        self.pending.append(workers.write(partial(self.file.write, memoryview(self.plan.file.header), 0)))
 
-    def unseen(self, info: TensorInfo, at: int, size: int) -> bool | None:
-        """Whether bytes of a tensor are its next to be hashed, and then whether they are its last.
+    def advance_hash(self, info: TensorInfo, at: int, size: int) -> bool | None:
+        """Whether these next bytes of a tensor are its last; None if they have been hashed before.
 
-        None for bytes that were hashed before: a tensor that all experts share is read for each.
+        A tensor that all experts share is read again for each batch.
         """
         if self._next[info.name] != at:
             return None
@@ -79,20 +79,20 @@ class LayerInProgress:
         return at + size == self._ends[info.name]
 
     def record(self) -> LayerRecord:
-        """What the log and the manifest say of the layer, once all of it is written."""
+        """The layer's record for the log and the manifest, once everything is written."""
         file = self.plan.file
         source = {
-            mapped.mapping.stored: PartHashes(
-                tuple(self.came[info.name] for info in mapped.tensors),
+            mapped.mapping.stored: SourceTensorHashes(
+                tuple(self.read_digests[info.name] for info in mapped.tensors),
                 tuple(info.file for info in mapped.tensors),
             )
             for mapped in self.plan.map.mapped
         }
-        written = {name: self.went[name] for name in file.tensors}
+        written = {name: self.written_digests[name] for name in file.tensors}
         return LayerRecord(self.plan.layer, file.name, file.size, written, source, self.slices.result())
 
     def commit(self) -> LayerRecord:
-        """Waits for the last byte, syncs the file and gives it its name; the layer's record."""
+        """Waits for pending writes, syncs the file and renames it. Returns the layer's record."""
         for future in self.pending:
             future.result()
         record = self.record()
@@ -101,14 +101,14 @@ class LayerInProgress:
         return record
 
     def discard(self) -> None:
-        """Removes a file that was not finished."""
+        """Removes the file if it was not finished."""
         if self.file is not None:
             self.file.discard()
 
 
 @dataclass(frozen=True)
 class ExpertBatch:
-    """Experts `first` to `last` of a layer."""
+    """Experts `first` to `last` (exclusive) of a layer."""
 
     layer: LayerInProgress
     first: int
@@ -119,51 +119,51 @@ class ExpertBatch:
         return self.last - self.first
 
     @property
-    def ends(self) -> bool:
+    def is_last(self) -> bool:
         """True for the last batch of its layer."""
         return self.last == self.layer.plan.map.experts
 
 
-Made = tuple[list[Piece], Callable[[], None]]
-"""Pieces of a batch, and a function that returns when their bytes are there."""
+ConvertedBatch = tuple[list[Piece], Callable[[], None]]
+"""Pieces of a batch, and a function that blocks until their bytes are valid."""
 
 
 @dataclass
 class LayerStages:
-    """The stages of batches of many layers, one after the other; each file is synced beside the next."""
+    """The stages of the batches of many layers; a file is synced while the next layer is converted."""
 
     reader: FolderReader
     device: ConversionDevice
-    crew: WorkerThreads
+    workers: WorkerThreads
     meter: Meter
     log: ProgressLog
     _closing: Future[None] | None = None
 
     def batches(self, layers: list[LayerInProgress]) -> Iterator[ExpertBatch]:
-        """Every batch of `layers`; a layer's file is created when its first is asked for.
+        """Yields every batch of `layers`; a layer's file is created before its first batch.
 
-        With threads to spare, batches of two layers take turns: a tensor is hashed by one thread from
-        its first byte to its last, and the largest one of a layer would hold up all others.
+        With enough threads, batches of two layers are interleaved: a tensor is hashed by a single thread
+        from its first byte to its last, so that a layer's largest tensor would be the bottleneck.
         """
-        together = 2 if self.crew.size >= MANY_THREADS else 1
-        for first in range(0, len(layers), together):
-            turns = [self._batches_of(layer) for layer in layers[first : first + together]]
-            for jobs in zip_longest(*turns):
+        interleaved = 2 if self.workers.size >= MANY_THREADS else 1
+        for first in range(0, len(layers), interleaved):
+            batches = [self._batches_of(layer) for layer in layers[first : first + interleaved]]
+            for jobs in zip_longest(*batches):
                 yield from (job for job in jobs if job is not None)
 
     def _batches_of(self, layer: LayerInProgress) -> Iterator[ExpertBatch]:
-        layer.open(self.crew)
+        layer.open(self.workers)
         jobs = [ExpertBatch(layer, *span) for span in spans(layer.plan.map.experts, layer.plan.batch)]
         self._look(jobs, layer)
         yield from jobs
 
     def _look(self, jobs: list[ExpertBatch], layer: LayerInProgress) -> None:
-        """Takes the statistics that the writer needs, in a pass over their roles."""
+        """Collects the statistics that the writer needs, in a separate pass over their roles."""
         plan, roles = layer.plan, frozenset(statistic.role for statistic in layer.plan.writer.statistics)
         batches = ExpertBatches(plan.map, roles)
         for job in jobs if roles else []:
             batch = batches.load(job.first, job.last, self._fill)
-            layer.statistics = plan.writer.update_statistics(plan.share.cut(batch), layer.statistics)
+            layer.statistics = plan.writer.update_statistics(plan.rank_slice.slice(batch), layer.statistics)
 
     def _fill(self, info: TensorInfo, at: int, view: memoryview) -> None:
         self.reader.read(info.file, view, info.start + at)
@@ -173,24 +173,24 @@ class LayerStages:
 
         def fill(info: TensorInfo, at: int, view: memoryview) -> None:
             self._fill(info, at, view)
-            last = layer.unseen(info, at, len(view))
+            last = layer.advance_hash(info, at, len(view))
             if last is not None:
-                update = partial(layer.came.update, info.name, view, last=last)
-                slot.pending.append(self.crew.hash(f"in {info.name}", len(view), update, last=last))
+                update = partial(layer.read_digests.update, info.name, view, last=last)
+                slot.pending.append(self.workers.hash(f"in {info.name}", len(view), update, last=last))
 
-        begun = len(slot.pending)
+        before = len(slot.pending)
         layer.batches.read(job.first, job.last, fill, layer.batches.stored(slot.read, job.experts))
-        layer.pending += slot.pending[begun:]
+        layer.pending += slot.pending[before:]
 
-    def work(self, job: ExpertBatch, slot: PipelineSlot) -> Made:
+    def work(self, job: ExpertBatch, slot: PipelineSlot) -> ConvertedBatch:
         plan, batches = job.layer.plan, job.layer.batches
         used = BufferExtent(batches.read_bytes(job.experts), plan.writer.buffer_bytes(job.experts))
         if job.first == 0:
-            self.meter.say(f"layer {plan.layer}")
+            self.meter.start(f"layer {plan.layer}")
         check_extras(plan, batches.stored(slot.read, job.experts), job.first)
         pieces, ready = self.device.run(slot, used, partial(self._convert, job))
-        if job.ends and self._closing is not None:
-            # So that of all layers at most the one before is not on the disk.
+        if job.is_last and self._closing is not None:
+            # At most one earlier layer may still be unsynced.
             self._closing.result()
         self.meter.advance(sum(size for m in plan.map.mapped for _, _, size, _ in m.run(job.first, job.last)))
         return pieces, ready
@@ -201,27 +201,29 @@ class LayerStages:
         layer, plan = job.layer, job.layer.plan
         batch = layer.batches.convert(layer.batches.stored(read, job.experts), made)
         check_numbers(plan, batch, job.first)
-        held = plan.share.cut(batch)
-        if plan.share.sliced:
+        slices = plan.rank_slice.slice(batch)
+        if plan.rank_slice.sliced:
             roles = plan.map.shapes
-            layer.slices.take({role: t.cpu() for role, t in held.items() if role in roles}, job.first)
-        return list(plan.writer.store(held, job.first, layer.statistics, written))
+            layer.slices.take({role: t.cpu() for role, t in slices.items() if role in roles}, job.first)
+        return list(plan.writer.store(slices, job.first, layer.statistics, written))
 
-    def write(self, job: ExpertBatch, slot: PipelineSlot, made: Made) -> None:
-        layer, (pieces, ready) = job.layer, made
+    def write(self, job: ExpertBatch, slot: PipelineSlot, converted: ConvertedBatch) -> None:
+        layer, (pieces, ready) = job.layer, converted
         assert layer.file is not None
-        begun = len(slot.pending)
+        before = len(slot.pending)
         for piece in pieces:
-            place, view = layer.plan.file.tensors[piece.name], as_bytes(piece.data.contiguous())
-            last = piece.at + len(view) == place.nbytes
-            hashed = partial(_after, ready, partial(layer.went.update, piece.name, view, last=last))
-            slot.pending.append(self.crew.hash(f"out {piece.name}", len(view), hashed, last=last))
+            target, view = layer.plan.file.tensors[piece.name], as_bytes(piece.data.contiguous())
+            last = piece.at + len(view) == target.nbytes
+            hashed = partial(
+                _after, ready, partial(layer.written_digests.update, piece.name, view, last=last)
+            )
+            slot.pending.append(self.workers.hash(f"out {piece.name}", len(view), hashed, last=last))
             for at in range(0, len(view), WRITE_BYTES):
-                store = partial(layer.file.write, view[at : at + WRITE_BYTES], place.start + piece.at + at)
-                slot.pending.append(self.crew.write(partial(_after, ready, store)))
-        layer.pending += slot.pending[begun:]
-        if job.ends:
-            self._closing = self.crew.close_file(partial(self._close, layer))
+                store = partial(layer.file.write, view[at : at + WRITE_BYTES], target.start + piece.at + at)
+                slot.pending.append(self.workers.write(partial(_after, ready, store)))
+        layer.pending += slot.pending[before:]
+        if job.is_last:
+            self._closing = self.workers.close_file(partial(self._close, layer))
 
     def _close(self, layer: LayerInProgress) -> None:
         record = layer.commit()
@@ -229,7 +231,7 @@ class LayerStages:
         self.log.add(record)
 
     def finish(self) -> None:
-        """Returns when the last layer's file is on the disk."""
+        """Waits until the last layer's file is synced and logged."""
         if self._closing is not None:
             self._closing.result()
 
@@ -240,19 +242,19 @@ def _after(ready: Callable[[], None], task: Callable[[], None]) -> None:
 
 
 def check_extras(layer: LayerPlan, stored: Tensors, first: int) -> None:
-    """Refuses tensors without weights that contradict the weights; on the host, one expert after another."""
+    """Raises CheckpointError for auxiliary tensors (shapes, orders) that contradict the weights."""
     for mapped in layer.map.mapped:
         if mapped.mapping.role:
             continue
         for i, values in enumerate(stored[mapped.mapping.side]):
-            reason = layer.map.check(mapped.mapping, layer.share.whole, values)
+            reason = layer.map.check(mapped.mapping, layer.rank_slice.whole, values)
             if reason:
                 name = mapped.tensors[first + i if mapped.per_expert else 0].name
                 raise CheckpointError(f"{name} {reason}.", hint="Check the checkpoint.")
 
 
 def check_numbers(layer: LayerPlan, batch: Tensors, first: int) -> None:
-    """Refuses a NaN or infinite scale."""
+    """Raises CheckpointError for a NaN or infinite scale."""
     for role, t in batch.items():
         if role.endswith("_scale") and role in layer.map.shapes:
             step = max(1, CHECKED_SCALES * len(t) // max(1, t.numel() * t.element_size()))

@@ -1,4 +1,4 @@
-"""What a conversion keeps as it is: other tensors, tokenizers and other small files."""
+"""What a conversion copies unchanged: passthrough tensors, tokenizers and other small files."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from ..plan.conversion_plan import RESERVED, PassthroughPlan
 from ..stream.source_reader import FolderReader
 
 SMALL_FILE = 64 << 20
-"""Larger files that are no safetensors are left where they are and named in the summary."""
+"""Files larger than this that are not safetensors are skipped and named in the summary."""
 
 _OWN = frozenset({CONFIG, SOURCE_CONFIG, INDEX, SOURCE_INDEX, MANIFEST, READY, LOG})
 
 
 def file_matches(path: Path, file: FilePlan, hashes: Mapping[TensorInfo, str]) -> bool:
-    """True when `path` has the planned header and every tensor has the SHA-256 given for it."""
+    """True if `path` has the planned size and header, and each tensor in `hashes` has its SHA-256."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -59,21 +59,21 @@ def file_matches(path: Path, file: FilePlan, hashes: Mapping[TensorInfo, str]) -
         read_exactly(fd, memoryview(header), 0, path.name)
         if header != file.header:
             return False
-        return all(range_sha256(fd, info.start, info.end, path.name) == want for info, want in hashes.items())
+        return all(range_sha256(fd, i.start, i.end, path.name) == sha256 for i, sha256 in hashes.items())
     finally:
         os.close(fd)
 
 
-def write_rest(
+def write_passthrough(
     item: PassthroughPlan, reader: FolderReader, folder: Path, out: Path, log: ProgressLog, meter: Meter
 ) -> PassthroughRecord:
-    """Links, copies or extracts one file of other tensors; a copy that is there is kept when it is equal.
+    """Links, copies or extracts one file of passthrough tensors; an existing equal copy is kept.
 
-    Extracted tensors are few, and are extracted again on resuming.
+    Extracted tensors are few, and are extracted again when a conversion is resumed.
     """
     path = out / item.name
     size = sum(info.nbytes for info in item.tensors)
-    before = log.rest.get(item.name)
+    before = log.passthrough.get(item.name)
     same = before and (before.source, before.whole) == (item.source, item.file is None)
     if before and same and before.whole and not file_findings(path, before.size, before.sha256):
         source = folder / item.source
@@ -95,25 +95,25 @@ def _extract(item: PassthroughPlan, file: FilePlan, reader: FolderReader, path: 
     with replacing(path, file.size) as fd:
         write_exactly(fd, memoryview(file.header), 0)
         for info in item.tensors:
-            place = file.tensors[info.name]
-            copy_bytes(reader.fd(info.file), fd, info.start, place.start, info.nbytes, info.file)
+            target = file.tensors[info.name]
+            copy_bytes(reader.fd(info.file), fd, info.start, target.start, info.nbytes, info.file)
     return PassthroughRecord(file.name, file.size, file_sha256(path), item.source, False)
 
 
-def rest_sha256(item: PassthroughPlan, reader: FolderReader, folder: Path) -> str:
-    """SHA-256 of the file that `write_rest` would write."""
+def passthrough_sha256(item: PassthroughPlan, reader: FolderReader, folder: Path) -> str:
+    """SHA-256 of the file that `write_passthrough` would write."""
     if item.file is None:
         return file_sha256(folder / item.source)
     digest = hashlib.sha256(item.file.header)
-    own = {info.name: info for info in item.tensors}
+    infos = {info.name: info for info in item.tensors}
     for name in item.file.tensors:
-        info = own[name]
+        info = infos[name]
         hash_range(digest, reader.fd(info.file), info.start, info.end, info.file)
     return digest.hexdigest()
 
 
 def source_record(checkpoint: Checkpoint, folder: Path) -> SourceRecord:
-    """Which checkpoint this is: name, revision, and the hashes of its config and of every header."""
+    """The identity of a checkpoint: name, revision, and the hashes of its config and of every header."""
     files = sorted({info.file for info in checkpoint.tensors.values()})
     return SourceRecord(
         kind=checkpoint.origin.kind,
@@ -129,8 +129,8 @@ def _source_file(folder: Path, name: str) -> SourceFile:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         raw = file.read(header_length(prefix, size, name))
-    found = parse_json_object(raw, f"{name}: the header").get("__metadata__", {})
-    return SourceFile(name, size, hashlib.sha256(prefix + raw).hexdigest(), dict(found))
+    metadata = parse_json_object(raw, f"{name}: the header").get("__metadata__", {})
+    return SourceFile(name, size, hashlib.sha256(prefix + raw).hexdigest(), dict(metadata))
 
 
 def copy_small_files(
@@ -141,11 +141,10 @@ def copy_small_files(
     *,
     keep_index: bool = True,
 ) -> tuple[tuple[FileRecord, ...], tuple[str, ...]]:
-    """Copies the index, tokenizer and other small files; records of them, and the names left out.
+    """Copies the index, tokenizer and other small files. Returns their records and the skipped names.
 
-    Left out are folders, files over `SMALL_FILE`, safetensors that the checkpoint does not use, and
-    links that lead out of the checkpoint (a Hub cache's own blobs belong to it). `without` are names that
-    are not wanted.
+    Skipped are directories, files over `SMALL_FILE`, safetensors that the checkpoint does not use, and
+    links to outside the checkpoint (a Hub cache's blobs belong to it). Names in `without` are ignored.
     """
     records, skipped = [], []
     if keep_index and (folder / INDEX).is_file():

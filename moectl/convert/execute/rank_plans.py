@@ -1,4 +1,4 @@
-"""Plans of one rank or of all, each with the folder it is converted to."""
+"""Conversion plans of one rank or of all ranks, each with its output directory."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ from .convert import ConversionSummary, check_output
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A rank's plan, its folder, and the part of its layers that is asked for; None for all."""
+    """A rank's plan, its output directory, and this worker's partition of its layers (None: all of them)."""
 
     folder: Path
     plan: ConversionPlan
-    portion: WorkerPartition | None = None
+    partition: WorkerPartition | None = None
 
     @property
     def own(self) -> ConversionPlan:
-        """The plan of the part."""
-        return self.plan if self.portion is None else self.plan.of_portion(self.portion)
+        """The plan of this worker's partition."""
+        return self.plan if self.partition is None else self.plan.for_partition(self.partition)
 
 
 def plan_ranks(
     out: Path, tp_size: int, ep_size: int, rank: int | None, plan: Callable[[RankShard], ConversionPlan]
 ) -> tuple[RankPlan, ...]:
-    """The plan of `rank`, whose folder is `out`, or of every rank, in ``out/rank-00`` and so on.
+    """The plan of `rank`, whose directory is `out`, or of every rank, in ``out/rank-00`` and so on.
 
-    Layers that nobody shares are one plan, whose folder is `out`. Raises UsageError for a rank that
-    there is not, and whatever `plan` raises.
+    With a single rank there is one plan, whose directory is `out`. Raises UsageError for a rank out of range,
+    and whatever `plan` raises.
     """
     ranks = tp_size * ep_size
     if rank is not None or ranks == 1:
         return (RankPlan(out, plan(shard_of(rank or 0, tp_size, ep_size))),)
-    shards = [shard_of(each, tp_size, ep_size) for each in range(ranks)]
+    shards = [shard_of(number, tp_size, ep_size) for number in range(ranks)]
     return tuple(RankPlan(rank_folder(out, shard.rank), plan(shard)) for shard in shards)
 
 
 def check_outputs(source: Path | None, out: Path, plans: Sequence[RankPlan], resume: bool) -> None:
-    """Raises UsageError when the plans of a checkpoint in `source` cannot be converted to their folders.
+    """Raises UsageError if the plans of a checkpoint in `source` cannot be written to their directories.
 
-    Of the folder of all ranks, nothing else may be in it; errors as of `check_output` for each.
+    A directory of all ranks must not contain anything else; each rank's is checked by `check_output`.
     """
     folders = {item.folder for item in plans}
     if folders != {out}:
-        found = {path for path in out.iterdir() if path not in folders} if out.is_dir() else set()
-        if found:
+        others = {path for path in out.iterdir() if path not in folders} if out.is_dir() else set()
+        if others:
             raise UsageError(
-                f"the output folder {out} is for ranks alone, and holds {min(found).name}.",
-                hint="Choose an empty folder.",
+                f"the output directory {out} is for ranks alone, and holds {min(others).name}.",
+                hint="Choose an empty directory.",
             )
         if out.exists() and not out.is_dir():
-            raise UsageError(f"the output {out} is a file, not a folder.", hint="Choose another name.")
-        # A part finds the folders that other parts have made.
-        begun = [item.folder.name for item in plans if item.folder.exists() and item.portion is None]
+            raise UsageError(f"the output {out} is a file, not a directory.", hint="Choose another name.")
+        # Workers of a partitioned conversion find directories that other workers have created.
+        begun = [item.folder.name for item in plans if item.folder.exists() and item.partition is None]
         if begun and not resume:
             raise UsageError(
-                f"the output folder {out} has {', '.join(begun[:3])} already.",
-                hint="Finish all ranks with --resume, or choose an empty folder.",
+                f"the output directory {out} has {', '.join(begun[:3])} already.",
+                hint="Finish all ranks with --resume, or choose an empty directory.",
             )
     for item in plans:
-        check_output(source, item.folder, resume, item.portion)
+        check_output(source, item.folder, resume, item.partition)
 
 
 def convert_ranks(
@@ -76,21 +76,21 @@ def convert_ranks(
     convert: Callable[[RankPlan, Progress], ConversionSummary],
     progress: Progress = silent,
 ) -> list[ConversionSummary]:
-    """Carries out every plan with `convert`, one after the other, and the summaries.
+    """Executes every plan with `convert`, one after the other, and returns the summaries.
 
-    Raises Unavailable, before the first begins, when there is no room on the disk for all of them; what
-    is finished stays, and is found finished by a conversion that resumes.
+    Raises Unavailable before the first one if the disk has no room for all of them. After an error, finished
+    ranks remain, and are recognized by a conversion that resumes.
     """
     needed = sum(item.own.bytes_out for item in plans if not item.folder.exists())
     if len(plans) > 1 and needed:
         refuse_small_disk(plans[0].folder, needed, "Make room, or convert rank by rank with --rank.")
-    totals = [item.own.bytes_in + item.own.rest_bytes for item in plans]
+    totals = [item.own.bytes_in + item.own.passthrough_bytes for item in plans]
     summaries: list[ConversionSummary] = []
     for i, item in enumerate(plans):
-        begun, name = sum(totals[:i]), f"{item.folder.name}, " if len(plans) > 1 else ""
+        before, name = sum(totals[:i]), f"{item.folder.name}, " if len(plans) > 1 else ""
 
-        def tell(done: int, total: int, text: str, begun: int = begun, name: str = name) -> None:
-            progress(begun + done, sum(totals), name + text)
+        def report(done: int, total: int, text: str, before: int = before, name: str = name) -> None:
+            progress(before + done, sum(totals), name + text)
 
-        summaries.append(convert(item, tell))
+        summaries.append(convert(item, report))
     return summaries

@@ -1,4 +1,4 @@
-"""The manifest of a converted folder, read with suspicion, and the layers it describes."""
+"""The manifest of a converted directory, validated on loading, and access to the layers it describes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...torch_dtypes import TORCH_DTYPES
 from ..recipe.recipe import SIDE
 from ..sources import output_name
 from ..stream.source_reader import FolderReader
-from ..worker_partition import portions_in
+from ..worker_partition import partitions_in
 from .manifest_check import check_manifest
 from .manifest_records import (
     FORMAT_VERSION,
@@ -53,14 +53,14 @@ class StoredRole:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checked manifest and the folder that it describes."""
+    """A validated manifest and the directory it describes."""
 
     folder: Path
     record: ManifestRecord
 
     @property
     def problem(self) -> MoEProblem:
-        """The problem of the first layer group, with padded sizes; `problem_of` for a layer's own."""
+        """The problem of the first layer group, with padded sizes; see `problem_of` for a given layer."""
         return self.record.groups[0].problem
 
     @property
@@ -69,7 +69,7 @@ class Manifest:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Converted layers in order."""
+        """Numbers of the converted layers, ascending."""
         return tuple(sorted(self._layers))
 
     @cached_property
@@ -81,10 +81,10 @@ class Manifest:
         return {layer: group for group in self.record.groups for layer in group.layers}
 
     def layer(self, layer: int) -> LayerRecord:
-        """The record of one layer; CheckpointError names the layers there are."""
+        """The record of one layer; CheckpointError lists the existing layers if there is no such layer."""
         if layer not in self._layers:
-            known = ", ".join(map(str, self.layers))
-            raise CheckpointError(f"{self.folder.name} holds no layer {layer}; it has layers {known}.")
+            numbers = ", ".join(map(str, self.layers))
+            raise CheckpointError(f"{self.folder.name} holds no layer {layer}; it has layers {numbers}.")
         return self._layers[layer]
 
     def group_of(self, layer: int) -> GroupRecord:
@@ -111,9 +111,9 @@ class Manifest:
 
     @cached_property
     def passthrough(self) -> Mapping[str, TensorInfo]:
-        """The tensors that were not converted, by name, where their files were not left out.
+        """The passthrough tensors by name; empty if the directory holds experts only.
 
-        Raises CheckpointError when a file is missing or cut.
+        Raises CheckpointError if a file is missing or truncated.
         """
         return {
             name: info
@@ -122,82 +122,82 @@ class Manifest:
         }
 
     def open_layer(self, layer: int) -> Mapping[str, TensorInfo]:
-        """Where each role's bytes are in the layer's file, after its header was held to the manifest.
+        """The location of each role in the layer's file, whose header is checked against the manifest.
 
-        Raises CheckpointError naming every field that differs.
+        Raises CheckpointError naming the fields that differ.
         """
         record = self.layer(layer)
-        found = read_file_header(self.folder, record.file, record.size)
+        header = read_file_header(self.folder, record.file, record.size)
         stored = self.tensors(layer)
         expected = {item.spec.name: item.spec for item in stored.values()}
-        wrong = sorted(set(found) ^ set(expected)) + [
+        differences = sorted(set(header) ^ set(expected)) + [
             f"{name} ({expected[name].dtype} {list(expected[name].shape)} expected, "
-            f"got {found[name].dtype} {list(found[name].shape)})"
-            for name in sorted(set(found) & set(expected))
-            if (found[name].dtype, found[name].shape) != (expected[name].dtype, expected[name].shape)
+            f"got {header[name].dtype} {list(header[name].shape)})"
+            for name in sorted(set(header) & set(expected))
+            if (header[name].dtype, header[name].shape) != (expected[name].dtype, expected[name].shape)
         ]
-        if wrong:
+        if differences:
             raise CheckpointError(
-                f"{record.file} does not match the manifest in {'; '.join(wrong[:8])}.",
+                f"{record.file} does not match the manifest in {'; '.join(differences[:8])}.",
                 hint="Convert again.",
             )
-        return {role: found[item.spec.name] for role, item in stored.items()}
+        return {role: header[item.spec.name] for role, item in stored.items()}
 
 
 def read_file_header(folder: Path, name: str, size: int | None = None) -> Mapping[str, TensorInfo]:
-    """The checked header of `folder`/`name`; CheckpointError when missing or not `size` bytes long."""
+    """The checked header of `folder`/`name`; CheckpointError if it is missing or not `size` bytes long."""
     with open_regular(folder / name, str(folder / name)) as file:
         return read_header(file, _check_size(file, name, size), name)
 
 
 def _check_size(file: IO[bytes], name: str, size: int | None) -> int:
-    """The bytes of an open file; CheckpointError when they are not `size`."""
-    got = os.fstat(file.fileno()).st_size
-    if size is not None and got != size:
+    """The length of an open file in bytes; CheckpointError if it is not `size`."""
+    length = os.fstat(file.fileno()).st_size
+    if size is not None and length != size:
         raise CheckpointError(
-            f"{name} must have {size} bytes, got {got}.",
-            reason="The file was cut or changed.",
-            hint="Convert again into an empty folder.",
+            f"{name} must have {size} bytes, got {length}.",
+            reason="The file was truncated or changed.",
+            hint="Convert again into an empty directory.",
         )
-    return got
+    return length
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """The checked `Manifest` of a complete converted folder.
+    """The validated `Manifest` of a complete converted directory.
 
-    Nothing in it is believed before it is checked: READY must be there and hold the manifest's
-    hash, the format must be known, names must stay inside the folder, shapes, chains, hashes and
-    source places must agree with each other.
+    Nothing in it is trusted before it is checked: READY must exist and hold the manifest's hash, the
+    format version must be supported, file names must stay inside the directory, and shapes, chains,
+    hashes and source locations must be consistent.
 
     Raises:
-        CheckpointError: not a converted folder, not complete, or anything that does not agree.
+        CheckpointError: not a converted directory, incomplete, or inconsistent.
     """
     data = _read_small(folder / MANIFEST, 1 << 29)
     ready = _read_small(folder / READY, 1 << 10)
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}.", hint="Check the path.")
-    begun = (folder / LOG).exists()
-    parts = bool(portions_in(folder))
+        raise CheckpointError(f"there is no directory {folder}.", hint="Check the path.")
+    has_log = (folder / LOG).exists()
+    partitioned = bool(partitions_in(folder))
     if data is None and (folder / REPORT).exists():
         raise CheckpointError(
-            f"{folder} is a portable checkpoint, which holds no way back to its source.",
+            f"{folder} is a portable checkpoint, from which the source cannot be restored.",
             hint="Convert from the source again where another format is wanted.",
         )
     if data is None and ready is None:
         raise CheckpointError(
-            f"{folder} is not a finished converted folder: {MANIFEST} and {READY} are missing.",
+            f"{folder} is not a finished converted directory: {MANIFEST} and {READY} are missing.",
             hint="Complete it with convert --finish."
-            if parts
+            if partitioned
             else "Finish it with convert --resume."
-            if begun
-            else "Give a folder that convert has written.",
+            if has_log
+            else "Give a directory that convert has written.",
         )
     if data is None or ready is None:
         missing = MANIFEST if data is None else READY
         raise CheckpointError(
             f"{folder} is not complete: {missing} is missing.",
             reason=f"{READY} is written last, when everything else is there.",
-            hint="Finish it with convert --resume." if begun else "Convert again into an empty folder.",
+            hint="Finish it with convert --resume." if has_log else "Convert again into an empty directory.",
         )
     if ready != ready_bytes(data):
         raise CheckpointError(
@@ -224,18 +224,20 @@ def _read_small(path: Path, limit: int) -> bytes | None:
         return None
     with open_regular(path, str(path)) as file:
         if os.fstat(file.fileno()).st_size > limit:
-            raise CheckpointError(f"{path.name} has more than {limit} bytes, which no converted folder has.")
+            raise CheckpointError(
+                f"{path.name} has more than {limit} bytes, which no converted directory has."
+            )
         return file.read()
 
 
-def check_layer(manifest: Manifest, layer: int, places: Mapping[str, TensorInfo]) -> None:
-    """Compares every stored tensor of a layer with its SHA-256; `places` are of `Manifest.open_layer`.
+def check_layer(manifest: Manifest, layer: int, locations: Mapping[str, TensorInfo]) -> None:
+    """Checks every stored tensor of a layer against its SHA-256; `locations` as from `Manifest.open_layer`.
 
-    Raises CheckpointError when the file is missing, cut, or holds other bytes than were written.
+    Raises CheckpointError if the file is missing, truncated, or holds other bytes than were written.
     """
     with FolderReader(manifest.folder) as reader:
         for role, item in manifest.tensors(layer).items():
-            info = places[role]
+            info = locations[role]
             if range_sha256(reader.fd(info.file), info.start, info.end, info.file) != item.sha256:
                 raise _other_bytes(item.spec.name, info.file)
 
@@ -243,37 +245,37 @@ def check_layer(manifest: Manifest, layer: int, places: Mapping[str, TensorInfo]
 def _other_bytes(name: str, file: str) -> CheckpointError:
     return CheckpointError(
         f"{name} of {file} does not have the SHA-256 that was written.",
-        hint="Look at the whole folder with moectl verify, and convert again.",
+        hint="Check the whole directory with moectl verify, and convert again.",
     )
 
 
 def load_layer(
-    manifest: Manifest, layer: int, places: Mapping[str, TensorInfo] | None = None, *, check: bool = False
+    manifest: Manifest, layer: int, locations: Mapping[str, TensorInfo] | None = None, *, check: bool = False
 ) -> dict[str, torch.Tensor]:
-    """One layer's stored tensors by role, ``source.*`` ones left out, in their stored shape and dtype.
+    """One layer's stored tensors by role, in their stored shape and dtype, without the ``source.*`` ones.
 
-    They are views of the file's memory map, private to this process: nothing is read before it is
-    used, and nothing is ever written to the file.
+    They are views of a private memory map of the file: data is read on first use, and nothing is ever
+    written to the file.
 
     Args:
-        places: of `Manifest.open_layer`, where the file's header was read before.
-        check: compare each tensor with its SHA-256.
+        locations: the result of `Manifest.open_layer`, if the file's header has been read already.
+        check: check each tensor against its SHA-256.
 
     Raises:
-        CheckpointError: the file is missing, cut, or differs from the manifest in any field.
+        CheckpointError: the file is missing, truncated, or differs from the manifest in any field.
     """
-    if places is None:
-        places = manifest.open_layer(layer)
+    if locations is None:
+        locations = manifest.open_layer(layer)
     if check:
-        check_layer(manifest, layer, places)
+        check_layer(manifest, layer, locations)
     record = manifest.layer(layer)
     path = manifest.folder / record.file
     with open_regular(path, str(path)) as file:
         _check_size(file, record.file, record.size)
-        # A private mapping that could be written: torch has no read-only tensors.
+        # A private writable mapping, since torch has no read-only tensors.
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     return {
         role: memory[info.start : info.end].view(TORCH_DTYPES[info.dtype]).reshape(info.shape)
-        for role, info in places.items()
+        for role, info in locations.items()
         if not role.startswith(SIDE)
     }

@@ -1,4 +1,4 @@
-"""Whether a manifest agrees with itself; its fields already have their types."""
+"""Consistency checks of a manifest whose fields have already been parsed to their types."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .manifest_records import (
     ManifestRecord,
     RoleRecord,
     group_mappings,
+    group_rank_slice,
     group_recipe,
-    group_share,
     is_plain_name,
     unpadded,
 )
 
 _MAX_SIZE = 1 << 48
 LARGEST_GROWTH = 16
-"""How many times larger than canonical or stored any form of a tensor between the two may be: codes that
-are unpacked take two to eight times as much, and what is stored has been paid for on the disk."""
+"""How many times larger than its canonical and stored forms an intermediate form of a tensor may be.
+Unpacked codes take two to eight times as much; more would let a small file ask for unbounded memory."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def check_manifest(record: ManifestRecord) -> list[str]:
-    """Everything in which a manifest does not agree with itself, in words; empty when sound."""
+    """Every inconsistency of a manifest, as phrases; empty if there is none."""
     wrong: list[str] = []
     kept: tuple[FileRecord, ...] = (*record.rest, *record.files, *record.documents)
     outputs = [item.file for item in record.layers] + [item.file for item in kept]
@@ -69,8 +69,8 @@ def check_manifest(record: ManifestRecord) -> list[str]:
         groups = {layer: group for group in record.groups for layer in group.layers}
         files = {file.name for file in record.source.files}
         for layer in record.layers:
-            found = _check_layer(layer, groups[layer.layer], files, record.shard.tp_size > 1)
-            wrong += [f"layer {layer.layer}: {text}" for text in found]
+            findings = _check_layer(layer, groups[layer.layer], files, record.shard.tp_size > 1)
+            wrong += [f"layer {layer.layer}: {text}" for text in findings]
     return wrong
 
 
@@ -96,10 +96,10 @@ def _check_group(group: GroupRecord, shard: RankShard) -> list[str]:
         return wrong
     try:
         inputs = any(role.endswith("_input") for role in group.canonical)
-        wanted = canonical_shapes(group.problem, experts, inputs)
-        whole = canonical_shapes(group_share(shard, group).whole, experts, inputs)
+        expected = canonical_shapes(group.problem, experts, inputs)
+        whole = canonical_shapes(group_rank_slice(shard, group).whole, experts, inputs)
         recipe, parts = group_recipe(group), group_mappings(group)
-        if recipe.shapes != wanted:
+        if recipe.shapes != expected:
             return ["its roles do not have the shapes and dtypes of its problem"]
         recipe.check()
         wrong = _check_stored(group, recipe, parts)
@@ -109,7 +109,7 @@ def _check_group(group: GroupRecord, shard: RankShard) -> list[str]:
 
 
 def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, TensorMapping]) -> list[str]:
-    """Stored roles must be what the recipe and the kept parts say, and no form of them absurdly large."""
+    """Stored roles must follow from the recipe and the kept tensors, and no form may be absurdly large."""
     experts = group.experts[1] - group.experts[0]
     kept = {f.side: f.of_experts(experts) for f in parts.values() if f.kept}
     listed = {role: item.type for role, item in group.roles.items()}
@@ -120,10 +120,8 @@ def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, Tensor
         if part.role and part.role not in recipe.shapes:
             wrong.append(f"part {key[:80]} fills role {part.role[:80]}, which is none of the layer's")
         record = group.parts[key]
-        one = "{expert}" in record.template or part.shared
-        if math.prod(record.shape) * DTYPE_BITS.get(record.dtype, 0) != 8 * part.each * (
-            1 if one else group.problem.experts
-        ):
+        held_experts = 1 if "{expert}" in record.template or part.shared else group.problem.experts
+        if math.prod(record.shape) * DTYPE_BITS.get(record.dtype, 0) != 8 * part.each * held_experts:
             wrong.append(f"part {key[:80]} is not as large as what is read of it")
         elif _grows(part, experts):
             wrong.append(f"part {key[:80]} grows to more than {LARGEST_GROWTH} times what it is made of")
@@ -137,7 +135,7 @@ def _check_stored(group: GroupRecord, recipe: Recipe, parts: Mapping[str, Tensor
 
 
 def _grows(part: TensorMapping, experts: int) -> bool:
-    """True when a form between a stored part and its canonical rows is absurdly larger than both."""
+    """True if a form between a stored source tensor and its canonical rows is absurdly larger than both."""
     forms = list(part.chain.trace(part.dtype, (experts, *part.shape)))
     for value in part.values:
         forms.append(value.output_type(*forms[-1]))
@@ -146,21 +144,21 @@ def _grows(part: TensorMapping, experts: int) -> bool:
 
 
 def _check_share(group: GroupRecord, shard: RankShard) -> list[str]:
-    """The ranges and sizes must be those of the folder's rank."""
+    """The recorded ranges and sizes must be those of the directory's rank."""
     try:
-        share = group_share(shard, group)
-        wanted = {
-            "expert range": (share.experts, group.experts),
-            "intermediate range": (share.intermediate, group.intermediate),
-            "problem": (share.problem, unpadded(group.problem)),
+        rank_slice = group_rank_slice(shard, group)
+        expected = {
+            "expert range": (rank_slice.experts, group.experts),
+            "intermediate range": (rank_slice.intermediate, group.intermediate),
+            "problem": (rank_slice.problem, unpadded(group.problem)),
         }
     except MoectlError as error:
         return [error.what]
-    return [f"its {name} is not that of {shard}" for name, (mine, listed) in wanted.items() if mine != listed]
+    return [f"its {name} is not that of {shard}" for name, (own, listed) in expected.items() if own != listed]
 
 
 def _check_problem(group: GroupRecord) -> list[str]:
-    """The problem must have possible sizes."""
+    """The problem must have plausible sizes."""
     problem, (first, last) = group.problem, group.experts
     sizes = {
         "experts": problem.experts,
@@ -183,17 +181,18 @@ def _check_problem(group: GroupRecord) -> list[str]:
 
 
 def _check_cover(role: str, form: TensorType, parts: Mapping[str, TensorMapping]) -> list[str]:
-    """Parts must fill an expert's matrix exactly: rows in order without gap, and as many bytes."""
+    """The source tensors must fill an expert's matrix exactly: rows without gap or overlap, bytes equal."""
     canonical, (_, rows, *columns) = form
-    own = {key: part for key, part in parts.items() if part.role == role}
-    row = nbytes(canonical, tuple(columns))
-    at = 0
-    for key, part in sorted(own.items(), key=lambda item: item[1].rows):
+    of_role = {key: part for key, part in parts.items() if part.role == role}
+    row_bytes = nbytes(canonical, tuple(columns))
+    filled = 0
+    for key, part in sorted(of_role.items(), key=lambda item: item[1].rows):
         dtype, shape = part.canonical_type()
-        if part.rows[0] != at or dtype != canonical or nbytes(dtype, shape) != (part.rows[1] - at) * row:
+        part_bytes = (part.rows[1] - filled) * row_bytes
+        if part.rows[0] != filled or dtype != canonical or nbytes(dtype, shape) != part_bytes:
             return [f"part {key[:80]} does not fill rows {list(part.rows)} of role {role}"]
-        at = part.rows[1]
-    return [] if at == rows else [f"the parts of role {role} fill {at} of {rows} rows"]
+        filled = part.rows[1]
+    return [] if filled == rows else [f"the parts of role {role} fill {filled} of {rows} rows"]
 
 
 def _check_layer(layer: LayerRecord, group: GroupRecord, files: set[str], sliced: bool) -> list[str]:
@@ -206,8 +205,8 @@ def _check_layer(layer: LayerRecord, group: GroupRecord, files: set[str], sliced
     if layer.slices.keys() != (group.canonical.keys() if sliced else set()):
         wrong.append("its hashed slices are not its canonical roles")
     for key, hashes in layer.source.items():
-        many = "{expert}" in group.parts[key].template
-        count = group.experts[1] - group.experts[0] if many else 1
+        per_expert = "{expert}" in group.parts[key].template
+        count = group.experts[1] - group.experts[0] if per_expert else 1
         if len(hashes.sha256) != count or len(hashes.files) != count:
             wrong.append(f"part {key} must have {count} hashes and files")
         if not all(_SHA256.fullmatch(item) for item in hashes.sha256) or not set(hashes.files) <= files:

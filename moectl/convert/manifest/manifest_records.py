@@ -1,4 +1,4 @@
-"""The manifest's document as records, and what is written beside it."""
+"""The records of the manifest document, and the names of the files written with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import CheckpointError
 from ...files.records import to_json
 from ...files.tensor_table import TensorType
 from ...problem.moe_problem import Dims, MoEProblem
-from ..rank_slice import RankShard, RankShare
+from ..rank_slice import RankShard, RankSlice
 from ..recipe.chain import Chain
 from ..recipe.recipe import Recipe, StoredOutput
 from ..sources import MappedTensors, TensorMapping
@@ -25,7 +25,7 @@ from ..steps.value_steps import value_from_json, value_to_json
 FORMAT_VERSION = 1
 READY = "READY"
 REPORT = "moectl-report.json"
-"""In a portable output: what was converted, what it cost, and the hashes of its files."""
+"""The report of a portable output: what was converted, quantization errors, and the hashes of its files."""
 
 LOG = "progress.jsonl"
 SOURCE_CONFIG = f"source.{CONFIG}"
@@ -47,7 +47,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """Which checkpoint was converted."""
+    """The identity of the checkpoint that was converted."""
 
     kind: str
     name: str
@@ -58,7 +58,7 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class LayoutRecord:
-    """Which weight layout the folder holds, who reads it, and whether a recorded conversion confirms it."""
+    """The weight layout of a directory, its readers, and whether a recorded conversion confirms it."""
 
     name: str
     target: str
@@ -73,9 +73,9 @@ class RoleRecord:
     """One stored role of a layer group.
 
     Attributes:
-        dtype, shape: of the tensor in the layer's file; experts first, but for one of the whole layer.
+        dtype, shape: of the tensor in the layer's file; experts first unless it is one tensor per layer.
         logical_dtype: what the stored bytes mean (``F4``, ``F8_E8M0``, ...).
-        made: the `StoredOutput` it is; None for a canonical tensor that is kept as it was.
+        made: the JSON form of its `StoredOutput`; None for a source tensor that is kept unchanged.
     """
 
     dtype: str
@@ -89,17 +89,17 @@ class RoleRecord:
 
 
 @dataclass(frozen=True)
-class PartRecord:
-    """One kind of source tensor, and the rows of a canonical role that it holds.
+class SourceTensorRecord:
+    """One kind of source tensor, and the rows of a canonical role that it fills.
 
     Attributes:
-        template: has ``{layer}`` and, for one tensor per expert, ``{expert}``.
-        role: canonical role; empty for a tensor that is kept as it was.
-        dtype, shape: of the source's tensor.
-        raw: of one expert's, as it is read.
-        rows: of the role, first and last (exclusive).
-        shared: one tensor holds for every expert.
-        chain, values: steps from the source's tensor to canonical rows.
+        template: name with ``{layer}`` and, if there is one tensor per expert, ``{expert}``.
+        role: canonical role; empty for a tensor that is kept unchanged.
+        dtype, shape: of the source tensor.
+        raw: dtype and shape of one expert's data as it is read.
+        rows: rows of the role, first and last (exclusive).
+        shared: one tensor applies to every expert.
+        chain, values: JSON form of the steps from the source tensor to canonical rows.
     """
 
     template: str
@@ -113,10 +113,10 @@ class PartRecord:
     values: Any
 
 
-def part_record(mapped: MappedTensors, template: str) -> PartRecord:
-    """The record of mapped tensors that are named by `template`."""
+def source_tensor_record(mapped: MappedTensors, template: str) -> SourceTensorRecord:
+    """The record of mapped tensors whose names follow `template`."""
     info, mapping = mapped.tensors[0], mapped.mapping
-    return PartRecord(
+    return SourceTensorRecord(
         template=template,
         role=mapping.role,
         dtype=info.dtype,
@@ -129,8 +129,8 @@ def part_record(mapped: MappedTensors, template: str) -> PartRecord:
     )
 
 
-def recorded_mapping(stored: str, record: PartRecord) -> TensorMapping:
-    """The mapping that a manifest's record describes; CheckpointError when it describes none."""
+def recorded_mapping(stored: str, record: SourceTensorRecord) -> TensorMapping:
+    """The mapping that a manifest's record describes; CheckpointError if it is invalid."""
     if not isinstance(record.values, list):
         raise CheckpointError(f"the values of part {stored} must be a list.")
     return TensorMapping(
@@ -147,12 +147,12 @@ def recorded_mapping(stored: str, record: PartRecord) -> TensorMapping:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """Layers that are one problem: `problem.dims` has logical and padded sizes, padding is `pad_value`.
+    """Layers with one problem: `problem.dims` has logical and padded sizes, padding is `pad_value`.
 
     `experts` and `intermediate` are the ranges that the rank holds, first and last (exclusive), of all
-    experts and of `whole_intermediate` lanes; `canonical` and `roles` are of those, `parts` of whole
-    experts. `router` holds name templates of the router's tensors, as `ExpertNames.router`; the tensors
-    themselves are among those that are no experts.
+    experts and of `whole_intermediate` intermediate channels. `canonical` and `roles` describe this slice,
+    `parts` the source tensors of whole experts. `router` holds name templates of the router's tensors, as
+    `ExpertNames.router`; the tensors themselves are passthrough tensors.
     """
 
     layers: tuple[int, ...]
@@ -164,23 +164,23 @@ class GroupRecord:
     prefix: str
     canonical: Mapping[str, TensorType]
     roles: Mapping[str, RoleRecord]
-    parts: Mapping[str, PartRecord]
+    parts: Mapping[str, SourceTensorRecord]
     router: Mapping[str, str]
 
 
 def unpadded(problem: MoEProblem) -> MoEProblem:
-    """`problem` with its logical sizes alone, as the source stores it."""
+    """`problem` without padding, as the source stores it."""
     return replace(problem, dims=replace(problem.dims, padded_hidden=0, padded_intermediate=0))
 
 
-def group_share(shard: RankShard, group: GroupRecord) -> RankShare:
-    """What the rank `shard` holds of a group's layers; errors as of `RankShare`."""
+def group_rank_slice(shard: RankShard, group: GroupRecord) -> RankSlice:
+    """The slice of a group's layers that the rank `shard` holds; raises like `RankSlice`."""
     dims = Dims(group.problem.dims.hidden, group.whole_intermediate)
-    return RankShare(replace(group.problem, dims=dims, local_experts=0), shard)
+    return RankSlice(replace(group.problem, dims=dims, local_experts=0), shard)
 
 
 def group_recipe(group: GroupRecord) -> Recipe:
-    """How a group's layers are stored; CheckpointError when the record describes no such thing."""
+    """The recipe by which a group's layers are stored; CheckpointError if the record is invalid."""
     outputs = {
         role: StoredOutput.from_json(record.made, f"role {role}")
         for role, record in group.roles.items()
@@ -190,15 +190,15 @@ def group_recipe(group: GroupRecord) -> Recipe:
 
 
 def group_mappings(group: GroupRecord) -> dict[str, TensorMapping]:
-    """A group's mappings by their stored role; CheckpointError when a record describes none."""
+    """A group's tensor mappings by stored role; CheckpointError if a record is invalid."""
     return {stored: recorded_mapping(stored, record) for stored, record in group.parts.items()}
 
 
 @dataclass(frozen=True)
-class PartHashes:
-    """SHA-256 of a part's source tensors, and the source file of each, expert by expert.
+class SourceTensorHashes:
+    """SHA-256 and source file of each source tensor of one kind, expert by expert.
 
-    Of a tensor that holds all experts, the bytes of those that the rank has are hashed.
+    If one tensor holds all experts, only the bytes of the rank's experts are hashed.
     """
 
     sha256: tuple[str, ...]
@@ -207,22 +207,22 @@ class PartHashes:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One converted layer: its file, the SHA-256 of each role's stored tensor, and of its source.
+    """One converted layer: its file, and the SHA-256 of each stored tensor and of each source tensor.
 
-    `slices` are `SliceHashes` of the canonical roles where the rank holds slices of experts.
+    `slices` has the `SliceHashes` of the canonical roles if the rank holds slices of experts.
     """
 
     layer: int
     file: str
     size: int
     sha256: Mapping[str, str]
-    source: Mapping[str, PartHashes]
+    source: Mapping[str, SourceTensorHashes]
     slices: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was written."""
+    """Name, size in bytes and SHA-256 of a file that was written."""
 
     file: str
     size: int
@@ -231,7 +231,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PassthroughRecord(FileRecord):
-    """A file of tensors that are no experts: a `whole` source file, or those extracted from `source`."""
+    """A file of passthrough tensors: a `whole` source file, or tensors extracted from the file `source`."""
 
     source: str
     whole: bool
@@ -241,7 +241,8 @@ class PassthroughRecord(FileRecord):
 class ManifestRecord:
     """The manifest's document, field by field.
 
-    `files` were copied from the source, `documents` (config, index, the source's config) were written.
+    `rest` lists the files of passthrough tensors, `files` the other files copied from the source, and
+    `documents` the ones that were generated (config, index) or renamed (the source's config).
     """
 
     format_version: int
@@ -258,22 +259,22 @@ class ManifestRecord:
 
 
 def is_plain_name(name: str) -> bool:
-    """True for a file name that a manifest may hold: no folder, nothing hidden, no odd characters."""
+    """True for a file name that a manifest may contain: no directory, not hidden, no unusual characters."""
     return bool(_PLAIN_NAME.fullmatch(name))
 
 
 def manifest_bytes(record: ManifestRecord) -> bytes:
-    """The manifest document as it is written."""
+    """The serialized manifest document."""
     return (json.dumps(to_json(record), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def ready_bytes(manifest: bytes) -> bytes:
-    """What READY holds for a manifest: its SHA-256."""
+    """The contents of READY for a serialized manifest: its SHA-256 and a newline."""
     return (hashlib.sha256(manifest).hexdigest() + "\n").encode()
 
 
 def converted_config(config: Mapping[str, Any], layout: LayoutRecord) -> dict[str, Any]:
-    """The source's config with a `quantization_config` that other engines refuse by name."""
+    """The source's config with a `quantization_config` whose method other engines reject by name."""
     return {
         **config,
         "quantization_config": {

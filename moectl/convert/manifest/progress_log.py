@@ -1,4 +1,4 @@
-"""What a long operation reports while it runs, and the log by which a conversion is resumed."""
+"""Progress reporting of long operations, and the log from which a conversion resumes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .manifest_records import LOG as LOG
 from .manifest_records import LayerRecord, PassthroughRecord
 
 PLAIN = frozenset({"format", "moectl", "layout version", "rank", "experts only"})
-"""Facts of a conversion whose values a person can read; the others are digests."""
+"""Facts of a conversion whose values are readable; the others are digests."""
 
 Progress = Callable[[int, int, str], None]
-"""Called with bytes done, bytes in all, and what is being worked on."""
+"""Called with bytes done, total bytes, and the name of the current item."""
 
 
 def silent(done: int, total: int, text: str) -> None:
-    """A `Progress` that shows nothing."""
+    """A `Progress` that ignores everything."""
 
 
 class Meter:
@@ -36,29 +36,29 @@ class Meter:
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total, self._done, self._text = progress, total, 0, ""
 
-    def say(self, text: str) -> None:
-        """What is being worked on from now."""
+    def start(self, text: str) -> None:
+        """Sets the name of the current item."""
         self._text = text
         self.advance(0)
 
     def advance(self, nbytes: int) -> None:
-        """`nbytes` more are done."""
+        """Reports `nbytes` more bytes as done."""
         self._done += nbytes
         self._progress(self._done, self._total, self._text)
 
 
 @dataclass
 class ProgressLog:
-    """The resume log of one conversion, open and locked: which files are finished, with their hashes.
+    """The open, locked resume log of one conversion: the finished files and their hashes.
 
-    Every line is synced before the next file is begun; a last line cut short by a crash is dropped.
+    Every line is synced before the next one is appended; a last line truncated by a crash is dropped.
     """
 
     path: Path
     fd: int
     lock: Lock
     layers: dict[int, LayerRecord] = field(default_factory=dict)
-    rest: dict[str, PassthroughRecord] = field(default_factory=dict)
+    passthrough: dict[str, PassthroughRecord] = field(default_factory=dict)
 
     def add(self, record: LayerRecord | PassthroughRecord) -> None:
         """Appends a finished file's record."""
@@ -67,7 +67,7 @@ class ProgressLog:
             self.layers[record.layer] = record
         else:
             self._append({"rest": to_json(record)})
-            self.rest[record.file] = record
+            self.passthrough[record.file] = record
 
     def close(self, *, remove: bool = False) -> None:
         """Releases the lock; `remove` deletes the log of a finished conversion."""
@@ -88,28 +88,30 @@ class ProgressLog:
             os.fsync(self.fd)
 
 
-def refuse_another(folder: Path, held: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
-    """UsageError when `folder` holds another conversion than is wanted, naming the facts that differ."""
-    wrong = [key for key in sorted({*held, *wanted}) if held.get(key) != wanted.get(key)]
-    if not wrong:
+def refuse_other_conversion(folder: Path, existing: Mapping[str, Any], requested: Mapping[str, str]) -> None:
+    """Raises UsageError naming the differing facts if `folder` holds another conversion than requested."""
+    differing = [key for key in sorted({*existing, *requested}) if existing.get(key) != requested.get(key)]
+    if not differing:
         return
-    shown = [f"{key} ({held.get(key)}, not {wanted.get(key)})" if key in PLAIN else key for key in wrong]
-    # Another layout changes other facts with it.
+    descriptions = [
+        f"{key} ({existing.get(key)}, not {requested.get(key)})" if key in PLAIN else key for key in differing
+    ]
+    # A different layout changes other facts as well, so only the layout is named.
     what = (
-        f"{folder} holds a {held.get('layout')} conversion, not {wanted.get('layout')}."
-        if "layout" in wrong
-        else f"{folder} holds another conversion; it differs in {', '.join(shown)}."
+        f"{folder} holds a {existing.get('layout')} conversion, not {requested.get('layout')}."
+        if "layout" in differing
+        else f"{folder} holds another conversion; it differs in {', '.join(descriptions)}."
     )
-    raise UsageError(what, hint="Resume with the same arguments, or convert into an empty folder.")
+    raise UsageError(what, hint="Resume with the same arguments, or convert into an empty directory.")
 
 
 def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> ProgressLog:
-    """The log called `name` in `folder`, created with `fingerprint` or read back; locked.
+    """The locked log called `name` in `folder`, created with `fingerprint` or read back.
 
     Raises:
-        UsageError: the log belongs to another conversion; the differing fields are named.
-        Unavailable: another process is writing there.
-        CheckpointError: no regular file, or a line that this program cannot have written.
+        UsageError: the log belongs to another conversion; the differing facts are named.
+        Unavailable: another process is writing to the directory.
+        CheckpointError: not a regular file, or a line that this program cannot have written.
     """
     path = folder / name
     with disk_errors(path, 0):
@@ -118,7 +120,7 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
     log = ProgressLog(path, fd, lock)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(f"{path} is not a file.", hint="Convert into an empty folder.")
+            raise CheckpointError(f"{path} is not a file.", hint="Convert into an empty directory.")
         lock.take()
         if not _is_at(path, fd):
             raise Unavailable(
@@ -129,14 +131,14 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
             os.ftruncate(fd, 0)
             log._append({"conversion": dict(fingerprint)})
             return log
-        begun = entries[0].get("conversion")
-        if not isinstance(begun, Mapping):
+        logged = entries[0].get("conversion")
+        if not isinstance(logged, Mapping):
             raise CheckpointError(
-                f"{name} does not begin with a conversion.", hint="Convert into an empty folder."
+                f"{name} does not begin with a conversion.", hint="Convert into an empty directory."
             )
-        refuse_another(folder, begun, fingerprint)
+        refuse_other_conversion(folder, logged, fingerprint)
         for entry in entries[1:]:
-            _take(log, entry)
+            _load_entry(log, entry)
     except BaseException:
         lock.release()
         os.close(fd)
@@ -144,21 +146,21 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
     return log
 
 
-def conversion_of(path: Path) -> Mapping[str, Any] | None:
-    """The facts that a log begins with, as another process may be writing it; None before they are there."""
+def logged_conversion(path: Path) -> Mapping[str, Any] | None:
+    """The facts in a log's first line; None if another process has not finished writing that line."""
     with open_regular(path, str(path)) as file:
         line = file.readline(1 << 20)
     if not line.endswith(b"\n"):
         return None
-    begun = parse_json_object(line, f"line 1 of {path.name}").get("conversion")
-    return begun if isinstance(begun, Mapping) else None
+    logged = parse_json_object(line, f"line 1 of {path.name}").get("conversion")
+    return logged if isinstance(logged, Mapping) else None
 
 
 def _read(fd: int) -> list[dict[str, Any]]:
-    """Whole lines of the log; what follows the last newline was never finished and is cut off."""
+    """The complete lines of the log; an unfinished last line is truncated."""
     data = bytearray()
-    while piece := os.pread(fd, 1 << 20, len(data)):
-        data += piece
+    while block := os.pread(fd, 1 << 20, len(data)):
+        data += block
     end = data.rfind(b"\n") + 1
     os.ftruncate(fd, end)
     lines = bytes(data[:end]).splitlines()
@@ -166,19 +168,19 @@ def _read(fd: int) -> list[dict[str, Any]]:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """True when `path` still names the open file: a log is removed by the conversion that it was of."""
+    """True if `path` still names the open file: a conversion removes its log when it finishes."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(fd))
     except FileNotFoundError:
         return False
 
 
-def _take(log: ProgressLog, entry: Mapping[str, Any]) -> None:
+def _load_entry(log: ProgressLog, entry: Mapping[str, Any]) -> None:
     if "layer" in entry:
         layer = from_json(LayerRecord, entry["layer"], LOG)
         log.layers[layer.layer] = layer
     elif "rest" in entry:
-        rest = from_json(PassthroughRecord, entry["rest"], LOG)
-        log.rest[rest.file] = rest
+        file = from_json(PassthroughRecord, entry["rest"], LOG)
+        log.passthrough[file.file] = file
     else:
         raise CheckpointError(f"{LOG} has a line that is neither a layer nor a file.")

@@ -1,6 +1,6 @@
-"""Converted folders of every rank beside each other: ``OUT/rank-00``, ``OUT/rank-01``, ...
+"""One converted directory per rank: ``OUT/rank-00``, ``OUT/rank-01``, ...
 
-Each is a converted folder of its own, with its manifest and READY. Together they give the source back.
+Each is a converted directory with its own manifest and READY. The source can be restored from all of them.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .manifest_records import MANIFEST
 _RANK = re.compile(r"rank-(\d{2,5})")
 
 
-def ranks_in(folder: Path) -> tuple[int, ...]:
-    """Numbers of the ranks whose folders `folder` has, in order; none for a converted folder itself."""
+def rank_numbers(folder: Path) -> tuple[int, ...]:
+    """Ascending numbers of the ranks whose directories are in `folder`; empty for a converted directory."""
     if (folder / MANIFEST).exists() or not folder.is_dir():
         return ()
-    found = (_RANK.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return tuple(sorted(int(match[1]) for match in found if match))
+    matches = (_RANK.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return tuple(sorted(int(match[1]) for match in matches if match))
 
 
-def load_folders(folder: Path) -> tuple[Manifest, ...]:
-    """The manifests of a converted folder, or of every rank's folder in `folder`, in order.
+def load_rank_manifests(folder: Path) -> tuple[Manifest, ...]:
+    """The manifest of a converted directory, or those of all ranks' directories in `folder`, in rank order.
 
-    Raises CheckpointError when `folder` is neither, a rank's folder is missing or not complete, or the
-    folders are not of one conversion; the fields that differ are named.
+    Raises CheckpointError if `folder` is neither, a rank's directory is missing or incomplete, or the
+    directories belong to different conversions; the fields that differ are named.
     """
-    ranks = ranks_in(folder)
+    ranks = rank_numbers(folder)
     if not ranks:
         return (load_manifest(folder),)
     manifests = tuple(load_manifest(rank_folder(folder, rank)) for rank in ranks)
@@ -45,12 +45,12 @@ def load_folders(folder: Path) -> tuple[Manifest, ...]:
             f"{folder} lacks {names} of {shard.ranks} ranks.", hint="Convert the missing ranks with --rank."
         )
     for rank, manifest in zip(ranks, manifests, strict=True):
-        wanted = shard_of(rank, shard.tp_size, shard.ep_size) if rank < shard.ranks else None
-        if manifest.record.shard != wanted:
+        expected = shard_of(rank, shard.tp_size, shard.ep_size) if rank < shard.ranks else None
+        if manifest.record.shard != expected:
             raise CheckpointError(
                 f"{manifest.folder} holds {manifest.record.shard}; its name and {manifests[0].folder.name} "
                 f"ask for rank {rank} of {shard.ranks} (tp {shard.tp_size}, ep {shard.ep_size}).",
-                hint="Put the folders of one conversion together, each under its own rank.",
+                hint="Put the directories of one conversion together, each under its own rank.",
             )
         _check_one_conversion(manifests[0], manifest)
         _check_one_conversion(manifests[rank - rank % shard.tp_size], manifest)
@@ -58,17 +58,17 @@ def load_folders(folder: Path) -> tuple[Manifest, ...]:
 
 
 def _check_one_conversion(first: Manifest, other: Manifest) -> None:
-    """CheckpointError naming the fields in which two ranks' manifests may not differ and do."""
+    """Raises CheckpointError naming the fields in which two ranks' manifests must agree but differ."""
     facts = [_shared_facts(manifest) for manifest in (first, other)]
-    wrong = [name for name in facts[0] if facts[0][name] != facts[1][name]]
+    differing = [name for name in facts[0] if facts[0][name] != facts[1][name]]
     same_experts = first.record.shard.ep_rank == other.record.shard.ep_rank
-    if not wrong and same_experts:
+    if not differing and same_experts:
         sources = [[item.source for item in manifest.record.layers] for manifest in (first, other)]
-        wrong = ["the bytes of the source's experts"] if sources[0] != sources[1] else []
-    if wrong:
+        differing = ["the bytes of the source's experts"] if sources[0] != sources[1] else []
+    if differing:
         raise CheckpointError(
             f"{first.folder.name} and {other.folder.name} are not of one conversion: they differ in "
-            f"{', '.join(wrong)}.",
+            f"{', '.join(differing)}.",
             hint="Convert all ranks from one checkpoint with the same arguments.",
         )
 
@@ -86,10 +86,10 @@ def _shared_facts(manifest: Manifest) -> Mapping[str, object]:
 
 
 def refuse_one_rank(manifest: Manifest) -> None:
-    """UsageError for the folder of one rank of several, which cannot give the source back alone."""
+    """Raises UsageError for the directory of one of several ranks, from which no source can be restored."""
     shard: RankShard = manifest.record.shard
     if shard.ranks > 1:
         raise UsageError(
-            f"{manifest.folder} holds {shard} alone; the source comes back from all of them together.",
-            hint="Give the folder that holds rank-00 and the others.",
+            f"{manifest.folder} holds {shard} alone; the source is restored from all of them together.",
+            hint="Give the directory that contains rank-00 and the others.",
         )

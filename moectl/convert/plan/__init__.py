@@ -1,1 +1,1 @@
-"""A conversion decided from headers alone: what is read and written, and how much of everything."""
+"""Plans of conversions, made from tensor headers alone: what is read, what is written, and the sizes."""

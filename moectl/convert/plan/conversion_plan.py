@@ -1,4 +1,4 @@
-"""A conversion that is decided: what is read, what is written, and how much of everything."""
+"""The plan of a conversion: what is read, what is written, and the sizes of both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..manifest.manifest_records import (
     LayoutRecord,
     PassthroughRecord,
 )
-from ..rank_slice import RankShard, RankShare
+from ..rank_slice import RankShard, RankSlice
 from ..sources import LayerMapping
 from ..stream.layer_writer import Writer
 from ..stream.pipeline import SLOTS
@@ -32,21 +32,21 @@ from .memory_budget import BASE_MEMORY, MIB, slot_buffers
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer: the unit of work, of files, and of resuming.
+    """One layer: the unit of work, of output files, and of resuming.
 
-    `map` has the experts of `share` alone, each of them whole; `problem` is the rank's, padded. `batch`
-    is the number of experts converted at once, `working` the bytes that this takes beside the buffers;
-    `holds` says what the bytes of each tensor mean, where its dtype does not.
+    `map` covers only the experts of `rank_slice`, each of them whole; `problem` is the rank's, with padded
+    sizes. `batch` is the number of experts converted at once, `working` the bytes that this takes in addition
+    to the buffers; `logical_dtypes` names what a tensor's bytes mean where its dtype does not say.
     """
 
     map: LayerMapping
-    share: RankShare
+    rank_slice: RankSlice
     problem: MoEProblem
     writer: Writer
     file: FilePlan
     batch: int
     working: int
-    holds: Mapping[str, str]
+    logical_dtypes: Mapping[str, str]
 
     @property
     def layer(self) -> int:
@@ -59,15 +59,15 @@ class LayerPlan:
 
     @property
     def buffers(self) -> tuple[int, int, int]:
-        """Bytes of a batch as it is read, of what is made of it, and as it is written."""
+        """Bytes of one batch as read from the source, in canonical form, and as written."""
         return slot_buffers(self.map, self.writer, self.batch)
 
 
 @dataclass(frozen=True)
 class PassthroughPlan:
-    """Tensors that are no experts, all from one source file.
+    """Passthrough tensors (copied unchanged) of one source file.
 
-    `file` is the safetensors file they are extracted to; None when the whole source file is kept.
+    `file` is the safetensors file they are extracted to; None if the whole source file is kept.
     """
 
     source: str
@@ -80,16 +80,16 @@ class PassthroughPlan:
 
 
 class Finalizer(Protocol):
-    """What completes an output that is no prepared folder.
+    """Writes the last files of an output other than a prepared directory.
 
-    `mark` is the file whose presence says that all tensors are there.
+    `mark` is the file whose presence shows that all tensors have been written.
     """
 
     @property
     def mark(self) -> str: ...
 
     def check_finished(self, plan: ConversionPlan, folder: Path, out: Path) -> None:
-        """Raises UsageError when the finished `out` is not what `plan` makes of `folder`."""
+        """Raises UsageError if the finished `out` is not what `plan` makes of the source `folder`."""
 
     def finish(
         self,
@@ -97,17 +97,17 @@ class Finalizer(Protocol):
         folder: Path,
         out: Path,
         layers: Sequence[LayerRecord],
-        rest: Sequence[PassthroughRecord],
+        passthrough: Sequence[PassthroughRecord],
         producer: Mapping[str, str],
     ) -> tuple[str, ...]:
-        """Writes the last files; names of small files of the source `folder` that were left out."""
+        """Writes the last files. Returns the names of the source's small files that were skipped."""
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Everything `convert` does, decided and checked before anything is created.
+    """Everything `convert` will do, checked before anything is created.
 
-    `ending` is None for a prepared folder, which a manifest and READY complete.
+    `finalizer` is None for a prepared directory, which is completed by a manifest and READY.
     """
 
     checkpoint: Checkpoint
@@ -115,18 +115,18 @@ class ConversionPlan:
     shard: RankShard
     groups: tuple[GroupRecord, ...]
     layers: tuple[LayerPlan, ...]
-    rest: tuple[PassthroughPlan, ...]
+    passthrough: tuple[PassthroughPlan, ...]
     experts_only: bool
     max_memory: int
-    ending: Finalizer | None = None
+    finalizer: Finalizer | None = None
 
     @property
     def index(self) -> dict[str, Any]:
-        """The index document: every tensor's file."""
+        """The index document: the file of every tensor."""
         weight_map = {name: layer.file.name for layer in self.layers for name in layer.file.tensors}
-        weight_map.update({info.name: item.name for item in self.rest for info in item.tensors})
+        weight_map.update({info.name: item.name for item in self.passthrough for info in item.tensors})
         total = sum(info.nbytes for layer in self.layers for info in layer.file.tensors.values())
-        metadata = {"total_size": total + self.rest_bytes}
+        metadata = {"total_size": total + self.passthrough_bytes}
         return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
 
     @property
@@ -150,44 +150,44 @@ class ConversionPlan:
         return sum(layer.file.size for layer in self.layers)
 
     @property
-    def rest_bytes(self) -> int:
-        """Bytes of the tensors that are no experts."""
-        return sum(info.nbytes for item in self.rest for info in item.tensors)
+    def passthrough_bytes(self) -> int:
+        """Bytes of the passthrough tensors."""
+        return sum(info.nbytes for item in self.passthrough for info in item.tensors)
 
     @property
     def disk_needed(self) -> int:
-        """Bytes that the output takes when no file can be linked."""
-        extracted = sum(item.file.size for item in self.rest if item.file)
-        whole = sum(info.nbytes for item in self.rest if not item.file for info in item.tensors)
+        """Bytes of disk that the output takes if no file can be linked."""
+        extracted = sum(item.file.size for item in self.passthrough if item.file)
+        whole = sum(info.nbytes for item in self.passthrough if not item.file for info in item.tensors)
         return self.bytes_out + extracted + whole + 16 * MIB
 
     @property
     def peak_memory(self) -> int:
-        """Bytes needed above the program's own at the largest step."""
-        return self._beside + self.slots * sum(self.buffers)
+        """Bytes needed at most, on top of the process's baseline."""
+        return self._fixed_memory + self.slots * sum(self.buffers)
 
     @property
     def buffers(self) -> tuple[int, ...]:
-        """Bytes of the buffers that a batch of any layer is read into, made in and written from."""
+        """Bytes of the read, canonical and write buffers that fit a batch of any layer."""
         return tuple(map(max, zip((0, 0, 0), *(layer.buffers for layer in self.layers), strict=True)))
 
     @property
     def slots(self) -> int:
-        """Batches that may be under way at once within `max_memory`."""
-        return max(1, min(SLOTS, (self.max_memory - self._beside) // max(1, sum(self.buffers))))
+        """Batches in flight at once within `max_memory`."""
+        return max(1, min(SLOTS, (self.max_memory - self._fixed_memory) // max(1, sum(self.buffers))))
 
     @property
-    def _beside(self) -> int:
-        """Bytes held at most beside the buffers."""
+    def _fixed_memory(self) -> int:
+        """Bytes needed at most in addition to the buffers."""
         return BASE_MEMORY + max((layer.working for layer in self.layers), default=0)
 
-    def of_portion(self, portion: WorkerPartition) -> ConversionPlan:
-        """The same for the layers of one part, and other tensors where they are that part's."""
-        rest = self.rest if portion.has_rest else ()
-        return replace(self, layers=tuple(portion.share(self.layers)), rest=rest)
+    def for_partition(self, partition: WorkerPartition) -> ConversionPlan:
+        """This plan restricted to the layers of one worker, and to passthrough tensors if it copies them."""
+        passthrough = self.passthrough if partition.has_passthrough else ()
+        return replace(self, layers=tuple(partition.select(self.layers)), passthrough=passthrough)
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be the same for a conversion to be resumed, by name."""
+        """Facts that must be equal for a conversion to be resumed, by name."""
         infos = sorted((i.name, i.dtype, i.shape, i.file, i.start) for i in self.checkpoint.tensors.values())
         return {
             "moectl": __version__,
@@ -198,7 +198,7 @@ class ConversionPlan:
 
 
 class Conversion(Protocol):
-    """A conversion that is planned, or that a manifest records."""
+    """A conversion, either planned or recorded in a manifest."""
 
     @property
     def layout(self) -> LayoutRecord: ...
@@ -211,7 +211,7 @@ class Conversion(Protocol):
 
 
 def conversion_facts(conversion: Conversion) -> dict[str, str]:
-    """What tells one conversion of a checkpoint from another, by name."""
+    """Facts that distinguish one conversion of a checkpoint from another, by name."""
     return {
         "format": str(FORMAT_VERSION),
         "layout": conversion.layout.name,
@@ -228,7 +228,7 @@ def digest_of(value: object) -> str:
 
 
 RESERVED = "moectl-"
-"""Tensor files of a converted folder begin so; no source file may."""
+"""Prefix of tensor files in a converted directory; source files must not have it."""
 
 
 def layer_file(layer: int) -> str:

@@ -1,4 +1,4 @@
-"""From headers alone to the plan of a conversion into a kernel layout."""
+"""Plans a conversion into a kernel layout from tensor headers alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..manifest.manifest_records import (
     LayoutRecord,
     RoleRecord,
     is_plain_name,
-    part_record,
+    source_tensor_record,
 )
-from ..rank_slice import RankShard, RankShare
+from ..rank_slice import RankShard, RankSlice
 from ..recipe.recipe import Recipe
 from ..sources import LayerMapping, map_layer, output_name, output_prefix
 from ..stream.layer_writer import prepared_writer
@@ -39,17 +39,17 @@ def plan_conversion(
     """The `ConversionPlan` to convert every MoE layer of `checkpoint` to `layout`.
 
     Args:
-        max_memory: bytes that the conversion may hold above the program's own; a quarter of the
-            machine's memory by default.
-        experts_only: leave out tensors that are no experts.
-        shard: the rank whose share of every layer is converted; all of it by default.
+        max_memory: bytes that the conversion may use on top of the process's baseline; by default a
+            quarter of the machine's memory.
+        experts_only: skip passthrough tensors.
+        shard: the rank whose slice of every layer is converted; by default the whole layer.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of another shape or dtype.
         Unavailable: there are no tensor headers to plan from.
         NoBackend: the layout cannot hold a layer, or the rank's slice of it.
-        UsageError: the storage format has no converter, a layer cannot be shared so, or one expert
-            does not fit `max_memory`.
+        UsageError: the storage format has no converter, a layer cannot be sliced that way, or one expert
+            does not fit into `max_memory`.
     """
     memory = default_memory() if max_memory is None else max_memory
     check_plannable(checkpoint)
@@ -57,15 +57,15 @@ def plan_conversion(
     layers: list[LayerPlan] = []
     consumed: dict[str, str] = {}
     for group in checkpoint.groups:
-        share = RankShare(group.problem, shard)
+        rank_slice = RankSlice(group.problem, shard)
         maps = map_group(checkpoint, group)
         consumed |= {info.name: info.file for mapped in maps for info in mapped.tensors}
-        record, planned = _plan_group(group, share, maps, layout, memory)
+        record, planned = _plan_group(group, rank_slice, maps, layout, memory)
         groups.append(record)
         layers += planned
     layers.sort(key=lambda layer: layer.layer)
-    rest = () if experts_only else tuple(plan_rest(checkpoint, consumed))
-    facts = LayoutRecord(
+    passthrough = () if experts_only else tuple(plan_passthrough(checkpoint, consumed))
+    layout_record = LayoutRecord(
         layout.name,
         layout.target,
         layout.version,
@@ -73,23 +73,25 @@ def plan_conversion(
         tuple(map(str, layout.readers)),
         layout.verified,
     )
-    return ConversionPlan(checkpoint, facts, shard, tuple(groups), tuple(layers), rest, experts_only, memory)
+    return ConversionPlan(
+        checkpoint, layout_record, shard, tuple(groups), tuple(layers), passthrough, experts_only, memory
+    )
 
 
 def check_plannable(checkpoint: Checkpoint) -> None:
-    """Raises unless there are MoE layers, their headers, and files that an output can have beside its own."""
+    """Raises unless there are MoE layers with tensor headers, in files whose names an output can keep."""
     if not checkpoint.groups:
         raise CheckpointError("the checkpoint has no MoE layers, so there is nothing to convert.")
     if not checkpoint.tensors:
         raise Unavailable(
             f"{checkpoint.origin.name} gives no tensor headers; a conversion is planned from them.",
-            hint="Give a folder or repository with its safetensors files.",
+            hint="Give a directory or repository with its safetensors files.",
         )
     check_file_names(checkpoint)
 
 
 def map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMapping]:
-    """The layers of `group`, whose tensors are all mapped alike."""
+    """The mapped layers of `group`; CheckpointError unless all store their experts the same way."""
     maps = [map_layer(checkpoint, group, layer) for layer in group.layers]
     for mapped in maps:
         check_uniform(mapped, maps[0])
@@ -97,25 +99,25 @@ def map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMapping]:
 
 
 def _plan_group(
-    group: LayerGroup, share: RankShare, whole: list[LayerMapping], layout: WeightLayout, memory: int
+    group: LayerGroup, rank_slice: RankSlice, whole: list[LayerMapping], layout: WeightLayout, memory: int
 ) -> tuple[GroupRecord, list[LayerPlan]]:
-    problem = share.padded(layout.pad)
-    maps = [mapped.of_experts(*share.experts) for mapped in whole]
-    recipe = layout.recipe(problem, share.shapes(maps[0].shapes))
+    problem = rank_slice.padded(layout.pad)
+    maps = [mapped.of_experts(*rank_slice.experts) for mapped in whole]
+    recipe = layout.recipe(problem, rank_slice.shapes(maps[0].shapes))
     for role, (dtype, shape) in recipe.stored.items():
         if dtype not in TORCH_DTYPES:
             raise UsageError(
-                f"layout {layout.name} stores {role} as {dtype} {list(shape)}, which has no place."
+                f"layout {layout.name} stores {role} as {dtype} {list(shape)}, which safetensors cannot hold."
             )
-    slices = recipe.shapes if share.sliced else {}
+    slices = recipe.shapes if rank_slice.sliced else {}
     batch, working = plan_batch(maps[0], prepared_writer(maps[0], recipe), slices, memory)
     planned = []
     for mapped in maps:
         writer = prepared_writer(mapped, recipe)
         file = plan_file(layer_file(mapped.layer), writer.specs, _metadata(layout))
-        holds = {output_name(mapped.prefix, role): kind for role, kind in layout.logical_dtypes.items()}
-        planned.append(LayerPlan(mapped, share, problem, writer, file, batch, working, holds))
-    return _group_record(group, share, problem, layout, maps[0], recipe), planned
+        dtypes = {output_name(mapped.prefix, role): dtype for role, dtype in layout.logical_dtypes.items()}
+        planned.append(LayerPlan(mapped, rank_slice, problem, writer, file, batch, working, dtypes))
+    return _group_record(group, rank_slice, problem, layout, maps[0], recipe), planned
 
 
 def _metadata(layout: WeightLayout) -> dict[str, str]:
@@ -127,8 +129,8 @@ def _metadata(layout: WeightLayout) -> dict[str, str]:
 
 
 def check_uniform(mapped: LayerMapping, first: LayerMapping) -> None:
-    """CheckpointError unless both layers store their experts in the same forms."""
-    mappings = [tuple(each.mapping for each in layer.mapped) for layer in (mapped, first)]
+    """Raises CheckpointError unless both layers store their experts in the same way."""
+    mappings = [tuple(tensors.mapping for tensors in layer.mapped) for layer in (mapped, first)]
     if mappings[0] != mappings[1]:
         different = next(a.stored for a, b in zip(*mappings, strict=False) if a != b)
         raise CheckpointError(
@@ -139,7 +141,7 @@ def check_uniform(mapped: LayerMapping, first: LayerMapping) -> None:
 
 def _group_record(
     group: LayerGroup,
-    share: RankShare,
+    rank_slice: RankSlice,
     problem: MoEProblem,
     layout: WeightLayout,
     mapped: LayerMapping,
@@ -149,42 +151,45 @@ def _group_record(
     return GroupRecord(
         layers=tuple(group.layers),
         problem=problem,
-        experts=share.experts,
-        intermediate=share.intermediate,
-        whole_intermediate=share.whole.dims.intermediate,
+        experts=rank_slice.experts,
+        intermediate=rank_slice.intermediate,
+        whole_intermediate=rank_slice.whole.dims.intermediate,
         pad_value=0,
         prefix=output_prefix(names[mapped.mapped[0].mapping.stored]),
         canonical=dict(recipe.shapes),
         roles={role: role_record(role, recipe, layout) for role in recipe.stored}
         | {role: RoleRecord(dtype, shape, dtype, None) for role, (dtype, shape) in mapped.kept.items()},
-        parts={it.mapping.stored: part_record(it, names[it.mapping.stored]) for it in mapped.mapped},
+        parts={
+            tensors.mapping.stored: source_tensor_record(tensors, names[tensors.mapping.stored])
+            for tensors in mapped.mapped
+        },
         router=dict(group.names.router),
     )
 
 
 def role_record(role: str, recipe: Recipe, layout: WeightLayout) -> RoleRecord:
-    """The record of a stored role of `recipe`."""
+    """The manifest record of a stored role of `recipe`."""
     dtype, shape = recipe.stored[role]
-    made = recipe.outputs[role].to_json() if role in recipe.outputs else None
-    return RoleRecord(dtype, shape, layout.logical_dtypes.get(role, dtype), made)
+    output = recipe.outputs[role].to_json() if role in recipe.outputs else None
+    return RoleRecord(dtype, shape, layout.logical_dtypes.get(role, dtype), output)
 
 
 def check_file_names(checkpoint: Checkpoint) -> None:
-    """CheckpointError for a tensor file whose name could not stand, or would clash, in the output."""
+    """Raises CheckpointError for a tensor file whose name is unsafe or would clash in the output."""
     for file in sorted(files_of(checkpoint.tensors) - {""}):
         if not is_plain_name(file) or file.startswith(RESERVED):
             raise CheckpointError(
-                f"tensor file {file!r} must have a plain name in the checkpoint's own folder that does not "
-                f"begin with {RESERVED}."
+                f"tensor file {file!r} must have a plain name in the checkpoint's own directory that does "
+                f"not begin with {RESERVED}."
             )
 
 
-def plan_rest(
+def plan_passthrough(
     checkpoint: Checkpoint, consumed: Mapping[str, str], prefix: str = f"{RESERVED}rest-"
 ) -> Iterable[PassthroughPlan]:
-    """One `PassthroughPlan` per file with other tensors: files without experts stay whole.
+    """One `PassthroughPlan` per file with passthrough tensors; files without experts are kept whole.
 
-    `consumed` has the experts' tensors and their files; names of new files begin with `prefix`.
+    `consumed` maps converted tensors to their files; names of new files begin with `prefix`.
     """
     by_file: dict[str, list[TensorInfo]] = {file: [] for file in files_of(checkpoint.tensors)}
     mixed = set(consumed.values())

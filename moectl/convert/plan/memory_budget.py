@@ -1,4 +1,4 @@
-"""How much memory a conversion may take, and how many experts at a time that gives."""
+"""The memory budget of a conversion, and the batch size that fits it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..stream.pipeline import SLOTS
 
 MIB = 1 << 20
 BASE_MEMORY = 24 * MIB
-"""Held whatever the batch: copy buffers, headers, the allocator's slack."""
+"""Bytes needed for any batch size: copy buffers, headers, allocator slack."""
 
 LARGEST_BATCH = 64 * MIB
-"""Canonical bytes of a batch beyond which larger batches are no faster."""
+"""Canonical bytes of a batch above which larger batches are no faster."""
 
 CHAIN_COPIES = 6
-"""Copies of a block of experts, the larger of input and output, that a chain may hold at once: codes
-unpacked to bytes are two, and a step holds its input and its output."""
+"""Copies of a block of experts (the larger of input and output) that a chain holds at most: codes unpacked
+to bytes count twice, and a step holds both its input and its output."""
 
 
 def default_memory() -> int:
@@ -32,9 +32,10 @@ def default_memory() -> int:
 
 
 def plan_batch(mapped: LayerMapping, writer: Writer, slices: Shapes, memory: int) -> tuple[int, int]:
-    """Experts that are converted at once, and the bytes that this takes beside the buffers.
+    """Experts converted at once, and the bytes that this takes in addition to the buffers.
 
-    `slices` are cut of a batch. Raises UsageError when one expert does not fit `memory`.
+    `slices` are the shapes of a rank's slices of a batch. Raises UsageError if one expert does not fit
+    into `memory` bytes.
     """
     largest = max(slot_buffers(mapped, writer, 1))
     batch = min(mapped.experts, max(1, LARGEST_BATCH // largest))
@@ -55,16 +56,16 @@ def plan_batch(mapped: LayerMapping, writer: Writer, slices: Shapes, memory: int
 
 
 def slot_buffers(mapped: LayerMapping, writer: Writer, batch: int) -> tuple[int, int, int]:
-    """Bytes of `batch` experts as they are read, of what is made of them, and as they are written."""
-    read, made = (buffer_bytes(shapes, batch) for shapes in (mapped.read_shapes, mapped.made_shapes))
-    return read, made, writer.buffer_bytes(batch)
+    """Bytes of `batch` experts as read from the source, in canonical form, and as written."""
+    read, canonical = (buffer_bytes(shapes, batch) for shapes in (mapped.read_shapes, mapped.made_shapes))
+    return read, canonical, writer.buffer_bytes(batch)
 
 
 def working_memory(mapped: LayerMapping, writer: Writer, batch: int, slices: Shapes) -> int:
-    """Bytes held at most beside the buffers while batches are converted, `slices` of them cut first."""
+    """Bytes needed at most in addition to the buffers to convert a batch and take `slices` of it."""
     roles = frozenset(statistic.role for statistic in writer.statistics)
-    looked = sum(each.mapping.each for each in mapped.filling(roles)) if roles else 0
-    looked += buffer_bytes({role: mapped.shapes[role] for role in roles}, 1)
+    statistics = sum(tensors.mapping.each for tensors in mapped.filling(roles)) if roles else 0
+    statistics += buffer_bytes({role: mapped.shapes[role] for role in roles}, 1)
     reading = CHAIN_COPIES * min(mapped.raw_bytes * batch, BLOCK_BYTES)
-    cut = buffer_bytes(slices, batch)
-    return batch * looked + reading + cut + CHAIN_COPIES * writer.block_bytes(batch)
+    sliced = buffer_bytes(slices, batch)
+    return batch * statistics + reading + sliced + CHAIN_COPIES * writer.block_bytes(batch)

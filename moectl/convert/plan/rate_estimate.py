@@ -1,4 +1,4 @@
-"""How fast this machine converts a planned layer: a few of its experts, in memory, without any file."""
+"""Estimates the conversion rate of this machine from a few experts in memory, without touching a file."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ..stream.source_reader import as_bytes
 from .conversion_plan import ConversionPlan
 
 SAMPLE_BYTES = 32 << 20
-"""Bytes of experts that are converted for the estimate; at least one expert."""
+"""Bytes of experts converted for the estimate; at least one expert."""
 
 HASHED_BYTES = 8 << 20
 
 FILLER = 0x38
-"""A byte that makes possible numbers everywhere: 1 as E4M3, small ones as E8M0, BF16 and F32."""
+"""A byte that is a valid number in every format: 1 as E4M3, small numbers as E8M0, BF16 and F32."""
 
 ASSUMED_RATE = 300e6
-"""Bytes read a second where the sample's numbers cannot be converted: what two cores reach, about."""
+"""Bytes per second to assume if the sample cannot be converted: roughly the rate of two cores."""
 
 
 @dataclass(frozen=True)
 class ConversionRate:
-    """Expert bytes read a second, and whether that was measured here; the disk is not counted."""
+    """Expert bytes read per second, disk time excluded, and whether the rate was measured on this machine."""
 
     bytes_per_second: float
     measured: bool
 
 
 def measured_rate(plan: ConversionPlan, threads: int | None = None) -> ConversionRate:
-    """The `ConversionRate` on the CPU, with as many threads as `convert` would use."""
+    """The `ConversionRate` on the CPU, with as many threads as `convert` uses; never raises MoectlError."""
     try:
         return ConversionRate(_sample(plan, threads or usable_cores()), True)
     except MoectlError:
@@ -49,23 +49,23 @@ def _sample(plan: ConversionPlan, threads: int) -> float:
     experts = max(1, min(layer.batch, SAMPLE_BYTES // max(1, batches.read_bytes(1))))
     nbytes = batches.read_bytes(experts)
     stored = batches.stored(torch.full((nbytes,), FILLER, dtype=torch.uint8), experts)
-    made = torch.empty(batches.made_bytes(experts), dtype=torch.uint8)
+    canonical = torch.empty(batches.made_bytes(experts), dtype=torch.uint8)
     written = torch.empty(writer.buffer_bytes(experts), dtype=torch.uint8)
 
     def work() -> None:
-        held = layer.share.cut(batches.convert(stored, made))
-        for _ in writer.store(held, 0, writer.update_statistics(held, {}), written):
+        batch = layer.rank_slice.slice(batches.convert(stored, canonical))
+        for _ in writer.store(batch, 0, writer.update_statistics(batch, {}), written):
             pass
 
     work()
-    piece = written[:HASHED_BYTES]
-    hashing = _seconds(lambda: hashlib.sha256(as_bytes(piece)).digest()) / max(1, len(piece))
+    sample = written[:HASHED_BYTES]
+    hash_seconds = _seconds(lambda: hashlib.sha256(as_bytes(sample)).digest()) / max(1, len(sample))
     moved = nbytes + len(written)
-    # Reading and writing copy every byte once, and a first touch costs as much again.
-    beside = moved * hashing + 2 * _seconds(lambda: written.clone()) * moved / max(1, len(written))
-    working = min(_seconds(work) for _ in range(3))
-    # The work itself takes all threads.
-    return nbytes / (working + beside / threads)
+    # Reading and writing copy every byte once, and the first touch of a page costs as much again.
+    overlapped = moved * hash_seconds + 2 * _seconds(lambda: written.clone()) * moved / max(1, len(written))
+    converting = min(_seconds(work) for _ in range(3))
+    # Conversion uses all threads; hashing and copying run one task per thread.
+    return nbytes / (converting + overlapped / threads)
 
 
 def _seconds(action: Callable[[], object]) -> float:

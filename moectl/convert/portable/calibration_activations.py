@@ -1,4 +1,4 @@
-"""What experts of a layer are called with: Hessians for quantizers, of both matrices."""
+"""Calibration activations of a layer, and the Hessians that quantizers need for both matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which change of format is taken: exact ones first, then quantizing, then what must be asked for."""
+"""Rules that select a format change: exact ones first, then quantization, then requantization on request."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .options import PortableOptions
 
 @dataclass(frozen=True)
 class ChangeRule:
-    """One way from a source format to the one asked for.
+    """One way from a source format to the requested one.
 
     Attributes:
-        holds: whether it applies, for matrices of these sizes ``(n, k)``.
-        target: the format that comes out, in a model of this dtype.
-        change: what is done to tensors of a model of this dtype.
+        applies: whether the rule applies, for matrices of these sizes ``(n, k)``.
+        target: the resulting format, in a model of this dtype.
+        change: the change of the tensors of a model of this dtype.
     """
 
-    holds: Callable[[WeightFormat, PortableOptions, tuple[tuple[int, int], ...]], bool]
+    applies: Callable[[WeightFormat, PortableOptions, tuple[tuple[int, int], ...]], bool]
     target: Callable[[WeightFormat, PortableOptions, str], WeightFormat]
     change: Callable[[WeightFormat, WeightFormat, PortableOptions, str], FormatChange]
 
@@ -40,13 +40,13 @@ def _same(source: WeightFormat, options: PortableOptions, sizes: tuple[tuple[int
 
 
 def _kept_target(source: WeightFormat, options: PortableOptions, dtype: str) -> WeightFormat:
-    # Powers of two as F32 are the same numbers, and read by more engines.
+    # Powers of two have the same value in F32, which more engines read.
     scale = "F32" if source.name == "fp8" and source.scale_dtype in ("E8M0", "F8_E8M0", "U8") else ""
     return replace(source, block=options.format.weight.block, scale_dtype=scale or source.scale_dtype)
 
 
 def _is_wide(source: WeightFormat) -> bool:
-    """True for formats of enough values to quantize from: floats of 8 bits and more."""
+    """True for formats precise enough to quantize from: floats of 8 bits and more."""
     return source.bits >= 8 and not source.number.grid.integer
 
 
@@ -57,7 +57,7 @@ def _fresh(source: WeightFormat, options: PortableOptions, dtype: str) -> Weight
 
 RULES: tuple[ChangeRule, ...] = (
     ChangeRule(_same, _kept_target, lambda source, target, options, dtype: SameFormat(source, target)),
-    # An integer grid of 8 bits takes any blocks.
+    # 8-bit integers may keep any block size.
     ChangeRule(
         lambda source, options, sizes: source.name == options.format.weight.name == "int8",
         lambda source, options, dtype: source,
@@ -84,7 +84,7 @@ RULES: tuple[ChangeRule, ...] = (
         lambda source, target, options, dtype: Requantized(source, replace(options.quantizer, weight=target)),
     ),
 )
-"""The first that holds is taken."""
+"""The first rule that applies is used."""
 
 
 def change_for(
@@ -97,7 +97,7 @@ def change_for(
     Raises UsageError when weights that have been quantized before would lose more, unasked.
     """
     for rule in RULES:
-        if rule.holds(source, options, sizes):
+        if rule.applies(source, options, sizes):
             target = rule.target(source, options, dtype)
             return target, rule.change(source, target, options, dtype)
     raise UsageError(

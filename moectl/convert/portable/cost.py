@@ -1,4 +1,4 @@
-"""What a change of format cost: counted per tensor, added up over batches of experts."""
+"""The error of a format change: counted per tensor, accumulated over batches of experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..quantize import QuantizationReport
 
 @dataclass(frozen=True)
 class Cost:
-    """What becoming another format did to one matrix of a batch of experts.
+    """The effect of a format change on one matrix of a batch of experts.
 
     Attributes:
         kind: ``repacked``, ``decoded`` or ``quantized``.
@@ -28,7 +28,7 @@ class Cost:
     report: QuantizationReport | None = None
 
     def merge(self, other: Cost) -> Cost:
-        """Both together; they are of one kind."""
+        """The sum of two costs of the same kind."""
         report = self.report.merge(other.report) if self.report and other.report else None
         return Cost(self.kind, self.unit, self.count + other.count, self.exact + other.exact, report)
 
@@ -40,6 +40,6 @@ class Cost:
 
 
 def lossless(entry: Mapping[str, Any]) -> tuple[int, int, str]:
-    """How much of a tensor's report is lossless, of how many, and the unit; zeros where it was quantized."""
+    """Lossless count, total count and unit of a tensor's report entry; zeros if it was quantized."""
     unit = "blocks" if "blocks" in entry else "weights"
     return int(entry.get("lossless", 0)), int(entry.get(unit, 0)), unit

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from ..plan.conversion_plan import ConversionPlan
 
 STALE = frozenset(("hf_quant_config.json", "quantize_config.json", "quant_config.json", REPORT))
-"""Files beside the config that describe the quantization that there was before."""
+"""Source files that describe the previous quantization, and are not copied."""
 
 REPORT_VERSION = 1
 
 
 @dataclass(frozen=True)
 class PortableFinalizer:
-    """What completes a portable output.
+    """Finishes a portable output.
 
     Attributes:
         target, container: as `PortableOptions`.
@@ -47,11 +47,13 @@ class PortableFinalizer:
             if report.get(key) != value:
                 raise UsageError(
                     f"{out} holds another conversion; it differs in {key}.",
-                    hint="Resume with the same arguments, or convert into an empty folder.",
+                    hint="Resume with the same arguments, or convert into an empty directory.",
                 )
         findings = verify_portable(out).findings
         if findings:
-            raise CheckpointError(f"{out} is damaged: {findings[0]}.", hint="Convert into an empty folder.")
+            raise CheckpointError(
+                f"{out} is damaged: {findings[0]}.", hint="Convert into an empty directory."
+            )
         remove_parts(out)
         (out / LOG).unlink(missing_ok=True)
 
@@ -61,7 +63,7 @@ class PortableFinalizer:
         folder: Path,
         out: Path,
         layers: Sequence[LayerRecord],
-        rest: Sequence[PassthroughRecord],
+        passthrough: Sequence[PassthroughRecord],
         producer: Mapping[str, str],
     ) -> tuple[str, ...]:
         """Copies small files, writes index, report and config; names of files left out."""
@@ -85,7 +87,7 @@ class PortableFinalizer:
             ],
             "files": [
                 {"file": item.file, "size": item.size, "sha256": item.sha256}
-                for item in (*rest, *files, *written)
+                for item in (*passthrough, *files, *written)
             ],
         }
         write_file(out / REPORT, _document(report))

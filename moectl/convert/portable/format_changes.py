@@ -1,4 +1,4 @@
-"""From one weight format to another, matrix by matrix: exact where the value grid allows."""
+"""Changes of weight format, matrix by matrix: exact where the value grid allows it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .cost import Cost
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """Which matrix of which experts is changed.
+    """The matrix and the experts that are changed.
 
     Attributes:
         role: canonical role of the codes, ``w13`` or ``w2``.
-        halves: equal parts of its rows that have blocks of their own.
+        halves: number of equal parts of its rows with separate blocks.
         first: number of the batch's first expert.
     """
 
@@ -36,23 +36,23 @@ class ExpertMatrix:
 
 
 class FormatChange(Protocol):
-    """Canonical tensors of a matrix in one format to those in another."""
+    """Converts canonical tensors of a matrix from one format to another."""
 
     @property
-    def works(self) -> float:
+    def working_bytes(self) -> float:
         """Bytes of working memory for each weight."""
 
     def apply(self, batch: Tensors, matrix: ExpertMatrix) -> tuple[dict[str, Tensor], Cost]:
-        """The new tensors by role, and what it cost; UsageError for values that it may not change."""
+        """The new tensors by role, and the cost; UsageError for values that must not be rounded."""
 
 
 @dataclass(frozen=True)
 class SameFormat:
-    """The same format, its blocks cut smaller where the new ones are: no value changes."""
+    """The same format with equal or smaller blocks: no value changes."""
 
     source: WeightFormat
     target: WeightFormat
-    works = 2.0
+    working_bytes = 2.0
 
     def apply(self, batch: Tensors, matrix: ExpertMatrix) -> tuple[dict[str, Tensor], Cost]:
         encoded = Encoded.of(batch, matrix.role)
@@ -79,10 +79,10 @@ class SameFormat:
 
 @dataclass(frozen=True)
 class WidenedIntegers:
-    """4-bit integers as 8-bit ones of the same scales and blocks."""
+    """4-bit integers widened to 8 bits, with the same scales and blocks."""
 
     source: WeightFormat
-    works = 3.0
+    working_bytes = 3.0
     SHIFT = (1 << 7) - (1 << 3)
 
     def apply(self, batch: Tensors, matrix: ExpertMatrix) -> tuple[dict[str, Tensor], Cost]:
@@ -95,7 +95,7 @@ class WidenedIntegers:
 
 @dataclass(frozen=True)
 class Mxfp4ToNvfp4:
-    """The same codes with E4M3 scales that are powers of two, under a global scale for each expert.
+    """MXFP4 to NVFP4: the same codes, with power-of-two E4M3 scales under a global scale for each expert.
 
     A block scale 2**s becomes 2**(s - g) x 2**g with g = (largest s of the expert's matrix) - 8, so that
     blocks down to 2**17 below the largest keep their values, and smaller ones whose codes are multiples of
@@ -103,7 +103,7 @@ class Mxfp4ToNvfp4:
     """
 
     requantize: bool = False
-    works = 6.0
+    working_bytes = 6.0
     LARGEST, SMALLEST = 8, -9
 
     def apply(self, batch: Tensors, matrix: ExpertMatrix) -> tuple[dict[str, Tensor], Cost]:
@@ -151,7 +151,7 @@ class Decoded:
     source: WeightFormat
     dtype: str
     rounds: bool
-    works = 20.0
+    working_bytes = 20.0
 
     def apply(self, batch: Tensors, matrix: ExpertMatrix) -> tuple[dict[str, Tensor], Cost]:
         weights = decode_role(self.source, batch, matrix.role, matrix.halves)
@@ -170,7 +170,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Requantized:
-    """Decoded, then quantized anew."""
+    """Decodes weights and quantizes them again."""
 
     source: WeightFormat
     quantizer: Quantizer
@@ -178,7 +178,7 @@ class Requantized:
     w13_halves: int = 1
 
     @property
-    def works(self) -> float:
+    def working_bytes(self) -> float:
         return 30.0 if self.activations is None else 60.0
 
     def apply(self, batch: Tensors, matrix: ExpertMatrix) -> tuple[dict[str, Tensor], Cost]:
@@ -211,7 +211,7 @@ def _extent(weight: WeightFormat, axis: int, size: int) -> int:
 
 
 def refines(source: WeightFormat, target: WeightFormat, n: int, k: int) -> bool:
-    """True when every block of `target` in a matrix ``[n, k]`` lies within one block of `source`."""
+    """True if every block of `target` in a matrix ``[n, k]`` is contained in one block of `source`."""
     if (0, 0) in (source.block, target.block):
         return source.block == target.block
     for axis, size in ((0, n), (1, k)):

@@ -1,4 +1,4 @@
-"""Quantized matrices beside the experts: what they are, and the same weights in another container."""
+"""Quantized matrices outside the experts: recognized, and repacked into another container."""
 
 from __future__ import annotations
 
@@ -82,16 +82,16 @@ class Linear:
 def quantized_linears(
     checkpoint: Checkpoint, consumed: Mapping[str, str], experts: tuple[MoEProblem, ...]
 ) -> tuple[Linear, ...]:
-    """Every quantized matrix that is in no expert that is converted; `consumed` are the experts' tensors.
+    """Every quantized matrix other than the converted experts', whose tensors are in `consumed`.
 
-    Raises UsageError for one whose tensors are of no known format.
+    Raises UsageError for a matrix whose tensors are in no known format.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name in checkpoint.tensors:
         module, _, suffix = name.rpartition(".")
         if name not in consumed and suffix != "bias":
             modules.setdefault(module, {})[suffix] = checkpoint.tensors[name]
-    found = []
+    linears = []
     for module, tensors in sorted(modules.items()):
         codes = next((tensors[suffix] for suffix in WEIGHTS if suffix in tensors), None)
         if codes is None or codes.dtype in PLAIN:
@@ -102,8 +102,8 @@ def quantized_linears(
                 f"{module} is quantized ({', '.join(sorted(tensors))}) in no format that is known here.",
                 hint="Convert with --experts-only, and bring the other tensors over by hand.",
             )
-        found.append(linear)
-    return tuple(found)
+        linears.append(linear)
+    return tuple(linears)
 
 
 def _recognized(

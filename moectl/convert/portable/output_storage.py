@@ -1,4 +1,4 @@
-"""How an output stores a layer's experts: each by itself, or all in one tensor as gpt-oss has them."""
+"""The storage of a layer's experts in an output: one tensor per expert, or fused tensors as in gpt-oss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A portable conversion decided from headers alone."""
+"""Plans a portable conversion from tensor headers alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ...problem.schemes import ActFormat, Scheme, WeightFormat
 from ..canonical import CONCATENATED, canonical_shapes, gate_then_up, halves, has_input_scales
 from ..manifest.manifest_records import LayoutRecord
 from ..plan.conversion_plan import ConversionPlan, LayerPlan
-from ..plan.kernel_layout_plan import check_plannable, map_group, plan_rest
+from ..plan.kernel_layout_plan import check_plannable, map_group, plan_passthrough
 from ..plan.memory_budget import default_memory, plan_batch
 from ..quantize.calibration import Calibration
-from ..rank_slice import RankShard, RankShare
+from ..rank_slice import RankShard, RankSlice
 from ..sources import LayerMapping
 from ..steps.value_steps import Shapes
 from .calibration_activations import Activations
@@ -37,13 +37,13 @@ from .report_fragments import label_of
 from .slots import Slot
 
 PREFIX = "experts-"
-"""Files of converted layers begin so."""
+"""Prefix of the files of converted layers."""
 
 REST_PREFIX = "rest-"
-"""Files of tensors that had to be taken out of files with experts begin so."""
+"""Prefix of files with passthrough tensors extracted from files that also contain experts."""
 
 LINEARS_PREFIX = "linears-"
-"""Files of other quantized matrices begin so."""
+"""Prefix of the files of other quantized matrices."""
 
 KEPT_ACT_BITS = frozenset((4, 16))
 """Bits of activations that every container of their weight format can state."""
@@ -52,8 +52,8 @@ KEPT_ACT_BITS = frozenset((4, 16))
 ActivationFunction = Callable[[Tensor, MoEProblem, str], Tensor]
 """Outputs of the experts' first matrix, the problem and the order of its rows to inputs of the second."""
 
-Seen = tuple[Calibration, ActivationFunction]
-"""Activations that quantizers are given, and what makes those of the second matrix of them."""
+CalibrationSource = tuple[Calibration, ActivationFunction]
+"""Calibration activations, and the function from the first matrix's outputs to the second's inputs."""
 
 
 @dataclass(frozen=True)
@@ -77,74 +77,74 @@ class GroupPlan:
 
 def plan_portable(
     checkpoint: Checkpoint,
-    asked: PortableOptions,
+    options: PortableOptions,
     *,
     activate: ActivationFunction | None = None,
     max_memory: int | None = None,
     experts_only: bool = False,
 ) -> ConversionPlan:
-    """The `ConversionPlan` to write every MoE layer of `checkpoint` as `asked`, in an ordinary checkpoint.
+    """The `ConversionPlan` to write `checkpoint` as an ordinary checkpoint with the experts as `options` say.
 
     `activate` is the experts' activation function, which calibration needs.
 
-    Raises as `plan_conversion`, and UsageError when the container cannot say what the checkpoint would
-    hold, options do not go together, or weights would lose what they have not been allowed to.
+    Raises like `plan_conversion`, and UsageError if the container cannot describe the output, options
+    conflict, or weights would be rounded without permission.
     """
     check_plannable(checkpoint)
     memory = default_memory() if max_memory is None else max_memory
-    container = container_of(asked.target, asked.container)
-    storage, readers = asked.format.containers[container]
-    seen = _seen(asked, activate)
-    planned = [_plan_group(checkpoint, group, asked, seen, storage, memory) for group in checkpoint.groups]
+    container = container_of(options.target, options.container)
+    storage, readers = options.format.containers[container]
+    seen = _seen(options, activate)
+    planned = [_plan_group(checkpoint, group, options, seen, storage, memory) for group in checkpoint.groups]
     layers = sorted((layer for _, found in planned for layer in found), key=lambda layer: layer.layer)
     plans = [plan for plan, _ in planned]
-    _check_heeded(asked, plans)
+    _check_quantizer_options(options, plans)
     consumed = {info.name: info.file for layer in layers for info in layer.map.tensors}
     experts = tuple(group.problem for group in checkpoint.groups)
-    beside = () if experts_only else quantized_linears(checkpoint, consumed, experts)
-    others = _plan_linears(checkpoint, beside, storage, asked.requantize, memory)
+    other_linears = () if experts_only else quantized_linears(checkpoint, consumed, experts)
+    others = _plan_linears(checkpoint, other_linears, storage, options.requantize, memory)
     consumed |= {info.name: info.file for layer in others for info in layer.map.tensors}
-    rest = () if experts_only else tuple(plan_rest(checkpoint, consumed, REST_PREFIX))
+    passthrough = () if experts_only else tuple(plan_passthrough(checkpoint, consumed, REST_PREFIX))
     layers += others
-    _check_names(layers, [item.name for item in rest])
-    modules = _plain_modules(checkpoint, {*consumed, *(linear.module for linear in beside)})
-    described = Description(*_described(plans, () if storage == "plain" else beside), modules)
+    _check_names(layers, [item.name for item in passthrough])
+    modules = _plain_modules(checkpoint, {*consumed, *(linear.module for linear in other_linears)})
+    described = Description(*_described(plans, () if storage == "plain" else other_linears), modules)
     document = with_quantization(checkpoint.config, DOCUMENTS[plans[0].output.name](described))
-    how = _how(asked) if isinstance(plans[0].change, Requantized) else ""
+    how = _how(options) if isinstance(plans[0].change, Requantized) else ""
     record = LayoutRecord(
-        f"{asked.target} in {container}{how}", asked.target, 1, (), tuple(map(str, readers))
+        f"{options.target} in {container}{how}", options.target, 1, (), tuple(map(str, readers))
     )
-    ending = PortableFinalizer(asked.target, container, document)
+    finalizer = PortableFinalizer(options.target, container, document)
     return ConversionPlan(
-        checkpoint, record, RankShard(), (), tuple(layers), rest, experts_only, memory, ending
+        checkpoint, record, RankShard(), (), tuple(layers), passthrough, experts_only, memory, finalizer
     )
 
 
-def _seen(asked: PortableOptions, activate: ActivationFunction | None) -> Seen | None:
-    if asked.calibration is None:
+def _seen(options: PortableOptions, activate: ActivationFunction | None) -> CalibrationSource | None:
+    if options.calibration is None:
         return None
     if activate is None:
         raise ValueError("calibration needs the experts' activation function, got none")
-    return Calibration(asked.calibration), activate
+    return Calibration(options.calibration), activate
 
 
-def _how(asked: PortableOptions) -> str:
+def _how(options: PortableOptions) -> str:
     """How weights are quantized, so that a conversion is not resumed with something else."""
-    quantizer = asked.quantizer
-    rule = f", {quantizer.rule}" if asked.format.has_scale_rules else ""
-    seen = "" if asked.calibration is None else f", activations {file_sha256(asked.calibration)[:16]}"
+    quantizer = options.quantizer
+    rule = f", {quantizer.rule}" if options.format.has_scale_rules else ""
+    seen = "" if options.calibration is None else f", activations {file_sha256(options.calibration)[:16]}"
     return f", {quantizer.method}{rule}{seen}"
 
 
-def _check_heeded(asked: PortableOptions, plans: list[GroupPlan]) -> None:
-    """Raises UsageError for options of quantizing that nothing would heed."""
-    if not asked.quantizing or any(isinstance(plan.change, Requantized) for plan in plans):
+def _check_quantizer_options(options: PortableOptions, plans: list[GroupPlan]) -> None:
+    """Raises UsageError for quantizer options if nothing is quantized."""
+    if not options.quantizing or any(isinstance(plan.change, Requantized) for plan in plans):
         return
     stored = plans[0].problem.scheme.weight
     raise UsageError(
-        f"{asked.quantizing[0]} says how weights are quantized, "
+        f"{options.quantizing[0]} says how weights are quantized, "
         f"but these become {stored} without quantizing.",
-        hint=f"Leave {' and '.join(asked.quantizing)} out.",
+        hint=f"Leave {' and '.join(options.quantizing)} out.",
     )
 
 
@@ -163,8 +163,8 @@ def _plan_linears(
         plan = plan_linears(-1 - i, tuple(found), storage, checkpoint, dtype, requantize)
         batch, working = plan_batch(plan.map, plan.writer, {}, memory)
         file = plan_file(f"{LINEARS_PREFIX}{i:05d}.safetensors", plan.writer.specs, {"format": "pt"})
-        share = RankShare(plan.problem)
-        planned.append(LayerPlan(plan.map, share, plan.problem, plan.writer, file, batch, working, {}))
+        rank_slice = RankSlice(plan.problem)
+        planned.append(LayerPlan(plan.map, rank_slice, plan.problem, plan.writer, file, batch, working, {}))
     return planned
 
 
@@ -173,29 +173,29 @@ def _described(
 ) -> tuple[tuple[Described, ...], tuple[Described, ...]]:
     """The experts' formats, each with targets of the modules that have it; those of other modules."""
     schemes = list(dict.fromkeys(plan.problem.scheme for plan in plans))
-    beside: dict[Scheme, list[str]] = {}
+    other_linears: dict[Scheme, list[str]] = {}
     for linear in linears:
-        beside.setdefault(linear.scheme, []).append(linear.module)
+        other_linears.setdefault(linear.scheme, []).append(linear.module)
     found = []
     for scheme in schemes:
         alike = [plan for plan in plans if plan.problem.scheme == scheme]
         names = [name for plan in alike for name in plan.output.modules]
         layers = [layer for plan in alike for layer in plan.layers] if schemes[1:] else []
-        same = beside.pop(scheme, [])
+        same = other_linears.pop(scheme, [])
         found.append(Described(scheme, (*expert_targets(names, layers), *same)))
-    return tuple(found), tuple(Described(scheme, tuple(names)) for scheme, names in beside.items())
+    return tuple(found), tuple(Described(scheme, tuple(names)) for scheme, names in other_linears.items())
 
 
 def _plan_group(
     checkpoint: Checkpoint,
     group: LayerGroup,
-    asked: PortableOptions,
-    seen: Seen | None,
+    options: PortableOptions,
+    seen: CalibrationSource | None,
     storage: str,
     memory: int,
 ) -> tuple[GroupPlan, list[LayerPlan]]:
     maps = map_group(checkpoint, group)
-    plan = _decide(group, maps[0], asked, storage)
+    plan = _decide(group, maps[0], options, storage)
     planned: list[LayerPlan] = []
     batch = peak = 0
     for mapped in maps:
@@ -204,21 +204,21 @@ def _plan_group(
             batch, peak = plan_batch(mapped, writer, {}, memory)
         file = plan_file(f"{PREFIX}{mapped.layer:05d}.safetensors", writer.specs, {"format": "pt"})
         planned.append(
-            LayerPlan(mapped, RankShare(group.problem), group.problem, writer, file, batch, peak, {})
+            LayerPlan(mapped, RankSlice(group.problem), group.problem, writer, file, batch, peak, {})
         )
     return plan, planned
 
 
-def _decide(group: LayerGroup, mapped: LayerMapping, asked: PortableOptions, storage: str) -> GroupPlan:
+def _decide(group: LayerGroup, mapped: LayerMapping, options: PortableOptions, storage: str) -> GroupPlan:
     problem, dims = group.problem, group.problem.dims
     stored = problem.scheme.weight
     if "w13_scale" in mapped.shapes and (dtype := mapped.shapes["w13_scale"].dtype) != "U8":
         stored = replace(stored, scale_dtype=dtype)
     sizes = ((dims.intermediate, dims.hidden), (dims.hidden, dims.intermediate))
-    weight, change = change_for(stored, asked, sizes, MODEL_DTYPES[problem.dtype])
-    act = _act(problem.scheme, weight, asked.format)
+    weight, change = change_for(stored, options, sizes, MODEL_DTYPES[problem.dtype])
+    act = _act(problem.scheme, weight, options.format)
     inputs = has_input_scales(replace(problem, scheme=Scheme(weight, act))) and "w2_input" in mapped.shapes
-    native = asked.container == NATIVE or storage == "plain"
+    native = options.container == NATIVE or storage == "plain"
     output = output_storage(group, storage, weight, native)
     found = replace(
         problem,
@@ -243,7 +243,7 @@ def _act(source: Scheme, weight: WeightFormat, target: PortableFormat) -> ActFor
 
 
 def _calibrated(
-    change: FormatChange, problem: MoEProblem, plan: GroupPlan, seen: Seen | None, layer: int
+    change: FormatChange, problem: MoEProblem, plan: GroupPlan, seen: CalibrationSource | None, layer: int
 ) -> FormatChange:
     """`change` with the activations of one layer, where it can use them and there are any."""
     if not isinstance(change, Requantized) or seen is None:
@@ -255,7 +255,9 @@ def _calibrated(
     return replace(change, activations=found, w13_halves=halves(problem, "w13") if plan.output.apart else 1)
 
 
-def _writer(problem: MoEProblem, mapped: LayerMapping, plan: GroupPlan, seen: Seen | None) -> PortableWriter:
+def _writer(
+    problem: MoEProblem, mapped: LayerMapping, plan: GroupPlan, seen: CalibrationSource | None
+) -> PortableWriter:
     found = plan.output.slots(mapped.layer, plan.problem, plan.shapes)
     _check_covered(plan.shapes, found, mapped.layer)
     stacked = halves(problem, "w13")

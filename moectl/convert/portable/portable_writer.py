@@ -1,4 +1,4 @@
-"""A layer's batches in another format, as the tensors of an ordinary checkpoint."""
+"""Writes a layer's batches in another format, as the tensors of an ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..recipe.chain import BLOCK_BYTES, Chain
 from ..steps.transforms import Step
 from ..steps.value_steps import ExpertStatistic, Shapes, Statistics, Tensors
 from ..stream.expert_batches import buffer_bytes, buffer_views
-from ..stream.layer_writer import cut
+from ..stream.layer_writer import slice_experts
 from ..stream.source_reader import Piece
 from .cost import Cost
 from .format_changes import ExpertMatrix, FormatChange
@@ -30,7 +30,7 @@ class MatrixChange:
 
     Attributes:
         change: from the source's format to the output's.
-        halves: equal parts of its rows that have blocks of their own.
+        halves: number of equal parts of its rows with separate blocks.
         weights: of one expert.
         title: names it in the report; its role where empty.
     """
@@ -58,7 +58,7 @@ class PortableWriter:
     matrices: Mapping[str, MatrixChange]
     order: Mapping[str, tuple[Step, ...]]
     label: str
-    # What batches cost so far; no part of what the writer is.
+    # Costs of the batches so far; not part of the writer's identity.
     _costs: dict[str, Cost] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -94,11 +94,11 @@ class PortableWriter:
 
     @property
     def _work(self) -> float:
-        """Bytes that changing one expert takes."""
-        return max(work.change.works * work.weights for work in self.matrices.values())
+        """Working memory in bytes for changing one expert."""
+        return max(work.change.working_bytes * work.weights for work in self.matrices.values())
 
     def _block(self, experts: int) -> int:
-        """Experts that are worked on at once."""
+        """Experts processed at once."""
         return max(1, min(experts, int(BLOCK_BYTES // max(1.0, self._work))))
 
     def update_statistics(self, batch: Tensors, before: Statistics) -> dict[ExpertStatistic, Tensor]:
@@ -112,7 +112,7 @@ class PortableWriter:
         block = self._block(experts)
         for at in range(0, experts, block):
             stop = min(at + block, experts)
-            changed = self._change(cut(batch, at, stop), first + at)
+            changed = self._change(slice_experts(batch, at, stop), first + at)
             for slot in self.slots:
                 into = made[slot.template][at:stop]
                 into.copy_(slot.stored(changed, stop - at).view(into.dtype))

@@ -1,4 +1,4 @@
-"""The quantization config that a container's readers expect."""
+"""The `quantization_config` of each container, as its readers expect it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ...problem.schemes import FULL, ActFormat, Scheme, WeightFormat
 Json = dict[str, Any]
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "expert_dtype")
-"""Keys of a model's config that speak of quantization, at the top or in the text model's part."""
+"""Config keys that describe quantization, at the top level or in the text model's section."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """Modules that are stored alike.
+    """Modules with the same scheme.
 
     Attributes:
         scheme: their formats.
@@ -35,7 +35,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Description:
-    """What an output's config has to say.
+    """The content of an output's quantization config.
 
     Attributes:
         experts: formats of the routed experts, the usual one first.

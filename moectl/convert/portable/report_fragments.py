@@ -1,4 +1,4 @@
-"""The report of a portable output: a part for every layer while it grows, one document in the end."""
+"""The report of a portable output: one fragment per layer during conversion, then a single document."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_parts(folder: Path, labels: Iterable[str]) -> dict[str, Any]:
         path = folder / part_name(label)
         if not path.is_file():
             raise CheckpointError(
-                f"{path} is missing: the report of a finished layer.", hint="Convert into an empty folder."
+                f"{path} is missing: the report of a finished layer.", hint="Convert into an empty directory."
             )
         found[label] = parse_json_object(path.read_bytes(), part_name(label)).get("roles")
     return found

@@ -1,4 +1,4 @@
-"""Stored tensors of a container: names, dtypes, shapes, and the way from canonical rows to their bytes."""
+"""Stored tensors of a container: names, dtypes, shapes, and how canonical rows are packed into them."""
 
 from __future__ import annotations
 

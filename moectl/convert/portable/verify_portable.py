@@ -1,4 +1,4 @@
-"""Whether a portable output is what was written."""
+"""Checks a portable output against the hashes in its report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .report_fragments import REPORT, read_report
 
 
 def is_portable(folder: Path) -> bool:
-    """True for a folder that a portable conversion has finished, or nearly."""
+    """True for a directory with the report of a portable conversion."""
     return (folder / REPORT).is_file()
 
 
@@ -44,7 +44,7 @@ def verify_portable(out: Path, *, progress: Progress = silent) -> VerifyReport:
     findings: list[str] = []
     with FolderReader(out) as reader:
         for item in layers:
-            meter.say(item.file)
+            meter.start(item.file)
             try:
                 if _digest(out, item, reader) != item.sha256:
                     findings.append(f"{item.file} holds other bytes than were written")
@@ -52,7 +52,7 @@ def verify_portable(out: Path, *, progress: Progress = silent) -> VerifyReport:
                 findings.append(str(error))
             meter.advance(item.size)
     for item in files:
-        meter.say(item.file)
+        meter.start(item.file)
         findings += file_findings(out / item.file, item.size, item.sha256)
         meter.advance(item.size)
     return VerifyReport(len(layers), len(files), 0, 0, size, False, tuple(findings))

@@ -1,4 +1,4 @@
-"""The way back: stored batches to canonical ones to the source's tensors, every hash compared."""
+"""Restores source tensors from converted layers, batch by batch, and checks every hash."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from ...files.tensor_table import TensorInfo
 from ..manifest.manifest import Manifest
-from ..manifest.manifest_records import PartRecord, group_mappings, group_recipe, group_share
+from ..manifest.manifest_records import SourceTensorRecord, group_mappings, group_rank_slice, group_recipe
 from ..manifest.progress_log import Meter
 from ..plan.memory_budget import CHAIN_COPIES, LARGEST_BATCH
-from ..rank_slice import RankShare, SliceHashes
+from ..rank_slice import RankSlice, SliceHashes
 from ..recipe.recipe import Recipe
 from ..sources import TensorMapping
 from ..steps.value_steps import Shapes, Tensors
@@ -28,9 +28,9 @@ class RestoredRun:
     Attributes:
         name: the tensor's name.
         file: the source file that held it.
-        at: where the run begins, bytes from the tensor's start.
-        last: whether no more of it follows from this folder.
-        data: the bytes; valid until the next run is asked for.
+        at: offset of the run from the tensor's start, bytes.
+        last: whether this is the tensor's last run in this directory.
+        data: the bytes; valid until the next run is produced.
     """
 
     name: str
@@ -43,27 +43,27 @@ class RestoredRun:
 Sink = Callable[[RestoredRun], None]
 
 
-def part_name(part: PartRecord, layer: int, expert: int) -> str:
-    """The source tensor's name for a layer and, where the template has it, an expert."""
+def source_name(part: SourceTensorRecord, layer: int, expert: int) -> str:
+    """The source tensor's name for a layer and, if the template has ``{expert}``, an expert."""
     return part.template.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
 
-def part_tensors(manifest: Manifest, layer: int) -> Iterator[tuple[PartRecord, str, str, str]]:
-    """Every source tensor of a layer: its part, name, file and SHA-256."""
+def source_tensors(manifest: Manifest, layer: int) -> Iterator[tuple[SourceTensorRecord, str, str, str]]:
+    """Every source tensor of a layer: its record, name, file and SHA-256."""
     group, record = manifest.group_of(layer), manifest.layer(layer)
     for key, part in group.parts.items():
         hashes = record.source[key]
         for i, (sha256, file) in enumerate(zip(hashes.sha256, hashes.files, strict=True)):
-            yield part, part_name(part, layer, group.experts[0] + i), file, sha256
+            yield part, source_name(part, layer, group.experts[0] + i), file, sha256
 
 
 @dataclass(frozen=True)
 class LayerRestorer:
-    """Undoes the recipe of one layer of a folder and compares every hash on the way.
+    """Inverts the recipe of one layer of a directory and checks every hash on the way.
 
     Attributes:
-        reader: of the converted folder.
-        max_memory: bytes that a batch may take with everything made from it; None for a default.
+        reader: of the converted directory.
+        max_memory: bytes that a batch and its temporaries may take; None for a default.
     """
 
     manifest: Manifest
@@ -76,80 +76,80 @@ class LayerRestorer:
 
     @property
     def label(self) -> str:
-        """What findings about the folder begin with: its name, where it is one of several ranks'."""
+        """Prefix of findings: the directory's name if it is one of several ranks', else empty."""
         return f"{self.manifest.folder.name}/" if self.manifest.record.shard.ranks > 1 else ""
 
     @property
     def experts(self) -> int:
-        """How many experts the folder has."""
+        """The number of experts in the directory."""
         first, last = self.manifest.group_of(self.layer).experts
         return last - first
 
     @cached_property
     def recipe(self) -> Recipe:
-        """How the layer is stored."""
+        """The recipe by which the layer is stored."""
         return group_recipe(self.manifest.group_of(self.layer))
 
     @cached_property
-    def share(self) -> RankShare:
-        """What the folder has of the layer."""
-        return group_share(self.manifest.record.shard, self.manifest.group_of(self.layer))
+    def rank_slice(self) -> RankSlice:
+        """The directory's slice of the layer."""
+        return group_rank_slice(self.manifest.record.shard, self.manifest.group_of(self.layer))
 
     @property
     def batch(self) -> int:
-        """Experts that are restored at once."""
+        """Number of experts restored at once."""
         return restore_batch(self._stored, self.recipe.shapes, self.experts, self.max_memory)
 
     def batches(self, batch: int) -> Iterator[tuple[int, int, Tensors]]:
-        """Canonical and kept tensors, `batch` experts at a time, with the first and the last (exclusive).
+        """Yields first and last expert (exclusive), and their canonical and kept tensors, `batch` at a time.
 
-        They are valid until the next ones are asked for; of slices, where the folder holds those.
+        The tensors are valid until the next batch; for a rank that slices experts they are slices.
 
         Raises:
-            CheckpointError: the layer's file is missing, cut, or not what the manifest says.
+            CheckpointError: the layer's file is missing, truncated, or does not match the manifest.
         """
-        places, stored = self.manifest.open_layer(self.layer), self._stored
+        locations, stored = self.manifest.open_layer(self.layer), self._stored
         buffer = torch.empty(buffer_bytes(stored, batch), dtype=torch.uint8)
         for first, last in spans(self.experts, batch):
-            found = buffer_views(buffer, stored, last - first)
-            for role, t in sorted(found.items(), key=lambda item: places[item[0]].start):
-                self._read(places[role], as_bytes(t), first, last, self.experts)
-            canonical = {**found, **self.recipe.restore(found, last - first)}
-            if self.share.sliced:
+            views = buffer_views(buffer, stored, last - first)
+            for role, t in sorted(views.items(), key=lambda item: locations[item[0]].start):
+                self._read(locations[role], as_bytes(t), first, last, self.experts)
+            canonical = {**views, **self.recipe.restore(views, last - first)}
+            if self.rank_slice.sliced:
                 self._slices.take({role: canonical[role] for role in self.recipe.shapes}, first)
             yield first, last, canonical
-        for role, place in places.items():
+        for role, info in locations.items():
             if role not in stored:
-                self._read(place, memoryview(bytearray(place.nbytes)), 0, 1, 1)
+                self._read(info, memoryview(bytearray(info.nbytes)), 0, 1, 1)
 
     def findings(self) -> list[str]:
-        """What was read and differs from the recorded hashes, in words; after the last batch.
+        """Phrases for each tensor that differs from its recorded hash; valid after the last batch.
 
-        Stored tensors are compared with the hash taken when they were written, slices of experts with
-        that of what was cut.
+        Stored tensors are checked against the hashes taken when they were written, slices of experts against
+        those taken when the source was sliced.
         """
-        record, held = self.manifest.layer(self.layer), self._slices.result()
+        record, slice_hashes = self.manifest.layer(self.layer), self._slices.result()
         return [
             f"{record.file}: {name} does not have the SHA-256 that was written"
             for name, sha256 in record.sha256.items()
             if self._hashes[name] != sha256
         ] + [
-            f"{record.file}: the slice of {role} does not come back with the SHA-256 that was cut"
+            f"{record.file}: the restored slice of {role} does not have the SHA-256 of the source's slice"
             for role, sha256 in record.slices.items()
-            if role not in self.recipe.lossy and held.get(role) != sha256
+            if role not in self.recipe.lossy and slice_hashes.get(role) != sha256
         ]
 
     @cached_property
     def _stored(self) -> Shapes:
-        """Stored roles with an expert axis; the others are only hashed."""
-        whole = {name for name, output in self.recipe.outputs.items() if output.per_layer}
+        """Types of the stored roles with an expert axis; the others are only hashed."""
+        per_layer = {name for name, output in self.recipe.outputs.items() if output.per_layer}
         roles = self.manifest.group_of(self.layer).roles
-        return {role: r.type for role, r in roles.items() if role not in whole}
+        return {role: record.type for role, record in roles.items() if role not in per_layer}
 
-    def _read(self, place: TensorInfo, view: memoryview, first: int, last: int, experts: int) -> None:
-        each = place.nbytes // experts
-        self.reader.read(place.file, view, place.start + each * first)
-        self._hashes.update(place.name, view, last=last == experts)
+    def _read(self, info: TensorInfo, view: memoryview, first: int, last: int, experts: int) -> None:
+        expert_bytes = info.nbytes // experts
+        self.reader.read(info.file, view, info.start + expert_bytes * first)
+        self._hashes.update(info.name, view, last=last == experts)
         self.meter.advance(len(view))
 
 
@@ -160,51 +160,54 @@ def layer_restorers(
     meter: Meter,
     max_memory: int | None = None,
 ) -> list[tuple[LayerRestorer, ...]]:
-    """One folder's restorer of `layer`, or every rank's in runs of those that slice the same experts."""
-    found = zip(manifests, readers, strict=True)
+    """The restorers of `layer` in all directories, grouped by the ranks that slice the same experts."""
     size = manifests[0].record.shard.tp_size if len(manifests) > 1 else 1
     memory = max_memory if max_memory is None else max_memory // size
-    every = [LayerRestorer(manifest, layer, reader, meter, memory) for manifest, reader in found]
-    return [tuple(every[first : first + size]) for first in range(0, len(every), size)]
+    restorers = [
+        LayerRestorer(manifest, layer, reader, meter, memory)
+        for manifest, reader in zip(manifests, readers, strict=True)
+    ]
+    return [tuple(restorers[first : first + size]) for first in range(0, len(restorers), size)]
 
 
 def is_complete(members: Sequence[LayerRestorer]) -> bool:
-    """True when `members` have whole experts, by themselves or together."""
-    return len(members) == members[0].share.shard.tp_size
+    """True if `members` together hold whole experts."""
+    return len(members) == members[0].rank_slice.shard.tp_size
 
 
 def restore_layer(members: Sequence[LayerRestorer], sink: Sink = lambda run: None) -> list[str]:
-    """Restores a layer's experts from the folders of the ranks that slice them; what is wrong, in words.
+    """Restores a layer's experts from the directories of the ranks that slice them. Returns findings.
 
-    Whole experts' tensors go to `sink`, run by run, each tensor's in order, and are compared with the
-    hash of the source's bytes, so that no source is needed. One folder of several that slice the same
-    experts gives no source tensors: its own hashes are all that is compared.
+    Source tensors go to `sink`, run by run, each tensor's in order, and are checked against the hashes of
+    the source's bytes, so that no source is needed. A single directory of several that slice the same
+    experts yields no source tensors; only its own hashes are checked.
 
     Raises:
-        CheckpointError: a layer's file is missing, cut, or not what the manifest says.
+        CheckpointError: a layer's file is missing, truncated, or does not match the manifest.
     """
-    one = members[0]
-    manifest, layer, share = one.manifest, one.layer, one.share
-    replaced = one.recipe.lossy
+    leader = members[0]
+    manifest, layer, rank_slice = leader.manifest, leader.layer, leader.rank_slice
+    replaced = leader.recipe.lossy
     mappings, hashes = group_mappings(manifest.group_of(layer)), Digests()
     mappings = {key: mapping for key, mapping in mappings.items() if mapping.role not in replaced}
     complete = is_complete(members)
     batch = min(member.batch for member in members)
-    for found in zip(*(member.batches(batch) for member in members), strict=True):
-        first, last, canonical = found[0]
+    for member_batches in zip(*(member.batches(batch) for member in members), strict=True):
+        first, last, canonical = member_batches[0]
         if not complete:
             continue
-        if share.sliced:
-            canonical = share.join([slices for _, _, slices in found], list(one.recipe.shapes))
+        if rank_slice.sliced:
+            slices = [tensors for _, _, tensors in member_batches]
+            canonical = rank_slice.join(slices, list(leader.recipe.shapes))
         for run in source_runs(manifest, layer, mappings, canonical, first, last):
             hashes.update(run.name, run.data, last=run.last)
             sink(run)
-    wrong = [f"{member.label}{text}" for member in members for text in member.findings()]
+    findings = [f"{member.label}{text}" for member in members for text in member.findings()]
     if not complete:
-        return wrong
-    return wrong + [
-        f"{name} does not come back with the SHA-256 of the source"
-        for part, name, _, sha256 in part_tensors(manifest, layer)
+        return findings
+    return findings + [
+        f"{name}: the restored tensor does not have the SHA-256 of the source"
+        for part, name, _, sha256 in source_tensors(manifest, layer)
         if part.role not in replaced and hashes[name] != sha256
     ]
 
@@ -217,9 +220,9 @@ def source_runs(
     first: int,
     last: int,
 ) -> Iterator[RestoredRun]:
-    """The source's bytes of whole experts, whose canonical and kept tensors `canonical` has.
+    """The source's bytes of whole experts, from their canonical and kept tensors.
 
-    `first` and `last` count from the folder's first expert; each tensor's runs come in order.
+    `first` and `last` are relative to the directory's first expert; each tensor's runs come in order.
     """
     group, record = manifest.group_of(layer), manifest.layer(layer)
     begin, end = group.experts
@@ -227,23 +230,20 @@ def source_runs(
         part, files = group.parts[key], record.source[key].files
         if mapping.shared and first:
             continue
-        data, each = as_bytes(mapping.restored(canonical).contiguous()), mapping.each
+        data, size = as_bytes(mapping.restored(canonical).contiguous()), mapping.each
         if mapping.shared:
-            yield RestoredRun(part_name(part, layer, 0), files[0], 0, True, data[:each])
+            yield RestoredRun(source_name(part, layer, 0), files[0], 0, True, data[:size])
         elif "{expert}" in part.template:
             for i in range(first, last):
-                name, run = (
-                    part_name(part, layer, begin + i),
-                    data[(i - first) * each : (i - first + 1) * each],
-                )
-                yield RestoredRun(name, files[i], 0, True, run)
+                name = source_name(part, layer, begin + i)
+                yield RestoredRun(name, files[i], 0, True, data[(i - first) * size : (i - first + 1) * size])
         else:
-            ends = last == end - begin
-            yield RestoredRun(part_name(part, layer, 0), files[0], (begin + first) * each, ends, data)
+            is_last = last == end - begin
+            yield RestoredRun(source_name(part, layer, 0), files[0], (begin + first) * size, is_last, data)
 
 
 def restore_batch(stored: Shapes, canonical: Shapes, experts: int, max_memory: int | None) -> int:
-    """Experts of a layer that are restored at once."""
+    """Number of experts of a layer that are restored at once within `max_memory` bytes."""
     largest = max(buffer_bytes(stored, 1), buffer_bytes(canonical, 1))
     room = LARGEST_BATCH if max_memory is None else min(LARGEST_BATCH, max_memory // (CHAIN_COPIES + 2))
     return max(1, min(experts, room // max(1, largest)))

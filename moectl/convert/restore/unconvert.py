@@ -1,4 +1,4 @@
-"""A converted folder back to the checkpoint it came from, bit for bit."""
+"""Restores the source checkpoint of a converted directory, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ...files.tensor_table import TensorInfo
 from ..manifest.manifest import Manifest, read_file_header
 from ..manifest.manifest_records import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord, group_recipe
 from ..manifest.progress_log import Meter, Progress, silent
-from ..manifest.rank_directories import load_folders, refuse_one_rank
+from ..manifest.rank_directories import load_rank_manifests, refuse_one_rank
 from ..stream.source_reader import FolderReader
-from .restore_layer import RestoredRun, Sink, layer_restorers, part_tensors, restore_layer
+from .restore_layer import RestoredRun, Sink, layer_restorers, restore_layer, source_tensors
 
 
 @dataclass(frozen=True)
 class UnconvertSummary:
-    """What `unconvert` wrote: the folder, how many files, tensors and bytes of tensors.
+    """The result of `unconvert`: the directory, and the numbers of files, tensors and tensor bytes in it.
 
-    `experts_only` says that it holds the experts alone, as the converted folder did.
+    `experts_only`: it holds only experts, as the converted directory did.
     """
 
     folder: Path
@@ -38,90 +38,88 @@ class UnconvertSummary:
 
 
 def unconvert(
-    out: Path, back: Path, *, progress: Progress = silent, max_memory: int | None = None
+    converted: Path, out: Path, *, progress: Progress = silent, max_memory: int | None = None
 ) -> UnconvertSummary:
-    """Writes the source checkpoint of a converted folder to `back`.
+    """Writes the source checkpoint of the directory `converted` to `out`.
 
     Tensors have the source's names, dtypes, shapes and bytes, in files with the source's names; every
-    expert tensor is compared with the hash of the source's bytes before its file gets its name. A
-    folder converted with experts only gives the experts' tensors back. `out` may hold the folders of
-    every rank: their slices are joined.
+    expert tensor is checked against the hash of the source's bytes before its file gets its name. A
+    directory converted with experts only yields only the experts' tensors. If `converted` holds the
+    directories of all ranks, their slices are joined.
 
     Raises:
-        UsageError: `back` is not empty, or lies in `out`; `out` is one rank's folder of several.
-        CheckpointError: `out` is no finished converted folder, a file of it is damaged, or a tensor does not
-            come back with its hash.
-        Unavailable: no room on the disk.
+        UsageError: `out` is not empty or lies inside `converted`, or `converted` is one of several ranks.
+        CheckpointError: `converted` is not a finished converted directory, one of its files is damaged, or
+            a restored tensor does not have its hash.
+        Unavailable: not enough room on the disk.
     """
-    manifests = load_folders(out)
+    manifests = load_rank_manifests(converted)
     manifest = manifests[0]
     if len(manifests) == 1:
         refuse_one_rank(manifest)
-    refuse_inside(out, back)
-    if back.exists() and (not back.is_dir() or any(back.iterdir())):
-        raise UsageError(f"the output folder {back} is not empty.", hint="Choose an empty folder.")
-    _refuse_replaced(manifest)
+    refuse_inside(converted, out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"the output directory {out} is not empty.", hint="Choose an empty directory.")
+    _refuse_requantized(manifest)
     for item in (*manifest.record.files, *manifest.record.documents):
         _check(manifest.folder, item)
     plans = _plan_files(manifests)
-    places = {name: (file, info) for file in plans for name, info in file.tensors.items()}
-    total = sum(layer.size for each in manifests for layer in each.record.layers)
+    targets = {name: (file, info) for file in plans for name, info in file.tensors.items()}
+    total = sum(layer.size for rank_manifest in manifests for layer in rank_manifest.record.layers)
     meter = Meter(progress, total + sum(item.size for item in manifest.record.rest))
-    refuse_small_disk(back, sum(file.size for file in plans), "Make room, or choose another folder.")
-    create_folder(back)
+    refuse_small_disk(out, sum(file.size for file in plans), "Make room, or choose another directory.")
+    create_folder(out)
     with ExitStack() as stack:
-        readers = [stack.enter_context(FolderReader(each.folder)) for each in manifests]
-        fds = {file.name: stack.enter_context(replacing(back / file.name, file.size)) for file in plans}
+        readers = [stack.enter_context(FolderReader(rank.folder)) for rank in manifests]
+        fds = {file.name: stack.enter_context(replacing(out / file.name, file.size)) for file in plans}
         for file in plans:
             write_exactly(fds[file.name], memoryview(file.header), 0)
 
         def store(run: RestoredRun) -> None:
-            file, info = places[run.name]
+            file, info = targets[run.name]
             write_exactly(fds[file.name], run.data, info.start + run.at)
 
         _restore_layers(manifests, readers, meter, store, max_memory)
         for item in manifest.record.rest:
-            meter.say(item.file)
+            meter.start(item.file)
             _check(manifest.folder, item)
             if item.whole:
-                stack.push(partial(_take_back, back / item.source))
-                link_or_copy(manifest.folder / item.file, back / item.source)
+                stack.push(partial(_remove_on_error, out / item.source))
+                link_or_copy(manifest.folder / item.file, out / item.source)
             else:
                 for info in read_file_header(manifest.folder, item.file, item.size).values():
-                    file, place = places[info.name]
-                    target = fds[file.name]
-                    copy_bytes(
-                        readers[0].fd(item.file), target, info.start, place.start, info.nbytes, item.file
-                    )
+                    file, target = targets[info.name]
+                    fd = fds[file.name]
+                    copy_bytes(readers[0].fd(item.file), fd, info.start, target.start, info.nbytes, item.file)
             meter.advance(item.size)
-    _write_documents(manifest, back, places)
+    _write_documents(manifest, out, targets)
     kept = [item for item in manifest.record.rest if item.whole]
-    size = sum(info.nbytes for _, info in places.values())
-    return UnconvertSummary(back, len(plans) + len(kept), len(places), size, manifest.record.experts_only)
+    size = sum(info.nbytes for _, info in targets.values())
+    return UnconvertSummary(out, len(plans) + len(kept), len(targets), size, manifest.record.experts_only)
 
 
 def _plan_files(manifests: Sequence[Manifest]) -> list[FilePlan]:
-    """The source's files that held experts, with every tensor of theirs that the folders have."""
+    """The source's files that contained experts, with all of their tensors that the directories hold."""
     manifest = manifests[0]
-    found_in: dict[TensorSpec, str] = {}
-    for each in manifests:
-        for layer in each.layers:
-            for part, name, file, _ in part_tensors(each, layer):
-                found_in[TensorSpec(name, part.dtype, part.shape)] = file
+    source_files: dict[TensorSpec, str] = {}
+    for rank_manifest in manifests:
+        for layer in rank_manifest.layers:
+            for part, name, file, _ in source_tensors(rank_manifest, layer):
+                source_files[TensorSpec(name, part.dtype, part.shape)] = file
     specs: dict[str, list[TensorSpec]] = {}
-    for spec, file in found_in.items():
+    for spec, file in source_files.items():
         specs.setdefault(file, []).append(spec)
     for item in manifest.record.rest:
         if not item.whole:
-            found = read_file_header(manifest.folder, item.file, item.size)
-            own = [TensorSpec(i.name, i.dtype, i.shape) for i in found.values()]
-            specs.setdefault(item.source, []).extend(own)
+            header = read_file_header(manifest.folder, item.file, item.size)
+            extracted = [TensorSpec(i.name, i.dtype, i.shape) for i in header.values()]
+            specs.setdefault(item.source, []).extend(extracted)
     metadata = {file.name: file.metadata for file in manifest.record.source.files}
     return [plan_file(name, specs[name], metadata.get(name, {})) for name in sorted(specs)]
 
 
-def _refuse_replaced(manifest: Manifest) -> None:
-    """Raises UsageError when the folder holds weights that were quantized again."""
+def _refuse_requantized(manifest: Manifest) -> None:
+    """Raises UsageError if the directory holds requantized weights."""
     replaced = {role for group in manifest.record.groups for role in group_recipe(group).lossy}
     if replaced:
         raise UsageError(
@@ -139,46 +137,46 @@ def _restore_layers(
     max_memory: int | None,
 ) -> None:
     for layer in manifests[0].layers:
-        meter.say(f"layer {layer}")
+        meter.start(f"layer {layer}")
         for members in layer_restorers(manifests, layer, readers, meter, max_memory):
-            wrong = restore_layer(members, store)
-            if wrong:
-                raise CheckpointError(f"{wrong[0]}.", hint="Run verify to see everything that is damaged.")
+            findings = restore_layer(members, store)
+            if findings:
+                raise CheckpointError(f"{findings[0]}.", hint="Run verify to see everything that is damaged.")
 
 
-def _take_back(file: Path, kind: type[BaseException] | None, *_: object) -> None:
-    """Removes a file that was made, at the end of a block that ends with an error."""
+def _remove_on_error(file: Path, kind: type[BaseException] | None, *_: object) -> None:
+    """Removes a new file when a `with` block exits with an error."""
     if kind is not None:
         file.unlink(missing_ok=True)
 
 
-def _check(out: Path, item: FileRecord) -> None:
-    """CheckpointError when a file that is given back is not the one that was kept."""
-    wrong = file_findings(out / item.file, item.size, item.sha256)
-    if wrong:
-        raise CheckpointError(f"{wrong[0]}.", hint="Convert again.")
+def _check(folder: Path, item: FileRecord) -> None:
+    """Raises CheckpointError if a file of the converted directory is not the one that was written."""
+    findings = file_findings(folder / item.file, item.size, item.sha256)
+    if findings:
+        raise CheckpointError(f"{findings[0]}.", hint="Convert again.")
 
 
 def _write_documents(
-    manifest: Manifest, back: Path, places: Mapping[str, tuple[FilePlan, TensorInfo]]
+    manifest: Manifest, out: Path, targets: Mapping[str, tuple[FilePlan, TensorInfo]]
 ) -> None:
-    """The source's small files, config.json and index; of experts alone, an index of those."""
-    out = manifest.folder
+    """Writes the source's small files, config.json and index; for experts only, a new index."""
+    converted = manifest.folder
     for item in manifest.record.files:
         if item.file != SOURCE_INDEX:
-            copy_file(out / item.file, back / item.file)
+            copy_file(converted / item.file, out / item.file)
         elif not manifest.record.experts_only:
-            copy_file(out / item.file, back / INDEX)
-    copy_file(out / SOURCE_CONFIG, back / CONFIG)
-    if (back / INDEX).exists():
+            copy_file(converted / item.file, out / INDEX)
+    copy_file(converted / SOURCE_CONFIG, out / CONFIG)
+    if (out / INDEX).exists():
         return
-    weight_map = {name: file.name for name, (file, _) in places.items()}
-    total = sum(info.nbytes for _, info in places.values())
+    weight_map = {name: file.name for name, (file, _) in targets.items()}
+    total = sum(info.nbytes for _, info in targets.values())
     for rest in manifest.record.rest:
         if rest.whole:
-            found = read_file_header(out, rest.file, rest.size)
-            weight_map.update(dict.fromkeys(found, rest.source))
-            total += sum(info.nbytes for info in found.values())
+            header = read_file_header(converted, rest.file, rest.size)
+            weight_map.update(dict.fromkeys(header, rest.source))
+            total += sum(info.nbytes for info in header.values())
     if len(set(weight_map.values())) > 1 or "model.safetensors" not in weight_map.values():
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_file(back / INDEX, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+        write_file(out / INDEX, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())

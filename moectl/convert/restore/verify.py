@@ -1,4 +1,4 @@
-"""Whether a converted folder is what was written, and gives its source back bit for bit."""
+"""Checks that a converted directory is what was written, and that its source can be restored from it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ...files.safe_reading import file_findings, file_sha256, range_sha256
 from ..manifest.manifest import Manifest, read_file_header
 from ..manifest.manifest_records import CONFIG, FileRecord
 from ..manifest.progress_log import Meter, Progress, silent
-from ..manifest.rank_directories import load_folders, refuse_one_rank
+from ..manifest.rank_directories import load_rank_manifests, refuse_one_rank
 from ..stream.source_reader import FolderReader
-from .restore_layer import RestoredRun, is_complete, layer_restorers, part_tensors, restore_layer
+from .restore_layer import RestoredRun, is_complete, layer_restorers, restore_layer, source_tensors
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-        layers, files: converted layers and other files that were checked.
-        tensors: source tensors restored and compared with their hashes.
-        slices: canonical tensors of slices that were compared with the hashes of what was cut.
-        bytes_read: bytes of the folder that were read.
-        compared: whether the source's own bytes were compared too.
-        findings: what is wrong, in words; empty when all is well.
+        layers, files: numbers of converted layers and of other files that were checked.
+        tensors: number of source tensors restored and checked against their hashes.
+        slices: number of canonical slices checked against the hashes of the source's slices.
+        bytes_read: bytes of the directory that were read.
+        compared: whether tensors were also compared with the bytes of a source.
+        findings: a phrase for each defect; empty if there is none.
     """
 
     layers: int
@@ -45,35 +45,35 @@ class VerifyReport:
 def verify(
     out: Path, source: Path | None = None, *, progress: Progress = silent, max_memory: int | None = None
 ) -> VerifyReport:
-    """Checks a converted folder: lengths, headers, hashes, and the round trip of every expert tensor.
+    """Checks a converted directory: lengths, headers, hashes, and the round trip of every expert tensor.
 
-    The round trip undoes the chains that the manifest holds and compares the source's SHA-256, which
-    were taken when its bytes were read; `source` compares with the bytes of that folder as well.
-    Damage is a finding, so that one report names all of it. `out` may hold the folders of every rank,
-    whose slices then lead back together. A rank that has slices of experts leads back to what was cut
-    of the source, by the hashes taken then.
+    The round trip inverts the steps recorded in the manifest and checks the result against the SHA-256 of
+    the source's bytes taken during conversion; with `source`, also against that directory's bytes. Damage
+    is a finding, so that one report names all of it. `out` may hold the directories of all ranks, whose
+    slices are joined. For a single rank that slices experts, the restored slices are checked against the
+    hashes of the source's slices.
 
     Raises:
-        CheckpointError: no finished converted folder, a manifest that cannot be read, or a `source`
-            whose files cannot be read.
-        UsageError: a `source` to compare with one rank's slices.
+        CheckpointError: not a finished converted directory, or the manifest or a file of `source` cannot be
+            read.
+        UsageError: `source` was given for one rank's slices.
     """
-    manifests = load_folders(out)
+    manifests = load_rank_manifests(out)
     manifest = manifests[0]
     if source and len(manifests) == 1 and manifest.record.shard.tp_size > 1:
         refuse_one_rank(manifest)
-    kept = [(each.folder, item) for each in manifests for item in _kept(each)]
-    sizes = [layer.size for each in manifests for layer in each.record.layers]
-    sizes += [item.size for _, item in kept]
+    other_files = [(rank.folder, item) for rank in manifests for item in _other_files(rank)]
+    sizes = [layer.size for rank in manifests for layer in rank.record.layers]
+    sizes += [item.size for _, item in other_files]
     meter = Meter(progress, sum(sizes))
     findings: list[str] = []
     tensors = slices = 0
     original = _Source(source, manifest) if source else None
     try:
         with ExitStack() as stack:
-            readers = [stack.enter_context(FolderReader(each.folder)) for each in manifests]
+            readers = [stack.enter_context(FolderReader(rank.folder)) for rank in manifests]
             for layer in manifest.layers:
-                meter.say(f"layer {layer}")
+                meter.start(f"layer {layer}")
                 sink = original.compare if original else lambda run: None
                 for members in layer_restorers(manifests, layer, readers, meter, max_memory):
                     try:
@@ -81,30 +81,32 @@ def verify(
                     except CheckpointError as error:
                         findings.append(str(error))
                     if is_complete(members):
-                        tensors += sum(1 for _ in part_tensors(members[0].manifest, layer))
+                        tensors += sum(1 for _ in source_tensors(members[0].manifest, layer))
                     slices += sum(len(member.manifest.layer(layer).slices) for member in members)
-        for folder, item in kept:
-            meter.say(item.file)
+        for folder, item in other_files:
+            meter.start(item.file)
             label = f"{folder.name}/" if len(manifests) > 1 else ""
             findings += [label + text for text in file_findings(folder / item.file, item.size, item.sha256)]
             meter.advance(item.size)
         if original:
-            findings += original.findings + original.compare_rest(manifest.folder)
+            findings += original.findings + original.compare_passthrough(manifest.folder)
     finally:
         if original:
             original.close()
-    layers = sum(len(each.layers) for each in manifests)
-    return VerifyReport(layers, len(kept), tensors, slices, sum(sizes), source is not None, tuple(findings))
+    layers = sum(len(rank.layers) for rank in manifests)
+    return VerifyReport(
+        layers, len(other_files), tensors, slices, sum(sizes), source is not None, tuple(findings)
+    )
 
 
-def _kept(manifest: Manifest) -> tuple[FileRecord, ...]:
-    """Every file of a folder that is no converted layer's."""
+def _other_files(manifest: Manifest) -> tuple[FileRecord, ...]:
+    """Every file of a directory other than those of converted layers."""
     record = manifest.record
     return (*record.rest, *record.files, *record.documents)
 
 
 class _Source:
-    """The source checkpoint's own bytes, compared with what comes back."""
+    """The source checkpoint, whose bytes are compared with the restored ones."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -120,7 +122,7 @@ class _Source:
             self.findings.append(f"the source's {CONFIG} is not the one that was converted")
 
     def compare(self, run: RestoredRun) -> None:
-        """Holds a restored run to the source's bytes; a difference is a finding, once per tensor."""
+        """Compares a restored run with the source's bytes; a difference is a finding, once per tensor."""
         info = self._infos.get((run.file, run.name))
         text = f"{run.name} differs from the source's bytes"
         if info is None or info.start + run.at + len(run.data) > info.end:
@@ -133,19 +135,19 @@ class _Source:
         if text not in self.findings:
             self.findings.append(text)
 
-    def compare_rest(self, out: Path) -> list[str]:
-        """Tensors that are no experts, held to the source's bytes."""
+    def compare_passthrough(self, out: Path) -> list[str]:
+        """Findings from comparing the passthrough tensors with the source's bytes."""
         findings: list[str] = []
         with FolderReader(out) as reader:
             for rest in self._manifest.record.rest:
                 try:
-                    found = read_file_header(out, rest.file, rest.size)
+                    header = read_file_header(out, rest.file, rest.size)
                 except CheckpointError:
-                    continue
-                for name, info in found.items():
-                    own = self._infos.get((rest.source, name))
-                    if own is None or range_sha256(
-                        self._reader.fd(rest.source), own.start, own.end, rest.source
+                    continue  # A finding already, of the check of all files.
+                for name, info in header.items():
+                    source = self._infos.get((rest.source, name))
+                    if source is None or range_sha256(
+                        self._reader.fd(rest.source), source.start, source.end, rest.source
                     ) != range_sha256(reader.fd(rest.file), info.start, info.end, rest.file):
                         findings.append(f"{name} differs from the source's bytes")
         return findings

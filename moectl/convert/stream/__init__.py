@@ -1,1 +1,1 @@
-"""Reading, converting and writing batches of experts: pipeline, devices, progress log."""
+"""Streaming of expert batches: reading, conversion on a device, and the pipeline of threads between them."""

@@ -1,4 +1,4 @@
-"""Where batches are converted: in the host's memory, or on a CUDA device beside it."""
+"""Devices on which batches are converted: the host, or a CUDA device with overlapped copies."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .source_reader import Piece
 LARGE_PAGE = 2 << 20
 
 Convert = Callable[[Tensor, Tensor, Tensor], list[Piece]]
-"""From the buffers of a slot, what was read in the first, to pieces that lie in the last."""
+"""Converts the first buffer of a slot (what was read), through the second, to pieces of the third."""
 
 
 @dataclass(frozen=True)
 class BufferExtent:
-    """Bytes of a slot's buffers that a batch uses."""
+    """How many bytes of a slot's buffers a batch uses."""
 
     read: int
     written: int
 
 
 def memory(size: int) -> Tensor:
-    """`size` bytes of the host in large pages where there are any: quicker to touch first, and to pin."""
+    """A uint8 host tensor of `size` bytes, in huge pages if possible (faster to fault in and to pin)."""
     if size < LARGE_PAGE:
         return torch.empty(size, dtype=torch.uint8)
     block = mmap.mmap(-1, size)
@@ -41,71 +41,72 @@ def memory(size: int) -> Tensor:
 
 
 class ConversionDevice(AbstractContextManager["ConversionDevice"], Protocol):
-    """A place to convert batches."""
+    """Converts batches in pipeline slots."""
 
-    def slot(self, read: int, made: int, written: int) -> PipelineSlot:
-        """A slot with buffers of so many bytes on the host."""
+    def slot(self, read: int, canonical: int, written: int) -> PipelineSlot:
+        """A slot with host buffers of these sizes in bytes."""
 
     def run(
         self, slot: PipelineSlot, used: BufferExtent, convert: Convert
     ) -> tuple[list[Piece], Callable[[], None]]:
-        """The pieces on the host, and a function that returns when their bytes are there."""
+        """The converted pieces on the host, and a function that blocks until their bytes are valid."""
 
 
 class HostMemory(AbstractContextManager["HostMemory"]):
-    """The host's own memory."""
+    """Converts on the CPU, in the slot's host buffers."""
 
-    def slot(self, read: int, made: int, written: int) -> PipelineSlot:
-        buffers = [memory(size) for size in (read, made, written)]
+    def slot(self, read: int, canonical: int, written: int) -> PipelineSlot:
+        buffers = [memory(size) for size in (read, canonical, written)]
         return PipelineSlot(buffers[0], buffers[1], buffers[2])
 
     def run(
         self, slot: PipelineSlot, used: BufferExtent, convert: Convert
     ) -> tuple[list[Piece], Callable[[], None]]:
-        return convert(slot.read, slot.made, slot.written), lambda: None
+        return convert(slot.read, slot.canonical, slot.written), lambda: None
 
     def __exit__(self, *error: object) -> None:
         return None
 
 
 @dataclass(frozen=True)
-class _Beside:
-    """What a slot has on the device: buffers like its own, and a stream in which they are used."""
+class _DeviceBuffers:
+    """Device counterparts of a slot's buffers, and the stream that uses them."""
 
     stream: torch.cuda.Stream
     read: Tensor
-    made: Tensor
+    canonical: Tensor
     written: Tensor
 
 
 class CudaDevice(AbstractContextManager["CudaDevice"]):
-    """A CUDA device; every slot has a stream, so that copies both ways and the work overlap."""
+    """A CUDA device; each slot has its own stream, so that copies in both directions overlap with compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._beside: dict[int, _Beside] = {}
+        self._buffers: dict[int, _DeviceBuffers] = {}
         self._pinned: list[Tensor] = []
 
-    def slot(self, read: int, made: int, written: int) -> PipelineSlot:
+    def slot(self, read: int, canonical: int, written: int) -> PipelineSlot:
         with torch.cuda.device(self._device):
             host = [self._pin(memory(size)) for size in (read, written)]
         slot = PipelineSlot(host[0], torch.empty(0, dtype=torch.uint8), host[1])
         try:
-            own = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in (read, made, written)]
+            sizes = (read, canonical, written)
+            on_device = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in sizes]
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._beside[id(slot)] = _Beside(stream, own[0], own[1], own[2])
+            self._buffers[id(slot)] = _DeviceBuffers(stream, *on_device)
         except torch.OutOfMemoryError as error:
             raise Unavailable(
-                f"{self._device} has no room for batches of {read + made + written} bytes.",
+                f"{self._device} has no room for batches of {read + canonical + written} bytes.",
                 hint="Free memory there, give a smaller --max-memory, or --device cpu.",
             ) from error
         return slot
 
     def _pin(self, t: Tensor) -> Tensor:
-        """`t` with its pages held in place: the device copies from and to them by itself.
+        """`t` with its pages locked in memory, for asynchronous copies.
 
-        Registered, since torch's own pinned memory comes in powers of two. Where the system refuses,
-        copies are slower and right all the same.
+        The pages are registered with CUDA, since torch rounds pinned allocations up to powers of two. If
+        registration fails, copies are only slower.
         """
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if t.numel() and int(runtime.cudaHostRegister(t.data_ptr(), t.numel(), 0)) == 0:
@@ -115,25 +116,25 @@ class CudaDevice(AbstractContextManager["CudaDevice"]):
     def run(
         self, slot: PipelineSlot, used: BufferExtent, convert: Convert
     ) -> tuple[list[Piece], Callable[[], None]]:
-        beside = self._beside[id(slot)]
-        with torch.cuda.device(self._device), torch.cuda.stream(beside.stream):
-            beside.read[: used.read].copy_(slot.read[: used.read], non_blocking=True)
-            made = convert(beside.read, beside.made, beside.written)
-            slot.written[: used.written].copy_(beside.written[: used.written], non_blocking=True)
-            pieces = [self._on_host(piece, beside.written, slot.written) for piece in made]
+        buffers = self._buffers[id(slot)]
+        with torch.cuda.device(self._device), torch.cuda.stream(buffers.stream):
+            buffers.read[: used.read].copy_(slot.read[: used.read], non_blocking=True)
+            converted = convert(buffers.read, buffers.canonical, buffers.written)
+            slot.written[: used.written].copy_(buffers.written[: used.written], non_blocking=True)
+            pieces = [self._on_host(piece, buffers.written, slot.written) for piece in converted]
             finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            finished.record(beside.stream)
+            finished.record(buffers.stream)
         return pieces, finished.synchronize
 
     @staticmethod
     def _on_host(piece: Piece, buffer: Tensor, host: Tensor) -> Piece:
-        """The piece where the buffer is copied to; one that lies elsewhere is copied by itself."""
+        """The piece in the `host` copy of `buffer`; a piece outside of `buffer` is copied separately."""
         data = piece.data
-        at = data.data_ptr() - buffer.data_ptr()
+        offset = data.data_ptr() - buffer.data_ptr()
         nbytes = data.numel() * data.element_size()
-        if not 0 <= at <= at + nbytes <= buffer.numel():
+        if not 0 <= offset <= offset + nbytes <= buffer.numel():
             return replace(piece, data=data.cpu())
-        return replace(piece, data=host[at : at + nbytes])
+        return replace(piece, data=host[offset : offset + nbytes])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -143,13 +144,13 @@ class CudaDevice(AbstractContextManager["CudaDevice"]):
         for t in self._pinned:
             runtime.cudaHostUnregister(t.data_ptr())
         self._pinned.clear()
-        self._beside.clear()
+        self._buffers.clear()
 
 
 def device_named(name: str) -> ConversionDevice:
-    """The device that ``cpu``, ``cuda``, ``cuda:1`` or ``auto`` (a GPU if there is one) names.
+    """The device called ``cpu``, ``cuda``, ``cuda:1`` or ``auto`` (a GPU if there is one).
 
-    Raises UsageError for another name, Unavailable when there is no such GPU.
+    Raises UsageError for any other name, Unavailable if there is no such GPU.
     """
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda", "auto") or (number and not (kind == "cuda" and number.isdecimal())):

@@ -1,4 +1,4 @@
-"""A mapped layer's experts, a batch at a time: read from files, then made canonical."""
+"""Batches of a mapped layer's experts: read from files, then converted to canonical form."""
 
 from __future__ import annotations
 
@@ -16,93 +16,90 @@ from ..steps.value_steps import Shapes
 from .source_reader import as_bytes
 
 Read = Callable[[TensorInfo, int, memoryview], None]
-"""Fills a buffer with a tensor's bytes from an offset in it."""
+"""Fills a buffer with a tensor's bytes, starting at an offset within the tensor."""
 
 ALIGN = 256
 
 
 def buffer_views(buffer: Tensor, shapes: Shapes, experts: int) -> dict[str, Tensor]:
-    """Tensors of `shapes` for `experts`, one after the other in a uint8 `buffer`, each aligned."""
+    """Tensors of `shapes` for `experts` experts, packed into a uint8 `buffer`, each aligned to `ALIGN`."""
     views: dict[str, Tensor] = {}
-    at = 0
-    for role, each in shapes.items():
-        dtype, shape = each.with_first_axis(experts)
+    offset = 0
+    for role, tensor_type in shapes.items():
+        dtype, shape = tensor_type.with_first_axis(experts)
         size = nbytes(dtype, shape)
-        views[role] = buffer[at : at + size].view(TORCH_DTYPES[dtype]).reshape(shape)
-        at += -(-size // ALIGN) * ALIGN
+        views[role] = buffer[offset : offset + size].view(TORCH_DTYPES[dtype]).reshape(shape)
+        offset += -(-size // ALIGN) * ALIGN
     return views
 
 
 def buffer_bytes(shapes: Shapes, experts: int) -> int:
-    """Bytes of the buffer that `buffer_views` needs."""
-    sizes = (nbytes(*each.with_first_axis(experts)) for each in shapes.values())
+    """Size in bytes of the buffer that `buffer_views` needs."""
+    sizes = (nbytes(*tensor_type.with_first_axis(experts)) for tensor_type in shapes.values())
     return sum(-(-size // ALIGN) * ALIGN for size in sizes)
 
 
 class ExpertBatches:
-    """Batches of a layer's experts, read into and made in buffers of the caller's or of their own.
+    """Reads batches of a layer's experts and converts them to canonical form.
 
-    A batch is made in two steps, which a pipeline runs in different threads: `read` fills the tensors that
-    are stored, `convert` makes canonical roles of them. `canonical` and `load` do both.
+    A pipeline runs the two steps in different threads: `read` fills stored tensors, `convert` turns them into
+    canonical roles. `canonical` and `load` do both, in newly allocated buffers.
 
     Args:
         layer: the mapped layer.
-        roles: canonical roles that are wanted; all of them, and kept tensors, for None.
+        roles: the canonical roles to produce; None for all of them and the kept tensors.
     """
 
     def __init__(self, layer: LayerMapping, roles: frozenset[str] | None = None) -> None:
         self.layer = layer
         self._mapped = layer.filling(roles)
-        wanted = {*layer.shapes, *layer.read_shapes} if roles is None else set(roles)
-        wanted |= {each.mapping.side for each in self._mapped}
+        selected = {*layer.shapes, *layer.read_shapes} if roles is None else set(roles)
+        selected |= {mapped.mapping.side for mapped in self._mapped}
         self._read_shapes, self._made_shapes = (
-            {role: form for role, form in shapes.items() if role in wanted}
+            {role: tensor_type for role, tensor_type in shapes.items() if role in selected}
             for shapes in (layer.read_shapes, layer.made_shapes)
         )
 
     def read_bytes(self, experts: int) -> int:
-        """Bytes of a buffer for what `read` fills."""
+        """Size in bytes of the buffer that `read` fills."""
         return buffer_bytes(self._read_shapes, experts)
 
     def made_bytes(self, experts: int) -> int:
-        """Bytes of a buffer for what `convert` makes."""
+        """Size in bytes of the buffer that `convert` fills."""
         return buffer_bytes(self._made_shapes, experts)
 
     def stored(self, buffer: Tensor, experts: int) -> dict[str, Tensor]:
-        """The tensors that `read` fills, in a buffer of `read_bytes`: see `LayerMapping.read_shapes`."""
+        """Views of a buffer of `read_bytes` as the tensors that `read` fills (`LayerMapping.read_shapes`)."""
         return buffer_views(buffer, self._read_shapes, experts)
 
     def read(self, first: int, last: int, read: Read, stored: Mapping[str, Tensor]) -> None:
-        """Fills `stored` with experts `first` to `last` (exclusive).
-
-        Bytes are asked for in the order in which they lie in the files.
-        """
-        wanted: list[tuple[str, int, TensorInfo, int, memoryview]] = []
+        """Fills `stored` with experts `first` to `last` (exclusive), reading in file order."""
+        reads: list[tuple[str, int, TensorInfo, int, memoryview]] = []
         for mapped in self._mapped:
             mapping = mapped.mapping
             rows_of = slice(*mapping.rows)
             target = stored[mapping.role][:, rows_of] if mapping.direct else stored[mapping.side]
-            for info, at, _, expert in mapped.run(first, last):
+            for info, offset, _, expert in mapped.run(first, last):
                 if mapped.per_expert or mapping.shared:
                     rows = [target[expert - first]]
                 else:
                     rows = [target] if target.is_contiguous() else list(target)
                 for i, row in enumerate(rows):
-                    start = at + i * mapping.each
-                    wanted.append((info.file, info.start + start, info, start, as_bytes(row)))
-        for _, _, info, at, view in sorted(wanted, key=lambda item: item[:2]):
-            read(info, at, view)
+                    start = offset + i * mapping.each
+                    reads.append((info.file, info.start + start, info, start, as_bytes(row)))
+        for _, _, info, offset, view in sorted(reads, key=lambda item: item[:2]):
+            read(info, offset, view)
 
     def convert(self, stored: Mapping[str, Tensor], buffer: Tensor) -> dict[str, Tensor]:
-        """Canonical and kept tensors (see `LayerMapping.batch_shapes`) of what `read` has filled.
+        """Canonical and kept tensors (see `LayerMapping.batch_shapes`) of the tensors that `read` has filled.
 
-        Roles that are not stored as they are lie in `buffer`, of `made_bytes`, on the device of both.
+        Roles that need conversion are written to `buffer`, of `made_bytes`, on the same device as `stored`.
         """
         experts = len(next(iter(stored.values())))
         return self._convert(stored, buffer_views(buffer, self._made_shapes, experts))
 
-    def _convert(self, stored: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        batch = {role: t for role, t in {**stored, **made}.items() if role in self.layer.batch_shapes}
+    def _convert(self, stored: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        batch = {role: t for role, t in {**stored, **outputs}.items() if role in self.layer.batch_shapes}
         for mapped in self._mapped:
             mapping = mapped.mapping
             if not mapping.role or mapping.direct:
@@ -116,7 +113,7 @@ class ExpertBatches:
         return batch
 
     def load(self, first: int, last: int, read: Read) -> dict[str, Tensor]:
-        """Canonical and kept tensors of experts `first` to `last` (exclusive), in buffers of their own."""
+        """Canonical and kept tensors of experts `first` to `last` (exclusive), newly allocated."""
         experts = last - first
         sizes = self.read_bytes(experts), self.made_bytes(experts)
         buffer = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -125,7 +122,7 @@ class ExpertBatches:
         return self.convert(stored, buffer[sizes[0] :])
 
     def canonical(self, experts: Sequence[int] | Tensor, read: Read) -> dict[str, Tensor]:
-        """The canonical tensors ``[len(experts), ...]`` of any `experts`; neighbours are read together."""
+        """Canonical tensors ``[len(experts), ...]`` of any `experts`; consecutive ids are read together."""
         ids = list(map(int, experts))
         batch = {
             role: torch.empty((len(ids), *shape[1:]), dtype=TORCH_DTYPES[dtype])
@@ -143,7 +140,7 @@ class ExpertBatches:
 
 
 def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
-    """Places of `ids` cut where an id does not follow the one before."""
+    """Index ranges, first and last (exclusive), of the runs of consecutive numbers in `ids`."""
     first = 0
     for i in range(1, len(ids) + 1):
         if i == len(ids) or ids[i] != ids[i - 1] + 1:

@@ -1,4 +1,4 @@
-"""What a layer's canonical batches are written as: the seam between reading and every kind of output."""
+"""Writers, which turn a layer's canonical batches into the tensors of its output file."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class Writer(Protocol):
 
     @property
     def statistics(self) -> tuple[ExpertStatistic, ...]:
-        """The statistics of all experts that are needed before the first batch."""
+        """Statistics over all experts that must be known before the first batch is stored."""
 
     def buffer_bytes(self, experts: int) -> int:
-        """Bytes of the buffer that `store` needs for a batch of `experts`."""
+        """Size in bytes of the buffer that `store` needs for a batch of `experts`."""
 
     def block_bytes(self, experts: int) -> int:
-        """Bytes of the largest tensor that is worked on at once; what a step makes of it is its multiple."""
+        """Bytes of the largest tensor processed at once, for estimating the memory of temporaries."""
 
     def update_statistics(self, batch: Tensors, before: Statistics) -> dict[ExpertStatistic, Tensor]:
-        """The statistics of all batches so far."""
+        """The statistics `before`, updated with a batch."""
 
     def store(self, batch: Tensors, first: int, statistics: Statistics, buffer: Tensor) -> Iterator[Piece]:
         """The pieces of a batch whose first expert is `first`, all of them in `buffer`."""
 
     def done(self, folder: Path) -> None:
-        """All batches of the layer are in its file in `folder`, which is not yet known as finished."""
+        """Called when the layer's file in `folder` is complete, before it is logged as finished."""
 
 
 @dataclass(frozen=True)
 class PreparedWriter:
-    """One tensor per role of a recipe, all experts in it, and those that are kept for the way back.
+    """Writes one tensor per role of a recipe, and the tensors kept for restoring the source.
 
     Attributes:
         recipe: of the layer.
-        kept: stored tensors kept aside, by role.
-        prefix: what the tensors' names begin with.
+        kept: source tensors that are kept unchanged, by role.
+        prefix: prefix of the tensors' names.
     """
 
     recipe: Recipe
@@ -64,7 +64,7 @@ class PreparedWriter:
     prefix: str
 
     def on(self, prefix: str) -> PreparedWriter:
-        """The same for another layer."""
+        """The same writer for another layer."""
         return replace(self, prefix=prefix)
 
     @property
@@ -84,60 +84,64 @@ class PreparedWriter:
         return self.recipe.statistics
 
     @property
-    def _made(self) -> Shapes:
-        """Stored tensors with experts first, which are made in the buffer of a batch."""
-        whole = {name for name, output in self.recipe.outputs.items() if output.per_layer}
-        return {role: form for role, form in self.roles.items() if role not in whole}
+    def _batched(self) -> Shapes:
+        """Types of the stored tensors with an expert axis, which are written to the buffer of a batch."""
+        per_layer = {name for name, output in self.recipe.outputs.items() if output.per_layer}
+        return {role: tensor_type for role, tensor_type in self.roles.items() if role not in per_layer}
 
     def buffer_bytes(self, experts: int) -> int:
-        return buffer_bytes(self._made, experts)
+        return buffer_bytes(self._batched, experts)
 
     def block_bytes(self, experts: int) -> int:
-        return max(self._block(experts) * each for each in self._each())
+        return self._block(experts) * max(self._expert_bytes())
 
-    def _each(self) -> list[int]:
-        """Bytes of one expert in every tensor, canonical or stored."""
-        every = [*self.recipe.shapes.values(), *self._made.values()]
-        return [nbytes(*each.with_first_axis(1)) for each in every]
+    def _expert_bytes(self) -> list[int]:
+        """Bytes of one expert in each tensor, canonical or stored."""
+        types = [*self.recipe.shapes.values(), *self._batched.values()]
+        return [nbytes(*tensor_type.with_first_axis(1)) for tensor_type in types]
 
     def _block(self, experts: int) -> int:
-        """Experts that are worked on at once."""
-        return max(1, min(experts, BLOCK_BYTES // max(1, *self._each())))
+        """Experts processed at once."""
+        return max(1, min(experts, BLOCK_BYTES // max(1, *self._expert_bytes())))
 
     def update_statistics(self, batch: Tensors, before: Statistics) -> dict[ExpertStatistic, Tensor]:
         return self.recipe.update_statistics(batch, before)
 
     def store(self, batch: Tensors, first: int, statistics: Statistics, buffer: Tensor) -> Iterator[Piece]:
         experts = len(next(iter(batch.values())))
-        made = buffer_views(buffer, self._made, experts)
+        stored = buffer_views(buffer, self._batched, experts)
         for name, output in self.recipe.outputs.items():
             if output.per_layer:
                 if first == 0:
-                    yield Piece(output_name(self.prefix, name), 0, output.apply(cut(batch, 0, 1), statistics))
+                    yield Piece(
+                        output_name(self.prefix, name),
+                        0,
+                        output.apply(slice_experts(batch, 0, 1), statistics),
+                    )
                 continue
-            # A chain cuts its input by itself; a value step takes what it is given.
+            # A chain splits its input into blocks itself; a value step does not.
             step = self._block(experts) if output.values and not buffer.is_cuda else experts
             for at in range(0, experts, step):
                 stop = min(at + step, experts)
-                output.apply(cut(batch, at, stop), statistics, made[name][at:stop])
-            yield self._piece(name, made[name], first)
-        # Copied, since all pieces must lie in the buffer.
+                output.apply(slice_experts(batch, at, stop), statistics, stored[name][at:stop])
+            yield self._piece(name, stored[name], first)
+        # Copied, since all pieces must be in the buffer.
         for role, t in (
             *((self.recipe.side(r), batch[r]) for r in self.recipe.kept),
             *((r, batch[r]) for r in self.kept),
         ):
-            yield self._piece(role, made[role].copy_(t), first)
+            yield self._piece(role, stored[role].copy_(t), first)
 
     def done(self, folder: Path) -> None:
-        """Nothing more to write."""
+        """Does nothing: the layer's file is all there is."""
 
     def _piece(self, role: str, data: Tensor, first: int) -> Piece:
-        each = data.numel() * data.element_size() // max(len(data), 1)
-        return Piece(output_name(self.prefix, role), first * each, data)
+        expert_bytes = data.numel() * data.element_size() // max(len(data), 1)
+        return Piece(output_name(self.prefix, role), first * expert_bytes, data)
 
 
-def cut(batch: Tensors, first: int, last: int) -> Mapping[str, Tensor]:
-    """Experts `first` to `last` of a batch."""
+def slice_experts(batch: Tensors, first: int, last: int) -> Mapping[str, Tensor]:
+    """Experts `first` to `last` (exclusive) of a batch."""
     return {role: t[first:last] for role, t in batch.items()}
 
 

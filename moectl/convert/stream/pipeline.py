@@ -1,7 +1,7 @@
-"""Jobs through reading, converting and writing, with hashing beside them, in a fixed number of slots.
+"""A pipeline of read, convert, hash and write stages with a fixed number of slots.
 
-One thread reads ahead, the caller's converts, others hash and write. A slot holds one job's buffers from
-its first byte read to its last byte written, so that memory is the slots' and nothing more.
+One thread reads ahead, the calling thread converts, and others hash and write. A slot holds one job's buffers
+from the first byte read to the last byte written, so that memory use is bounded by the slots.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 SLOTS = 3
-"""Jobs that are under way at once: one read, one converted, one written."""
+"""Jobs in flight at once: one being read, one converted, one written."""
 
 MOST_HASHERS = 8
-"""Threads that hash; each follows one tensor at a time, and a layer has few that are large."""
+"""Most hashing threads; each hashes one tensor at a time, and a layer has few large ones."""
 
 MOST_WRITERS = 4
-"""Threads that write; more only wait for each other in the file system."""
+"""Most writing threads; more of them only contend in the file system."""
 
 
 @dataclass
 class PipelineSlot:
-    """Buffers of one job: what is read, the canonical tensors made of it, what is written."""
+    """Buffers of one job: bytes as read, canonical tensors, and bytes to write."""
 
     read: Tensor
-    made: Tensor
+    canonical: Tensor
     written: Tensor
     pending: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Returns when nothing uses the buffers any more; raises what went wrong with them."""
+        """Waits until nothing uses the buffers any more; raises the first error of a pending task."""
         pending, self.pending = self.pending, []
         for future in pending:
             future.result()
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may run on."""
     try:
         return max(1, len(os.sched_getaffinity(0)))
     except AttributeError:
@@ -52,55 +52,55 @@ def usable_cores() -> int:
 
 
 class WorkerThreads:
-    """Threads that hash and write while others read and convert; with one thread, the caller itself."""
+    """Threads that hash and write in the background; with `threads` 1, tasks run in the calling thread."""
 
     def __init__(self, threads: int) -> None:
         self.size, self.alone = threads, threads == 1
         count = 0 if self.alone else 1
-        self._lanes = [ThreadPoolExecutor(1, "hash") for _ in range(count * min(threads, MOST_HASHERS))]
-        self._waiting = [0] * len(self._lanes)
-        self._lane_of: dict[str, int] = {}
+        self._hashers = [ThreadPoolExecutor(1, "hash") for _ in range(count * min(threads, MOST_HASHERS))]
+        self._waiting = [0] * len(self._hashers)
+        self._hasher_of: dict[str, int] = {}
         self._lock = threading.Lock()
         self._writers = ThreadPoolExecutor(min(MOST_WRITERS, max(1, threads // 4)), "write")
         self._closer = ThreadPoolExecutor(1, "sync")
 
     def hash(self, name: str, nbytes: int, task: Callable[[], None], *, last: bool) -> Future[None]:
-        """Does `task` after the earlier ones of the same `name`; `last` when none follows."""
+        """Runs `task` after earlier ones of the same `name`; `last` if none follows."""
         if self.alone:
-            return done(task)
+            return run_now(task)
         with self._lock:
-            found = self._lane_of.get(name)
-            lane = self._waiting.index(min(self._waiting)) if found is None else found
-            self._lane_of[name] = lane
+            assigned = self._hasher_of.get(name)
+            hasher = self._waiting.index(min(self._waiting)) if assigned is None else assigned
+            self._hasher_of[name] = hasher
             if last:
-                del self._lane_of[name]
-            self._waiting[lane] += nbytes
+                del self._hasher_of[name]
+            self._waiting[hasher] += nbytes
 
         def counted() -> None:
             try:
                 task()
             finally:
                 with self._lock:
-                    self._waiting[lane] -= nbytes
+                    self._waiting[hasher] -= nbytes
 
-        return self._lanes[lane].submit(counted)
+        return self._hashers[hasher].submit(counted)
 
     def write(self, task: Callable[[], None]) -> Future[None]:
-        """Does `task` beside all others."""
-        return done(task) if self.alone else self._writers.submit(task)
+        """Runs `task` concurrently with all others."""
+        return run_now(task) if self.alone else self._writers.submit(task)
 
     def close_file(self, task: Callable[[], None]) -> Future[None]:
-        """Does `task` after the earlier ones of this kind, beside all others."""
-        return done(task) if self.alone else self._closer.submit(task)
+        """Runs `task` after earlier ones of this kind, concurrently with all others."""
+        return run_now(task) if self.alone else self._closer.submit(task)
 
-    def dismiss(self) -> None:
-        """Returns when no thread runs any more; tasks that have not begun are dropped."""
-        for pool in (*self._lanes, self._writers, self._closer):
+    def shutdown(self) -> None:
+        """Waits for running tasks and cancels those that have not begun."""
+        for pool in (*self._hashers, self._writers, self._closer):
             pool.shutdown(cancel_futures=True)
 
 
-def done(task: Callable[[], None]) -> Future[None]:
-    """`task` done at once, as a future."""
+def run_now(task: Callable[[], None]) -> Future[None]:
+    """Runs `task` in the calling thread and returns a finished future."""
     task()
     future: Future[None] = Future()
     future.set_result(None)
@@ -108,25 +108,27 @@ def done(task: Callable[[], None]) -> Future[None]:
 
 
 Job = TypeVar("Job")
-Made = TypeVar("Made")
+Converted = TypeVar("Converted")
 Job_in = TypeVar("Job_in", contravariant=True)
 
 
-class PipelineStages(Protocol[Job_in, Made]):
-    """What is done with a job; `read` and `write` put what still uses the slot into its `pending`."""
+class PipelineStages(Protocol[Job_in, Converted]):
+    """The stages of a job; `read` and `write` add tasks that still use the slot to its `pending`."""
 
     def read(self, job: Job_in, slot: PipelineSlot) -> None: ...
 
-    def work(self, job: Job_in, slot: PipelineSlot) -> Made: ...
+    def work(self, job: Job_in, slot: PipelineSlot) -> Converted: ...
 
-    def write(self, job: Job_in, slot: PipelineSlot, made: Made) -> None: ...
+    def write(self, job: Job_in, slot: PipelineSlot, converted: Converted) -> None: ...
 
 
-def run_pipeline(jobs: Iterable[Job], stages: PipelineStages[Job, Made], slots: list[PipelineSlot]) -> None:
-    """Takes every job through the stages, in order; with one slot, one thing after another.
+def run_pipeline(
+    jobs: Iterable[Job], stages: PipelineStages[Job, Converted], slots: list[PipelineSlot]
+) -> None:
+    """Runs every job through the stages, in order; with one slot, strictly one stage at a time.
 
-    `jobs` is drawn from by the reading thread. The first error of any stage is raised, after all of
-    them stand still.
+    The reading thread iterates over `jobs`. The first error of any stage is raised once all stages have
+    stopped.
     """
     if len(slots) == 1:
         for job in jobs:
@@ -149,10 +151,10 @@ def run_pipeline(jobs: Iterable[Job], stages: PipelineStages[Job, Made], slots: 
 
 
 class _Reader(Generic[Job]):
-    """The thread that reads jobs into slots as these become free."""
+    """The thread that reads jobs into slots as they become free."""
 
     def __init__(
-        self, jobs: Iterable[Job], stages: PipelineStages[Job, Made], slots: list[PipelineSlot]
+        self, jobs: Iterable[Job], stages: PipelineStages[Job, Converted], slots: list[PipelineSlot]
     ) -> None:
         self._free: SimpleQueue[PipelineSlot | None] = SimpleQueue()
         self._ready: SimpleQueue[tuple[Job, PipelineSlot] | BaseException | None] = SimpleQueue()
@@ -162,7 +164,7 @@ class _Reader(Generic[Job]):
         self._thread = threading.Thread(target=self._run, args=(jobs, stages), name="read", daemon=True)
         self._thread.start()
 
-    def _run(self, jobs: Iterable[Job], stages: PipelineStages[Job, Made]) -> None:
+    def _run(self, jobs: Iterable[Job], stages: PipelineStages[Job, Converted]) -> None:
         try:
             for job in jobs:
                 slot = self._free.get()
@@ -202,8 +204,8 @@ _trim = _find_trim()
 
 
 def release_memory() -> None:
-    """Gives freed memory back to the system where the C library can.
+    """Returns freed memory to the operating system if the C library can.
 
-    glibc keeps large blocks that were freed, so that temporaries of every batch would add up.
+    glibc keeps freed blocks, so that the temporaries of successive batches would add up.
     """
     _trim(0)

@@ -1,4 +1,4 @@
-"""Canonical batches of experts read from source files, piece by piece, hashed on the way."""
+"""Reading of source files by offset, incremental hashes of their tensors, and pieces of output tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ...torch_dtypes import TORCH_DTYPES
 
 
 class FolderReader(AbstractContextManager["FolderReader"]):
-    """A folder's files, each opened once and read by offset, never written."""
+    """Reads the files of a directory by offset; each is opened once, for reading only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
 
     def fd(self, name: str) -> int:
-        """The descriptor of a file of the folder, opened for reading only."""
+        """The read-only descriptor of a file in the directory."""
         if name not in self._open:
             with open_regular(self._folder / name, str(self._folder / name)) as file:
                 self._open[name] = os.dup(file.fileno())
@@ -34,7 +34,7 @@ class FolderReader(AbstractContextManager["FolderReader"]):
         return self._open[name]
 
     def read(self, name: str, view: memoryview, offset: int) -> None:
-        """Fills `view` from the file; CheckpointError when the file is too short."""
+        """Fills `view` from `offset` of the file; CheckpointError if the file is too short."""
         read_exactly(self.fd(name), view, offset, name)
 
     def __exit__(
@@ -46,14 +46,14 @@ class FolderReader(AbstractContextManager["FolderReader"]):
 
 
 class Digests:
-    """SHA-256 of tensors whose bytes come in order, piece by piece."""
+    """SHA-256 of tensors whose bytes arrive in order, piece by piece."""
 
     def __init__(self) -> None:
         self._running: dict[str, Any] = {}
         self._done: dict[str, str] = {}
 
     def update(self, name: str, view: memoryview, *, last: bool) -> None:
-        """The next bytes of tensor `name`; `last` when no more follow."""
+        """Adds the next bytes of tensor `name`; `last` if no more follow."""
         digest = self._running.setdefault(name, hashlib.sha256())
         digest.update(view)
         if last:
@@ -63,24 +63,24 @@ class Digests:
         return self._done[name]
 
     def __contains__(self, name: str) -> bool:
-        """True when all bytes of tensor `name` were seen."""
+        """True if all bytes of tensor `name` have been added."""
         return name in self._done
 
 
 def as_tensor(buffer: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The first bytes of a uint8 `buffer` as a tensor, nothing copied."""
+    """A view of the first bytes of a uint8 `buffer` as a tensor."""
     return buffer[: nbytes(dtype, shape)].view(TORCH_DTYPES[dtype]).reshape(shape)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """A CPU tensor's own bytes, to be read or filled; RuntimeError for one that is not contiguous."""
+    """The bytes of a contiguous CPU tensor, for reading or writing; RuntimeError if it is not contiguous."""
     view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return view
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a stored tensor: the tensor's name, where the run begins in it, bytes, and the run itself."""
+    """A run of a stored tensor: the tensor's name, the byte offset of the run in it, and the data."""
 
     name: str
     at: int
@@ -88,5 +88,10 @@ class Piece:
 
 
 def spans(experts: int, batch: int) -> list[tuple[int, int]]:
-    """Experts cut into runs of at most `batch`: first and last (exclusive) of each."""
+    """Ranges of at most `batch` experts: first and last (exclusive) of each.
+
+    Example:
+        >>> spans(5, 2)
+        [(0, 2), (2, 4), (4, 5)]
+    """
     return [(first, min(first + batch, experts)) for first in range(0, experts, batch)]

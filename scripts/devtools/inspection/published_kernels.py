@@ -11,7 +11,7 @@ from moectl.errors import UsageError
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import FAMILIES
-from moectl.layer.experts import unfilled
+from moectl.layer.experts import empty_layer
 from moectl.problem.published_layers import MODELS as TIMED
 
 from .kernel_report import KernelReport
@@ -56,7 +56,7 @@ def gpu_of(arch: int) -> OfflineGpu:
 def layer_without_weights(model: str) -> PreparedMoE:
     """An MoE layer of a built-in model, or of `models.MODELS` in its usual format, in shapes alone."""
     problem = TIMED.get(model) or declared_layers(built_in(model).config).group.problem
-    return unfilled(problem, BACKEND)
+    return empty_layer(problem, BACKEND)
 
 
 def largest_of_each_family(launches: Iterable[Examined]) -> tuple[Examined, ...]:

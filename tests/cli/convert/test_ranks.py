@@ -37,7 +37,10 @@ def test_ranks_one_by_one_are_all_of_them(tiny_gpt_oss, tmp_path):
         assert sorted(path.name for path in mine.iterdir()) == names
         assert all((mine / name).read_bytes() == (wanted / name).read_bytes() for name in names)
     assert moectl("verify", tmp_path / "each", "--source", tiny_gpt_oss, "--json").document["compared"]
-    assert "slices lead back to what was cut" in moectl("verify", tmp_path / "each" / "rank-01").words
+    assert (
+        "slices, round trip matches the source's slices"
+        in moectl("verify", tmp_path / "each" / "rank-01").words
+    )
 
 
 def test_parts_fill_the_folders_of_all_ranks(tiny_gpt_oss, tmp_path):
@@ -91,7 +94,7 @@ def test_the_folder_of_all_ranks_is_no_layer(tiny_gpt_oss, tmp_path):
     assert "holds the converted folders of several ranks" in " ".join(done.stderr.split())
     assert "rank-00" in done.stderr
     done = moectl("unconvert", tmp_path / "out" / "rank-00", tmp_path / "back", code=2)
-    assert "comes back from all of them together" in " ".join(done.stderr.split())
+    assert "is restored from all of them together" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4", "fp8-channel"])

@@ -167,7 +167,7 @@ def test_a_rank_reads_its_own_experts_alone(gpt_oss: Path) -> None:
     whole = plan_conversion(checkpoint, layout)
     assert [plan.bytes_in * 5 for plan in plans] == [whole.bytes_in * 3, whole.bytes_in * 2]
     # Tensors of other ranks' experts are not taken for something else.
-    assert [plan.rest for plan in plans] == [whole.rest, whole.rest]
+    assert [plan.passthrough for plan in plans] == [whole.passthrough, whole.passthrough]
 
 
 def test_a_rank_of_per_expert_tensors_leaves_the_others_out(kimi: Path, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def ranks(gpt_oss: Path, tmp_path: Path) -> Path:
 def test_one_rank_gives_no_source_back(ranks: Path, gpt_oss: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"rank-01 holds rank 1 of 4 \(tp 2, ep 2\) alone"):
         unconvert(rank_folder(ranks, 1), tmp_path / "back")
-    with pytest.raises(UsageError, match="comes back from all of them together"):
+    with pytest.raises(UsageError, match="is restored from all of them together"):
         verify(rank_folder(ranks, 1), gpt_oss)
     assert not (tmp_path / "back").exists()
 
@@ -268,7 +268,9 @@ def test_another_deployments_folder_is_not_loaded(ranks: Path) -> None:
     assert load_prepared(ranks, rank=3, tp_size=2, ep_size=2).first_expert == 3
     with pytest.raises(CheckpointError, match="tp_size is 2, not 4, ep_size is 2, not 1"):
         load_prepared(rank_folder(ranks, 3), tp_size=4, ep_size=1)
-    with pytest.raises(CheckpointError, match="holds the folders of several ranks, and none was asked for"):
+    with pytest.raises(
+        CheckpointError, match="holds the directories of several ranks, and none was asked for"
+    ):
         load_prepared(ranks)
     with pytest.raises(CheckpointError, match="rank-04"):
         load_prepared(ranks, rank=4)
@@ -298,7 +300,7 @@ def test_damage_in_a_rank_is_named(ranks: Path, tmp_path: Path) -> None:
     for folder in (ranks, rank_folder(ranks, 2)):
         findings = verify(folder).findings
         assert any(text.startswith(f"rank-02/{path.name}: ") for text in findings), findings
-        assert any("the slice of w2_bias does not come back" in text for text in findings)
+        assert any("the restored slice of w2_bias does not have the SHA-256" in text for text in findings)
     assert not any("rank-03" in text for text in verify(ranks).findings)
     assert verify(rank_folder(ranks, 3)).ok
     with pytest.raises(CheckpointError, match=f"rank-02/{path.name}"):

@@ -84,12 +84,12 @@ def test_an_incomplete_folder_is_refused(converted: Path, name: str) -> None:
 
 def test_the_next_step_is_one_that_works(converted: Path, tmp_path: Path) -> None:
     (converted / "READY").unlink()
-    with pytest.raises(CheckpointError, match="again into an empty folder"):
+    with pytest.raises(CheckpointError, match="again into an empty directory"):
         load_manifest(converted)
     (converted / "progress.jsonl").touch()
     with pytest.raises(CheckpointError, match="convert --resume"):
         load_manifest(converted)
-    with pytest.raises(CheckpointError, match="there is no folder"):
+    with pytest.raises(CheckpointError, match="there is no directory"):
         load_manifest(tmp_path / "nowhere")
 
 
@@ -105,7 +105,7 @@ def test_a_pipe_is_refused_and_not_waited_for(converted: Path, name: str) -> Non
 
 
 def test_an_ordinary_folder_is_refused(gpt_oss: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a finished converted folder"):
+    with pytest.raises(CheckpointError, match="not a finished converted directory"):
         load_manifest(gpt_oss)
 
 
@@ -301,9 +301,9 @@ def test_verify_notices_another_chain(converted: Path) -> None:
 
     edit(converted, flip)
     report = verify(converted)
-    assert any("does not come back" in text for text in report.findings)
+    assert any("does not have the SHA-256 of the source" in text for text in report.findings)
     back = converted.parent / "back"
-    with pytest.raises(CheckpointError, match="does not come back"):
+    with pytest.raises(CheckpointError, match="does not have the SHA-256 of the source"):
         unconvert(converted, back)
     assert not list(back.iterdir())
 

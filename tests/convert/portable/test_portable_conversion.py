@@ -115,7 +115,9 @@ def test_there_is_no_way_back(tmp_path):
     from moectl.convert.restore.unconvert import unconvert
 
     out = converted(random_layer("plain", BF16), tmp_path, "int8")
-    with pytest.raises(CheckpointError, match="portable checkpoint, which holds no way back"):
+    with pytest.raises(
+        CheckpointError, match="portable checkpoint, from which the source cannot be restored"
+    ):
         unconvert(out, tmp_path / "back")
 
 

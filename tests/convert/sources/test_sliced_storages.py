@@ -10,7 +10,7 @@ import torch
 
 from moectl.checkpoint.tensors.storage import Storage
 from moectl.convert.canonical import canonical_shapes
-from moectl.convert.rank_slice import RankShare, shard_of, slice_unit
+from moectl.convert.rank_slice import RankSlice, shard_of, slice_unit
 from moectl.convert.sources import map_layer
 from moectl.convert.stream.expert_batches import ExpertBatches
 from moectl.problem.moe_problem import Dims
@@ -26,9 +26,9 @@ def test_slices_lead_back_to_the_stored_tensors(storage: Storage) -> None:
         inter = 2 * math.lcm(slice_unit(case.weight), 8)
         layer = make_layer(replace(case, dims=Dims(case.dims.hidden, inter)))
         mapped, batch = read(layer)
-        shares = [RankShare(layer.group.problem, shard_of(rank, tp_size=2)) for rank in range(2)]
+        shares = [RankSlice(layer.group.problem, shard_of(rank, tp_size=2)) for rank in range(2)]
         assert [share.intermediate for share in shares] == [(0, inter // 2), (inter // 2, inter)]
-        slices = [share.cut(batch) for share in shares]
+        slices = [share.slice(batch) for share in shares]
         for share, cut in zip(shares, slices, strict=True):
             inputs = any(role.endswith("_input") for role in mapped.shapes)
             shapes = canonical_shapes(share.problem, EXPERTS, inputs)

@@ -228,10 +228,10 @@ def test_humming_is_given_canonical_weights_whatever_they_are_stored_as() -> Non
 
 
 def marlin_recipe(layer: object) -> object:
-    from moectl.convert.rank_slice import RankShare
+    from moectl.convert.rank_slice import RankSlice
     from moectl.layer.experts import layout_recipe
 
-    return layout_recipe("marlin-int4", RankShare(layer.problem), layer.recipe.shapes)  # type: ignore[attr-defined]
+    return layout_recipe("marlin-int4", RankSlice(layer.problem), layer.recipe.shapes)  # type: ignore[attr-defined]
 
 
 def test_nothing_of_a_folder_but_what_is_asked_for_is_imported(

@@ -19,7 +19,7 @@ from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
 from moectl.kernels.triton.kernel_family import layer_of
 from moectl.kernels.triton.triton_runner import FAMILIES
-from moectl.layer.experts import unfilled
+from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation, Dims
 from moectl.problem.schemes import FULL, Scheme, int_format
 
@@ -94,7 +94,7 @@ def test_other_architectures_compile(arch: int, family: str) -> None:
 
 @pytest.mark.parametrize(("arch", "tokens"), [(80, 1), (90, 1), (90, 64), (90, 4096), (100, 64)])
 def test_marlin_weights_read_in_place_compile(arch: int, tokens: int) -> None:
-    layer = unfilled(layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, "triton_marlin")
+    layer = empty_layer(layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, "triton_marlin")
     kernels = inspect_run(layer, tokens, OFFLINE_GPUS[arch], runner_for("triton_marlin").compute)
     assert sum(bool(kernel.wgmma or kernel.mma) for kernel in kernels) == 2
     assert not [fault for kernel in kernels for fault in kernel.faults], kernels
@@ -139,7 +139,7 @@ VARIANTS = {
 @pytest.mark.parametrize("family", families(90))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_format_and_activation_on_sm90(variant: str, family: str) -> None:
-    layer, gpu = unfilled(VARIANTS[variant], "triton"), OFFLINE_GPUS[90]
+    layer, gpu = empty_layer(VARIANTS[variant], "triton"), OFFLINE_GPUS[90]
     launches = [it for it in (*shipped(layer, gpu), *candidates(layer, gpu)) if it.launch.family == family]
     if not launches:
         pytest.skip(f"the {family} kernels do not take {variant}")

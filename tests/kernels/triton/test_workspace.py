@@ -22,7 +22,7 @@ from moectl.kernels.triton import marlin
 from moectl.kernels.triton import triton_runner as triton_runner
 from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.workspace import SMALLEST
-from moectl.layer.experts import unfilled
+from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import MoEProblem
 from moectl.problem.padding import pad
 from moectl.problem.published_layers import model_problem
@@ -79,7 +79,7 @@ def test_every_family(
     problem = pad("moectl-mtile64", model_problem(model))
     kernel_family = triton_runner.FAMILIES[family]
     tiles = [tile for tile in kernel_family.candidates(problem) if not kernel_family.fits(problem, tile)]
-    prepared, most = unfilled(problem, "triton"), kernel_family.tokens_per_expert[1]
+    prepared, most = empty_layer(problem, "triton"), kernel_family.tokens_per_expert[1]
     assert tiles or (model, family) == ("gpt-oss-20b", "warpwise")
     for tile in dict.fromkeys((*tiles[:1], *tiles[-1:])):
         monkeypatch.setattr(triton_runner, "launch_on", lambda *a, tile=tile: Launch(family, tile))

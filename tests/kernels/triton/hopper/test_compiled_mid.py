@@ -11,14 +11,14 @@ from devtools.inspection.published_kernels import layer_without_weights
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.hopper.mid import MID_FAMILY, WIDTHS, MidTile
 from moectl.kernels.triton.launches import Launch
-from moectl.layer.experts import unfilled
+from moectl.layer.experts import empty_layer
 from moectl.problem.schemes import Scheme, int_format
 from support.ptx_places import BOXES, COPIES, READ, Ptx, gemms
 
 GPT_OSS = layer_without_weights("openai/gpt-oss-20b")
 KIMI = layer_without_weights("moonshotai/Kimi-K2-Thinking")
-INT8 = unfilled(replace(KIMI.problem, scheme=Scheme(int_format(8, 32, zero_point=True))), "triton")
-ZEROS = unfilled(replace(KIMI.problem, scheme=Scheme(int_format(4, 32, zero_point=True))), "triton")
+INT8 = empty_layer(replace(KIMI.problem, scheme=Scheme(int_format(8, 32, zero_point=True))), "triton")
+ZEROS = empty_layer(replace(KIMI.problem, scheme=Scheme(int_format(4, 32, zero_point=True))), "triton")
 LAYERS = {"mxfp4": GPT_OSS, "int4": KIMI, "int4 with zero points": ZEROS, "int8 with zero points": INT8}
 
 
