@@ -101,7 +101,7 @@ def assume(problem: MoEProblem, assumptions: Mapping[str, str]) -> MoEProblem:
     for name, value in assumptions.items():
         if name not in ASSUMPTIONS:
             raise UsageError(
-                f"nothing is known to assume about {name!r}", hint=f"choose one of {', '.join(ASSUMPTIONS)}"
+                f"--assume does not support {name!r}", hint=f"choose one of {', '.join(ASSUMPTIONS)}"
             )
         problem = ASSUMPTIONS[name](problem, value)
     return problem

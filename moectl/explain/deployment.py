@@ -69,7 +69,7 @@ class StepTime:
 
     tokens: int
     work: LayerWork
-    floor: RooflineTime | None
+    roofline: RooflineTime | None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -77,8 +77,8 @@ class StepTime:
             "experts": self.work.experts,
             "bytes": self.work.bytes,
             "flops": self.work.flops,
-            "us": self.floor.seconds * 1e6 if self.floor else None,
-            "bound": self.floor.bound if self.floor else None,
+            "us": self.roofline.seconds * 1e6 if self.roofline else None,
+            "bound": self.roofline.bound if self.roofline else None,
         }
 
 
@@ -98,7 +98,7 @@ class StepTimes:
         }
 
 
-def floors_of(problem: MoEProblem, device: Device) -> StepTimes:
+def roofline_of(problem: MoEProblem, device: Device) -> StepTimes:
     """Floors of one rank's share of a layer at the published peaks of `device`."""
     rates = published_rates(device, problem.scheme.act.name)
 

@@ -18,7 +18,7 @@ from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.moe_problem import MoEProblem, Parallel
 from .assumptions import assume
-from .deployment import StepTimes, WeightMemory, floors_of, memory_of
+from .deployment import StepTimes, WeightMemory, roofline_of, memory_of
 from .fallback import Fallback, fallback_of
 from .measured_evidence import Known, MeasuredEvidence, nothing
 from .problem_facts import facts, source_of
@@ -53,7 +53,7 @@ class GroupExplanation:
     problem: MoEProblem
     decision: Decision
     memory: WeightMemory
-    floors: StepTimes
+    roofline: StepTimes
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
     others: tuple[OtherAnswer, ...] = ()
@@ -82,7 +82,7 @@ class GroupExplanation:
             "details": dict(self.details),
             "notes": list(self.notes),
             "memory": self.memory.to_json(len(self.layers)),
-            "floors": self.floors.to_json(),
+            "roofline": self.roofline.to_json(),
             "fallback": self.fallback.kind if self.fallback else None,
             "decision": self.decision.to_json(),
             "others": [other.to_json() for other in self.others],
@@ -154,14 +154,14 @@ def explained(
     details: Mapping[str, str] = MappingProxyType({}),
     evidence: MeasuredEvidence | None = None,
 ) -> GroupExplanation:
-    """The decision that rests on `inputs` with its memory and floors, and what `others` say unasked."""
+    """The decision that rests on `inputs` with its memory and roofline, and what `others` say unasked."""
     decision = decide(inputs)
     return GroupExplanation(
         layers,
         inputs.problem,
         decision,
         memory_of(decision),
-        floors_of(inputs.problem, inputs.device),
+        roofline_of(inputs.problem, inputs.device),
         sources,
         notes,
         tuple(_other(inputs, policy) for policy in others),

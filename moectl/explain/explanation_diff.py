@@ -101,14 +101,14 @@ def diff(old: Document, new: Document) -> ExplanationDiff:
     """
     if "groups" not in old or "groups" not in new:
         raise UsageError(
-            "two documents about one GPU and one deployment can be compared, got a matrix",
+            "only documents about one GPU and one deployment can be compared, got a matrix",
             hint="give one GPU and one deployment to moectl explain --json",
         )
     try:
         return _diff(old, new)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"the older document is not whole: {type(error).__name__} at {error}",
+            f"the older document is incomplete: {type(error).__name__} at {error}",
             hint="make it again with moectl explain CKPT --json",
         ) from error
 
@@ -234,23 +234,23 @@ def _rules(old: Document, new: Document, changed: Sequence[CandidateChange]) -> 
     lost, gained = _choice(old), _choice(new)
     by_name = {(change.backend, change.experts): change for change in changed}
     if lost and lost in by_name and by_name[lost].new:
-        yield ChoiceCause(f"{lost[1]} cannot serve now:", by_name[lost].new)
+        yield ChoiceCause(f"{lost[1]} is now rejected:", by_name[lost].new)
     if gained and gained in by_name and by_name[gained].old:
-        yield ChoiceCause(f"{gained[1]} can serve now; before it could not:", by_name[gained].old)
+        yield ChoiceCause(f"{gained[1]} is now supported; it was rejected before:", by_name[gained].old)
     requested = (old["inputs"].get("requested"), new["inputs"].get("requested"))
     if requested[0] != requested[1]:
-        yield ChoiceCause(f"the request is {requested[1] or 'none'}, it was {requested[0] or 'none'}")
+        yield ChoiceCause(f"the request is {requested[1] or 'none'}, was {requested[0] or 'none'}")
     if old["route"] != new["route"]:
-        yield ChoiceCause(f"another row of the policy decides: {new['route']} instead of {old['route']}")
+        yield ChoiceCause(f"another route of the policy applies: {new['route']} instead of {old['route']}")
     yield from (ChoiceCause(note) for note in new["notes"] if note not in old["notes"])
     yield from (ChoiceCause(f"no longer: {note}") for note in old["notes"] if note not in new["notes"])
     names = [{(c["backend"], c["experts"]) for c in document["candidates"]} for document in (old, new)]
     if gained and gained not in names[0]:
-        yield ChoiceCause(f"{gained[1]} was no candidate before")
+        yield ChoiceCause(f"{gained[1]} was not a candidate before")
     if lost and lost not in names[1]:
-        yield ChoiceCause(f"{lost[1]} is no candidate any more")
+        yield ChoiceCause(f"{lost[1]} is no longer a candidate")
     if lost and gained and not {lost, gained} & by_name.keys() and _overtakes(old, new, lost, gained):
-        yield ChoiceCause(f"{gained[1]} stands before {lost[1]} now")
+        yield ChoiceCause(f"{gained[1]} now has priority over {lost[1]}")
     if failure := _failure(new):
         yield ChoiceCause(f"the engine refuses or fails: {failure}")
 

@@ -54,7 +54,7 @@ def request(name: str, policy: Policy) -> ProposedChange:
     return ProposedChange(
         "request",
         "request",
-        f"ask for it by name ({policy.serve.backend.format(name)})",
+        f"request it by name ({policy.serve.backend.format(name)})",
         (("--backend", name),),
         lambda now: replace(now, requested=name),
     )
@@ -163,9 +163,7 @@ def _together(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> I
     """Whole experts on each rank instead of slices."""
     here, serve = now.problem.parallel, policy_named(now.policy).serve
     if not here.ep and here.ranks > 1:
-        yield parallel(
-            replace(here, ep=True), f"spread whole experts over the ranks ({serve.expert.format(here.ranks)})"
-        )
+        yield parallel(replace(here, ep=True), f"use expert parallelism ({serve.expert.format(here.ranks)})")
     if here.ranks == 1:
         for option, there in (
             (serve.tensor, replace(here, tp=NODE, ep=True)),
@@ -190,7 +188,7 @@ def _spread(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Ite
     """The same ranks used in another way, or with another exchange."""
     here = now.problem.parallel
     if here.eplb:
-        yield parallel(replace(here, eplb=False), "turn expert load balancing off")
+        yield parallel(replace(here, eplb=False), "turn off expert load balancing (EPLB)")
     if here.exchanges:
         policy = policy_named(now.policy)
         for name in sorted(policy.exchanges - {here.all2all}):
@@ -201,7 +199,7 @@ def _spread(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Ite
             replace(here, tp=ranks, dp=1), f"use tensor parallelism over the {ranks} ranks instead"
         )
     if here.ep:
-        yield parallel(replace(here, ep=False), "do without expert parallelism")
+        yield parallel(replace(here, ep=False), "turn off expert parallelism")
     if here.ep and here.dp > 1:
         yield parallel(
             replace(here, tp=here.ranks, dp=1, ep=False, eplb=False),

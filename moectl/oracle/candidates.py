@@ -24,7 +24,7 @@ def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None
     if route.ignores(name):
         ignored = (f"{policy.name} ignores the request for {name} here",)
     if route.assigned:
-        note = f"{policy.name} assigns the backend of {route.name} without asking the others"
+        note = f"{policy.name} assigns the backend of {route.name} without checking the others"
         return _assigned(ask, policy, route), (note, *ignored)
     if name and not ignored:
         asked, out = requested(ask, route, name), route.left_out(ask, by_name=True)

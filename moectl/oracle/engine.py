@@ -77,8 +77,8 @@ class Repacking:
     why: str
 
 
-AS_LOADED = Repacking(0, 0, "weights are used as they are loaded")
-ASSUMED = Repacking(1, 1, "assumed: one rearranged copy beside the loaded weights")
+AS_LOADED = Repacking(0, 0, "weights are used as loaded")
+ASSUMED = Repacking(1, 1, "assumed: one temporary copy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,10 +117,10 @@ def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
     """The first route that takes the problem."""
     problem, device = inputs.problem, inputs.device
     scheme = problem.scheme
-    unspoken = f"the rules of {policy.name} do not cover {device.platform} devices"
+    not_covered = f"the rules of {policy.name} do not cover {device.platform} devices"
     hint = f"name a device of {', '.join(sorted(policy.platforms))} with --gpu"
     if device.platform not in policy.platforms:
-        raise OutOfScope(unspoken, hint=hint)
+        raise OutOfScope(not_covered, hint=hint)
     for route in policy.routes:
         if (
             route.storages.allows(problem.storage)
@@ -131,7 +131,7 @@ def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
             if not route.covers.allows(device.platform):
                 covered = ", ".join(p for p in sorted(policy.platforms) if route.covers.allows(p))
                 raise OutOfScope(
-                    f"{unspoken} with {route.name}: their plug-in has its own",
+                    f"{not_covered} with {route.name}: their plug-in has its own",
                     hint=f"name a device of {covered} with --gpu",
                 )
             return route
@@ -215,10 +215,12 @@ def _cut(before: SupportQuery, after: SupportQuery, policy: Policy) -> tuple[str
     """What the method does to slice blocks of weights over ranks."""
     notes: tuple[str, ...] = ()
     if after.weight != before.weight:
-        notes = (f"{policy.name} repeats scales down to {after.weight}, as slices cut across blocks",)
+        notes = (
+            f"{policy.name} re-expands block scales to {after.weight}, because shards are not block-aligned",
+        )
     if after.sliced:
         size = after.problem.dims.intermediate
-        notes = (*notes, f"{policy.name} pads one rank's slice from {after.sliced} to {size}")
+        notes = (*notes, f"{policy.name} pads one rank's shard from {after.sliced} to {size}")
     return notes
 
 
@@ -227,7 +229,7 @@ def _fallen_back(
 ) -> _RouteOutcome:
     """The automatic choice, after the candidates of a request that cannot be served."""
     why = asked.failure.says if asked.failure and not asked.candidates else "; ".join(map(str, gates))
-    told = f"{name} was asked for and cannot serve{': ' if why else ''}{why}"
+    told = f"{name} was requested but is not supported{': ' if why else ''}{why}"
     more = tuple(replace(c, rank=c.rank + len(asked.candidates)) for c in rest.candidates)
     return replace(
         rest,
@@ -253,7 +255,7 @@ def _stops(ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
     if chosen is None:
         return ()
     return tuple(
-        f"{chosen.variant.experts} fails at the first token ({stop.kind}): it {stop.says}"
+        f"{chosen.variant.experts} fails on the first token ({stop.kind}): it {stop.says}"
         for stop in chosen.variant.offers.stops
         if stop.when(ask)
     )
@@ -265,7 +267,7 @@ def _unbalanced(policy: Policy, route: Route, ask: SupportQuery, chosen: Candida
         return ()
     if policy.balancing.get(route.method, NONE).allows(chosen.engine_name):
         return ()
-    return (f"{policy.name} refuses expert balancing with {route.method} and {chosen.backend.name}",)
+    return (f"{policy.name} does not support EPLB with {route.method} and {chosen.backend.name}",)
 
 
 def _variables(packages: Packages, policy: Policy) -> tuple[str, ...]:
@@ -285,10 +287,10 @@ def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) ->
         says = f"{policy.name} does not accept {route.name} on {ask.device.platform}"
         found.append(Gate(PLATFORM, says))
     if ask.device.platform == "cuda" and capability < route.minimum:
-        says = f"{route.method} needs sm{route.minimum} or newer, the device is {ask.device.arch}"
+        says = f"{route.method} needs sm{route.minimum} or newer; this device is {ask.device.arch}"
         found.append(Gate(CAPABILITY, says))
     if not route.dtypes.allows(ask.dtype):
-        says = f"{route.method} computes in {route.dtypes}, the model runs in {ask.dtype}"
+        says = f"{route.method} computes in {route.dtypes}; model runs in {ask.dtype}"
         found.append(Gate(DTYPE, says))
     for refusal in policy.refusals:
         if refusal.holds(ask):
@@ -301,8 +303,7 @@ def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) ->
 def _too_large(ask: SupportQuery, policy: Policy) -> Failure:
     sizes = policy.exchange_sizes[ask.exchange]
     says = (
-        f"{ask.exchange} carries hidden sizes up to {sizes.sizes[-1]}, "
-        f"the model has {ask.problem.dims.hidden}"
+        f"{ask.exchange} supports hidden sizes up to {sizes.sizes[-1]}; model has {ask.problem.dims.hidden}"
     )
     return Failure(says, sizes.fails)
 
@@ -314,15 +315,17 @@ def _reasons(candidates: Iterable[Candidate]) -> str:
 def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[Candidate, ...]) -> Failure:
     """Why no candidate is chosen, as one sentence."""
     if not name:
-        says = f"no backend of policy {policy.name} serves this deployment ({route.name})"
+        says = f"no backend of policy {policy.name} supports this deployment ({route.name})"
         return Failure(says, route.fails)
-    says = f"backend {name} cannot serve this deployment: {_reasons(candidates)}"
+    says = f"backend {name} does not support this deployment: {_reasons(candidates)}"
     if not candidates:
-        known = ", ".join(route.names) or "none"
-        says = f"backend {name} does not serve {route.name} under policy {policy.name}; it knows {known}"
+        names = ", ".join(route.names) or "none"
+        says = (
+            f"backend {name} is not available for {route.name} under policy {policy.name}; available: {names}"
+        )
         return Failure(says, route.fails_unknown or route.fails_by_name)
     return Failure(says, route.fails_by_name)
 
 
 def _unasked(policy: Policy, chosen: Candidate) -> str:
-    return f"{policy.name} takes {chosen.variant.experts} unasked, though {_reasons([chosen])}"
+    return f"{policy.name} assigns {chosen.variant.experts} without checks, although {_reasons([chosen])}"

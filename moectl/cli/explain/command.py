@@ -45,21 +45,21 @@ def explain(
     """
     from .output import AnswerOutput
 
-    shown = AnswerOutput(out, answer)
+    answers = AnswerOutput(out, answer)
     if answer.replay is not None:
         if checkpoint is not None:
             raise UsageError("--replay takes its inputs from the document", hint="leave CKPT out")
         if stated_here := typed(context, INPUTS):
             names = ", ".join(stated_here)
             raise UsageError("--replay takes its inputs from the document", hint=f"leave {names} out")
-        return replayed(answer.replay, answer, shown)
+        return replayed(answer.replay, answer, answers)
     if checkpoint is None:
         raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --gpu h200")
-    return answered(checkpoint, options, answer, shown)
+    return answered(checkpoint, options, answer, answers)
 
 
 def answered(
-    checkpoint: str, options: DecisionOptions, answer: AnswerOptions, shown: "AnswerOutput"
+    checkpoint: str, options: DecisionOptions, answer: AnswerOptions, answers: "AnswerOutput"
 ) -> ExitCode:
     """The explanation of a checkpoint, the matrix, what would have to change, or what did."""
     from ...checkpoint import open_checkpoint
@@ -84,16 +84,16 @@ def answered(
     stated = parse_stated(options.activation, options.routing)
     source = open_checkpoint(checkpoint, offline=answer.offline, stated=stated)
     for note in (*assumed_of(machines), *options.remarks(policy, parallels)):
-        shown.out.note(note)
+        answers.out.note(note)
     if cells > 1:
-        return shown.matrix(matrix(source.origin, source.groups, machines, parallels, question))
+        return answers.matrix(matrix(source.origin, source.groups, machines, parallels, question))
     machine = machines[0]
     explanation = library(source, machine.device, machine.packages, question)
     if backend:
         switches, told = tuple(options.switches.items()), tuple(options.stated().items())
         command = ExplainCommand(checkpoint, machine, question, switches, options.policy or "", told)
-        return shown.why(explanation, command, backend)
-    return shown.diff(explanation, answer.diff) if answer.diff else shown.explanation(explanation)
+        return answers.why(explanation, command, backend)
+    return answers.diff(explanation, answer.diff) if answer.diff else answers.explanation(explanation)
 
 
 def assumed_of(machines: "tuple[AssumedMachine, ...]") -> list[str]:
@@ -102,7 +102,7 @@ def assumed_of(machines: "tuple[AssumedMachine, ...]") -> list[str]:
     from ...environment.gpus import visibility_set
 
     found = [
-        f"packages assumed: profile {spec}; --packages {INSTALLED} takes those found here"
+        f"assuming the packages of profile {spec} (--packages {INSTALLED} to detect yours)"
         for spec in dict.fromkeys(machine.spec for machine in machines if machine.assumed)
     ]
     here = next((machine for machine in machines if not machine.key), None)
@@ -112,7 +112,7 @@ def assumed_of(machines: "tuple[AssumedMachine, ...]") -> list[str]:
     return found
 
 
-def replayed(path: Path, answer: AnswerOptions, shown: "AnswerOutput") -> ExitCode:
+def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> ExitCode:
     """The explanation or matrix in the document at `path`, decided again."""
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
@@ -124,7 +124,7 @@ def replayed(path: Path, answer: AnswerOptions, shown: "AnswerOutput") -> ExitCo
     if "rows" in document:
         if answer.why or answer.diff:
             raise UsageError("--why and --diff take the document of one GPU and one deployment")
-        return shown.matrix(replay_matrix(document))
+        return answers.matrix(replay_matrix(document))
     explanation = replay(document)
     if answer.why:
         first = explanation.groups[0].decision.inputs
@@ -133,5 +133,5 @@ def replayed(path: Path, answer: AnswerOptions, shown: "AnswerOutput") -> ExitCo
         machine = AssumedMachine(first.device, first.packages, first.device.name, "installed", True)
         switches = tuple(first.packages.env.items())
         command = ExplainCommand(explanation.origin.name, machine, question, switches)
-        return shown.why(explanation, command, pick(answer.why, policy.request_names(), "backend"))
-    return shown.diff(explanation, answer.diff) if answer.diff else shown.explanation(explanation)
+        return answers.why(explanation, command, pick(answer.why, policy.request_names(), "backend"))
+    return answers.diff(explanation, answer.diff) if answer.diff else answers.explanation(explanation)

@@ -73,7 +73,7 @@ def package_sentences(explanation: Explanation) -> Iterator[str]:
         if packages.has(row.package) and not row.need.met(packages):
             yield (
                 f"{row.title} has neither {row.kernels} nor {' and '.join(row.need.instead)} to compile "
-                "them: none of its backends is used"
+                "them: none of its backends can be used"
             )
     lacking: dict[str, list[str]] = {}
     for entry in sorted(packages.missing):
@@ -119,7 +119,7 @@ def tuned_sentence(status: TunedStatus, files: TunedFiles | None) -> str:
         return status.why
     when = f"{status.why}, " if status.why else ""
     if status.found:
-        return f"{when}{status.wanted} is read (found in {status.found})"
+        return f"{when}{status.wanted} is used (found in {status.found})"
     near = []
     if status.other_gpus:
         near.append(f"the same shape is tuned for {', '.join(name.gpu for name in status.other_gpus)}")
@@ -127,8 +127,8 @@ def tuned_sentence(status: TunedStatus, files: TunedFiles | None) -> str:
         shapes = ", ".join(name.shape for name in status.other_shapes)
         near.append(f"this GPU has {shapes}")
     also = f"; {', and '.join(near)}" if near else ""
-    places = ", ".join(status.folders)
+    directories = ", ".join(status.folders)
     return (
-        f"{when}{status.wanted} is looked for and missing (in {places}): default launch choices are used, "
-        f"which is no error{also}. A folder named by {files.variable} may hold it"
+        f"{when}{status.wanted} not found (in {directories}): the default kernel config is used, "
+        f"which is not an error{also}. Set {files.variable} to a directory that has it"
     )

@@ -68,7 +68,7 @@ ExplainedCheckpoint = Annotated[
     str | None,
     typer.Argument(
         metavar="[CKPT]",
-        help="A folder, a config.json, a Hub id org/name[@revision], or a built-in model.",
+        help="A directory, a config.json, a Hub id org/name[@revision], or a built-in model.",
         show_default=False,
     ),
 ]
@@ -93,7 +93,8 @@ class DecisionOptions:
         "1"
     )
     ep: Annotated[
-        bool, option("--ep", "-ep", "--enable-expert-parallel", help="Spread whole experts over all ranks.")
+        bool,
+        option("--ep", "-ep", "--enable-expert-parallel", help="Distribute whole experts over all ranks."),
     ] = False
     all2all: Annotated[
         str | None,
@@ -108,19 +109,21 @@ class DecisionOptions:
     packages: Annotated[
         str | None, option("--packages", help="Profiles (full, bare, ...), a,b=1.2, or installed.")
     ] = None
-    env: Annotated[list[str] | None, option("--env", help="Engine switch K=V; repeatable.")] = None
+    env: Annotated[list[str] | None, option("--env", help="Engine environment variable K=V; repeatable.")] = (
+        None
+    )
     backend: Annotated[
         str | None,
         option(
             "--backend",
             "--moe-backend",
             own=True,
-            help="Ask for a backend by its engine's name.",
+            help="Request a backend by its engine's name.",
             autocompletion=completed(backend_names),
         ),
     ] = None
     allow_fallback: Annotated[
-        bool, option("--allow-fallback", help="Take the automatic order if --backend cannot serve.")
+        bool, option("--allow-fallback", help="Choose automatically if --backend is not supported.")
     ] = False
     policy: Annotated[
         str | None,
@@ -208,12 +211,12 @@ class DecisionOptions:
         """What a user should know of options that change nothing."""
         found = []
         if self.all2all is not None and not any(parallel.exchanges for parallel in parallels):
-            found.append("--all2all changes nothing here: tokens travel only with --ep and --dp above 1")
+            found.append("--all2all has no effect: tokens are exchanged only with --ep and --dp above 1")
         for name in self.switches:
             if name not in policy.variables:
                 near = difflib.get_close_matches(name, policy.variables, n=1, cutoff=0.6)
                 also = f"; did you mean {near[0]}?" if near else ""
-                found.append(f"no rule of {policy.name} reads the switch {name}{also}")
+                found.append(f"no rule of {policy.name} reads the environment variable {name}{also}")
         return found
 
 

@@ -122,7 +122,7 @@ def _head(explanation: Explanation, view: ExplanationView) -> Iterator[Block]:
             ("device", device_words(explanation.device)),
             ("parallel", parallel_words(explanation.parallel)),
             ("packages", ", ".join(sorted(packages.versions)) or "none"),
-            ("switches", switches),
+            ("env", switches),
             ("memory", _memory(explanation)),
         )
     )
@@ -141,8 +141,9 @@ def _choice(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
     chosen, dims = decision.chosen, decision.problem.dims
     if chosen is None or not decision.usable:
-        for said in refusals(decision):
-            yield TextLine(said if said.startswith("no backend") else f"no backend: {said}", strong=True)
+        for reason in refusals(decision):
+            text = reason if reason.startswith("no backend") else f"no backend: {reason}"
+            yield TextLine(text, strong=True)
         return
     kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
     layout = chosen.layout
@@ -162,7 +163,7 @@ def _choice(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
             ),
             ("layout", layout),
             ("weights", weights_words(memory, layers)),
-            ("floor", floor_words(group.floors)),
+            ("roofline", roofline_words(group.roofline)),
         ),
         strong=frozenset({"backend"}),
     )
@@ -180,43 +181,43 @@ def weights_words(memory: WeightMemory, layers: int) -> str:
     return f"{size(memory.stored * layers)}{padded} per rank, {size(memory.padded)} a layer{extra}"
 
 
-def floor_words(floors: StepTimes) -> str:
-    """The floors of decode and prefill; ``unknown`` where a rate is not published."""
-    if all(step.floor is None for step in (*floors.decode, floors.prefill)):
+def roofline_words(times: StepTimes) -> str:
+    """Roofline times of decode and prefill; ``unknown`` if a rate is not published."""
+    if all(step.roofline is None for step in (*times.decode, times.prefill)):
         return "unknown: no bandwidth is known for this device"
     decode = ", ".join(
-        f"{duration(step.floor.seconds)} at M={step.tokens}" for step in floors.decode if step.floor
+        f"{duration(step.roofline.seconds)} at M={step.tokens}" for step in times.decode if step.roofline
     )
-    bounds = "/".join(dict.fromkeys(step.floor.bound for step in floors.decode if step.floor))
+    bounds = "/".join(dict.fromkeys(step.roofline.bound for step in times.decode if step.roofline))
     prefill = "unknown: no matrix rate is known for this device"
-    if floors.prefill.floor:
-        at = f"at M={floors.prefill.tokens} ({floors.prefill.floor.bound})"
-        prefill = f"{duration(floors.prefill.floor.seconds)} {at}"
-    return f"a layer takes at least {decode} ({bounds}); prefill: {prefill}"
+    if times.prefill.roofline:
+        at = f"at M={times.prefill.tokens} ({times.prefill.roofline.bound})"
+        prefill = f"{duration(times.prefill.roofline.seconds)} {at}"
+    return f"per layer at least {decode} ({bounds}); prefill: {prefill}"
 
 
 def because(decision: Decision) -> str:
     """Why the chosen candidate is the one."""
     chosen = decision.chosen
     assert chosen is not None
-    before = [c for c in decision.candidates if c.rank < chosen.rank]
+    higher = [c for c in decision.candidates if c.rank < chosen.rank]
     note = f" {chosen.backend.note}" if chosen.backend.note else ""
     if chosen.assigned:
-        return f"the method takes it on this device without asking the others.{note}"
+        return f"the method assigns it on this device without checking the others.{note}"
     if serves_request(decision, policy_named(decision.inputs.policy)):
-        return f"it was asked for by name and serves this.{note}"
+        return f"requested by name; all checks pass.{note}"
     if decision.ranking is not None:
         return f"{decision.ranking}.{note}"
-    if not before:
-        return f"it is first in the order, and nothing speaks against it.{note}"
-    against: dict[str, list[str]] = {}
-    for candidate in before:
-        against.setdefault(candidate.backend.name, []).extend(candidate.reasons())
-    said = ", ".join(
+    if not higher:
+        return f"highest priority; all checks pass.{note}"
+    failed_groups: dict[str, list[str]] = {}
+    for candidate in higher:
+        failed_groups.setdefault(candidate.backend.name, []).extend(candidate.reasons())
+    rejected = ", ".join(
         f"{name} ({', '.join(group for group in GROUPS if group in groups)})"
-        for name, groups in against.items()
+        for name, groups in failed_groups.items()
     )
-    return f"it is the first in the order that can serve; before it and failing: {said}.{note}"
+    return f"highest priority that passes all checks. Higher priority, rejected: {rejected}.{note}"
 
 
 def _notes(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
@@ -289,7 +290,7 @@ def _facts(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
 
 def _candidates(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     if group.decision.candidates:
-        yield Heading("candidates, in the order asked", 3)
+        yield Heading("candidates, in priority order", 3)
         yield from candidate_blocks(group.decision, view.verbose)
 
 

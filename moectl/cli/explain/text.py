@@ -43,27 +43,27 @@ def fallback_words(answer: GroupExplanation) -> str:
         meant = policy_named(decision.inputs.policy).meant(name)
         failing = [c for c in decision.candidates if c.failed and c.backend.name in meant]
         nearest = min(failing, key=lambda c: len(c.failed), default=None)
-        return f"{name} was asked for, but {_lacks(nearest) if nearest else 'is not what runs'}"
+        return f"{name} was requested, but {_lacks(nearest) if nearest else 'is not what runs'}"
     if fallback.kind == "emulation":
-        return "emulation decodes the weights and multiplies in 16 bits: slow"
+        return "emulation dequantizes the weights and multiplies in 16 bits: slow"
     assert fallback.candidate is not None
-    said = "; ".join(dict.fromkeys(sentence(verdict) for verdict in fallback.verdicts))
-    return f"{fallback.candidate.backend.name} comes before it and fits, but {said}"
+    missing = ", and ".join(dict.fromkeys(sentence(verdict) for verdict in fallback.verdicts))
+    return f"{fallback.candidate.backend.name} has higher priority and fits, but {missing}"
 
 
 def refusals(decision: Decision) -> Iterator[str]:
     """What stands against `decision`, a sentence each; of a request by name, what its nearest class lacks."""
     yield from map(str, decision.gates)
-    asked = decision.inputs.requested if decision.chosen is None and not decision.gates else None
-    if asked and decision.candidates:
+    requested = decision.inputs.requested if decision.chosen is None and not decision.gates else None
+    if requested and decision.candidates:
         nearest = min(decision.candidates, key=lambda c: len(c.failed))
-        yield f"{asked} was asked for by name, but it {_lacks(nearest)}"
+        yield f"{requested} was requested by name, but it {_lacks(nearest)}"
     elif decision.error:
         yield decision.error
 
 
 def _lacks(candidate: Candidate) -> str:
-    return "; ".join(dict.fromkeys(map(sentence, candidate.failed)))
+    return ", and ".join(dict.fromkeys(map(sentence, candidate.failed)))
 
 
 def failure(decision: Decision) -> str:
@@ -75,12 +75,12 @@ def failure(decision: Decision) -> str:
     near = [c for c in decision.candidates if "arch" not in c.reasons()]
     near = sorted(near, key=lambda c: len(c.failed))[:CLOSEST]
     if not near:
-        return f"no candidate of {decision.route} serves {decision.inputs.device.arch}"
-    said = (f"{c.backend.name} {_lacks(c)}" for c in near)
-    return ". ".join(dict.fromkeys(said))
+        return f"no candidate of {decision.route} supports {decision.inputs.device.arch}"
+    sentences = (f"{c.backend.name} {_lacks(c)}" for c in near)
+    return ". ".join(dict.fromkeys(sentences))
 
 
-LATER = "would serve, comes later"
+LATER = "supported, lower priority"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | Te
     yield candidate_listing(row for row in rows if row not in hidden and row not in later)
     if later:
         named = ", ".join(f"{row.mark} {replace(row, answer='').head}" for row in later)
-        yield TextLine(f"Would serve too, but come later: {named}.")
+        yield TextLine(f"Also supported, lower priority: {named}.")
     if hidden:
         names = ", ".join(dict.fromkeys(row.first.backend.name for row in hidden))
         yield TextLine(
@@ -212,9 +212,9 @@ def matrix_blocks(matrix: DecisionMatrix, width: int) -> Iterator[Block]:
 
 
 _LEGEND = {
-    "mono": "takes router logits; the others take top-k ids and weights",
+    "mono": "routing fused in the kernel; the others take top-k ids and weights",
     "!": "the expert weights alone exceed the memory of one GPU",
-    "none": "no backend serves",
+    "none": "no backend supports this",
 }
 
 
@@ -319,7 +319,7 @@ def _group_answers(command: ExplainCommand, why: Counterfactuals) -> Iterator[Bl
         )
         yield TextLine("Each answer was checked by deciding again with the change made.")
     else:
-        yield TextLine("Nothing that can be changed helps.", strong=True)
+        yield TextLine("No change helps.", strong=True)
         if why.reason:
             yield TextLine(f"{why.reason[0].upper()}{why.reason[1:]}.")
         yield Listing(

@@ -29,7 +29,7 @@ def keep():
 
 
 def test_the_own_policy_chooses_by_times_and_says_so():
-    assert "it is first in the order" in moectl(*ASKED, "--policy", "moectl").words
+    assert "highest priority; all checks pass" in moectl(*ASKED, "--policy", "moectl").words
     keep()
     words = moectl(*ASKED, "--policy", "moectl").words
     assert "backend triton_marlin" in words

@@ -69,18 +69,18 @@ def test_nothing_changed(written):
             [GPT, "--gpu", "b200"],
             [
                 "device.arch sm90 -> sm100",
-                "TrtLlmMxfp4ExpertsMonolithic can serve now; before it could not: needs SM100-SM109",
+                "TrtLlmMxfp4ExpertsMonolithic is now supported; it was rejected before: needs SM100-SM109",
             ],
         ),
         (
             [GPT, "--gpu", "h200"],
             [GPT, "--gpu", "h200", "--packages", "bare"],
-            ["OAITritonMxfp4ExpertsMonolithic cannot serve now: needs triton_kernels"],
+            ["OAITritonMxfp4ExpertsMonolithic is now rejected: needs triton_kernels"],
         ),
         (
             [KIMI, "--gpu", "b200"],
             [KIMI, "--gpu", "b200", "--env", "VLLM_USE_FLASHINFER_MOE_INT4=1"],
-            ["packages.env.VLLM_USE_FLASHINFER_MOE_INT4 absent -> 1", "can serve now"],
+            ["packages.env.VLLM_USE_FLASHINFER_MOE_INT4 absent -> 1", "is now supported"],
         ),
         (
             [KIMI, "--gpu", "a100"],

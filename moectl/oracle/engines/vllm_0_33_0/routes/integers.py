@@ -83,7 +83,7 @@ _FLYDSL = replace(
         Condition(
             "zero points",
             lambda ask: ask.zero_points,
-            lambda ask: "FlyDSL takes symmetric weights only",
+            lambda ask: "FlyDSL supports only symmetric weights",
             kind="AssertionError",
         ),
     ),
@@ -110,7 +110,7 @@ _AWQ = replace(
 )
 _MOE_WNA16 = replace(
     _COMPRESSED_INT,
-    name="GPTQ and AWQ with sizes that Marlin does not take",
+    name="GPTQ and AWQ with sizes that Marlin does not support",
     method="MoeWNA16Method",
     storages=only("gptq", "awq"),
     when=MARLIN_REFUSES,
@@ -137,7 +137,7 @@ _QUARK_INT4 = replace(
 _INT8_PER_CHANNEL = Condition(
     "scales",
     lambda ask: ask.problem.scheme.weight.block != (1, FULL),
-    lambda ask: f"the method takes scales per channel only, the weights are {ask.problem.scheme.weight}",
+    lambda ask: f"the method supports only per-channel scales; weights are {ask.problem.scheme.weight}",
 )
 _INT8 = Route(
     name="int8 weights and activations",

@@ -63,8 +63,8 @@ REFUSES_ACT_ORDER = Condition(
     "activation order",
     _group_order,
     lambda ask: (
-        f"{ask.problem.storage} checkpoints with an activation order by group are not loaded any more; "
-        "use one that was quantized without it, or with static order"
+        f"{ask.problem.storage} checkpoints with activation order by group (g_idx) are no longer supported; "
+        "use one quantized without it, or with static groups"
     ),
 )
 
@@ -72,12 +72,12 @@ REFUSES_ACT_ORDER = Condition(
 GPTQ_ZERO_POINTS = Condition(
     "zero points",
     lambda ask: ask.problem.storage == "gptq" and ask.problem.scheme.weight.zero_point,
-    lambda ask: "GPTQ checkpoints with zero points (sym false) are not loaded; use a symmetric one",
+    lambda ask: "GPTQ checkpoints with zero points (sym false) are not supported; use a symmetric one",
 )
 AWQ_HAS_4_BITS = Condition(
     "bits",
     lambda ask: ask.problem.storage == "awq" and ask.problem.scheme.weight.bits != 4,
-    lambda ask: f"AWQ checkpoints have 4 bits, the weights are {ask.problem.scheme.weight}",
+    lambda ask: f"AWQ checkpoints must have 4-bit weights, these are {ask.problem.scheme.weight}",
 )
 
 
@@ -129,18 +129,18 @@ ROUTES_AS_DEEPSEEK_V4 = Condition(
 AWQ_NEEDS_TURING = Condition(
     "AWQ needs a GPU",
     _no_awq_kernels,
-    lambda ask: f"AWQ through moe_wna16 needs sm75 or newer, the device is {ask.device.arch}",
+    lambda ask: f"AWQ on the MoeWNA16 path needs sm75 or newer; this device is {ask.device.arch}",
 )
 MARLIN_REFUSES = Condition(
-    "Marlin does not take the sizes",
+    "Marlin does not support the sizes",
     lambda ask: not shape_fits(replace(ask, pads_tiles=True)),
-    lambda ask: f"Marlin does not take the sizes of {ask.problem.dims}",
+    lambda ask: f"Marlin does not support the sizes of {ask.problem.dims}",
 )
 CHANNELS_WITH_MARLIN_ONLY = LateFailure(
     "scales per channel",
     _per_channel,
     lambda ask, chosen: (
-        "the method takes scales per channel with Marlin only and stops on "
+        "the method supports per-channel scales with Marlin only and fails on "
         f"{chosen.variant.experts if chosen else 'no backend'}"
     ),
     kind="AssertionError",
@@ -148,14 +148,14 @@ CHANNELS_WITH_MARLIN_ONLY = LateFailure(
 WHOLE_GROUPS = LateFailure(
     "scale groups",
     _straddles,
-    lambda ask, chosen: f"scale groups would cross ranks ({_sizes(ask, chosen)})",
+    lambda ask, chosen: f"TP shard is not a multiple of the quantization group ({_sizes(ask, chosen)})",
     kind="ValueError",
     sized=True,
 )
 HALVES_GROUPS = LateFailure(
     "scale groups",
     _halved_below_32,
-    lambda ask, chosen: f"no scale group of 32 or more divides the sizes ({_sizes(ask, chosen)})",
+    lambda ask, chosen: f"no quantization group of 32 or more divides the sizes ({_sizes(ask, chosen)})",
     kind="AssertionError",
     sized=True,
 )

@@ -46,7 +46,7 @@ _FP8 = Route(
         Condition(
             "scale groups",
             lambda ask: ask.problem.scheme.weight.group != 128,
-            lambda ask: f"the method takes groups of 128 only, the weights are {ask.problem.scheme.weight}",
+            lambda ask: f"the method supports only groups of 128; weights are {ask.problem.scheme.weight}",
             kind="AssertionError",
         ),
     ),
