@@ -18,7 +18,7 @@ from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.moe_problem import MoEProblem, Parallel
 from .assumptions import assume
-from .deployment import StepTimes, WeightMemory, roofline_of, memory_of
+from .deployment import StepTimes, WeightMemory, memory_of, roofline_of
 from .fallback import Fallback, fallback_of
 from .measured_evidence import Known, MeasuredEvidence, nothing
 from .problem_facts import facts, source_of

@@ -90,7 +90,7 @@ def test_nothing_changed(written):
         (
             [KIMI, "--gpu", "a100"],
             [KIMI, "--gpu", "h100"],
-            ["Humming goes before Marlin on compute capability 9.0 only", "humming (BatchedHumming"],
+            ["Humming has priority over Marlin on compute capability 9.0 only", "humming (BatchedHumming"],
         ),
     ],
 )

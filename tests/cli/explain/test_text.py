@@ -278,7 +278,7 @@ def test_values_of_one_layer_group_stand_in_one_column():
     places = {
         line.index(word)
         for line in lines
-        for word in (" triton", " Humming goes")
+        for word in (" triton", " Humming has")
         if line[2:8] in ("backen", "moectl", "note  ") and word in line
     }
     assert len(places) == 1

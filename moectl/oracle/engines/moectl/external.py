@@ -1,4 +1,4 @@
-"""Libraries of others that moectl calls: Humming, vLLM's Marlin without the engine, triton_kernels."""
+"""External kernels that moectl calls: Humming, vLLM's Marlin without the engine, triton_kernels."""
 
 from functools import partial
 
@@ -58,15 +58,15 @@ HUMMING = Backend(
     ),
     runner="humming",
     verified=(SM90,),
-    note="Humming's indexed GEMMs: weights are laid out by its own transformation when a layer is prepared, "
-    "and kernels are compiled when a number of tokens first asks for them.",
+    note="Humming's indexed GEMMs: weights are repacked by Humming when a layer is prepared, "
+    "and kernels are compiled at the first call with a new number of tokens.",
 )
 
 _MARLIN_LAYOUTS = {row.formats[0].name: row.layout for row in kernels.MARLIN.weights}
 
 
 def _marlin_sizes(ask: SupportQuery) -> bool:
-    """True when the layout can hold the hidden size, which is rounded up for MXFP4 alone."""
+    """True when the layout supports the hidden size, which is padded only for MXFP4."""
     problem = ask.problem
     weight, gated, hidden = problem.scheme.weight, problem.activation.gated, problem.dims.hidden
     name = _MARLIN_LAYOUTS.get(weight.name)
@@ -119,8 +119,8 @@ MARLIN = Backend(
     ),
     runner="marlin",
     verified=(SM90,),
-    note="vLLM's Marlin GEMM, from the engine's library file; its kernels are compiled when they are first "
-    "called, which takes minutes where the library has none for the GPU.",
+    note="vLLM's Marlin GEMM, from the engine's library file; if the library has no kernels for the GPU, they "
+    "are compiled at the first call, which takes minutes.",
 )
 
 _HOPPER = kernels.TRITON_KERNELS.weights[0].layout
@@ -153,5 +153,5 @@ TRITON_KERNELS = Backend(
     forms=(WeightForm(_HOPPER, partial(padding, _HOPPER)),),
     runner="triton_kernels",
     verified=(SM90,),
-    note="The copy that vLLM carries; that of Triton's repository where it has the same functions.",
+    note="vLLM's copy, or that of Triton's repository if it has the same functions.",
 )

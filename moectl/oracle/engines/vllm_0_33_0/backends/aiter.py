@@ -1,4 +1,4 @@
-"""AITER: AMD's kernels. On other platforms they stand in the ranking and are refused."""
+"""AITER: AMD's kernels. On other platforms they are ranked, and rejected by the device check."""
 
 from .....problem.moe_problem import SWIGLU_OAI, Align
 from .....problem.schemes import MXFP4_ACT, MXFP8_ACT, ActFormat
@@ -36,7 +36,7 @@ _ACTIVATIONS = only("silu", "gelu", "situ", "swigluoai", "swigluoai_uninterleave
 
 
 def _fused(experts: str, *offers: FormatSupport, stops: tuple[RuntimeFailure, ...] = ()) -> ExpertsClass:
-    """Kernels of CDNA3 and newer, on by switch."""
+    """Kernels for CDNA3 and newer, enabled by environment variables."""
     return ExpertsClass(
         experts,
         Capability(

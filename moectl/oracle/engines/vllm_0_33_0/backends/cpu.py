@@ -71,7 +71,7 @@ CPU_INT4 = Backend(
 
 
 def _multiples(hidden: int, intermediate: int = 1) -> BackendRule:
-    """Sizes that the kernels take; intermediate sizes that they pad themselves are not asked for."""
+    """Required multiples; an intermediate size that the kernels pad themselves is not checked."""
     also = f", intermediate of {intermediate}" if intermediate > 1 else ""
 
     def holds(ask: SupportQuery) -> bool:
@@ -140,7 +140,7 @@ CPU_W4A8 = Backend(
 
 
 def _grouped_gemm(output: int, reduction: int, zen: bool = False) -> BackendRule:
-    """Tiles of the grouped GEMM: the intermediate size is padded to them, but not for gpt-oss rows."""
+    """Tiles of the grouped GEMM; the intermediate size is padded to them, except for gpt-oss rows."""
 
     def holds(ask: SupportQuery) -> bool:
         if zen and _ZEN.fits(ask.device) and ask.packages.has("zentorch"):

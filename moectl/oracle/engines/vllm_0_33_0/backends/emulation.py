@@ -1,4 +1,4 @@
-"""Emulation: weights are decoded and multiplied in 16 bits; slow, and almost everywhere."""
+"""Emulation: weights are dequantized and multiplied in 16 bits. Slow, but runs almost everywhere."""
 
 from dataclasses import replace
 

@@ -21,7 +21,7 @@ from ..variables import VARIABLES
 KERNELS = PackageNeed(
     "flashinfer_cubin", instead=("nvcc", "ninja"), switch=VARIABLES["VLLM_HAS_FLASHINFER_CUBIN"]
 )
-"""Compiled kernels, or the tools to compile them at run time."""
+"""Precompiled kernels, or the tools to compile them at run time."""
 
 TRTLLM_SYMBOLS = (
     "fused_moe.trtllm_fp8_block_scale_moe",
@@ -39,7 +39,7 @@ CUTLASS_SYMBOLS = (
 
 
 def flashinfer_needs(symbols: tuple[str, ...] = ("",)) -> tuple[PackageNeed, ...]:
-    """FlashInfer with `symbols`, and kernels that are compiled or can be."""
+    """FlashInfer with `symbols`, and kernels precompiled or compilable."""
     return (*(PackageNeed("flashinfer", symbol) for symbol in symbols), KERNELS)
 
 

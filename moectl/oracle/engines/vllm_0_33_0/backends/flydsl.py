@@ -1,4 +1,4 @@
-"""FlyDSL: AMD's int4 kernels for gfx950, behind a method of their own that only a request reaches."""
+"""FlyDSL: AMD's int4 kernels for gfx950, through a separate method that only a request selects."""
 
 from ....backend import Backend, Capability, ExpertsClass, FormatSupport, PackageNeed, WeightForm, only
 from ....gpu_archs import gfx

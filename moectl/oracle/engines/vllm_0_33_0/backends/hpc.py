@@ -1,4 +1,4 @@
-"""HPC: FP8 kernels for SM90, from a package of their own."""
+"""HPC: FP8 kernels for SM90, from the hpc package."""
 
 from ....backend import (
     Backend,

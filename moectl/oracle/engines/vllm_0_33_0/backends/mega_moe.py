@@ -1,4 +1,4 @@
-"""Megakernels of models' own: dispatch, both GEMMs and combine in one launch, without the expert layer.
+"""Model-specific megakernels: dispatch, both GEMMs and combine in one launch, without the expert layer.
 
 Only DeepSeek-V4 and Kimi-K3 have them, and only when asked for by name.
 """

@@ -1,4 +1,4 @@
-"""The engine's Triton backends: OpenAI's triton_kernels for MXFP4, and its own integer kernels."""
+"""vLLM's Triton backends: OpenAI's triton_kernels for MXFP4, and vLLM's integer kernels."""
 
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ TRITON_UNFUSED = Backend(
 
 
 def few_experts(ask: SupportQuery) -> bool:
-    """True when the experts of all ranks, rounded up to 32, stay under 1024."""
+    """True when the number of experts of all ranks, rounded up to 32, is below 1024."""
     return ask.device.platform not in ("cuda", "rocm") or -(-ask.problem.experts // 32) * 32 < 1024
 
 

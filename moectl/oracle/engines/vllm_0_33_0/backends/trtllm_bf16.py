@@ -51,7 +51,7 @@ TRTLLM_PLAIN = Backend(
             monolithic=True,
         ),
         ExpertsClass(
-            # Without an exchange that routes tokens itself, only the monolithic form is used.
+            # Without an all2all exchange that routes tokens itself, only the monolithic class is used.
             "TrtLlmBf16ExpertsModular",
             replace(
                 _TRTLLM,
@@ -96,5 +96,5 @@ TRTLLM_LORA = Backend(
         ),
     ),
     forms=_FORMS,
-    note="The only kernels beside Triton's that add adapters between the two GEMMs.",
+    note="Besides Triton's, the only kernels that apply LoRA adapters between the two GEMMs.",
 )

@@ -32,7 +32,7 @@ ROUTED_EXPERTS = BackendRule(
 
 
 def _clamp_fits(ask: SupportQuery) -> bool:
-    """Parameters of the activation reach the kernel with block scales and a gated SiLU only."""
+    """True when the kernel receives the activation's parameters: only with block scales and a gated SiLU."""
     return not ask.parametrized or (ask.weight in _BLOCKS and ask.activation in _SWIGLU)
 
 

@@ -38,7 +38,7 @@ _MXFP4 = Route(
 
 
 def _mega(name: str, backend: Backend) -> dict[str, Route]:
-    """The request for a model's own megakernel; weights are not rounded for it."""
+    """The request for a model-specific megakernel; weights are not padded for it."""
     route = replace(
         _MXFP4,
         name=f"the model's own experts, {name} asked for",
@@ -61,17 +61,17 @@ _DEEPSEEK_V4 = replace(
         **_mega("deep_gemm_mega_moe", mega_moe.DEEP_GEMM_MEGA),
         **_mega("aiter_mega_moe", mega_moe.AITER_MEGA),
     },
-    # The config is that of the FP8 layers around them.
+    # The quantization config is that of the surrounding FP8 layers.
     minimum=75,
     dtypes=only("bf16", "fp16"),
 )
 
 LEAST_SLICE = 256
-"""Intermediate size below which Kimi-K3 pads the slices of tensor-parallel ranks."""
+"""Intermediate size below which Kimi-K3 pads the shards of tensor-parallel ranks."""
 
 
 def _padded_slice(ask: SupportQuery, asked: tuple[Backend, ...]) -> SupportQuery:
-    """`ask` with the intermediate size that the model pads itself before it makes its experts."""
+    """`ask` with the intermediate size after the model's own padding."""
     problem = ask.problem
     parallel, inter = problem.parallel, problem.dims.intermediate
     whole = inter * parallel.tp_size

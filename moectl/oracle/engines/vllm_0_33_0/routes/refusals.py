@@ -1,4 +1,4 @@
-"""What vLLM refuses with every method, before any layer is made."""
+"""What vLLM refuses with every method, before it creates any layer."""
 
 from ....backend import SupportQuery, is_on
 from ....route import Condition
@@ -24,7 +24,7 @@ def _mori(ask: SupportQuery) -> bool:
 
 
 def _fused_aiter(ask: SupportQuery) -> bool:
-    """True when the engine fuses experts with AITER, which it does for gated ones only."""
+    """True when vLLM runs the experts with AITER, which it does only for gated ones."""
     if not ask.problem.activation.gated:
         return False
     switched = is_on(ask.packages, VARIABLES["VLLM_ROCM_USE_AITER"]) and is_on(

@@ -1,4 +1,4 @@
-"""vLLM's terms: its names for a model's properties, and what its methods refuse."""
+"""vLLM's names for a model's properties, and what its methods refuse."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..backends.marlin import BATCHED_MARLIN, MARLIN, shape_fits
 
 
 def dtype(problem: MoEProblem, device: Device) -> str:
-    """BF16 models run in FP16 on GPUs without BF16 arithmetic."""
+    """The dtype that a model runs in: BF16 models run in FP16 on GPUs without BF16 arithmetic."""
     old = device.platform == "cuda" and device.capability < 80
     return "fp16" if old and problem.dtype == "bf16" else problem.dtype
 
 
 def activation(problem: MoEProblem) -> str:
-    """The engine's name: gpt-oss' function over concatenated rows has one of its own."""
+    """vLLM's name; gpt-oss' function over concatenated rows has a separate one."""
     name = problem.activation.name
     if name == "swigluoai" and problem.rows == "concatenated":
         name = "swigluoai_uninterleave"
@@ -40,7 +40,7 @@ _ROUTING = {
 
 
 def routing(problem: MoEProblem) -> str:
-    """The engine's name of the routing method; models with experts' groups route as DeepSeek-V3."""
+    """vLLM's name of the routing method; models with expert groups use DeepSeekV3."""
     routing = problem.routing
     if routing.weight_on_input and problem.top_k == 1:
         return "Llama4"
@@ -51,7 +51,7 @@ def routing(problem: MoEProblem) -> str:
 
 
 def refuses(name: str, says: str, kind: str) -> Condition:
-    """The refusal of every problem that a row takes: checkpoints that the engine knows not to load."""
+    """A refusal of every problem of a route: checkpoints that vLLM does not load."""
     return Condition(name, lambda ask: True, lambda ask: says, kind)
 
 
@@ -100,7 +100,7 @@ def _straddles(ask: SupportQuery, chosen: Candidate | None) -> bool:
     sizes = (dims.padded_hidden, dims.padded_intermediate)
     if weight.group != FULL and any(size % weight.group for size in sizes):
         return True
-    # Packed zero points: whole 32-bit words per rank.
+    # Zero points are packed: each rank needs whole 32-bit words.
     words = 32 // weight.bits
     return weight.zero_point and any(size % words for size in (sizes[0], 2 * sizes[1]))
 

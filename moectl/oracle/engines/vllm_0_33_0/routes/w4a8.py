@@ -70,7 +70,7 @@ _INT8 = replace(
     name="int4 weights with int8 activations",
     method="CompressedTensorsW4A8Int8MoEMethod",
     acts=only("int8 per token dynamic"),
-    # The kernels quantize activations themselves and are asked for 16-bit ones.
+    # The kernels quantize activations themselves, so 16-bit ones are requested.
     act="own",
     orders=(Order((cpu.CPU_W4A8,), CPU),),
     names={"cpu": (cpu.CPU_W4A8,)},
