@@ -128,11 +128,11 @@ def gpu(name: str) -> ProposedChange:
 
 def _switches(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
     """Values of the switch that the failing question reads."""
-    offers = candidate.variant.offers
-    for switch in offers.switches:
+    capability = candidate.variant.capability
+    for switch in capability.switches:
         if verdict.question == f"switch {switch.variable.name}":
             yield variable(switch.variable.name, verdict.wanted)
-    for rule in offers.rules:
+    for rule in capability.rules:
         if rule.question == verdict.question and rule.switch:
             known = policy_named(now.policy).variables.get(rule.switch)
             for value in dict.fromkeys((*(known.choices if known else ()), "1", "0")):
@@ -142,7 +142,7 @@ def _switches(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> I
 
 def _packages(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
     """What the failing need asks for, and what does instead; every symbol of one package at once."""
-    for need in candidate.variant.offers.needs:
+    for need in candidate.variant.capability.needs:
         if verdict.question == f"package {need.package}" and not need.met(now.packages):
             yield package((need.package,))
             if need.instead:
@@ -225,7 +225,7 @@ def _act_formats(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -
     key = verdict.wanted.rpartition(" with ")[0]
     declared = {
         act
-        for offer in candidate.variant.offers.offers or ()
+        for offer in candidate.variant.capability.formats or ()
         if any(key == name or (name.endswith("*") and key.startswith(name[:-1])) for name in offer.weights)
         for act in (offer.acts.only or ())
     }

@@ -287,7 +287,7 @@ class Route:
             name
             for backend in self.backends()
             for variant in backend.variants
-            for name in variant.offers.switch_names()
+            for name in variant.capability.switch_names()
         }
         left_out = {name for exclusion in self.exclusions for name in exclusion.switches}
         asked = {name for demand in self.demands for name in demand.switches}

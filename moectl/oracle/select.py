@@ -1,4 +1,4 @@
-"""The oracle: one function from a problem, a machine and a policy to a decision."""
+"""Backend selection: one function from a problem, a machine and a policy to a decision."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .selection_inputs import SelectionInputs
 from .verdict_sentences import sentence
 
 NOTHING = MeasuredTimes()
-"""No measurement at all: the policy's order decides."""
+"""No measurements: the policy's priority order decides."""
 
 
 class OutOfScope(NoBackend):
-    """The policy has no row for this checkpoint format or platform, so nothing can be said."""
+    """The policy has no route for this checkpoint format or platform."""
 
 
 def select(
@@ -40,21 +40,30 @@ def select(
 ) -> Decision:
     """The decision of `policy` for one layer on one rank; equal arguments give equal decisions.
 
-    Every candidate is asked every question. `only` is a request by name: it picks candidates and
-    leaves the judging alone. A request that cannot be served leaves `chosen` empty with the reasons in
-    `error`, unless `allow_fallback` lets the automatic order take over. Where the policy `measures`, the
-    fastest by `measured` is chosen of those that can serve; `Decision.ranking` tells.
+    Every candidate is checked on every question. `only` requests a backend by name. If it is not
+    supported, `chosen` is None and `error` has the reasons, unless `allow_fallback` allows the automatic
+    choice. If the policy `measures`, the fastest usable candidate by `measured` is chosen, and
+    `Decision.ranking` has the times.
 
-    Raises OutOfScope when the policy has no row for the format or the platform.
+    Raises OutOfScope when the policy has no route for the format or the platform.
+
+    Example:
+        >>> from moectl.environment import find_device
+        >>> from moectl.oracle import packages_from, policy_named
+        >>> from moectl.problem.published_layers import model_problem
+        >>> problem = model_problem("gpt-oss-120b")
+        >>> decision = select(problem, find_device("h200"), packages_from("full"), policy_named("moectl"))
+        >>> decision.chosen.backend.name
+        'triton'
     """
     inputs = SelectionInputs(problem, device, packages, policy.name, only, allow_fallback, measured)
     return _decided(inputs, policy)
 
 
 def decide(inputs: SelectionInputs) -> Decision:
-    """The decision that rests on `inputs`: `select`, by the policy that they name.
+    """The decision for `inputs`, by the policy that they name.
 
-    Raises as `select`, and UsageError for a policy that is not known.
+    Raises as `select`, and UsageError for an unknown policy.
     """
     return _decided(inputs, policy_named(inputs.policy))
 
@@ -73,8 +82,8 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
     chosen, failure = found.chosen, found.failure
     notes = (*found.cut, *found.notes, *_variables(inputs.packages, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
-        notes = (*notes, _unasked(policy, chosen))
-    notes = (*notes, *_stops(found.ask, chosen), *_unbalanced(policy, taken, found.ask, chosen))
+        notes = (*notes, _unchecked(policy, chosen))
+    notes = (*notes, *_runtime_failures(found.ask, chosen), *_unbalanced(policy, taken, found.ask, chosen))
     sized = chosen is not None or bool(found.stand_in)
     if sized:
         late, sized = _afterwards(found, policy, taken)
@@ -103,7 +112,7 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
 def _by_time(
     found: _RouteOutcome, policy: Policy, measured: MeasuredTimes
 ) -> tuple[_RouteOutcome, TimeRanking | None]:
-    """The outcome with the fastest candidate that can serve, and the times that say so, if any do."""
+    """The outcome with the fastest usable candidate, and its times if there are any."""
     if not policy.measures or found.chosen is None:
         return found, None
     usable = [candidate for candidate in found.candidates if candidate.usable]
@@ -114,7 +123,7 @@ def _by_time(
 
 
 def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
-    """The first route that takes the problem."""
+    """The first route of `policy` for the problem."""
     problem, device = inputs.problem, inputs.device
     scheme = problem.scheme
     not_covered = f"the rules of {policy.name} do not cover {device.platform} devices"
@@ -169,7 +178,7 @@ def _ask(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None
 
 @dataclass(frozen=True, slots=True)
 class _RouteOutcome:
-    """What one way of asking gives: `stand_in` is what the engine goes on with instead of a backend."""
+    """The outcome of one route; `stand_in` is what the engine continues with instead of a backend."""
 
     ask: SupportQuery
     candidates: tuple[Candidate, ...] = ()
@@ -181,7 +190,7 @@ class _RouteOutcome:
 
 
 def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None) -> _RouteOutcome:
-    """Judged candidates, the first usable one, why there is none, and notes."""
+    """Checked candidates, the first usable one or why there is none, and notes."""
     device = inputs.device
     ask = _ask(inputs, policy, route, name)
     if early := route.stand_in(device, at_once=True):
@@ -212,7 +221,7 @@ def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | N
 
 
 def _cut(before: SupportQuery, after: SupportQuery, policy: Policy) -> tuple[str, ...]:
-    """What the method does to slice blocks of weights over ranks."""
+    """Notes on what the method does to shards that are not aligned with weight blocks."""
     notes: tuple[str, ...] = ()
     if after.weight != before.weight:
         notes = (
@@ -227,20 +236,20 @@ def _cut(before: SupportQuery, after: SupportQuery, policy: Policy) -> tuple[str
 def _fallen_back(
     asked: _RouteOutcome, rest: _RouteOutcome, name: str, gates: tuple[Gate, ...]
 ) -> _RouteOutcome:
-    """The automatic choice, after the candidates of a request that cannot be served."""
+    """The automatic choice, with the candidates of an unsupported request before its own."""
     why = asked.failure.says if asked.failure and not asked.candidates else "; ".join(map(str, gates))
-    told = f"{name} was requested but is not supported{': ' if why else ''}{why}"
+    note = f"{name} was requested but is not supported{': ' if why else ''}{why}"
     more = tuple(replace(c, rank=c.rank + len(asked.candidates)) for c in rest.candidates)
     return replace(
         rest,
         candidates=(*asked.candidates, *more),
         chosen=next((c for c in more if rest.chosen and c.usable), None),
-        notes=(*asked.notes, told, *rest.notes),
+        notes=(*asked.notes, note, *rest.notes),
     )
 
 
 def _afterwards(found: _RouteOutcome, policy: Policy, route: Route) -> tuple[Failure | None, bool]:
-    """What fails after the choice, and whether sizes were fixed by then."""
+    """What fails after the choice, and whether padded sizes were set by then."""
     ask, chosen = found.ask, found.chosen
     if exchanged(ask, policy) is None:
         return _too_large(ask, policy), False
@@ -250,19 +259,19 @@ def _afterwards(found: _RouteOutcome, policy: Policy, route: Route) -> tuple[Fai
     return None, True
 
 
-def _stops(ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
-    """A note for everything that the chosen kernels stop on when they run, which no choice depends on."""
+def _runtime_failures(ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
+    """A note for each failure of the chosen kernels at run time, which the choice does not consider."""
     if chosen is None:
         return ()
     return tuple(
-        f"{chosen.variant.experts} fails on the first token ({stop.kind}): it {stop.says}"
-        for stop in chosen.variant.offers.stops
-        if stop.when(ask)
+        f"{chosen.variant.experts} fails on the first token ({failure.kind}): it {failure.says}"
+        for failure in chosen.variant.capability.runtime_failures
+        if failure.when(ask)
     )
 
 
 def _unbalanced(policy: Policy, route: Route, ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
-    """A note where expert balancing is asked for and the method does not do it."""
+    """A note if EPLB is requested and the method does not support it."""
     if chosen is None or not policy.balancing or not ask.problem.parallel.eplb:
         return ()
     if policy.balancing.get(route.method, NONE).allows(chosen.engine_name):
@@ -271,33 +280,35 @@ def _unbalanced(policy: Policy, route: Route, ask: SupportQuery, chosen: Candida
 
 
 def _variables(packages: Packages, policy: Policy) -> tuple[str, ...]:
-    """A note for each variable that is set and does not do what was meant."""
-    known = policy.variables
-    found = (
-        judge_variable(known[name], packages.env[name], policy.name) for name in packages.env if name in known
+    """A note for each environment variable whose value has no effect or another one than expected."""
+    variables = policy.variables
+    findings = (
+        judge_variable(variables[name], value, policy.name)
+        for name, value in packages.env.items()
+        if name in variables
     )
-    return tuple(finding.remark for finding in found if finding.remark)
+    return tuple(finding.remark for finding in findings if finding.remark)
 
 
 def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) -> tuple[Gate, ...]:
-    """What the engine refuses before any backend is asked."""
-    found = []
+    """What the engine refuses before any backend is checked."""
+    gates = []
     capability = ask.device.capability
     if not route.platforms.allows(ask.device.platform):
         says = f"{policy.name} does not accept {route.name} on {ask.device.platform}"
-        found.append(Gate(PLATFORM, says))
+        gates.append(Gate(PLATFORM, says))
     if ask.device.platform == "cuda" and capability < route.minimum:
         says = f"{route.method} needs sm{route.minimum} or newer; this device is {ask.device.arch}"
-        found.append(Gate(CAPABILITY, says))
+        gates.append(Gate(CAPABILITY, says))
     if not route.dtypes.allows(ask.dtype):
         says = f"{route.method} computes in {route.dtypes}; model runs in {ask.dtype}"
-        found.append(Gate(DTYPE, says))
+        gates.append(Gate(DTYPE, says))
     for refusal in policy.refusals:
         if refusal.holds(ask):
-            found.append(Gate(refusal.name, refusal.says(ask)))
+            gates.append(Gate(refusal.name, refusal.says(ask)))
     if name and not policy.accepted_names.allows(name):
-        found.append(Gate(NAME, f"{policy.name} does not accept {name} as a backend name"))
-    return tuple(found)
+        gates.append(Gate(NAME, f"{policy.name} does not accept {name} as a backend name"))
+    return tuple(gates)
 
 
 def _too_large(ask: SupportQuery, policy: Policy) -> Failure:
@@ -313,7 +324,7 @@ def _reasons(candidates: Iterable[Candidate]) -> str:
 
 
 def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[Candidate, ...]) -> Failure:
-    """Why no candidate is chosen, as one sentence."""
+    """Why no candidate is chosen, in one sentence."""
     if not name:
         says = f"no backend of policy {policy.name} supports this deployment ({route.name})"
         return Failure(says, route.fails)
@@ -327,5 +338,5 @@ def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[C
     return Failure(says, route.fails_by_name)
 
 
-def _unasked(policy: Policy, chosen: Candidate) -> str:
+def _unchecked(policy: Policy, chosen: Candidate) -> str:
     return f"{policy.name} assigns {chosen.variant.experts} without checks, although {_reasons([chosen])}"

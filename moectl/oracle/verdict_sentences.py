@@ -114,7 +114,7 @@ def _rule_variables(engines: tuple[str, ...]) -> Mapping[str, str]:
         for route in ENGINES[name].policy.routes
         for backend in route.backends()
         for variant in backend.variants
-        for rule in variant.offers.rules
+        for rule in variant.capability.rules
         if rule.switch
     }
 

@@ -338,7 +338,7 @@ def test_the_oracle_imports_no_heavy_package() -> None:
 @pytest.mark.parametrize("dp", [1, 2])
 def test_fused_routers_serve_one_data_parallel_rank_alone(dp: int) -> None:
     decision = ask(replace(GPT_OSS, parallel=Parallel(dp=dp)), "b200")
-    fused = [c for c in decision.candidates if c.variant and not c.variant.offers.spread.dp]
+    fused = [c for c in decision.candidates if c.variant and not c.variant.capability.parallel.dp]
     answers = {v.holds for c in fused for v in c.verdicts if v.question == "data parallel ranks"}
     assert answers == {dp == 1}
 
@@ -355,6 +355,6 @@ def test_experts_without_gating_are_asked_for_as_such() -> None:
 def test_kernels_that_route_by_themselves_refuse_routing_by_token_id(hashed: bool) -> None:
     routing = replace(GPT_OSS.routing, hashed=hashed)
     decision = ask(replace(GPT_OSS, routing=routing), "b200")
-    fused = [c for c in decision.candidates if c.variant.monolithic and not c.variant.offers.hashed]
+    fused = [c for c in decision.candidates if c.variant.monolithic and not c.variant.capability.hashed]
     answers = {v.holds for c in fused for v in c.verdicts if v.question == "hash routing"}
     assert answers == {not hashed}

@@ -146,8 +146,8 @@ def on_other_platforms(row: CandidateRow, decision: Decision) -> bool:
     platform = decision.inputs.device.platform
     return all(
         not c.usable
-        and c.variant.offers.arch is not None
-        and all(arch.platform != platform for arch in c.variant.offers.arch)
+        and c.variant.capability.arch is not None
+        and all(arch.platform != platform for arch in c.variant.capability.arch)
         for c in row.candidates
     )
 

@@ -17,7 +17,7 @@ from ...backend import (
     only,
 )
 from ...gpu_archs import SM90
-from .kernel_rules import SCALE_DTYPE, archs_of, model_dtype, offers_of, scales_of, weighting
+from .kernel_rules import SCALE_DTYPE, archs_of, formats_of, model_dtype, scales_of, weighting
 from .own import GATE, NAIVE
 
 
@@ -35,8 +35,8 @@ HUMMING = Backend(
             Capability(
                 arch=archs_of(kernels.HUMMING),
                 needs=(PackageNeed("humming", "forward.humming_forward", instead=(f"{PREFIX}humming",)),),
-                offers=offers_of(kernels.HUMMING),
-                spread=NAIVE,
+                formats=formats_of(kernels.HUMMING),
+                parallel=NAIVE,
                 act_order=False,
                 scales=scales_of(kernels.HUMMING),
                 rules=(
@@ -86,8 +86,8 @@ MARLIN = Backend(
             Capability(
                 arch=archs_of(kernels.MARLIN),
                 needs=(PackageNeed("vllm", MARLIN_LIBRARY, instead=(f"{PREFIX}vllm",)),),
-                offers=offers_of(kernels.MARLIN),
-                spread=NAIVE,
+                formats=formats_of(kernels.MARLIN),
+                parallel=NAIVE,
                 act_order=False,
                 rules=(
                     GATE,
@@ -119,7 +119,7 @@ MARLIN = Backend(
     ),
     runner="marlin",
     verified=(SM90,),
-    note="vLLM's Marlin GEMM, from the engine's library file; if the library has no kernels for the GPU, they "
+    note="vLLM's Marlin GEMM, from the engine's library file; kernels that it lacks for the GPU "
     "are compiled at the first call, which takes minutes.",
 )
 
@@ -138,9 +138,9 @@ TRITON_KERNELS = Backend(
                         "triton_kernels", "routing.compute_expt_data", instead=(f"{PREFIX}triton_kernels",)
                     ),
                 ),
-                offers=offers_of(kernels.TRITON_KERNELS),
+                formats=formats_of(kernels.TRITON_KERNELS),
                 ungated=bool(kernels.TRITON_KERNELS.ungated),
-                spread=NAIVE,
+                parallel=NAIVE,
                 act_order=False,
                 dtypes=only(*kernels.TRITON_KERNELS.weights[0].dtypes),
                 rules=(

@@ -120,8 +120,8 @@ FLASHINFER_CUTLASS = Backend(
             Capability(
                 arch=(SM90,),
                 needs=_needs(kernel.routed for kernel in CUTLASS),
-                offers=_offers(CUTLASS),
-                spread=NAIVE,
+                formats=_offers(CUTLASS),
+                parallel=NAIVE,
                 act_order=False,
                 rules=_rules(_declared(CUTLASS)),
             ),
@@ -162,8 +162,8 @@ def _backend(
                 Capability(
                     arch=(SM10X,),
                     needs=_needs(functions),
-                    offers=pairs,
-                    spread=NAIVE,
+                    formats=pairs,
+                    parallel=NAIVE,
                     act_order=False,
                     rules=_rules(find, routes=logits),
                 ),

@@ -12,7 +12,7 @@ def archs_of(support: KernelSupport) -> Archs:
     return (sm(low, high),)
 
 
-def offers_of(support: KernelSupport) -> tuple[FormatSupport, ...]:
+def formats_of(support: KernelSupport) -> tuple[FormatSupport, ...]:
     """The weight formats: those with 16-bit activations only, then those with any activations."""
     wide, any_act = (
         frozenset(exact_key(form) for row in support.weights if row.any_act == flag for form in row.formats)

@@ -15,7 +15,7 @@ from ...backend import (
     only,
 )
 from ...gpu_archs import CPU, SM90, Arch
-from .kernel_rules import archs_of, offers_of, scales_of
+from .kernel_rules import archs_of, formats_of, scales_of
 
 NAIVE = ParallelSupport(exchange=only("none", "allgather_reducescatter"), eplb=False)
 """Ranks that all-gather tokens and reduce-scatter the sums around experts that skip other ranks' tokens.
@@ -49,8 +49,8 @@ TRITON = Backend(
             "grouped_gemm",
             Capability(
                 arch=archs_of(own_kernels.TRITON),
-                offers=offers_of(own_kernels.TRITON),
-                spread=NAIVE,
+                formats=formats_of(own_kernels.TRITON),
+                parallel=NAIVE,
                 act_order=False,
                 scales=scales_of(own_kernels.TRITON),
                 rules=(GATE,),
@@ -79,8 +79,8 @@ TRITON_MARLIN = Backend(
             "marlin",
             Capability(
                 arch=archs_of(own_kernels.TRITON_MARLIN),
-                offers=offers_of(own_kernels.TRITON_MARLIN),
-                spread=NAIVE,
+                formats=formats_of(own_kernels.TRITON_MARLIN),
+                parallel=NAIVE,
                 act_order=False,
                 dtypes=only(*own_kernels.TRITON_MARLIN.weights[0].dtypes),
                 scales=scales_of(own_kernels.TRITON_MARLIN),
@@ -108,7 +108,7 @@ TORCH_ARCHS = tuple(map(Arch, own_kernels.TORCH_PLATFORMS))
 TORCH = Backend(
     name="torch",
     engine_name="torch",
-    variants=(ExpertsClass("torch", Capability(arch=TORCH_ARCHS, spread=NAIVE, act_order=False)),),
+    variants=(ExpertsClass("torch", Capability(arch=TORCH_ARCHS, parallel=NAIVE, act_order=False)),),
     runner="torch",
     verified=(SM90, CPU),
     note="Plain torch: the reference for correctness, and the only choice without a supported GPU. "
@@ -117,7 +117,7 @@ TORCH = Backend(
 EMULATION = Backend(
     name="emulation",
     engine_name="emulation",
-    variants=(ExpertsClass("emulation", Capability(arch=TORCH_ARCHS, spread=NAIVE, act_order=False)),),
+    variants=(ExpertsClass("emulation", Capability(arch=TORCH_ARCHS, parallel=NAIVE, act_order=False)),),
     runner="emulation",
     note="Emulates kernels that quantize activations, slowly: weights are dequantized, activations rounded "
     "to the format that the checkpoint declares.",

@@ -12,7 +12,7 @@ FLYDSL = Backend(
             Capability(
                 arch=(gfx("gfx950"),),
                 needs=(PackageNeed("aiter"),),
-                offers=(FormatSupport(frozenset({"int4 group 32"})),),
+                formats=(FormatSupport(frozenset({"int4 group 32"})),),
                 activations=only("silu"),
                 ungated=False,
                 zero_points=False,

@@ -21,7 +21,7 @@ HPC = Backend(
             Capability(
                 arch=(SM90,),
                 needs=(PackageNeed("hpc"),),
-                offers=(
+                formats=(
                     FormatSupport(frozenset({"fp8 per tensor"}), only("fp8 per tensor static")),
                     FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
                 ),

@@ -73,9 +73,9 @@ _WEIGHTS = frozenset(
 )
 _CAPABILITY = Capability(
     arch=(sm(75),),
-    offers=(FormatSupport(_WEIGHTS, acts=NameSet()),),
+    formats=(FormatSupport(_WEIGHTS, acts=NameSet()),),
     activations=SHARED,
-    spread=NO_TWO_SIDED_EXCHANGE,
+    parallel=NO_TWO_SIDED_EXCHANGE,
     checkpoints=but("moe_wna16", "quark_int4"),
     rules=(SHAPE,),
 )

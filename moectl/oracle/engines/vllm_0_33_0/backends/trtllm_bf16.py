@@ -22,7 +22,7 @@ from .trtllm_fp8 import ROUTED_EXPERTS
 _TRTLLM = Capability(
     arch=(SM10X,),
     needs=flashinfer_needs(TRTLLM_SYMBOLS),
-    offers=(FormatSupport(frozenset({"bf16"})),),
+    formats=(FormatSupport(frozenset({"bf16"})),),
     activations=only("silu", "relu2_no_mul"),
     rules=(ROUTED_EXPERTS,),
 )
@@ -46,7 +46,7 @@ TRTLLM_PLAIN = Backend(
                     "MiniMax2",
                     "Sigmoid",
                 ),
-                spread=_GATHERED,
+                parallel=_GATHERED,
             ),
             monolithic=True,
         ),
@@ -55,7 +55,7 @@ TRTLLM_PLAIN = Backend(
             "TrtLlmBf16ExpertsModular",
             replace(
                 _TRTLLM,
-                spread=ParallelSupport(
+                parallel=ParallelSupport(
                     exchange=but("none", "allgather_reducescatter", "deepep_high_throughput"), eplb=False
                 ),
             ),
@@ -80,7 +80,7 @@ TRTLLM_LORA = Backend(
                 activations=only("silu"),
                 ungated=False,
                 routing=only("DeepSeekV3", "Llama4", "Renormalize", "RenormalizeNaive"),
-                spread=_GATHERED,
+                parallel=_GATHERED,
                 lora=True,
                 rules=(
                     BackendRule(

@@ -99,7 +99,7 @@ def _fit_blocks(ask: SupportQuery, named: tuple[Backend, ...]) -> SupportQuery |
     whole = dims.intermediate * ask.problem.parallel.tp_size
     if whole % rows or dims.hidden % rows or ask.problem.lora or ask.problem.bias:
         return Failure(
-            f"one rank's shard cannot be padded to whole blocks of {rows}: unsharded sizes must be multiples of "
+            f"one rank's shard cannot be padded to whole blocks of {rows}: whole sizes must be multiples of "
             f"{rows} (intermediate {whole}, hidden {dims.hidden}), without adapters or expert biases",
             "ValueError",
         )
@@ -110,8 +110,11 @@ def _fit_blocks(ask: SupportQuery, named: tuple[Backend, ...]) -> SupportQuery |
 def _takes(ask: SupportQuery, backend: Backend) -> bool:
     """True when some experts class of `backend` supports the number formats."""
     return any(
-        variant.offers.offers is None
-        or any(offer.serves(ask.weight, act_key(_PER_GROUP), ask.device) for offer in variant.offers.offers)
+        variant.capability.formats is None
+        or any(
+            offer.supports(ask.weight, act_key(_PER_GROUP), ask.device)
+            for offer in variant.capability.formats
+        )
         for variant in backend.variants
     )
 

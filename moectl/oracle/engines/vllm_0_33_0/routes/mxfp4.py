@@ -120,7 +120,7 @@ _COMPRESSED_MXFP4 = Route(
             cutlass.CUTLASS_MXFP4,
             cutlass.CUTLASS_MXFP4.variants[0],
             "MARLIN",
-            cutlass.CUTLASS_MXFP4.variants[0].offers.arch,
+            cutlass.CUTLASS_MXFP4.variants[0].capability.arch,
         ),
         Assignment(xpu.XPU_MXFP4, xpu.XPU_MXFP4.variants[0], "XPU", XPU),
         Assignment(MARLIN, MARLIN.variants[0], "MARLIN"),
