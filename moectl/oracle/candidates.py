@@ -30,7 +30,7 @@ def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None
         backends, excluded = requested(ask, route, name), route.left_out(ask, by_name=True)
         return _judged(ask, policy, route, backends, name, left_out=excluded), ()
     ranking, notes = route.ranking(ask), (*ignored, *route.moved(ask))
-    demand = route.demand(ask)
+    demand = route.switch_request(ask)
     if demand is not None:
         notes = (*notes, demand.why)
         demanded = requested(ask, route, demand.name)
@@ -47,8 +47,8 @@ _BY_NAME_ONLY = Verdict("order", "policy", "in the automatic order", "only when 
 
 def requested(ask: SupportQuery, route: Route, name: str) -> tuple[Backend, ...]:
     """Backends that a request selects here; empty when the route does not know the name."""
-    twins = dict(route.twins) if ask.batched else {}
-    return tuple(twins.get(backend, backend) for backend in route.meant(name, ask))
+    twins = dict(route.batched_twins) if ask.batched else {}
+    return tuple(twins.get(backend, backend) for backend in route.requested_backends(name, ask))
 
 
 def _filtered(

@@ -73,7 +73,7 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
     name = only.lower().replace("-", "_") if only and only != "auto" else None
     route = _route(inputs, policy, name)
     gates = _gates(_ask(inputs, policy, route, name), policy, route, name)
-    taken = route.detours.get(name, route) if name else route
+    taken = route.request_routes.get(name, route) if name else route
     found = _choose(inputs, policy, taken, name)
     if name and inputs.allow_fallback and (found.chosen is None or gates):
         found = _fallen_back(found, _choose(inputs, policy, taken, None), name, gates)
@@ -172,7 +172,7 @@ def _ask(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None
         routing=policy.routing(problem),
         invariant=invariant,
         request=name or "",
-        batched=name in route.sorts or policy.batches_tokens(problem),
+        batched=name in route.batched_requests or policy.batches_tokens(problem),
     )
 
 
@@ -193,12 +193,12 @@ def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | N
     """Checked candidates, the first usable one or why there is none, and notes."""
     device = inputs.device
     ask = _ask(inputs, policy, route, name)
-    if early := route.stand_in(device, at_once=True):
+    if early := route.substitute(device, at_once=True):
         return _RouteOutcome(ask, failure=Failure(early.says, ""), stand_in=early.engine_name)
     refused: Failure | None = None
     cut: tuple[str, ...] = ()
-    if route.slices is not None:
-        fitted = route.slices(ask, route.meant(name or "", ask))
+    if route.fit_shard is not None:
+        fitted = route.fit_shard(ask, route.requested_backends(name or "", ask))
         if isinstance(fitted, Failure):
             refused = fitted
         else:
@@ -211,10 +211,10 @@ def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | N
     if refused or chosen:
         return _RouteOutcome(ask, judged, chosen, refused, notes, cut=cut)
     asked_for = None if route.ignores(name) else name
-    demand = None if asked_for else route.demand(ask)
+    demand = None if asked_for else route.switch_request(ask)
     if demand is not None and not demand.falls_back:
         asked_for = demand.name
-    late = None if asked_for else route.stand_in(device, at_once=False)
+    late = None if asked_for else route.substitute(device, at_once=False)
     if late is not None:
         return _RouteOutcome(ask, judged, None, Failure(late.says, ""), notes, late.engine_name, cut)
     return _RouteOutcome(ask, judged, None, _nothing(policy, route, asked_for, judged), notes, cut=cut)
@@ -253,9 +253,9 @@ def _afterwards(found: _RouteOutcome, policy: Policy, route: Route) -> tuple[Fai
     ask, chosen = found.ask, found.chosen
     if exchanged(ask, policy) is None:
         return _too_large(ask, policy), False
-    for aftermath in route.aftermath:
-        if aftermath.holds(ask, chosen):
-            return Failure(aftermath.says(ask, chosen), aftermath.kind), aftermath.sized
+    for failure in route.late_failures:
+        if failure.holds(ask, chosen):
+            return Failure(failure.says(ask, chosen), failure.kind), failure.sized
     return None, True
 
 

@@ -23,7 +23,7 @@ def routes() -> Iterator[Route]:
     for engine in ENGINES.values():
         for route in engine.policy.routes:
             yield route
-            yield from route.detours.values()
+            yield from route.request_routes.values()
 
 
 def listed(route: Route) -> list[Backend]:

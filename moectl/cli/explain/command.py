@@ -1,4 +1,4 @@
-"""`moectl explain`: which backend a checkpoint gets, and every reason against the others."""
+"""`moectl explain`: which backend a checkpoint gets, and why the others are rejected."""
 
 import os
 from dataclasses import fields
@@ -26,7 +26,7 @@ EXAMPLES = (
 
 
 INPUTS = (*(field.name for field in fields(DecisionOptions)), "measured")
-"""Options that say what is decided: a document of --json holds them."""
+"""Options that a --json document records."""
 
 
 @framed("explain")
@@ -38,9 +38,9 @@ def explain(
     answer: AnswerOptions,
     out: Output,
 ) -> ExitCode:
-    """Say which fused-MoE backend a checkpoint gets, and why.
+    """Show which fused-MoE backend a checkpoint gets, and why.
 
-    With every reason against each other candidate, from config and tensor headers alone: no weights, no
+    Lists every reason against the other candidates, from config and tensor headers alone: no weights, no
     GPU, no engine.
     """
     from .output import AnswerOutput
@@ -48,10 +48,10 @@ def explain(
     answers = AnswerOutput(out, answer)
     if answer.replay is not None:
         if checkpoint is not None:
-            raise UsageError("--replay takes its inputs from the document", hint="leave CKPT out")
-        if stated_here := typed(context, INPUTS):
-            names = ", ".join(stated_here)
-            raise UsageError("--replay takes its inputs from the document", hint=f"leave {names} out")
+            raise UsageError("--replay takes its inputs from the document", hint="omit CKPT")
+        if recorded := typed(context, INPUTS):
+            names = ", ".join(recorded)
+            raise UsageError("--replay takes its inputs from the document", hint=f"omit {names}")
         return replayed(answer.replay, answer, answers)
     if checkpoint is None:
         raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --gpu h200")
@@ -61,7 +61,7 @@ def explain(
 def answered(
     checkpoint: str, options: DecisionOptions, answer: AnswerOptions, answers: "AnswerOutput"
 ) -> ExitCode:
-    """The explanation of a checkpoint, the matrix, what would have to change, or what did."""
+    """Show the explanation of a checkpoint, a matrix, a --why answer, or a --diff."""
     from ...checkpoint import open_checkpoint
     from ...checkpoint.config.user_assumptions import parse_stated
     from ...explain import explain as library
@@ -80,9 +80,11 @@ def answered(
             hint="give one value each to --gpu, --tp and --dp",
         )
     if cells > MOST_CELLS:
-        raise UsageError(f"a matrix has at most {MOST_CELLS} cells, this has {cells}", hint="ask for fewer")
-    stated = parse_stated(options.activation, options.routing)
-    source = open_checkpoint(checkpoint, offline=answer.offline, stated=stated)
+        raise UsageError(
+            f"a matrix has at most {MOST_CELLS} cells, this has {cells}", hint="use fewer GPUs or deployments"
+        )
+    properties = parse_stated(options.activation, options.routing)
+    source = open_checkpoint(checkpoint, offline=answer.offline, stated=properties)
     for note in (*assumed_of(machines), *options.remarks(policy, parallels)):
         answers.out.note(note)
     if cells > 1:
@@ -90,30 +92,30 @@ def answered(
     machine = machines[0]
     explanation = library(source, machine.device, machine.packages, question)
     if backend:
-        switches, told = tuple(options.switches.items()), tuple(options.stated().items())
-        command = ExplainCommand(checkpoint, machine, question, switches, options.policy or "", told)
+        switches, stated = tuple(options.switches.items()), tuple(options.stated().items())
+        command = ExplainCommand(checkpoint, machine, question, switches, options.policy or "", stated)
         return answers.why(explanation, command, backend)
     return answers.diff(explanation, answer.diff) if answer.diff else answers.explanation(explanation)
 
 
 def assumed_of(machines: "tuple[AssumedMachine, ...]") -> list[str]:
-    """What is assumed of `machines`, and what hides some of this machine's GPUs."""
+    """Notes on assumed packages of `machines`, and on variables that hide some of this machine's GPUs."""
     from ...environment import INSTALLED
     from ...environment.gpus import visibility_set
 
-    found = [
+    notes = [
         f"assuming the packages of profile {spec} (--packages {INSTALLED} to detect yours)"
         for spec in dict.fromkeys(machine.spec for machine in machines if machine.assumed)
     ]
-    here = next((machine for machine in machines if not machine.key), None)
-    if here is not None:
+    local = next((machine for machine in machines if not machine.key), None)
+    if local is not None:
         for variable, value in visibility_set(os.environ).items():
-            found.append(f"with {variable}={value} this machine's device is {here.device.name}")
-    return found
+            notes.append(f"with {variable}={value} this machine's device is {local.device.name}")
+    return notes
 
 
 def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> ExitCode:
-    """The explanation or matrix in the document at `path`, decided again."""
+    """Show the explanation or matrix in the document at `path`, decided again."""
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
     from ...explain.replay import read_document, replay, replay_matrix
@@ -123,7 +125,7 @@ def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> Exit
     document = read_document(path)
     if "rows" in document:
         if answer.why or answer.diff:
-            raise UsageError("--why and --diff take the document of one GPU and one deployment")
+            raise UsageError("--why and --diff need a document of one GPU and one deployment")
         return answers.matrix(replay_matrix(document))
     explanation = replay(document)
     if answer.why:

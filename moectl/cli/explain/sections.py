@@ -1,7 +1,7 @@
-"""The sections of an explanation, in two tables: about the whole of it, and about each layer group.
+"""The sections of an explanation, in two tables: for the whole explanation, and for each layer group.
 
-A section turns an explanation into blocks; text and markdown are drawn from the same ones. A section
-with a `document` adds that under its name to the JSON document.
+A section turns an explanation into blocks, from which both text and markdown are made. The `document` of
+a section is added to the JSON document under the section's name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
 
 @dataclass(frozen=True, slots=True)
 class ExplanationView:
-    """How much is shown: every candidate and source with `verbose`, every time with `measured`."""
+    """What to show: every candidate and source with `verbose`, every time with `measured`."""
 
     verbose: bool = False
     measured: bool = False
@@ -37,7 +37,7 @@ class ExplanationView:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part that speaks of the whole explanation; `detail` ones are shown with `verbose` only."""
+    """A section about the whole explanation; with `detail`, shown only with `verbose`."""
 
     name: str
     blocks: Callable[[Explanation, ExplanationView], Iterable[Block]]
@@ -47,7 +47,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class GroupSection:
-    """A part that speaks of one layer group."""
+    """A section about one layer group."""
 
     name: str
     blocks: Callable[[GroupExplanation, ExplanationView], Iterable[Block]]
@@ -55,7 +55,7 @@ class GroupSection:
 
 
 def sections(explanation: Explanation, view: ExplanationView = ExplanationView()) -> Iterator[Block]:
-    """Every block that is shown, in order."""
+    """All blocks to show, in order."""
     for section in BEFORE:
         if view.verbose or not section.detail:
             yield from section.blocks(explanation, view)
@@ -69,13 +69,13 @@ def sections(explanation: Explanation, view: ExplanationView = ExplanationView()
 
 
 def document(explanation: Explanation) -> dict[str, Any]:
-    """The explanation as one JSON document, with what the sections add."""
-    added = {
+    """The explanation as one JSON document, with the documents of its sections."""
+    section_documents = {
         section.name: section.document(explanation)
         for section in (*BEFORE, *AFTER)
         if section.document is not None
     }
-    return {**explanation.to_json(), **added}
+    return {**explanation.to_json(), **section_documents}
 
 
 def shape_words(problem: MoEProblem) -> str:
@@ -99,8 +99,8 @@ def parallel_words(parallel: Parallel) -> str:
 
 
 def device_words(device: Device) -> str:
-    """Name, architecture and what the table of GPUs knows."""
-    known = {
+    """Name, architecture and the known properties of a GPU."""
+    properties = {
         f"{device.sms} {UNITS_OF.get(device.platform, 'CUs')}": device.sms,
         size(device.memory_bytes): device.memory_bytes,
         f"{device.bandwidth / 1e12:.3g} TB/s": device.bandwidth,
@@ -108,7 +108,7 @@ def device_words(device: Device) -> str:
         f"{device.fp8_flops / 1e12:.4g} fp8 TFLOP/s": device.fp8_flops,
         f"{device.fp4_flops / 1e12:.4g} fp4 TFLOP/s": device.fp4_flops,
     }
-    return ", ".join([device.name, device.arch, *(fact for fact, there in known.items() if there)])
+    return ", ".join([device.name, device.arch, *(text for text, value in properties.items() if value)])
 
 
 def _head(explanation: Explanation, view: ExplanationView) -> Iterator[Block]:
@@ -170,7 +170,7 @@ def _choice(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
 
 
 def backend_words(backend: Backend, device: Device) -> str:
-    """Its name, and that nobody has checked it on such a device where that is so."""
+    """Its name, with a remark if it was never verified on such a device."""
     return f"{backend.name}, {UNTRIED}" if backend.untried(device) else backend.name
 
 
@@ -197,7 +197,7 @@ def roofline_words(times: StepTimes) -> str:
 
 
 def because(decision: Decision) -> str:
-    """Why the chosen candidate is the one."""
+    """Why the chosen candidate was chosen."""
     chosen = decision.chosen
     assert chosen is not None
     higher = [c for c in decision.candidates if c.rank < chosen.rank]
@@ -233,7 +233,7 @@ def _others(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
 
 
 def other_words(other: OtherAnswer) -> str:
-    """What another policy runs the layers with, or why it does not."""
+    """The backend of another policy, or why it has none."""
     if other.decision is None:
         return f"none: {other.refusal}"
     chosen = other.decision.chosen
@@ -251,7 +251,7 @@ TIMES = ("backend", "M", "routing", "us", "+-", "caches", "error", "tactic", "wh
 
 
 def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
-    """Times and launches of this device, where they are asked for."""
+    """Measured times and kernel configs of this device, if requested."""
     if not view.measured:
         return
     evidence = group.evidence
@@ -270,13 +270,13 @@ def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]
         )
         yield TextLine(f"times of {', '.join(dict.fromkeys(row.source for row in rows))}")
     else:
-        yield TextLine("no times of backends: moectl bench --save keeps some")
+        yield TextLine("no backend times: moectl bench --save records them")
     tuned = ", ".join(f"M={row.tokens} {row.family} {row.us:.1f} us" for row in evidence.tuned)
     when = max((row.when for row in evidence.tuned), default="")
     yield TextLine(
-        f"launches of the triton backend: {tuned} (moectl tune, {when})"
+        f"kernel configs of the triton backend: {tuned} (moectl tune, {when})"
         if tuned
-        else "no launches of the triton backend: moectl tune finds them"
+        else "no kernel configs of the triton backend: moectl tune finds them"
     )
 
 
@@ -295,7 +295,7 @@ def _candidates(group: GroupExplanation, view: ExplanationView) -> Iterator[Bloc
 
 
 BEFORE: tuple[Section, ...] = (Section("head", _head),)
-"""Sections above the layer groups."""
+"""Sections before the layer groups."""
 
 GROUP_SECTIONS: tuple[GroupSection, ...] = (
     GroupSection("choice", _choice),
@@ -314,4 +314,4 @@ AFTER: tuple[Section, ...] = (
         document=environment_document,
     ),
 )
-"""Sections below the layer groups."""
+"""Sections after the layer groups."""

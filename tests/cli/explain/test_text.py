@@ -168,7 +168,7 @@ def test_every_name_that_can_be_asked_for_gets_an_answer():
         done = explain(GPT, "--gpu", "h200", "--backend", name, "--allow-fallback", "--json")
         chosen = done.document["groups"][0]["decision"]["chosen"]["backend"]
         fallback = done.document["groups"][0]["fallback"]
-        assert (fallback == "request") == (name != "auto" and chosen not in policy_named().meant(name))
+        assert (fallback == "request") == (name != "auto" and chosen not in policy_named().requested_backends(name))
 
 
 def test_a_request_that_is_served_is_the_reason():

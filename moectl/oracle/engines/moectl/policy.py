@@ -55,7 +55,7 @@ POLICY = Policy(
             orders=(Order(BACKENDS),),
             on_request=ON_REQUEST,
             covers=ANY,
-            stand_ins=(
+            substitutes=(
                 EngineSubstitute("none", (TPU,), "moectl has no kernel for TPUs", at_once=True),
                 EngineSubstitute(
                     "none",

@@ -58,15 +58,15 @@ _BF16 = Route(
         OrderMove(flashinfer.CUTLASS_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
     ),
     exclusions=(without_aiter(aiter.AITER_PLAIN),),
-    demands=(replace(AITER_DEMANDED, falls_back=True),),
+    switch_requests=(replace(AITER_DEMANDED, falls_back=True),),
     names=_NAMES,
-    twins=((triton.TRITON_PLAIN, triton.BATCHED_TRITON),),
+    batched_twins=((triton.TRITON_PLAIN, triton.BATCHED_TRITON),),
     # These support only quantized weights; layers excluded from quantization must not fail for them.
     ignored=only("marlin", "humming"),
-    sorts=frozenset({"batched_triton"}),
+    batched_requests=frozenset({"batched_triton"}),
     rounds=True,
     covers=ANY,
-    stand_ins=(
+    substitutes=(
         EngineSubstitute("TPU", TPU, _PLUG_IN, at_once=True),
         EngineSubstitute("OOT", OUT_OF_TREE, _PLUG_IN, at_once=True),
     ),
@@ -82,7 +82,7 @@ _ADAPTERS = replace(
     orders=(),
     moves=(),
     exclusions=(),
-    demands=(),
+    switch_requests=(),
     names={},
     assigned=(
         Assignment(
@@ -105,7 +105,7 @@ _MOONEP = replace(
     orders=(Order((moonep.MOONEP,)),),
     moves=(),
     exclusions=(),
-    demands=(),
+    switch_requests=(),
     names={},
     ignored=ANY,
     fails="ValueError",

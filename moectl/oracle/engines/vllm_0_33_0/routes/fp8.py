@@ -223,17 +223,17 @@ _COMPRESSED_FP8 = Route(
         ),
     ),
     exclusions=_SHARED_EXCLUSIONS,
-    demands=(DEEP_GEMM_DEMANDED, AITER_DEMANDED),
+    switch_requests=(DEEP_GEMM_DEMANDED, AITER_DEMANDED),
     names=_NAMES,
-    twins=(
+    batched_twins=(
         (triton.TRITON_PLAIN, triton.BATCHED_TRITON),
         (deep_gemm.DEEP_GEMM_FP8, deep_gemm.BATCHED_DEEP_GEMM),
         (cutlass.CUTLASS_FP8, cutlass.BATCHED_CUTLASS_FP8),
     ),
     covers=ANY,
     minimum=70,
-    aftermath=(_CUTS_BLOCKS,),
-    stand_ins=(
+    late_failures=(_CUTS_BLOCKS,),
+    substitutes=(
         EngineSubstitute(
             "NONE",
             (*CPU, *XPU, *TPU, *OUT_OF_TREE),
@@ -291,7 +291,7 @@ _FP8 = replace(
         Exclusion(_CUTLASS_PAIR, "never by this method", by_name=True),
         *_SHARED_EXCLUSIONS,
     ),
-    slices=_fit_blocks,
+    fit_shard=_fit_blocks,
     minimum=75,
     dtypes=only("bf16", "fp16"),
 )
@@ -301,9 +301,9 @@ _MODELOPT_FP8 = replace(
     method="ModelOptFp8MoEMethod",
     storages=only("modelopt"),
     declares=_modelopt_act,
-    slices=None,
+    fit_shard=None,
     minimum=80,
-    aftermath=(),
+    late_failures=(),
 )
 _MODELOPT_BLOCKS = replace(
     _FP8,
@@ -321,7 +321,7 @@ _QUARK_FP8 = replace(
     method="QuarkW8A8Fp8MoEMethod",
     storages=only("quark"),
     declares=None,
-    slices=None,
+    fit_shard=None,
     platforms=but("xpu"),
     refusals=(_QUARK_REFUSES,),
     minimum=70,

@@ -57,7 +57,7 @@ _COMPRESSED_INT = Route(
     },
     minimum=70,
     refusals=(REFUSES_ACT_ORDER,),
-    aftermath=(CHANNELS_WITH_MARLIN_ONLY, WHOLE_GROUPS),
+    late_failures=(CHANNELS_WITH_MARLIN_ONLY, WHOLE_GROUPS),
 )
 _FLYDSL = replace(
     _COMPRESSED_INT,
@@ -87,7 +87,7 @@ _FLYDSL = replace(
             kind="AssertionError",
         ),
     ),
-    aftermath=(),
+    late_failures=(),
 )
 _GPTQ = replace(
     _COMPRESSED_INT,
@@ -98,7 +98,7 @@ _GPTQ = replace(
     may_have_bias=True,
     minimum=60,
     refusals=(REFUSES_ACT_ORDER, GPTQ_ZERO_POINTS),
-    aftermath=(),
+    late_failures=(),
 )
 _AWQ = replace(
     _GPTQ,
@@ -120,7 +120,7 @@ _MOE_WNA16 = replace(
     checkpoint="moe_wna16",
     minimum=60,
     refusals=(REFUSES_ACT_ORDER, GPTQ_ZERO_POINTS, AWQ_HAS_4_BITS, AWQ_NEEDS_TURING),
-    aftermath=(HALVES_GROUPS,),
+    late_failures=(HALVES_GROUPS,),
 )
 _QUARK_INT4 = replace(
     _COMPRESSED_INT,
@@ -132,7 +132,7 @@ _QUARK_INT4 = replace(
     pads_tiles=False,
     platforms=but("xpu"),
     refusals=(),
-    aftermath=(HALVES_GROUPS,),
+    late_failures=(HALVES_GROUPS,),
 )
 _INT8_PER_CHANNEL = Condition(
     "scales",

@@ -93,7 +93,7 @@ _GPT_OSS = Route(
     names=NAMES,
     adapter_names=ADAPTER_NAMES,
     unfiltered=frozenset({"b12x"}),
-    twins=TWINS,
+    batched_twins=TWINS,
     rounds=True,
     rounds_by_activation=False,
     minimum=80,
@@ -125,7 +125,7 @@ _COMPRESSED_MXFP4 = Route(
         Assignment(xpu.XPU_MXFP4, xpu.XPU_MXFP4.variants[0], "XPU", XPU),
         Assignment(MARLIN, MARLIN.variants[0], "MARLIN"),
     ),
-    detours=dict.fromkeys(
+    request_routes=dict.fromkeys(
         ("b12x", "flashinfer_moe_ep_cutedsl", "flashinfer_moe_ep_mega_deep_gemm"),
         replace(
             _GPT_OSS,

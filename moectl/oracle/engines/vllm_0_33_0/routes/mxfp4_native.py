@@ -30,7 +30,7 @@ _MXFP4 = Route(
     on_request=ON_REQUEST,
     names=NAMES,
     adapter_names=ADAPTER_NAMES,
-    twins=TWINS,
+    batched_twins=TWINS,
     rounds=True,
     minimum=80,
     dtypes=only("bf16"),
@@ -57,7 +57,7 @@ _DEEPSEEK_V4 = replace(
     name="MXFP4 experts of DeepSeek-V4",
     when=ROUTES_AS_DEEPSEEK_V4,
     orders=(Order((aiter.AITER_BF16, triton.TRITON_UNFUSED), ROCM), *_MXFP4.orders[1:]),
-    detours={
+    request_routes={
         **_mega("deep_gemm_mega_moe", mega_moe.DEEP_GEMM_MEGA),
         **_mega("aiter_mega_moe", mega_moe.AITER_MEGA),
     },
@@ -92,8 +92,8 @@ _KIMI_K3 = replace(
     name="MXFP4 experts of Kimi-K3",
     storages=only("compressed-tensors", "mxfp4"),
     when=_SITU,
-    slices=_padded_slice,
-    detours=_mega("deep_gemm_mega_moe", mega_moe.DEEP_GEMM_MEGA),
+    fit_shard=_padded_slice,
+    request_routes=_mega("deep_gemm_mega_moe", mega_moe.DEEP_GEMM_MEGA),
 )
 
 
@@ -117,7 +117,7 @@ _KIMI_K3_AITER = replace(
     moves=(),
     on_request=(),
     names={},
-    detours={},
+    request_routes={},
     assigned=(
         Assignment(aiter.AITER_BF16, aiter.AITER_BF16.variants[0], aiter.AITER_BF16.engine_name, ROCM),
     ),

@@ -69,7 +69,7 @@ _MODELOPT = Route(
     platforms=but("xpu"),
     minimum=80,
     dtypes=only("bf16"),
-    aftermath=(_WHOLE_GROUPS,),
+    late_failures=(_WHOLE_GROUPS,),
     fails="ValueError",
 )
 _NAMED = replace(
@@ -86,7 +86,7 @@ _COMPRESSED = replace(
     platforms=but(),
     minimum=70,
     dtypes=but(),
-    aftermath=(),
+    late_failures=(),
 )
 _QUARK = replace(
     _MODELOPT,

@@ -46,7 +46,7 @@ _MODELOPT = Route(
         "humming": (HUMMING,),
         "emulation": (nvfp4.EMULATION_NVFP4,),
     },
-    twins=((nvfp4.CUTEDSL, nvfp4.CUTEDSL_BATCHED),),
+    batched_twins=((nvfp4.CUTEDSL, nvfp4.CUTEDSL_BATCHED),),
     platforms=but("xpu"),
     minimum=75,
     dtypes=only("bf16", "fp16"),

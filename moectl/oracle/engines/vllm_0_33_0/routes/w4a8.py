@@ -50,7 +50,7 @@ _FP8 = Route(
             kind="AssertionError",
         ),
     ),
-    aftermath=(
+    late_failures=(
         LateFailure(
             "tiles",
             _ragged,
@@ -82,7 +82,7 @@ _INT8 = replace(
             lambda ask: f"{ask.problem.scheme.weight} does not divide the sizes of one rank evenly",
         ),
     ),
-    aftermath=(),
+    late_failures=(),
     fails_by_name="ValueError",
     fails_unknown="",
 )
