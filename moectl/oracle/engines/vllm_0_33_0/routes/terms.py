@@ -148,7 +148,7 @@ CHANNELS_WITH_MARLIN_ONLY = LateFailure(
 WHOLE_GROUPS = LateFailure(
     "scale groups",
     _straddles,
-    lambda ask, chosen: f"TP shard is not a multiple of the quantization group ({_sizes(ask, chosen)})",
+    lambda ask, chosen: f"the TP shard is not a multiple of the quantization group ({_sizes(ask, chosen)})",
     kind="ValueError",
     sized=True,
 )
