@@ -216,10 +216,10 @@ def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question
         >>> from moectl.environment import find_device
         >>> from moectl.oracle import packages_from, policy_named
         >>> checkpoint = open_checkpoint("openai/gpt-oss-20b", offline=True)
-        >>> question = Question(policy_named("vllm"))
-        >>> answer = explain(checkpoint, find_device("b200"), packages_from("full"), question)
+        >>> question = Question(policy_named("moectl"))
+        >>> answer = explain(checkpoint, find_device("h200"), packages_from("full"), question)
         >>> [group.decision.chosen.backend.name for group in answer.groups]
-        ['flashinfer_trtllm']
+        ['triton']
     """
     groups = []
     for group in checkpoint.groups:

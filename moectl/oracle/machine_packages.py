@@ -37,7 +37,7 @@ def packages_from(
     Raises UsageError for an unknown name.
 
     Example:
-        >>> packages_from("humming=0.1.19", {"VLLM_USE_DEEP_GEMM": "0"}).versions
+        >>> packages_from("humming=0.1.19").versions
         {'humming': '0.1.19'}
     """
     profiles, probes = profile_engine(engine or engine_named()).profiles(), known_packages()

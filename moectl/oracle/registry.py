@@ -21,8 +21,8 @@ def engine_named(name: str = "") -> Engine:
     Raises UsageError, with the known names, for any other.
 
     Example:
-        >>> engine_named("vllm").name
-        'vllm-0.33.0'
+        >>> engine_named("moectl").title
+        'moectl'
     """
     if not name:
         return next(iter(ENGINES.values()))

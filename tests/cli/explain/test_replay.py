@@ -107,7 +107,7 @@ def test_the_rule_that_changed_the_choice_is_named(written, before, after, words
 def test_inputs_that_change_no_choice(written):
     path = written(GPT, "--gpu", "h200")
     done = moectl("explain", GPT, "--gpu", "h100", "--offline", "--diff", path)
-    assert "Every layer gets what it got before." in done.words
+    assert "Every layer gets the same backend as before." in done.words
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_matrix_cannot_be_compared(written):
 
 def test_replay_takes_no_checkpoint(written):
     path = written(GPT, "--gpu", "h200")
-    assert "Leave CKPT out" in moectl("explain", GPT, "--replay", path, code=2).stderr
+    assert "Omit CKPT" in moectl("explain", GPT, "--replay", path, code=2).stderr
 
 
 BASE = document(GPT, "--gpu", "h200", "--tp", "2")
@@ -191,7 +191,7 @@ def test_a_damaged_matrix_ends_in_a_sentence(path, value):
 def test_replay_takes_no_option_that_says_what_is_decided(written):
     path = written(GPT, "--gpu", "h200")
     done = moectl("explain", "--replay", path, "--gpu", "b200", "--tp", "2", code=2)
-    assert "Leave --gpu, --tp out" in done.stderr
+    assert "Omit --gpu, --tp" in done.stderr
     moectl("explain", "--replay", path, env={"MOECTL_EXPLAIN_GPU": "b200"})
 
 

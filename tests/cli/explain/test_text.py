@@ -108,13 +108,13 @@ def test_two_policies_unless_one_is_picked():
 
 def test_another_policy_that_cannot_says_why():
     assert (
-        "moectl none: there is no kernel for TPUs here"
+        "moectl none: moectl has no kernel for TPUs"
         in explain("qwen3-30b-a3b", "--gpu", "tpu", code=1).words
     )
 
 
 def test_platforms_without_a_kernel_are_told_at_once():
-    for gpu, says in (("tpu", "for TPUs here"), ("out-of-tree", "through a plug-in")):
+    for gpu, says in (("tpu", "for TPUs"), ("out-of-tree", "through a plug-in")):
         found = explain(GPT, "--gpu", gpu, "--policy", "moectl", "--json", code=1).document["groups"][0][
             "decision"
         ]
