@@ -62,7 +62,9 @@ def test_every_answer_holds_and_needs_each_of_its_changes(start, backend):
             now = change.apply(now)
         decision = decide(now)
         chosen = decision.chosen
-        return decision.usable and chosen.backend.name in policy_named(start.policy).requested_backends(backend)
+        return decision.usable and chosen.backend.name in policy_named(start.policy).requested_backends(
+            backend
+        )
 
     found = why(start, backend)
     assert not found.chosen

@@ -44,7 +44,7 @@ def test_a_file_of_the_users_is_found(tmp_path):
     assert "holds no table of kernel configs, and vLLM fails on it" in text
     assert "vLLM fails on it" in document["tuned"][0]["remark"]
     text, _ = environment("--gpu", "h100-pcie", "--tp", "4", "--env", folder)
-    assert f"missing (in {tmp_path}, vLLM's own folder)" in text
+    assert f"not found (in {tmp_path}, vLLM's own folder)" in text
 
 
 def test_a_backend_that_reads_none_is_told():
@@ -66,7 +66,9 @@ def test_variables_are_told_once():
         "VLLM_USE_DEPP_GEMM": "unknown",
     }
     verbose = moectl(*MODEL, "--gpu", "h200", "-v").stdout
-    assert "VLLM_HAS_FLASHINFER_CUBIN=1: assumes that FlashInfer's kernels are installed" in " ".join(verbose.split())
+    assert "VLLM_HAS_FLASHINFER_CUBIN=1: assumes that FlashInfer's kernels are installed" in " ".join(
+        verbose.split()
+    )
 
 
 def test_another_policy_has_no_variables():

@@ -85,7 +85,7 @@ def test_nothing_changed(written):
         (
             [KIMI, "--gpu", "a100"],
             [KIMI, "--gpu", "a100", "--backend", "humming"],
-            ["the request is humming, it was none"],
+            ["the request is humming, was none"],
         ),
         (
             [KIMI, "--gpu", "a100"],

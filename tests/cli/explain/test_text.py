@@ -108,13 +108,12 @@ def test_two_policies_unless_one_is_picked():
 
 def test_another_policy_that_cannot_says_why():
     assert (
-        "moectl none: moectl has no kernel for TPUs"
-        in explain("qwen3-30b-a3b", "--gpu", "tpu", code=1).words
+        "moectl none: moectl has no kernel for TPUs" in explain("qwen3-30b-a3b", "--gpu", "tpu", code=1).words
     )
 
 
 def test_platforms_without_a_kernel_are_told_at_once():
-    for gpu, says in (("tpu", "for TPUs"), ("out-of-tree", "through a plug-in")):
+    for gpu, says in (("tpu", "for TPUs"), ("out-of-tree", "engine plug-ins")):
         found = explain(GPT, "--gpu", gpu, "--policy", "moectl", "--json", code=1).document["groups"][0][
             "decision"
         ]
@@ -168,7 +167,9 @@ def test_every_name_that_can_be_asked_for_gets_an_answer():
         done = explain(GPT, "--gpu", "h200", "--backend", name, "--allow-fallback", "--json")
         chosen = done.document["groups"][0]["decision"]["chosen"]["backend"]
         fallback = done.document["groups"][0]["fallback"]
-        assert (fallback == "request") == (name != "auto" and chosen not in policy_named().requested_backends(name))
+        assert (fallback == "request") == (
+            name != "auto" and chosen not in policy_named().requested_backends(name)
+        )
 
 
 def test_a_request_that_is_served_is_the_reason():
