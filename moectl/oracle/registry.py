@@ -21,7 +21,7 @@ def engine_named(name: str = "") -> Engine:
     Raises UsageError, with the known names, for any other.
 
     Example:
-        >>> engine_named("moectl").title
+        >>> engine_named("moectl").name
         'moectl'
     """
     if not name:
