@@ -115,7 +115,7 @@ def _status(
         return BackendStatus(policy, name, (), (), nearest)
     formats: set[str] = set()
     for variant in runnable:
-        formats |= formats_on(device, variant.offers)
+        formats |= formats_on(device, variant.capability)
     return BackendStatus(
         policy, name, tuple(dict.fromkeys(v.experts for v in runnable)), tuple(sorted(formats))
     )

@@ -1,4 +1,4 @@
-"""Which backend each layer group of a checkpoint gets, and why: checkpoint and oracle, joined."""
+"""Which backend each layer group of a checkpoint gets, and why."""
 
 from .deployment import StepTimes, WeightMemory
 from .explanation import Explanation, GroupExplanation, OtherAnswer, Question, explain

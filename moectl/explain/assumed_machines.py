@@ -1,4 +1,4 @@
-"""Named and real machines with the packages that a decision may count on."""
+"""Named and real machines, with their packages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..oracle.registry import engine_named
 class AssumedMachine:
     """A device with its packages.
 
-    `key` is the name it was asked by (empty: this machine), `spec` how the packages were asked for, and
-    `assumed` tells that they were not.
+    `key` is the name of the device as requested (empty: this machine), `spec` the specification of the
+    packages, and `assumed` is True if the user gave none.
     """
 
     device: Device
@@ -31,9 +31,12 @@ def machine(
 ) -> AssumedMachine:
     """The device called `name` (None: this machine's) with the packages of `spec`.
 
-    Without `spec`, a named device has the default packages of `engine` (the default one for None), and
-    this machine what is installed.
-    Raises UsageError for unknown names.
+    Without `spec`, a named device has the default packages of `engine` (None: the default engine), and
+    this machine what is installed. Raises UsageError for unknown names.
+
+    Example:
+        >>> machine("h200", None, {}).spec
+        'full'
     """
     engine = engine or engine_named()
     device = find_device(name) if name else detect_device()

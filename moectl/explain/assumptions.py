@@ -1,4 +1,4 @@
-"""What can be assumed of a layer instead of what the checkpoint says."""
+"""Assumptions that replace properties of a checkpoint's layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACTIVATIONS: Mapping[str, ActFormat] = {
         *(act_format(number.name) for number in block_formats() if number.token_tolerance),
     )
 }
-"""Activation formats by the names that questions use."""
+"""Activation formats by key."""
 
 
 def _size(value: str, name: str) -> int:
@@ -39,12 +39,12 @@ def _flag(value: str, name: str) -> bool:
     return value.lower() == "yes"
 
 
-def _of(value: str, name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
-    spelled = {key.replace(" ", "-"): key for key in known}
-    found = spelled.get(value.lower().replace(" ", "-"))
-    if found is None:
-        raise UsageError(f"--assume {name} takes one of {', '.join(spelled)}, got {value!r}")
-    return found
+def _one_of(value: str, name: str, choices: Mapping[str, object] | tuple[str, ...]) -> str:
+    by_spelling = {choice.replace(" ", "-"): choice for choice in choices}
+    choice = by_spelling.get(value.lower().replace(" ", "-"))
+    if choice is None:
+        raise UsageError(f"--assume {name} takes one of {', '.join(by_spelling)}, got {value!r}")
+    return choice
 
 
 def _hidden(problem: MoEProblem, value: str) -> MoEProblem:
@@ -63,7 +63,9 @@ def _intermediate(problem: MoEProblem, value: str) -> MoEProblem:
 
 
 def _act(problem: MoEProblem, value: str) -> MoEProblem:
-    return replace(problem, scheme=replace(problem.scheme, act=ACTIVATIONS[_of(value, "act", ACTIVATIONS)]))
+    return replace(
+        problem, scheme=replace(problem.scheme, act=ACTIVATIONS[_one_of(value, "act", ACTIVATIONS)])
+    )
 
 
 def _zero_points(problem: MoEProblem, value: str) -> MoEProblem:
@@ -72,12 +74,12 @@ def _zero_points(problem: MoEProblem, value: str) -> MoEProblem:
 
 
 def _act_order(problem: MoEProblem, value: str) -> MoEProblem:
-    order = _of(value, "act_order", ("none", "weight", "group"))
+    order = _one_of(value, "act_order", ("none", "weight", "group"))
     return replace(problem, act_order="" if order == "none" else order)
 
 
 def _dtype(problem: MoEProblem, value: str) -> MoEProblem:
-    return replace(problem, dtype=_of(value, "dtype", MODEL_DTYPES))
+    return replace(problem, dtype=_one_of(value, "dtype", MODEL_DTYPES))
 
 
 def _lora(problem: MoEProblem, value: str) -> MoEProblem:
@@ -93,15 +95,21 @@ ASSUMPTIONS: Mapping[str, Callable[[MoEProblem, str], MoEProblem]] = {
     "dtype": _dtype,
     "lora": _lora,
 }
-"""What may be assumed instead of what the checkpoint says: sizes are those of the whole expert."""
+"""Setters by the name of the assumption; sizes are those of whole experts."""
 
 
 def assume(problem: MoEProblem, assumptions: Mapping[str, str]) -> MoEProblem:
-    """`problem` with `assumptions`; UsageError for a name or value that makes no sense."""
+    """`problem` with `assumptions` applied. Raises UsageError for an invalid name or value.
+
+    Example:
+        >>> from moectl.problem.published_layers import model_problem
+        >>> assume(model_problem("gpt-oss-20b"), {"intermediate": "3072"}).dims.intermediate
+        3072
+    """
     for name, value in assumptions.items():
         if name not in ASSUMPTIONS:
             raise UsageError(
-                f"nothing is known to assume about {name!r}", hint=f"choose one of {', '.join(ASSUMPTIONS)}"
+                f"--assume does not support {name!r}", hint=f"choose one of {', '.join(ASSUMPTIONS)}"
             )
         problem = ASSUMPTIONS[name](problem, value)
     return problem

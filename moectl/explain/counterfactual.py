@@ -1,4 +1,4 @@
-"""What would have to change for a backend to be chosen, smallest change first, each answer verified."""
+"""What would have to change for a backend to be chosen: smallest changes first, each answer verified."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..oracle.selection_inputs import SelectionInputs
 from .proposed_changes import ProposedChange, new_devices, proposals, proposals_for_failure, request
 
 MOST_DECISIONS = 1500
-"""Decisions that one search makes at most."""
+"""Maximum decisions per search."""
 MOST_CHANGES = 4
-"""Changes that one answer combines at most."""
+"""Maximum changes combined in one answer."""
 MOST_ANSWERS = 6
-"""Answers that one search gives at most; alternatives of one change count once."""
+"""Maximum answers per search; alternatives of one change count once."""
 
 
 @dataclass(frozen=True)
 class Counterfactual:
-    """Changes that together make the backend the chosen one, and the decision that proves it.
+    """Changes that together make the backend the chosen one, and the decision that verifies it.
 
-    `also` are other values of the last change that do as well.
+    `also` are alternative values of the last change.
     """
 
     changes: tuple[ProposedChange, ...]
@@ -54,11 +54,11 @@ class Counterfactuals:
     """The answers for one backend and one layer group.
 
     Attributes:
-        backend: the name asked for.
-        chosen: it is what is chosen already.
-        answers: smallest first.
-        remaining: why no change helps, a sentence each; empty where one does.
-        reason: the same in one sentence, where no candidate's question says it.
+        backend: the backend's name.
+        chosen: it is already the chosen one.
+        answers: smallest changes first.
+        remaining: verdicts that no change turns; empty if there are answers.
+        reason: why no change helps, if no verdict says it.
         complete: False when the search stopped at `MOST_DECISIONS`.
     """
 
@@ -95,14 +95,14 @@ def why(inputs: SelectionInputs, name: str) -> Counterfactuals:
 
 
 class _Search:
-    """Best first: the largest change decides, then the next, as `KINDS` orders them."""
+    """Best-first search: by the largest change, then the next, in the order of `KINDS`."""
 
     def __init__(self, start: SelectionInputs, name: str) -> None:
         self.start, self.name, self.policy = start, name, policy_named(start.policy)
-        self.wanted = self.policy.meant(name)
-        if not self.wanted:
+        self.targets = self.policy.requested_backends(name)
+        if not self.targets:
             raise UsageError(
-                f"the rules of {start.policy} say nothing of a backend {name!r}",
+                f"the rules of {start.policy} have no backend {name!r}",
                 hint=f"choose one of {', '.join(self.policy.request_names())}",
             )
         self.decisions = 0
@@ -128,7 +128,7 @@ class _Search:
         return Counterfactuals(self.name, False, tuple(self.merged()), remaining, complete, reason)
 
     def try_request(self) -> None:
-        """Asking by name may change the problem itself (padded slices), so it is tried whatever fails."""
+        """Try the request by name first: it may change the problem itself (padded shards)."""
         change = request(self.name, self.policy)
         if self.name in self.policy.request_names():
             decision = self.decided(self.changed((change,)))
@@ -136,9 +136,9 @@ class _Search:
                 self.answers.append(Counterfactual((change,), decision))
 
     def reason(self, first: Decision) -> str:
-        """Why nothing helps where no candidate is asked: the row has no such backend, or refuses."""
+        """Why nothing helps if no candidate was checked: the route lacks the backend, or refuses."""
         policy_rows = self.policy.rows()
-        rows = [row for row in policy_rows if self.wanted & {b.name for b in row.backends()}]
+        rows = [row for row in policy_rows if self.targets & {b.name for b in row.backends()}]
         if all(row.name != first.route for row in rows):
             others = "; ".join(dict.fromkeys(row.name for row in rows))
             return f"this checkpoint is read as {first.route}, and {self.name} is a backend for {others}"
@@ -153,7 +153,7 @@ class _Search:
             heapq.heappush(self.queue, (sizes, next(self.order), changes))
 
     def longest(self) -> int:
-        """Changes that are still worth combining: one more than the shortest answer needs."""
+        """Maximum changes still worth combining: one more than in the shortest answer."""
         return min([MOST_CHANGES, *(len(answer.changes) + 1 for answer in self.answers)])
 
     def covered(self, changes: tuple[ProposedChange, ...]) -> bool:
@@ -174,7 +174,7 @@ class _Search:
                 self.push((*changes, change))
 
     def changed(self, changes: Iterable[ProposedChange]) -> SelectionInputs | None:
-        """The start with `changes` made, largest first; None when they make no sense together."""
+        """The start with `changes` made, largest first; None if they contradict each other."""
         now = self.start
         try:
             for change in sorted(changes, key=lambda c: -c.size):
@@ -198,19 +198,19 @@ class _Search:
 
     def reached(self, decision: Decision) -> bool:
         chosen = decision.chosen
-        return chosen is not None and decision.usable and chosen.backend.name in self.wanted
+        return chosen is not None and decision.usable and chosen.backend.name in self.targets
 
     def smallest(self, changes: tuple[ProposedChange, ...], decision: Decision) -> Counterfactual:
-        """The answer without changes that it does not need."""
+        """The answer without unnecessary changes."""
         for kept in range(1, len(changes)):
             for subset in combinations(sorted(changes, key=lambda c: c.size), kept):
-                found = self.decided(self.changed(subset))
-                if found is not None and self.reached(found):
-                    return Counterfactual(subset, found)
+                smaller = self.decided(self.changed(subset))
+                if smaller is not None and self.reached(smaller):
+                    return Counterfactual(subset, smaller)
         return Counterfactual(tuple(sorted(changes, key=lambda c: -c.size)), decision)
 
     def next_changes(self, now: SelectionInputs, decision: Decision) -> Iterator[ProposedChange]:
-        targets = [c for c in decision.candidates if c.backend.name in self.wanted]
+        targets = [c for c in decision.candidates if c.backend.name in self.targets]
         if now.requested != self.name and self.name in self.policy.request_names():
             ready = not targets or any(c.usable or _only_asked(c) for c in targets)
             if ready:
@@ -223,11 +223,11 @@ class _Search:
     def for_candidate(
         self, now: SelectionInputs, decision: Decision, candidate: Candidate
     ) -> Iterator[ProposedChange]:
-        """Changes for the failing question that takes the largest change; the others are asked after it.
+        """Changes for the failing question that needs the largest change; other questions follow later.
 
-        A candidate with a question that nothing turns is left alone, and remembered.
+        A candidate with a question that no change turns is skipped and remembered.
         """
-        found: list[list[ProposedChange]] = []
+        per_question: list[list[ProposedChange]] = []
         for verdict in candidate.failed:
             if verdict.question == "order":
                 continue
@@ -235,20 +235,20 @@ class _Search:
             if not changes:
                 self.stuck.setdefault((candidate.variant.experts, verdict.question), (candidate, verdict))
                 return
-            found.append(changes)
-        if found:
-            yield from max(found, key=lambda changes: min(change.size for change in changes))
+            per_question.append(changes)
+        if per_question:
+            yield from max(per_question, key=lambda changes: min(change.size for change in changes))
         elif decision.gates or decision.error:
             yield from proposals_for_failure(now, candidate, (gate.kind for gate in decision.gates))
 
 
 def _only_asked(candidate: Candidate) -> bool:
-    """True when nothing but the automatic order stands against `candidate`."""
+    """True when only the automatic order excludes `candidate`."""
     return all(verdict.question in ("order", "activation filter") for verdict in candidate.failed)
 
 
 def _shape(answer: Counterfactual) -> tuple[Any, ...]:
-    """What answers have in common whose largest change differs in its value only."""
+    """A key for answers that differ only in the value of their largest change."""
     changes = sorted(answer.changes, key=lambda c: -c.size)
     chosen = answer.decision.chosen
     experts = chosen.variant.experts if chosen else ""

@@ -1,4 +1,4 @@
-"""Decisions for several machines and deployments in one table."""
+"""Decisions for several machines and deployments."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .explanation import GroupExplanation, Question, explained
 class MatrixCell:
     """One layer group on one machine in one deployment.
 
-    `problem` is one rank's share, or the whole where it cannot be sliced. Without an `answer`, `refusal`
-    says why nothing could be asked: experts that cannot be sliced or spread, or a format without a rule.
+    `problem` is one rank's share, or the whole layer if it cannot be sharded. Without an `answer`, `refusal`
+    says why: experts that cannot be sharded, or a format without a route.
     """
 
     machine: AssumedMachine
@@ -33,11 +33,11 @@ class MatrixCell:
 
     @property
     def usable(self) -> bool:
-        """True when a backend serves."""
+        """True when a backend is chosen and works."""
         return self.answer is not None and self.answer.decision.usable
 
     def inputs(self, question: Question) -> SelectionInputs:
-        """What the cell's decision rests on, or would."""
+        """The inputs of the cell's decision, also if there is none."""
         measured = self.answer.decision.inputs.measured if self.answer else MeasuredTimes()
         return SelectionInputs(
             self.problem,
@@ -89,17 +89,17 @@ class DecisionMatrix:
 
     @property
     def usable(self) -> bool:
-        """True when some machine and deployment serves every layer group."""
+        """True when some machine and deployment has a backend for every layer group."""
         columns = len(self.machines) * len(self.parallels)
         return any(all(cell.usable for cell in self.cells[i::columns]) for i in range(columns))
 
     @property
     def clean(self) -> bool:
-        """True when every cell is served, and none by a fallback."""
+        """True when every cell has a backend, and none is a fallback."""
         return all(cell.usable and cell.answer and not cell.answer.fallback for cell in self.cells)
 
     def expert_bytes(self, machine: AssumedMachine, parallel: Parallel) -> int:
-        """Bytes of every group's expert weights on one rank, as padded; refused groups count nothing."""
+        """Bytes of every group's expert weights on one rank, as padded, without refused groups."""
         return sum(
             cell.answer.memory.padded * len(cell.layers)
             for cell in self.cells
@@ -107,7 +107,7 @@ class DecisionMatrix:
         )
 
     def fits(self, machine: AssumedMachine, parallel: Parallel) -> bool | None:
-        """False when the expert weights alone exceed the memory; None when that is not known."""
+        """False when the expert weights alone exceed the memory; None if that is unknown."""
         memory = machine.device.memory_bytes
         return self.expert_bytes(machine, parallel) <= memory if memory else None
 

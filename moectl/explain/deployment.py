@@ -1,4 +1,4 @@
-"""The numbers that decide a deployment: bytes of expert weights on a rank, and the least times of a layer."""
+"""Bytes of expert weights on a rank, and roofline times of a layer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ..problem.roofline import (
 class WeightMemory:
     """Bytes of one layer's expert weights, scales, zero points and biases on one rank.
 
-    `stored` as the checkpoint's formats take them, `padded` with the chosen backend's sizes, `repacking`
-    on top of all layers' while this one is repacked at load time, for the reason `why`. Other weights,
-    the KV cache and the allocator's slack are not counted.
+    `stored`: in the checkpoint's formats; `padded`: with the chosen backend's padding; `repacking`: the
+    additional bytes while this layer is repacked at load time, as `why` describes. Other weights, the KV
+    cache and allocator overhead are not counted.
     """
 
     stored: int
@@ -34,7 +34,7 @@ class WeightMemory:
     why: str
 
     def to_json(self, layers: int) -> dict[str, Any]:
-        """Plain data for this many equal layers."""
+        """Plain data for this many identical layers."""
         return {
             "stored_bytes_per_layer": self.stored,
             "padded_bytes_per_layer": self.padded,
@@ -46,7 +46,7 @@ class WeightMemory:
 
 
 def memory_of(decision: Decision) -> WeightMemory:
-    """Bytes of one layer under `decision`; as stored where nothing is chosen."""
+    """Bytes of one layer under `decision`; as stored if nothing is chosen."""
     problem = decision.problem
     row = engine_named(decision.inputs.policy).repacked(decision.chosen.layout if decision.chosen else "")
     w13, w2 = problem.matrix_bytes(padded=True)
@@ -60,16 +60,16 @@ def memory_of(decision: Decision) -> WeightMemory:
 
 DECODE_TOKENS = (1, 8, 64)
 PREFILL_TOKENS = 8192
-"""Tokens of a prefill step: what engines schedule at once on large GPUs."""
+"""Tokens of a prefill step, as engines schedule on large GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One layer's expected work for `tokens`, and its floor; None when a rate is not known."""
+    """One layer's expected work for `tokens`, and its roofline time; None if a rate is unknown."""
 
     tokens: int
     work: LayerWork
-    floor: RooflineTime | None
+    roofline: RooflineTime | None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -77,14 +77,14 @@ class StepTime:
             "experts": self.work.experts,
             "bytes": self.work.bytes,
             "flops": self.work.flops,
-            "us": self.floor.seconds * 1e6 if self.floor else None,
-            "bound": self.floor.bound if self.floor else None,
+            "us": self.roofline.seconds * 1e6 if self.roofline else None,
+            "bound": self.roofline.bound if self.roofline else None,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The least times of one layer on one rank, for tokens of the whole deployment routed uniformly."""
+    """Roofline times of one layer on one rank, for uniformly routed tokens of the whole deployment."""
 
     rates: DeviceRates
     decode: tuple[StepTime, ...]
@@ -98,8 +98,8 @@ class StepTimes:
         }
 
 
-def floors_of(problem: MoEProblem, device: Device) -> StepTimes:
-    """Floors of one rank's share of a layer at the published peaks of `device`."""
+def roofline_of(problem: MoEProblem, device: Device) -> StepTimes:
+    """Roofline times of one rank's share of a layer at the published peak rates of `device`."""
     rates = published_rates(device, problem.scheme.act.name)
 
     def step(tokens: int, prefill: bool = False) -> StepTime:

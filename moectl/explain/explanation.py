@@ -18,7 +18,7 @@ from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.moe_problem import MoEProblem, Parallel
 from .assumptions import assume
-from .deployment import StepTimes, WeightMemory, floors_of, memory_of
+from .deployment import StepTimes, WeightMemory, memory_of, roofline_of
 from .fallback import Fallback, fallback_of
 from .measured_evidence import Known, MeasuredEvidence, nothing
 from .problem_facts import facts, source_of
@@ -26,7 +26,7 @@ from .problem_facts import facts, source_of
 
 @dataclass(frozen=True)
 class OtherAnswer:
-    """What another policy says of the same layers: its decision, or why it has no rule for them."""
+    """Another policy's answer for the same layers: its decision, or why it has no route for them."""
 
     policy: str
     decision: Decision | None
@@ -45,15 +45,15 @@ class OtherAnswer:
 class GroupExplanation:
     """Layers with one decision; `problem` is one rank's share.
 
-    `sources`, `notes` and `details` are those of the checkpoint's layer group, `others` what further
-    policies say, `evidence` what was measured of the layer on the device.
+    `sources`, `notes` and `details` are those of the checkpoint's layer group; `others`: the answers of
+    further policies; `evidence`: measurements of the layer on the device.
     """
 
     layers: tuple[int, ...]
     problem: MoEProblem
     decision: Decision
     memory: WeightMemory
-    floors: StepTimes
+    roofline: StepTimes
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
     others: tuple[OtherAnswer, ...] = ()
@@ -62,7 +62,7 @@ class GroupExplanation:
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """What the layers are, in words."""
+        """Facts about the layers, in words."""
         return facts(self.problem, self.details)
 
     @property
@@ -82,7 +82,7 @@ class GroupExplanation:
             "details": dict(self.details),
             "notes": list(self.notes),
             "memory": self.memory.to_json(len(self.layers)),
-            "floors": self.floors.to_json(),
+            "roofline": self.roofline.to_json(),
             "fallback": self.fallback.kind if self.fallback else None,
             "decision": self.decision.to_json(),
             "others": [other.to_json() for other in self.others],
@@ -103,7 +103,7 @@ class Explanation:
 
     @property
     def usable(self) -> bool:
-        """True when every layer group gets a backend that works."""
+        """True when every layer group has a working backend."""
         return all(group.decision.usable for group in self.groups)
 
     @property
@@ -113,17 +113,17 @@ class Explanation:
 
     @property
     def loading_bytes(self) -> int:
-        """Bytes held at the peak of load-time repacking: all layers as padded, and the largest copies."""
+        """Peak bytes during load-time repacking: all layers as padded, and the largest temporary copies."""
         return self.expert_bytes + max((group.memory.repacking for group in self.groups), default=0)
 
     @property
     def fits(self) -> bool | None:
-        """False when the expert weights alone exceed the device's memory; None when that is not known."""
+        """False when the expert weights alone exceed the device's memory; None if that is unknown."""
         memory = self.device.memory_bytes
         return None if not memory else self.expert_bytes <= memory
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, complete enough to make every decision again."""
+        """Plain data, enough to repeat every decision."""
         origin = self.origin
         return {
             "checkpoint": {
@@ -154,14 +154,14 @@ def explained(
     details: Mapping[str, str] = MappingProxyType({}),
     evidence: MeasuredEvidence | None = None,
 ) -> GroupExplanation:
-    """The decision that rests on `inputs` with its memory and floors, and what `others` say unasked."""
+    """The decision for `inputs` with memory and roofline times, and the automatic choices of `others`."""
     decision = decide(inputs)
     return GroupExplanation(
         layers,
         inputs.problem,
         decision,
         memory_of(decision),
-        floors_of(inputs.problem, inputs.device),
+        roofline_of(inputs.problem, inputs.device),
         sources,
         notes,
         tuple(_other(inputs, policy) for policy in others),
@@ -171,18 +171,18 @@ def explained(
 
 
 def _other(inputs: SelectionInputs, policy: Policy) -> OtherAnswer:
-    unasked = replace(inputs, policy=policy.name, requested=None, allow_fallback=False)
+    automatic = replace(inputs, policy=policy.name, requested=None, allow_fallback=False)
     try:
-        return OtherAnswer(policy.name, decide(unasked))
+        return OtherAnswer(policy.name, decide(automatic))
     except NoBackend as error:
         return OtherAnswer(policy.name, None, error.what)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of every layer group: a policy and what the engine is told, on one kind of rank.
+    """What to explain for every layer group: a policy, a deployment, and the engine's options.
 
-    `known` gives what was measured of a rank's share on a device, for policies that choose by it.
+    `known` returns measurements of a rank's share on a device, for policies that use them.
     """
 
     policy: Policy
@@ -194,9 +194,9 @@ class Question:
     known: Known = nothing
 
     def inputs(self, problem: MoEProblem, device: Device, packages: Packages) -> SelectionInputs:
-        """What decides for one rank's share of a layer group's `problem`, assumptions made.
+        """The selection inputs for one rank's share of a layer group's `problem`, assumptions applied.
 
-        Raises UsageError when the experts cannot be sliced or spread as `parallel` asks.
+        Raises UsageError when the experts cannot be sharded as `parallel` requires.
         """
         share = assume(problem, self.assumptions).on(self.parallel)
         measured = self.known(device, share, packages).measured
@@ -208,8 +208,18 @@ class Question:
 def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question: Question) -> Explanation:
     """The decision for every layer group of `checkpoint`.
 
-    Raises UsageError when the experts cannot be sliced as asked, OutOfScope when the policy has no row
-    for a group's format or for the platform.
+    Raises UsageError when the experts cannot be sharded as requested, OutOfScope when the policy has no
+    route for a group's format or for the platform.
+
+    Example:
+        >>> from moectl.checkpoint import open_checkpoint
+        >>> from moectl.environment import find_device
+        >>> from moectl.oracle import packages_from, policy_named
+        >>> checkpoint = open_checkpoint("openai/gpt-oss-20b", offline=True)
+        >>> question = Question(policy_named("moectl"))
+        >>> answer = explain(checkpoint, find_device("h200"), packages_from("full"), question)
+        >>> [group.decision.chosen.backend.name for group in answer.groups]
+        ['triton']
     """
     groups = []
     for group in checkpoint.groups:

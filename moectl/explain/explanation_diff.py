@@ -1,4 +1,4 @@
-"""What changed between two explanations, from their JSON documents, and which rules did it."""
+"""What changed between two explanations, from their JSON documents, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class InputChange:
-    """One input that is another: its path, and both values (None where it is absent)."""
+    """One changed input: its path, and both values (None if absent)."""
 
     path: str
     old: Any
@@ -24,7 +24,7 @@ class InputChange:
 
 @dataclass(frozen=True)
 class CandidateChange:
-    """An experts class whose failing questions are others; `old` and `new` hold those that differ."""
+    """An experts class with other failing questions; `old` and `new` are the verdicts that differ."""
 
     backend: str
     experts: str
@@ -34,7 +34,7 @@ class CandidateChange:
 
 @dataclass(frozen=True)
 class RankMove:
-    """An experts class at another place of the order."""
+    """An experts class at another rank of the priority order."""
 
     backend: str
     experts: str
@@ -44,7 +44,7 @@ class RankMove:
 
 @dataclass(frozen=True)
 class ChoiceCause:
-    """Something that made the choice another one: a sentence, and the verdicts that it is about."""
+    """A cause of another choice: a sentence, and the verdicts behind it."""
 
     says: str
     verdicts: tuple[Verdict, ...] = ()
@@ -55,11 +55,11 @@ class GroupDifference:
     """What changed for some layers.
 
     Attributes:
-        old_choice, new_choice: (backend, experts), or None where nothing serves.
-        moved: experts classes that stand elsewhere in the order, with their places from 1 (0: not there).
+        old_choice, new_choice: (backend, experts), or None without a working backend.
+        moved: experts classes at other ranks, counted from 1 (0: absent).
         candidates: those with other verdicts.
-        failures: the engine's own refusals, before and after, where they differ.
-        rules: what made the choice another one.
+        failures: the engine's own refusals, before and after, if they differ.
+        rules: the causes of another choice.
     """
 
     layers: tuple[int, ...]
@@ -73,7 +73,7 @@ class GroupDifference:
 
 @dataclass(frozen=True)
 class ExplanationDiff:
-    """Everything that changed; `only_old` and `only_new` are layers of one of the documents alone."""
+    """Everything that changed; `only_old` and `only_new` are layers in one document only."""
 
     inputs: tuple[InputChange, ...]
     groups: tuple[GroupDifference, ...]
@@ -82,7 +82,7 @@ class ExplanationDiff:
 
     @property
     def chosen_otherwise(self) -> bool:
-        """True when some layers get another backend, or one that was served is not."""
+        """True when some layers get another backend, or no longer get one."""
         return any(group.old_choice != group.new_choice for group in self.groups)
 
     @property
@@ -97,32 +97,31 @@ class ExplanationDiff:
 def diff(old: Document, new: Document) -> ExplanationDiff:
     """What changed from `old` to `new`, both documents of `moectl explain --json` on one machine.
 
-    Raises UsageError when they are of different kinds.
+    Raises UsageError for documents that cannot be compared.
     """
     if "groups" not in old or "groups" not in new:
         raise UsageError(
-            "two documents about one GPU and one deployment can be compared, got a matrix",
+            "only documents about one GPU and one deployment can be compared, got a matrix",
             hint="give one GPU and one deployment to moectl explain --json",
         )
     try:
         return _diff(old, new)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"the older document is not whole: {type(error).__name__} at {error}",
+            f"the older document is incomplete: {type(error).__name__} at {error}",
             hint="make it again with moectl explain CKPT --json",
         ) from error
 
 
 def _diff(old: Document, new: Document) -> ExplanationDiff:
     before, after = _by_layer(old), _by_layer(new)
-    both = sorted(before.keys() & after.keys())
     pairs: dict[tuple[int, int], list[int]] = {}
-    for layer in both:
+    for layer in sorted(before.keys() & after.keys()):
         pairs.setdefault((id(before[layer]), id(after[layer])), []).append(layer)
     groups = [
-        found
+        difference
         for layers in pairs.values()
-        if (found := _group(tuple(layers), before[layers[0]], after[layers[0]]))
+        if (difference := _group(tuple(layers), before[layers[0]], after[layers[0]]))
     ]
     inputs = dict[str, InputChange]()
     for layers in pairs.values():
@@ -150,7 +149,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 _RESULTS = ("problem.dims.padded_hidden", "problem.dims.padded_intermediate")
-"""Written among the inputs, but made by the decision."""
+"""Written among the inputs, but results of the decision."""
 
 
 def _inputs(old: Document, new: Document) -> Iterator[InputChange]:
@@ -162,9 +161,9 @@ def _inputs(old: Document, new: Document) -> Iterator[InputChange]:
 
 def _verdicts(candidate: Document) -> frozenset[Verdict]:
     return frozenset(
-        Verdict(found["question"], group, found["wanted"], found["offered"], False)
+        Verdict(verdict["question"], group, verdict["wanted"], verdict["offered"], False)
         for group, verdicts in candidate["reasons"].items()
-        for found in verdicts
+        for verdict in verdicts
     )
 
 
@@ -172,12 +171,12 @@ Key = tuple[str, str, str]
 
 
 def _candidates(decision: Document) -> dict[Key, Document]:
-    """Candidates by backend, the engine's name and experts class; the first of equal ones."""
-    found: dict[Key, Document] = {}
+    """Candidates by backend, the engine's name and experts class; the first if there are several."""
+    by_key: dict[Key, Document] = {}
     for candidate in decision["candidates"]:
         key = (candidate["backend"], candidate["engine_name"], candidate["experts"])
-        found.setdefault(key, candidate)
-    return found
+        by_key.setdefault(key, candidate)
+    return by_key
 
 
 def _choice(decision: Document) -> tuple[str, str] | None:
@@ -200,7 +199,7 @@ def _group(layers: tuple[int, ...], old: Document, new: Document) -> GroupDiffer
             if {v.question for v in was} != {v.question for v in now}:
                 changed.append(CandidateChange(key[0], key[2], _sorted(was - now), _sorted(now - was)))
     failures = (_failure(old), _failure(new))
-    found = GroupDifference(
+    difference = GroupDifference(
         layers,
         _choice(old),
         _choice(new),
@@ -209,8 +208,9 @@ def _group(layers: tuple[int, ...], old: Document, new: Document) -> GroupDiffer
         failures if failures[0] != failures[1] else (),
         tuple(_rules(old, new, changed)) if _choice(old) != _choice(new) else (),
     )
-    unchanged = found.old_choice == found.new_choice and not (found.moved or changed or found.failures)
-    return None if unchanged else found
+    same_choice = difference.old_choice == difference.new_choice
+    unchanged = same_choice and not (difference.moved or changed or difference.failures)
+    return None if unchanged else difference
 
 
 def _sorted(verdicts: frozenset[Verdict]) -> tuple[Verdict, ...]:
@@ -230,33 +230,33 @@ def _moves(before: list[Key], after: list[Key]) -> Iterator[RankMove]:
 
 
 def _rules(old: Document, new: Document, changed: Sequence[CandidateChange]) -> Iterator[ChoiceCause]:
-    """What made the choice another one: lost and gained candidates, order, requests, refusals."""
+    """The causes of another choice: lost and gained candidates, order, requests, refusals."""
     lost, gained = _choice(old), _choice(new)
     by_name = {(change.backend, change.experts): change for change in changed}
     if lost and lost in by_name and by_name[lost].new:
-        yield ChoiceCause(f"{lost[1]} cannot serve now:", by_name[lost].new)
+        yield ChoiceCause(f"{lost[1]} is now rejected:", by_name[lost].new)
     if gained and gained in by_name and by_name[gained].old:
-        yield ChoiceCause(f"{gained[1]} can serve now; before it could not:", by_name[gained].old)
+        yield ChoiceCause(f"{gained[1]} is now supported; it was rejected before:", by_name[gained].old)
     requested = (old["inputs"].get("requested"), new["inputs"].get("requested"))
     if requested[0] != requested[1]:
-        yield ChoiceCause(f"the request is {requested[1] or 'none'}, it was {requested[0] or 'none'}")
+        yield ChoiceCause(f"the request is {requested[1] or 'none'}, was {requested[0] or 'none'}")
     if old["route"] != new["route"]:
-        yield ChoiceCause(f"another row of the policy decides: {new['route']} instead of {old['route']}")
+        yield ChoiceCause(f"another route of the policy applies: {new['route']} instead of {old['route']}")
     yield from (ChoiceCause(note) for note in new["notes"] if note not in old["notes"])
     yield from (ChoiceCause(f"no longer: {note}") for note in old["notes"] if note not in new["notes"])
     names = [{(c["backend"], c["experts"]) for c in document["candidates"]} for document in (old, new)]
     if gained and gained not in names[0]:
-        yield ChoiceCause(f"{gained[1]} was no candidate before")
+        yield ChoiceCause(f"{gained[1]} was not a candidate before")
     if lost and lost not in names[1]:
-        yield ChoiceCause(f"{lost[1]} is no candidate any more")
+        yield ChoiceCause(f"{lost[1]} is no longer a candidate")
     if lost and gained and not {lost, gained} & by_name.keys() and _overtakes(old, new, lost, gained):
-        yield ChoiceCause(f"{gained[1]} stands before {lost[1]} now")
+        yield ChoiceCause(f"{gained[1]} now has priority over {lost[1]}")
     if failure := _failure(new):
         yield ChoiceCause(f"the engine refuses or fails: {failure}")
 
 
 def _overtakes(old: Document, new: Document, lost: tuple[str, str], gained: tuple[str, str]) -> bool:
-    """True when `gained` stands before `lost` in the new order only."""
+    """True when `gained` has priority over `lost` in the new order only."""
     orders = [[(c["backend"], c["experts"]) for c in document["candidates"]] for document in (old, new)]
     if not all(lost in order and gained in order for order in orders):
         return False

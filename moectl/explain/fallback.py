@@ -1,4 +1,4 @@
-"""Whether a choice is a fallback: what `--strict` and matrices point at."""
+"""Whether a choice is a fallback, for `--strict` and matrices."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..oracle.policy import Policy
 
 EMULATION = "emulation"
 _APART = frozenset({"order", "activation filter", "token format"})
-"""Questions that tell candidates meant for other requests, activations or exchanges apart: failing one
-is no loss."""
+"""Questions that only separate candidates for other requests, activations or exchanges: failing one
+is not a fallback."""
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """Why a choice is not what it might be: `kind` is ``none``, ``request``, ``emulation`` or ``passed``.
+    """Why a choice is a fallback: `kind` is ``none``, ``request``, ``emulation`` or ``passed``.
 
-    ``passed``: `candidate` stands before the choice, fits the GPU and the format, and fails `verdicts`.
+    ``passed``: `candidate` has higher priority and fits the GPU and the format, but fails `verdicts`.
     """
 
     kind: str
@@ -27,10 +27,10 @@ class Fallback:
 
 
 def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
-    """The reason why `decision` is a fallback; None when it is the best that the GPU and the format allow.
+    """Why `decision` is a fallback; None if it is the best for the GPU and the format.
 
-    A fallback is no backend at all, a request by name that is not what runs, emulation, or a choice with
-    a candidate of another backend before it whose device and format questions hold.
+    A fallback is no backend at all, another backend than requested, emulation, or a choice although a
+    candidate of another backend has higher priority and supports the device and the format.
     """
     chosen = decision.chosen
     if chosen is None or not decision.usable:
@@ -43,22 +43,22 @@ def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
         if candidate.rank >= chosen.rank:
             break
         if candidate.usable and decision.ranking is not None:
-            continue  # it can serve, and was measured to be slower
+            continue  # usable, but measured to be slower
         if candidate.backend.name != chosen.backend.name and _fits(candidate):
             return Fallback("passed", candidate, candidate.failed)
     return None
 
 
 def serves_request(decision: Decision, policy: Policy) -> bool:
-    """True when a backend was asked for by name, and that is what is chosen for the asking."""
+    """True when a backend was requested by name and is what was chosen."""
     chosen, requested = decision.chosen, decision.inputs.requested
     if chosen is None or decision.ignored or requested in (None, "", "auto"):
         return False
-    return chosen.backend.name in policy.meant(str(requested))
+    return chosen.backend.name in policy.requested_backends(str(requested))
 
 
 def _fits(candidate: Candidate) -> bool:
-    """True when neither the device nor the format, nor the use it is meant for, speaks against it."""
+    """True when the candidate supports the device and the format, and is intended for this use."""
     return not any(
         verdict.group in ("arch", "scheme") or verdict.question in _APART for verdict in candidate.failed
     )

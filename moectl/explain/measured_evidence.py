@@ -1,4 +1,4 @@
-"""What was measured of a layer on a device, as an explanation shows it."""
+"""Measurements of a layer on a device, for an explanation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class MeasuredEvidence:
 
     Attributes:
         measured: times of backends, as `moectl bench --save` keeps them.
-        tuned: the launches that `moectl tune` found for moectl's own kernels.
-        notes: files of the cache that are not used, and why.
+        tuned: kernel configs that `moectl tune` found for moectl's own kernels.
+        notes: cache files that are ignored, and why.
     """
 
     measured: MeasuredTimes = field(default_factory=MeasuredTimes)
@@ -40,12 +40,12 @@ Known = Callable[[Device, MoEProblem, Packages], MeasuredEvidence]
 
 
 def nothing(device: Device, problem: MoEProblem, packages: Packages) -> MeasuredEvidence:
-    """No evidence: the choice is the policy's order alone."""
+    """No measurements: the policy's priority order decides."""
     return MeasuredEvidence()
 
 
 def cached(device: Device, problem: MoEProblem, packages: Packages) -> MeasuredEvidence:
-    """What this user's cache has of a layer on a device, with the versions of `packages` where known."""
+    """What the user's cache has for a layer on a device, with the versions of `packages` if known."""
     times = backend_times_file.known(device, problem, packages.versions)
     rows, note = launches_file.rows_of(problem, device)
     return MeasuredEvidence(times.measured, rows, (*times.notes, *([note] if note else [])))

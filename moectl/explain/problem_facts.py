@@ -1,4 +1,4 @@
-"""A problem's facts in words, with where each was read."""
+"""Facts about a problem in words, each with its source."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden", "model_hidden"),
     "router": ("router_dtype",),
 }
-"""The fields that a fact is made of, where it is not the one of its own name."""
+"""The fields behind a fact, if not the one of the same name."""
 
 
 def source_of(fact: str, sources: Mapping[str, str]) -> str:
-    """Where a fact of `facts` was read, its parts' places included, each once."""
-    parts = PARTS.get(fact, (fact,))
-    found = [place for key, place in sources.items() if key.split(".")[0] in parts]
-    return ", ".join(dict.fromkeys(found))
+    """The sources of a fact of `facts`, each once."""
+    fields = PARTS.get(fact, (fact,))
+    named = [source for key, source in sources.items() if key.split(".")[0] in fields]
+    return ", ".join(dict.fromkeys(named))
 
 
 def facts(problem: MoEProblem, details: Mapping[str, str] = MappingProxyType({})) -> Mapping[str, str]:
@@ -50,7 +50,7 @@ def facts(problem: MoEProblem, details: Mapping[str, str] = MappingProxyType({})
 
 
 def _routing_steps(routing: Routing) -> list[str]:
-    """How logits become ids and weights, in order."""
+    """The steps from logits to top-k ids and weights."""
     ids = "ids by token from a table, weights from " if routing.hashed else ""
     steps = {
         f"{ids}{routing.scoring} {'of the chosen logits' if routing.after_topk else 'scores'}": True,
@@ -62,4 +62,4 @@ def _routing_steps(routing: Routing) -> list[str]:
         "a factor for each expert": routing.expert_scale,
         "weights on the input": routing.weight_on_input,
     }
-    return [step for step, there in steps.items() if there]
+    return [step for step, applies in steps.items() if applies]

@@ -1,6 +1,6 @@
-"""What could be changed to turn a failing verdict: tables of generators, by the question that failed.
+"""Changes that may turn a failing verdict: tables of generators, by question.
 
-A generator proposes; only a decision on the changed input says whether a proposal helps.
+A generator only proposes: a decision on the changed inputs shows whether a proposal helps.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .assumed_machines import machine
 from .assumptions import assume
 
 KINDS = ("request", "variable", "launch", "package", "parallel", "padding", "checkpoint", "gpu")
-"""Kinds of change, the smallest first."""
+"""Kinds of change, smallest first."""
 
 NODE = 8
-"""Ranks of the deployment that is proposed where there is one rank: the GPUs of a usual node."""
+"""Ranks of the deployment proposed for a single rank: the GPUs of a usual node."""
 
 
 @dataclass(frozen=True)
 class ProposedChange:
-    """One thing done differently.
+    """One change of the inputs.
 
     Attributes:
         kind: one of `KINDS`.
-        slot: what it changes; a combination changes each slot once.
+        slot: what it changes; combinations change each slot at most once.
         text: what to do, as a sentence without a full stop.
-        options: options of `moectl explain` that ask the changed question, with their values.
+        options: the changed options of `moectl explain`, with their values.
     """
 
     kind: str
@@ -50,18 +50,18 @@ class ProposedChange:
 
 
 def request(name: str, policy: Policy) -> ProposedChange:
-    """Asking for a backend by name, with the command of the policy's engine."""
+    """Request a backend by name, with the command of the policy's engine."""
     return ProposedChange(
         "request",
         "request",
-        f"ask for it by name ({policy.serve.backend.format(name)})",
+        f"request it by name ({policy.serve.backend.format(name)})",
         (("--backend", name),),
         lambda now: replace(now, requested=name),
     )
 
 
 def variable(name: str, value: str) -> ProposedChange:
-    """Setting an environment variable of the engine."""
+    """Set an environment variable of the engine."""
 
     def apply(now: SelectionInputs) -> SelectionInputs:
         packages = replace(now.packages, env={**now.packages.env, name: value})
@@ -71,7 +71,7 @@ def variable(name: str, value: str) -> ProposedChange:
 
 
 def package(names: tuple[str, ...]) -> ProposedChange:
-    """Installing packages, complete with every symbol."""
+    """Install packages, with all their symbols."""
 
     def apply(now: SelectionInputs) -> SelectionInputs:
         old = now.packages
@@ -79,8 +79,8 @@ def package(names: tuple[str, ...]) -> ProposedChange:
         return replace(now, packages=Packages({**old.versions, **dict.fromkeys(names, "")}, missing, old.env))
 
     probes = known_packages()
-    known = [probes[name].get for name in names if name in probes and probes[name].get]
-    also = f" ({'; '.join(known)})" if known else ""
+    hints = [probes[name].get for name in names if name in probes and probes[name].get]
+    also = f" ({'; '.join(hints)})" if hints else ""
     return ProposedChange(
         "package",
         "package " + names[0],
@@ -91,7 +91,7 @@ def package(names: tuple[str, ...]) -> ProposedChange:
 
 
 def parallel(target: Parallel, text: str) -> ProposedChange:
-    """Deploying differently."""
+    """Use another deployment."""
     options = [("--tp", str(target.tp)), ("--dp", str(target.dp)), ("--ep", "" if target.ep else "no")]
     options += [("--eplb", "" if target.eplb else "no")]
     options += [("--all2all", target.all2all if target.exchanges else "no")]
@@ -105,7 +105,7 @@ def parallel(target: Parallel, text: str) -> ProposedChange:
 
 
 def assumption(kind: str, name: str, value: str, text: str) -> ProposedChange:
-    """A checkpoint that is different in one respect."""
+    """Use a checkpoint with another property."""
     return ProposedChange(
         kind,
         name,
@@ -116,33 +116,33 @@ def assumption(kind: str, name: str, value: str, text: str) -> ProposedChange:
 
 
 def gpu(name: str) -> ProposedChange:
-    """Another device; on another platform with the engine's default packages there."""
+    """Use another device; on another platform, with the engine's default packages there."""
 
     def apply(now: SelectionInputs) -> SelectionInputs:
-        there = machine(name, None, now.packages.env, engine_named(now.policy))
-        same = there.device.platform == now.device.platform
-        return replace(now, device=there.device, packages=now.packages if same else there.packages)
+        other = machine(name, None, now.packages.env, engine_named(now.policy))
+        same = other.device.platform == now.device.platform
+        return replace(now, device=other.device, packages=now.packages if same else other.packages)
 
     return ProposedChange("gpu", "gpu", f"use {name} ({find_device(name).arch})", (("--gpu", name),), apply)
 
 
 def _switches(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """Values of the switch that the failing question reads."""
-    offers = candidate.variant.offers
-    for switch in offers.switches:
+    """Values of the environment variable that the failing question reads."""
+    capability = candidate.variant.capability
+    for switch in capability.switches:
         if verdict.question == f"switch {switch.variable.name}":
             yield variable(switch.variable.name, verdict.wanted)
-    for rule in offers.rules:
+    for rule in capability.rules:
         if rule.question == verdict.question and rule.switch:
-            known = policy_named(now.policy).variables.get(rule.switch)
-            for value in dict.fromkeys((*(known.choices if known else ()), "1", "0")):
+            entry = policy_named(now.policy).variables.get(rule.switch)
+            for value in dict.fromkeys((*(entry.choices if entry else ()), "1", "0")):
                 if value != now.packages.env.get(rule.switch):
                     yield variable(rule.switch, value)
 
 
 def _packages(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """What the failing need asks for, and what does instead; every symbol of one package at once."""
-    for need in candidate.variant.offers.needs:
+    """The needed package, or its alternatives; with all symbols of a package at once."""
+    for need in candidate.variant.capability.needs:
         if verdict.question == f"package {need.package}" and not need.met(now.packages):
             yield package((need.package,))
             if need.instead:
@@ -150,67 +150,67 @@ def _packages(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> I
 
 
 def _ranks(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """Other tensor-parallel sizes, the nearest first."""
-    here = now.problem.parallel
-    sizes = sorted((1, 2, 4, 8, 16, 32), key=lambda tp: (abs(math.log2(tp / here.tp)), tp))
+    """Other tensor-parallel sizes, nearest first."""
+    current = now.problem.parallel
+    sizes = sorted((1, 2, 4, 8, 16, 32), key=lambda tp: (abs(math.log2(tp / current.tp)), tp))
     for tp in sizes:
-        if tp != here.tp:
-            yield parallel(replace(here, tp=tp), f"use {policy_named(now.policy).serve.tensor.format(tp)}")
+        if tp != current.tp:
+            yield parallel(replace(current, tp=tp), f"use {policy_named(now.policy).serve.tensor.format(tp)}")
     yield from _together(now, candidate, verdict)
 
 
 def _together(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """Whole experts on each rank instead of slices."""
-    here, serve = now.problem.parallel, policy_named(now.policy).serve
-    if not here.ep and here.ranks > 1:
+    """Expert parallelism instead of sharded experts."""
+    current, serve = now.problem.parallel, policy_named(now.policy).serve
+    if not current.ep and current.ranks > 1:
         yield parallel(
-            replace(here, ep=True), f"spread whole experts over the ranks ({serve.expert.format(here.ranks)})"
+            replace(current, ep=True), f"use expert parallelism ({serve.expert.format(current.ranks)})"
         )
-    if here.ranks == 1:
-        for option, there in (
-            (serve.tensor, replace(here, tp=NODE, ep=True)),
-            (serve.data, replace(here, dp=NODE, ep=True)),
+    if current.ranks == 1:
+        for option, target in (
+            (serve.tensor, replace(current, tp=NODE, ep=True)),
+            (serve.data, replace(current, dp=NODE, ep=True)),
         ):
-            yield parallel(there, f"deploy with {option.format(NODE)} {serve.expert.format(NODE)}")
+            yield parallel(target, f"deploy with {option.format(NODE)} {serve.expert.format(NODE)}")
 
 
 def _exchanged(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """Data-parallel ranks that exchange tokens, where none are exchanged."""
-    here, serve = now.problem.parallel, policy_named(now.policy).serve
-    if here.exchanges:
+    """Data-parallel ranks that exchange tokens, if none are exchanged now."""
+    current, serve = now.problem.parallel, policy_named(now.policy).serve
+    if current.exchanges:
         return
-    ranks = here.ranks if here.ranks > 1 else NODE
+    ranks = current.ranks if current.ranks > 1 else NODE
     policy = policy_named(now.policy)
     for name in sorted(policy.exchanges):
         flags = " ".join([serve.data.format(ranks), serve.expert.format(ranks), serve.exchange.format(name)])
-        yield parallel(replace(here, tp=1, dp=ranks, ep=True, all2all=name), f"deploy with {flags}")
+        yield parallel(replace(current, tp=1, dp=ranks, ep=True, all2all=name), f"deploy with {flags}")
 
 
 def _spread(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """The same ranks used in another way, or with another exchange."""
-    here = now.problem.parallel
-    if here.eplb:
-        yield parallel(replace(here, eplb=False), "turn expert load balancing off")
-    if here.exchanges:
+    """Another use of the same ranks, or another all2all exchange."""
+    current = now.problem.parallel
+    if current.eplb:
+        yield parallel(replace(current, eplb=False), "turn off expert load balancing (EPLB)")
+    if current.exchanges:
         policy = policy_named(now.policy)
-        for name in sorted(policy.exchanges - {here.all2all}):
-            yield parallel(replace(here, all2all=name), f"use {policy.serve.exchange.format(name)}")
-    if here.dp > 1:
-        ranks = here.ranks
+        for name in sorted(policy.exchanges - {current.all2all}):
+            yield parallel(replace(current, all2all=name), f"use {policy.serve.exchange.format(name)}")
+    if current.dp > 1:
+        ranks = current.ranks
         yield parallel(
-            replace(here, tp=ranks, dp=1), f"use tensor parallelism over the {ranks} ranks instead"
+            replace(current, tp=ranks, dp=1), f"use tensor parallelism over the {ranks} ranks instead"
         )
-    if here.ep:
-        yield parallel(replace(here, ep=False), "do without expert parallelism")
-    if here.ep and here.dp > 1:
+    if current.ep:
+        yield parallel(replace(current, ep=False), "turn off expert parallelism")
+    if current.ep and current.dp > 1:
         yield parallel(
-            replace(here, tp=here.ranks, dp=1, ep=False, eplb=False),
-            f"use tensor parallelism over the {here.ranks} ranks, without expert parallelism",
+            replace(current, tp=current.ranks, dp=1, ep=False, eplb=False),
+            f"use tensor parallelism over the {current.ranks} ranks, without expert parallelism",
         )
 
 
 def _padding(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """Sizes rounded up with zeros, the least first."""
+    """Sizes padded with zeros, smallest first."""
     dims, ranks = now.problem.dims, now.problem.parallel.tp_size
     for name, size, factor in (
         ("intermediate", dims.intermediate, ranks),
@@ -223,11 +223,11 @@ def _padding(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> It
 
 
 def _act_formats(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """Activation formats with which the weights' format is offered."""
+    """Activation formats that are supported with the weight format."""
     key = verdict.wanted.rpartition(" with ")[0]
     declared = {
         act
-        for offer in candidate.variant.offers.offers or ()
+        for offer in candidate.variant.capability.formats or ()
         if any(key == name or (name.endswith("*") and key.startswith(name[:-1])) for name in offer.weights)
         for act in (offer.acts.only or ())
     }
@@ -276,7 +276,7 @@ def _variant(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> It
 def _devices(
     now: SelectionInputs, candidate: Candidate | None, verdict: Verdict | None
 ) -> Iterator[ProposedChange]:
-    """One device of each architecture that differs from this one."""
+    """One device of each other architecture."""
     seen = {(now.device.arch, now.device.features)}
     for name in device_names():
         device = find_device(name)
@@ -304,7 +304,7 @@ BY_QUESTION: Mapping[str, tuple[Generator, ...]] = {
     "batch invariance": (_variant,),
     "adapters on experts": (_adapters,),
 }
-"""What may turn a failing question that the check names."""
+"""Generators by question."""
 
 FIXED = {
     "activation function": "the model's activation function",
@@ -317,7 +317,7 @@ FIXED = {
     "router dtype": "the dtype of the model's router",
     "scale dtype": "the dtype of the checkpoint's scales",
 }
-"""Questions that nothing changes: they are about what the model is."""
+"""Questions that no change turns: they are about the model itself."""
 
 BY_GROUP: Mapping[str, tuple[Generator, ...]] = {
     "package": (_packages,),
@@ -327,7 +327,7 @@ BY_GROUP: Mapping[str, tuple[Generator, ...]] = {
     "scheme": (_switches,),
     "arch": (_devices,),
 }
-"""What may turn a failing question that has no row of its own, by its group."""
+"""Generators by group, for questions without an entry in `BY_QUESTION`."""
 
 
 def proposals(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
@@ -344,16 +344,16 @@ BY_GATE: Mapping[str, tuple[Generator, ...]] = {
     DTYPE: (_dtypes, _devices),
     NAME: (),
 }
-"""What may open a gate of the engine, by its kind; for others what may help on a failure."""
+"""Generators for an engine's refusal, by its kind; for other kinds, `ON_FAILURE`."""
 
 ON_FAILURE: tuple[Generator, ...] = (_dtypes, _ranks, _padding, _spread, _symmetric, _unordered, _devices)
-"""What may help when the engine fails though every question of a candidate holds."""
+"""Generators for an engine's failure although a candidate passes every check."""
 
 
 def proposals_for_failure(
     now: SelectionInputs, candidate: Candidate, gates: Iterable[str]
 ) -> Iterator[ProposedChange]:
-    """Changes that may help when the engine refuses (`gates`) or fails around a good `candidate`."""
+    """Changes that may help when the engine refuses (`gates`) or fails with a usable `candidate`."""
     gates = tuple(gates)
     nothing = Verdict("", "shape", "", "", False)
     for generator in BY_GATE.get(gates[0], ON_FAILURE) if gates else ON_FAILURE:
@@ -361,5 +361,5 @@ def proposals_for_failure(
 
 
 def new_devices(now: SelectionInputs) -> Iterator[ProposedChange]:
-    """Other devices, for a backend that no order here names."""
+    """Other devices, for a backend that is in no priority order here."""
     yield from _devices(now, None, None)

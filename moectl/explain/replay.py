@@ -1,4 +1,4 @@
-"""Explanations made again from their JSON documents, without the checkpoint."""
+"""Explanations repeated from their JSON documents, without the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .decision_matrix import DecisionMatrix, MatrixCell
 from .explanation import Explanation, GroupExplanation, Question, explained
 
 MAX_BYTES = 64 << 20
-"""Size above which a file is no document of ours."""
+"""Maximum size of a document."""
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
@@ -47,7 +47,7 @@ def read_document(path: Path) -> Mapping[str, Any]:
 
 
 def _of(document: Mapping[str, Any], key: str, kind: type) -> Any:
-    """Entry `key`, which must be a `kind`; UsageError says so when it is not."""
+    """Entry `key` of `document`. Raises UsageError if it is not a `kind`."""
     value = document.get(key)
     if not isinstance(value, kind):
         raise UsageError(
@@ -58,33 +58,33 @@ def _of(document: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    found = _of(document, key, list)
-    if not all(isinstance(item, dict) for item in found):
+    objects = _of(document, key, list)
+    if not all(isinstance(item, dict) for item in objects):
         raise UsageError(f"the document's {key!r} must hold objects", hint="make it again with --json")
-    return list(found)
+    return list(objects)
 
 
 def _layers(document: Mapping[str, Any]) -> tuple[int, ...]:
-    found = _of(document, "layers", list)
-    if not found or not all(isinstance(number, int) for number in found):
+    layers = _of(document, "layers", list)
+    if not layers or not all(isinstance(number, int) for number in layers):
         raise UsageError("the document's 'layers' must be numbers", hint="make it again with --json")
-    return tuple(found)
+    return tuple(layers)
 
 
 def _origin(document: Mapping[str, Any]) -> Origin:
-    found = _of(document, "checkpoint", dict)
-    path = found.get("path")
+    origin = _of(document, "checkpoint", dict)
+    path = origin.get("path")
     return Origin(
-        kind=str(found.get("source")),
-        name=str(found.get("name")),
-        revision=found.get("revision"),
+        kind=str(origin.get("source")),
+        name=str(origin.get("name")),
+        revision=origin.get("revision"),
         path=Path(path) if isinstance(path, str) else None,
-        note=str(found.get("note") or ""),
+        note=str(origin.get("note") or ""),
     )
 
 
 def _inputs(decision: Mapping[str, Any]) -> SelectionInputs:
-    """What a recorded decision rests on, checked against possible sizes; UsageError names what is not."""
+    """The inputs of a recorded decision. Raises UsageError, with the field, for impossible sizes."""
     inputs = replay_inputs(decision)
     problem, device = inputs.problem, inputs.device
     sizes = {
@@ -111,20 +111,20 @@ def _inputs(decision: Mapping[str, Any]) -> SelectionInputs:
 
 
 def replay(document: Mapping[str, Any]) -> Explanation:
-    """The explanation that the inputs in `document` give now.
+    """The explanation for the inputs in `document`, decided again.
 
-    Raises UsageError when the document is not whole.
+    Raises UsageError when the document is incomplete.
     """
     groups: list[GroupExplanation] = []
-    for found in _objects(document, "groups"):
-        inputs = _inputs(_of(found, "decision", dict))
-        others = [policy_named(str(other.get("policy"))) for other in _objects(found, "others")]
-        layers = _layers(found)
-        notes = tuple(map(str, _of(found, "notes", list)))
-        details = {str(name): str(value) for name, value in _of(found, "details", dict).items()}
-        groups.append(explained(layers, inputs, _of(found, "sources", dict), notes, others, details))
+    for group in _objects(document, "groups"):
+        inputs = _inputs(_of(group, "decision", dict))
+        others = [policy_named(str(other.get("policy"))) for other in _objects(group, "others")]
+        layers = _layers(group)
+        notes = tuple(map(str, _of(group, "notes", list)))
+        details = {str(name): str(value) for name, value in _of(group, "details", dict).items()}
+        groups.append(explained(layers, inputs, _of(group, "sources", dict), notes, others, details))
     if not groups:
-        raise UsageError("the document has no layer groups, so there is nothing to decide again")
+        raise UsageError("the document has no layer groups, so there is nothing to replay")
     first = groups[0].decision.inputs
     return Explanation(
         _origin(document),
@@ -137,9 +137,9 @@ def replay(document: Mapping[str, Any]) -> Explanation:
 
 
 def replay_matrix(document: Mapping[str, Any]) -> DecisionMatrix:
-    """The matrix that the inputs in `document` give now; what was refused before it was asked stays so.
+    """The matrix for the inputs in `document`, decided again; refused cells stay refused.
 
-    Raises UsageError when the document is not whole.
+    Raises UsageError when the document is incomplete.
     """
     cells, recorded = [], []
     machines: dict[str, AssumedMachine] = {}
@@ -152,7 +152,7 @@ def replay_matrix(document: Mapping[str, Any]) -> DecisionMatrix:
         answer = None if refusal else explained(layers, inputs, {})
         cells.append(MatrixCell(machine, inputs.problem.parallel, layers, answer, refusal, inputs.problem))
     if not cells:
-        raise UsageError("the document has no rows, so there is nothing to decide again")
+        raise UsageError("the document has no rows, so there is nothing to replay")
     parallels = tuple(dict.fromkeys(cell.parallel for cell in cells))
     first = recorded[0]
     question = Question(policy_named(first.policy), parallels[0], first.requested, first.allow_fallback)

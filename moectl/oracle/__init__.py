@@ -1,4 +1,4 @@
-"""Choosing a backend: one function over tables of data."""
+"""Backend selection: one function over tables of data."""
 
 from .decision import Candidate, Decision, Gate
 from .engine import Engine

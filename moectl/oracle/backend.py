@@ -1,4 +1,4 @@
-"""What a backend offers, as data: records that hold no tensor and read nothing."""
+"""What a backend supports, as data: plain records without tensors or I/O."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from ..problem.schemes import A16, ActFormat, WeightFormat
 from .gpu_archs import Archs
 
 GROUPS = ("arch", "package", "scheme", "shape", "parallel", "policy")
-"""The groups that questions belong to, in the order in which they are shown."""
+"""Groups of questions, in display order."""
 
 
 @dataclass(frozen=True, slots=True)
 class NameSet:
-    """A set of names: `only` these (None is any, empty is none), and `never` those."""
+    """A set of names: `only` these (None is any, empty is none), except those in `never`.
+
+    Example:
+        >>> only("bf16", "fp16").allows("fp16")
+        True
+        >>> str(but("moe_wna16"))
+        'any but moe_wna16'
+    """
 
     only: frozenset[str] | None = None
     never: frozenset[str] = frozenset()
@@ -42,7 +49,7 @@ def only(*names: str) -> NameSet:
 
 
 def but(*names: str) -> NameSet:
-    """Every name but these."""
+    """Every name except these."""
     return NameSet(never=frozenset(names))
 
 
@@ -51,17 +58,17 @@ A16_ONLY = only("a16")
 
 @dataclass(frozen=True, slots=True)
 class FormatSupport:
-    """Weight formats with the activation formats they are computed with, on some devices.
+    """Weight formats with the activation formats supported for them, on some devices.
 
-    A name that ends in ``*`` stands for every format that begins like it.
+    A name that ends in ``*`` is a prefix of several formats.
     """
 
     weights: frozenset[str]
     acts: NameSet = A16_ONLY
     where: Archs | None = None
 
-    def serves(self, weight: str, act: str, device: Device) -> bool:
-        """True when the pair is served on `device`."""
+    def supports(self, weight: str, act: str, device: Device) -> bool:
+        """True when the pair is supported on `device`."""
         named = weight in self.weights or any(
             weight.startswith(name[:-1]) for name in self.weights if name.endswith("*")
         )
@@ -78,10 +85,10 @@ class FormatSupport:
 
 @dataclass(frozen=True, slots=True)
 class PackageNeed:
-    """An importable package, with a symbol where one is needed.
+    """A required package, optionally with a symbol in it.
 
-    `instead` are packages or tools that together do as well, `switch` an environment switch that says
-    the same. `code` is the engine's own reason when the need is not met.
+    `instead` are packages or tools that together replace it, `switch` an environment variable that
+    overrides the check. `code` is the engine's reason code for an unmet need.
     """
 
     package: str
@@ -91,7 +98,7 @@ class PackageNeed:
     code: str = "device"
 
     def met(self, packages: Packages) -> bool:
-        """True when the package, or what stands for it, is there."""
+        """True when the package or its replacement is available."""
         return (
             packages.has(self.package, self.symbol)
             or (bool(self.instead) and all(packages.has(name) for name in self.instead))
@@ -105,7 +112,7 @@ class PackageNeed:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSwitch:
-    """An environment switch of the engine that must be on or off."""
+    """An environment variable of the engine that must be on or off."""
 
     variable: Variable
     wanted: bool = True
@@ -113,16 +120,16 @@ class EnvironmentSwitch:
 
 
 def is_on(packages: Packages, switch: Variable) -> bool:
-    """True when `switch` is on: as the engine reads its value, by its default when it is not set."""
+    """True when `switch` is on, as the engine parses its value, or by default if it is not set."""
     return switch.is_on(packages.env.get(switch.name))
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelSupport:
-    """Deployments over several ranks that are served.
+    """Supported deployments over several ranks.
 
-    `exchange` names the all2all kernels, or ``none`` where tokens stay on their rank. `sequence` is
-    tokens sliced over the tensor-parallel ranks, `alone` a deployment without expert parallelism.
+    `exchange` names the all2all kernels (``none``: tokens stay on their rank). `sequence` is sequence
+    parallelism (tokens sliced over the tensor-parallel ranks), `alone` no expert parallelism.
     """
 
     exchange: NameSet = ANY
@@ -134,29 +141,29 @@ class ParallelSupport:
 
 
 ALONE = ParallelSupport(exchange=only("none"), eplb=False, dp=False)
-"""No exchange of tokens, no data parallelism, no dynamic balancing: fused routers."""
+"""No all2all exchange, no data parallelism, no EPLB: kernels with fused routing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupportQuery:
-    """One problem as a policy's route puts it to backends: every check is a function of this.
+    """One problem as a policy's route asks backends about it: the input of every check.
 
     Attributes:
-        weight: the weight format's key, as coarse as the engine's own.
+        weight: key of the weight format, as coarse as the engine's own.
         declared: the activation format that the checkpoint declares and the route passes on.
-        act: key of the activation format that the judged backend is asked to compute with.
+        act: key of the activation format that the backend would use.
         checkpoint: the checkpoint storage, as the engine's method sees it.
-        zero_points, bias: whether the method may hand over zero points or expert biases.
-        pads_tiles: whether the method pads weights up to a kernel tile.
+        zero_points, bias: whether the method may pass zero points or expert biases.
+        pads_tiles: whether the method pads weights to whole kernel tiles.
         dtype: the engine's 16-bit dtype on this device.
-        sequence: tokens are sliced over the tensor-parallel ranks before they are exchanged.
+        sequence: sequence parallelism: tokens are sliced over tensor-parallel ranks before the exchange.
         activation: the activation function, with the engine's suffixes for row order and gating.
         routing: the engine's name of the routing method.
         invariant: results must not depend on the rest of the batch.
         request: the backend asked for by name.
-        batched: tokens are handed over expert by expert, as the exchange does or a request asks.
-        sliced: one rank's intermediate size in the checkpoint, where the method pads that slice before
-            it asks (`problem` then has the padded size); 0 where it does not.
+        batched: tokens come in the batched activation format, by the exchange or by request.
+        sliced: one rank's intermediate size in the checkpoint if the method pads that shard before the
+            checks (`problem` then has the padded size); otherwise 0.
     """
 
     problem: MoEProblem
@@ -180,7 +187,7 @@ class SupportQuery:
 
     @property
     def parametrized(self) -> bool:
-        """True when the activation function has parameters that a kernel must be told."""
+        """True when the activation function has parameters that the kernel needs."""
         activation = self.problem.activation
         return self.activation != "swigluoai" and (
             activation.limit is not None or activation.alpha is not None
@@ -188,24 +195,24 @@ class SupportQuery:
 
     @property
     def clamped(self) -> bool:
-        """True when the engine asks for a clamp; that of gpt-oss is part of its activation function."""
+        """True when the engine asks for a clamp; gpt-oss' clamp is part of its activation function."""
         return self.activation != "swigluoai" and self.problem.activation.limit is not None
 
     @property
     def exchange(self) -> str:
-        """All2all kernels in use, or ``none``."""
+        """The all2all kernels in use, or ``none``."""
         parallel = self.problem.parallel
         return parallel.all2all if parallel.exchanges else "none"
 
     @property
     def logits(self) -> str:
-        """Dtype of the router's logits: that of its weights where they are wider than the model's."""
+        """Dtype of the router logits: that of the router's weights if wider than the model's."""
         return "fp32" if self.problem.router_dtype == "fp32" else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class BackendRule:
-    """A question that no field of `Capability` can say; `switch` is one that it reads, if any."""
+    """A check that no field of `Capability` expresses; `switch`: the environment variable it reads."""
 
     question: str
     group: str
@@ -218,7 +225,7 @@ class BackendRule:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFailure:
-    """What kernels stop on when they run, `kind` being the engine's exception; its choice ignores that."""
+    """A failure when kernels run, with exception class `kind`; the engine's choice does not depend on it."""
 
     when: Callable[[SupportQuery], bool]
     says: str
@@ -226,35 +233,35 @@ class RuntimeFailure:
 
 
 def weighted_input(kind: str) -> RuntimeFailure:
-    """Kernels that do not take tokens already multiplied by the router's weight, as Llama 4 does it."""
+    """A failure of kernels without support for router weights on the input, as in Llama 4."""
     return RuntimeFailure(
         lambda ask: ask.problem.routing.weight_on_input,
-        "does not take the router's weight on the experts' input",
+        "does not support router weights on the experts' input",
         kind,
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capability:
-    """What one experts implementation serves: a constant, which equals nothing but itself.
+    """What one experts class supports; a constant, compared by identity.
 
-    None is "any", an empty set is "never".
-    `clamps` tells that the activation function's limit is applied.
-    `dtypes` are the model's 16-bit dtypes, `logits` the router's, `scales` the storage dtypes of weight
-    scales. `hashed` concerns fused routers alone: whether they look experts up by token id.
-    `lora` is adapters on experts, `invariant` results that do not depend on the rest of the batch.
-    `codes` overrides the engine's reason for a question that its own check files elsewhere.
+    None means any, an empty set never.
+    `clamps`: the limit of the activation function is applied.
+    `dtypes` are the model's 16-bit dtypes, `logits` those of router logits, `scales` the storage dtypes of
+    weight scales. `hashed`, for fused routing only: experts can be looked up by token id.
+    `lora`: LoRA adapters on experts; `invariant`: results do not depend on the rest of the batch.
+    `codes` overrides the engine's reason code of a question.
     """
 
     arch: Archs | None = None
     needs: tuple[PackageNeed, ...] = ()
     switches: tuple[EnvironmentSwitch, ...] = ()
-    offers: tuple[FormatSupport, ...] | None = None
+    formats: tuple[FormatSupport, ...] | None = None
     activations: NameSet = ANY
     ungated: bool = True
     clamps: bool = True
     routing: NameSet = ANY
-    spread: ParallelSupport = ParallelSupport()
+    parallel: ParallelSupport = ParallelSupport()
     checkpoints: NameSet = ANY
     act_order: bool = True
     zero_points: bool = True
@@ -266,11 +273,11 @@ class Capability:
     lora: bool = False
     invariant: bool = False
     rules: tuple[BackendRule, ...] = ()
-    stops: tuple[RuntimeFailure, ...] = ()
+    runtime_failures: tuple[RuntimeFailure, ...] = ()
     codes: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def switch_names(self) -> frozenset[str]:
-        """Environment switches that any question reads."""
+        """Environment variables that any check reads."""
         named = [switch.variable.name for switch in self.switches]
         named += [need.switch.name for need in self.needs if need.switch]
         named += [rule.switch for rule in self.rules if rule.switch]
@@ -278,29 +285,29 @@ class Capability:
 
 
 @cache
-def spell_archs(offers: Capability) -> str:
-    """The devices that are served, in words."""
-    if offers.arch is None:
+def spell_archs(capability: Capability) -> str:
+    """The supported devices, in words."""
+    if capability.arch is None:
         return "any device"
-    return ", ".join(str(arch) for arch in offers.arch) or "no device"
+    return ", ".join(str(arch) for arch in capability.arch) or "no device"
 
 
 @cache
-def spell_offers(offers: Capability) -> str:
-    """The pairs of number formats that are served, in words."""
-    return "any" if offers.offers is None else "; ".join(map(str, offers.offers)) or "none"
+def spell_formats(capability: Capability) -> str:
+    """The supported pairs of number formats, in words."""
+    return "any" if capability.formats is None else "; ".join(map(str, capability.formats)) or "none"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsClass:
-    """One experts class of a backend: a constant, which equals nothing but itself.
+    """One experts class of a backend; a constant, compared by identity.
 
-    `monolithic` takes router logits, otherwise top-k ids and weights; `batched` takes tokens sorted
-    into one block per expert, otherwise in their own order.
+    `monolithic`: takes router logits, otherwise top-k ids and weights. `batched`: takes tokens in the
+    batched activation format (one block per expert), otherwise in the standard one.
     """
 
     experts: str
-    offers: Capability
+    capability: Capability
     monolithic: bool = False
     batched: bool = False
 
@@ -310,13 +317,12 @@ NO_ALIGN = Align()
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How a backend wants weights: one row of a table, of which the first that fits a problem holds.
+    """The weight layout and padding of a backend: a row of a table, the first that matches a problem applies.
 
-    `layout` names the weight layout; `align` is what sizes are rounded up to when the weights are
-    created, by weight format where that differs. `scaled`: weights by their whole key.
-    `dtypes` are the model's 16-bit dtypes.
-    `up_to`: only intermediate sizes up to this one. An engine may round less than the layout's own
-    padding, and pad the rest when it repacks.
+    `layout` names the weight layout; `align` is what sizes are padded to when the weights are created,
+    by weight format if it differs. `scaled`: keys of weight formats. `dtypes` are the model's 16-bit
+    dtypes. `up_to`: only intermediate sizes up to this one (0: any). An engine may pad less than the
+    layout needs, and pad the rest when it repacks.
     """
 
     layout: str = ""
@@ -329,7 +335,7 @@ class WeightForm:
     up_to: int = 0
 
     def fits(self, ask: SupportQuery) -> bool:
-        """True when this row speaks of `ask`'s device, weights and activation."""
+        """True when this row applies to the device, weights and activation of `ask`."""
         return (
             (self.where is None or any(arch.fits(ask.device) for arch in self.where))
             and (self.weights is None or ask.problem.scheme.weight.name in self.weights)
@@ -341,22 +347,22 @@ class WeightForm:
 
 
 UNTRIED = "not verified on hardware"
-"""What is said of a backend that was never run on such a device."""
+"""The remark on a backend that was never run on such a device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend:
-    """One fused-MoE backend: a constant, which equals nothing but itself.
+    """One fused-MoE backend; a constant, compared by identity.
 
     Attributes:
         name: the user's spelling (`--moe-backend`).
         engine_name: the engine's own, for comparison only.
-        variants: experts classes in the order in which they are asked.
-        act: the activation format it computes with; `follows_declared` takes the checkpoint's instead.
-        forms: weight layouts and what the engine rounds sizes up to; none that fits: any layout, no rounding.
-        runner: name of the runner that executes it here, empty where there is none.
-        note: why a policy ranks it where it does, in a sentence.
-        verified: devices of a kind on which its runner was run and its results were checked.
+        variants: experts classes in priority order.
+        act: the activation format it uses; with `follows_declared`, the checkpoint's instead.
+        forms: weight layouts and what the engine pads sizes to; no match: any layout, no padding.
+        runner: name of the moectl runner that executes it; empty if there is none.
+        note: why a policy ranks it this way, in a sentence.
+        verified: devices that its runner was run and checked on.
     """
 
     name: str
@@ -370,14 +376,14 @@ class Backend:
     verified: Archs = ()
 
     def untried(self, device: Device) -> bool:
-        """True when this tool would run it on `device`, where nobody has checked what it computes."""
+        """True when moectl has a runner for it that was never verified on such a `device`."""
         return bool(self.runner) and not any(arch.fits(device) for arch in self.verified)
 
     def align(self, ask: SupportQuery) -> Align:
-        """Multiples that sizes are rounded up to for `ask`."""
+        """Multiples that sizes are padded to for `ask`."""
         align = self.form(ask).align
         return align if isinstance(align, Align) else align(ask.problem.scheme.weight)
 
     def form(self, ask: SupportQuery) -> WeightForm:
-        """The row of `forms` that speaks of `ask`."""
+        """The row of `forms` that applies to `ask`."""
         return next((form for form in self.forms if form.fits(ask)), WeightForm())

@@ -1,4 +1,4 @@
-"""Every backend of a route as judged candidates, in the order in which the engine asks."""
+"""Every backend of a route as checked candidates, in the engine's priority order."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from .policy import Policy
 from .route import DECLARED_ACT, RANKED_ACT, Route
 
 Judged = tuple[tuple[Candidate, ...], tuple[str, ...]]
-"""Candidates, and what to say about how the list came about."""
+"""Candidates, and notes on how the list was made."""
 
 
 def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) -> Judged:
-    """Every candidate in order, judged, for the request `name` or for the automatic choice."""
+    """Every candidate with its verdicts, in priority order, for the request `name` (None: automatic)."""
     ignored: tuple[str, ...] = ()
     if route.ignores(name):
         ignored = (f"{policy.name} ignores the request for {name} here",)
     if route.assigned:
-        note = f"{policy.name} assigns the backend of {route.name} without asking the others"
+        note = f"{policy.name} assigns the backend of {route.name} without checking the others"
         return _assigned(ask, policy, route), (note, *ignored)
     if name and not ignored:
-        asked, out = requested(ask, route, name), route.left_out(ask, by_name=True)
-        return _judged(ask, policy, route, asked, name, left_out=out), ()
+        backends, excluded = requested(ask, route, name), route.left_out(ask, by_name=True)
+        return _judged(ask, policy, route, backends, name, left_out=excluded), ()
     ranking, notes = route.ranking(ask), (*ignored, *route.moved(ask))
-    demand = route.demand(ask)
+    demand = route.switch_request(ask)
     if demand is not None:
         notes = (*notes, demand.why)
         demanded = requested(ask, route, demand.name)
         if not demand.falls_back:
             return _judged(ask, policy, route, demanded, demand.name), notes
         ranking = (*demanded, *(backend for backend in ranking if backend not in demanded))
-    found = _judged(ask, policy, route, ranking, None, left_out=route.left_out(ask))
-    extra = _judged(ask, policy, route, route.on_request, None, len(found), _BY_NAME_ONLY)
-    return (*found, *extra), notes
+    ranked = _judged(ask, policy, route, ranking, None, left_out=route.left_out(ask))
+    on_request = _judged(ask, policy, route, route.on_request, None, len(ranked), _BY_NAME_ONLY)
+    return (*ranked, *on_request), notes
 
 
 _BY_NAME_ONLY = Verdict("order", "policy", "in the automatic order", "only when asked for by name", False)
 
 
 def requested(ask: SupportQuery, route: Route, name: str) -> tuple[Backend, ...]:
-    """Backends that a request means here; empty when the route does not know the name."""
-    twins = dict(route.twins) if ask.batched else {}
-    return tuple(twins.get(backend, backend) for backend in route.meant(name, ask))
+    """Backends that a request selects here; empty when the route does not know the name."""
+    twins = dict(route.batched_twins) if ask.batched else {}
+    return tuple(twins.get(backend, backend) for backend in route.requested_backends(name, ask))
 
 
 def _filtered(
     ask: SupportQuery, route: Route, backends: Iterable[Backend], name: str | None
 ) -> list[Backend]:
-    """Backends in the order of the activation filter; those it drops are left out.
+    """Backends that pass the activation filter, in its order.
 
-    With a declared activation format: backends that compute with it, then those with 16-bit
-    activations. Without one: 16-bit ones, unless there are none or the request keeps all.
+    With a declared activation format: backends that use it, then those with 16-bit activations.
+    Without one: those with 16-bit activations, unless there are none or the request keeps all.
     """
     backends = list(backends)
     wide = [b for b in backends if b.follows_declared or b.act == A16]
@@ -79,37 +79,37 @@ def _judged(
     extra: Verdict | None = None,
     left_out: dict[Backend, str] | None = None,
 ) -> tuple[Candidate, ...]:
-    """Every variant of `backends`, judged, in the route's order, dropped ones last."""
+    """Every variant of `backends` with its verdicts, in priority order, excluded ones last."""
     kept = _filtered(ask, route, backends, name) if route.act == RANKED_ACT else list(backends)
-    out = left_out or {}
-    kept = [backend for backend in kept if backend not in out]
-    found: list[Candidate] = []
+    excluded = left_out or {}
+    kept = [backend for backend in kept if backend not in excluded]
+    judged: list[Candidate] = []
     for backend in (*kept, *(b for b in backends if b not in kept)):
         act = _act(ask, route, backend)
-        asked = ask if act == ask.act else replace(ask, act=act)
+        query = ask if act == ask.act else replace(ask, act=act)
         more = () if extra is None else (extra,)
-        if backend in out:
-            more = (*more, Verdict("order", "policy", "in the automatic order", out[backend], False))
+        if backend in excluded:
+            more = (*more, Verdict("order", "policy", "in the automatic order", excluded[backend], False))
         elif backend not in kept:
             more = (*more, _dropped(ask, backend))
-        dims = _dims(asked, policy, route, backend)
+        dims = _dims(query, policy, route, backend)
         for variant in backend.variants:
-            found.append(
+            judged.append(
                 Candidate(
                     backend=backend,
                     variant=variant,
-                    rank=start + len(found),
-                    verdicts=(*judge(asked, variant), *more),
+                    rank=start + len(judged),
+                    verdicts=(*judge(query, variant), *more),
                     dims=dims,
-                    layout=backend.form(asked).layout,
+                    layout=backend.form(query).layout,
                     engine_name=backend.engine_name,
                 )
             )
-    return tuple(found)
+    return tuple(judged)
 
 
 def _act(ask: SupportQuery, route: Route, backend: Backend) -> str:
-    """Key of the activation format that `backend` is asked to compute with."""
+    """Key of the activation format that `backend` would use."""
     follows = backend.follows_declared or route.act == DECLARED_ACT
     return act_key(ask.declared if follows else backend.act)
 
@@ -122,42 +122,42 @@ def _dropped(ask: SupportQuery, backend: Backend) -> Verdict:
 
 
 def _assigned(ask: SupportQuery, policy: Policy, route: Route) -> tuple[Candidate, ...]:
-    """The method's own table: the first row that fits the device is taken, most without being asked."""
-    found: list[Candidate] = []
+    """The method's assignments: the first row for the device is taken, in most cases without checks."""
+    assigned: list[Candidate] = []
     taken = False
     for row in route.assigned:
-        asked = replace(ask, act=_act(ask, route, row.backend))
-        verdicts = judge(asked, row.variant)
-        serves = not row.asks or all(verdict.holds for verdict in verdicts)
-        takes = not taken and serves and row.fits(ask.device)
+        query = replace(ask, act=_act(ask, route, row.backend))
+        verdicts = judge(query, row.variant)
+        passes = not row.asks or all(verdict.holds for verdict in verdicts)
+        takes = not taken and passes and row.fits(ask.device)
         taken = taken or takes
-        if not takes and serves:
+        if not takes and passes:
             elsewhere = Verdict("order", "policy", "assigned on this device", "assigned elsewhere", False)
             verdicts = (*verdicts, elsewhere)
-        found.append(
+        assigned.append(
             Candidate(
                 backend=row.backend,
                 variant=row.variant,
-                rank=len(found),
+                rank=len(assigned),
                 verdicts=verdicts,
-                dims=_dims(asked, policy, route, row.backend),
-                layout=row.backend.form(asked).layout,
+                dims=_dims(query, policy, route, row.backend),
+                layout=row.backend.form(query).layout,
                 engine_name=row.engine_name,
                 assigned=takes,
             )
         )
-    return tuple(found)
+    return tuple(assigned)
 
 
 def exchanged(ask: SupportQuery, policy: Policy) -> int | None:
-    """Hidden size after the exchange kernels' rounding; None when they cannot carry it."""
+    """Hidden size as padded by the all2all kernels; None if they do not support it."""
     hidden = ask.problem.dims.hidden
     sizes = policy.exchange_sizes.get(ask.exchange)
     return hidden if sizes is None else sizes.round(hidden)
 
 
 def carried(ask: SupportQuery, policy: Policy) -> Dims:
-    """Sizes with the padding that the exchange and the method's slicing need."""
+    """Sizes with the padding of the all2all kernels and of the method's shards."""
     dims = ask.problem.dims
     return Dims(
         dims.hidden,
@@ -168,10 +168,10 @@ def carried(ask: SupportQuery, policy: Policy) -> Dims:
 
 
 def _dims(ask: SupportQuery, policy: Policy, route: Route, backend: Backend) -> Dims:
-    """Sizes with padding: first what the exchange carries, then what the backend wants."""
+    """Padded sizes: first for the all2all kernels, then for the backend."""
     before = carried(ask, policy)
     if not route.rounds:
         return before
-    known = ask if route.rounds_by_activation else replace(ask, activation="")
-    padded = backend.align(known).apply(Dims(before.padded_hidden, before.padded_intermediate))
+    query = ask if route.rounds_by_activation else replace(ask, activation="")
+    padded = backend.align(query).apply(Dims(before.padded_hidden, before.padded_intermediate))
     return replace(before, padded_hidden=padded.padded_hidden, padded_intermediate=padded.padded_intermediate)

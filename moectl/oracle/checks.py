@@ -1,4 +1,4 @@
-"""The questions that every candidate is asked, and their answers."""
+"""The questions that every candidate is checked on, and their answers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..environment import Device, Packages
-from .backend import Capability, ExpertsClass, SupportQuery, is_on, spell_archs, spell_offers
+from .backend import Capability, ExpertsClass, SupportQuery, is_on, spell_archs, spell_formats
 
 
 class Verdict(NamedTuple):
-    """One answered question: `holds`, or what was `wanted` against what is `offered`.
+    """One answered question: whether it `holds`, what was `wanted`, and what the candidate `offered`.
 
-    `code` is the engine's own code for such a refusal, as recorded decisions have it.
+    `code` is the engine's reason code for such a rejection, as in recorded decisions.
     """
 
     question: str
@@ -32,7 +32,7 @@ Answer = tuple[str, str, bool]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A named question; `answer` gives wanted, offered and whether it holds."""
+    """A named question; `answer` returns wanted, offered and whether it holds."""
 
     question: str
     group: str
@@ -40,126 +40,138 @@ class Check:
     answer: Callable[[SupportQuery, Capability, ExpertsClass], Answer]
 
 
-def _fits(device: Device, offers: Capability) -> Answer:
-    holds = offers.arch is None or any(arch.fits(device) for arch in offers.arch)
+def _fits(device: Device, capability: Capability) -> Answer:
+    holds = capability.arch is None or any(arch.fits(device) for arch in capability.arch)
     features = " and ".join(sorted(device.features))
     wanted = f"{device.arch} with {features}" if features else device.arch
-    return wanted, spell_archs(offers), holds
+    return wanted, spell_archs(capability), holds
 
 
-def _device(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
-    return _fits(ask.device, offers)
+def _device(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
+    return _fits(ask.device, capability)
 
 
-def _gating(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _gating(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     gated = ask.problem.activation.gated
-    return "gated" if gated else "not gated", "any" if offers.ungated else "gated", gated or offers.ungated
-
-
-def _activation(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
-    return ask.activation, str(offers.activations), offers.activations.allows(ask.activation)
-
-
-def _formats(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
-    holds = offers.offers is None or any(
-        offer.serves(ask.weight, ask.act, ask.device) for offer in offers.offers
+    return (
+        "gated" if gated else "not gated",
+        "any" if capability.ungated else "gated",
+        gated or capability.ungated,
     )
-    return f"{ask.weight} with {ask.act} activations", spell_offers(offers), holds
 
 
-def _checkpoint(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
-    return ask.checkpoint, str(offers.checkpoints), offers.checkpoints.allows(ask.checkpoint)
+def _activation(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
+    return ask.activation, str(capability.activations), capability.activations.allows(ask.activation)
 
 
-def _act_order(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _formats(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
+    holds = capability.formats is None or any(
+        offer.supports(ask.weight, ask.act, ask.device) for offer in capability.formats
+    )
+    return f"{ask.weight} with {ask.act} activations", spell_formats(capability), holds
+
+
+def _checkpoint(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
+    return ask.checkpoint, str(capability.checkpoints), capability.checkpoints.allows(ask.checkpoint)
+
+
+def _act_order(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     order = ask.problem.act_order == "group"
-    offered = "any order" if offers.act_order else "none, or by weight"
-    return "by group" if order else "none", offered, offers.act_order or not order
+    offered = "any order" if capability.act_order else "none, or by weight"
+    return "by group" if order else "none", offered, capability.act_order or not order
 
 
-def _zero_points(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _zero_points(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     wanted = "yes" if ask.zero_points else "no"
-    return wanted, "yes" if offers.zero_points else "no", offers.zero_points or not ask.zero_points
+    return wanted, "yes" if capability.zero_points else "no", capability.zero_points or not ask.zero_points
 
 
-def _bias(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _bias(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     possible = "yes" if ask.problem.bias else "possible with this method"
     wanted = possible if ask.bias else "no"
-    return wanted, "yes" if offers.bias else "no", offers.bias or not ask.bias
+    return wanted, "yes" if capability.bias else "no", capability.bias or not ask.bias
 
 
-def _dtype(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
-    return ask.dtype, str(offers.dtypes), offers.dtypes.allows(ask.dtype)
+def _dtype(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
+    return ask.dtype, str(capability.dtypes), capability.dtypes.allows(ask.dtype)
 
 
-def _scales(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _scales(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     stored = ask.problem.scheme.weight.scale_dtype or {"fp16": "F16"}.get(ask.problem.dtype, "BF16")
-    return stored, str(offers.scales), offers.scales.allows(stored)
+    return stored, str(capability.scales), capability.scales.allows(stored)
 
 
-def _routing(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
-    return ask.routing, str(offers.routing), offers.routing.allows(ask.routing)
+def _routing(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
+    return ask.routing, str(capability.routing), capability.routing.allows(ask.routing)
 
 
-def _hashed(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _hashed(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     hashed = ask.problem.routing.hashed
-    serves = offers.hashed or not variant.monolithic
+    serves = capability.hashed or not variant.monolithic
     return "by token id" if hashed else "by score", "any" if serves else "by score", serves or not hashed
 
 
-def _logits(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
-    return ask.logits, str(offers.logits), offers.logits.allows(ask.logits)
+def _logits(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
+    return ask.logits, str(capability.logits), capability.logits.allows(ask.logits)
 
 
-def _lora(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _lora(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     lora = ask.problem.lora
-    return "yes" if lora else "no", "yes" if offers.lora else "no", offers.lora or not lora
+    return "yes" if lora else "no", "yes" if capability.lora else "no", capability.lora or not lora
 
 
-def _invariant(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _invariant(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     wanted = ask.invariant
-    return "yes" if wanted else "no", "yes" if offers.invariant else "no", offers.invariant or not wanted
+    return (
+        "yes" if wanted else "no",
+        "yes" if capability.invariant else "no",
+        capability.invariant or not wanted,
+    )
 
 
-def _exchange(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
-    return ask.exchange, str(offers.spread.exchange), offers.spread.exchange.allows(ask.exchange)
+def _exchange(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
+    return ask.exchange, str(capability.parallel.exchange), capability.parallel.exchange.allows(ask.exchange)
 
 
-def _experts_spread(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _experts_spread(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     ep = ask.problem.parallel.ep
-    return str(ep).lower(), "any" if offers.spread.ep else "false", offers.spread.ep or not ep
+    return str(ep).lower(), "any" if capability.parallel.ep else "false", capability.parallel.ep or not ep
 
 
-def _data_parallel(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _data_parallel(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     dp = ask.problem.parallel.dp
-    return str(dp), "any" if offers.spread.dp else "1", offers.spread.dp or dp <= 1
+    return str(dp), "any" if capability.parallel.dp else "1", capability.parallel.dp or dp <= 1
 
 
-def _balancing(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _balancing(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     eplb = ask.problem.parallel.eplb
-    return "on" if eplb else "off", "any" if offers.spread.eplb else "off", offers.spread.eplb or not eplb
+    return (
+        "on" if eplb else "off",
+        "any" if capability.parallel.eplb else "off",
+        capability.parallel.eplb or not eplb,
+    )
 
 
-def _token_format(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _token_format(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     names = {True: "batched by expert", False: "standard"}
     return names[ask.batched], names[variant.batched], ask.batched == variant.batched
 
 
-def _clamp(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _clamp(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     limit = ask.problem.activation.limit if ask.clamped else None
     wanted = "none" if limit is None else str(limit)
-    return wanted, "any" if offers.clamps else "none", offers.clamps or limit is None
+    return wanted, "any" if capability.clamps else "none", capability.clamps or limit is None
 
 
-def _alone(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _alone(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     ep = ask.problem.parallel.ep
-    return str(ep).lower(), "any" if offers.spread.alone else "true", offers.spread.alone or ep
+    return str(ep).lower(), "any" if capability.parallel.alone else "true", capability.parallel.alone or ep
 
 
-def _sequence(ask: SupportQuery, offers: Capability, variant: ExpertsClass) -> Answer:
+def _sequence(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
     wanted = "sliced over ranks" if ask.sequence else "whole on each rank"
-    offered = "any" if offers.spread.sequence else "whole on each rank"
-    return wanted, offered, offers.spread.sequence or not ask.sequence
+    offered = "any" if capability.parallel.sequence else "whole on each rank"
+    return wanted, offered, capability.parallel.sequence or not ask.sequence
 
 
 CHECKS: tuple[Check, ...] = (
@@ -187,60 +199,63 @@ CHECKS: tuple[Check, ...] = (
     Check("batch invariance", "policy", "other", _invariant),
     Check("adapters on experts", "policy", "other", _lora),
 )
-"""Every question with a field in `Capability`; needs, switches and rules bring their own."""
+"""Every question about a field of `Capability`; needs, switches and rules add their own."""
 
 
 def judge(ask: SupportQuery, variant: ExpertsClass) -> tuple[Verdict, ...]:
-    """All questions, answered for one experts class; none is left out because another failed."""
-    offers = variant.offers
+    """The answers to all questions for one experts class, also after one has failed."""
+    capability = variant.capability
     return (
         *(
             Verdict(
                 check.question,
                 check.group,
-                *check.answer(ask, offers, variant),
-                offers.codes.get(check.question, check.code),
+                *check.answer(ask, capability, variant),
+                capability.codes.get(check.question, check.code),
             )
             for check in CHECKS
         ),
-        *_installed(ask.packages, offers),
+        *_installed(ask.packages, capability),
         *(
             Verdict(rule.question, rule.group, rule.wanted(ask), rule.offered, rule.holds(ask), rule.code)
-            for rule in offers.rules
+            for rule in capability.rules
         ),
     )
 
 
 def judge_machine(device: Device, packages: Packages, variant: ExpertsClass) -> tuple[Verdict, ...]:
-    """The questions in which no problem has a part: the device, packages, switches, any format at all."""
-    offers = variant.offers
-    wanted, offered, holds = _fits(device, offers)
-    found = [Verdict("device", "arch", wanted, offered, holds, "device"), *_installed(packages, offers)]
-    if holds and offers.offers is not None and not formats_on(device, offers):
-        spelled = spell_offers(offers)
-        found.append(Verdict("number formats", "scheme", f"any on {device.arch}", spelled, False))
-    return tuple(found)
+    """The answers that depend on no problem: device, packages, environment variables, any format at all."""
+    capability = variant.capability
+    wanted, offered, holds = _fits(device, capability)
+    verdicts = [
+        Verdict("device", "arch", wanted, offered, holds, "device"),
+        *_installed(packages, capability),
+    ]
+    if holds and capability.formats is not None and not formats_on(device, capability):
+        spelled = spell_formats(capability)
+        verdicts.append(Verdict("number formats", "scheme", f"any on {device.arch}", spelled, False))
+    return tuple(verdicts)
 
 
-def formats_on(device: Device, offers: Capability) -> frozenset[str]:
-    """Keys of the weight formats that are served on `device`; empty also where any is."""
+def formats_on(device: Device, capability: Capability) -> frozenset[str]:
+    """Keys of the weight formats supported on `device`; empty also if every format is."""
     return frozenset(
         weight
-        for offer in offers.offers or ()
+        for offer in capability.formats or ()
         if offer.where is None or any(arch.fits(device) for arch in offer.where)
         for weight in offer.weights
     )
 
 
-def _installed(packages: Packages, offers: Capability) -> Iterator[Verdict]:
-    """What packages and switches say."""
-    for need in offers.needs:
+def _installed(packages: Packages, capability: Capability) -> Iterator[Verdict]:
+    """The answers about packages and environment variables."""
+    for need in capability.needs:
         met = need.met(packages)
         offered = "installed" if met else "not installed"
         if not met and need.symbol and packages.has(need.package):
             offered = f"{need.package} without it"
         yield Verdict(f"package {need.package}", "package", str(need), offered, met, need.code)
-    for switch in offers.switches:
+    for switch in capability.switches:
         value = is_on(packages, switch.variable)
         on = {True: "1", False: "0"}
         yield Verdict(

@@ -1,4 +1,4 @@
-"""The outcome of a choice, with everything needed to show it and to make it again."""
+"""The outcome of a selection, with everything needed to show and repeat it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAPABILITY, DTYPE, PLATFORM, NAME = "minimum capability", "model dtype", "platfo
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What an engine refuses before it asks any backend: the `kind` of the check, and a sentence."""
+    """A refusal before the engine checks any backend: the `kind` of the check, and a sentence."""
 
     kind: str
     says: str
@@ -31,7 +31,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A sentence, and the exception class with which the engine fails."""
+    """A sentence, and the class of the exception that the engine raises."""
 
     says: str
     kind: str
@@ -42,11 +42,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One experts class, judged.
+    """One experts class with its verdicts.
 
-    `rank` counts from 0 in the order asked. `dims` are the sizes it would get. `layout` is empty where
-    any will do. `engine_name` is the engine's own, for comparison. `assigned` tells that the engine takes
-    it without asking.
+    `rank` counts from 0 in priority order. `dims` are the padded sizes it would get. `layout` is empty if
+    any will do. `engine_name` is the engine's own, for comparison. `assigned`: the engine takes it
+    without checks.
     """
 
     backend: Backend
@@ -60,17 +60,17 @@ class Candidate:
 
     @property
     def failed(self) -> tuple[Verdict, ...]:
-        """Questions that do not hold, in group order."""
-        against = [verdict for verdict in self.verdicts if not verdict.holds]
-        return tuple(sorted(against, key=lambda verdict: GROUPS.index(verdict.group)))
+        """Verdicts that do not hold, in group order."""
+        failing = [verdict for verdict in self.verdicts if not verdict.holds]
+        return tuple(sorted(failing, key=lambda verdict: GROUPS.index(verdict.group)))
 
     @property
     def usable(self) -> bool:
-        """True when every question holds, or the engine does not ask."""
+        """True when every verdict holds, or the engine assigns it without checks."""
         return self.assigned or all(verdict.holds for verdict in self.verdicts)
 
     def reasons(self) -> dict[str, tuple[Verdict, ...]]:
-        """Failing verdicts by group; groups without one are left out."""
+        """Failing verdicts by group, without empty groups."""
         return {group: tuple(verdicts) for group, verdicts in groupby(self.failed, lambda v: v.group)}
 
     def to_json(self) -> dict[str, Any]:
@@ -100,24 +100,24 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is chosen for one problem on one device, and why nothing else is.
+    """What is chosen for one problem on one device, and why the other candidates are not.
 
     Attributes:
-        inputs: what was decided from, enough to decide again.
-        problem: that of `inputs` with the padded sizes of the choice; as it is where nothing is chosen.
-        route: the policy row that took the problem; `method` the engine's method.
-        candidates: every experts class in the order asked, with every answer.
+        inputs: everything that the decision depends on.
+        problem: that of `inputs`, with the padded sizes of the choice if there is one.
+        route: name of the policy's route for the problem; `method`: the engine's method.
+        candidates: every experts class in priority order, with all verdicts.
         chosen: the winner, or None.
-        sized: False when the engine fails before it fixes padded sizes.
-        gates: what the engine refuses before it asks; it would not start.
-        error: why nothing is chosen, or what fails after the choice; empty when all is well.
-        error_kind: the engine's exception class for it; empty where the engine goes on without a choice.
-        ignored: the request by name did nothing.
-        order: the engine's names of all backends of its automatic order here, best first.
-        stand_in: the engine's name of what it goes on with where nothing is chosen and nothing fails.
-        notes: what a user should know about how the choice came about.
-        cut: those of the notes that say what the method does to slices that cut across blocks of weights.
-        ranking: the times that chose; None where the order did.
+        sized: False when the engine fails before it sets padded sizes.
+        gates: refusals before any backend is checked; the engine would not start.
+        error: why nothing is chosen, or what fails after the choice; empty on success.
+        error_kind: the engine's exception class for it; empty if the engine continues without a choice.
+        ignored: the request by name had no effect.
+        order: the engine's names of all backends in its automatic priority order.
+        stand_in: the engine's name of what it continues with when nothing is chosen and nothing fails.
+        notes: remarks for the user on how the choice was made.
+        cut: those of the notes about shards that are not aligned with weight blocks.
+        ranking: the measured times behind the choice; None if the priority order decided.
     """
 
     inputs: SelectionInputs
@@ -139,24 +139,24 @@ class Decision:
 
     @property
     def best_first(self) -> tuple[Candidate, ...]:
-        """Every candidate that can serve: the chosen one, then the others in their order."""
+        """Every usable candidate: the chosen one, then the others in priority order."""
         usable = tuple(c for c in self.candidates if c.usable)
         return tuple(sorted(usable, key=lambda c: c is not self.chosen))
 
     @property
     def usable(self) -> bool:
-        """True when a deployment would work: something is chosen, and nothing refuses or fails."""
+        """True when the deployment would work: something is chosen, and nothing refuses or fails."""
         return self.chosen is not None and not self.gates and not self.error
 
     def require(self) -> Candidate:
-        """The chosen candidate; NoBackend with the reasons when the deployment would not work."""
+        """The chosen candidate. Raises NoBackend with the reasons if the deployment would not work."""
         if self.chosen is not None and self.usable:
             return self.chosen
-        what = self.error or f"policy {self.inputs.policy} refuses this: {'; '.join(map(str, self.gates))}"
-        raise NoBackend(what, hint="Every candidate's reasons are in `moectl explain`.")
+        reason = self.error or f"policy {self.inputs.policy} refuses this: {'; '.join(map(str, self.gates))}"
+        raise NoBackend(reason, hint="Every candidate's reasons are in `moectl explain`.")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the inputs first, so that `replay_inputs` can make the choice again."""
+        """Plain data, inputs first, so that `replay_inputs` can repeat the selection."""
         chosen = self.chosen
         return {
             **replace(self.inputs, problem=self.problem).to_json(),

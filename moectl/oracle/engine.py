@@ -1,4 +1,4 @@
-"""One inference engine in one version, as everything that commands ask about it."""
+"""One version of an inference engine: everything that commands need to know about it."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from .tuned_files import TunedFiles
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Packages and environment variables that are assumed of an installation, under one name."""
+    """A named set of packages and environment variables that an installation is assumed to have."""
 
     packages: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 def no_profiles() -> Mapping[str, Profile]:
-    """The profiles of an engine that names none."""
+    """No profiles."""
     return {}
 
 
 def no_names() -> frozenset[str]:
-    """The further variables of an engine that has none."""
+    """No further variables."""
     return frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernels:
-    """What a package needs before any of its kernels runs: compiled kernels, or the tools to compile them.
+    """What a package needs to run its kernels: precompiled kernels, or the tools to compile them.
 
     Attributes:
-        package: the package, by the name under which `Packages` lists it; `title` is how its makers spell it.
-        need: what must be there.
-        kernels: how compiled kernels are called, with the package that has them.
+        package: its name in `Packages`; `title`: its official spelling.
+        need: what must be available.
+        kernels: what the precompiled kernels are called, with the package that has them.
         get: what to do, with ``{version}`` for the installed version of `package`.
     """
 
@@ -52,10 +52,10 @@ class CompiledKernels:
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
-    """A cache of compiled kernels: the variable that moves it, and where it is without one.
+    """A cache directory of compiled kernels: the variable that sets it, and its default.
 
-    `default` may begin with ``~`` (the home folder), ``@cache`` (the user's caches) or ``@inductor``.
-    `below` is where it is in the folder that the variable names.
+    `default` may begin with ``~`` (home), ``@cache`` (the user's caches) or ``@inductor``. `below` is the
+    path inside the directory that the variable names.
     """
 
     name: str
@@ -66,10 +66,10 @@ class CacheFolder:
 
 @dataclass(frozen=True, slots=True)
 class Repacking:
-    """How many further copies of w13 and of w2 live at the peak of an engine's repacking of one layer.
+    """Temporary copies of w13 and of w2 at the peak of an engine's repacking of one layer.
 
-    Counted are tensors as large as a layer's weights with their scales; scratch of single experts is
-    small beside them and left out. `why` says what the copies are.
+    Only tensors as large as a layer's weights with their scales count; scratch space of single experts
+    is ignored. `why` describes the copies.
     """
 
     w13: int
@@ -77,19 +77,19 @@ class Repacking:
     why: str
 
 
-AS_LOADED = Repacking(0, 0, "weights are used as they are loaded")
-ASSUMED = Repacking(1, 1, "assumed: one rearranged copy beside the loaded weights")
+AS_LOADED = Repacking(0, 0, "weights are used as loaded")
+ASSUMED = Repacking(1, 1, "assumed: one temporary copy")
 
 
 @dataclass(frozen=True, slots=True)
 class Recordings:
-    """How to read an engine's recorded answers, for `conformance`.
+    """How to read decisions recorded from an engine, for `scripts/conformance`.
 
     Attributes:
-        grid: the JSON file of the inputs behind the names in them.
-        gates: words of a recorded refusal, with the kind of our `Gate`.
-        rounded: weight formats whose sizes the engine rounds, by the name in recorded roundings.
-        without_meaning: platform and exchange of a cell that says nothing.
+        grid: the JSON file with the inputs behind recorded names.
+        gates: words in a recorded refusal, with the kind of `Gate`.
+        rounded: weight formats whose sizes the engine pads, by the name in recorded paddings.
+        without_meaning: True for the platform and exchange of a recorded case that is meaningless.
     """
 
     grid: Path
@@ -100,24 +100,23 @@ class Recordings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """One engine in one version; parts that it does not have stay empty.
+    """One version of an engine; what it does not have stays empty.
 
     Attributes:
-        policy: which backend it chooses; its name is the engine's, as `--policy` takes it.
-        title: how its makers spell it.
-        family: what `--policy` takes for the newest version.
-        package: its own package; empty where there is none to install.
-        env_prefix: what its environment variables begin with; empty where it has none.
-        env_example: one of them with a value, for a usage error.
-        other_variables: further variables that it reads, which do not concern experts.
-        packages: optional packages that its rules ask for, and how each is found.
-        compiled_kernels: packages that are of no use without something else.
+        policy: which backend it chooses; its name is the engine's, as for `--policy`.
+        title: its official spelling.
+        family: the name for the newest version, as for `--policy`.
+        package: its Python package; empty if there is none to install.
+        env_prefix: prefix of its environment variables; empty if it has none.
+        env_example: one of them with a value, for usage errors.
+        other_variables: its variables that are unrelated to experts.
+        packages: optional packages that its rules check, with the probe for each.
+        compiled_kernels: packages that need precompiled kernels or compilers.
         profiles: installations by name; `default_profiles` names the usual one of each platform.
-        caches: where it keeps what it has compiled.
-        repacking: by the beginning of a layout's name, the first that fits: how it makes the layout after
-            loading.
-        tuned_files: files of launch choices that its experts look up.
-        recordings: how its recorded answers are read.
+        caches: its caches of compiled kernels.
+        repacking: by layout name prefix, first match: how it makes the layout after loading.
+        tuned_files: kernel config files that its experts look up.
+        recordings: how decisions recorded from it are read.
     """
 
     policy: Policy
@@ -142,11 +141,11 @@ class Engine:
         return self.policy.name
 
     def reads(self, variable: str) -> bool:
-        """True for the name of an environment variable that is this engine's."""
+        """True if `variable` is an environment variable of this engine."""
         return bool(self.env_prefix) and variable.startswith(self.env_prefix)
 
     def judge(self, env: Mapping[str, str]) -> tuple[VariableFinding, ...]:
-        """What the engine makes of its variables in `env`; nothing where no variable of it is known."""
+        """Findings about the engine's variables in `env`; empty if the policy lists no variables."""
         if not self.policy.variables:
             return ()
         return judge_variables(
@@ -154,15 +153,15 @@ class Engine:
         )
 
     def repacked(self, layout: str) -> Repacking:
-        """How `layout` is made after loading; a backend that names no layout takes weights as they are."""
+        """How `layout` is made after loading; without a layout, weights are used as loaded."""
         if not layout:
             return AS_LOADED
         return next((row for prefix, row in self.repacking if layout.startswith(prefix)), ASSUMED)
 
 
 def newest(engines: Iterable[Engine]) -> tuple[Engine, ...]:
-    """The first engine of each family, in the order given."""
-    found: dict[str, Engine] = {}
+    """The first engine of each family, in the order of `engines`."""
+    by_family: dict[str, Engine] = {}
     for engine in engines:
-        found.setdefault(engine.family, engine)
-    return tuple(found.values())
+        by_family.setdefault(engine.family, engine)
+    return tuple(by_family.values())

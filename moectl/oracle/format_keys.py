@@ -1,4 +1,4 @@
-"""Number formats as an engine compares them: short names, as coarse as the engine's own."""
+"""Keys of number formats, as coarse as the engine that compares them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..problem.schemes import FULL, ActFormat, WeightFormat
 
 @cache
 def act_key(act: ActFormat) -> str:
-    """An activation format as rows of `Offer` name it: ``a16``, ``fp8 per tensor static``, ``mxfp8``."""
+    """Key of an activation format, as in `FormatSupport`: ``a16``, ``fp8 per tensor static``, ``mxfp8``."""
     if act.bits == 16 or act.number.block:
         return act.name
     extent = {(FULL, FULL): "per tensor", (1, FULL): "per token"}.get(act.block, f"group {act.block[1]}")
@@ -18,13 +18,13 @@ def act_key(act: ActFormat) -> str:
 
 @cache
 def exact_key(weight: WeightFormat) -> str:
-    """A weight format as rows of `Offer` name it: ``mxfp4 group 32``, ``int4 group 128``."""
+    """Key of a weight format, as in `FormatSupport`: ``mxfp4 group 32``, ``int4 group 128``."""
     return str(weight)
 
 
 @cache
 def group32_key(weight: WeightFormat) -> str:
-    """As `exact_key`, but integer formats tell only group 32 from every other group or channel."""
+    """As `exact_key`, but for integers all groups except int4 group 32 have one key."""
     if not weight.number.grid.integer:
         return str(weight)
     group = "group 32" if (weight.bits, weight.group) == (4, 32) else "group"
@@ -33,11 +33,11 @@ def group32_key(weight: WeightFormat) -> str:
 
 @cache
 def symmetric_group32_key(weight: WeightFormat) -> str:
-    """As `group32_key`, for methods that declare their weights symmetric and carry zero points apart."""
+    """As `group32_key`, for methods that declare symmetric weights and pass zero points separately."""
     return group32_key(weight).removesuffix(" with zero points")
 
 
 @cache
 def symmetric_group_key(weight: WeightFormat) -> str:
-    """As `symmetric_group32_key`, for methods that do not tell group 32 apart either."""
+    """As `symmetric_group32_key`, but with one key for all groups."""
     return symmetric_group32_key(weight).removesuffix(" 32")

@@ -9,9 +9,13 @@ from ..environment import Device
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """A set of devices: one platform, optionally bounds on the capability, names or features.
+    """A set of devices: one platform, optionally limited by capability, names or features.
 
-    `low` and `high` are CUDA capabilities times ten, both inclusive; 0 is no bound.
+    `low` and `high` are CUDA capabilities times ten, inclusive; 0 is no bound.
+
+    Example:
+        >>> str(sm(100, 109)), str(gfx("gfx942")), str(sm(89))
+        ('sm100-sm109', 'gfx942', 'sm89 or newer')
     """
 
     platform: str

@@ -1,4 +1,4 @@
-"""Packages and environment variables that a decision may count on: what is installed, or what is assumed."""
+"""Packages and environment variables for a decision: what is installed, or what is assumed."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ from .registry import engine_named, engine_variables, known_packages
 
 
 def profile_engine(engine: Engine) -> Engine:
-    """`engine`, or the default one where it names no profiles of its own."""
+    """`engine`, or the default one if it has no profiles."""
     return engine if engine.profiles() else engine_named()
 
 
 def default_profile(platform: str, engine: Engine) -> str:
-    """Packages that a named device is assumed to have: the engine's default installation there."""
+    """Profile of a named device: the engine's default installation on `platform`."""
     return profile_engine(engine).default_profiles.get(platform, "none")
 
 
 def packages_from(
     spec: str | None, env: Mapping[str, str] | None = None, engine: Engine | None = None
 ) -> Packages:
-    """Packages and switches that a decision may count on; `env` adds or replaces switches.
+    """Packages and environment variables for a decision; `env` adds or replaces variables.
 
-    None is what is installed here, found without importing it, and this process's variables of any
-    engine. Otherwise `spec` is a list: packages such as ``flashinfer`` or ``humming=0.1.19``, which
-    then count as complete, profiles of `engine` (``full``, ``bare``, ...) for what each holds, and
-    ``installed`` for what is here; ``none`` is no package.
+    None means what is installed here, detected without imports, and this process's engine variables.
+    Otherwise `spec` is a comma-separated list of packages such as ``flashinfer`` or ``humming=0.1.19``
+    (assumed complete), profiles of `engine` (``full``, ``bare``, ...) and ``installed``; ``none`` is no
+    package.
 
-    UsageError when a name is none of these.
+    Raises UsageError for an unknown name.
+
+    Example:
+        >>> packages_from("humming=0.1.19").versions
+        {'humming': '0.1.19'}
     """
-    profiles, known = profile_engine(engine or engine_named()).profiles(), known_packages()
+    profiles, probes = profile_engine(engine or engine_named()).profiles(), known_packages()
     versions: dict[str, str] = {}
     missing: set[str] = set()
     switches: dict[str, str] = {}
@@ -45,10 +49,10 @@ def packages_from(
     for item in (INSTALLED if spec is None else spec).split(","):
         name, _, version = (part.strip() for part in item.partition("="))
         if name == INSTALLED:
-            here = installed_packages({})
-            versions |= here.versions
-            missing |= here.missing
-            remarks = here.remarks
+            installed = installed_packages({})
+            versions |= installed.versions
+            missing |= installed.missing
+            remarks = installed.remarks
             switches |= engine_variables(os.environ)
         elif name in profiles:
             versions |= dict.fromkeys(profiles[name].packages, "")
@@ -56,10 +60,10 @@ def packages_from(
         elif name != "none":
             listed.append((name.replace("-", "_"), version))
     for name, version in listed:
-        if name not in known and name not in TOOLS:
+        if name not in probes and name not in TOOLS:
             raise UsageError(
-                f"no package that decides and no profile is called {name!r}",
-                hint=f"Packages: {', '.join((*known, *TOOLS))}. Profiles: {', '.join(profiles)}.",
+                f"there is no package or profile {name!r} for --packages",
+                hint=f"Packages: {', '.join((*probes, *TOOLS))}. Profiles: {', '.join(profiles)}.",
             )
         versions[name] = version
         missing = {symbol for symbol in missing if not symbol.startswith(f"{name}:")}
@@ -70,8 +74,8 @@ def packages_from(
 
 
 def installed_packages(env: Mapping[str, str]) -> Packages:
-    """What is installed here or in the folder of unpacked libraries, found without importing it, and `env`.
+    """What is installed or unpacked here, detected without imports, and `env`.
 
-    Those of the folder have names of their own, as no engine sees them.
+    Unpacked libraries have separate names, as no engine imports them.
     """
     return packages_of((*find_all(known_packages()), *find_peers(peers_folder())), env)

@@ -1,4 +1,4 @@
-"""What an engine prefers, as versioned data: routes, and the terms in which it asks."""
+"""An engine's selection rules, as versioned data: routes, and its names for what a model has."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from .route import Condition, Route
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSizes:
-    """Hidden sizes that exchange kernels carry: multiples of some bytes, or a list.
+    """Hidden sizes that all2all kernels support: multiples of some bytes, or a list.
 
     `fails` is the engine's exception class for a size above the list.
+
+    Example:
+        >>> ExchangeSizes(multiple_bytes=512).round(2880), ExchangeSizes(sizes=(2048, 4096)).round(2880)
+        (3072, 4096)
     """
 
     multiple_bytes: int = 0
@@ -26,7 +30,7 @@ class ExchangeSizes:
     fails: str = "ValueError"
 
     def round(self, hidden: int, item_bytes: int = 2) -> int | None:
-        """The next hidden size that is carried; None when `hidden` is above the largest."""
+        """The next supported hidden size; None if `hidden` is above the largest."""
         if self.sizes:
             return next((size for size in self.sizes if size >= hidden), None)
         step = self.multiple_bytes // item_bytes
@@ -35,12 +39,12 @@ class ExchangeSizes:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The engine's command line, option by option, with ``{}`` for the value.
+    """Options of the engine's command line, with ``{}`` for the value.
 
     Attributes:
-        backend: the command that asks for a backend by name.
-        tensor, data: ranks of tensor and of data parallelism.
-        expert: whole experts, spread over so many ranks; `exchange` names the all2all kernels.
+        backend: the command that requests a backend by name.
+        tensor, data: tensor-parallel and data-parallel ranks.
+        expert: expert parallelism over so many ranks; `exchange`: the all2all kernels.
         dtype: the model's dtype, as torch spells it.
     """
 
@@ -54,26 +58,26 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One engine's preferences, versioned by its name.
+    """One engine's selection rules, versioned by its name.
 
     Attributes:
-        routes: rows, the first that takes a problem wins.
-        platforms: platforms for which the rows are complete.
-        accepted_names: requests that the engine's command line accepts.
+        routes: the first that matches a problem applies.
+        platforms: platforms that the routes cover completely.
+        accepted_names: backend names that the engine's command line accepts.
         dtype: the engine's 16-bit dtype for a model dtype on a device.
         activation, routing: the engine's names for an activation function and a routing method.
-        exchanges: all2all names that the engine's command line accepts, `default_exchange` without one.
-        serve: how a deployment is asked for on that command line.
-        exchange_sizes: by all2all name.
-        batching_exchanges: all2all names that hand tokens over expert by expert.
-        sequence_exchanges: all2all names that slice tokens over tensor-parallel ranks first.
-        default_forms: by weight format name, what sizes are rounded up to for a backend without a rule.
-        variables: environment variables that concern experts, also those that it no longer reads.
+        exchanges: all2all names that the engine's command line accepts; `default_exchange`: its default.
+        serve: the options of that command line.
+        exchange_sizes: supported hidden sizes, by all2all name.
+        batching_exchanges: all2all names with the batched activation format.
+        sequence_exchanges: all2all names with sequence parallelism over tensor-parallel ranks.
+        default_forms: by weight format name, the padding for a backend without its own rule.
+        variables: environment variables for experts, including removed ones.
         refusals: what the engine refuses with every method.
-        balancing: by method, the backends (by the engine's names) with which it moves experts between
-            ranks; the engine refuses the deployment with others. Empty: nothing is said.
-        invariance: the switch that asks for results which do not depend on the rest of the batch.
-        measures: times that were measured decide among backends that can serve; else the order alone.
+        balancing: by method, the backends (by the engine's names) with EPLB support; the engine refuses
+            EPLB with others. Empty: unknown.
+        invariance: the environment variable for batch-invariant results.
+        measures: measured times decide among usable backends; otherwise only the priority order.
     """
 
     name: str
@@ -97,44 +101,45 @@ class Policy:
     measures: bool = False
 
     def slices_tokens(self, problem: MoEProblem) -> bool:
-        """True when tokens of tensor-parallel ranks are sliced over them before they are exchanged."""
+        """True when tokens are sliced over tensor-parallel ranks before the exchange."""
         parallel = problem.parallel
         return parallel.exchanges and parallel.tp > 1 and parallel.all2all in self.sequence_exchanges
 
     def batches_tokens(self, problem: MoEProblem) -> bool:
-        """True when the exchange hands tokens over expert by expert."""
+        """True when the exchange uses the batched activation format."""
         return problem.parallel.exchanges and problem.parallel.all2all in self.batching_exchanges
 
     def forms(self, weight: WeightFormat) -> tuple[WeightForm, ...]:
-        """What sizes of `weight` are rounded up to for a backend without a rule of its own."""
+        """The padding for `weight` and a backend without its own rule."""
         return self.default_forms.get(weight.name, ())
 
     def request_names(self) -> tuple[str, ...]:
-        """Backend names that may be asked for: those the engine's command line accepts, and those of rows.
+        """Backend names for requests: those that the engine's command line accepts, and those of routes.
 
-        A row's name that the command line does not accept is refused by the decision, with the reason.
+        A route's name that the command line does not accept is refused by the decision, with the reason.
         """
-        known = {name for route in self.routes for name in route.names}
-        return tuple(sorted(known | (self.accepted_names.only or frozenset())))
+        names = {name for route in self.routes for name in route.names}
+        return tuple(sorted(names | (self.accepted_names.only or frozenset())))
 
     def rows(self) -> tuple[Route, ...]:
-        """Every route, and those that requests leave them for."""
-        return tuple(row for route in self.routes for row in (route, *route.detours.values()))
+        """Every route, including those used for certain requests only."""
+        return tuple(row for route in self.routes for row in (route, *route.request_routes.values()))
 
-    def meant(self, name: str) -> frozenset[str]:
-        """Names of the backends that the request `name` means in any row, their twins included."""
+    def requested_backends(self, name: str) -> frozenset[str]:
+        """Names of the backends that the request `name` selects in any route, with their batched twins."""
         name, rows = name.lower().replace("-", "_"), self.rows()
-        found = {backend.name for row in rows for backend in row.names.get(name, ())}
-        found |= {backend.name for row in rows for backend in row.backends()} & {name}
-        return frozenset(found | {b.name for row in rows for a, b in row.twins if a.name in found})
+        selected = {backend.name for row in rows for backend in row.names.get(name, ())}
+        selected |= {backend.name for row in rows for backend in row.backends()} & {name}
+        twins = {batched.name for row in rows for a, batched in row.batched_twins if a.name in selected}
+        return frozenset(selected | twins)
 
     def switches(self) -> frozenset[str]:
-        """Every environment switch that a row reads."""
+        """Every environment variable that a route reads."""
         read = {name for route in self.routes for name in route.switches()}
         return frozenset(read | ({self.invariance.name} if self.invariance else set()))
 
     def only_route(self, name: str) -> Policy:
-        """This policy with one route that takes every problem and refuses none: a direct question."""
+        """This policy with one route only, which applies to every problem and refuses none."""
         for route in self.routes:
             if route.name == name:
                 bare = replace(
@@ -143,7 +148,7 @@ class Policy:
                     acts=ANY,
                     when=None,
                     refusals=(),
-                    aftermath=(),
+                    late_failures=(),
                     minimum=0,
                     dtypes=ANY,
                 )

@@ -1,4 +1,4 @@
-"""Engines by name: the one place that lists them."""
+"""The registry of engines, by name."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from .engines.vllm_0_33_0 import VLLM_0_33_0
 from .policy import Policy
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM_0_33_0, MOECTL)}
-"""The default engine first; of one family, the newest version first."""
+"""The default engine first; in a family, the newest version first."""
 
 
 def engine_named(name: str = "") -> Engine:
-    """The engine called `name`, or the newest of that family; the default one for an empty name.
+    """The engine called `name`, or the newest of that family; the default engine for an empty name.
 
-    UsageError lists what there is.
+    Raises UsageError, with the known names, for any other.
+
+    Example:
+        >>> engine_named("moectl").name
+        'moectl'
     """
     if not name:
         return next(iter(ENGINES.values()))
-    known = {**{engine.family: engine for engine in newest_engines()}, **ENGINES}
-    if name not in known:
+    by_name = {**{engine.family: engine for engine in newest_engines()}, **ENGINES}
+    if name not in by_name:
         raise UsageError(f"there is no policy {name!r}; known are {', '.join(ENGINES)}")
-    return known[name]
+    return by_name[name]
 
 
 def policy_named(name: str = "") -> Policy:
-    """The policy of the engine that `engine_named` gives for `name`."""
+    """The policy of `engine_named(name)`."""
     return engine_named(name).policy
 
 
@@ -39,20 +43,20 @@ def newest_engines() -> tuple[Engine, ...]:
 
 
 def engine_names() -> list[str]:
-    """Every name that `engine_named` takes."""
+    """Every name that `engine_named` accepts."""
     return list(dict.fromkeys([*ENGINES, *(engine.family for engine in ENGINES.values())]))
 
 
 def known_packages() -> Mapping[str, Probe]:
-    """Every optional package that an engine's rules ask for, by the name under which `Packages` lists it."""
-    found: dict[str, Probe] = {}
+    """The probe of every optional package that an engine's rules check, by its name in `Packages`."""
+    probes: dict[str, Probe] = {}
     for engine in ENGINES.values():
         for name, probe in engine.packages.items():
-            found.setdefault(name, probe)
-    return found
+            probes.setdefault(name, probe)
+    return probes
 
 
 def engine_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Those of `env` that are some engine's."""
+    """The variables in `env` that belong to an engine."""
     engines = ENGINES.values()
     return {name: text for name, text in env.items() if any(engine.reads(name) for engine in engines)}

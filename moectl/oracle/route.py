@@ -1,4 +1,4 @@
-"""One row of a policy: the checkpoints it takes, the order of its backends, and what it refuses."""
+"""One route of a policy: its checkpoints, the priority order of its backends, and what it refuses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .gpu_archs import Archs
 
 OWN_ACT, RANKED_ACT, DECLARED_ACT = "own", "ranked", "declared"
 PLUG_INS_APART = but("tpu", "out-of-tree")
-"""Every platform but those whose plug-ins bring methods of their own."""
+"""Every platform except those whose plug-ins have separate methods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A named statement about a problem, with an engine's sentence and exception class when it holds."""
+    """A named condition on a problem, with the engine's message and exception class when it holds."""
 
     name: str
     holds: Callable[[SupportQuery], bool]
@@ -32,8 +32,8 @@ class Condition:
 class LateFailure:
     """A failure after the choice, of the exception class `kind`.
 
-    The candidate is None where the engine goes on without a backend.
-    `sized` is True when the engine had already fixed the padded sizes by then.
+    The candidate is None if the engine continues without a backend. `sized`: the padded sizes are already
+    set by then.
     """
 
     name: str
@@ -45,7 +45,7 @@ class LateFailure:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Backends in order of preference on some devices; None is every device."""
+    """Backends in priority order, on some devices (None: every device)."""
 
     backends: tuple[Backend, ...]
     where: Archs | None = None
@@ -53,10 +53,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class OrderMove:
-    """A change of every order: `backend` goes directly before or after another, first, or last.
+    """A change of every priority order: `backend` moves directly before or after another, first, or last.
 
-    It is made on the devices in `where` (None is every device) while `when` holds. Nothing moves where
-    `backend` already stands on that side.
+    It applies on the devices in `where` (None: every device) while `when` holds, and only if `backend` is
+    not yet on that side.
     """
 
     backend: Backend
@@ -69,20 +69,20 @@ class OrderMove:
     why: str = ""
 
     def apply(self, order: tuple[Backend, ...], ask: SupportQuery) -> tuple[Backend, ...]:
-        """`order` with the move made, where it applies."""
+        """`order`, with the move made if it applies."""
         if self.backend not in order or not _anywhere(self.where, ask.device):
             return order
         if self.when is not None and not self.when(ask):
             return order
-        rest = [backend for backend in order if backend is not self.backend]
+        others = [backend for backend in order if backend is not self.backend]
         if self.first or self.last:
-            rest.insert(0 if self.first else len(rest), self.backend)
-            return tuple(rest)
+            others.insert(0 if self.first else len(others), self.backend)
+            return tuple(others)
         anchor = self.before or self.after
         if anchor not in order or (self.before and order.index(self.backend) < order.index(self.before)):
             return order
-        rest.insert(rest.index(anchor) + (0 if self.before else 1), self.backend)
-        return tuple(rest)
+        others.insert(others.index(anchor) + (0 if self.before else 1), self.backend)
+        return tuple(others)
 
 
 def _anywhere(where: Archs | None, device: Device) -> bool:
@@ -91,10 +91,10 @@ def _anywhere(where: Archs | None, device: Device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Backends that a method leaves out of the automatic order while `when` holds (None is always).
+    """Backends that a method excludes from the automatic order while `when` holds (None: always).
 
-    `why` completes "is taken ...". `switches` are those that `when` reads. `by_name`: a
-    request for them is refused too.
+    `why` completes "is used ...". `switches` are the environment variables that `when` reads. `by_name`:
+    requests for them are refused, too.
     """
 
     backends: tuple[Backend, ...]
@@ -106,9 +106,9 @@ class Exclusion:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRequest:
-    """A switch that asks for backends as the request `name` does, while `when` holds.
+    """An environment variable that has the effect of the request `name` while `when` holds.
 
-    With `falls_back` the automatic order follows after them.
+    With `falls_back` the automatic order follows after the requested backends.
     """
 
     name: str
@@ -120,9 +120,9 @@ class SwitchRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineSubstitute:
-    """What an engine goes on with where it has no kernel of its own, by its own name.
+    """What an engine continues with if it has no kernel, by the engine's name.
 
-    `at_once`: it asks no backend first.
+    `at_once`: without checking any backend first.
     """
 
     engine_name: str
@@ -133,7 +133,7 @@ class EngineSubstitute:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A variant that a method takes on some devices, without asking it anything unless `asks`."""
+    """A variant that a method uses on some devices, without checks unless `asks`."""
 
     backend: Backend
     variant: ExpertsClass
@@ -142,46 +142,47 @@ class Assignment:
     asks: bool = False
 
     def fits(self, device: Device) -> bool:
-        """True when the method takes it on `device`."""
+        """True when it is assigned on `device`."""
         return _anywhere(self.where, device)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of a policy: which checkpoints it takes, how it asks, and in which order.
+    """One route of a policy: its checkpoints, its checks, and its priority order.
 
     Attributes:
-        name: in a user's words.
+        name: as shown to users.
         method: the engine's quantization method.
         storages, weights, acts: checkpoint storages, weight format names and keys of declared
-            activation formats that it takes; `when` narrows further, and the first fitting route wins.
-        key: turns the weight format into the key that the engine compares.
-        passes_zero_points: zero points of the checkpoint reach the backends.
-        may_have_bias: what the method says of expert biases; None: whether the model has them.
+            activation formats that it applies to; `when` narrows further. The first matching route applies.
+        key: the key of a weight format, as coarse as the engine's.
+        passes_zero_points: zero points of the checkpoint are passed to backends.
+        may_have_bias: whether the method may pass expert biases; None: if the model has them.
         pads_tiles: the method pads weights to kernel tiles.
-        act: the activation format that backends are asked for: `OWN_ACT`, each backend's own;
-            `RANKED_ACT`, its own too, but only backends that match the declared format or compute in
-            16 bits are kept; `DECLARED_ACT`, what the checkpoint declares. `declares`: what the method
-            takes for declared, where it is not what the checkpoint says.
-        checkpoint: storage as the method states it; empty for the checkpoint's own.
-        orders, moves, exclusions: the ranking. `assigned`: instead of a ranking.
-        on_request: backends that are taken only when asked for by name.
-        names: requests understood, with the backends they mean, in order; `adapter_names`: those that mean
-            others where adapters are served.
-        unfiltered: requests that keep every variant when the checkpoint declares no activation.
-        twins: backends and their counterpart for batched tokens, taken for a request.
-        detours: requests that leave this route for another one; `ignored`: requests that do nothing;
-            `sorts`: requests that hand tokens over expert by expert; `demands`: switches that ask.
-        slices: fits blocks of the weights to one rank's slice, given the backends asked for by name.
-        rounds: the method rounds sizes up to what the chosen backend wants; `rounds_by_activation`: it
-            tells the rounding which activation function there is.
-        covers: platforms about which the row has a verdict.
+        act: the activation format that backends are checked with: `OWN_ACT`, each backend's own;
+            `RANKED_ACT`, the same, but only backends with the declared format or 16-bit activations are
+            kept; `DECLARED_ACT`, what the checkpoint declares. `declares`: what the method considers
+            declared, if it differs from the checkpoint.
+        checkpoint: storage as the method sees it; empty: the checkpoint's own.
+        orders, moves, exclusions: the priority order; `assigned`: assignments instead of an order.
+        on_request: backends that are used only on request by name.
+        names: accepted requests with the backends they select, in order; `adapter_names`: those that select
+            other backends with LoRA adapters.
+        unfiltered: requests that keep every backend if the checkpoint declares no activation format.
+        batched_twins: backends and their counterparts for the batched activation format, for requests.
+        request_routes: requests that use another route; `ignored`: requests without effect;
+            `batched_requests`: requests that use the batched activation format; `switch_requests`:
+            environment variables that act as requests.
+        fit_shard: aligns weight blocks and one rank's shard, given the requested backends.
+        rounds: the method pads sizes for the chosen backend; `rounds_by_activation`: the padding depends
+            on the activation function.
+        covers: platforms that the route has rules for.
         platforms: platforms on which the engine accepts the method; `minimum`: lowest CUDA capability;
             `dtypes`: 16-bit model dtypes.
-        refusals: what the method refuses before it asks; `aftermath`: what fails afterwards.
-        fails: exception class when no backend of the automatic order serves; `fails_by_name`: when one
-            that was asked for does not; `fails_unknown`: when a request names none (empty: the same).
-        stand_ins: devices where the engine goes on without a backend instead.
+        refusals: what the method refuses before the checks; `late_failures`: what fails after the choice.
+        fails: exception class if no backend of the automatic order is supported; `fails_by_name`: if a
+            requested one is not; `fails_unknown`: if a request names none (empty: the same).
+        substitutes: devices where the engine continues without a backend instead.
     """
 
     name: str
@@ -205,12 +206,12 @@ class Route:
     names: Mapping[str, tuple[Backend, ...]] = field(default_factory=dict, hash=False)
     adapter_names: Mapping[str, tuple[Backend, ...]] = field(default_factory=dict, hash=False)
     unfiltered: frozenset[str] = frozenset()
-    twins: tuple[tuple[Backend, Backend], ...] = ()
-    detours: Mapping[str, Route] = field(default_factory=dict, hash=False)
+    batched_twins: tuple[tuple[Backend, Backend], ...] = ()
+    request_routes: Mapping[str, Route] = field(default_factory=dict, hash=False)
     ignored: NameSet = NONE
-    sorts: frozenset[str] = frozenset()
-    demands: tuple[SwitchRequest, ...] = ()
-    slices: Callable[[SupportQuery, tuple[Backend, ...]], SupportQuery | Failure] | None = None
+    batched_requests: frozenset[str] = frozenset()
+    switch_requests: tuple[SwitchRequest, ...] = ()
+    fit_shard: Callable[[SupportQuery, tuple[Backend, ...]], SupportQuery | Failure] | None = None
     rounds: bool = False
     rounds_by_activation: bool = True
     covers: NameSet = PLUG_INS_APART
@@ -218,26 +219,26 @@ class Route:
     minimum: int = 0
     dtypes: NameSet = ANY
     refusals: tuple[Condition, ...] = ()
-    aftermath: tuple[LateFailure, ...] = ()
+    late_failures: tuple[LateFailure, ...] = ()
     fails: str = "NotImplementedError"
     fails_by_name: str = "ValueError"
     fails_unknown: str = ""
-    stand_ins: tuple[EngineSubstitute, ...] = ()
+    substitutes: tuple[EngineSubstitute, ...] = ()
 
     def backends(self) -> frozenset[Backend]:
-        """Every backend that this route may name."""
+        """Every backend that this route may select."""
         ranked = {backend for order in self.orders for backend in order.backends}
-        means = (*self.names.values(), *self.adapter_names.values())
-        asked = {backend for named in means for backend in named}
-        taken = {row.backend for row in self.assigned}
-        return frozenset(ranked | asked | taken | set(self.on_request))
+        requests = (*self.names.values(), *self.adapter_names.values())
+        requested = {backend for backends in requests for backend in backends}
+        assigned = {row.backend for row in self.assigned}
+        return frozenset(ranked | requested | assigned | set(self.on_request))
 
     def ranking(self, ask: SupportQuery) -> tuple[Backend, ...]:
-        """Every backend of the method's order for `ask`, best first, with those that it then leaves out."""
+        """The method's priority order of backends for `ask`, including those that it then excludes."""
         return self._ranked(ask)[0]
 
     def moved(self, ask: SupportQuery) -> tuple[str, ...]:
-        """Why the order for `ask` is not the usual one."""
+        """Why the priority order for `ask` differs from the usual one."""
         return self._ranked(ask)[1]
 
     def _ranked(self, ask: SupportQuery) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
@@ -253,7 +254,7 @@ class Route:
         return (), ()
 
     def left_out(self, ask: SupportQuery, by_name: bool = False) -> dict[Backend, str]:
-        """Backends that the method leaves out of the automatic order, or refuses by name, with the reason."""
+        """Backends that the method excludes from the automatic order, or refuses by name, with the reason."""
         return {
             backend: exclusion.why
             for exclusion in self.exclusions
@@ -262,33 +263,35 @@ class Route:
         }
 
     def ignores(self, name: str | None) -> bool:
-        """True when the request `name` does nothing here."""
+        """True when the request `name` has no effect here."""
         return (
             name is not None and name not in self.names and (bool(self.assigned) or self.ignored.allows(name))
         )
 
-    def meant(self, name: str, ask: SupportQuery) -> tuple[Backend, ...]:
-        """Backends that a request means, before batched tokens change it; empty for an unknown name."""
+    def requested_backends(self, name: str, ask: SupportQuery) -> tuple[Backend, ...]:
+        """Backends that the request `name` selects, before batched twins; empty for an unknown name."""
         if ask.problem.lora and name in self.adapter_names:
             return self.adapter_names[name]
         return self.names.get(name, ())
 
-    def demand(self, ask: SupportQuery) -> SwitchRequest | None:
-        """The first switch that asks for a backend."""
-        return next((demand for demand in self.demands if demand.when(ask)), None)
+    def switch_request(self, ask: SupportQuery) -> SwitchRequest | None:
+        """The first environment variable that requests a backend."""
+        return next((request for request in self.switch_requests if request.when(ask)), None)
 
-    def stand_in(self, device: Device, at_once: bool) -> EngineSubstitute | None:
-        """What the engine goes on with on `device`, before it asks or after nothing serves."""
-        return next((s for s in self.stand_ins if s.at_once == at_once and _anywhere(s.where, device)), None)
+    def substitute(self, device: Device, at_once: bool) -> EngineSubstitute | None:
+        """What the engine continues with on `device`, before any check or after all fail."""
+        return next(
+            (s for s in self.substitutes if s.at_once == at_once and _anywhere(s.where, device)), None
+        )
 
     def switches(self) -> frozenset[str]:
-        """Environment switches that this row or one of its backends reads."""
+        """Environment variables that this route or one of its backends reads."""
         read = {
             name
             for backend in self.backends()
             for variant in backend.variants
-            for name in variant.offers.switch_names()
+            for name in variant.capability.switch_names()
         }
-        left_out = {name for exclusion in self.exclusions for name in exclusion.switches}
-        asked = {name for demand in self.demands for name in demand.switches}
-        return frozenset(read | left_out | asked)
+        excluding = {name for exclusion in self.exclusions for name in exclusion.switches}
+        requesting = {name for request in self.switch_requests for name in request.switches}
+        return frozenset(read | excluding | requesting)

@@ -1,4 +1,4 @@
-"""The oracle: one function from a problem, a machine and a policy to a decision."""
+"""Backend selection: one function from a problem, a machine and a policy to a decision."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .selection_inputs import SelectionInputs
 from .verdict_sentences import sentence
 
 NOTHING = MeasuredTimes()
-"""No measurement at all: the policy's order decides."""
+"""No measurements: the policy's priority order decides."""
 
 
 class OutOfScope(NoBackend):
-    """The policy has no row for this checkpoint format or platform, so nothing can be said."""
+    """The policy has no route for this checkpoint format or platform."""
 
 
 def select(
@@ -40,21 +40,30 @@ def select(
 ) -> Decision:
     """The decision of `policy` for one layer on one rank; equal arguments give equal decisions.
 
-    Every candidate is asked every question. `only` is a request by name: it picks candidates and
-    leaves the judging alone. A request that cannot be served leaves `chosen` empty with the reasons in
-    `error`, unless `allow_fallback` lets the automatic order take over. Where the policy `measures`, the
-    fastest by `measured` is chosen of those that can serve; `Decision.ranking` tells.
+    Every candidate is checked on every question. `only` requests a backend by name. If it is not
+    supported, `chosen` is None and `error` has the reasons, unless `allow_fallback` allows the automatic
+    choice. If the policy `measures`, the fastest usable candidate by `measured` is chosen, and
+    `Decision.ranking` has the times.
 
-    Raises OutOfScope when the policy has no row for the format or the platform.
+    Raises OutOfScope when the policy has no route for the format or the platform.
+
+    Example:
+        >>> from moectl.environment import find_device
+        >>> from moectl.oracle import packages_from, policy_named
+        >>> from moectl.problem.published_layers import model_problem
+        >>> problem = model_problem("gpt-oss-120b")
+        >>> decision = select(problem, find_device("h200"), packages_from("full"), policy_named("moectl"))
+        >>> decision.chosen.backend.name
+        'triton'
     """
     inputs = SelectionInputs(problem, device, packages, policy.name, only, allow_fallback, measured)
     return _decided(inputs, policy)
 
 
 def decide(inputs: SelectionInputs) -> Decision:
-    """The decision that rests on `inputs`: `select`, by the policy that they name.
+    """The decision for `inputs`, by the policy that they name.
 
-    Raises as `select`, and UsageError for a policy that is not known.
+    Raises as `select`, and UsageError for an unknown policy.
     """
     return _decided(inputs, policy_named(inputs.policy))
 
@@ -64,7 +73,7 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
     name = only.lower().replace("-", "_") if only and only != "auto" else None
     route = _route(inputs, policy, name)
     gates = _gates(_ask(inputs, policy, route, name), policy, route, name)
-    taken = route.detours.get(name, route) if name else route
+    taken = route.request_routes.get(name, route) if name else route
     found = _choose(inputs, policy, taken, name)
     if name and inputs.allow_fallback and (found.chosen is None or gates):
         found = _fallen_back(found, _choose(inputs, policy, taken, None), name, gates)
@@ -73,8 +82,8 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
     chosen, failure = found.chosen, found.failure
     notes = (*found.cut, *found.notes, *_variables(inputs.packages, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
-        notes = (*notes, _unasked(policy, chosen))
-    notes = (*notes, *_stops(found.ask, chosen), *_unbalanced(policy, taken, found.ask, chosen))
+        notes = (*notes, _unchecked(policy, chosen))
+    notes = (*notes, *_runtime_failures(found.ask, chosen), *_unbalanced(policy, taken, found.ask, chosen))
     sized = chosen is not None or bool(found.stand_in)
     if sized:
         late, sized = _afterwards(found, policy, taken)
@@ -103,7 +112,7 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
 def _by_time(
     found: _RouteOutcome, policy: Policy, measured: MeasuredTimes
 ) -> tuple[_RouteOutcome, TimeRanking | None]:
-    """The outcome with the fastest candidate that can serve, and the times that say so, if any do."""
+    """The outcome with the fastest usable candidate, and its times if there are any."""
     if not policy.measures or found.chosen is None:
         return found, None
     usable = [candidate for candidate in found.candidates if candidate.usable]
@@ -114,13 +123,13 @@ def _by_time(
 
 
 def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
-    """The first route that takes the problem."""
+    """The first route of `policy` for the problem."""
     problem, device = inputs.problem, inputs.device
     scheme = problem.scheme
-    unspoken = f"the rules of {policy.name} do not cover {device.platform} devices"
+    not_covered = f"the rules of {policy.name} do not cover {device.platform} devices"
     hint = f"name a device of {', '.join(sorted(policy.platforms))} with --gpu"
     if device.platform not in policy.platforms:
-        raise OutOfScope(unspoken, hint=hint)
+        raise OutOfScope(not_covered, hint=hint)
     for route in policy.routes:
         if (
             route.storages.allows(problem.storage)
@@ -131,7 +140,7 @@ def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
             if not route.covers.allows(device.platform):
                 covered = ", ".join(p for p in sorted(policy.platforms) if route.covers.allows(p))
                 raise OutOfScope(
-                    f"{unspoken} with {route.name}: their plug-in has its own",
+                    f"{not_covered} with {route.name}: their plug-in has its own",
                     hint=f"name a device of {covered} with --gpu",
                 )
             return route
@@ -163,13 +172,13 @@ def _ask(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None
         routing=policy.routing(problem),
         invariant=invariant,
         request=name or "",
-        batched=name in route.sorts or policy.batches_tokens(problem),
+        batched=name in route.batched_requests or policy.batches_tokens(problem),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _RouteOutcome:
-    """What one way of asking gives: `stand_in` is what the engine goes on with instead of a backend."""
+    """The outcome of one route; `stand_in` is what the engine continues with instead of a backend."""
 
     ask: SupportQuery
     candidates: tuple[Candidate, ...] = ()
@@ -181,15 +190,15 @@ class _RouteOutcome:
 
 
 def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None) -> _RouteOutcome:
-    """Judged candidates, the first usable one, why there is none, and notes."""
+    """Checked candidates, the first usable one or why there is none, and notes."""
     device = inputs.device
     ask = _ask(inputs, policy, route, name)
-    if early := route.stand_in(device, at_once=True):
+    if early := route.substitute(device, at_once=True):
         return _RouteOutcome(ask, failure=Failure(early.says, ""), stand_in=early.engine_name)
     refused: Failure | None = None
     cut: tuple[str, ...] = ()
-    if route.slices is not None:
-        fitted = route.slices(ask, route.meant(name or "", ask))
+    if route.fit_shard is not None:
+        fitted = route.fit_shard(ask, route.requested_backends(name or "", ask))
         if isinstance(fitted, Failure):
             refused = fitted
         else:
@@ -202,107 +211,110 @@ def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | N
     if refused or chosen:
         return _RouteOutcome(ask, judged, chosen, refused, notes, cut=cut)
     asked_for = None if route.ignores(name) else name
-    demand = None if asked_for else route.demand(ask)
+    demand = None if asked_for else route.switch_request(ask)
     if demand is not None and not demand.falls_back:
         asked_for = demand.name
-    late = None if asked_for else route.stand_in(device, at_once=False)
+    late = None if asked_for else route.substitute(device, at_once=False)
     if late is not None:
         return _RouteOutcome(ask, judged, None, Failure(late.says, ""), notes, late.engine_name, cut)
     return _RouteOutcome(ask, judged, None, _nothing(policy, route, asked_for, judged), notes, cut=cut)
 
 
 def _cut(before: SupportQuery, after: SupportQuery, policy: Policy) -> tuple[str, ...]:
-    """What the method does to slice blocks of weights over ranks."""
+    """Notes on what the method does to shards that are not aligned with weight blocks."""
     notes: tuple[str, ...] = ()
     if after.weight != before.weight:
-        notes = (f"{policy.name} repeats scales down to {after.weight}, as slices cut across blocks",)
+        notes = (
+            f"{policy.name} re-expands block scales to {after.weight}, because shards are not block-aligned",
+        )
     if after.sliced:
         size = after.problem.dims.intermediate
-        notes = (*notes, f"{policy.name} pads one rank's slice from {after.sliced} to {size}")
+        notes = (*notes, f"{policy.name} pads one rank's shard from {after.sliced} to {size}")
     return notes
 
 
 def _fallen_back(
     asked: _RouteOutcome, rest: _RouteOutcome, name: str, gates: tuple[Gate, ...]
 ) -> _RouteOutcome:
-    """The automatic choice, after the candidates of a request that cannot be served."""
+    """The automatic choice, with the candidates of an unsupported request before its own."""
     why = asked.failure.says if asked.failure and not asked.candidates else "; ".join(map(str, gates))
-    told = f"{name} was asked for and cannot serve{': ' if why else ''}{why}"
+    note = f"{name} was requested but is not supported{': ' if why else ''}{why}"
     more = tuple(replace(c, rank=c.rank + len(asked.candidates)) for c in rest.candidates)
     return replace(
         rest,
         candidates=(*asked.candidates, *more),
         chosen=next((c for c in more if rest.chosen and c.usable), None),
-        notes=(*asked.notes, told, *rest.notes),
+        notes=(*asked.notes, note, *rest.notes),
     )
 
 
 def _afterwards(found: _RouteOutcome, policy: Policy, route: Route) -> tuple[Failure | None, bool]:
-    """What fails after the choice, and whether sizes were fixed by then."""
+    """What fails after the choice, and whether padded sizes were set by then."""
     ask, chosen = found.ask, found.chosen
     if exchanged(ask, policy) is None:
         return _too_large(ask, policy), False
-    for aftermath in route.aftermath:
-        if aftermath.holds(ask, chosen):
-            return Failure(aftermath.says(ask, chosen), aftermath.kind), aftermath.sized
+    for failure in route.late_failures:
+        if failure.holds(ask, chosen):
+            return Failure(failure.says(ask, chosen), failure.kind), failure.sized
     return None, True
 
 
-def _stops(ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
-    """A note for everything that the chosen kernels stop on when they run, which no choice depends on."""
+def _runtime_failures(ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
+    """A note for each failure of the chosen kernels at run time, which the choice does not consider."""
     if chosen is None:
         return ()
     return tuple(
-        f"{chosen.variant.experts} fails at the first token ({stop.kind}): it {stop.says}"
-        for stop in chosen.variant.offers.stops
-        if stop.when(ask)
+        f"{chosen.variant.experts} fails on the first token ({failure.kind}): it {failure.says}"
+        for failure in chosen.variant.capability.runtime_failures
+        if failure.when(ask)
     )
 
 
 def _unbalanced(policy: Policy, route: Route, ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
-    """A note where expert balancing is asked for and the method does not do it."""
+    """A note if EPLB is requested and the method does not support it."""
     if chosen is None or not policy.balancing or not ask.problem.parallel.eplb:
         return ()
     if policy.balancing.get(route.method, NONE).allows(chosen.engine_name):
         return ()
-    return (f"{policy.name} refuses expert balancing with {route.method} and {chosen.backend.name}",)
+    return (f"{policy.name} does not support EPLB with {route.method} and {chosen.backend.name}",)
 
 
 def _variables(packages: Packages, policy: Policy) -> tuple[str, ...]:
-    """A note for each variable that is set and does not do what was meant."""
-    known = policy.variables
-    found = (
-        judge_variable(known[name], packages.env[name], policy.name) for name in packages.env if name in known
+    """A note for each environment variable whose value has no effect or another one than expected."""
+    variables = policy.variables
+    findings = (
+        judge_variable(variables[name], value, policy.name)
+        for name, value in packages.env.items()
+        if name in variables
     )
-    return tuple(finding.remark for finding in found if finding.remark)
+    return tuple(finding.remark for finding in findings if finding.remark)
 
 
 def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) -> tuple[Gate, ...]:
-    """What the engine refuses before any backend is asked."""
-    found = []
+    """What the engine refuses before any backend is checked."""
+    gates = []
     capability = ask.device.capability
     if not route.platforms.allows(ask.device.platform):
         says = f"{policy.name} does not accept {route.name} on {ask.device.platform}"
-        found.append(Gate(PLATFORM, says))
+        gates.append(Gate(PLATFORM, says))
     if ask.device.platform == "cuda" and capability < route.minimum:
-        says = f"{route.method} needs sm{route.minimum} or newer, the device is {ask.device.arch}"
-        found.append(Gate(CAPABILITY, says))
+        says = f"{route.method} needs sm{route.minimum} or newer; this device is {ask.device.arch}"
+        gates.append(Gate(CAPABILITY, says))
     if not route.dtypes.allows(ask.dtype):
-        says = f"{route.method} computes in {route.dtypes}, the model runs in {ask.dtype}"
-        found.append(Gate(DTYPE, says))
+        says = f"{route.method} computes in {route.dtypes}; model runs in {ask.dtype}"
+        gates.append(Gate(DTYPE, says))
     for refusal in policy.refusals:
         if refusal.holds(ask):
-            found.append(Gate(refusal.name, refusal.says(ask)))
+            gates.append(Gate(refusal.name, refusal.says(ask)))
     if name and not policy.accepted_names.allows(name):
-        found.append(Gate(NAME, f"{policy.name} does not accept {name} as a backend name"))
-    return tuple(found)
+        gates.append(Gate(NAME, f"{policy.name} does not accept {name} as a backend name"))
+    return tuple(gates)
 
 
 def _too_large(ask: SupportQuery, policy: Policy) -> Failure:
     sizes = policy.exchange_sizes[ask.exchange]
     says = (
-        f"{ask.exchange} carries hidden sizes up to {sizes.sizes[-1]}, "
-        f"the model has {ask.problem.dims.hidden}"
+        f"{ask.exchange} supports hidden sizes up to {sizes.sizes[-1]}; model has {ask.problem.dims.hidden}"
     )
     return Failure(says, sizes.fails)
 
@@ -312,17 +324,19 @@ def _reasons(candidates: Iterable[Candidate]) -> str:
 
 
 def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[Candidate, ...]) -> Failure:
-    """Why no candidate is chosen, as one sentence."""
+    """Why no candidate is chosen, in one sentence."""
     if not name:
-        says = f"no backend of policy {policy.name} serves this deployment ({route.name})"
+        says = f"no backend of policy {policy.name} supports this deployment ({route.name})"
         return Failure(says, route.fails)
-    says = f"backend {name} cannot serve this deployment: {_reasons(candidates)}"
+    says = f"backend {name} does not support this deployment: {_reasons(candidates)}"
     if not candidates:
-        known = ", ".join(route.names) or "none"
-        says = f"backend {name} does not serve {route.name} under policy {policy.name}; it knows {known}"
+        names = ", ".join(route.names) or "none"
+        says = (
+            f"backend {name} is not available for {route.name} under policy {policy.name}; available: {names}"
+        )
         return Failure(says, route.fails_unknown or route.fails_by_name)
     return Failure(says, route.fails_by_name)
 
 
-def _unasked(policy: Policy, chosen: Candidate) -> str:
-    return f"{policy.name} takes {chosen.variant.experts} unasked, though {_reasons([chosen])}"
+def _unchecked(policy: Policy, chosen: Candidate) -> str:
+    return f"{policy.name} assigns {chosen.variant.experts} without checks, although {_reasons([chosen])}"

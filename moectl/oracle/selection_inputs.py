@@ -1,4 +1,4 @@
-"""What a decision rests on, as one record, and the same read back from a JSON document."""
+"""The inputs of a decision as one record, and their JSON form."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ FORMAT = "moectl-decision-1"
 
 @dataclass(frozen=True)
 class SelectionInputs:
-    """Everything that a decision rests on: equal inputs give equal decisions.
+    """Everything that a decision depends on: equal inputs give equal decisions.
 
     Attributes:
         problem: one rank's share of a layer.
         device, packages: the machine.
-        policy: name of the policy that decides.
-        requested: a backend asked for by name; None (or ``auto``) for the policy's own choice.
-        allow_fallback: the policy's own choice takes over where the request cannot be served.
-        measured: times that a policy may choose by.
+        policy: name of the policy.
+        requested: a backend requested by name; None (or ``auto``) for the automatic choice.
+        allow_fallback: fall back to the automatic choice if the requested backend is not supported.
+        measured: measured times, for policies that use them.
     """
 
     problem: MoEProblem
@@ -38,7 +38,7 @@ class SelectionInputs:
     measured: MeasuredTimes = field(default_factory=MeasuredTimes)
 
     def to_json(self) -> dict[str, Any]:
-        """The head of a decision's document, as `replay_inputs` reads it."""
+        """The head of a decision document, as `replay_inputs` reads it."""
         return {
             "format": FORMAT,
             "inputs": {
@@ -58,14 +58,14 @@ class SelectionInputs:
 
 
 def _name(value: object) -> str | None:
-    """A request by name; UsageError for anything else."""
+    """A requested backend's name or None; UsageError for anything else."""
     if value is None or isinstance(value, str):
         return value
     raise UsageError(f"inputs.requested must be a name or null, got {value!r}")
 
 
 def _measured(rows: object) -> MeasuredTimes:
-    """Recorded times; none in documents of before there were any."""
+    """Recorded times; older documents have none."""
     measured = from_json(MeasuredTimes, {"rows": rows}, "inputs.measured", UsageError)
     if not all(time.us > 0 for time in measured.rows):
         raise UsageError("inputs.measured holds a time that is not positive")
@@ -73,9 +73,9 @@ def _measured(rows: object) -> MeasuredTimes:
 
 
 def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
-    """The inputs in a document made by `Decision.to_json`; UsageError when it is not one.
+    """The inputs in a document made by `Decision.to_json`. Raises UsageError for any other document.
 
-    Sizes of the problem are as padded for the recorded choice.
+    Sizes of the problem are padded as for the recorded choice.
     """
     if document.get("format") != FORMAT or not isinstance(document.get("inputs"), Mapping):
         raise UsageError(

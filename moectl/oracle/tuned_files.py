@@ -1,4 +1,4 @@
-"""Tuned files of an engine's kernels: launch choices by number of tokens, one file a shape and GPU."""
+"""Tuned files of an engine's kernels: kernel configs by number of tokens, one file per shape and GPU."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from .decision import Decision
 
 
 class TunedFile(Protocol):
-    """The name of a tuned file: `str` gives it, `gpu` and `shape` say what it was measured for."""
+    """The name of a tuned file (`str`), with the `gpu` and `shape` that it was measured for."""
 
     @property
     def gpu(self) -> str:
-        """The GPU, as file names spell it."""
+        """The GPU, as spelled in file names."""
 
     @property
     def shape(self) -> str:
-        """The sizes, as file names spell them."""
+        """The sizes, as spelled in file names."""
 
 
 @dataclass(frozen=True, slots=True)
 class TunedStatus:
-    """What is to be said of tuned files for one decision.
+    """Which tuned file the choice of one decision looks up, and whether it exists.
 
     Attributes:
-        reads: the chosen experts look for a file; `why` says when, or why not.
-        wanted: the name they look for, `found` where it lies, `folders` where they look.
-        other_gpus: files of the same shape for other GPUs, the likest first.
-        other_shapes: files of this GPU and format for other shapes, the nearest first.
+        reads: the chosen experts look up a file; `why` says when, or why not.
+        wanted: the name they look up; `found`: the directory that has it; `folders`: those searched.
+        other_gpus: files of the same shape for other GPUs, most similar first.
+        other_shapes: files of this GPU and format for other shapes, nearest first.
     """
 
     reads: bool
@@ -56,9 +56,10 @@ class TunedStatus:
 
 @dataclass(frozen=True, slots=True)
 class TunedKernel:
-    """What an engine's kernel multiplies: `scaled` FP8 numbers, or 16-bit ones; its `default` choices.
+    """An engine's kernel: `scaled` FP8 weights or 16-bit ones, and its `default` config.
 
-    `default` is of tokens and experts: block_m, block_n, block_k, group_m, num_warps, num_stages.
+    `default` takes tokens and experts, and returns block_m, block_n, block_k, group_m, num_warps,
+    num_stages.
     """
 
     says: str
@@ -71,13 +72,13 @@ class TunedFiles:
     """The tuned files of one engine.
 
     Attributes:
-        variable: names a folder that is looked in before the engine's own, which is called `shipped`.
-        lookup: the status of a decision, given listed folders (path to file names).
-        parse: the parts of a file's name; None for another file.
-        remark: what is odd about a file, given the version of Triton that is installed; empty: nothing.
-        choices: the engine's name of each launch choice, with the field of `plain_gemm.Blocks`.
-        kernels: what the files are for, as far as moectl has a kernel of that form; `kernel` gives the one
-            of a file's name, or None.
+        variable: names a directory that is searched before the engine's own, which is called `shipped`.
+        lookup: the status for a decision, given directory listings (path to file names).
+        parse: the parts of a file's name; None for other files.
+        remark: a warning about a file, given the installed version of Triton; empty if there is none.
+        choices: the engine's name of each config entry, with the field of `plain_gemm.Blocks`.
+        kernels: the engine's kernels that moectl has an equivalent of; `kernel` returns the one for a
+            file's name, or None.
     """
 
     variable: str
@@ -90,33 +91,33 @@ class TunedFiles:
     kernel: Callable[[TunedFile], TunedKernel | None]
 
     def listed(self, env: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-        """File names in the folder that `env` names; none where it cannot be read, no entry without one."""
-        place = env.get(self.variable)
-        if place is None:
+        """The listing of the directory that `env` names: empty if unset, no names if unreadable."""
+        directory = env.get(self.variable)
+        if directory is None:
             return {}
         try:
-            return {place: tuple(sorted(entry.name for entry in Path(place).iterdir()))}
+            return {directory: tuple(sorted(entry.name for entry in Path(directory).iterdir()))}
         except OSError:
-            return {place: ()}
+            return {directory: ()}
 
 
 def tuned_status(
     decision: Decision, files: TunedFiles | None, folders: Mapping[str, Iterable[str]] | None = None
 ) -> TunedStatus:
-    """What tuned files mean to the choice of `decision`, for an engine that has `files` or none.
+    """The tuned-file status of `decision` for an engine with `files` (None if it has none).
 
-    `folders` are listed folders that are looked in before the engine's own.
+    `folders` are listings of directories that are searched before the engine's own.
     """
     chosen = decision.chosen
     if chosen is None:
-        return TunedStatus(False, "there is no backend that could read one")
+        return TunedStatus(False, "no backend is chosen, so no tuned file is read")
     if files is None:
         return reads_none(decision)
     return files.lookup(decision, folders or {})
 
 
 def reads_none(decision: Decision) -> TunedStatus:
-    """The status of experts that look for no tuned file."""
+    """The status for experts that look up no tuned file."""
     chosen = decision.chosen
     assert chosen is not None
     return TunedStatus(False, f"{chosen.backend.name} ({chosen.variant.experts}) reads no tuned files")

@@ -1,38 +1,39 @@
-"""Verdicts in plain sentences: what a candidate needs, and what there is."""
+"""Verdicts as sentences: what a candidate supports or needs, and what this setup has."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 
 from .checks import Verdict
 from .decision import Candidate
-from .registry import known_packages
+from .registry import ENGINES, known_packages
 
 SENTENCES: Mapping[str, str] = {
-    "device": "needs {offered}, this device is {wanted}",
-    "activation function": "computes {offered}, the model has {wanted}",
-    "activation clamp": "clamps {offered}, the model clamps {wanted}",
-    "gating": "takes {offered} experts only, these are {wanted}",
-    "checkpoint storage": "takes {offered} storage, this is {wanted}",
-    "activation order": "takes {offered}, the checkpoint is ordered {wanted}",
-    "zero points": "takes no zero points, the checkpoint has them",
-    "expert bias": "takes no expert bias; has one: {wanted}",
-    "routing method": "routes {offered}, the model routes {wanted}",
-    "model dtype": "computes in {offered}, the model runs in {wanted}",
-    "scale dtype": "takes {offered} scales, these are {wanted}",
-    "token exchange": "takes as token exchange {offered}; here it is {wanted}",
-    "expert parallel": "does not serve expert parallelism",
-    "experts over ranks": "serves only with expert parallelism",
-    "token sequence": "takes tokens {offered}, here they are {wanted}",
-    "data parallel ranks": "serves one data-parallel rank, this deployment has {wanted}",
-    "expert balancing": "does not serve expert load balancing (EPLB)",
-    "token format": "takes its tokens {offered}, here they come {wanted}",
-    "hash routing": "routes {offered} only, the model routes {wanted}",
-    "router dtype": "takes {offered} router logits, these are {wanted}",
-    "batch invariance": "gives results that depend on the batch, which this deployment rules out",
-    "adapters on experts": "serves no LoRA adapters on experts",
-    "activation filter": "computes {offered} activations, this policy keeps {wanted}",
+    "device": "needs {offered}; this device is {wanted}",
+    "activation function": "supports only {offered}; model uses {wanted}",
+    "activation clamp": "does not clamp activations; model clamps at {wanted}",
+    "gating": "supports only {offered} experts; these are {wanted}",
+    "checkpoint storage": "supports only {offered} checkpoints; this one is {wanted}",
+    "activation order": "does not support activation order {wanted}",
+    "zero points": "does not support zero points; the checkpoint has them",
+    "expert bias": "does not support expert bias",
+    "routing method": "supports only {offered} routing; model uses {wanted}",
+    "model dtype": "computes in {offered}; model runs in {wanted}",
+    "scale dtype": "supports only {offered} scales; these are {wanted}",
+    "token exchange": "needs all2all {offered}; this setup uses {wanted}",
+    "expert parallel": "does not support expert parallelism",
+    "experts over ranks": "needs expert parallelism",
+    "token sequence": "needs tokens {offered}; in this setup they are {wanted}",
+    "data parallel ranks": "does not support data parallelism; this setup has {wanted} ranks",
+    "expert balancing": "does not support expert load balancing (EPLB)",
+    "token format": "needs {offered} activation format; this setup uses the {wanted} one",
+    "hash routing": "supports only routing {offered}; model routes {wanted}",
+    "router dtype": "supports only {offered} router logits; these are {wanted}",
+    "batch invariance": "is not batch-invariant, which this setup requires",
+    "adapters on experts": "does not support LoRA adapters on experts",
+    "activation filter": "uses {offered} activations; policy allows only {wanted}",
     "order": "{offered}",
     **dict.fromkeys(
         (
@@ -50,46 +51,99 @@ SENTENCES: Mapping[str, str] = {
 }
 """By question; `wanted` and `offered` are those of the verdict."""
 
+EXCLUDED: Mapping[str, str] = {
+    "activation function": "does not support {wanted}",
+    "checkpoint storage": "is not available for {wanted} checkpoints",
+    "routing method": "does not support {wanted} routing",
+    "model dtype": "does not compute in {wanted}",
+    "scale dtype": "does not support {wanted} scales",
+    "token exchange": "does not support all2all {wanted}",
+    "router dtype": "does not support {wanted} router logits",
+}
+"""By question, where everything is supported but a few names, of which `wanted` is one."""
+
+_SPECIAL: Mapping[tuple[str, str], str] = {
+    ("expert bias", "possible with this method"): "does not support expert bias, which this method may pass",
+    ("activation order", "by group"): "does not support activation order by group (g_idx)",
+}
+"""By question and what was wanted, where the usual sentence would mislead."""
+
+_WORDS = {"batched by expert": "batched"}
 _ARCH = re.compile(r"\bsm(\d{2,3})\b")
 
 
 def sentence(verdict: Verdict) -> str:
-    """The failing `verdict` as a sentence without a subject, which is the candidate."""
-    kind, _, name = verdict.question.partition(" ")
+    """The failing `verdict` as a sentence without a subject, which is the candidate.
+
+    Example:
+        >>> sentence(Verdict("device", "arch", "sm90", "sm100-sm109", False))
+        'needs SM100-SM109; this device is SM90'
+    """
+    question = verdict.question
+    kind, _, name = question.partition(" ")
     if kind == "package":
         return _package(verdict, name)
     if kind == "switch":
-        return f"needs {name}={verdict.wanted}, it is {verdict.offered}"
-    if verdict.question == "number formats":
-        return _shown(_formats(verdict))
-    template = SENTENCES.get(verdict.question, "{question}: takes {offered}, this is {wanted}")
+        return f"needs {name}={verdict.wanted} (currently {verdict.offered})"
+    if question == "number formats":
+        return _makers_spelling(_formats(verdict))
     wanted, offered = (_WORDS.get(text, text) for text in (verdict.wanted, verdict.offered))
-    return _shown(template.format(question=verdict.question, wanted=wanted, offered=offered))
+    template = _template(question, wanted, offered)
+    return _makers_spelling(template.format(question=question, wanted=wanted, offered=offered))
 
 
-_WORDS = {"standard": "in their own order"}
+def _template(question: str, wanted: str, offered: str) -> str:
+    if (question, wanted) in _SPECIAL:
+        return _SPECIAL[question, wanted]
+    if question in EXCLUDED and offered.startswith("any but "):
+        return EXCLUDED[question]
+    if question == "token exchange" and offered == "none":
+        return "does not support an all2all exchange; this setup uses {wanted}"
+    if question in SENTENCES:
+        return SENTENCES[question]
+    variable = _rule_variables(tuple(ENGINES)).get(question)
+    return "{question}: needs {offered}; this is {wanted}" + (f" ({variable})" if variable else "")
 
 
-def _shown(text: str) -> str:
-    """`text` with architectures as their makers spell them."""
-    return _ARCH.sub(lambda found: f"SM{found[1]}", text)
+@cache
+def _rule_variables(engines: tuple[str, ...]) -> Mapping[str, str]:
+    """The environment variable that answers a rule's question, by the question, for these engines."""
+    return {
+        rule.question: rule.switch
+        for name in engines
+        for route in ENGINES[name].policy.routes
+        for backend in route.backends()
+        for variant in backend.variants
+        for rule in variant.capability.rules
+        if rule.switch
+    }
+
+
+def _makers_spelling(text: str) -> str:
+    """`text` with CUDA architectures in capitals, as NVIDIA spells them."""
+    return _ARCH.sub(lambda match: f"SM{match[1]}", text)
 
 
 def _formats(verdict: Verdict) -> str:
-    """What is offered for the checkpoint's weights, and where; that there is nothing, where that is so."""
-    weight, asked, _ = _parts(verdict.wanted)
-    offers = [
+    """Which activations are supported with the checkpoint's weights, and on which devices."""
+    weight, act, _ = _parts(verdict.wanted)
+    supported = [
         (acts, where)
         for names, acts, where in map(_parts, verdict.offered.split("; "))
-        if any(_named(weight, name) for name in names.split("/"))
+        if any(_matches(weight, name) for name in names.split("/"))
     ]
-    if not offers:
-        return f"does not compute {weight}"
-    elsewhere = [where for acts, where in offers if asked in acts.split(", ") and where]
+    if not supported:
+        return f"does not support {weight}"
+    elsewhere = [where for acts, where in supported if act in acts.split(", ") and where]
     if elsewhere:
-        return f"computes {weight} with {asked} activations only{' or'.join(elsewhere)}"
-    served = " or ".join(f"with {acts} activations{where}" for acts, where in offers)
-    return f"computes {weight} {served}, here it is asked for {asked} activations"
+        return f"supports {weight} with {_wide(act)} activations only{' or'.join(elsewhere)}"
+    pairs = " or ".join(f"{_wide(acts)} activations{where}" for acts, where in supported)
+    return f"supports {weight} only with {pairs}; this setup uses {_wide(act)} activations"
+
+
+def _wide(acts: str) -> str:
+    """`acts` with 16-bit activations in words."""
+    return ", ".join("16-bit" if act == "a16" else act for act in acts.split(", "))
 
 
 def _parts(text: str) -> tuple[str, str, str]:
@@ -99,24 +153,24 @@ def _parts(text: str) -> tuple[str, str, str]:
     return weights, acts, where
 
 
-def _named(weight: str, name: str) -> bool:
+def _matches(weight: str, name: str) -> bool:
     return weight == name or (name.endswith("*") and weight.startswith(name[:-1]))
 
 
 def _package(verdict: Verdict, name: str) -> str:
-    """What is missing; the package alone where all of it is, so that its symbols are said once."""
+    """What is missing: one symbol, or a whole package without the list of its symbols."""
     if verdict.offered != "not installed":
-        return f"needs {verdict.wanted}, there is {verdict.offered}"
-    known = known_packages().get(name)
-    get = f" ({known.get})" if known and known.get else ""
-    _, *instead = verdict.wanted.split(" or ")
-    if instead:
-        return f"needs {name} or {' or '.join(instead)}, none of which is there{get}"
+        return f"needs {verdict.wanted}; found {verdict.offered}"
+    probe = known_packages().get(name)
+    get = f" ({probe.get})" if probe and probe.get else ""
+    _, *alternatives = verdict.wanted.split(" or ")
+    if alternatives:
+        return f"needs {name} or {' or '.join(alternatives)}, none of which is available{get}"
     return f"needs {name}, which is not installed{get}"
 
 
 def reasons(candidate: Candidate) -> tuple[tuple[str, str], ...]:
-    """(group, sentence) of every failing question; equal needs of one package are one sentence."""
+    """(group, sentence) of every failing question, each sentence once."""
     return tuple(
         dict.fromkeys(
             (group, sentence(verdict))

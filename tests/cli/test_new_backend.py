@@ -33,7 +33,7 @@ from moectl.oracle.engines.moectl.own import NAIVE
 TOY = Backend(
     name="toy",
     engine_name="toy",
-    variants=(ExpertsClass("toy", Capability(arch=(CPU,), spread=NAIVE, act_order=False)),),
+    variants=(ExpertsClass("toy", Capability(arch=(CPU,), parallel=NAIVE, act_order=False)),),
     runner="toy",
 )
 """

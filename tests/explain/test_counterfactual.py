@@ -62,7 +62,9 @@ def test_every_answer_holds_and_needs_each_of_its_changes(start, backend):
             now = change.apply(now)
         decision = decide(now)
         chosen = decision.chosen
-        return decision.usable and chosen.backend.name in policy_named(start.policy).meant(backend)
+        return decision.usable and chosen.backend.name in policy_named(start.policy).requested_backends(
+            backend
+        )
 
     found = why(start, backend)
     assert not found.chosen
@@ -144,7 +146,7 @@ def test_the_commands_that_are_printed_get_the_backend(model, options, backend):
         decision = moectl(*arguments, "--offline", "--json").document["groups"][0]["decision"]
         assert decision["usable"]
         assert decision["chosen"]["experts"] == answer["experts"]
-        assert decision["chosen"]["backend"] in policy_named().meant(backend)
+        assert decision["chosen"]["backend"] in policy_named().requested_backends(backend)
 
 
 @pytest.mark.parametrize("backend", [name for name in policy_named().request_names() if name != "auto"])

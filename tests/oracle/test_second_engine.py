@@ -100,7 +100,7 @@ def test_why_spells_its_command_line() -> None:
         for answer in explain("--why", "steady")["why"][0]["answers"]
         for change in answer["changes"]
     ]
-    assert "ask for it by name (acme up --runner steady)" in texts
+    assert "request it by name (acme up --runner steady)" in texts
     batched = explain("--dp", "8", "--ep", "--why", "steady_batched")["why"][0]["answers"][0]
     assert batched["changes"][0]["text"] == "use --over mesh"
     assert "--all2all mesh" in batched["command"]

@@ -23,7 +23,7 @@ def routes() -> Iterator[Route]:
     for engine in ENGINES.values():
         for route in engine.policy.routes:
             yield route
-            yield from route.detours.values()
+            yield from route.request_routes.values()
 
 
 def listed(route: Route) -> list[Backend]:
@@ -63,7 +63,7 @@ def test_who_reads_a_layout_is_said_by_both_tables() -> None:
 
 def test_needed_packages_and_symbols_are_probed() -> None:
     for backend, variant in variants():
-        for need in variant.offers.needs:
+        for need in variant.capability.needs:
             assert need.package in PROBES, backend.name
             if need.symbol:
                 probe = PROBES[need.package]
@@ -74,8 +74,8 @@ def test_questions_have_names_groups_and_no_doubles() -> None:
     assert len({check.question for check in CHECKS}) == len(CHECKS)
     known = {check.question for check in CHECKS}
     for backend, variant in variants():
-        assert {rule.group for rule in variant.offers.rules} <= set(GROUPS), backend.name
-        assert set(variant.offers.codes) <= known, backend.name
+        assert {rule.group for rule in variant.capability.rules} <= set(GROUPS), backend.name
+        assert set(variant.capability.codes) <= known, backend.name
 
 
 KEYS = {
@@ -104,7 +104,7 @@ KEYS = {
 
 def test_offered_formats_are_ones_that_a_checkpoint_can_have() -> None:
     for backend, variant in variants():
-        for offer in variant.offers.offers or ():
+        for offer in variant.capability.formats or ():
             for name in offer.weights:
                 begins = name.endswith("*") and any(key.startswith(name[:-1]) for key in KEYS)
                 assert begins or name in KEYS, (backend.name, name)

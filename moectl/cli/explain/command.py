@@ -1,4 +1,4 @@
-"""`moectl explain`: which backend a checkpoint gets, and every reason against the others."""
+"""`moectl explain`: which backend a checkpoint gets, and why the others are rejected."""
 
 import os
 from dataclasses import fields
@@ -26,7 +26,7 @@ EXAMPLES = (
 
 
 INPUTS = (*(field.name for field in fields(DecisionOptions)), "measured")
-"""Options that say what is decided: a document of --json holds them."""
+"""Options that a --json document records."""
 
 
 @framed("explain")
@@ -38,30 +38,30 @@ def explain(
     answer: AnswerOptions,
     out: Output,
 ) -> ExitCode:
-    """Say which fused-MoE backend a checkpoint gets, and why.
+    """Show which fused-MoE backend a checkpoint gets, and why.
 
-    With every reason against each other candidate, from config and tensor headers alone: no weights, no
+    Lists every reason against the other candidates, from config and tensor headers alone: no weights, no
     GPU, no engine.
     """
     from .output import AnswerOutput
 
-    shown = AnswerOutput(out, answer)
+    answers = AnswerOutput(out, answer)
     if answer.replay is not None:
         if checkpoint is not None:
-            raise UsageError("--replay takes its inputs from the document", hint="leave CKPT out")
-        if stated_here := typed(context, INPUTS):
-            names = ", ".join(stated_here)
-            raise UsageError("--replay takes its inputs from the document", hint=f"leave {names} out")
-        return replayed(answer.replay, answer, shown)
+            raise UsageError("--replay takes its inputs from the document", hint="omit CKPT")
+        if recorded := typed(context, INPUTS):
+            names = ", ".join(recorded)
+            raise UsageError("--replay takes its inputs from the document", hint=f"omit {names}")
+        return replayed(answer.replay, answer, answers)
     if checkpoint is None:
         raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --gpu h200")
-    return answered(checkpoint, options, answer, shown)
+    return answered(checkpoint, options, answer, answers)
 
 
 def answered(
-    checkpoint: str, options: DecisionOptions, answer: AnswerOptions, shown: "AnswerOutput"
+    checkpoint: str, options: DecisionOptions, answer: AnswerOptions, answers: "AnswerOutput"
 ) -> ExitCode:
-    """The explanation of a checkpoint, the matrix, what would have to change, or what did."""
+    """Show the explanation of a checkpoint, a matrix, a --why answer, or a --diff."""
     from ...checkpoint import open_checkpoint
     from ...checkpoint.config.user_assumptions import parse_assumptions
     from ...explain import explain as library
@@ -80,40 +80,42 @@ def answered(
             hint="give one value each to --gpu, --tp and --dp",
         )
     if cells > MOST_CELLS:
-        raise UsageError(f"a matrix has at most {MOST_CELLS} cells, this has {cells}", hint="ask for fewer")
+        raise UsageError(
+            f"a matrix has at most {MOST_CELLS} cells, this has {cells}", hint="use fewer GPUs or deployments"
+        )
     assumptions = parse_assumptions(options.activation, options.routing)
     source = open_checkpoint(checkpoint, offline=answer.offline, assumptions=assumptions)
     for note in (*assumed_of(machines), *options.remarks(policy, parallels)):
-        shown.out.note(note)
+        answers.out.note(note)
     if cells > 1:
-        return shown.matrix(matrix(source.origin, source.groups, machines, parallels, question))
+        return answers.matrix(matrix(source.origin, source.groups, machines, parallels, question))
     machine = machines[0]
     explanation = library(source, machine.device, machine.packages, question)
     if backend:
-        switches, told = tuple(options.switches.items()), tuple(options.stated().items())
-        command = ExplainCommand(checkpoint, machine, question, switches, options.policy or "", told)
-        return shown.why(explanation, command, backend)
-    return shown.diff(explanation, answer.diff) if answer.diff else shown.explanation(explanation)
+        switches, stated = tuple(options.switches.items()), tuple(options.stated().items())
+        command = ExplainCommand(checkpoint, machine, question, switches, options.policy or "", stated)
+        return answers.why(explanation, command, backend)
+    return answers.diff(explanation, answer.diff) if answer.diff else answers.explanation(explanation)
 
 
 def assumed_of(machines: "tuple[AssumedMachine, ...]") -> list[str]:
-    """What is assumed of `machines`, and what hides some of this machine's GPUs."""
+    """Notes on assumed packages of `machines`, and on variables that hide some of this machine's GPUs."""
     from ...environment import INSTALLED
     from ...environment.gpus import visibility_set
 
-    found = [
-        f"packages assumed: profile {spec}; --packages {INSTALLED} takes those found here"
+    notes = [
+        f"assuming the packages of profile {spec} (--packages {INSTALLED} to detect yours)"
         for spec in dict.fromkeys(machine.spec for machine in machines if machine.assumed)
     ]
-    here = next((machine for machine in machines if not machine.key), None)
-    if here is not None:
+    local = next((machine for machine in machines if not machine.key), None)
+    if local is not None:
         for variable, value in visibility_set(os.environ).items():
-            found.append(f"with {variable}={value} this machine's device is {here.device.name}")
-    return found
+            notes.append(f"with {variable}={value} this machine's device is {local.device.name}")
+    return notes
 
 
-def replayed(path: Path, answer: AnswerOptions, shown: "AnswerOutput") -> ExitCode:
-    """The explanation or matrix in the document at `path`, decided again."""
+def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> ExitCode:
+    """Show the explanation or matrix in the document at `path`, decided again."""
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
     from ...explain.replay import read_document, replay, replay_matrix
@@ -123,8 +125,8 @@ def replayed(path: Path, answer: AnswerOptions, shown: "AnswerOutput") -> ExitCo
     document = read_document(path)
     if "rows" in document:
         if answer.why or answer.diff:
-            raise UsageError("--why and --diff take the document of one GPU and one deployment")
-        return shown.matrix(replay_matrix(document))
+            raise UsageError("--why and --diff need a document of one GPU and one deployment")
+        return answers.matrix(replay_matrix(document))
     explanation = replay(document)
     if answer.why:
         first = explanation.groups[0].decision.inputs
@@ -133,5 +135,5 @@ def replayed(path: Path, answer: AnswerOptions, shown: "AnswerOutput") -> ExitCo
         machine = AssumedMachine(first.device, first.packages, first.device.name, "installed", True)
         switches = tuple(first.packages.env.items())
         command = ExplainCommand(explanation.origin.name, machine, question, switches)
-        return shown.why(explanation, command, pick(answer.why, policy.request_names(), "backend"))
-    return shown.diff(explanation, answer.diff) if answer.diff else shown.explanation(explanation)
+        return answers.why(explanation, command, pick(answer.why, policy.request_names(), "backend"))
+    return answers.diff(explanation, answer.diff) if answer.diff else answers.explanation(explanation)

@@ -1,4 +1,4 @@
-"""The `moectl explain` command of a question, and of the question with changes made."""
+"""The `moectl explain` command for a question, with or without changes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...oracle.registry import engine_named
 from ...problem.moe_problem import Parallel
 
 ABSENT = "no"
-"""The value of an option that is left out."""
+"""The value of an omitted option."""
 
 
 @dataclass(frozen=True)
 class ExplainCommand:
-    """How a question was asked on the command line."""
+    """A question as asked on the command line."""
 
     checkpoint: str
     machine: AssumedMachine
@@ -30,7 +30,7 @@ class ExplainCommand:
     stated: tuple[tuple[str, str], ...] = ()
 
     def options(self) -> dict[str, str]:
-        """Options by name; those that repeat have their key behind the name."""
+        """Options by name; repeatable ones have their key after the name."""
         question, parallel = self.question, self.question.parallel
         return {
             "--gpu": self.machine.key or ABSENT,
@@ -45,7 +45,7 @@ class ExplainCommand:
         }
 
     def changed(self, changes: Iterable[ProposedChange]) -> str:
-        """The `moectl explain` command with `changes` made, largest first as they are applied."""
+        """The `moectl explain` command with `changes`, applied largest first."""
         options, device = self.options(), self.machine.device
         for change in sorted(changes, key=lambda c: -c.size):
             for name, value in change.options:
@@ -59,7 +59,7 @@ class ExplainCommand:
         return shlex.join(words)
 
     def _changed(self, options: dict[str, str], name: str, value: str, device: Device) -> dict[str, str]:
-        """The entries of `options` that one changed option replaces, for a command about `device`."""
+        """The entries of `options` that a changed option replaces, for a command about `device`."""
         machine, policy = self.machine, self.question.policy
         if name in ("--env", "--assume"):
             return {f"{name} {value.split('=')[0]}": value}
@@ -70,7 +70,7 @@ class ExplainCommand:
             before = default if options[name] == ABSENT else options[name]
             return {name: value if before == "none" else f"{before},{value}"}
         if name == "--gpu" and device.platform != machine.device.platform:
-            # Packages that were stated are those of the platform that was asked about.
+            # Stated packages belong to the original platform.
             return {name: value, "--packages": ABSENT}
         if name in ("--tp", "--dp") and value == "1":
             value = ABSENT

@@ -1,4 +1,4 @@
-"""What of the environment bears on a decision: engine variables, packages, tuned files."""
+"""The environment section: engine variables, packages, tuned files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..text_blocks import Block, Heading, LabelledValues
 
 
 def environment_blocks(explanation: Explanation, verbose: bool) -> Iterator[Block]:
-    """What is odd about variables and packages, and how tuned files stand; what is set with `verbose`."""
+    """Findings about variables and packages, and the tuned-file status; with `verbose`, all set variables."""
     rows = [
-        (finding.verdict, _told(finding))
+        (finding.verdict, _finding_words(finding))
         for finding in variables(explanation.policy, explanation.packages)
         if verbose or finding.verdict != SET
     ]
@@ -47,18 +47,18 @@ def environment_document(explanation: Explanation) -> dict[str, Any]:
 
 
 def variables(policy: str, packages: Packages) -> tuple[VariableFinding, ...]:
-    """What the policy's engine makes of each of its variables that is set."""
+    """A finding for each variable of the policy's engine that is set."""
     return engine_named(policy).judge(packages.env)
 
 
 def notes_of(decision: Decision) -> tuple[str, ...]:
-    """The notes of a decision, without what this section says of variables."""
-    told = {finding.remark for finding in variables(decision.inputs.policy, decision.inputs.packages)}
-    return tuple(note for note in decision.notes if note not in told)
+    """The notes of a decision, without those about variables, which this section has."""
+    remarks = {finding.remark for finding in variables(decision.inputs.policy, decision.inputs.packages)}
+    return tuple(note for note in decision.notes if note not in remarks)
 
 
-def _told(finding: VariableFinding) -> str:
-    """The remark; else what the variable is for and how it is read."""
+def _finding_words(finding: VariableFinding) -> str:
+    """The remark, or what the variable does and how its value is read."""
     if finding.remark:
         return finding.remark
     means = f" ({finding.means})" if finding.means else ""
@@ -66,14 +66,14 @@ def _told(finding: VariableFinding) -> str:
 
 
 def package_sentences(explanation: Explanation) -> Iterator[str]:
-    """What is wrong with the packages that a decision counts on."""
+    """Problems of the packages that a decision depends on."""
     packages = explanation.packages
     yield from packages.remarks
     for row in engine_named(explanation.policy).compiled_kernels:
         if packages.has(row.package) and not row.need.met(packages):
             yield (
                 f"{row.title} has neither {row.kernels} nor {' and '.join(row.need.instead)} to compile "
-                "them: none of its backends is used"
+                "them: none of its backends can be used"
             )
     lacking: dict[str, list[str]] = {}
     for entry in sorted(packages.missing):
@@ -90,19 +90,19 @@ def _statuses(explanation: Explanation) -> list[TunedStatus]:
 
 
 def tuned_sentences(explanation: Explanation) -> Iterator[str]:
-    """One sentence for each layer group whose choice looks for a file; equal ones stand once."""
+    """The tuned-file status of each layer group; equal ones are merged."""
     files = engine_named(explanation.policy).tuned_files
-    found: dict[str, list[int]] = {}
+    layers_by_sentence: dict[str, list[int]] = {}
     for group, status in zip(explanation.groups, _statuses(explanation), strict=True):
         if group.decision.chosen is not None:
-            found.setdefault(tuned_sentence(status, files), []).extend(group.layers)
-    for sentence, layers in found.items():
-        where = f"layers {ranges(tuple(sorted(layers)))}: " if len(found) > 1 else ""
-        yield where + sentence
+            layers_by_sentence.setdefault(tuned_sentence(status, files), []).extend(group.layers)
+    for sentence, layers in layers_by_sentence.items():
+        prefix = f"layers {ranges(tuple(sorted(layers)))}: " if len(layers_by_sentence) > 1 else ""
+        yield prefix + sentence
 
 
 def file_sentences(explanation: Explanation) -> Iterator[str]:
-    """What is odd about the tuned files that are read from a user's folder, each once."""
+    """Warnings about tuned files in a user's directory, each once."""
     files = engine_named(explanation.policy).tuned_files
     yield from dict.fromkeys(filter(None, (_file_remark(status, files) for status in _statuses(explanation))))
 
@@ -114,12 +114,12 @@ def _file_remark(status: TunedStatus, files: TunedFiles | None) -> str:
 
 
 def tuned_sentence(status: TunedStatus, files: TunedFiles | None) -> str:
-    """How tuned files stand for one decision: found, missing with near misses, or not read at all."""
+    """The tuned-file status of one decision: found, missing with near misses, or not read at all."""
     if files is None or not status.reads:
         return status.why
     when = f"{status.why}, " if status.why else ""
     if status.found:
-        return f"{when}{status.wanted} is read (found in {status.found})"
+        return f"{when}{status.wanted} is used (found in {status.found})"
     near = []
     if status.other_gpus:
         near.append(f"the same shape is tuned for {', '.join(name.gpu for name in status.other_gpus)}")
@@ -127,8 +127,8 @@ def tuned_sentence(status: TunedStatus, files: TunedFiles | None) -> str:
         shapes = ", ".join(name.shape for name in status.other_shapes)
         near.append(f"this GPU has {shapes}")
     also = f"; {', and '.join(near)}" if near else ""
-    places = ", ".join(status.folders)
+    directories = ", ".join(status.folders)
     return (
-        f"{when}{status.wanted} is looked for and missing (in {places}): default launch choices are used, "
-        f"which is no error{also}. A folder named by {files.variable} may hold it"
+        f"{when}{status.wanted} not found (in {directories}): the default kernel config is used, "
+        f"which is not an error{also}. Set {files.variable} to a directory that has it"
     )

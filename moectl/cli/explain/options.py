@@ -1,4 +1,4 @@
-"""Options of `moectl explain`, and what they ask for."""
+"""Options of `moectl explain`, and the questions made of them."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -32,28 +32,28 @@ def completed(names: Names) -> Callable[[str], list[str]]:
 
 
 def gpu_names() -> list[str]:
-    """What --gpu takes."""
+    """Values of --gpu."""
     from ...environment import device_names
 
     return [*device_names(), ALL]
 
 
 def backend_names() -> list[str]:
-    """What --backend and --why take, under any policy."""
+    """Values of --backend and --why, for any policy."""
     from ...oracle.registry import ENGINES
 
     return sorted({name for engine in ENGINES.values() for name in engine.policy.request_names()})
 
 
 def exchange_names() -> list[str]:
-    """What --all2all takes."""
+    """Values of --all2all."""
     from ...oracle.registry import ENGINES
 
     return sorted({name for engine in ENGINES.values() for name in engine.policy.exchanges})
 
 
 def policy_names() -> list[str]:
-    """What --policy takes."""
+    """Values of --policy."""
     from ...oracle.registry import engine_names
 
     return engine_names()
@@ -62,13 +62,13 @@ def policy_names() -> list[str]:
 ALL = "all"
 
 MOST_CELLS = 2000
-"""Decisions in one matrix at most."""
+"""Maximum decisions in one matrix."""
 
 ExplainedCheckpoint = Annotated[
     str | None,
     typer.Argument(
         metavar="[CKPT]",
-        help="A folder, a config.json, a Hub id org/name[@revision], or a built-in model.",
+        help="A directory, a config.json, a Hub id org/name[@revision], or a built-in model.",
         show_default=False,
     ),
 ]
@@ -76,7 +76,7 @@ ExplainedCheckpoint = Annotated[
 
 @dataclass(frozen=True)
 class DecisionOptions:
-    """Options that say what is decided; a document of --json holds them."""
+    """Options that determine the decision; a --json document records them."""
 
     gpu: Annotated[
         str | None,
@@ -93,7 +93,8 @@ class DecisionOptions:
         "1"
     )
     ep: Annotated[
-        bool, option("--ep", "-ep", "--enable-expert-parallel", help="Spread whole experts over all ranks.")
+        bool,
+        option("--ep", "-ep", "--enable-expert-parallel", help="Distribute whole experts over all ranks."),
     ] = False
     all2all: Annotated[
         str | None,
@@ -108,19 +109,21 @@ class DecisionOptions:
     packages: Annotated[
         str | None, option("--packages", help="Profiles (full, bare, ...), a,b=1.2, or installed.")
     ] = None
-    env: Annotated[list[str] | None, option("--env", help="Engine switch K=V; repeatable.")] = None
+    env: Annotated[list[str] | None, option("--env", help="Engine environment variable K=V; repeatable.")] = (
+        None
+    )
     backend: Annotated[
         str | None,
         option(
             "--backend",
             "--moe-backend",
             own=True,
-            help="Ask for a backend by its engine's name.",
+            help="Request a backend by its engine's name.",
             autocompletion=completed(backend_names),
         ),
     ] = None
     allow_fallback: Annotated[
-        bool, option("--allow-fallback", help="Take the automatic order if --backend cannot serve.")
+        bool, option("--allow-fallback", help="Choose automatically if --backend is not supported.")
     ] = False
     policy: Annotated[
         str | None,
@@ -144,13 +147,13 @@ class DecisionOptions:
 
     @property
     def engine(self) -> "Engine":
-        """The engine whose policy is asked; UsageError for a name that none has."""
+        """The engine of the policy. Raises UsageError for an unknown name."""
         from ...oracle.registry import engine_named
 
         return engine_named("" if self.policy is None else pick(self.policy, policy_names(), "policy"))
 
     def policies(self) -> "tuple[Policy, tuple[Policy, ...]]":
-        """The policy that is asked, and others that are shown beside it."""
+        """The policy, and further ones to compare it with."""
         from ...oracle.registry import newest_engines
 
         first = self.engine
@@ -158,7 +161,7 @@ class DecisionOptions:
         return first.policy, tuple(engine.policy for engine in others if engine is not first)
 
     def parallels(self, policy: "Policy") -> "tuple[Parallel, ...]":
-        """Every deployment; UsageError for ranks that are no numbers and unknown exchanges."""
+        """Every deployment. Raises UsageError for invalid ranks and unknown exchanges."""
         from ...problem.moe_problem import Parallel
 
         exchange = self.all2all and pick(self.all2all, policy.exchanges, "exchange")
@@ -169,7 +172,7 @@ class DecisionOptions:
         )
 
     def machines(self) -> "tuple[AssumedMachine, ...]":
-        """Every machine; UsageError for unknown names, and for more cells than a matrix may have."""
+        """Every machine. Raises UsageError for unknown names."""
         from ...environment import device_names
         from ...explain.assumed_machines import machine
 
@@ -180,24 +183,24 @@ class DecisionOptions:
         return tuple(machine(name, self.packages, switches, engine) for name in dict.fromkeys(names))
 
     def stated(self) -> dict[str, str]:
-        """What a config does not say, by option."""
+        """Properties stated because the config lacks them, by option."""
         options = {"--activation": self.activation, "--routing": self.routing}
         return {name: text for name, text in options.items() if text is not None}
 
     def question(
         self, policy: "Policy", parallel: "Parallel", others: "tuple[Policy, ...]", measured: bool
     ) -> "Question":
-        """What is asked of every layer group; with times of this user's cache where `measured`."""
+        """The question for every layer group; with times of the user's cache if `measured`."""
         from ...explain.explanation import Question
         from ...explain.measured_evidence import cached, nothing
 
         name = self.backend and pick(self.backend, policy.request_names(), "backend")
         assumptions = pairs(self.assume or [], "--assume", "act=mxfp8")
-        asked = None if name in (None, "", "auto") else name
+        requested = None if name in (None, "", "auto") else name
         return Question(
             policy,
             parallel,
-            backend=asked,
+            backend=requested,
             allow_fallback=self.allow_fallback,
             assumptions=assumptions,
             others=others,
@@ -205,21 +208,21 @@ class DecisionOptions:
         )
 
     def remarks(self, policy: "Policy", parallels: "tuple[Parallel, ...]") -> list[str]:
-        """What a user should know of options that change nothing."""
-        found = []
+        """Notes on options without effect."""
+        notes = []
         if self.all2all is not None and not any(parallel.exchanges for parallel in parallels):
-            found.append("--all2all changes nothing here: tokens travel only with --ep and --dp above 1")
+            notes.append("--all2all has no effect: tokens are exchanged only with --ep and --dp above 1")
         for name in self.switches:
             if name not in policy.variables:
                 near = difflib.get_close_matches(name, policy.variables, n=1, cutoff=0.6)
                 also = f"; did you mean {near[0]}?" if near else ""
-                found.append(f"no rule of {policy.name} reads the switch {name}{also}")
-        return found
+                notes.append(f"no rule of {policy.name} reads the environment variable {name}{also}")
+        return notes
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Options that say which answer is given, and how it is shown."""
+    """Options that select the answer and its format."""
 
     why: Annotated[
         str | None,
@@ -235,7 +238,7 @@ class AnswerOptions:
         option(
             "--measured/--no-measured",
             own=True,
-            help="Show what was measured here; or ignore it.",
+            help="Show or ignore measured times.",
             show_default=False,
         ),
     ] = None
@@ -257,19 +260,24 @@ class AnswerOptions:
 
 
 def numbers(text: str, name: str) -> list[int]:
-    """Ranks of a list such as ``1,2,4``, each once; UsageError for anything else."""
-    found = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
-    if not all(0 < number <= 1 << 16 for number in found):
+    """Ranks of a list such as ``1,2,4``, each once. Raises UsageError for anything else.
+
+    Example:
+        >>> numbers("1,2,4", "--tp")
+        [1, 2, 4]
+    """
+    ranks = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    if not all(0 < number <= 1 << 16 for number in ranks):
         raise UsageError(f"{name} takes positive numbers such as 8 or 1,2,4,8, got {text!r}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(ranks))
 
 
-def pairs(given: list[str], name: str, example: str) -> dict[str, str]:
-    """``K=V`` arguments as a mapping; UsageError for one without a name or an equals sign."""
-    found = {}
-    for pair in given:
+def pairs(arguments: list[str], name: str, example: str) -> dict[str, str]:
+    """``K=V`` arguments as a mapping. Raises UsageError for one without a name or an equals sign."""
+    values = {}
+    for pair in arguments:
         key, equals, value = pair.partition("=")
         if not key or not equals:
             raise UsageError(f"{name} takes K=V, got {pair!r}", hint=f"for example `{name} {example}`")
-        found[key] = value
-    return found
+        values[key] = value
+    return values

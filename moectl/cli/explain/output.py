@@ -1,4 +1,4 @@
-"""Results of `moectl explain` in the form asked for, with their exit codes."""
+"""Results of `moectl explain` in the requested format, with their exit codes."""
 
 import json
 from collections.abc import Iterable
@@ -21,66 +21,67 @@ from .text import difference_blocks, matrix_blocks, matrix_lines, why_blocks, wh
 
 
 class AnswerOutput:
-    """Results in the form asked for, with their exit codes."""
+    """Results in the requested format, with their exit codes."""
 
     def __init__(self, out: Output, options: AnswerOptions) -> None:
         self.out, self.markdown, self.strict = out, options.md, options.strict
         self.view = ExplanationView(options.verbose, bool(options.measured))
 
     def show(self, document: dict[str, Any], blocks: Iterable[text_blocks.Block], brief: list[str]) -> None:
-        """JSON, one line each, markdown, or text."""
-        made = list(blocks)
+        """Print JSON, brief lines, markdown, or text."""
+        blocks = list(blocks)
         if self.markdown and not (self.out.as_json or self.out.quiet):
-            self.out.text(text_blocks.markdown(made))
+            self.out.text(text_blocks.markdown(blocks))
         else:
-            self.out.result(document, lambda console: text_blocks.draw(made, console), brief)
+            self.out.result(document, lambda console: text_blocks.draw(blocks, console), brief)
 
     def code(self, explanation: Explanation) -> ExitCode:
-        """1 where nothing serves, or under --strict a fallback does."""
+        """1 if some layers have no backend, or with --strict a fallback."""
         fallback = self.strict and any(group.fallback for group in explanation.groups)
         return ExitCode.DONE if explanation.usable and not fallback else ExitCode.FOUND
 
-    def explanation(self, found: Explanation) -> ExitCode:
-        """The whole explanation."""
-        for note in dict.fromkeys(note for group in found.groups for note in group.evidence.notes):
+    def explanation(self, explanation: Explanation) -> ExitCode:
+        """Print the whole explanation."""
+        for note in dict.fromkeys(note for group in explanation.groups for note in group.evidence.notes):
             self.out.note(note)
-        self.show(document(found), sections(found, self.view), brief(found, self.view.measured))
-        return self.code(found)
+        lines = brief(explanation, self.view.measured)
+        self.show(document(explanation), sections(explanation, self.view), lines)
+        return self.code(explanation)
 
-    def matrix(self, found: DecisionMatrix) -> ExitCode:
-        """The table; 1 where nothing serves every layer, or under --strict a cell is no first choice."""
+    def matrix(self, matrix: DecisionMatrix) -> ExitCode:
+        """Print the table; 1 if no cell supports every layer, or with --strict if a cell is a fallback."""
         width = 10_000 if self.markdown else text_blocks.columns_here()
-        self.show(found.to_json(), matrix_blocks(found, width), matrix_lines(found))
-        good = found.clean if self.strict else found.usable
-        return ExitCode.DONE if good else ExitCode.FOUND
+        self.show(matrix.to_json(), matrix_blocks(matrix, width), matrix_lines(matrix))
+        passed = matrix.clean if self.strict else matrix.usable
+        return ExitCode.DONE if passed else ExitCode.FOUND
 
     def why(self, explanation: Explanation, command: ExplainCommand, name: str) -> ExitCode:
-        """What would have to change; 1 where nothing helps some layers."""
-        found = tuple((group.layers, why(group.decision.inputs, name)) for group in explanation.groups)
-        whole = {**document(explanation), "why": why_document(command, found)}
-        self.show(whole, why_blocks(command, found), why_lines(command, found))
-        helped = all(answer.chosen or answer.answers for _, answer in found)
+        """Print what would have to change; 1 if nothing helps some layers."""
+        answers = tuple((group.layers, why(group.decision.inputs, name)) for group in explanation.groups)
+        whole = {**document(explanation), "why": why_document(command, answers)}
+        self.show(whole, why_blocks(command, answers), why_lines(command, answers))
+        helped = all(answer.chosen or answer.answers for _, answer in answers)
         return ExitCode.DONE if helped else ExitCode.FOUND
 
     def diff(self, explanation: Explanation, path: Path) -> ExitCode:
-        """What changed since the document at `path`; 1 when a choice did."""
+        """Print what changed since the document at `path`; 1 if a choice did."""
         now = document(explanation)
-        found = diff(read_document(path), json.loads(json.dumps(now, default=list)))
-        changed = "changed" if found.chosen_otherwise else "same"
-        self.show({**now, "diff": found.to_json()}, difference_blocks(found), [changed])
-        return ExitCode.FOUND if found.chosen_otherwise else self.code(explanation)
+        difference = diff(read_document(path), json.loads(json.dumps(now, default=list)))
+        verdict = "changed" if difference.chosen_otherwise else "same"
+        self.show({**now, "diff": difference.to_json()}, difference_blocks(difference), [verdict])
+        return ExitCode.FOUND if difference.chosen_otherwise else self.code(explanation)
 
 
 def brief(explanation: Explanation, measured: bool = False) -> list[str]:
-    """One line a group: layers and the backend's name; then, with `measured`, one for each of its times.
+    """One line per group: layers and backend; with `measured`, also one per measured time.
 
-    Of a time: layers, ``measured``, backend, tokens, routing, microseconds.
+    A time's line has layers, ``measured``, backend, tokens, routing, microseconds.
     """
     lines = []
     for group in explanation.groups:
         chosen = group.decision.chosen if group.decision.usable else None
         lines.append(f"{ranges(group.layers)}\t{chosen.backend.name if chosen else 'none'}")
         for row in group.evidence.measured.rows if measured else ():
-            known = (row.backend, str(row.tokens), row.routing, f"{row.us:.1f}")
-            lines.append("\t".join((ranges(group.layers), "measured", *known)))
+            cells = (row.backend, str(row.tokens), row.routing, f"{row.us:.1f}")
+            lines.append("\t".join((ranges(group.layers), "measured", *cells)))
     return lines

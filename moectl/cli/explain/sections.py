@@ -1,7 +1,7 @@
-"""The sections of an explanation, in two tables: about the whole of it, and about each layer group.
+"""The sections of an explanation, in two tables: for the whole explanation, and for each layer group.
 
-A section turns an explanation into blocks; text and markdown are drawn from the same ones. A section
-with a `document` adds that under its name to the JSON document.
+A section turns an explanation into blocks, from which both text and markdown are made. The `document` of
+a section is added to the JSON document under the section's name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
 
 @dataclass(frozen=True, slots=True)
 class ExplanationView:
-    """How much is shown: every candidate and source with `verbose`, every time with `measured`."""
+    """What to show: every candidate and source with `verbose`, every time with `measured`."""
 
     verbose: bool = False
     measured: bool = False
@@ -37,7 +37,7 @@ class ExplanationView:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part that speaks of the whole explanation; `detail` ones are shown with `verbose` only."""
+    """A section about the whole explanation; with `detail`, shown only with `verbose`."""
 
     name: str
     blocks: Callable[[Explanation, ExplanationView], Iterable[Block]]
@@ -47,7 +47,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class GroupSection:
-    """A part that speaks of one layer group."""
+    """A section about one layer group."""
 
     name: str
     blocks: Callable[[GroupExplanation, ExplanationView], Iterable[Block]]
@@ -55,7 +55,7 @@ class GroupSection:
 
 
 def sections(explanation: Explanation, view: ExplanationView = ExplanationView()) -> Iterator[Block]:
-    """Every block that is shown, in order."""
+    """All blocks to show, in order."""
     for section in BEFORE:
         if view.verbose or not section.detail:
             yield from section.blocks(explanation, view)
@@ -69,13 +69,13 @@ def sections(explanation: Explanation, view: ExplanationView = ExplanationView()
 
 
 def document(explanation: Explanation) -> dict[str, Any]:
-    """The explanation as one JSON document, with what the sections add."""
-    added = {
+    """The explanation as one JSON document, with the documents of its sections."""
+    section_documents = {
         section.name: section.document(explanation)
         for section in (*BEFORE, *AFTER)
         if section.document is not None
     }
-    return {**explanation.to_json(), **added}
+    return {**explanation.to_json(), **section_documents}
 
 
 def shape_words(problem: MoEProblem) -> str:
@@ -99,8 +99,8 @@ def parallel_words(parallel: Parallel) -> str:
 
 
 def device_words(device: Device) -> str:
-    """Name, architecture and what the table of GPUs knows."""
-    known = {
+    """Name, architecture and the known properties of a GPU."""
+    properties = {
         f"{device.sms} {UNITS_OF.get(device.platform, 'CUs')}": device.sms,
         size(device.memory_bytes): device.memory_bytes,
         f"{device.bandwidth / 1e12:.3g} TB/s": device.bandwidth,
@@ -108,7 +108,7 @@ def device_words(device: Device) -> str:
         f"{device.fp8_flops / 1e12:.4g} fp8 TFLOP/s": device.fp8_flops,
         f"{device.fp4_flops / 1e12:.4g} fp4 TFLOP/s": device.fp4_flops,
     }
-    return ", ".join([device.name, device.arch, *(fact for fact, there in known.items() if there)])
+    return ", ".join([device.name, device.arch, *(text for text, value in properties.items() if value)])
 
 
 def _head(explanation: Explanation, view: ExplanationView) -> Iterator[Block]:
@@ -122,7 +122,7 @@ def _head(explanation: Explanation, view: ExplanationView) -> Iterator[Block]:
             ("device", device_words(explanation.device)),
             ("parallel", parallel_words(explanation.parallel)),
             ("packages", ", ".join(sorted(packages.versions)) or "none"),
-            ("switches", switches),
+            ("env", switches),
             ("memory", _memory(explanation)),
         )
     )
@@ -141,8 +141,9 @@ def _choice(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
     chosen, dims = decision.chosen, decision.problem.dims
     if chosen is None or not decision.usable:
-        for said in refusals(decision):
-            yield TextLine(said if said.startswith("no backend") else f"no backend: {said}", strong=True)
+        for reason in refusals(decision):
+            text = reason if reason.startswith("no backend") else f"no backend: {reason}"
+            yield TextLine(text, strong=True)
         return
     kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
     layout = chosen.layout
@@ -162,14 +163,14 @@ def _choice(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
             ),
             ("layout", layout),
             ("weights", weights_words(memory, layers)),
-            ("floor", floor_words(group.floors)),
+            ("roofline", roofline_words(group.roofline)),
         ),
         strong=frozenset({"backend"}),
     )
 
 
 def backend_words(backend: Backend, device: Device) -> str:
-    """Its name, and that nobody has checked it on such a device where that is so."""
+    """Its name, with a remark if it was never verified on such a device."""
     return f"{backend.name}, {UNTRIED}" if backend.untried(device) else backend.name
 
 
@@ -180,43 +181,43 @@ def weights_words(memory: WeightMemory, layers: int) -> str:
     return f"{size(memory.stored * layers)}{padded} per rank, {size(memory.padded)} a layer{extra}"
 
 
-def floor_words(floors: StepTimes) -> str:
-    """The floors of decode and prefill; ``unknown`` where a rate is not published."""
-    if all(step.floor is None for step in (*floors.decode, floors.prefill)):
+def roofline_words(times: StepTimes) -> str:
+    """Roofline times of decode and prefill; ``unknown`` if a rate is not published."""
+    if all(step.roofline is None for step in (*times.decode, times.prefill)):
         return "unknown: no bandwidth is known for this device"
     decode = ", ".join(
-        f"{duration(step.floor.seconds)} at M={step.tokens}" for step in floors.decode if step.floor
+        f"{duration(step.roofline.seconds)} at M={step.tokens}" for step in times.decode if step.roofline
     )
-    bounds = "/".join(dict.fromkeys(step.floor.bound for step in floors.decode if step.floor))
+    bounds = "/".join(dict.fromkeys(step.roofline.bound for step in times.decode if step.roofline))
     prefill = "unknown: no matrix rate is known for this device"
-    if floors.prefill.floor:
-        at = f"at M={floors.prefill.tokens} ({floors.prefill.floor.bound})"
-        prefill = f"{duration(floors.prefill.floor.seconds)} {at}"
-    return f"a layer takes at least {decode} ({bounds}); prefill: {prefill}"
+    if times.prefill.roofline:
+        at = f"at M={times.prefill.tokens} ({times.prefill.roofline.bound})"
+        prefill = f"{duration(times.prefill.roofline.seconds)} {at}"
+    return f"per layer at least {decode} ({bounds}); prefill: {prefill}"
 
 
 def because(decision: Decision) -> str:
-    """Why the chosen candidate is the one."""
+    """Why the chosen candidate was chosen."""
     chosen = decision.chosen
     assert chosen is not None
-    before = [c for c in decision.candidates if c.rank < chosen.rank]
+    higher = [c for c in decision.candidates if c.rank < chosen.rank]
     note = f" {chosen.backend.note}" if chosen.backend.note else ""
     if chosen.assigned:
-        return f"the method takes it on this device without asking the others.{note}"
+        return f"the method assigns it on this device without checking the others.{note}"
     if serves_request(decision, policy_named(decision.inputs.policy)):
-        return f"it was asked for by name and serves this.{note}"
+        return f"requested by name; all checks pass.{note}"
     if decision.ranking is not None:
         return f"{decision.ranking}.{note}"
-    if not before:
-        return f"it is first in the order, and nothing speaks against it.{note}"
-    against: dict[str, list[str]] = {}
-    for candidate in before:
-        against.setdefault(candidate.backend.name, []).extend(candidate.reasons())
-    said = ", ".join(
+    if not higher:
+        return f"highest priority; all checks pass.{note}"
+    failed_groups: dict[str, list[str]] = {}
+    for candidate in higher:
+        failed_groups.setdefault(candidate.backend.name, []).extend(candidate.reasons())
+    rejected = ", ".join(
         f"{name} ({', '.join(group for group in GROUPS if group in groups)})"
-        for name, groups in against.items()
+        for name, groups in failed_groups.items()
     )
-    return f"it is the first in the order that can serve; before it and failing: {said}.{note}"
+    return f"highest priority that passes all checks. Higher priority, rejected: {rejected}.{note}"
 
 
 def _notes(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
@@ -232,7 +233,7 @@ def _others(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
 
 
 def other_words(other: OtherAnswer) -> str:
-    """What another policy runs the layers with, or why it does not."""
+    """The backend of another policy, or why it has none."""
     if other.decision is None:
         return f"none: {other.refusal}"
     chosen = other.decision.chosen
@@ -250,7 +251,7 @@ TIMES = ("backend", "M", "routing", "us", "+-", "caches", "error", "tactic", "wh
 
 
 def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
-    """Times and launches of this device, where they are asked for."""
+    """Measured times and kernel configs of this device, if requested."""
     if not view.measured:
         return
     evidence = group.evidence
@@ -269,13 +270,13 @@ def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]
         )
         yield TextLine(f"times of {', '.join(dict.fromkeys(row.source for row in rows))}")
     else:
-        yield TextLine("no times of backends: moectl bench --save keeps some")
+        yield TextLine("no backend times: moectl bench --save records them")
     tuned = ", ".join(f"M={row.tokens} {row.family} {row.us:.1f} us" for row in evidence.tuned)
     when = max((row.when for row in evidence.tuned), default="")
     yield TextLine(
-        f"launches of the triton backend: {tuned} (moectl tune, {when})"
+        f"kernel configs of the triton backend: {tuned} (moectl tune, {when})"
         if tuned
-        else "no launches of the triton backend: moectl tune finds them"
+        else "no kernel configs of the triton backend: moectl tune finds them"
     )
 
 
@@ -289,12 +290,12 @@ def _facts(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
 
 def _candidates(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     if group.decision.candidates:
-        yield Heading("candidates, in the order asked", 3)
+        yield Heading("candidates, in priority order", 3)
         yield from candidate_blocks(group.decision, view.verbose)
 
 
 BEFORE: tuple[Section, ...] = (Section("head", _head),)
-"""Sections above the layer groups."""
+"""Sections before the layer groups."""
 
 GROUP_SECTIONS: tuple[GroupSection, ...] = (
     GroupSection("choice", _choice),
@@ -313,4 +314,4 @@ AFTER: tuple[Section, ...] = (
         document=environment_document,
     ),
 )
-"""Sections below the layer groups."""
+"""Sections after the layer groups."""

@@ -1,4 +1,4 @@
-"""Explanations, matrices, differences and counterfactuals in words: what the sections and answers say."""
+"""The text of explanations, matrices, differences and counterfactuals."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def layers_line(layers: tuple[int, ...]) -> str:
 
 
 CLOSEST = 3
-"""Candidates named where nothing serves."""
+"""Candidates to name if no backend is supported."""
 
 
 def fallback_words(answer: GroupExplanation) -> str:
-    """Why nothing serves, or what the choice falls back from; empty where it is no fallback."""
+    """Why there is no backend, or what the choice is a fallback from; empty if it is no fallback."""
     fallback, decision = answer.fallback, answer.decision
     if fallback is None:
         return ""
@@ -40,34 +40,34 @@ def fallback_words(answer: GroupExplanation) -> str:
         return failure(decision)
     if fallback.kind == "request":
         name = str(decision.inputs.requested)
-        meant = policy_named(decision.inputs.policy).meant(name)
-        failing = [c for c in decision.candidates if c.failed and c.backend.name in meant]
+        requested = policy_named(decision.inputs.policy).requested_backends(name)
+        failing = [c for c in decision.candidates if c.failed and c.backend.name in requested]
         nearest = min(failing, key=lambda c: len(c.failed), default=None)
-        return f"{name} was asked for, but {_lacks(nearest) if nearest else 'is not what runs'}"
+        return f"{name} was requested, but {_lacks(nearest) if nearest else 'is not what runs'}"
     if fallback.kind == "emulation":
-        return "emulation decodes the weights and multiplies in 16 bits: slow"
+        return "emulation dequantizes the weights and multiplies in 16 bits: slow"
     assert fallback.candidate is not None
-    said = "; ".join(dict.fromkeys(sentence(verdict) for verdict in fallback.verdicts))
-    return f"{fallback.candidate.backend.name} comes before it and fits, but {said}"
+    missing = ", and ".join(dict.fromkeys(sentence(verdict) for verdict in fallback.verdicts))
+    return f"{fallback.candidate.backend.name} has higher priority and fits, but {missing}"
 
 
 def refusals(decision: Decision) -> Iterator[str]:
-    """What stands against `decision`, a sentence each; of a request by name, what its nearest class lacks."""
+    """Why `decision` has no backend, in sentences; for a request, what its nearest experts class lacks."""
     yield from map(str, decision.gates)
-    asked = decision.inputs.requested if decision.chosen is None and not decision.gates else None
-    if asked and decision.candidates:
+    requested = decision.inputs.requested if decision.chosen is None and not decision.gates else None
+    if requested and decision.candidates:
         nearest = min(decision.candidates, key=lambda c: len(c.failed))
-        yield f"{asked} was asked for by name, but it {_lacks(nearest)}"
+        yield f"{requested} was requested by name, but it {_lacks(nearest)}"
     elif decision.error:
         yield decision.error
 
 
 def _lacks(candidate: Candidate) -> str:
-    return "; ".join(dict.fromkeys(map(sentence, candidate.failed)))
+    return ", and ".join(dict.fromkeys(map(sentence, candidate.failed)))
 
 
 def failure(decision: Decision) -> str:
-    """Why nothing serves: the engine's refusals, or the candidates that come closest with their reasons."""
+    """Why there is no backend: the engine's refusals, or the nearest candidates with their reasons."""
     if decision.gates:
         return "; ".join(map(str, decision.gates))
     if decision.chosen is not None:
@@ -75,17 +75,17 @@ def failure(decision: Decision) -> str:
     near = [c for c in decision.candidates if "arch" not in c.reasons()]
     near = sorted(near, key=lambda c: len(c.failed))[:CLOSEST]
     if not near:
-        return f"no candidate of {decision.route} serves {decision.inputs.device.arch}"
-    said = (f"{c.backend.name} {_lacks(c)}" for c in near)
-    return ". ".join(dict.fromkeys(said))
+        return f"no candidate of {decision.route} supports {decision.inputs.device.arch}"
+    sentences = (f"{c.backend.name} {_lacks(c)}" for c in near)
+    return ". ".join(dict.fromkeys(sentences))
 
 
-LATER = "would serve, comes later"
+LATER = "supported, lower priority"
 
 
 @dataclass(frozen=True)
 class CandidateRow:
-    """Neighbouring experts classes of one backend with the same answer."""
+    """Adjacent experts classes of one backend with the same answer."""
 
     candidates: tuple[Candidate, ...]
     answer: str
@@ -98,18 +98,18 @@ class CandidateRow:
 
     @property
     def mark(self) -> str:
-        """Numbers in the order asked, from 1."""
+        """Ranks in the priority order, from 1."""
         ranks = [candidate.rank + 1 for candidate in self.candidates]
         return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
     @property
     def experts(self) -> str:
-        """The classes, each once."""
+        """The experts classes, each once."""
         return ", ".join(dict.fromkeys(c.variant.experts for c in self.candidates))
 
     @property
     def head(self) -> str:
-        """Backend and classes, with the answer where it is not a list of reasons."""
+        """Backend and experts classes, with the answer if it is not a list of reasons."""
         untried = f", {UNTRIED}" if self.untried else ""
         return (
             f"{self.first.backend.name} ({self.experts}){untried}{f': {self.answer}' if self.answer else ''}"
@@ -117,37 +117,37 @@ class CandidateRow:
 
 
 def answer_of(candidate: Candidate, decision: Decision) -> str:
-    """``chosen`` or why it is not, where no question fails; else empty."""
+    """``chosen``, or why it is not although it is usable; otherwise empty."""
     if decision.chosen is not None and candidate is decision.chosen:
         return "chosen" if decision.usable else "would be chosen, but see above"
     return LATER if candidate.usable else ""
 
 
 def rows_of(decision: Decision) -> tuple[CandidateRow, ...]:
-    """The candidates of `decision` in order, merged."""
-    found: list[CandidateRow] = []
+    """The candidates of `decision` in priority order, adjacent ones merged."""
+    rows: list[CandidateRow] = []
     for candidate in decision.candidates:
         untried = candidate.usable and candidate.backend.untried(decision.inputs.device)
         row = CandidateRow((candidate,), answer_of(candidate, decision), reasons(candidate), untried)
-        last = found[-1] if found else None
+        last = rows[-1] if rows else None
         if (
             last
             and last.first.backend.name == candidate.backend.name
             and (last.answer, last.reasons) == (row.answer, row.reasons)
         ):
-            found[-1] = replace(last, candidates=(*last.candidates, candidate))
+            rows[-1] = replace(last, candidates=(*last.candidates, candidate))
         else:
-            found.append(row)
-    return tuple(found)
+            rows.append(row)
+    return tuple(rows)
 
 
 def on_other_platforms(row: CandidateRow, decision: Decision) -> bool:
-    """True when every class of `row` is for other platforms than the decision's device."""
+    """True when every experts class of `row` is for other platforms than the decision's device."""
     platform = decision.inputs.device.platform
     return all(
         not c.usable
-        and c.variant.offers.arch is not None
-        and all(arch.platform != platform for arch in c.variant.offers.arch)
+        and c.variant.capability.arch is not None
+        and all(arch.platform != platform for arch in c.variant.capability.arch)
         for c in row.candidates
     )
 
@@ -163,14 +163,14 @@ def candidate_listing(rows: Iterable[CandidateRow]) -> Listing:
 
 
 def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | TextLine]:
-    """The candidates; unless `verbose`, a line for those that come later and one for other platforms."""
+    """The candidates; unless `verbose`, one line for those of lower priority and one for other platforms."""
     rows = rows_of(decision)
     hidden = [] if verbose else [row for row in rows if on_other_platforms(row, decision)]
     later = [] if verbose else [row for row in rows if row.answer == LATER]
     yield candidate_listing(row for row in rows if row not in hidden and row not in later)
     if later:
         named = ", ".join(f"{row.mark} {replace(row, answer='').head}" for row in later)
-        yield TextLine(f"Would serve too, but come later: {named}.")
+        yield TextLine(f"Also supported, lower priority: {named}.")
     if hidden:
         names = ", ".join(dict.fromkeys(row.first.backend.name for row in hidden))
         yield TextLine(
@@ -179,7 +179,7 @@ def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | Te
 
 
 class _Footnotes:
-    """Footnotes by their text, numbered as they come."""
+    """Footnotes by text, numbered in order of use."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -193,7 +193,7 @@ class _Footnotes:
 
 
 def matrix_blocks(matrix: DecisionMatrix, width: int) -> Iterator[Block]:
-    """Every layer group's table; groups with the same cells share one."""
+    """A table per layer group; groups with the same cells share one."""
     yield Heading(f"{matrix.origin.name} under {matrix.question.policy.name}", 1)
     notes, legend = _Footnotes(), set[str]()
     size = len(matrix.machines) * len(matrix.parallels)
@@ -212,24 +212,24 @@ def matrix_blocks(matrix: DecisionMatrix, width: int) -> Iterator[Block]:
 
 
 _LEGEND = {
-    "mono": "takes router logits; the others take top-k ids and weights",
+    "mono": "routing fused in the kernel; the others take top-k ids and weights",
     "!": "the expert weights alone exceed the memory of one GPU",
-    "none": "no backend serves",
+    "none": "no backend supports this",
 }
 
 
 def _rows(
     matrix: DecisionMatrix, cells: Sequence[MatrixCell], notes: _Footnotes, legend: set[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """GPUs with a cell for each deployment; neighbours that agree in all of them share a row."""
+    """GPUs with a cell for each deployment; adjacent GPUs with equal cells share a row."""
     wide = len(matrix.parallels)
-    found = []
+    rows = []
     for number, machine in enumerate(matrix.machines):
         row = tuple(_cell(matrix, cell, notes, legend) for cell in cells[number * wide : (number + 1) * wide])
-        found.append((machine.device.arch, row, machine.key or machine.device.name))
+        rows.append((machine.device.arch, row, machine.key or machine.device.name))
     return tuple(
         (", ".join(name for _, _, name in same), arch, *row)
-        for (arch, row), same in groupby(found, key=lambda item: (item[0], item[1]))
+        for (arch, row), same in groupby(rows, key=lambda item: (item[0], item[1]))
     )
 
 
@@ -261,7 +261,7 @@ def parallel_name(parallel: Parallel) -> str:
 
 
 def _table(matrix: DecisionMatrix, rows: Sequence[tuple[str, ...]], width: int) -> Iterator[Block]:
-    """A table where it fits into `width`; else a list, deployments that agree together."""
+    """A table if it fits into `width`, otherwise a list with equal deployments merged."""
     names = tuple(parallel_name(parallel) for parallel in matrix.parallels)
     columns = ("GPU", "arch", *names)
     needed = 2 + sum(2 + max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns)))
@@ -269,20 +269,23 @@ def _table(matrix: DecisionMatrix, rows: Sequence[tuple[str, ...]], width: int) 
         yield TableBlock(columns, tuple(rows))
         return
     yield Listing(
-        tuple(ListingEntry("", f"{arch}: {gpus}", _agreeing(names, cells)) for gpus, arch, *cells in rows)
+        tuple(
+            ListingEntry("", f"{arch}: {gpus}", _merged_deployments(names, cells))
+            for gpus, arch, *cells in rows
+        )
     )
 
 
-def _agreeing(names: Sequence[str], cells: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    found = []
+def _merged_deployments(names: Sequence[str], cells: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    merged = []
     for text, same in groupby(zip(names, cells, strict=True), key=lambda pair: pair[1]):
         labels = [name for name, _ in same]
-        found.append((labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]}", text))
-    return tuple(found)
+        merged.append((labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]}", text))
+    return tuple(merged)
 
 
 def matrix_lines(matrix: DecisionMatrix) -> list[str]:
-    """One line a cell: GPU, deployment, layers, backend."""
+    """One line per cell: GPU, deployment, layers, backend."""
     return [
         "\t".join(
             (
@@ -297,13 +300,13 @@ def matrix_lines(matrix: DecisionMatrix) -> list[str]:
 
 
 Answers = tuple[tuple[tuple[int, ...], Counterfactuals], ...]
-"""Layers with what was found for them."""
+"""Layers with their counterfactuals."""
 
 
-def why_blocks(command: ExplainCommand, found: Answers) -> Iterator[Block]:
-    """The answers for each layer group, equal ones together."""
+def why_blocks(command: ExplainCommand, answers: Answers) -> Iterator[Block]:
+    """The answers for each layer group, equal ones merged."""
     groups: dict[str, tuple[list[int], Counterfactuals]] = {}
-    for layers, why in found:
+    for layers, why in answers:
         groups.setdefault(str(why.to_json()), ([], why))[0].extend(layers)
     for numbers, why in groups.values():
         yield Heading(f"what would have to change for {why.backend}: layers {layers_line(tuple(numbers))}")
@@ -319,7 +322,7 @@ def _group_answers(command: ExplainCommand, why: Counterfactuals) -> Iterator[Bl
         )
         yield TextLine("Each answer was checked by deciding again with the change made.")
     else:
-        yield TextLine("Nothing that can be changed helps.", strong=True)
+        yield TextLine("No change helps.", strong=True)
         if why.reason:
             yield TextLine(f"{why.reason[0].upper()}{why.reason[1:]}.")
         yield Listing(
@@ -335,14 +338,14 @@ def _group_answers(command: ExplainCommand, why: Counterfactuals) -> Iterator[Bl
 def _answer_entry(command: ExplainCommand, number: int, answer: Counterfactual) -> ListingEntry:
     chosen = answer.decision.chosen
     largest = max(answer.changes, key=lambda change: change.size)
-    # The largest change comes last, with its alternatives.
+    # The largest change is last, with its alternatives.
     ordered = sorted(answer.changes, key=lambda change: change.size)
     also = [change.text for change in answer.also]
-    said = [change.text for change in ordered if change is not largest]
-    said.append(_alternatives([largest.text, *also]))
+    steps = [change.text for change in ordered if change is not largest]
+    steps.append(_alternatives([largest.text, *also]))
     return ListingEntry(
         str(number),
-        ", and ".join(said),
+        ", and ".join(steps),
         (
             ("gets", chosen.variant.experts if chosen else ""),
             ("check", command.changed(answer.changes)),
@@ -351,11 +354,11 @@ def _answer_entry(command: ExplainCommand, number: int, answer: Counterfactual) 
 
 
 def _alternatives(texts: list[str]) -> str:
-    """``use b200 (sm100) or b300 (sm103)``: texts that begin alike say the words they share once."""
-    alike: dict[str, list[list[str]]] = {}
+    """``use b200 (sm100) or b300 (sm103)``: texts with the same beginning are merged."""
+    by_first_word: dict[str, list[list[str]]] = {}
     for text in texts:
-        alike.setdefault(text.split(" ")[0], []).append(text.split(" "))
-    return ", or ".join(_merged(words) for words in alike.values())
+        by_first_word.setdefault(text.split(" ")[0], []).append(text.split(" "))
+    return ", or ".join(_merged(words) for words in by_first_word.values())
 
 
 def _merged(texts: list[list[str]]) -> str:
@@ -363,11 +366,11 @@ def _merged(texts: list[list[str]]) -> str:
     shared = next((i for i in range(shortest) if len({words[i] for words in texts}) > 1), shortest)
     first, *rest = (" ".join(words[shared:]) for words in texts)
     start = " ".join(texts[0][:shared])
-    said = first if not rest else f"{', '.join([first, *rest[:-1]])} or {rest[-1]}"
-    return f"{start} {said}".strip()
+    endings = first if not rest else f"{', '.join([first, *rest[:-1]])} or {rest[-1]}"
+    return f"{start} {endings}".strip()
 
 
-def why_document(command: ExplainCommand, found: Answers) -> list[dict[str, Any]]:
+def why_document(command: ExplainCommand, answers: Answers) -> list[dict[str, Any]]:
     """The answers for each layer group as plain data, each with the command that checks it."""
     return [
         {
@@ -377,35 +380,37 @@ def why_document(command: ExplainCommand, found: Answers) -> list[dict[str, Any]
                 {**answer.to_json(), "command": command.changed(answer.changes)} for answer in why.answers
             ],
         }
-        for layers, why in found
+        for layers, why in answers
     ]
 
 
-def why_lines(command: ExplainCommand, found: Answers) -> list[str]:
-    """One line a group: layers, and the command that asks for the smallest change."""
+def why_lines(command: ExplainCommand, answers: Answers) -> list[str]:
+    """One line per group: layers, and the command with the smallest change."""
     lines = []
-    for layers, why in found:
-        said = command.changed(why.answers[0].changes) if why.answers else "nothing helps"
-        lines.append(f"{ranges(layers)}\t{'chosen' if why.chosen else said}")
+    for layers, why in answers:
+        answer = command.changed(why.answers[0].changes) if why.answers else "nothing helps"
+        lines.append(f"{ranges(layers)}\t{'chosen' if why.chosen else answer}")
     return lines
 
 
-def difference_blocks(found: ExplanationDiff) -> Iterator[Block]:
-    """Inputs that changed, then each group's choice with the rules that did it."""
+def difference_blocks(difference: ExplanationDiff) -> Iterator[Block]:
+    """Changed inputs, then each group's choice with the causes."""
     yield Heading("what changed", 1)
-    if found.empty:
+    if difference.empty:
         yield TextLine("Nothing: inputs, choices, order and verdicts are the same.", strong=True)
         return
-    if not found.chosen_otherwise:
-        yield TextLine("Every layer gets what it got before.", strong=True)
-    if found.inputs:
+    if not difference.chosen_otherwise:
+        yield TextLine("Every layer gets the same backend as before.", strong=True)
+    if difference.inputs:
         yield LabelledValues(
-            tuple((change.path, f"{_value(change.old)} -> {_value(change.new)}") for change in found.inputs)
+            tuple(
+                (change.path, f"{_value(change.old)} -> {_value(change.new)}") for change in difference.inputs
+            )
         )
-    for layers, when in ((found.only_old, "before"), (found.only_new, "now")):
+    for layers, when in ((difference.only_old, "before"), (difference.only_new, "now")):
         if layers:
-            yield TextLine(f"Layers {layers_line(layers)} are there only {when}.")
-    for group in found.groups:
+            yield TextLine(f"Layers {layers_line(layers)} exist only {when}.")
+    for group in difference.groups:
         yield from _group_difference(group)
 
 
@@ -423,10 +428,10 @@ def _cause(cause: ChoiceCause) -> str:
     return " ".join([cause.says, *filter(None, ["; ".join(dict.fromkeys(map(sentence, cause.verdicts)))])])
 
 
-def _places(old: int, new: int) -> str:
+def _rank_change(old: int, new: int) -> str:
     if not old or not new:
-        return f"is new, at place {new}" if new else f"is gone, it was at place {old}"
-    return f"goes from place {old} to {new}"
+        return f"is new, at rank {new}" if new else f"is removed, was at rank {old}"
+    return f"moves from rank {old} to {new}"
 
 
 def _group_difference(group: GroupDifference) -> Iterator[Block]:
@@ -437,26 +442,28 @@ def _group_difference(group: GroupDifference) -> Iterator[Block]:
         yield LabelledValues(tuple(rows), strong=frozenset({"choice"}))
     yield LabelledValues(
         tuple(
-            ("order", f"{move.backend} ({move.experts}) {_places(move.old, move.new)}")
+            ("order", f"{move.backend} ({move.experts}) {_rank_change(move.old, move.new)}")
             for move in group.moved
         )
     )
     if group.failures and group.old_choice == group.new_choice:
         yield LabelledValues(tuple(zip(("failed with", "fails with"), group.failures, strict=True)))
-    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    by_verdicts: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for change in group.candidates:
         name = f"{change.backend} ({change.experts})"
-        alike.setdefault(_changed_verdicts(change.old, change.new), []).append(name)
-    if alike:
+        by_verdicts.setdefault(_changed_verdicts(change.old, change.new), []).append(name)
+    if by_verdicts:
         yield Heading("verdicts that changed", 3)
-        yield Listing(tuple(ListingEntry("", ", ".join(names), lines) for lines, names in alike.items()))
+        yield Listing(
+            tuple(ListingEntry("", ", ".join(names), lines) for lines, names in by_verdicts.items())
+        )
 
 
 def _changed_verdicts(old: Sequence[Verdict], new: Sequence[Verdict]) -> tuple[tuple[str, str], ...]:
     return tuple(
         dict.fromkeys(
             (label, sentence(verdict))
-            for label, verdicts in (("no more", old), ("now", new))
+            for label, verdicts in (("no longer", old), ("now", new))
             for verdict in verdicts
         )
     )

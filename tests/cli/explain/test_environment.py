@@ -25,8 +25,8 @@ def environment(*arguments, code=0):
 def test_a_missing_file_is_named_with_near_misses():
     text, document = environment("--gpu", "h100-pcie", "--tp", "2")
     name = "E=128,N=384,device_name=NVIDIA_H100_PCIe.json"
-    assert f"{name} is looked for and missing (in vLLM's own folder)" in text
-    assert "no error" in text
+    assert f"{name} not found (in vLLM's own folder)" in text
+    assert "not an error" in text
     assert "NVIDIA_H100_80GB_HBM3" in text
     (tuned,) = document["tuned"]
     assert (tuned["wanted"], tuned["found"], len(tuned["layers"])) == (name, None, 48)
@@ -37,14 +37,14 @@ def test_a_file_of_the_users_is_found(tmp_path):
     (tmp_path / name).write_text("{}")
     folder = f"VLLM_TUNED_CONFIG_FOLDER={tmp_path}"
     text, document = environment("--gpu", "h100-pcie", "--tp", "2", "--env", folder)
-    assert f"{name} is read (found in {tmp_path})" in text.replace("- ", "-")
+    assert f"{name} is used (found in {tmp_path})" in text.replace("- ", "-")
     assert document["tuned"][0]["found"] == str(tmp_path)
     (tmp_path / name).write_text("[]")
     text, document = environment("--gpu", "h100-pcie", "--tp", "2", "--env", folder)
-    assert "holds no table of launch choices, and vLLM fails on it" in text
+    assert "holds no table of kernel configs, and vLLM fails on it" in text
     assert "vLLM fails on it" in document["tuned"][0]["remark"]
     text, _ = environment("--gpu", "h100-pcie", "--tp", "4", "--env", folder)
-    assert f"missing (in {tmp_path}, vLLM's own folder)" in text
+    assert f"not found (in {tmp_path}, vLLM's own folder)" in text
 
 
 def test_a_backend_that_reads_none_is_told():
@@ -66,7 +66,9 @@ def test_variables_are_told_once():
         "VLLM_USE_DEPP_GEMM": "unknown",
     }
     verbose = moectl(*MODEL, "--gpu", "h200", "-v").stdout
-    assert "VLLM_HAS_FLASHINFER_CUBIN=1: takes FlashInfer's kernels as present" in " ".join(verbose.split())
+    assert "VLLM_HAS_FLASHINFER_CUBIN=1: assumes that FlashInfer's kernels are installed" in " ".join(
+        verbose.split()
+    )
 
 
 def test_another_policy_has_no_variables():
@@ -90,7 +92,7 @@ def test_sentences_of_packages():
     assert list(package_sentences(made)) == [
         "a remark",
         "FlashInfer has neither compiled kernels (flashinfer-cubin) nor nvcc and ninja to compile them: "
-        "none of its backends is used",
+        "none of its backends can be used",
         "flashinfer 0.7 lacks a, b",
     ]
     whole = replace(made, packages=Packages({"flashinfer": "", "nvcc": "", "ninja": ""}))
@@ -100,5 +102,5 @@ def test_sentences_of_packages():
 
 def test_a_class_that_falls_back_says_for_which_calls():
     status = TunedStatus(True, "for calls that are odd", TunedName(8, 64, "G"), folders=("here",))
-    wanted = "for calls that are odd, E=8,N=64,device_name=G.json is looked for and missing (in here)"
+    wanted = "for calls that are odd, E=8,N=64,device_name=G.json not found (in here)"
     assert tuned_sentence(status, TUNED_FILES).startswith(wanted)

@@ -29,7 +29,7 @@ def keep():
 
 
 def test_the_own_policy_chooses_by_times_and_says_so():
-    assert "it is first in the order" in moectl(*ASKED, "--policy", "moectl").words
+    assert "highest priority; all checks pass" in moectl(*ASKED, "--policy", "moectl").words
     keep()
     words = moectl(*ASKED, "--policy", "moectl").words
     assert "backend triton_marlin" in words
@@ -43,8 +43,8 @@ def test_the_own_policy_chooses_by_times_and_says_so():
 
 def test_times_and_launches_are_shown_when_asked_for():
     without = moectl(*ASKED, "--measured").words
-    assert "no times of backends: moectl bench --save keeps some" in without
-    assert "no launches of the triton backend: moectl tune finds them" in without
+    assert "no backend times: moectl bench --save records them" in without
+    assert "no kernel configs of the triton backend: moectl tune finds them" in without
     keep()
     words = moectl(*ASKED, "--measured", "--md").words
     assert "| triton_marlin | 1 | uniform | 10.0 | 0.1 | cold | 2.0e-03 |" in words

@@ -69,28 +69,28 @@ def test_nothing_changed(written):
             [GPT, "--gpu", "b200"],
             [
                 "device.arch sm90 -> sm100",
-                "TrtLlmMxfp4ExpertsMonolithic can serve now; before it could not: needs SM100-SM109",
+                "TrtLlmMxfp4ExpertsMonolithic is now supported; it was rejected before: needs SM100-SM109",
             ],
         ),
         (
             [GPT, "--gpu", "h200"],
             [GPT, "--gpu", "h200", "--packages", "bare"],
-            ["OAITritonMxfp4ExpertsMonolithic cannot serve now: needs triton_kernels"],
+            ["OAITritonMxfp4ExpertsMonolithic is now rejected: needs triton_kernels"],
         ),
         (
             [KIMI, "--gpu", "b200"],
             [KIMI, "--gpu", "b200", "--env", "VLLM_USE_FLASHINFER_MOE_INT4=1"],
-            ["packages.env.VLLM_USE_FLASHINFER_MOE_INT4 absent -> 1", "can serve now"],
+            ["packages.env.VLLM_USE_FLASHINFER_MOE_INT4 absent -> 1", "is now supported"],
         ),
         (
             [KIMI, "--gpu", "a100"],
             [KIMI, "--gpu", "a100", "--backend", "humming"],
-            ["the request is humming, it was none"],
+            ["the request is humming, was none"],
         ),
         (
             [KIMI, "--gpu", "a100"],
             [KIMI, "--gpu", "h100"],
-            ["Humming goes before Marlin on compute capability 9.0 only", "humming (BatchedHumming"],
+            ["Humming has priority over Marlin on compute capability 9.0 only", "humming (BatchedHumming"],
         ),
     ],
 )
@@ -107,7 +107,7 @@ def test_the_rule_that_changed_the_choice_is_named(written, before, after, words
 def test_inputs_that_change_no_choice(written):
     path = written(GPT, "--gpu", "h200")
     done = moectl("explain", GPT, "--gpu", "h100", "--offline", "--diff", path)
-    assert "Every layer gets what it got before." in done.words
+    assert "Every layer gets the same backend as before." in done.words
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_matrix_cannot_be_compared(written):
 
 def test_replay_takes_no_checkpoint(written):
     path = written(GPT, "--gpu", "h200")
-    assert "Leave CKPT out" in moectl("explain", GPT, "--replay", path, code=2).stderr
+    assert "Omit CKPT" in moectl("explain", GPT, "--replay", path, code=2).stderr
 
 
 BASE = document(GPT, "--gpu", "h200", "--tp", "2")
@@ -191,7 +191,7 @@ def test_a_damaged_matrix_ends_in_a_sentence(path, value):
 def test_replay_takes_no_option_that_says_what_is_decided(written):
     path = written(GPT, "--gpu", "h200")
     done = moectl("explain", "--replay", path, "--gpu", "b200", "--tp", "2", code=2)
-    assert "Leave --gpu, --tp out" in done.stderr
+    assert "Omit --gpu, --tp" in done.stderr
     moectl("explain", "--replay", path, env={"MOECTL_EXPLAIN_GPU": "b200"})
 
 

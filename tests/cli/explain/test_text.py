@@ -24,14 +24,14 @@ def test_the_answer_stands_before_the_reasons():
     lines = explain(GPT, "--gpu", "h200").stdout.splitlines()
     places = [
         next(number for number, line in enumerate(lines) if word in line)
-        for word in ("backend  triton", "because  ", "floor ", "candidates, in the order asked")
+        for word in ("backend   triton", "because  ", "roofline ", "candidates, in priority order")
     ]
     assert places == sorted(places)
 
 
 def test_reasons_are_grouped_sentences():
     words = explain(GPT, "--gpu", "h200").words
-    assert "arch needs SM100-SM109, this device is SM90" in words
+    assert "arch needs SM100-SM109; this device is SM90" in words
     assert "package needs quark, which is not installed (pip install amd-quark)" in words
     assert "wanted" not in words
     assert "offered" not in words
@@ -53,7 +53,7 @@ def test_formats_name_what_is_offered_for_the_same_weights():
     offered = "bf16 with a16 activations; mxfp4 group 32/int4 with mxfp8 activations on sm100"
     verdict = Verdict("number formats", "scheme", "mxfp4 group 32 with a16 activations", offered, False)
     assert sentence(verdict) == (
-        "computes mxfp4 group 32 with mxfp8 activations on SM100, here it is asked for a16 activations"
+        "supports mxfp4 group 32 only with mxfp8 activations on SM100; this setup uses 16-bit activations"
     )
     zero = Verdict(
         "number formats",
@@ -63,16 +63,16 @@ def test_formats_name_what_is_offered_for_the_same_weights():
         False,
     )
     assert sentence(zero) == (
-        "computes int4 group with zero points with mxfp8, int8 activations on x86 with amx, "
-        "here it is asked for a16 activations"
+        "supports int4 group with zero points only with mxfp8, int8 activations on x86 with amx; "
+        "this setup uses 16-bit activations"
     )
     elsewhere = "fp8* with fp8 group 128 dynamic activations on sm89 or newer, rocm"
     asked = "fp8 block 32x32 with fp8 group 128 dynamic activations"
     assert sentence(Verdict("number formats", "scheme", asked, elsewhere, False)) == (
-        "computes fp8 block 32x32 with fp8 group 128 dynamic activations only on SM89 or newer, rocm"
+        "supports fp8 block 32x32 with fp8 group 128 dynamic activations only on SM89 or newer, rocm"
     )
     other = Verdict("number formats", "scheme", "nvfp4 group 16 with a16 activations", offered, False)
-    assert sentence(other) == "does not compute nvfp4 group 16"
+    assert sentence(other) == "does not support nvfp4 group 16"
 
 
 def test_alternatives_say_once_what_they_share():
@@ -85,7 +85,7 @@ def test_alternatives_say_once_what_they_share():
 
 
 def test_a_question_of_a_rule_reads_without_a_row_of_its_own():
-    assert sentence(Verdict("sizes", "shape", "7", "8", False)) == "sizes: takes 8, this is 7"
+    assert sentence(Verdict("sizes", "shape", "7", "8", False)) == "sizes: needs 8; this is 7"
 
 
 def test_markdown_can_be_pasted_into_an_issue():
@@ -108,13 +108,12 @@ def test_two_policies_unless_one_is_picked():
 
 def test_another_policy_that_cannot_says_why():
     assert (
-        "moectl none: there is no kernel for TPUs here"
-        in explain("qwen3-30b-a3b", "--gpu", "tpu", code=1).words
+        "moectl none: moectl has no kernel for TPUs" in explain("qwen3-30b-a3b", "--gpu", "tpu", code=1).words
     )
 
 
 def test_platforms_without_a_kernel_are_told_at_once():
-    for gpu, says in (("tpu", "for TPUs here"), ("out-of-tree", "through a plug-in")):
+    for gpu, says in (("tpu", "for TPUs"), ("out-of-tree", "engine plug-ins")):
         found = explain(GPT, "--gpu", gpu, "--policy", "moectl", "--json", code=1).document["groups"][0][
             "decision"
         ]
@@ -132,15 +131,15 @@ def test_memory_while_loading_counts_the_copies_of_the_largest_layer():
     assert document["loading_bytes"] == document["expert_bytes"] + memory["repacking_bytes"]
 
 
-def test_floors_of_decode_and_prefill():
-    floors = explain(GPT, "--gpu", "h200", "--json").document["groups"][0]["floors"]
-    one, _, many = floors["decode"]
+def test_roofline_of_decode_and_prefill():
+    roofline = explain(GPT, "--gpu", "h200", "--json").document["groups"][0]["roofline"]
+    one, _, many = roofline["decode"]
     assert one["experts"] == pytest.approx(4)
     # Four experts' bytes at 4.8 TB/s.
     expert = 3 * 2880 * 2880 // 2 + 3 * 2880 * 90 + 2 * 3 * 2880
     assert one["us"] == pytest.approx((4 * expert + 2 * 2880 * 2) / 4.8e12 * 1e6, rel=1e-6)
-    assert many["bound"] == "memory" and floors["prefill"]["bound"] == "compute"
-    assert explain(GPT, "--gpu", "h20", "--json").document["groups"][0]["floors"]["prefill"]["us"] is None
+    assert many["bound"] == "memory" and roofline["prefill"]["bound"] == "compute"
+    assert explain(GPT, "--gpu", "h20", "--json").document["groups"][0]["roofline"]["prefill"]["us"] is None
     assert "prefill: unknown" in explain(GPT, "--gpu", "h20").words
 
 
@@ -168,12 +167,14 @@ def test_every_name_that_can_be_asked_for_gets_an_answer():
         done = explain(GPT, "--gpu", "h200", "--backend", name, "--allow-fallback", "--json")
         chosen = done.document["groups"][0]["decision"]["chosen"]["backend"]
         fallback = done.document["groups"][0]["fallback"]
-        assert (fallback == "request") == (name != "auto" and chosen not in policy_named().meant(name))
+        assert (fallback == "request") == (
+            name != "auto" and chosen not in policy_named().requested_backends(name)
+        )
 
 
 def test_a_request_that_is_served_is_the_reason():
     words = explain(GPT, "--gpu", "h200", "--backend", "marlin", "--allow-fallback").words
-    assert "because it was asked for by name" in words
+    assert "because requested by name" in words
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_assumptions_are_said_to_be_assumed(options, value):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--assume", "size=3"], "nothing is known to assume about 'size'"),
+        (["--assume", "size=3"], "--assume does not support 'size'"),
         (["--assume", "hidden=x"], "--assume hidden takes a positive number"),
         (["--assume", "act=fp3"], "--assume act takes one of"),
         (["--tp", "0"], "--tp takes positive numbers"),
@@ -252,15 +253,15 @@ def test_reasons_say_equal_things_once():
     [
         (
             ["--gpu", "mi300x"],
-            "fallback aiter_triton_mxfp4_bf16 comes before it and fits, but needs VLLM_ROCM",
+            "fallback aiter_triton_mxfp4_bf16 has higher priority and fits, but needs VLLM_ROCM",
         ),
         (
             ["--gpu", "h200", "--backend", "flashinfer_trtllm", "--allow-fallback"],
-            "trtllm was asked for, but needs SM100",
+            "trtllm was requested, but needs SM100",
         ),
         (
             ["--gpu", "h200", "--backend", "emulation", "--packages", "full,quark"],
-            "asked for by name and serves",
+            "requested by name; all checks pass",
         ),
     ],
 )
@@ -270,7 +271,7 @@ def test_a_fallback_is_told_with_its_reason(options, words):
 
 def test_a_request_that_cannot_be_served_says_what_its_nearest_class_lacks():
     words = explain(GPT, "--gpu", "h200", "--backend", "flashinfer_trtllm", code=1).words
-    assert "no backend: flashinfer_trtllm was asked for by name, but it needs SM100-SM109" in words
+    assert "no backend: flashinfer_trtllm was requested by name, but it needs SM100-SM109" in words
 
 
 def test_values_of_one_layer_group_stand_in_one_column():
@@ -278,7 +279,7 @@ def test_values_of_one_layer_group_stand_in_one_column():
     places = {
         line.index(word)
         for line in lines
-        for word in (" triton", " Humming goes")
+        for word in (" triton", " Humming has")
         if line[2:8] in ("backen", "moectl", "note  ") and word in line
     }
     assert len(places) == 1

@@ -34,8 +34,8 @@ QUICK = Backend(
                 arch=(SM90,),
                 needs=(PackageNeed("acme_kernels", "moe.quick"), KERNELS),
                 switches=(EnvironmentSwitch(QUICK_SWITCH, code="flag"),),
-                offers=_FOUR_BITS,
-                spread=ParallelSupport(exchange=but("mesh")),
+                formats=_FOUR_BITS,
+                parallel=ParallelSupport(exchange=but("mesh")),
             ),
         ),
     ),
@@ -44,7 +44,7 @@ QUICK = Backend(
 STEADY = Backend(
     "steady",
     "STEADY",
-    (ExpertsClass("SteadyRunner", Capability(arch=(CUDA,), offers=_FOUR_BITS)),),
+    (ExpertsClass("SteadyRunner", Capability(arch=(CUDA,), formats=_FOUR_BITS)),),
     forms=_ROWS,
 )
 BATCHED = Backend(
@@ -53,7 +53,7 @@ BATCHED = Backend(
     (
         ExpertsClass(
             "BatchedRunner",
-            Capability(arch=(CUDA,), offers=_FOUR_BITS, spread=ParallelSupport(exchange=only("mesh"))),
+            Capability(arch=(CUDA,), formats=_FOUR_BITS, parallel=ParallelSupport(exchange=only("mesh"))),
             batched=True,
         ),
     ),

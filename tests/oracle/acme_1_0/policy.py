@@ -17,7 +17,7 @@ POLICY = Policy(
             rounds=True,
             orders=(Order((QUICK, STEADY, BATCHED)),),
             names={"quick": (QUICK,), "steady": (STEADY,), "steady_batched": (BATCHED,)},
-            twins=((STEADY, BATCHED),),
+            batched_twins=((STEADY, BATCHED),),
         ),
     ),
     platforms=frozenset({"cuda"}),

@@ -1,4 +1,4 @@
-"""Libraries of others that moectl calls: Humming, vLLM's Marlin without the engine, triton_kernels."""
+"""External kernels that moectl calls: Humming, vLLM's Marlin without the engine, triton_kernels."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from ...backend import (
     only,
 )
 from ...gpu_archs import SM90
-from .kernel_rules import SCALE_DTYPE, archs_of, model_dtype, offers_of, scales_of, weighting
+from .kernel_rules import SCALE_DTYPE, archs_of, formats_of, model_dtype, scales_of, weighting
 from .own import GATE, NAIVE
 
 
@@ -35,8 +35,8 @@ HUMMING = Backend(
             Capability(
                 arch=archs_of(kernels.HUMMING),
                 needs=(PackageNeed("humming", "forward.humming_forward", instead=(f"{PREFIX}humming",)),),
-                offers=offers_of(kernels.HUMMING),
-                spread=NAIVE,
+                formats=formats_of(kernels.HUMMING),
+                parallel=NAIVE,
                 act_order=False,
                 scales=scales_of(kernels.HUMMING),
                 rules=(
@@ -58,15 +58,15 @@ HUMMING = Backend(
     ),
     runner="humming",
     verified=(SM90,),
-    note="Humming's indexed GEMMs: weights are laid out by its own transformation when a layer is prepared, "
-    "and kernels are compiled when a number of tokens first asks for them.",
+    note="Humming's indexed GEMMs: weights are repacked by Humming when a layer is prepared, "
+    "and kernels are compiled at the first call with a new number of tokens.",
 )
 
 _MARLIN_LAYOUTS = {row.formats[0].name: row.layout for row in kernels.MARLIN.weights}
 
 
 def _marlin_sizes(ask: SupportQuery) -> bool:
-    """True when the layout can hold the hidden size, which is rounded up for MXFP4 alone."""
+    """True when the layout supports the hidden size, which is padded only for MXFP4."""
     problem = ask.problem
     weight, gated, hidden = problem.scheme.weight, problem.activation.gated, problem.dims.hidden
     name = _MARLIN_LAYOUTS.get(weight.name)
@@ -86,8 +86,8 @@ MARLIN = Backend(
             Capability(
                 arch=archs_of(kernels.MARLIN),
                 needs=(PackageNeed("vllm", MARLIN_LIBRARY, instead=(f"{PREFIX}vllm",)),),
-                offers=offers_of(kernels.MARLIN),
-                spread=NAIVE,
+                formats=formats_of(kernels.MARLIN),
+                parallel=NAIVE,
                 act_order=False,
                 rules=(
                     GATE,
@@ -119,8 +119,8 @@ MARLIN = Backend(
     ),
     runner="marlin",
     verified=(SM90,),
-    note="vLLM's Marlin GEMM, from the engine's library file; its kernels are compiled when they are first "
-    "called, which takes minutes where the library has none for the GPU.",
+    note="vLLM's Marlin GEMM, from the engine's library file; kernels that it lacks for the GPU "
+    "are compiled at the first call, which takes minutes.",
 )
 
 _HOPPER = kernels.TRITON_KERNELS.weights[0].layout
@@ -138,9 +138,9 @@ TRITON_KERNELS = Backend(
                         "triton_kernels", "routing.compute_expt_data", instead=(f"{PREFIX}triton_kernels",)
                     ),
                 ),
-                offers=offers_of(kernels.TRITON_KERNELS),
+                formats=formats_of(kernels.TRITON_KERNELS),
                 ungated=bool(kernels.TRITON_KERNELS.ungated),
-                spread=NAIVE,
+                parallel=NAIVE,
                 act_order=False,
                 dtypes=only(*kernels.TRITON_KERNELS.weights[0].dtypes),
                 rules=(
@@ -153,5 +153,5 @@ TRITON_KERNELS = Backend(
     forms=(WeightForm(_HOPPER, partial(padding, _HOPPER)),),
     runner="triton_kernels",
     verified=(SM90,),
-    note="The copy that vLLM carries; that of Triton's repository where it has the same functions.",
+    note="vLLM's copy, or that of Triton's repository if it has the same functions.",
 )

@@ -40,9 +40,9 @@ from .own import NAIVE
 KERNELS = PackageNeed(
     "flashinfer_cubin",
     instead=("nvcc", "ninja"),
-    switch=Variable("VLLM_HAS_FLASHINFER_CUBIN", "takes FlashInfer's kernels as present"),
+    switch=Variable("VLLM_HAS_FLASHINFER_CUBIN", "assumes that FlashInfer's kernels are installed"),
 )
-"""Compiled kernels, or the tools to compile them at run time."""
+"""Precompiled kernels, or the tools to compile them at run time."""
 
 Kernels = tuple[FlashInferKernel, ...]
 Find = Callable[[MoEProblem], FlashInferKernel | None]
@@ -56,22 +56,22 @@ _NAMED: Mapping[Unfit, tuple[str, str]] = {
     unfit_weighting: ("weight on the input in FlashInfer", "scheme"),
     unfit_count: ("experts in FlashInfer", "shape"),
 }
-"""Each question to a kernel: its name and its group."""
+"""The question and group of each check of a kernel."""
 
 _TO_ROUTERS: Mapping[Unfit, tuple[str, str]] = {
     lambda kernel, problem: unrouted(problem): ("routing in FlashInfer", "scheme"),
     unweighted_input: ("routed weight on the input in FlashInfer", "scheme"),
 }
-"""Questions to kernels that route by themselves."""
+"""The same for kernels with fused routing."""
 
 
 def _needs(functions: Iterable[str]) -> tuple[PackageNeed, ...]:
-    """FlashInfer with these functions of its fused MoE, and kernels that are compiled or can be."""
+    """FlashInfer with these fused-MoE functions, and kernels precompiled or compilable."""
     return (*(PackageNeed("flashinfer", f"fused_moe.{name}") for name in sorted(set(functions))), KERNELS)
 
 
 def _offers(kernels: Kernels) -> tuple[FormatSupport, ...]:
-    """The pairs of number formats of `kernels`."""
+    """The weight and activation formats of `kernels`."""
     return tuple(FormatSupport(frozenset({exact_key(k.weight)}), only(act_key(k.act))) for k in kernels)
 
 
@@ -84,7 +84,7 @@ def _forms(kernels: Kernels) -> tuple[WeightForm, ...]:
 
 
 def _rules(find: Find, *, routes: bool = False) -> tuple[BackendRule, ...]:
-    """A rule for each question to the kernel that `find` has for a problem; `routes`: of its routing, too."""
+    """A rule per check of the kernel that `find` gives for a problem; with `routes`, also of its routing."""
     asked: list[tuple[Unfit, tuple[str, str]]] = [(unfit, _NAMED[unfit]) for unfit in CHECKS]
     if routes:
         asked.extend(_TO_ROUTERS.items())
@@ -120,8 +120,8 @@ FLASHINFER_CUTLASS = Backend(
             Capability(
                 arch=(SM90,),
                 needs=_needs(kernel.routed for kernel in CUTLASS),
-                offers=_offers(CUTLASS),
-                spread=NAIVE,
+                formats=_offers(CUTLASS),
+                parallel=NAIVE,
                 act_order=False,
                 rules=_rules(_declared(CUTLASS)),
             ),
@@ -130,8 +130,8 @@ FLASHINFER_CUTLASS = Backend(
     forms=_forms(CUTLASS),
     runner="flashinfer_cutlass",
     verified=(SM90,),
-    note="FlashInfer compiles these kernels when they are first called, for many minutes, unless they are "
-    "in its cache: it comes last, and is taken when it is asked for.",
+    note="FlashInfer compiles these kernels at the first call, which takes many minutes unless they are in "
+    "its cache: lowest priority unless requested.",
 )
 
 _MXFP4_FP8 = tuple(kernel for kernel in TRTLLM if (kernel.weight, kernel.act) == (MXFP4, MXFP8_ACT))
@@ -162,8 +162,8 @@ def _backend(
                 Capability(
                     arch=(SM10X,),
                     needs=_needs(functions),
-                    offers=pairs,
-                    spread=NAIVE,
+                    formats=pairs,
+                    parallel=NAIVE,
                     act_order=False,
                     rules=_rules(find, routes=logits),
                 ),
@@ -177,7 +177,9 @@ def _backend(
 
 
 _ANY_TOKENS = (FormatSupport(frozenset({exact_key(MXFP4)}), only("a16", "mxfp8")),)
-_FP8_NOTE = "Tokens are rounded to MXFP8, which the checkpoint does not ask for: only when asked for by name."
+_FP8_NOTE = (
+    "Tokens are quantized to MXFP8, which the checkpoint does not declare: only when requested by name."
+)
 
 FLASHINFER_TRTLLM = _backend(
     "flashinfer_trtllm", TRTLLM, _declared(TRTLLM), _offers(TRTLLM), logits=False, note=""

@@ -1,4 +1,4 @@
-"""Parts of records that are made of what kernels compute, and questions to other projects' kernels."""
+"""Capabilities derived from what kernels support, and rules for external kernels."""
 
 from ....capabilities.kernel_support import KernelSupport
 from ...backend import ANY, BackendRule, FormatSupport, NameSet, SupportQuery, only
@@ -12,21 +12,25 @@ def archs_of(support: KernelSupport) -> Archs:
     return (sm(low, high),)
 
 
-def offers_of(support: KernelSupport) -> tuple[FormatSupport, ...]:
-    """The weight formats, with 16-bit activations alone before those with any."""
-    rows = {any_act: [row for row in support.weights if row.any_act == any_act] for any_act in (False, True)}
-    keys = {act: frozenset(exact_key(it) for row in some for it in row.formats) for act, some in rows.items()}
-    exact, any_act = (FormatSupport(keys[False]),), (FormatSupport(keys[True], NameSet()),)
-    return (*(exact if keys[False] else ()), *(any_act if keys[True] else ()))
+def formats_of(support: KernelSupport) -> tuple[FormatSupport, ...]:
+    """The weight formats: those with 16-bit activations only, then those with any activations."""
+    wide, any_act = (
+        frozenset(exact_key(form) for row in support.weights if row.any_act == flag for form in row.formats)
+        for flag in (False, True)
+    )
+    return (
+        *((FormatSupport(wide),) if wide else ()),
+        *((FormatSupport(any_act, NameSet()),) if any_act else ()),
+    )
 
 
 def scales_of(support: KernelSupport) -> NameSet:
-    """The dtypes of scales that are read."""
+    """The supported dtypes of scales."""
     return ANY if support.scales is None else only(*support.scales)
 
 
 def model_dtype(support: KernelSupport) -> BackendRule:
-    """The model's dtype, of kernels that take fp16 with integers alone."""
+    """A rule for the model's dtype, of kernels that support fp16 only with integers."""
 
     def holds(ask: SupportQuery) -> bool:
         row = support.row(ask.problem.scheme.weight.name)
@@ -43,10 +47,10 @@ def model_dtype(support: KernelSupport) -> BackendRule:
 
 
 def _scale_dtype(ask: SupportQuery) -> bool:
-    """True when scales of integers are of the model's dtype; those of other formats are made anew."""
+    """True when scales of integers have the model's dtype; those of other formats are converted."""
     weight = ask.problem.scheme.weight
-    model = {"bf16": "BF16", "fp16": "F16"}.get(ask.problem.dtype)
-    return not weight.name.startswith("int") or weight.scale_dtype in ("", model)
+    model_dtype = {"bf16": "BF16", "fp16": "F16"}.get(ask.problem.dtype)
+    return not weight.name.startswith("int") or weight.scale_dtype in ("", model_dtype)
 
 
 SCALE_DTYPE = BackendRule(
@@ -57,7 +61,7 @@ SCALE_DTYPE = BackendRule(
     wanted=lambda ask: f"{ask.problem.scheme.weight.scale_dtype}, {ask.problem.dtype} model",
     offered="the model's dtype for integers",
 )
-_WEIGHT_AT_THE_END = BackendRule(
+_WEIGHT_ON_OUTPUT = BackendRule(
     question="router's weight",
     group="scheme",
     code="other",
@@ -68,5 +72,5 @@ _WEIGHT_AT_THE_END = BackendRule(
 
 
 def weighting(support: KernelSupport) -> tuple[BackendRule, ...]:
-    """Where the router's weight multiplies, of kernels that do so at the end alone."""
-    return () if support.weight_on_input else (_WEIGHT_AT_THE_END,)
+    """A rule for where router weights are applied, of kernels that apply them only to the output."""
+    return () if support.weight_on_input else (_WEIGHT_ON_OUTPUT,)

@@ -1,4 +1,4 @@
-"""What moectl runs itself: its own Triton kernels on two layouts, and plain torch as the slow twin."""
+"""moectl's own backends: Triton kernels for two layouts, and plain torch."""
 
 from functools import partial
 
@@ -15,27 +15,27 @@ from ...backend import (
     only,
 )
 from ...gpu_archs import CPU, SM90, Arch
-from .kernel_rules import archs_of, offers_of, scales_of
+from .kernel_rules import archs_of, formats_of, scales_of
 
 NAIVE = ParallelSupport(exchange=only("none", "allgather_reducescatter"), eplb=False)
-"""Ranks that gather all tokens and scatter the sums, around experts that skip those of other ranks.
+"""Ranks that all-gather tokens and reduce-scatter the sums around experts that skip other ranks' tokens.
 
-No expert moves between calls: there is no balancing.
+Experts do not move between calls: no EPLB.
 """
 
 _GATED, _UNGATED = only(*own_kernels.GATED), only(*own_kernels.UNGATED)
 
 
-def _with_its_gate(ask: SupportQuery) -> bool:
-    known = _GATED if ask.problem.activation.gated else _UNGATED
-    return known.allows(ask.problem.activation.name)
+def _supports_gate(ask: SupportQuery) -> bool:
+    names = _GATED if ask.problem.activation.gated else _UNGATED
+    return names.allows(ask.problem.activation.name)
 
 
 GATE = BackendRule(
     question="activation and gate",
     group="scheme",
     code="other",
-    holds=_with_its_gate,
+    holds=_supports_gate,
     wanted=lambda ask: str(ask.problem.activation),
     offered=f"gated {_GATED}; not gated {_UNGATED}",
 )
@@ -49,8 +49,8 @@ TRITON = Backend(
             "grouped_gemm",
             Capability(
                 arch=archs_of(own_kernels.TRITON),
-                offers=offers_of(own_kernels.TRITON),
-                spread=NAIVE,
+                formats=formats_of(own_kernels.TRITON),
+                parallel=NAIVE,
                 act_order=False,
                 scales=scales_of(own_kernels.TRITON),
                 rules=(GATE,),
@@ -65,7 +65,7 @@ _MARLIN = own_kernels.TRITON_MARLIN.weights[0].layout
 
 
 def _marlin_sizes(ask: SupportQuery) -> bool:
-    """True when the layout can hold the hidden size, which it does not round up."""
+    """True when the layout supports the hidden size, which is not padded."""
     problem = ask.problem
     gated, hidden = problem.activation.gated, problem.dims.hidden
     return hidden % size_rule(_MARLIN, problem.scheme.weight, gated, hidden).needs.hidden == 0
@@ -79,8 +79,8 @@ TRITON_MARLIN = Backend(
             "marlin",
             Capability(
                 arch=archs_of(own_kernels.TRITON_MARLIN),
-                offers=offers_of(own_kernels.TRITON_MARLIN),
-                spread=NAIVE,
+                formats=formats_of(own_kernels.TRITON_MARLIN),
+                parallel=NAIVE,
                 act_order=False,
                 dtypes=only(*own_kernels.TRITON_MARLIN.weights[0].dtypes),
                 scales=scales_of(own_kernels.TRITON_MARLIN),
@@ -101,25 +101,25 @@ TRITON_MARLIN = Backend(
     forms=(WeightForm(_MARLIN, partial(padding, _MARLIN)),),
     runner="triton_marlin",
     verified=(SM90,),
-    note="Reads weights in Marlin's layout as they lie, for decode: a folder converted for Marlin runs "
-    "without being laid out anew. With many tokens per expert the triton backend is faster.",
+    note="Reads weights in Marlin's layout in place, for decode: a directory converted for Marlin runs "
+    "without being repacked. With many tokens per expert the triton backend is faster.",
 )
 TORCH_ARCHS = tuple(map(Arch, own_kernels.TORCH_PLATFORMS))
 TORCH = Backend(
     name="torch",
     engine_name="torch",
-    variants=(ExpertsClass("torch", Capability(arch=TORCH_ARCHS, spread=NAIVE, act_order=False)),),
+    variants=(ExpertsClass("torch", Capability(arch=TORCH_ARCHS, parallel=NAIVE, act_order=False)),),
     runner="torch",
     verified=(SM90, CPU),
     note="Plain torch: the reference for correctness, and the only choice without a supported GPU. "
-    "Weights are decoded, activations stay in the model's dtype whatever the checkpoint declares.",
+    "Weights are dequantized, activations stay in the model's dtype whatever the checkpoint declares.",
 )
 EMULATION = Backend(
     name="emulation",
     engine_name="emulation",
-    variants=(ExpertsClass("emulation", Capability(arch=TORCH_ARCHS, spread=NAIVE, act_order=False)),),
+    variants=(ExpertsClass("emulation", Capability(arch=TORCH_ARCHS, parallel=NAIVE, act_order=False)),),
     runner="emulation",
-    note="The slow twin of kernels that quantize activations: weights are decoded, activations rounded to "
-    "the format that the checkpoint declares.",
+    note="Emulates kernels that quantize activations, slowly: weights are dequantized, activations rounded "
+    "to the format that the checkpoint declares.",
     verified=(SM90, CPU),
 )

@@ -1,4 +1,4 @@
-"""What moectl itself runs on one machine: its order of backends."""
+"""moectl's own policy: the priority order of the backends that it runs."""
 
 from ....environment import Device
 from ....problem.moe_problem import MoEProblem, Parallel
@@ -24,10 +24,10 @@ BACKENDS: tuple[Backend, ...] = (
     *(TORCH, EMULATION),
     FLASHINFER_CUTLASS,
 )
-"""In the automatic order: one's own kernels, those of others, what runs everywhere, what compiles long."""
+"""In priority order: own kernels, external kernels, what runs everywhere, what takes long to compile."""
 
 ON_REQUEST: tuple[Backend, ...] = (FLASHINFER_TRTLLM_FP8, FLASHINFER_TRTLLM_FP8_MONOLITHIC)
-"""Backends that compute otherwise than the checkpoint declares."""
+"""Backends with other activations than the checkpoint declares."""
 
 
 def _dtype(problem: MoEProblem, device: Device) -> str:
@@ -55,12 +55,12 @@ POLICY = Policy(
             orders=(Order(BACKENDS),),
             on_request=ON_REQUEST,
             covers=ANY,
-            stand_ins=(
-                EngineSubstitute("none", (TPU,), "there is no kernel for TPUs here", at_once=True),
+            substitutes=(
+                EngineSubstitute("none", (TPU,), "moectl has no kernel for TPUs", at_once=True),
                 EngineSubstitute(
                     "none",
                     (OUT_OF_TREE,),
-                    "there is no kernel here for platforms that an engine knows through a plug-in",
+                    "moectl has no kernel for platforms of engine plug-ins",
                     at_once=True,
                 ),
             ),
@@ -71,7 +71,7 @@ POLICY = Policy(
     accepted_names=ANY,
     exchanges=frozenset({Parallel().all2all}),
     default_exchange=Parallel().all2all,
-    # It is shown beside engines whose exchanges these are, and takes tokens of none of them.
+    # Exchanges of the engines that this policy is compared with; no backend here supports them.
     batching_exchanges=frozenset({"deepep_low_latency", "nixl_ep"}),
     serve=ServeOptions(
         backend="moectl run CKPT --backend {}",

@@ -1,4 +1,4 @@
-"""vLLM 0.33.0: its rules, backends, variables, packages, tuned files and memory, all in this folder."""
+"""vLLM 0.33.0: its rules, backends, environment variables, packages, tuned files and memory."""
 
 from ....problem.schemes import BF16, MXFP4
 from ...decision import CAPABILITY, DTYPE, NAME, PLATFORM
@@ -12,7 +12,7 @@ from .variables import other_names
 
 
 def _no_deep_ep(platform: str, exchange: str) -> bool:
-    """DeepEP exchange on platforms that have none."""
+    """True for DeepEP exchanges on platforms without DeepEP."""
     return exchange.startswith("deepep") and platform in ("cpu", "xpu")
 
 

@@ -62,6 +62,6 @@ DEFAULT_PROFILES = {"cuda": "full", "rocm": "rocm_default", "cpu": "cpu", "xpu":
 
 @cache
 def profiles() -> Mapping[str, Profile]:
-    """Installations by name: those with which decisions were recorded."""
+    """Installations by name, those that decisions were recorded with."""
     recorded = json.loads(GRID.read_text(encoding="utf-8"))["PROFILES"]
     return {name: Profile(tuple(row["packages"]), row["env"]) for name, row in recorded.items()}

@@ -1,7 +1,7 @@
-"""vLLM 0.33.0: which fused-MoE backend it chooses, as rows, one module for each family of formats.
+"""Which fused-MoE backend vLLM 0.33.0 chooses: routes, one module per family of formats.
 
-Orders, conditions and sizes are those of the release; `devtools.conformance` compares them with its
-recorded decisions.
+Orders, conditions and sizes are those of the release; `devtools.conformance` compares them with
+decisions recorded from it.
 """
 
 from ...backend import ANY, only
@@ -32,7 +32,7 @@ _BALANCING = {
     ),
     "CompressedTensorsW4A4Mxfp4MoEMethod": only("FLASHINFER_MOE_EP_CUTEDSL", "FLASHINFER_MOE_EP_DEEP_GEMM"),
 }
-"""Methods that move experts between ranks. Recorded decisions stop before this is asked: it is a note."""
+"""Methods that support EPLB. Recorded decisions end before this check, so it only makes a note."""
 
 POLICY = Policy(
     name="vllm-0.33.0",

@@ -1,9 +1,9 @@
-"""Tuned files of vLLM's Triton kernels: which one a layer would be run with, and whether it is there.
+"""Tuned files of vLLM's Triton kernels: which one a layer would look up, and whether it exists.
 
-A file holds launch choices by batch size for one shape on one GPU. Without one the kernels run with
-default choices: that is slower in places and never an error. The names are vLLM 0.33.0's
+A file holds kernel configs by batch size for one shape on one GPU. Without one the kernels use the
+default config, which may be slower and is never an error. The names are vLLM 0.33.0's
 (`get_config_file_name` and `try_get_optimal_moe_config` of `fused_moe.py`). The kernels take the nearest
-number of tokens, and pass over ``triton_version``; the default choices are those of `get_default_config`.
+number of tokens, and ignore ``triton_version``; the default configs are those of `get_default_config`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from . import data
 from .variables import VARIABLES
 
 FOLDER = "VLLM_TUNED_CONFIG_FOLDER"
-"""Names a folder that is looked in before vLLM's own."""
+"""Names a directory that is searched before vLLM's own."""
 
 SHIPPED = "vLLM's own folder"
 NEAR = 3
-"""Near misses that are listed, of each kind."""
+"""Near misses to list, of each kind."""
 
 _NAME = re.compile(
     r"E=(?P<experts>\d+),N=(?P<size>\d+),device_name=(?P<gpu>[^,]+)"
@@ -48,7 +48,7 @@ class TunedName:
         experts: experts on one rank.
         size: reduction size of the second GEMM on one rank, padded.
         gpu: the GPU's name, blanks and slashes as underscores.
-        dtype: empty for 16-bit weights and for formats without a name of their own.
+        dtype: empty for 16-bit weights and for formats that file names do not spell.
         block: rows and columns that share a scale; ``(0, 0)`` for other formats.
     """
 
@@ -60,7 +60,7 @@ class TunedName:
 
     @property
     def shape(self) -> str:
-        """Experts and size, as they stand in the name."""
+        """Experts and size, as spelled in the name."""
         return f"E={self.experts},N={self.size}"
 
     def __str__(self) -> str:
@@ -71,15 +71,15 @@ class TunedName:
 
 def parse_name(name: str) -> TunedName | None:
     """The parts of a file's name; None for another file."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    block = (int(found["rows"] or 0), int(found["columns"] or 0))
-    return TunedName(int(found["experts"]), int(found["size"]), found["gpu"], found["dtype"] or "", block)
+    block = (int(match["rows"] or 0), int(match["columns"] or 0))
+    return TunedName(int(match["experts"]), int(match["size"]), match["gpu"], match["dtype"] or "", block)
 
 
 def gpu_in_names(device: Device) -> str:
-    """The GPU's name as it stands in file names: every GPU of the H200 family is ``NVIDIA_H200``."""
+    """The GPU's name as spelled in file names: every GPU of the H200 family is ``NVIDIA_H200``."""
     name = re.sub(r"[\s/]+", "_", device.name)
     return "NVIDIA_H200" if "H200" in name.split("_") else name
 
@@ -129,28 +129,29 @@ def _block(scheme: Scheme) -> tuple[int, int]:
 
 
 def lookup(decision: Decision, folders: Mapping[str, Iterable[str]]) -> TunedStatus:
-    """What tuned files mean to the choice of `decision`, as `TunedFiles.lookup`."""
+    """Which tuned file the chosen experts of `decision` look up, as `TunedFiles.lookup`."""
     chosen = decision.chosen
     assert chosen is not None
     reader = READERS.get(chosen.variant.experts)
     if reader is None:
         return reads_none(decision)
     if is_on(decision.inputs.packages, VARIABLES["VLLM_BATCH_INVARIANT"]):
-        return TunedStatus(False, "VLLM_BATCH_INVARIANT leaves tuned files unread")
+        return TunedStatus(False, "tuned files are ignored with VLLM_BATCH_INVARIANT")
     wanted = _wanted(decision, reader)
-    listed = {place: tuple(names) for place, names in folders.items()}
-    there = {place: {str(name) for name in map(parse_name, names) if name} for place, names in listed.items()}
-    there[SHIPPED] = {str(name) for name in shipped()}
-    found = next((place for place, names in there.items() if str(wanted) in names), "")
-    known = {name for names in listed.values() for name in map(parse_name, names) if name} | set(shipped())
+    available = {
+        folder: {name for name in map(parse_name, names) if name} for folder, names in folders.items()
+    }
+    available[SHIPPED] = set(shipped())
+    found = next((folder for folder, names in available.items() if wanted in names), "")
+    every_name = {name for names in available.values() for name in names}
     return TunedStatus(
         reads=True,
         why=f"for {reader.when}" if reader.when else "",
         wanted=wanted,
         found=found,
-        folders=tuple(there),
-        other_gpus=() if found else _other_gpus(wanted, decision.inputs.device, known),
-        other_shapes=() if found else _other_shapes(wanted, known),
+        folders=tuple(available),
+        other_gpus=() if found else _other_gpus(wanted, decision.inputs.device, every_name),
+        other_shapes=() if found else _other_shapes(wanted, every_name),
     )
 
 
@@ -167,16 +168,16 @@ def _wanted(decision: Decision, reader: FileReader) -> TunedName:
     return TunedName(problem.local_experts, size, gpu, dtype, _block(scheme))
 
 
-def _other_gpus(wanted: TunedName, device: Device, known: Iterable[TunedName]) -> tuple[TunedName, ...]:
+def _other_gpus(wanted: TunedName, device: Device, names: Iterable[TunedName]) -> tuple[TunedName, ...]:
     """Files of the same shape and format, those for GPUs of the same architecture first."""
 
     def distance(name: TunedName) -> tuple[bool, float, str]:
-        alike = SequenceMatcher(None, name.gpu, wanted.gpu).ratio()
-        return _arch(name.gpu) != device.arch, -alike, name.gpu
+        similarity = SequenceMatcher(None, name.gpu, wanted.gpu).ratio()
+        return _arch(name.gpu) != device.arch, -similarity, name.gpu
 
     same = [
         name
-        for name in known
+        for name in names
         if name.gpu != wanted.gpu
         and (name.experts, name.size, name.dtype, name.block)
         == (wanted.experts, wanted.size, wanted.dtype, wanted.block)
@@ -184,8 +185,8 @@ def _other_gpus(wanted: TunedName, device: Device, known: Iterable[TunedName]) -
     return tuple(sorted(same, key=distance)[:NEAR])
 
 
-def _other_shapes(wanted: TunedName, known: Iterable[TunedName]) -> tuple[TunedName, ...]:
-    """Files for the same GPU and format, by how far experts and size are off."""
+def _other_shapes(wanted: TunedName, names: Iterable[TunedName]) -> tuple[TunedName, ...]:
+    """Files for the same GPU and format, nearest experts and size first."""
 
     def distance(name: TunedName) -> tuple[float, int, int]:
         off = abs(math.log(name.experts / wanted.experts)) + abs(math.log(name.size / wanted.size))
@@ -193,7 +194,7 @@ def _other_shapes(wanted: TunedName, known: Iterable[TunedName]) -> tuple[TunedN
 
     same = [
         name
-        for name in known
+        for name in names
         if (name.gpu, name.dtype, name.block) == (wanted.gpu, wanted.dtype, wanted.block) and name != wanted
     ]
     return tuple(sorted(same, key=distance)[:NEAR])
@@ -201,7 +202,7 @@ def _other_shapes(wanted: TunedName, known: Iterable[TunedName]) -> tuple[TunedN
 
 @cache
 def _arch(gpu: str) -> str:
-    """Architecture of a GPU by its name in file names; empty for one that the table does not know."""
+    """Architecture of a GPU by its name in file names; empty for unknown GPUs."""
     try:
         return find_device(gpu).arch
     except UsageError:
@@ -223,20 +224,20 @@ def shipped() -> frozenset[TunedName]:
 
 
 def file_remark(file: Path, triton: str) -> str:
-    """What is odd about a tuned file: vLLM fails on it, or another Triton than `triton` measured it.
+    """A warning about a tuned file: vLLM fails on it, or it was measured with another Triton than `triton`.
 
-    Empty when nothing is, or when `triton` is empty and the file can be read.
+    Empty if there is nothing to warn about; with an empty `triton`, versions are not compared.
     """
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return f"{file} cannot be read, and vLLM fails on it: {error}"
     if not isinstance(document, dict):
-        return f"{file} holds no table of launch choices, and vLLM fails on it"
+        return f"{file} holds no table of kernel configs, and vLLM fails on it"
     measured = str(document.pop("triton_version", ""))
-    odd = [key for key in document if not key.strip().isdigit()]
-    if odd:
-        return f"{file} has the entry {odd[0]!r} where vLLM expects a number of tokens, and fails"
+    invalid = [key for key in document if not key.strip().isdigit()]
+    if invalid:
+        return f"{file} has the entry {invalid[0]!r} where vLLM expects a number of tokens, and fails"
     if measured and triton and measured != triton:
         return f"{file} was measured with Triton {measured}; Triton {triton} is installed"
     return ""
@@ -269,8 +270,8 @@ KERNELS: Mapping[tuple[str, tuple[int, int]], TunedKernel] = {
     ("", (0, 0)): TunedKernel("16-bit weights", False, _plain_default),
     ("fp8_w8a8", (128, 128)): TunedKernel("FP8 weights in blocks of 128x128", True, _block_default),
 }
-"""By dtype and block in the file's name: what moectl has a kernel for. Other files' kernels unpack integers
-or have other scales: their choices follow from that, and times of another kernel would say nothing."""
+"""By dtype and block in the file's name: what moectl has a kernel for. The kernels of other files unpack
+integers or have other scales, so that times of another kernel would be meaningless."""
 
 
 def _kernel(name: TunedFile) -> TunedKernel | None:

@@ -1,1 +1,1 @@
-"""One file per backend: a record of what it offers."""
+"""One file per backend: what each experts class supports."""

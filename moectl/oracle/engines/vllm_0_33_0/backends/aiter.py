@@ -1,4 +1,4 @@
-"""AITER: AMD's kernels. On other platforms they stand in the ranking and are refused."""
+"""AITER: AMD's kernels. On other platforms they are ranked, and rejected by the device check."""
 
 from .....problem.moe_problem import SWIGLU_OAI, Align
 from .....problem.schemes import MXFP4_ACT, MXFP8_ACT, ActFormat
@@ -35,19 +35,21 @@ _MOE = (*_SWITCHES, EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"]))
 _ACTIVATIONS = only("silu", "gelu", "situ", "swigluoai", "swigluoai_uninterleave")
 
 
-def _fused(experts: str, *offers: FormatSupport, stops: tuple[RuntimeFailure, ...] = ()) -> ExpertsClass:
-    """Kernels of CDNA3 and newer, on by switch."""
+def _fused(
+    experts: str, *formats: FormatSupport, runtime_failures: tuple[RuntimeFailure, ...] = ()
+) -> ExpertsClass:
+    """Kernels for CDNA3 and newer, enabled by environment variables."""
     return ExpertsClass(
         experts,
         Capability(
             arch=CDNA3,
             needs=_NEEDS,
             switches=_MOE,
-            offers=offers,
+            formats=formats,
             activations=_ACTIVATIONS,
             ungated=False,
-            spread=NO_NVLINK_EXCHANGE,
-            stops=stops,
+            parallel=NO_NVLINK_EXCHANGE,
+            runtime_failures=runtime_failures,
         ),
     )
 
@@ -69,7 +71,7 @@ AITER_W8A8 = Backend(
         _fused(
             "AiterFp8BlockExperts",
             FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
-            stops=(weighted_input("AssertionError"),),
+            runtime_failures=(weighted_input("AssertionError"),),
         ),
         _fused(
             "AiterFp8TensorExperts",
@@ -91,13 +93,13 @@ _CK = ExpertsClass(
         arch=CDNA3,
         needs=_NEEDS,
         switches=_MOE,
-        offers=(
+        formats=(
             FormatSupport(_MXFP4, only("a16", "mxfp4"), (gfx("gfx950"),)),
             FormatSupport(frozenset({"int4 group 32"}), only("a16"), (gfx("gfx942"),)),
         ),
         activations=_ACTIVATIONS,
         ungated=False,
-        spread=NO_NVLINK_EXCHANGE,
+        parallel=NO_NVLINK_EXCHANGE,
     ),
 )
 AITER_BF16 = Backend(
@@ -126,11 +128,11 @@ AITER_TRITON_BF16 = Backend(
                 arch=CDNA3,
                 needs=_NEEDS,
                 switches=_SWITCHES,
-                offers=(FormatSupport(_MXFP4),),
+                formats=(FormatSupport(_MXFP4),),
                 activations=only("silu", "swigluoai"),
                 ungated=False,
                 routing=only(*_ROUTERS, "DeepseekV4", "DeepSeekV3"),
-                spread=ALONE,
+                parallel=ALONE,
                 hashed=True,
             ),
             monolithic=True,
@@ -148,11 +150,11 @@ AITER_FP8 = Backend(
                 arch=(gfx("gfx950", "gfx1250"),),
                 needs=_NEEDS,
                 switches=_SWITCHES,
-                offers=(FormatSupport(_MXFP4, only("fp8 per tensor static")),),
+                formats=(FormatSupport(_MXFP4, only("fp8 per tensor static")),),
                 activations=only("swigluoai"),
                 ungated=False,
                 routing=only(*_ROUTERS),
-                spread=ParallelSupport(eplb=False, dp=False, ep=False),
+                parallel=ParallelSupport(eplb=False, dp=False, ep=False),
             ),
             monolithic=True,
         ),
@@ -170,11 +172,11 @@ AITER_TRITON_MXFP4 = Backend(
                 arch=(gfx("gfx1250"),),
                 needs=_NEEDS,
                 switches=_SWITCHES,
-                offers=(FormatSupport(_MXFP4, only("mxfp4")),),
+                formats=(FormatSupport(_MXFP4, only("mxfp4")),),
                 activations=only("silu", "swigluoai", "swigluoai_uninterleave"),
                 ungated=False,
                 routing=only(*_ROUTERS, "DeepseekV4", "DeepSeekV3", "MiniMax2"),
-                spread=ALONE,
+                parallel=ALONE,
                 hashed=True,
             ),
             monolithic=True,
@@ -200,7 +202,7 @@ AITER_MXFP8 = Backend(
                 arch=(gfx("gfx950", "gfx1250"),),
                 needs=_NEEDS,
                 switches=(*_SWITCHES, EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"])),
-                offers=(FormatSupport(frozenset({"mxfp8 group 32"}), only("mxfp8")),),
+                formats=(FormatSupport(frozenset({"mxfp8 group 32"}), only("mxfp8")),),
                 activations=only("silu", "swigluoai_uninterleave"),
                 lora=True,
                 rules=(

@@ -47,15 +47,15 @@ _SITU = BackendRule(
 _BF16 = Capability(
     arch=(SM12X,),
     needs=(PackageNeed("b12x"),),
-    offers=(FormatSupport(frozenset({"mxfp4 group 32"}), only("a16", "mxfp8")),),
+    formats=(FormatSupport(frozenset({"mxfp4 group 32"}), only("a16", "mxfp8")),),
     activations=only("silu", "situ", "swigluoai_uninterleave", "relu2_no_mul"),
-    spread=ParallelSupport(exchange=only("none"), eplb=False, ep=False),
+    parallel=ParallelSupport(exchange=only("none"), eplb=False, ep=False),
     bias=False,
     rules=(_SITU, _rule("sizes", "intermediate a multiple of 32", 1)),
 )
 _NVFP4 = replace(
     _BF16,
-    offers=(FormatSupport(frozenset({"nvfp4 group 16"}), only("a16", "nvfp4")),),
+    formats=(FormatSupport(frozenset({"nvfp4 group 16"}), only("a16", "nvfp4")),),
     activations=only("silu", "situ", "relu2_no_mul", "swigluoai_uninterleave"),
     rules=(_SITU,),
 )

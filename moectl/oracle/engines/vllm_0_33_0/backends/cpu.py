@@ -36,11 +36,11 @@ CPU_MXFP4 = Backend(
             "CPUExpertsMxfp4",
             Capability(
                 arch=(X86_AMX,),
-                offers=(FormatSupport(frozenset({"mxfp4 group 32"})),),
+                formats=(FormatSupport(frozenset({"mxfp4 group 32"})),),
                 activations=only("silu", "swigluoai", "gelu", "gelu_tanh"),
                 ungated=False,
                 routing=only(*_ROUTERS, "DeepseekV4"),
-                stops=_STOPS,
+                runtime_failures=_STOPS,
             ),
         ),
     ),
@@ -58,11 +58,11 @@ CPU_INT4 = Backend(
             "CPUExpertsInt4",
             Capability(
                 arch=(X86_AMX,),
-                offers=(FormatSupport(frozenset({"int4 group"})),),
+                formats=(FormatSupport(frozenset({"int4 group"})),),
                 activations=only("silu", "gelu_tanh"),
                 ungated=False,
                 routing=only(*_ROUTERS),
-                stops=_STOPS,
+                runtime_failures=_STOPS,
             ),
         ),
     ),
@@ -71,7 +71,7 @@ CPU_INT4 = Backend(
 
 
 def _multiples(hidden: int, intermediate: int = 1) -> BackendRule:
-    """Sizes that the kernels take; intermediate sizes that they pad themselves are not asked for."""
+    """Required multiples; an intermediate size that the kernels pad themselves is not checked."""
     also = f", intermediate of {intermediate}" if intermediate > 1 else ""
 
     def holds(ask: SupportQuery) -> bool:
@@ -87,18 +87,18 @@ def _sizes(ask: SupportQuery) -> str:
 
 _INT8 = Capability(
     arch=(X86_AMX,),
-    offers=(FormatSupport(frozenset({"int8 per channel"}), only("int8 per token dynamic")),),
+    formats=(FormatSupport(frozenset({"int8 per channel"}), only("int8 per token dynamic")),),
     activations=only("silu", "gelu_tanh"),
     ungated=False,
     routing=only(*_ROUTERS),
     rules=(_multiples(32),),
-    stops=_STOPS,
+    runtime_failures=_STOPS,
 )
 _INT8_SPLIT = replace(
     _INT8,
-    stops=(),
+    runtime_failures=(),
     activations=only("silu", "swigluoai", "gelu", "gelu_tanh"),
-    spread=ParallelSupport(ep=False),
+    parallel=ParallelSupport(ep=False),
 )
 CPU_INT8 = Backend(
     name="cpu",
@@ -126,11 +126,11 @@ CPU_W4A8 = Backend(
             "CPUExpertsInt4",
             Capability(
                 arch=(_ARM,),
-                offers=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
+                formats=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
                 activations=only("silu", "swigluoai", "swiglustep"),
                 ungated=False,
                 routing=only(*_ROUTERS),
-                spread=ParallelSupport(ep=False),
+                parallel=ParallelSupport(ep=False),
             ),
             monolithic=True,
         ),
@@ -140,7 +140,7 @@ CPU_W4A8 = Backend(
 
 
 def _grouped_gemm(output: int, reduction: int, zen: bool = False) -> BackendRule:
-    """Tiles of the grouped GEMM: the intermediate size is padded to them, but not for gpt-oss rows."""
+    """Tiles of the grouped GEMM; the intermediate size is padded to them, except for gpt-oss rows."""
 
     def holds(ask: SupportQuery) -> bool:
         if zen and _ZEN.fits(ask.device) and ask.packages.has("zentorch"):
@@ -154,7 +154,7 @@ def _grouped_gemm(output: int, reduction: int, zen: bool = False) -> BackendRule
 
 _BF16 = Capability(
     arch=(Arch("cpu"),),
-    offers=(FormatSupport(frozenset({"bf16"})),),
+    formats=(FormatSupport(frozenset({"bf16"})),),
     activations=only("silu", "swigluoai", "gelu", "gelu_tanh"),
     ungated=False,
 )
@@ -187,11 +187,11 @@ CPU_BF16 = Backend(
 
 _FP8 = Capability(
     arch=(X86_AMX,),
-    offers=(FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),),
+    formats=(FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),),
     activations=only("silu", "gelu", "gelu_tanh"),
     ungated=False,
     routing=only(*_ROUTERS, "DeepSeekV3", "DeepseekV4"),
-    stops=_STOPS,
+    runtime_failures=_STOPS,
 )
 CPU_FP8 = Backend(
     name="cpu",
@@ -232,11 +232,11 @@ ZEN_INT4 = Backend(
                 arch=(_ZEN,),
                 needs=(PackageNeed("zentorch"),),
                 switches=(EnvironmentSwitch(VARIABLES["VLLM_CPU_INT4_W4A8"], code="other"),),
-                offers=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
+                formats=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
                 activations=only("silu", "gelu", "gelu_tanh", "swigluoai"),
                 ungated=False,
                 routing=only(*_ROUTERS, "Custom"),
-                spread=ParallelSupport(ep=False),
+                parallel=ParallelSupport(ep=False),
                 checkpoints=but("moe_wna16", "quark_int4"),
                 act_order=False,
                 zero_points=False,

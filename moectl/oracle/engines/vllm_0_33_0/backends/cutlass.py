@@ -28,7 +28,7 @@ _STANDARD_EXCHANGE = ParallelSupport(
 _FP8 = Capability(
     # The compiled library groups GEMMs from SM90 on, its Python wrapper ends at SM109.
     arch=(sm(90, 109),),
-    offers=(
+    formats=(
         FormatSupport(frozenset({"fp8 per channel"}), only("fp8 per token dynamic")),
         FormatSupport(frozenset({"fp8 per tensor"}), only("fp8 per tensor dynamic", "fp8 per tensor static")),
     ),
@@ -41,7 +41,7 @@ CUTLASS_FP8 = Backend(
     engine_name="VLLM_CUTLASS",
     variants=(
         # Small batches go to Triton at run time, so both must serve the deployment.
-        ExpertsClass("TritonOrCutlassExperts", replace(_FP8, spread=_STANDARD_EXCHANGE)),
+        ExpertsClass("TritonOrCutlassExperts", replace(_FP8, parallel=_STANDARD_EXCHANGE)),
     ),
     forms=(WeightForm("plain-fp8"),),
 )
@@ -59,7 +59,7 @@ CUTLASS_W4A8 = Backend(
             "CutlassExpertsW4A8Fp8",
             Capability(
                 arch=(SM90,),
-                offers=(FormatSupport(frozenset({"int4 group"}), only("fp8 per token dynamic")),),
+                formats=(FormatSupport(frozenset({"int4 group"}), only("fp8 per token dynamic")),),
                 activations=SHARED,
                 ungated=False,
                 dtypes=only("bf16"),
@@ -77,9 +77,9 @@ CUTLASS_MXFP4 = Backend(
             Capability(
                 # What the compiled library of the release supports.
                 arch=(sm(100, 119),),
-                offers=(FormatSupport(frozenset({"mxfp4 group 32"}), only("mxfp4")),),
+                formats=(FormatSupport(frozenset({"mxfp4 group 32"}), only("mxfp4")),),
                 activations=SHARED,
-                spread=_STANDARD_EXCHANGE,
+                parallel=_STANDARD_EXCHANGE,
             ),
         ),
     ),

@@ -22,7 +22,7 @@ SHARED = only(
     "gelu_tanh_no_mul",
     "relu2_no_mul",
 )
-"""What a step of its own between the two GEMMs computes."""
+"""Activation functions of the separate activation kernel between the two GEMMs."""
 
 
 NO_NVLINK_EXCHANGE = ParallelSupport(
@@ -32,7 +32,7 @@ NO_TWO_SIDED_EXCHANGE = ParallelSupport(exchange=but("flashinfer_nvlink_two_side
 
 
 def mxfp4_forms(layout: str) -> tuple[WeightForm, ...]:
-    """The sizes that MXFP4 weights are rounded up to, for a layout with no rule of its own."""
+    """What MXFP4 weights are padded to, for layouts without their own padding rule."""
     mxfp4 = frozenset({"mxfp4"})
     return (
         WeightForm(layout, Align(256, 256), where=(ROCM,), weights=mxfp4),

@@ -1,4 +1,4 @@
-"""Emulation: weights are decoded and multiplied in 16 bits; slow, and almost everywhere."""
+"""Emulation: weights are dequantized and multiplied in 16 bits. Slow, but runs almost everywhere."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ EMULATION_MX = Backend(
     variants=(
         ExpertsClass(
             "OCP_MXQuantizationEmulationTritonExperts",
-            replace(PLAIN_CAPABILITY, offers=None, needs=(PackageNeed("quark", code="package"),)),
+            replace(PLAIN_CAPABILITY, formats=None, needs=(PackageNeed("quark", code="package"),)),
         ),
     ),
     follows_declared=True,
@@ -36,7 +36,7 @@ EMULATION_INT4 = Backend(
             replace(
                 PLAIN_CAPABILITY,
                 arch=(CUDA, ROCM),
-                offers=(
+                formats=(
                     FormatSupport(
                         frozenset(
                             {

@@ -21,7 +21,7 @@ from ..variables import VARIABLES
 KERNELS = PackageNeed(
     "flashinfer_cubin", instead=("nvcc", "ninja"), switch=VARIABLES["VLLM_HAS_FLASHINFER_CUBIN"]
 )
-"""Compiled kernels, or the tools to compile them at run time."""
+"""Precompiled kernels, or the tools to compile them at run time."""
 
 TRTLLM_SYMBOLS = (
     "fused_moe.trtllm_fp8_block_scale_moe",
@@ -39,7 +39,7 @@ CUTLASS_SYMBOLS = (
 
 
 def flashinfer_needs(symbols: tuple[str, ...] = ("",)) -> tuple[PackageNeed, ...]:
-    """FlashInfer with `symbols`, and kernels that are compiled or can be."""
+    """FlashInfer with `symbols`, and kernels precompiled or compilable."""
     return (*(PackageNeed("flashinfer", symbol) for symbol in symbols), KERNELS)
 
 
@@ -57,7 +57,7 @@ _MXFP4 = frozenset({"mxfp4 group 32"})
 _TRTLLM = Capability(
     arch=(SM10X,),
     needs=flashinfer_needs(),
-    offers=(FormatSupport(_MXFP4, only("a16", "mxfp8")),),
+    formats=(FormatSupport(_MXFP4, only("a16", "mxfp8")),),
     activations=only("silu", "swigluoai", "situ"),
     ungated=False,
     rules=(SITU_KERNELS,),
@@ -65,11 +65,11 @@ _TRTLLM = Capability(
 _TRTLLM_MONOLITHIC = Capability(
     arch=_TRTLLM.arch,
     needs=_TRTLLM.needs,
-    offers=_TRTLLM.offers,
+    formats=_TRTLLM.formats,
     activations=_TRTLLM.activations,
     ungated=False,
     routing=only("DeepSeekV3", "Renormalize", "RenormalizeNaive"),
-    spread=ALONE,
+    parallel=ALONE,
     rules=_TRTLLM.rules,
 )
 _TRTLLM_VARIANTS = (
@@ -101,10 +101,10 @@ TRTLLM_LORA = Backend(
             Capability(
                 arch=(SM10X,),
                 needs=flashinfer_needs(TRTLLM_SYMBOLS),
-                offers=(FormatSupport(_MXFP4),),
+                formats=(FormatSupport(_MXFP4),),
                 activations=only("silu", "swigluoai"),
                 ungated=False,
-                spread=ALONE,
+                parallel=ALONE,
                 lora=True,
             ),
         ),
@@ -124,11 +124,11 @@ TRTLLM_INT4 = Backend(
                 arch=(SM10X,),
                 needs=flashinfer_needs(TRTLLM_SYMBOLS),
                 switches=(EnvironmentSwitch(VARIABLES["VLLM_USE_FLASHINFER_MOE_INT4"]),),
-                offers=(FormatSupport(frozenset({"int4 group 32"})),),
+                formats=(FormatSupport(frozenset({"int4 group 32"})),),
                 activations=only("silu", "swigluoai"),
                 ungated=False,
                 routing=only("Renormalize", "RenormalizeNaive", "DeepSeekV3", "Llama4"),
-                spread=ParallelSupport(exchange=only("none", "allgather_reducescatter"), eplb=False),
+                parallel=ParallelSupport(exchange=only("none", "allgather_reducescatter"), eplb=False),
                 zero_points=False,
                 bias=False,
                 rules=(
@@ -152,7 +152,7 @@ TRTLLM_INT4 = Backend(
 CUTLASS_CAPABILITY = Capability(
     arch=(SM90, SM10X, SM12X),
     needs=flashinfer_needs(CUTLASS_SYMBOLS),
-    offers=(
+    formats=(
         FormatSupport(frozenset({"bf16"}), only("a16"), (sm(90),)),
         FormatSupport(frozenset({"fp8 per tensor"}), only("fp8 per tensor static"), (sm(90),)),
         FormatSupport(_MXFP4, only("a16"), (SM90,)),

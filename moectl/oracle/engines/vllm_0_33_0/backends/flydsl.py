@@ -1,4 +1,4 @@
-"""FlyDSL: AMD's int4 kernels for gfx950, behind a method of their own that only a request reaches."""
+"""FlyDSL: AMD's int4 kernels for gfx950, through a separate method that only a request selects."""
 
 from ....backend import Backend, Capability, ExpertsClass, FormatSupport, PackageNeed, WeightForm, only
 from ....gpu_archs import gfx
@@ -12,7 +12,7 @@ FLYDSL = Backend(
             Capability(
                 arch=(gfx("gfx950"),),
                 needs=(PackageNeed("aiter"),),
-                offers=(FormatSupport(frozenset({"int4 group 32"})),),
+                formats=(FormatSupport(frozenset({"int4 group 32"})),),
                 activations=only("silu"),
                 ungated=False,
                 zero_points=False,

@@ -1,4 +1,4 @@
-"""HPC: FP8 kernels for SM90, from a package of their own."""
+"""HPC: FP8 kernels for SM90, from the hpc package."""
 
 from ....backend import (
     Backend,
@@ -21,7 +21,7 @@ HPC = Backend(
             Capability(
                 arch=(SM90,),
                 needs=(PackageNeed("hpc"),),
-                offers=(
+                formats=(
                     FormatSupport(frozenset({"fp8 per tensor"}), only("fp8 per tensor static")),
                     FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
                 ),

@@ -64,10 +64,10 @@ def _capability(kind: str) -> Capability:
     return Capability(
         arch=(sm(75),),
         needs=(PackageNeed("humming"),),
-        offers=_OFFERS,
+        formats=_OFFERS,
         activations=SHARED,
         invariant=True,
-        stops=(weighted_input("AssertionError"),),
+        runtime_failures=(weighted_input("AssertionError"),),
         rules=(_gemm(kind),),
     )
 

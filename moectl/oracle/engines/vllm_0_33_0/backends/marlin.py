@@ -27,10 +27,10 @@ INTEGERS = frozenset({"int4", "int8"})
 
 
 def shape_fits(ask: SupportQuery) -> bool:
-    """True when the integer kernels take the sizes of one rank; other formats have no such rule.
+    """True when the integer kernels support the sizes of one rank; other formats have no such rule.
 
     The hidden size is never padded. The intermediate size is, up to `TILE`, where the method pads
-    weights; scale groups must not cross ranks either way. On ROCm the engine says no to every size.
+    weights; scale groups must not cross ranks either way. On ROCm the engine rejects every size.
     """
     weight, dims = ask.problem.scheme.weight, ask.problem.dims
     if weight.name not in INTEGERS:
@@ -73,9 +73,9 @@ _WEIGHTS = frozenset(
 )
 _CAPABILITY = Capability(
     arch=(sm(75),),
-    offers=(FormatSupport(_WEIGHTS, acts=NameSet()),),
+    formats=(FormatSupport(_WEIGHTS, acts=NameSet()),),
     activations=SHARED,
-    spread=NO_TWO_SIDED_EXCHANGE,
+    parallel=NO_TWO_SIDED_EXCHANGE,
     checkpoints=but("moe_wna16", "quark_int4"),
     rules=(SHAPE,),
 )

@@ -1,4 +1,4 @@
-"""Megakernels of models' own: dispatch, both GEMMs and combine in one launch, without the expert layer.
+"""Model-specific megakernels: dispatch, both GEMMs and combine in one launch, without the expert layer.
 
 Only DeepSeek-V4 and Kimi-K3 have them, and only when asked for by name.
 """
@@ -31,11 +31,11 @@ DEEP_GEMM_MEGA = Backend(
             Capability(
                 arch=(SM10X,),
                 needs=(PackageNeed("deep_gemm"),),
-                offers=(FormatSupport(_MXFP4, only("mxfp8")),),
+                formats=(FormatSupport(_MXFP4, only("mxfp8")),),
                 activations=only("silu", "situ"),
                 ungated=False,
                 routing=only("DeepseekV4", "DeepSeekV3"),
-                spread=ParallelSupport(alone=False),
+                parallel=ParallelSupport(alone=False),
                 rules=(
                     BackendRule(
                         question="sizes",
@@ -80,11 +80,11 @@ AITER_MEGA = Backend(
                     EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER"]),
                     EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"]),
                 ),
-                offers=(FormatSupport(_MXFP4),),
+                formats=(FormatSupport(_MXFP4),),
                 activations=only("silu"),
                 ungated=False,
                 routing=only("DeepseekV4"),
-                spread=ParallelSupport(
+                parallel=ParallelSupport(
                     exchange=only("mori_high_throughput", "mori_low_latency"), eplb=False, alone=False
                 ),
                 rules=(

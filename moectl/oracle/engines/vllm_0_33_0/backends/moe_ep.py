@@ -19,13 +19,13 @@ from ....gpu_archs import sm
 _CAPABILITY = Capability(
     arch=(sm(100, 100), sm(103, 103)),
     needs=(PackageNeed("flashinfer", code="other"),),
-    offers=(
+    formats=(
         FormatSupport(frozenset({"mxfp4 group 32"}), only("a16")),
         FormatSupport(frozenset({"nvfp4 group 16"}), only("nvfp4")),
     ),
     activations=only("silu"),
     ungated=False,
-    spread=ParallelSupport(exchange=but("deepep_low_latency", "nixl_ep"), alone=False),
+    parallel=ParallelSupport(exchange=but("deepep_low_latency", "nixl_ep"), alone=False),
     bias=False,
     dtypes=only("bf16"),
     codes={"expert bias": "other"},
@@ -54,9 +54,9 @@ MOE_EP_DEEP_GEMM = Backend(
             "FlashInferMoeEpExperts",
             replace(
                 _CAPABILITY,
-                offers=(FormatSupport(frozenset({"mxfp4 group 32"}), only("a16")),),
+                formats=(FormatSupport(frozenset({"mxfp4 group 32"}), only("a16")),),
                 routing=only("DeepseekV4"),
-                spread=replace(_CAPABILITY.spread, eplb=False),
+                parallel=replace(_CAPABILITY.parallel, eplb=False),
                 codes={"expert bias": "other", "routing method": "other", "expert balancing": "other"},
             ),
         ),

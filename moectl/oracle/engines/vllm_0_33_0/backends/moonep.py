@@ -11,10 +11,10 @@ MOONEP = Backend(
             "MoonEPExperts",
             Capability(
                 arch=(CUDA,),
-                offers=(FormatSupport(frozenset({"bf16"})),),
+                formats=(FormatSupport(frozenset({"bf16"})),),
                 activations=only("silu"),
                 ungated=False,
-                spread=ParallelSupport(exchange=only("moonep"), eplb=False),
+                parallel=ParallelSupport(exchange=only("moonep"), eplb=False),
             ),
         ),
     ),

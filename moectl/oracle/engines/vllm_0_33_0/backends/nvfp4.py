@@ -24,7 +24,7 @@ _W4A4 = (FormatSupport(WEIGHTS, only("nvfp4")),)
 _TRTLLM = Capability(
     arch=(SM10X,),
     needs=flashinfer_needs(TRTLLM_SYMBOLS),
-    offers=_W4A4,
+    formats=_W4A4,
     activations=only("silu", "relu2_no_mul", "gelu", "gelu_tanh", "swigluoai_uninterleave", "situ"),
     rules=(SITU_KERNELS,),
 )
@@ -46,7 +46,7 @@ TRTLLM_NVFP4 = Backend(
                     "MiniMax2",
                 ),
                 logits=only("bf16", "fp32"),
-                spread=ParallelSupport(exchange=only("none"), eplb=False),
+                parallel=ParallelSupport(exchange=only("none"), eplb=False),
             ),
             monolithic=True,
         ),
@@ -66,7 +66,7 @@ CUTEDSL = Backend(
             Capability(
                 arch=(SM10X,),
                 needs=flashinfer_needs(("cute_dsl_fused_moe_nvfp4",)),
-                offers=_W4A4,
+                formats=_W4A4,
                 activations=only("silu", "swigluoai", "swigluoai_uninterleave", "relu2_no_mul", "situ"),
             ),
         ),
@@ -89,7 +89,7 @@ CUTEDSL_BATCHED = Backend(
                         "silu_and_mul_scaled_nvfp4_experts_quantize",
                     )
                 ),
-                offers=_W4A4,
+                formats=_W4A4,
                 activations=only("silu"),
                 ungated=False,
                 clamps=False,
@@ -111,9 +111,9 @@ FLASHINFER_B12X = Backend(
                 needs=flashinfer_needs(
                     ("fused_moe.b12x_fused_moe", "cute_dsl.utils.convert_sf_to_mma_layout")
                 ),
-                offers=(FormatSupport(WEIGHTS, only("nvfp4", "a16")),),
+                formats=(FormatSupport(WEIGHTS, only("nvfp4", "a16")),),
                 activations=only("silu", "gelu_tanh", "relu2_no_mul"),
-                spread=ParallelSupport(ep=False),
+                parallel=ParallelSupport(ep=False),
                 clamps=False,
             ),
         ),
@@ -137,10 +137,10 @@ CUTLASS_NVFP4 = Backend(
             "CutlassExpertsFp4",
             Capability(
                 arch=(sm(100, 129),),
-                offers=_W4A4,
+                formats=_W4A4,
                 activations=SHARED,
                 invariant=True,
-                spread=ParallelSupport(
+                parallel=ParallelSupport(
                     exchange=but(
                         "flashinfer_nvlink_two_sided",
                         "flashinfer_all2allv",
@@ -160,7 +160,7 @@ EMULATION_NVFP4 = Backend(
     variants=(
         ExpertsClass(
             "Nvfp4QuantizationEmulationTritonExperts",
-            replace(PLAIN_CAPABILITY, offers=_W4A4, bias=False, lora=False),
+            replace(PLAIN_CAPABILITY, formats=_W4A4, bias=False, lora=False),
         ),
     ),
     act=NVFP4_ACT,

@@ -26,9 +26,9 @@ RDNA3 = Backend(
             "Rdna3WNA16Experts",
             Capability(
                 arch=(gfx("gfx1100"),),
-                offers=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
+                formats=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
                 activations=SHARED,
-                spread=NO_NVLINK_EXCHANGE,
+                parallel=NO_NVLINK_EXCHANGE,
                 checkpoints=only("compressed-tensors"),
                 act_order=False,
                 zero_points=False,

@@ -1,4 +1,4 @@
-"""The engine's Triton backends: OpenAI's triton_kernels for MXFP4, and its own integer kernels."""
+"""vLLM's Triton backends: OpenAI's triton_kernels for MXFP4, and vLLM's integer kernels."""
 
 from dataclasses import replace
 
@@ -43,18 +43,18 @@ TRITON_MXFP4 = Backend(
             Capability(
                 arch=_ARCHS,
                 needs=_NEEDS,
-                offers=_MXFP4,
+                formats=_MXFP4,
                 activations=only("swigluoai"),
                 ungated=False,
                 routing=only("Renormalize", "RenormalizeNaive"),
-                spread=ALONE,
+                parallel=ALONE,
             ),
             monolithic=True,
         ),
         ExpertsClass(
             "OAITritonExperts",
             Capability(
-                arch=_ARCHS, needs=_NEEDS, offers=_MXFP4, activations=only("swigluoai"), ungated=False
+                arch=_ARCHS, needs=_NEEDS, formats=_MXFP4, activations=only("swigluoai"), ungated=False
             ),
         ),
     ),
@@ -69,7 +69,7 @@ TRITON_UNFUSED = Backend(
             Capability(
                 arch=_ARCHS,
                 needs=_NEEDS,
-                offers=_MXFP4,
+                formats=_MXFP4,
                 activations=only("silu", "gelu", "swigluoai", "swiglustep", "swigluoai_uninterleave"),
                 ungated=False,
                 lora=True,
@@ -85,7 +85,7 @@ TRITON_UNFUSED = Backend(
 
 
 def few_experts(ask: SupportQuery) -> bool:
-    """True when the experts of all ranks, rounded up to 32, stay under 1024."""
+    """True when the number of experts of all ranks, rounded up to 32, is below 1024."""
     return ask.device.platform not in ("cuda", "rocm") or -(-ask.problem.experts // 32) * 32 < 1024
 
 
@@ -119,7 +119,7 @@ XPU_MASKED = BackendRule(
 
 INTEGER_CAPABILITY = Capability(
     arch=(CUDA, ROCM, XPU),
-    offers=(
+    formats=(
         FormatSupport(
             frozenset(
                 {
@@ -134,7 +134,7 @@ INTEGER_CAPABILITY = Capability(
         ),
     ),
     activations=but("situ", "relu2"),
-    spread=NO_NVLINK_EXCHANGE,
+    parallel=NO_NVLINK_EXCHANGE,
     checkpoints=but("awq"),
     act_order=False,
     bias=False,
@@ -159,7 +159,7 @@ _FP8_TENSOR = (
 _FP8_GROUPS = only("fp8 group 128 dynamic")
 PLAIN_CAPABILITY = Capability(
     arch=(CUDA, ROCM, XPU),
-    offers=(
+    formats=(
         FormatSupport(frozenset({"bf16"})),
         FormatSupport(frozenset({"int8 per channel"}), only("int8 per token dynamic"), _TURING),
         FormatSupport(frozenset({"int8 per tensor"}), only("int8 per tensor dynamic"), _TURING),
@@ -169,7 +169,7 @@ PLAIN_CAPABILITY = Capability(
         FormatSupport(*_FP8_TENSOR, _FP8),
     ),
     activations=SHARED,
-    spread=NO_NVLINK_EXCHANGE,
+    parallel=NO_NVLINK_EXCHANGE,
     lora=True,
     invariant=True,
     rules=(FEW_EXPERTS,),
@@ -195,7 +195,7 @@ BATCHED_TRITON = Backend(
             "BatchedTritonExperts",
             Capability(
                 arch=(CUDA, ROCM, XPU),
-                offers=(
+                formats=(
                     FormatSupport(frozenset({"bf16"})),
                     FormatSupport(frozenset({"fp8 block 128x128"}), _FP8_GROUPS, _FP8_BATCHED),
                     FormatSupport(*_FP8_TOKENS, _FP8_BATCHED),
@@ -211,7 +211,7 @@ BATCHED_TRITON = Backend(
 )
 
 MXFP8_CAPABILITY = replace(
-    PLAIN_CAPABILITY, offers=(FormatSupport(frozenset({"mxfp8 group 32"}), only("mxfp8")),)
+    PLAIN_CAPABILITY, formats=(FormatSupport(frozenset({"mxfp8 group 32"}), only("mxfp8")),)
 )
 TRITON_MXFP8 = Backend(
     name="triton",

@@ -22,7 +22,7 @@ from .trtllm_fp8 import ROUTED_EXPERTS
 _TRTLLM = Capability(
     arch=(SM10X,),
     needs=flashinfer_needs(TRTLLM_SYMBOLS),
-    offers=(FormatSupport(frozenset({"bf16"})),),
+    formats=(FormatSupport(frozenset({"bf16"})),),
     activations=only("silu", "relu2_no_mul"),
     rules=(ROUTED_EXPERTS,),
 )
@@ -46,16 +46,16 @@ TRTLLM_PLAIN = Backend(
                     "MiniMax2",
                     "Sigmoid",
                 ),
-                spread=_GATHERED,
+                parallel=_GATHERED,
             ),
             monolithic=True,
         ),
         ExpertsClass(
-            # Without an exchange that routes tokens itself, only the monolithic form is used.
+            # Without an all2all exchange that routes tokens itself, only the monolithic class is used.
             "TrtLlmBf16ExpertsModular",
             replace(
                 _TRTLLM,
-                spread=ParallelSupport(
+                parallel=ParallelSupport(
                     exchange=but("none", "allgather_reducescatter", "deepep_high_throughput"), eplb=False
                 ),
             ),
@@ -80,7 +80,7 @@ TRTLLM_LORA = Backend(
                 activations=only("silu"),
                 ungated=False,
                 routing=only("DeepSeekV3", "Llama4", "Renormalize", "RenormalizeNaive"),
-                spread=_GATHERED,
+                parallel=_GATHERED,
                 lora=True,
                 rules=(
                     BackendRule(
@@ -96,5 +96,5 @@ TRTLLM_LORA = Backend(
         ),
     ),
     forms=_FORMS,
-    note="The only kernels beside Triton's that add adapters between the two GEMMs.",
+    note="Besides Triton's, the only kernels that apply LoRA adapters between the two GEMMs.",
 )

@@ -32,7 +32,7 @@ ROUTED_EXPERTS = BackendRule(
 
 
 def _clamp_fits(ask: SupportQuery) -> bool:
-    """Parameters of the activation reach the kernel with block scales and a gated SiLU only."""
+    """True when the kernel receives the activation's parameters: only with block scales and a gated SiLU."""
     return not ask.parametrized or (ask.weight in _BLOCKS and ask.activation in _SWIGLU)
 
 
@@ -62,12 +62,12 @@ _LLAMA4 = BackendRule(
 _MODULAR = Capability(
     arch=(SM10X,),
     needs=flashinfer_needs(TRTLLM_SYMBOLS),
-    offers=(
+    formats=(
         FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),
         FormatSupport(frozenset({"mxfp8 group 32"}), only("mxfp8")),
     ),
     activations=only(*_SWIGLU, "relu2_no_mul"),
-    spread=ParallelSupport(
+    parallel=ParallelSupport(
         exchange=only(
             *_ALONE_OR_GATHERED,
             "deepep_v2",
@@ -81,8 +81,8 @@ _MODULAR = Capability(
 )
 _MONOLITHIC = replace(
     _MODULAR,
-    offers=(
-        *(_MODULAR.offers or ()),
+    formats=(
+        *(_MODULAR.formats or ()),
         FormatSupport(frozenset({"fp8 per tensor"}), only("fp8 per tensor static")),
     ),
     routing=only(
@@ -95,7 +95,7 @@ _MONOLITHIC = replace(
         "Llama4",
     ),
     logits=only("bf16", "fp32"),
-    spread=ParallelSupport(exchange=only(*_ALONE_OR_GATHERED), eplb=False, sequence=False),
+    parallel=ParallelSupport(exchange=only(*_ALONE_OR_GATHERED), eplb=False, sequence=False),
     rules=(ROUTED_EXPERTS, _CLAMP, _LLAMA4),
 )
 

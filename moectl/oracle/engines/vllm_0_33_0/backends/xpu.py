@@ -10,7 +10,7 @@ _ACTIVATIONS = only("silu", "gelu", "gelu_tanh", "swigluoai", "relu2_no_mul")
 
 _PLAIN = Capability(
     arch=(XPU,),
-    offers=(FormatSupport(frozenset({"fp8 per tensor"}), only("a16", "fp8 per tensor dynamic")),),
+    formats=(FormatSupport(frozenset({"fp8 per tensor"}), only("a16", "fp8 per tensor dynamic")),),
     activations=_ACTIVATIONS,
 )
 XPU_FP8 = Backend(
@@ -20,13 +20,13 @@ XPU_FP8 = Backend(
         ExpertsClass("XPUExpertsFp8", _PLAIN),
         ExpertsClass(
             "XPUExpertsMxFp8",
-            replace(_PLAIN, offers=(FormatSupport(frozenset({"mxfp8 group 32"}), only("a16", "mxfp8")),)),
+            replace(_PLAIN, formats=(FormatSupport(frozenset({"mxfp8 group 32"}), only("a16", "mxfp8")),)),
         ),
         ExpertsClass(
             "XPUExpertsBlockFp8",
             replace(
                 _PLAIN,
-                offers=(FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),),
+                formats=(FormatSupport(frozenset({"fp8 block 128x128"}), only("fp8 group 128 dynamic")),),
             ),
         ),
     ),
@@ -40,7 +40,7 @@ XPU_MXFP4 = Backend(
             "XPUExpertsMxFp4",
             Capability(
                 arch=(XPU,),
-                offers=(FormatSupport(frozenset({"mxfp4 group 32"}), only("a16", "mxfp4")),),
+                formats=(FormatSupport(frozenset({"mxfp4 group 32"}), only("a16", "mxfp4")),),
                 activations=_ACTIVATIONS,
             ),
         ),
@@ -55,7 +55,7 @@ XPU_INT4 = Backend(
             "XPUExpertsWNA16",
             Capability(
                 arch=(XPU,),
-                offers=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
+                formats=(FormatSupport(frozenset({"int4 group", "int4 group 32"})),),
                 activations=_ACTIVATIONS,
             ),
         ),
@@ -68,7 +68,8 @@ XPU_PLAIN = Backend(
     engine_name="XPU",
     variants=(
         ExpertsClass(
-            "XPUExperts", replace(_PLAIN, offers=(FormatSupport(frozenset({"bf16"})), *(_PLAIN.offers or ())))
+            "XPUExperts",
+            replace(_PLAIN, formats=(FormatSupport(frozenset({"bf16"})), *(_PLAIN.formats or ()))),
         ),
     ),
     forms=(WeightForm("xpu-transposed"),),

@@ -1,1 +1,1 @@
-"""One module for each family of formats: which checkpoints a method takes, and in which order it asks."""
+"""One module per family of formats: the checkpoints of each method, and its priority order of backends."""

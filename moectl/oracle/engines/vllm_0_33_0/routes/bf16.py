@@ -8,10 +8,12 @@ from ....route import Assignment, Condition, EngineSubstitute, Order, OrderMove,
 from ..backends import aiter, cpu, flashinfer, moonep, triton, trtllm_bf16, xpu
 from .order import AITER_DEMANDED, CPU, OUT_OF_TREE, ROCM, TPU, XPU, without_aiter
 
-_LAST_ON_HOPPER = "FlashInfer goes last on SM9x, where it is slower than Triton"
-_LAST_WITH_DP = "FlashInfer's CUTLASS goes last with data parallelism, for crashes of Qwen3.5"
-_PLUG_IN = "the platform's plug-in computes the layer; vLLM itself chooses no kernel"
-_LAST_FOR_GPT_OSS = "FlashInfer goes last for gpt-oss, whose activation it takes for plain SwiGLU"
+_LAST_ON_HOPPER = "FlashInfer has the lowest priority on SM9x, where it is slower than Triton"
+_LAST_WITH_DP = "FlashInfer's CUTLASS has the lowest priority with data parallelism, because Qwen3.5 crashed"
+_PLUG_IN = "the platform's plug-in runs the layer; vLLM itself chooses no kernel"
+_LAST_FOR_GPT_OSS = (
+    "FlashInfer has the lowest priority for gpt-oss, whose activation it treats as plain SwiGLU"
+)
 
 
 def _data_parallel(ask: SupportQuery) -> bool:
@@ -56,15 +58,15 @@ _BF16 = Route(
         OrderMove(flashinfer.CUTLASS_PLAIN, last=True, when=_gpt_oss, why=_LAST_FOR_GPT_OSS),
     ),
     exclusions=(without_aiter(aiter.AITER_PLAIN),),
-    demands=(replace(AITER_DEMANDED, falls_back=True),),
+    switch_requests=(replace(AITER_DEMANDED, falls_back=True),),
     names=_NAMES,
-    twins=((triton.TRITON_PLAIN, triton.BATCHED_TRITON),),
-    # These know quantized weights only; layers left out of quantization must not fail for them.
+    batched_twins=((triton.TRITON_PLAIN, triton.BATCHED_TRITON),),
+    # These support only quantized weights; layers excluded from quantization must not fail for them.
     ignored=only("marlin", "humming"),
-    sorts=frozenset({"batched_triton"}),
+    batched_requests=frozenset({"batched_triton"}),
     rounds=True,
     covers=ANY,
-    stand_ins=(
+    substitutes=(
         EngineSubstitute("TPU", TPU, _PLUG_IN, at_once=True),
         EngineSubstitute("OOT", OUT_OF_TREE, _PLUG_IN, at_once=True),
     ),
@@ -75,12 +77,12 @@ _ADAPTERS = replace(
     when=Condition(
         "adapters on experts",
         lambda ask: ask.problem.lora and ask.device.platform not in ("tpu", "out-of-tree"),
-        lambda ask: "adapters are served on the experts",
+        lambda ask: "LoRA adapters are applied to the experts",
     ),
     orders=(),
     moves=(),
     exclusions=(),
-    demands=(),
+    switch_requests=(),
     names={},
     assigned=(
         Assignment(
@@ -98,12 +100,12 @@ _MOONEP = replace(
     when=Condition(
         "MoonEP exchange",
         lambda ask: ask.exchange == "moonep",
-        lambda ask: "tokens travel through MoonEP, whose experts cannot be exchanged for others",
+        lambda ask: "tokens are exchanged by MoonEP, which needs its own experts class",
     ),
     orders=(Order((moonep.MOONEP,)),),
     moves=(),
     exclusions=(),
-    demands=(),
+    switch_requests=(),
     names={},
     ignored=ANY,
     fails="ValueError",

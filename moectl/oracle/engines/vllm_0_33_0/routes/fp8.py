@@ -38,7 +38,7 @@ from .order import (
 
 _BLOCK = "fp8 block 128x128"
 _FINEST = 32
-"""Smallest block that scales are repeated down to."""
+"""Edge of the smallest block that scales are re-expanded to."""
 
 _PER_TOKEN = ActFormat("fp8", 8, (1, FULL))
 _PER_GROUP = ActFormat("fp8", 8, (1, 128))
@@ -50,7 +50,7 @@ def _blocks(weight: WeightFormat) -> bool:
 
 
 def _fp8_act(problem: MoEProblem, invariant: bool) -> ActFormat:
-    """Blocks go with groups of 128; a dynamic scale per tensor would depend on the rest of the batch."""
+    """Group-128 activations for weight blocks; per-token instead of per-tensor scales if `invariant`."""
     if _blocks(problem.scheme.weight):
         return _PER_GROUP
     declared = problem.scheme.act
@@ -62,19 +62,19 @@ def _modelopt_act(problem: MoEProblem, invariant: bool) -> ActFormat:
 
 
 def _compressed_act(problem: MoEProblem, invariant: bool) -> ActFormat:
-    """Dynamic scales per tensor are asked for as groups of 128, which few kernels combine with it."""
+    """Dynamic per-tensor activations are requested as groups of 128, which few kernels support here."""
     declared = problem.scheme.act
     dynamic_tensor = declared.dynamic and declared.block == (FULL, FULL)
     return _PER_GROUP if _blocks(problem.scheme.weight) or dynamic_tensor else declared
 
 
 def _compressed_key(weight: WeightFormat) -> str:
-    """Blocks of every size are asked for as 128x128."""
+    """Blocks of any size are requested as 128x128."""
     return _BLOCK if _blocks(weight) else exact_key(weight)
 
 
 def _refined(problem: MoEProblem) -> int:
-    """The block edge that a slice needs and can have; 0 where blocks fit, or none would."""
+    """The finer block edge that a shard needs; 0 if blocks are aligned with it, or no edge would be."""
     rows, columns = problem.scheme.weight.block
     dims, sliced = problem.dims, problem.parallel.tp_size > 1
     if dims.intermediate % rows == 0 and not (sliced and dims.intermediate % columns):
@@ -84,7 +84,7 @@ def _refined(problem: MoEProblem) -> int:
 
 
 def _fit_blocks(ask: SupportQuery, named: tuple[Backend, ...]) -> SupportQuery | Failure:
-    """Blocks cut across ranks get finer scales, or for a request that cannot take those, whole blocks."""
+    """Re-expand the scales of unaligned shards; pad to whole blocks for a request that cannot take those."""
     weight, dims = ask.problem.scheme.weight, ask.problem.dims
     if not _blocks(weight):
         return ask
@@ -99,7 +99,7 @@ def _fit_blocks(ask: SupportQuery, named: tuple[Backend, ...]) -> SupportQuery |
     whole = dims.intermediate * ask.problem.parallel.tp_size
     if whole % rows or dims.hidden % rows or ask.problem.lora or ask.problem.bias:
         return Failure(
-            f"one rank's slice cannot be padded to whole blocks of {rows}: the whole sizes must divide by "
+            f"one rank's shard cannot be padded to whole blocks of {rows}: whole sizes must be multiples of "
             f"{rows} (intermediate {whole}, hidden {dims.hidden}), without adapters or expert biases",
             "ValueError",
         )
@@ -108,10 +108,13 @@ def _fit_blocks(ask: SupportQuery, named: tuple[Backend, ...]) -> SupportQuery |
 
 
 def _takes(ask: SupportQuery, backend: Backend) -> bool:
-    """True when some kernel of `backend` is made for the number formats."""
+    """True when some experts class of `backend` supports the number formats."""
     return any(
-        variant.offers.offers is None
-        or any(offer.serves(ask.weight, act_key(_PER_GROUP), ask.device) for offer in variant.offers.offers)
+        variant.capability.formats is None
+        or any(
+            offer.supports(ask.weight, act_key(_PER_GROUP), ask.device)
+            for offer in variant.capability.formats
+        )
         for variant in backend.variants
     )
 
@@ -129,7 +132,7 @@ _CUTS_BLOCKS = LateFailure(
     "weight blocks",
     _cut_block,
     lambda ask, chosen: (
-        f"intermediate {ask.problem.dims.intermediate} per rank cuts across blocks of "
+        f"intermediate {ask.problem.dims.intermediate} per rank is not aligned with blocks of "
         f"{ask.problem.scheme.weight}"
     ),
     kind="ValueError",
@@ -193,42 +196,48 @@ _COMPRESSED_FP8 = Route(
             (SM10X,),
             first=True,
             when=lambda ask: ask.exchange == "deepep_v2" and _hopper_blocks(ask),
-            why="TRT-LLM goes first with DeepEP v2, as it skips the padding between experts",
+            why="TRT-LLM has the highest priority with DeepEP v2, as it skips the padding between experts",
         ),
         OrderMove(
             flashinfer.CUTLASS_FP8,
             (SM90,),
             first=True,
             when=lambda ask: ask.problem.parallel.ep_size > 1 and _hopper_blocks(ask),
-            why="FlashInfer's CUTLASS goes first for blocks on SM90 with expert parallelism",
+            why="FlashInfer's CUTLASS has the highest priority for blocks on SM90 with expert parallelism",
         ),
         OrderMove(
             triton.TRITON_PLAIN,
             (SM90,),
             first=True,
             when=lambda ask: ask.problem.parallel.ep_size == 1 and _hopper_blocks(ask),
-            why="Triton goes first for blocks on SM90 without expert parallelism",
+            why="Triton has the highest priority for blocks on SM90 without expert parallelism",
         ),
-        OrderMove(xpu.XPU_FP8, XPU, first=True, why="the platform's own kernels go first on XPU"),
-        OrderMove(cpu.CPU_FP8, CPU, first=True, why="the platform's own kernels go first on CPUs"),
-        OrderMove(cpu.CPU_W8A8, CPU, first=True, why="FP8 activations go before 16-bit ones on CPUs"),
+        OrderMove(
+            xpu.XPU_FP8, XPU, first=True, why="the platform's own kernels have the highest priority on XPU"
+        ),
+        OrderMove(
+            cpu.CPU_FP8, CPU, first=True, why="the platform's own kernels have the highest priority on CPUs"
+        ),
+        OrderMove(
+            cpu.CPU_W8A8, CPU, first=True, why="FP8 activations have priority over 16-bit ones on CPUs"
+        ),
     ),
     exclusions=_SHARED_EXCLUSIONS,
-    demands=(DEEP_GEMM_DEMANDED, AITER_DEMANDED),
+    switch_requests=(DEEP_GEMM_DEMANDED, AITER_DEMANDED),
     names=_NAMES,
-    twins=(
+    batched_twins=(
         (triton.TRITON_PLAIN, triton.BATCHED_TRITON),
         (deep_gemm.DEEP_GEMM_FP8, deep_gemm.BATCHED_DEEP_GEMM),
         (cutlass.CUTLASS_FP8, cutlass.BATCHED_CUTLASS_FP8),
     ),
     covers=ANY,
     minimum=70,
-    aftermath=(_CUTS_BLOCKS,),
-    stand_ins=(
+    late_failures=(_CUTS_BLOCKS,),
+    substitutes=(
         EngineSubstitute(
             "NONE",
             (*CPU, *XPU, *TPU, *OUT_OF_TREE),
-            "no kernel serves this deployment, and vLLM goes on without one until the weights are loaded",
+            "no kernel supports this deployment; vLLM continues without one until the weights are loaded",
         ),
     ),
 )
@@ -237,13 +246,13 @@ _PAIRS = frozenset({("per tensor", "per tensor"), ("per channel", "per token")})
 
 
 def _pair(ask: SupportQuery) -> tuple[str, str]:
-    """Extents of the scales of weights and activations."""
+    """Granularity of the scales of weights and activations."""
     weight, act = ask.problem.scheme.weight, act_key(ask.problem.scheme.act)
     return exact_key(weight).removeprefix("fp8 "), act.removeprefix("fp8 ").rpartition(" ")[0]
 
 
 def _says_pair(ask: SupportQuery) -> str:
-    return f"{ask.problem.scheme} are not among the combinations of scales that the method takes"
+    return f"{ask.problem.scheme} is not a combination of scales that the method supports"
 
 
 def _quantizes(act: ActFormat) -> bool:
@@ -282,7 +291,7 @@ _FP8 = replace(
         Exclusion(_CUTLASS_PAIR, "never by this method", by_name=True),
         *_SHARED_EXCLUSIONS,
     ),
-    slices=_fit_blocks,
+    fit_shard=_fit_blocks,
     minimum=75,
     dtypes=only("bf16", "fp16"),
 )
@@ -292,9 +301,9 @@ _MODELOPT_FP8 = replace(
     method="ModelOptFp8MoEMethod",
     storages=only("modelopt"),
     declares=_modelopt_act,
-    slices=None,
+    fit_shard=None,
     minimum=80,
-    aftermath=(),
+    late_failures=(),
 )
 _MODELOPT_BLOCKS = replace(
     _FP8,
@@ -312,7 +321,7 @@ _QUARK_FP8 = replace(
     method="QuarkW8A8Fp8MoEMethod",
     storages=only("quark"),
     declares=None,
-    slices=None,
+    fit_shard=None,
     platforms=but("xpu"),
     refusals=(_QUARK_REFUSES,),
     minimum=70,

@@ -57,7 +57,7 @@ _COMPRESSED_INT = Route(
     },
     minimum=70,
     refusals=(REFUSES_ACT_ORDER,),
-    aftermath=(CHANNELS_WITH_MARLIN_ONLY, WHOLE_GROUPS),
+    late_failures=(CHANNELS_WITH_MARLIN_ONLY, WHOLE_GROUPS),
 )
 _FLYDSL = replace(
     _COMPRESSED_INT,
@@ -83,11 +83,11 @@ _FLYDSL = replace(
         Condition(
             "zero points",
             lambda ask: ask.zero_points,
-            lambda ask: "FlyDSL takes symmetric weights only",
+            lambda ask: "FlyDSL supports only symmetric weights",
             kind="AssertionError",
         ),
     ),
-    aftermath=(),
+    late_failures=(),
 )
 _GPTQ = replace(
     _COMPRESSED_INT,
@@ -98,7 +98,7 @@ _GPTQ = replace(
     may_have_bias=True,
     minimum=60,
     refusals=(REFUSES_ACT_ORDER, GPTQ_ZERO_POINTS),
-    aftermath=(),
+    late_failures=(),
 )
 _AWQ = replace(
     _GPTQ,
@@ -110,7 +110,7 @@ _AWQ = replace(
 )
 _MOE_WNA16 = replace(
     _COMPRESSED_INT,
-    name="GPTQ and AWQ with sizes that Marlin does not take",
+    name="GPTQ and AWQ with sizes that Marlin does not support",
     method="MoeWNA16Method",
     storages=only("gptq", "awq"),
     when=MARLIN_REFUSES,
@@ -120,7 +120,7 @@ _MOE_WNA16 = replace(
     checkpoint="moe_wna16",
     minimum=60,
     refusals=(REFUSES_ACT_ORDER, GPTQ_ZERO_POINTS, AWQ_HAS_4_BITS, AWQ_NEEDS_TURING),
-    aftermath=(HALVES_GROUPS,),
+    late_failures=(HALVES_GROUPS,),
 )
 _QUARK_INT4 = replace(
     _COMPRESSED_INT,
@@ -132,12 +132,12 @@ _QUARK_INT4 = replace(
     pads_tiles=False,
     platforms=but("xpu"),
     refusals=(),
-    aftermath=(HALVES_GROUPS,),
+    late_failures=(HALVES_GROUPS,),
 )
 _INT8_PER_CHANNEL = Condition(
     "scales",
     lambda ask: ask.problem.scheme.weight.block != (1, FULL),
-    lambda ask: f"the method takes scales per channel only, the weights are {ask.problem.scheme.weight}",
+    lambda ask: f"the method supports only per-channel scales; weights are {ask.problem.scheme.weight}",
 )
 _INT8 = Route(
     name="int8 weights and activations",

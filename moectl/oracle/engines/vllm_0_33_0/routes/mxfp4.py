@@ -15,7 +15,7 @@ _TRITON_LATE = OrderMove(
     triton.TRITON_MXFP4,
     (SM12X,),
     after=BATCHED_MARLIN,
-    why="Triton goes after Marlin on SM12x, whose small shared memory makes Marlin prefill faster",
+    why="Marlin has priority over Triton on SM12x, whose small shared memory makes Marlin prefill faster",
 )
 TWINS = ((MARLIN, BATCHED_MARLIN),)
 
@@ -49,7 +49,7 @@ NAMES: dict[str, tuple[Backend, ...]] = {
 }
 ADAPTER_NAMES: dict[str, tuple[Backend, ...]] = {
     "flashinfer_trtllm": (flashinfer.TRTLLM_LORA,),
-    # Adapters are not added to MXFP8 activations.
+    # LoRA adapters are not supported with MXFP8 activations.
     "flashinfer_trtllm_afp8": (),
 }
 ON_REQUEST = (
@@ -93,7 +93,7 @@ _GPT_OSS = Route(
     names=NAMES,
     adapter_names=ADAPTER_NAMES,
     unfiltered=frozenset({"b12x"}),
-    twins=TWINS,
+    batched_twins=TWINS,
     rounds=True,
     rounds_by_activation=False,
     minimum=80,
@@ -115,17 +115,17 @@ _COMPRESSED_MXFP4 = Route(
     storages=only("compressed-tensors"),
     weights=frozenset({"mxfp4"}),
     assigned=(
-        # The method names Marlin as its backend even where it takes the CUTLASS class.
+        # The method reports Marlin as its backend even when it uses the CUTLASS class.
         Assignment(
             cutlass.CUTLASS_MXFP4,
             cutlass.CUTLASS_MXFP4.variants[0],
             "MARLIN",
-            cutlass.CUTLASS_MXFP4.variants[0].offers.arch,
+            cutlass.CUTLASS_MXFP4.variants[0].capability.arch,
         ),
         Assignment(xpu.XPU_MXFP4, xpu.XPU_MXFP4.variants[0], "XPU", XPU),
         Assignment(MARLIN, MARLIN.variants[0], "MARLIN"),
     ),
-    detours=dict.fromkeys(
+    request_routes=dict.fromkeys(
         ("b12x", "flashinfer_moe_ep_cutedsl", "flashinfer_moe_ep_mega_deep_gemm"),
         replace(
             _GPT_OSS,
@@ -146,7 +146,7 @@ _QUARK_DYNAMIC = replace(
     refusals=(
         refuses(
             "dynamic FP8 activations",
-            "QuarkOCP_MX_MoEMethod does not scale FP8 activations at run time; use static scales",
+            "QuarkOCP_MX_MoEMethod does not support dynamic FP8 activation scales; use static scales",
             "NotImplementedError",
         ),
     ),
@@ -158,7 +158,7 @@ _QUARK_OTHERS = replace(
     refusals=(
         refuses(
             "activation format",
-            "Quark's MXFP4 experts take 16-bit, MXFP4 or static FP8 activations; "
+            "Quark's MXFP4 experts support 16-bit, MXFP4 or static FP8 activations; "
             "export the checkpoint with one of these",
             "RuntimeError",
         ),
@@ -172,7 +172,7 @@ _MODELOPT = replace(
     refusals=(
         refuses(
             "ModelOpt algorithm",
-            "ModelOpt's algorithms do not include MXFP4; use NVFP4, or MXFP4 of another tool",
+            "ModelOpt's algorithms do not include MXFP4; use NVFP4, or MXFP4 from another tool",
             "ValueError",
         ),
     ),

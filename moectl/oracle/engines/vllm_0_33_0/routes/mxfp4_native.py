@@ -30,7 +30,7 @@ _MXFP4 = Route(
     on_request=ON_REQUEST,
     names=NAMES,
     adapter_names=ADAPTER_NAMES,
-    twins=TWINS,
+    batched_twins=TWINS,
     rounds=True,
     minimum=80,
     dtypes=only("bf16"),
@@ -38,7 +38,7 @@ _MXFP4 = Route(
 
 
 def _mega(name: str, backend: Backend) -> dict[str, Route]:
-    """The request for a model's own megakernel; weights are not rounded for it."""
+    """The request for a model-specific megakernel; weights are not padded for it."""
     route = replace(
         _MXFP4,
         name=f"the model's own experts, {name} asked for",
@@ -57,21 +57,21 @@ _DEEPSEEK_V4 = replace(
     name="MXFP4 experts of DeepSeek-V4",
     when=ROUTES_AS_DEEPSEEK_V4,
     orders=(Order((aiter.AITER_BF16, triton.TRITON_UNFUSED), ROCM), *_MXFP4.orders[1:]),
-    detours={
+    request_routes={
         **_mega("deep_gemm_mega_moe", mega_moe.DEEP_GEMM_MEGA),
         **_mega("aiter_mega_moe", mega_moe.AITER_MEGA),
     },
-    # The config is that of the FP8 layers around them.
+    # The quantization config is that of the surrounding FP8 layers.
     minimum=75,
     dtypes=only("bf16", "fp16"),
 )
 
 LEAST_SLICE = 256
-"""Intermediate size below which Kimi-K3 pads the slices of tensor-parallel ranks."""
+"""Intermediate size below which Kimi-K3 pads the shards of tensor-parallel ranks."""
 
 
 def _padded_slice(ask: SupportQuery, asked: tuple[Backend, ...]) -> SupportQuery:
-    """`ask` with the intermediate size that the model pads itself before it makes its experts."""
+    """`ask` with the intermediate size after the model's own padding."""
     problem = ask.problem
     parallel, inter = problem.parallel, problem.dims.intermediate
     whole = inter * parallel.tp_size
@@ -92,8 +92,8 @@ _KIMI_K3 = replace(
     name="MXFP4 experts of Kimi-K3",
     storages=only("compressed-tensors", "mxfp4"),
     when=_SITU,
-    slices=_padded_slice,
-    detours=_mega("deep_gemm_mega_moe", mega_moe.DEEP_GEMM_MEGA),
+    fit_shard=_padded_slice,
+    request_routes=_mega("deep_gemm_mega_moe", mega_moe.DEEP_GEMM_MEGA),
 )
 
 
@@ -117,7 +117,7 @@ _KIMI_K3_AITER = replace(
     moves=(),
     on_request=(),
     names={},
-    detours={},
+    request_routes={},
     assigned=(
         Assignment(aiter.AITER_BF16, aiter.AITER_BF16.variants[0], aiter.AITER_BF16.engine_name, ROCM),
     ),

@@ -16,7 +16,7 @@ _GROUP = 32
 
 
 def _mxfp8(problem: MoEProblem, invariant: bool) -> ActFormat:
-    """MXFP8: the method asks for these activations whatever the checkpoint declares."""
+    """MXFP8, which the method requests whatever the checkpoint declares."""
     return MXFP8_ACT
 
 
@@ -29,7 +29,7 @@ _WHOLE_GROUPS = LateFailure(
     "scale groups",
     _crosses,
     lambda ask, chosen: (
-        f"MXFP8 needs hidden and intermediate sizes in multiples of {_GROUP}, "
+        f"MXFP8 needs hidden and intermediate sizes in multiples of {_GROUP}; "
         f"one rank has {ask.problem.dims.hidden} and {ask.problem.dims.intermediate}"
     ),
     kind="ValueError",
@@ -69,7 +69,7 @@ _MODELOPT = Route(
     platforms=but("xpu"),
     minimum=80,
     dtypes=only("bf16"),
-    aftermath=(_WHOLE_GROUPS,),
+    late_failures=(_WHOLE_GROUPS,),
     fails="ValueError",
 )
 _NAMED = replace(
@@ -86,7 +86,7 @@ _COMPRESSED = replace(
     platforms=but(),
     minimum=70,
     dtypes=but(),
-    aftermath=(),
+    late_failures=(),
 )
 _QUARK = replace(
     _MODELOPT,

@@ -46,7 +46,7 @@ _MODELOPT = Route(
         "humming": (HUMMING,),
         "emulation": (nvfp4.EMULATION_NVFP4,),
     },
-    twins=((nvfp4.CUTEDSL, nvfp4.CUTEDSL_BATCHED),),
+    batched_twins=((nvfp4.CUTEDSL, nvfp4.CUTEDSL_BATCHED),),
     platforms=but("xpu"),
     minimum=75,
     dtypes=only("bf16", "fp16"),
@@ -66,7 +66,7 @@ _COMPRESSED_OTHERS = replace(
     refusals=(
         refuses(
             "activation format",
-            "compressed-tensors' NVFP4 experts take NVFP4 or 16-bit activations; "
+            "compressed-tensors' NVFP4 experts support NVFP4 or 16-bit activations; "
             "quantize the checkpoint with one of these",
             "ValueError",
         ),
@@ -87,7 +87,7 @@ _QUARK_OTHERS = replace(
     refusals=(
         refuses(
             "activation format",
-            "Quark's NVFP4 experts take NVFP4 activations; export the checkpoint with these",
+            "Quark's NVFP4 experts support only NVFP4 activations; export the checkpoint with these",
             "RuntimeError",
         ),
     ),
@@ -96,7 +96,7 @@ _DEEPSEEK_V4 = replace(
     _MODELOPT,
     name="NVFP4 experts of DeepSeek-V4",
     when=ROUTES_AS_DEEPSEEK_V4,
-    # The config is that of the FP8 layers around them.
+    # The quantization config is that of the surrounding FP8 layers.
     platforms=but(),
 )
 

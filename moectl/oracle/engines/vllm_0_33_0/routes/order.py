@@ -1,4 +1,4 @@
-"""Changes of order that several formats share."""
+"""Changes of the priority order that several formats share."""
 
 from ....backend import Backend, SupportQuery, is_on
 from ....gpu_archs import SM90, Arch
@@ -11,7 +11,7 @@ CPU, XPU, ROCM = (Arch("cpu"),), (Arch("xpu"),), (Arch("rocm"),)
 TPU, OUT_OF_TREE = (Arch("tpu"),), (Arch("out-of-tree"),)
 
 HUMMING_FIRST = OrderMove(
-    HUMMING, (SM90,), before=MARLIN, why="Humming goes before Marlin on compute capability 9.0 only"
+    HUMMING, (SM90,), before=MARLIN, why="Humming has priority over Marlin on compute capability 9.0 only"
 )
 
 _AITER, _AITER_MOE = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE"
@@ -19,12 +19,12 @@ _AITER_SWITCHES = frozenset({_AITER, _AITER_MOE})
 
 
 def _stated(ask: SupportQuery, switches: frozenset[str]) -> bool:
-    """True when one of the switches is set, to anything."""
+    """True when one of the environment variables is set, to any value."""
     return not switches.isdisjoint(ask.packages.env)
 
 
 def _aiter_wanted(ask: SupportQuery) -> bool:
-    """True when both switches are on, but for RDNA4, which has AITER's Triton kernels only."""
+    """True when both variables are on, except on RDNA4, which has only AITER's Triton kernels."""
     rdna4 = ask.device.arch in ("gfx1200", "gfx1201") and ask.packages.has("aiter")
     on = is_on(ask.packages, VARIABLES[_AITER]) and is_on(ask.packages, VARIABLES[_AITER_MOE])
     return _stated(ask, _AITER_SWITCHES) and on and not rdna4
@@ -37,13 +37,13 @@ def _aiter_refused(ask: SupportQuery) -> bool:
 AITER_DEMANDED = SwitchRequest(
     "aiter",
     _aiter_wanted,
-    why=f"{_AITER} asks for AITER",
+    why=f"{_AITER} requests AITER",
     switches=_AITER_SWITCHES,
 )
 
 
 def without_aiter(*backends: Backend) -> Exclusion:
-    """AITER's `backends` are left out where a switch turns them off."""
+    """Exclude AITER's `backends` when an environment variable turns them off."""
     return Exclusion(
         backends, f"only while {_AITER} and {_AITER_MOE} are on, or unset", _aiter_refused, _AITER_SWITCHES
     )
@@ -71,13 +71,13 @@ def _hurt(ask: SupportQuery) -> bool:
 DEEP_GEMM_DEMANDED = SwitchRequest(
     "deep_gemm",
     lambda ask: _stated(ask, _DEEP_GEMM_SWITCHES) and _deep_gemm_on(ask),
-    why=f"{_DEEP_GEMM} or {_DEEP_GEMM_MOE} is set, which asks for DeepGEMM and nothing else",
+    why=f"{_DEEP_GEMM} or {_DEEP_GEMM_MOE} is set, which requests DeepGEMM alone",
     switches=_DEEP_GEMM_SWITCHES,
 )
 
 
 def without_deep_gemm(*backends: Backend) -> tuple[Exclusion, ...]:
-    """DeepGEMM's `backends` are left out by switch, and for models that it hurts."""
+    """Exclude DeepGEMM's `backends` by environment variable, and for models that it hurts."""
     return (
         Exclusion(
             backends,

@@ -1,4 +1,4 @@
-"""vLLM's terms: its names for a model's properties, and what its methods refuse."""
+"""vLLM's names for a model's properties, and what its methods refuse."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..backends.marlin import BATCHED_MARLIN, MARLIN, shape_fits
 
 
 def dtype(problem: MoEProblem, device: Device) -> str:
-    """BF16 models run in FP16 on GPUs without BF16 arithmetic."""
+    """The dtype that a model runs in: BF16 models run in FP16 on GPUs without BF16 arithmetic."""
     old = device.platform == "cuda" and device.capability < 80
     return "fp16" if old and problem.dtype == "bf16" else problem.dtype
 
 
 def activation(problem: MoEProblem) -> str:
-    """The engine's name: gpt-oss' function over concatenated rows has one of its own."""
+    """vLLM's name; gpt-oss' function over concatenated rows has a separate one."""
     name = problem.activation.name
     if name == "swigluoai" and problem.rows == "concatenated":
         name = "swigluoai_uninterleave"
@@ -40,7 +40,7 @@ _ROUTING = {
 
 
 def routing(problem: MoEProblem) -> str:
-    """The engine's name of the routing method; models with experts' groups route as DeepSeek-V3."""
+    """vLLM's name of the routing method; models with expert groups use DeepSeekV3."""
     routing = problem.routing
     if routing.weight_on_input and problem.top_k == 1:
         return "Llama4"
@@ -51,7 +51,7 @@ def routing(problem: MoEProblem) -> str:
 
 
 def refuses(name: str, says: str, kind: str) -> Condition:
-    """The refusal of every problem that a row takes: checkpoints that the engine knows not to load."""
+    """A refusal of every problem of a route: checkpoints that vLLM does not load."""
     return Condition(name, lambda ask: True, lambda ask: says, kind)
 
 
@@ -63,8 +63,8 @@ REFUSES_ACT_ORDER = Condition(
     "activation order",
     _group_order,
     lambda ask: (
-        f"{ask.problem.storage} checkpoints with an activation order by group are not loaded any more; "
-        "use one that was quantized without it, or with static order"
+        f"{ask.problem.storage} checkpoints with activation order by group (g_idx) are no longer supported; "
+        "use one quantized without it, or with static groups"
     ),
 )
 
@@ -72,12 +72,12 @@ REFUSES_ACT_ORDER = Condition(
 GPTQ_ZERO_POINTS = Condition(
     "zero points",
     lambda ask: ask.problem.storage == "gptq" and ask.problem.scheme.weight.zero_point,
-    lambda ask: "GPTQ checkpoints with zero points (sym false) are not loaded; use a symmetric one",
+    lambda ask: "GPTQ checkpoints with zero points (sym false) are not supported; use a symmetric one",
 )
 AWQ_HAS_4_BITS = Condition(
     "bits",
     lambda ask: ask.problem.storage == "awq" and ask.problem.scheme.weight.bits != 4,
-    lambda ask: f"AWQ checkpoints have 4 bits, the weights are {ask.problem.scheme.weight}",
+    lambda ask: f"AWQ checkpoints must have 4-bit weights, these are {ask.problem.scheme.weight}",
 )
 
 
@@ -100,7 +100,7 @@ def _straddles(ask: SupportQuery, chosen: Candidate | None) -> bool:
     sizes = (dims.padded_hidden, dims.padded_intermediate)
     if weight.group != FULL and any(size % weight.group for size in sizes):
         return True
-    # Packed zero points: whole 32-bit words per rank.
+    # Zero points are packed: each rank needs whole 32-bit words.
     words = 32 // weight.bits
     return weight.zero_point and any(size % words for size in (sizes[0], 2 * sizes[1]))
 
@@ -129,18 +129,18 @@ ROUTES_AS_DEEPSEEK_V4 = Condition(
 AWQ_NEEDS_TURING = Condition(
     "AWQ needs a GPU",
     _no_awq_kernels,
-    lambda ask: f"AWQ through moe_wna16 needs sm75 or newer, the device is {ask.device.arch}",
+    lambda ask: f"AWQ on the MoeWNA16 path needs sm75 or newer; this device is {ask.device.arch}",
 )
 MARLIN_REFUSES = Condition(
-    "Marlin does not take the sizes",
+    "Marlin does not support the sizes",
     lambda ask: not shape_fits(replace(ask, pads_tiles=True)),
-    lambda ask: f"Marlin does not take the sizes of {ask.problem.dims}",
+    lambda ask: f"Marlin does not support the sizes of {ask.problem.dims}",
 )
 CHANNELS_WITH_MARLIN_ONLY = LateFailure(
     "scales per channel",
     _per_channel,
     lambda ask, chosen: (
-        "the method takes scales per channel with Marlin only and stops on "
+        "the method supports per-channel scales with Marlin only and fails on "
         f"{chosen.variant.experts if chosen else 'no backend'}"
     ),
     kind="AssertionError",
@@ -148,14 +148,14 @@ CHANNELS_WITH_MARLIN_ONLY = LateFailure(
 WHOLE_GROUPS = LateFailure(
     "scale groups",
     _straddles,
-    lambda ask, chosen: f"scale groups would cross ranks ({_sizes(ask, chosen)})",
+    lambda ask, chosen: f"the TP shard is not a multiple of the quantization group ({_sizes(ask, chosen)})",
     kind="ValueError",
     sized=True,
 )
 HALVES_GROUPS = LateFailure(
     "scale groups",
     _halved_below_32,
-    lambda ask, chosen: f"no scale group of 32 or more divides the sizes ({_sizes(ask, chosen)})",
+    lambda ask, chosen: f"no quantization group of 32 or more divides the sizes ({_sizes(ask, chosen)})",
     kind="AssertionError",
     sized=True,
 )

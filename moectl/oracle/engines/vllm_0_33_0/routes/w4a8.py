@@ -46,11 +46,11 @@ _FP8 = Route(
         Condition(
             "scale groups",
             lambda ask: ask.problem.scheme.weight.group != 128,
-            lambda ask: f"the method takes groups of 128 only, the weights are {ask.problem.scheme.weight}",
+            lambda ask: f"the method supports only groups of 128; weights are {ask.problem.scheme.weight}",
             kind="AssertionError",
         ),
     ),
-    aftermath=(
+    late_failures=(
         LateFailure(
             "tiles",
             _ragged,
@@ -70,7 +70,7 @@ _INT8 = replace(
     name="int4 weights with int8 activations",
     method="CompressedTensorsW4A8Int8MoEMethod",
     acts=only("int8 per token dynamic"),
-    # The kernels quantize activations themselves and are asked for 16-bit ones.
+    # The kernels quantize activations themselves, so 16-bit ones are requested.
     act="own",
     orders=(Order((cpu.CPU_W4A8,), CPU),),
     names={"cpu": (cpu.CPU_W4A8,)},
@@ -82,7 +82,7 @@ _INT8 = replace(
             lambda ask: f"{ask.problem.scheme.weight} does not divide the sizes of one rank evenly",
         ),
     ),
-    aftermath=(),
+    late_failures=(),
     fails_by_name="ValueError",
     fails_unknown="",
 )
