@@ -81,7 +81,7 @@ class Bench:
             sets(max(self.settings.tokens), 1)  # a file that is too short is refused before the work
         return sets
 
-    def left(self, done: AbstractSet[Key] = frozenset()) -> int:
+    def pending(self, done: AbstractSet[Key] = frozenset()) -> int:
         """How many rows `measured` gives."""
         asked = self.settings
         cells = product(enumerate(self.targets), asked.tokens, asked.routings)

@@ -49,7 +49,7 @@ class AnswerOutput:
 
     def matrix(self, found: DecisionMatrix) -> ExitCode:
         """The table; 1 where nothing serves every layer, or under --strict a cell is no first choice."""
-        width = 10_000 if self.markdown else text_blocks.columns_here()
+        width = 10_000 if self.markdown else text_blocks.terminal_width()
         self.show(found.to_json(), matrix_blocks(found, width), matrix_lines(found))
         good = found.clean if self.strict else found.usable
         return ExitCode.DONE if good else ExitCode.FOUND
