@@ -69,7 +69,7 @@ SETTINGS = RecordOptions(
         option(
             "--routing",
             own=True,
-            help="uniform, balanced, zipf:A, hot:N:F, experts:N, trace:FILE, router; several separated by commas.",
+            help="uniform, balanced, zipf:A, hot:N:F, experts:N, trace:FILE, router; several with commas.",
         ),
         lambda text: tuple(dict.fromkeys(named(text, "--routing"))),
         kind=str,
@@ -228,7 +228,7 @@ def _measure(
     actions: ActionOptions,
     out: Output,
 ) -> "tuple[Mapping[str, Any], Sequence[BenchRow]]":
-    """The conditions of the measurement as plain data, and all rows; a journal at `path` gets them one by one."""
+    """The conditions as plain data, and all rows; a journal at `path` gets them one by one."""
     from ...bench.journal import RowJournal, RunHeader
     from ...bench.open_bench import open_bench
     from ...bench.run_metadata import about, rates_of

@@ -299,7 +299,7 @@ def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path
             ("--model", "kimi-k2", "--layer", "9", "--activation", "x"),
             "--layer, --activation would be ignored",
         ),
-        (("--model", "kimi-k2", "--jobs", "2"), "--jobs is of --compile-only"),
+        (("--model", "kimi-k2", "--jobs", "2"), "--jobs needs --compile-only"),
         (("--model", "kimi-k2", "--compile-only", "--save"), "--save would be ignored"),
         (("--model", "kimi-k2", "--compile-only", "--resume"), "--resume would be ignored"),
         (("--model", "kimi-k2", "--compile-only", "-o", "a.md"), "--output would be ignored"),
