@@ -80,14 +80,14 @@ def test_numbers_that_are_not_finite_become_none():
     ("name", "text", "words"),
     [
         ("a.jsonl", "", "does not begin"),
-        ("a.jsonl", "{}\n", "no line of a bench"),
+        ("a.jsonl", "{}\n", "not a line of a bench"),
         ("a.jsonl", "[1]\n", "not a JSON object"),
         ("a.jsonl", '{"kind": "run"}\n{"kind": "row", "model": "x"}\n', "line 2 is no row.* lacks backend"),
         ("a.jsonl", '{"kind": "run"}\nnonsense\n', "line 2 is not JSON"),
         ("a.json", '{"rows": 3}', "has no rows"),
         ("a.json", "{", "not JSON"),
         ("a.csv", "model,layers\nx,0\n", "line 2 is no row"),
-        ("a.txt", "", "names no file of rows"),
+        ("a.txt", "", "is not that of a file of rows"),
     ],
 )
 def test_files_that_are_none_of_a_bench_are_refused(tmp_path, name, text, words):
@@ -237,7 +237,7 @@ def test_other_content_of_a_trace_is_another_run(tmp_path):
     trace.write_text("[1, 0]\n")
     with (
         RowJournal.open(path, resume=True) as journal,
-        pytest.raises(UsageError, match=f"{trace} has other content than it had"),
+        pytest.raises(UsageError, match=f"the content of {trace} has changed"),
     ):
         journal.begin(RunHeader(asked.to_json(), MACHINE))
 

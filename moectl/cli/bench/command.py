@@ -142,8 +142,8 @@ def bench(
 ) -> ExitCode:
     """Time backends on layers' real shapes.
 
-    Times are compared with the roofline of the device's bandwidth and matrix rate. Each result is checked
-    against the reference first; a wrong one gets no time. Exit code 1 when one was wrong, or failed.
+    Against the roofline of the device. Each result is checked against the reference first; a wrong one gets
+    no time. Exit code 1 when one was wrong, or failed.
     """
     shown = rows_to.output_of(out.as_json)
     _check_together(context, {"rows": rows, "compile_only": actions.compile_only, "model": model})

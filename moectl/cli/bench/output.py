@@ -31,7 +31,7 @@ class RowOutputOptions:
             "--output",
             "-o",
             own=True,
-            help="Write to a file instead, format by suffix; repeatable; .jsonl row by row.",
+            help="A file by suffix, also several, instead of the table on stdout; .jsonl row by row.",
         ),
     ] = None
     plot: Annotated[Path | None, option("--plot", help="Draw latency and roofline: .svg or .png.")] = None
