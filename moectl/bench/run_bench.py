@@ -50,8 +50,8 @@ def blank(target: BenchTarget, tokens: int, routing: str, backend: str) -> Bench
 class Bench:
     """A bench ready to run: its layers, backends and routings have been checked.
 
-    `say` gets notes for the user; `begins` gets the rows that are worked on next, as what they run may end the
-    process.
+    `say` gets notes for the user; `begins` gets the rows that are worked on next, as what they run may
+    end the process.
     """
 
     settings: BenchSettings
@@ -92,7 +92,7 @@ class Bench:
         )
 
     def measured(self, done: AbstractSet[Key] = frozenset()) -> Iterator[BenchRow]:
-        """Yields a `BenchRow` per case and backend, those of a case together, except those whose key is `done`.
+        """Yields a `BenchRow` per case and backend, a case's together, without those whose key is `done`.
 
         A backend that fails becomes a row with the reason. Raises Unavailable when one has broken the device
         for this process, after yielding its row.
@@ -107,7 +107,7 @@ class Bench:
     def compiled(self, part: int = 0, parts: int = 1) -> Iterator[CompileOutcome]:
         """Runs cases once each, without timing, to compile their kernels; yields a line for each.
 
-        This is the `part`-th of `parts` shares; layers and backends are dealt out with a few token counts each.
+        Part `part` of `parts`; layers and backends are dealt out with a few token counts each.
         """
         backends = dict.fromkeys(name for choice in self._choices.values() for name in choice.names)
         units = product(backends, _chunks(self.settings.tokens, TOKENS_OF_A_PART), enumerate(self.targets))

@@ -117,7 +117,7 @@ def check_routing(text: str) -> None:
         return
     if not Path(text[len(TRACE) :]).is_file():
         raise UsageError(
-            f"routing {text!r} names a file that does not exist",
+            f"routing {text!r} names a file that is not there",
             hint="write trace:FILE, with a .safetensors or .jsonl file of expert ids",
         )
 
@@ -216,7 +216,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
                 raise ValueError(item)
             if value > end:
                 raise UsageError(
-                    f"A-B needs A below B, got {item.strip()!r}",
+                    f"token counts go up from A to B in A-B, got {item.strip()!r}",
                     hint=f"write {end}-{value}",
                 )
             while value <= end:

@@ -42,8 +42,8 @@ def test_bad_token_counts(text):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"checkpoint": "x"}, "one of the two"),
-        ({"models": ()}, "one of the two"),
+        ({"checkpoint": "x"}, "either a checkpoint or named models"),
+        ({"models": ()}, "either a checkpoint or named models"),
         ({"tokens": ()}, "from 1 to"),
         ({"tokens": (0,)}, "from 1 to"),
         ({"routings": ()}, "needs a routing"),
@@ -148,7 +148,7 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path):
         journal.begin(run())
         journal.add(ROWS[1])
     assert read_rows(path).rows == ROWS[:2]
-    with pytest.raises(UsageError, match="something in it already"):
+    with pytest.raises(UsageError, match="is not empty"):
         RowJournal.open(path)
 
 

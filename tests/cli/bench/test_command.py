@@ -290,8 +290,8 @@ def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "one of the two"),
-        (("x", "--model", "kimi-k2"), "one of the two"),
+        ((), "either a checkpoint or named models"),
+        (("x", "--model", "kimi-k2"), "either a checkpoint or named models"),
         (("--rows", "rows.jsonl", "--model", "kimi-k2"), "measure new ones"),
         (("--rows", "a.jsonl", "--rows", "b.jsonl"), "shows one file, got 2"),
         (("--rows", "a.jsonl", "-m", "4", "--resume"), "--tokens, --resume would be ignored"),
