@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 SCHEMA_VERSION = 1
-"""Version of the JSON documents; it grows when a field changes its meaning or goes away."""
+"""Version of the JSON documents; it is raised when a field changes its meaning or is removed."""
 
 __all__ = ["SCHEMA_VERSION", "PreparedMoE", "__version__", "build_kernel", "load_prepared"]
 
@@ -28,3 +28,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f".{_HEAVY[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -25,6 +25,12 @@ def test_no_file_has_a_vague_name() -> None:
     assert [path for path in PACKAGE.rglob("*.py") if path.stem in VAGUE] == []
 
 
+def test_the_public_names_are_listed() -> None:
+    import moectl
+
+    assert set(dir(moectl)) == set(moectl.__all__) and all(hasattr(moectl, name) for name in moectl.__all__)
+
+
 def test_kernel_families_have_one_word() -> None:
     texts = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     assert [path for path, text in texts.items() if "regime" in text.lower()] == []

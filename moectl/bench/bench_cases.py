@@ -1,4 +1,4 @@
-"""One cell: a layer, a routing and a number of tokens, and the inputs and the right result that all share."""
+"""A case: a layer, a routing and a number of tokens, with the inputs and expected result of all backends."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from .routings import Sets, warm_share
 from .settings import BenchSettings
 
 MANY_SETS, FEW_SETS, FEW_ABOVE = 16, 4, 64
-"""Calls in a graph, and fewer of them above so many tokens."""
+"""Calls in a graph: `MANY_SETS` up to `FEW_ABOVE` tokens, `FEW_SETS` above."""
 
 CPU_SETS = 3
-"""Routings that calls on a CPU take in turn."""
+"""Routings that calls on a CPU cycle through."""
 
 CHECKED_TOKENS = 32
-"""Tokens whose result is compared with the reference, of all calls together, but at least one of each; the
-others are checked to be finite."""
+"""Tokens compared with the reference, over all calls, but at least one per call; the others are only checked
+to be finite."""
 
 STILL_COLD = 0.05
-"""Largest part of the weights that may be found in the cache by calls that count as cold."""
+"""Largest share of the weights that calls may find in the cache and still count as cold."""
 
 CACHES = 16
-"""Times the cache that the copies of a layer fill together: a cache that does not forget the oldest first
-would else serve a part of every call."""
+"""Cache sizes that the copies of a layer fill together: a cache with a policy other than LRU would otherwise
+hold part of every call's weights."""
 
 MOST_COPIES = MANY_SETS
-"""With a copy for each call none finds anything of another's."""
+"""Most copies of a layer: with one per call, no call finds another one's weights in the cache."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class BenchCase:
 
     Attributes:
         routing, tokens: of the row.
-        calls: how many, of different routings, are timed together.
-        copies: of the weights, that calls use in turn.
-        warm_share: what of the weights may be in the cache all the same.
+        calls: calls with different routings that are timed together.
+        copies: copies of the weights that calls cycle through.
+        warm_share: largest share of the weights that may still be in the cache.
     """
 
     routing: str
@@ -60,16 +60,16 @@ class BenchCase:
     warm_share: float = 0.0
 
     def caches(self, settings: BenchSettings, device: torch.device) -> str:
-        """How cold the weights are, in words."""
+        """How cold the weights are, as a phrase."""
         if settings.warm:
             return "warm"
         if device.type != "cuda":
             return "cold: flushed before each call"
         if self.calls == 1:
             return "cold: one call, flushed before it"
-        of = f" on {self.copies} copies of the weights" if self.copies > 1 else ""
+        on_copies = f" on {self.copies} copies of the weights" if self.copies > 1 else ""
         rest = f", at most {self.warm_share:.0%} warm" if self.warm_share >= 0.005 else ""
-        return f"cold: {self.calls} calls{of}, flushed before them{rest}"
+        return f"cold: {self.calls} calls{on_copies}, flushed before them{rest}"
 
 
 def plan_cells(
@@ -79,25 +79,23 @@ def plan_cells(
     device: torch.device,
     room: float,
 ) -> list[BenchCase]:
-    """The cells of a layer, and how its calls stay cold: as many copies of the weights as that takes.
+    """The cases of a layer, with as many copies of its weights as it takes to keep calls cold.
 
     `room` is the memory in bytes that copies for one backend may take. Calls that even several copies do
-    not keep cold, as of layers that fit the cache, are timed one at a time.
+    not keep cold, such as those of layers that fit the cache, are timed one at a time.
     """
-    wanted = [BenchCase(name, tokens, 1) for name in routings for tokens in settings.tokens]
+    cases = [BenchCase(name, tokens, 1) for name in routings for tokens in settings.tokens]
     if device.type != "cuda" or settings.warm:
-        return [replace(cell, calls=_calls(cell.tokens, device, settings.warm)) for cell in wanted]
+        return [replace(cell, calls=_calls(cell.tokens, device, settings.warm)) for cell in cases]
     cache = last_level_cache(device)
-    hits = {cell: _hits(target, routings[cell.routing], cell.tokens) for cell in wanted}
+    hits = {cell: _active_experts(target, routings[cell.routing], cell.tokens) for cell in cases}
     most = max(1, min(MOST_COPIES, int(room / max(1, target.nbytes))))
     fewest = min(most, max(1, -(-CACHES * cache // max(1, target.nbytes))))
     shares = {
-        copies: {
-            cell: warm_share(hits[cell], copies, target.problem.expert_bytes(), cache) for cell in wanted
-        }
+        copies: {cell: warm_share(hits[cell], copies, target.problem.expert_bytes(), cache) for cell in cases}
         for copies in range(fewest, most + 1)
     }
-    copies = next((n for n, found in shares.items() if max(found.values()) <= STILL_COLD), fewest)
+    copies = next((n for n, warm in shares.items() if max(warm.values()) <= STILL_COLD), fewest)
     return [
         replace(cell, calls=len(hits[cell]), copies=copies, warm_share=share) if share <= STILL_COLD else cell
         for cell, share in shares[copies].items()
@@ -110,8 +108,8 @@ def _calls(tokens: int, device: torch.device, warm: bool) -> int:
     return MANY_SETS if tokens <= FEW_ABOVE else FEW_SETS
 
 
-def _hits(target: BenchTarget, sets: Sets, tokens: int) -> list[list[int]]:
-    """The experts here that each call of a cell hits."""
+def _active_experts(target: BenchTarget, sets: Sets, tokens: int) -> list[list[int]]:
+    """The experts of this rank that each call of a case activates."""
     calls = _calls(tokens, torch.device("cuda"), warm=False)
     return [
         torch.unique(ids[ids >= 0]).tolist()
@@ -121,14 +119,14 @@ def _hits(target: BenchTarget, sets: Sets, tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class CaseInputs:
-    """A cell's inputs on the device, and what the reference makes of some tokens of each call.
+    """A case's inputs on the device, and the reference's result for some tokens of each call.
 
     Attributes:
-        inputs: of each call, ids counted from the first expert here.
-        bias: the router's, for kernels that choose experts by themselves; None where there is none.
-        work: of a call, the mean.
-        samples: of each call the tokens that are compared, and `expected` ``[len(sample), hidden]`` fp32.
-        agrees: ids follow from the logits (`Routed.agrees`).
+        inputs: one per call, with ids counted from the rank's first expert.
+        bias: the router's correction bias, for kernels that route by themselves; or None.
+        work: the mean over calls.
+        samples: per call the tokens that are compared; `expected`: ``[len(sample), hidden]`` fp32.
+        agrees: ids follow from the logits (`BenchRouting.agrees`).
     """
 
     inputs: Sequence[LayerInputs]
@@ -147,7 +145,7 @@ def make_case(
     device: torch.device,
     judged: bool = True,
 ) -> CaseInputs:
-    """The inputs of `cell`; in a warm bench every call has the same. Without `judged` nothing is expected."""
+    """The inputs of `cell` (a warm bench's calls share them); with the reference's result if `judged`."""
     problem, dtype = target.problem, MODEL_TORCH_DTYPES[target.problem.dtype]
     distinct = 1 if settings.warm else cell.calls
     drawn = sets(cell.tokens, distinct)
@@ -163,27 +161,28 @@ def make_case(
         for routed in drawn
     ]
     inputs = inputs * (cell.calls if settings.warm else 1)
-    samples = [one.to(device) for one in spread(cell.tokens, len(inputs))]
-    chosen = list(zip(inputs, samples, strict=True))
+    samples = [tokens.to(device) for tokens in spread(cell.tokens, len(inputs))]
+    sampled = list(zip(inputs, samples, strict=True))
     x, ids, weights = (
-        torch.cat([getattr(one, name)[some] for one, some in chosen]) for name in ("x", "ids", "weights")
+        torch.cat([getattr(call, name)[tokens] for call, tokens in sampled])
+        for name in ("x", "ids", "weights")
     )
     reference = experts_on(target.experts, device)
     expected = moe_reference(x, ids, weights, reference, problem) if judged else x.float()
-    parts = torch.split(expected, [len(some) for some in samples])
+    parts = torch.split(expected, [len(tokens) for tokens in samples])
     router = target.experts.router
     bias = None
     if problem.routing.correction_bias:
-        own = cell.routing == "router" and router is not None and router.correction_bias is not None
-        bias = router.correction_bias if own and router else torch.zeros(problem.experts)
+        by_router = cell.routing == "router" and router is not None and router.correction_bias is not None
+        bias = router.correction_bias if by_router and router else torch.zeros(problem.experts)
         assert bias is not None
         bias = bias.to(device).float()
-    works = [work_of(problem, one.ids) for one in inputs[:distinct]]
+    works = [work_of(problem, call.ids) for call in inputs[:distinct]]
     return CaseInputs(inputs, bias, mean_work(works), samples, parts, all(routed.agrees for routed in drawn))
 
 
 def mean_work(works: Sequence[LayerWork]) -> LayerWork:
-    """The average over routings, which is what a time averaged over routings has to be held against."""
+    """The mean over routings, as a time averaged over routings must be compared with it."""
     n = len(works)
     return LayerWork(
         sum(w.weight_bytes for w in works) // n,
@@ -194,7 +193,7 @@ def mean_work(works: Sequence[LayerWork]) -> LayerWork:
 
 
 def spread(tokens: int, calls: int) -> list[Tensor]:
-    """The tokens of each call that are compared: in turn along the batch, its first and last among them."""
+    """The tokens of each call that are compared: dealt out along the batch, including its first and last."""
     each = min(tokens, -(-CHECKED_TOKENS // calls))
     places = torch.linspace(0, tokens - 1, each * calls).round().long()
     return [torch.unique(places[call::calls]) for call in range(calls)]
@@ -205,8 +204,8 @@ class CheckedOutputs:
     """The outputs of all calls against the reference.
 
     Attributes:
-        check: of the compared tokens together; `worst_token` is one of call `call`.
-        tokens: how many were compared.
+        check: over the compared tokens; `worst_token` belongs to call number `call`.
+        tokens: number of tokens compared.
     """
 
     check: CheckResult
@@ -215,10 +214,10 @@ class CheckedOutputs:
 
 
 def judge(outputs: Sequence[Tensor], case: CaseInputs, tolerance: Tolerance) -> CheckedOutputs:
-    """Samples of all `outputs`, which are of the last calls; it fails with a value that is not finite."""
+    """Checks the samples of `outputs`, those of the last calls; any non-finite value fails."""
     first = len(case.inputs) - len(outputs)
     samples, expected = case.samples[first:], case.expected[first:]
-    places = [(call, int(t)) for call, some in enumerate(samples, first) for t in some]
+    places = [(call, int(t)) for call, tokens in enumerate(samples, first) for t in tokens]
     for call, y in enumerate(outputs, first):
         bad = torch.nonzero(~torch.isfinite(y).all(1)).flatten()
         if len(bad):
@@ -226,7 +225,7 @@ def judge(outputs: Sequence[Tensor], case: CaseInputs, tolerance: Tolerance) -> 
             return CheckedOutputs(
                 CheckResult(nan, nan, int(bad[0]), nan, tolerance, False), call, len(places)
             )
-    got = torch.cat([y[some] for y, some in zip(outputs, samples, strict=True)])
+    got = torch.cat([y[tokens] for y, tokens in zip(outputs, samples, strict=True)])
     result = check(got, torch.cat(list(expected)), tolerance)
     call, token = places[result.worst_token]
     return CheckedOutputs(replace(result, worst_token=token), call, len(places))

@@ -1,4 +1,4 @@
-"""The layers that a bench is of: groups of a checkpoint, layers of a converted folder, named layers."""
+"""The layers of a bench: groups of a checkpoint, layers of a converted directory, or named layers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from ..problem.published_layers import named_problem
 from .settings import BenchSettings
 
 RANDOM = "-"
-"""What stands for the numbers of layers where weights are random."""
+"""Placeholder for the layer numbers of layers with random weights."""
 
 
 @dataclass(frozen=True)
 class BenchTarget:
-    """One layer that is timed, and the layers of the model that are alike.
+    """A layer to time, which stands for a group of equal layers of the model.
 
     Attributes:
-        model, layers: as in `Row`.
-        parallel: as in `Row`.
-        experts: the layer, or what the first rank has of it.
+        model, layers, parallel: as in `BenchRow`.
+        experts: the layer, or the first rank's shard of it.
     """
 
     model: str
@@ -46,21 +45,21 @@ class BenchTarget:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights and scales."""
+        """Size of its weights and scales in bytes."""
         return self.problem.expert_bytes() * self.problem.local_experts
 
 
 def targets_of(
     settings: BenchSettings, source: LayerSource | None, device: torch.device
 ) -> tuple[BenchTarget, ...]:
-    """What `settings` ask for; `source` is what its checkpoint's name stands for, None for named layers.
+    """The layers of `settings`; `source` is its opened checkpoint, or None for named layers.
 
-    Raises UsageError for unknown names, layers without experts, and shares that cannot be cut; and what
+    Raises UsageError for unknown names, layers without experts, and impossible shardings; and whatever
     `LayerSource.layer` raises.
     """
     shard = RankShard(tp_size=settings.tp, ep_size=settings.ep)
-    found = _named(settings, device) if source is None else _stored(settings, source)
-    return tuple(_first_rank(target, shard) for target in found)
+    targets = _named(settings, device) if source is None else _stored(settings, source)
+    return tuple(_first_rank(target, shard) for target in targets)
 
 
 def _named(settings: BenchSettings, device: torch.device) -> Iterator[BenchTarget]:
@@ -81,7 +80,7 @@ def _stored(settings: BenchSettings, source: LayerSource) -> Iterator[BenchTarge
 
 
 def words(shard: RankShard) -> str:
-    """How a layer is shared, in short: ``1``, ``tp2``, ``ep8``, ``tp2 ep4``."""
+    """How a layer is sharded: ``1``, ``tp2``, ``ep8``, ``tp2 ep4``."""
     sizes = {"tp": shard.tp_size, "ep": shard.ep_size}
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1"
 
@@ -91,14 +90,14 @@ def _first_rank(target: BenchTarget, shard: RankShard) -> BenchTarget:
         return target
     if target.parallel != "1":
         raise UsageError(
-            f"the folder holds what one rank has ({target.parallel}), which is not shared again",
-            hint="leave --tp and --ep out, or give the checkpoint that it was made of",
+            f"the directory holds one rank's shard ({target.parallel}), which cannot be sharded again",
+            hint="leave --tp and --ep out, or give the checkpoint that it was converted from",
         )
     return replace(target, parallel=words(shard), experts=shared(target.experts, shard))
 
 
 def shared(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
-    """What `shard` has of a whole `layer`; UsageError when it cannot be cut so."""
+    """The part of an unsharded `layer` that `shard` holds; UsageError when it cannot be sharded so."""
     share = RankSlice(layer.problem, shard)
     first, last = share.experts
     shapes = {

@@ -1,4 +1,4 @@
-"""The file that a bench writes its rows to as they come, and that a later run goes on with."""
+"""The file to which a bench appends its rows as they are measured, and which a later run can resume."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..errors import Unavailable, UsageError
 from ..files.lock import Lock
 from .bench_rows import BenchRow
 from .read_rows import BenchRows, read_rows
-from .settings import both, differences, other_software
+from .settings import differences, merge_settings, other_software
 
 
 @dataclass(frozen=True)
 class RunHeader:
-    """What rows were taken on.
+    """The conditions of a run.
 
     Attributes:
-        settings: as plain data, of `Settings.to_json`.
-        machine: ``device``, ``driver``, ``versions``, ``rates``, ``caches``, and what else is worth knowing.
+        settings: `BenchSettings.to_json`.
+        machine: ``device``, ``driver``, ``versions``, ``rates``, ``caches`` and more (`run_metadata.about`).
     """
 
     settings: Mapping[str, Any]
@@ -37,13 +37,13 @@ class RunHeader:
 
 
 class RowJournal:
-    """A JSONL file of rows that are written as they come: a first line says what they were taken on.
+    """A JSONL file of rows, whose first line describes the run.
 
-    Each line is on its way to the disk before the next row is measured, so that a run that is killed
-    keeps its rows. One process at a time has the file.
+    Each line is synced to disk before the next row is measured, so that a run that is killed keeps its rows.
+    Only one process at a time can have the file open.
 
     Attributes:
-        before: what earlier runs have left in it; None in a new one.
+        before: the rows of earlier runs; None in a new file.
     """
 
     def __init__(self, path: Path, fd: int, lock: Lock) -> None:
@@ -52,46 +52,44 @@ class RowJournal:
 
     @classmethod
     def open(cls, path: Path, *, resume: bool = False) -> RowJournal:
-        """The file at `path`, made where there is none, for this process alone.
+        """Opens or creates the file at `path` for this process alone.
 
-        With `resume`, there may be rows in it; a line that was not finished is cut off.
+        With `resume` it may have rows; an unfinished last line is cut off.
 
-        Raises UsageError when something is in it and is not to be gone on with, or is no rows; Unavailable
-        when another process has the file, or it cannot be written.
+        Raises UsageError when it is not empty without `resume`, or has no rows; Unavailable when another
+        process has it open, or it cannot be written.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise _unwritable(path, error) from error
-        made = cls(path, fd, Lock(path, fd, work="bench", target=path))
+        journal = cls(path, fd, Lock(path, fd, work="bench", target=path))
         try:
-            made._lock.take()
+            journal._lock.take()
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(fd)):
-                raise Unavailable(
-                    f"another bench has just given {path} up", hint="run the same command again"
-                )
+                raise Unavailable(f"another bench has just removed {path}", hint="run the same command again")
             if os.fstat(fd).st_size:
-                made._go_on(resume)
+                journal._continue(resume)
         except BaseException:
-            made._close()
+            journal._close()
             raise
-        return made
+        return journal
 
-    def _go_on(self, resume: bool) -> None:
+    def _continue(self, resume: bool) -> None:
         if not resume:
             raise UsageError(
-                f"{self.path} has something in it already",
-                hint="go on with it by --resume, or remove it, or give another name",
+                f"{self.path} is not empty",
+                hint="continue it with --resume, remove it, or give another name",
             )
         self.before = read_rows(self.path)
         data = self.path.read_bytes()
         os.ftruncate(self._fd, data.rfind(b"\n") + 1)
 
     def begin(self, run: RunHeader) -> Mapping[str, Any]:
-        """Says what the rows to come are taken on; of all rows, as plain data.
+        """Writes the header of the rows to come, and returns that of all rows as plain data.
 
-        After rows of earlier runs, that is written again only where more is asked for. Raises UsageError when
-        rows to come could not be held against those: of other settings, another device or other software.
+        After rows of earlier runs it is written only if more was requested. Raises UsageError when the rows
+        could not be compared with those: with other settings, another device or other software.
         """
         if self.before is None:
             self._write({"kind": "run", **run.to_json()})
@@ -100,17 +98,17 @@ class RowJournal:
         others = [*differences(run.settings, then), *other_software(run.machine, self.before.about)]
         if others:
             raise UsageError(
-                f"rows of {self.path} could not be held against new ones: {'; '.join(others)}",
-                hint="ask for what it was begun with (more -m, --backend, --model and --routing may be), "
-                "or begin a new file",
+                f"rows of {self.path} could not be compared with new ones: {'; '.join(others)}",
+                hint="use the settings that it was started with (-m, --backend, --model and --routing may "
+                "be extended), or start a new file",
             )
-        asked = both(then, run.settings)
-        if asked != both(then, then):
+        merged = merge_settings(then, run.settings)
+        if merged != merge_settings(then, then):
             self._write({"kind": "run", **run.to_json()})
-        return {**self.before.about, "settings": asked}
+        return {**self.before.about, "settings": merged}
 
     def add(self, row: BenchRow) -> None:
-        """Writes one row."""
+        """Appends one row."""
         self._write({"kind": "row", **row.to_json()})
 
     def _write(self, data: Mapping[str, Any]) -> None:
@@ -133,7 +131,7 @@ class RowJournal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not os.fstat(self._fd).st_size:
-            self.path.unlink(missing_ok=True)  # nothing came of it
+            self.path.unlink(missing_ok=True)  # no row was measured
         self._close()
 
 

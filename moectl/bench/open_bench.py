@@ -1,4 +1,4 @@
-"""From settings to a bench that is ready to be measured."""
+"""Opens a bench: from settings to layers, backends and rates."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def open_bench(
     say: Callable[[str], None] = lambda text: None,
     begins: Callable[[Sequence[BenchRow]], None] = lambda rows: None,
 ) -> Bench:
-    """The bench that `settings` ask for, on this machine.
+    """The bench of `settings` on this machine.
 
     Args:
-        source: what the checkpoint's name stands for; None where models are named.
-        rates: of the device; measured where they are None, unless `measure_rates` is False.
-        say, begins: as of `Bench`.
+        source: the opened checkpoint; None for named models.
+        rates: of the device; measured if None, unless `measure_rates` is False.
+        say, begins: as in `Bench`.
 
-    Raises UsageError, NoBackend, Unavailable and CheckpointError for what cannot be measured at all.
+    Raises UsageError, NoBackend, Unavailable or CheckpointError when nothing can be measured.
     """
     machine = this_machine(settings.device or None)
     targets = targets_of(settings, source, machine.torch)

@@ -1,4 +1,4 @@
-"""Kernels of a bench compiled beforehand, by several processes at once."""
+"""Compiles the kernels of a bench in advance, in several processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class CompileJob:
-    """What one process compiles: its part of a bench's layers, backends and numbers of tokens."""
+    """The work of one process: its part of a bench's layers, backends and numbers of tokens."""
 
     settings: BenchSettings
     source: LayerSource | None
@@ -34,16 +34,16 @@ class CompileJob:
 def compile_parts(
     settings: BenchSettings, source: LayerSource | None, processes: int
 ) -> Iterator[CompileOutcome]:
-    """Runs every cell of a bench once, spread over `processes`; says what each has done, as it ends.
+    """Runs every case of a bench once, spread over `processes`; yields each one's lines when it ends.
 
-    What is compiled lies in the caches of the libraries, such as TRITON_CACHE_DIR. A process that fails
-    says why, and what it did not come to is compiled later, when it is measured.
+    Compiled kernels are kept in the caches of the libraries, such as TRITON_CACHE_DIR. A process that fails
+    says why; what it has not reached is compiled when it is measured.
     """
     jobs = [CompileJob(settings, source, part, processes) for part in range(processes)]
     running: list[tuple[CompileJob, subprocess.Popen[bytes], IO[str]]] = []
     try:
         for job in jobs:
-            # One by one, so that those that run are stopped when one cannot start.
+            # One by one, so that the running ones are stopped when one cannot start.
             running.append((job, *_start(job)))
         while running:
             time.sleep(POLL_SECONDS)
@@ -76,14 +76,14 @@ def _start(job: CompileJob) -> tuple[subprocess.Popen[bytes], IO[str]]:
             hint="compile with fewer --jobs",
         ) from error
     assert process.stdin is not None
-    # One that has ended already takes nothing more: its status and its last words tell why.
+    # A process that has already ended reads no input: its status and log say why.
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(pickle.dumps(job))
     return process, log
 
 
 def work() -> None:
-    """In a process of `compile_parts`: does the `CompileJob` that its parent has written to stdin."""
+    """Entry point of the processes of `compile_parts`: runs the `CompileJob` on stdin."""
     job: CompileJob = pickle.load(sys.stdin.buffer)
     from .open_bench import open_bench
 

@@ -1,4 +1,4 @@
-"""A layer prepared for several backends at once, as often as cold weights need it, and what that costs."""
+"""Prepares a layer for several backends, in as many copies as cold caches need, and measures the costs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .bench_rows import PreparationCosts
 from .bench_targets import BenchTarget
 
 LOADED = 256 << 20
-"""Most bytes of prepared weights that are copied to see how fast all of them would come."""
+"""Most bytes of prepared weights that are copied to estimate the time of a warm load."""
 
 SPARE = 2.0
-"""Times its own bytes that preparing a layer may need for a moment."""
+"""Peak memory of preparing a layer, relative to its own size."""
 
 CALL_BUFFERS = 4
-"""Times the bytes of all assignments' inner and outer values that a call may need, graphs included."""
+"""Memory of a call, graphs included, relative to the activations of all its assignments."""
 
 
 @dataclass(frozen=True)
 class ReadyKernels:
-    """One backend's kernels of the same layer, each on weights of its own, and their cost."""
+    """One backend's kernels of a layer, each on its own copy of the weights, and their costs."""
 
     name: str
     kernels: tuple[FusedMoEKernel, ...]
@@ -43,14 +43,14 @@ class ReadyKernels:
 
 
 @dataclass
-class _Reading:
-    """Seconds that are spent on reading a layer, apart from what is done with it."""
+class _ReadTimer:
+    """Counts the seconds spent on reading a layer."""
 
     device: torch.device
     seconds: float = 0.0
 
     def of(self, layer: ExpertLayer) -> ExpertLayer:
-        """`layer`, whose readings are counted."""
+        """`layer` with its reads timed."""
 
         def canonical(ids: Ids) -> Mapping[str, Tensor]:
             return self._counted(lambda: layer.canonical(ids))
@@ -63,14 +63,14 @@ class _Reading:
     def _counted(self, read: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         synchronize(self.device)
         begin = time.perf_counter()
-        found = read()
+        tensors = read()
         synchronize(self.device)
         self.seconds += time.perf_counter() - begin
-        return found
+        return tensors
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for a GPU; nothing on a CPU."""
+    """Waits for a GPU; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -78,43 +78,43 @@ def synchronize(device: torch.device) -> None:
 def make_ready(
     target: BenchTarget, backend: str, device: torch.device, copies: int, costs: bool = True
 ) -> ReadyKernels:
-    """`target` prepared `copies` times for `backend`; what `ExpertLayer.prepared` raises.
+    """Prepares `target` `copies` times for `backend`; raises what `ExpertLayer.prepared` raises.
 
     With `costs`, they are measured: reading and repacking are the fastest of at least two preparations, as
-    the first one compiles and loads what a process needs once.
+    the first one includes one-time compilation and loading.
     """
-    made: list[PreparedMoE] = []
-    found: list[_Spent] = []
+    layers: list[PreparedMoE] = []
+    measurements: list[_Preparation] = []
     for i in range(max(copies, 2) if costs else copies):
         if i == 1 and copies == 1:
-            made.clear()  # it was made to be measured: there need not be room for two
+            layers.clear()  # it was only measured: there may be no room for two
             gc.collect()
         prepared, spent = _prepare(target, backend, device)
-        made.append(prepared)
-        found.append(spent)
+        layers.append(prepared)
+        measurements.append(spent)
         del prepared
-    kernels = tuple(kernel_of(prepared) for prepared in made)
+    kernels = tuple(kernel_of(prepared) for prepared in layers)
     if not costs:
         return ReadyKernels(backend, kernels, PreparationCosts())
-    best, first = min(found, key=lambda one: one.repack), made[0]
+    best, first = min(measurements, key=lambda m: m.repack), layers[0]
     as_stored = first.layout == target.experts.layout != CANONICAL and not first.relaid
-    read = min(one.read for one in found)
+    read = min(m.read for m in measurements)
     on_gpu = device.type == "cuda"
     measured = PreparationCosts(
         read_s=read,
         repack_s=best.repack,
-        first_s=found[0].read + found[0].repack,
+        first_s=measurements[0].read + measurements[0].repack,
         load_s=read if as_stored else _load_seconds(first, device),
         weight_bytes=first.nbytes,
-        held_bytes=found[-1].held if on_gpu else None,
-        peak_bytes=found[-1].peak if on_gpu else None,
+        held_bytes=measurements[-1].held if on_gpu else None,
+        peak_bytes=measurements[-1].peak if on_gpu else None,
     )
     return ReadyKernels(backend, kernels, measured)
 
 
 @dataclass(frozen=True)
-class _Spent:
-    """What one preparation took: seconds of reading and of the rest, and bytes of device memory."""
+class _Preparation:
+    """One preparation: seconds of reading and of repacking, bytes of resident and peak device memory."""
 
     read: float
     repack: float
@@ -122,27 +122,27 @@ class _Spent:
     peak: int
 
 
-def _prepare(target: BenchTarget, backend: str, device: torch.device) -> tuple[PreparedMoE, _Spent]:
-    reading, before = _Reading(device), 0
+def _prepare(target: BenchTarget, backend: str, device: torch.device) -> tuple[PreparedMoE, _Preparation]:
+    reading, before = _ReadTimer(device), 0
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     begin = time.perf_counter()
-    made = reading.of(target.experts).prepared(backend, device)
+    prepared = reading.of(target.experts).prepared(backend, device)
     synchronize(device)
     repack = time.perf_counter() - begin - reading.seconds
     held = peak = 0
     if device.type == "cuda":
         held = torch.cuda.memory_allocated(device) - before
         peak = torch.cuda.max_memory_allocated(device) - before
-    return made, _Spent(reading.seconds, repack, held, peak)
+    return prepared, _Preparation(reading.seconds, repack, held, peak)
 
 
 def _load_seconds(prepared: PreparedMoE, device: torch.device) -> float | None:
-    """Seconds to copy the weights from pageable host memory to `device`, as from a file that is cached.
+    """Seconds to copy the weights from pageable host memory to `device`, as from a file in the page cache.
 
-    Of larger layers a part is copied, and the time is taken in proportion. None without weights.
+    Of larger layers a part is copied and the time scaled up. None without weights.
     """
     parts, left = [], LOADED
     for tensor in prepared.weights.values():
@@ -159,8 +159,8 @@ def _load_seconds(prepared: PreparedMoE, device: torch.device) -> float | None:
     for _ in range(2):
         synchronize(device)
         begin = time.perf_counter()
-        for part, place in zip(parts, targets, strict=True):
-            place.copy_(part)
+        for part, destination in zip(parts, targets, strict=True):
+            destination.copy_(part)
         synchronize(device)
         best = min(best, time.perf_counter() - begin)
     return best * prepared.nbytes / nbytes
@@ -168,10 +168,10 @@ def _load_seconds(prepared: PreparedMoE, device: torch.device) -> float | None:
 
 @dataclass
 class MemoryLeft:
-    """How much of a device's memory is left for layers; a CPU's is taken to be enough.
+    """Device memory left for layers; a CPU's is assumed to be enough.
 
     Attributes:
-        call_bytes: what the largest call of one backend may need.
+        call_bytes: memory that the largest call of one backend may need.
     """
 
     device: torch.device
@@ -186,19 +186,19 @@ class MemoryLeft:
         return torch.cuda.mem_get_info(self.device)[0] + cached
 
     def fits(self, nbytes: int, copies: int, others: int) -> bool:
-        """Whether `copies` of a layer of `nbytes` can be prepared beside `others` backends' calls."""
+        """Whether `copies` of a layer of `nbytes` fit in addition to the calls of `others` backends."""
         return self.free() >= nbytes * (copies - 1 + SPARE) + (others + 1) * self.call_bytes
 
 
 def call_bytes(target: BenchTarget, tokens: int) -> int:
-    """Roughly the bytes that a call of `tokens` may need beside the weights."""
+    """Estimated bytes that a call of `tokens` needs in addition to the weights."""
     problem = target.problem
     width = problem.dims.hidden + 3 * problem.dims.intermediate
     return CALL_BUFFERS * 2 * tokens * problem.top_k * width
 
 
 def first_lines(error: BaseException) -> str:
-    """What an exception says, on one line: its kind and the first line of its text."""
+    """An exception on one line: its type and the first line of its text."""
     text = str(error).strip().splitlines()
     kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "
     return f"{kind}{text[0] if text else ''}"[:300]

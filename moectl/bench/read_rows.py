@@ -1,4 +1,4 @@
-"""Files of rows, read: what a bench has written, by this or another of its runs. Imports no torch."""
+"""Reads files of rows that a bench has written. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .. import SCHEMA_VERSION
 from ..errors import UsageError
 from ..files.safe_reading import unreadable
 from .bench_rows import BenchRow
-from .settings import both
+from .settings import merge_settings
 
 LARGEST_FILE = 1 << 30
-"""Most bytes of a file of rows that is read."""
+"""Largest file of rows that is read, in bytes."""
 
 
 @dataclass(frozen=True)
 class BenchRows:
-    """A file of rows, read: what they were taken on, as plain data, and the rows, the last of each cell.
+    """The contents of a file of rows: the run's conditions as plain data, and the last row of each case.
 
-    `notes` say what of the file does not count.
+    `notes` say what was ignored.
     """
 
     about: Mapping[str, Any]
@@ -33,26 +33,26 @@ class BenchRows:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What was asked for, as plain data; empty where the file does not say."""
+        """The settings as plain data; empty if the file does not have them."""
         return _settings(self.about)
 
 
 def read_rows(path: Path) -> BenchRows:
     """The rows of a .jsonl, .json or .csv file that a bench has written.
 
-    Of rows of the same cell the last one counts; a last line that was not finished does not, which is noted.
-    Raises UsageError when the file cannot be read or is none.
+    Of several rows of a case the last one counts; an unfinished last line is ignored with a note.
+    Raises UsageError when the file cannot be read or is not a file of rows.
     """
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise UsageError(f"{path} has more than {LARGEST_FILE} bytes: that is no file of rows")
+            raise UsageError(f"{path} has more than {LARGEST_FILE} bytes: that is not a file of rows")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(str(path), path, error, "a file of rows in UTF-8") from error
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(
-            f"the suffix of {path} names no file of rows, expected one of {', '.join(_READERS)}",
+            f"the suffix of {path} is not that of a file of rows, expected one of {', '.join(_READERS)}",
             hint="give what `moectl bench -o` wrote",
         )
     about, rows = reader(text, str(path))
@@ -68,7 +68,7 @@ def read_rows(path: Path) -> BenchRows:
 
 
 OF_ROWS = ("rows", "unsteady")
-"""What a JSON document has beside that which rows were taken on."""
+"""Keys of a JSON document that are not conditions of the run."""
 
 _Read = tuple[Mapping[str, Any], Iterable[BenchRow]]
 
@@ -81,19 +81,23 @@ def _from_jsonl(text: str, where: str) -> _Read:
         place = f"{where}, line {number}"
         data = _object(line, place)
         if data.get("kind") == "run" and (number == 1 or about):
-            about = data if number == 1 else {**about, "settings": both(_settings(about), _settings(data))}
+            about = (
+                data
+                if number == 1
+                else {**about, "settings": merge_settings(_settings(about), _settings(data))}
+            )
         elif data.get("kind") == "row":
             rows.append(BenchRow.from_json(data, place))
         else:
-            raise UsageError(f"{place} is no line of a bench", hint="give what `moectl bench -o` wrote")
+            raise UsageError(f"{place} is not a line of a bench", hint="give what `moectl bench -o` wrote")
     if not about:
         raise UsageError(f"{where} does not begin as a bench's file does")
     return about, rows
 
 
 def _settings(about: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = about.get("settings")
-    return found if isinstance(found, Mapping) else {}
+    settings = about.get("settings")
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def _from_json(text: str, where: str) -> _Read:
@@ -127,4 +131,4 @@ def _object(text: str, where: str) -> dict[str, Any]:
 _READERS = {".jsonl": _from_jsonl, ".json": _from_json, ".csv": _from_csv}
 
 CONSTANT = ("device", "driver", "versions", "rates")
-"""What a CSV file says of the machine, the same in every line."""
+"""Columns of a CSV file on the machine, the same in every line."""

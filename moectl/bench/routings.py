@@ -1,4 +1,4 @@
-"""Which experts the tokens of a cell go to: drawn, read from a trace, or chosen by the layer's own router."""
+"""Routings of a case: drawn at random, read from a trace, or chosen by the layer's own router."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..seeds import seed_of
 from .settings import ROUTER, TRACE, BenchSettings
 
 LONGEST_LINE = 1 << 16
-"""Most characters of a line of a trace."""
+"""Longest line of a trace, in characters."""
 
 FAR = -1e4
-"""Logit of experts that were not chosen."""
+"""Logit of experts that are not chosen."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class BenchRouting:
     """One routing, on any device.
 
     Attributes:
-        ids: ``[tokens, top_k]`` int32 of all the layer's experts.
+        ids: ``[tokens, top_k]`` int32, numbered over all of the layer's experts.
         weights: ``[tokens, top_k]`` fp32.
         logits: ``[tokens, experts]`` fp32.
-        x: ``[tokens, hidden]`` that was routed; None for tokens of any value.
-        agrees: the routing of the problem makes ids and weights of the logits, so that kernels which
-            route by themselves compute the same.
+        x: ``[tokens, hidden]`` that was routed; None if any tokens will do.
+        agrees: ids and weights follow from the logits, so that kernels which route by themselves compute
+            the same.
     """
 
     ids: Tensor
@@ -48,15 +48,15 @@ class BenchRouting:
 
 
 Sets = Callable[[int, int], list[BenchRouting]]
-"""Routings of so many tokens, so many of them."""
+"""(tokens, count) -> `count` routings of `tokens` tokens each."""
 
 
 def routing_of(
     name: str, layer: ExpertLayer, settings: BenchSettings, device: torch.device = torch.device("cpu")
 ) -> Sets:
-    """What gives routings called `name`; drawn ones are drawn on the CPU and routed on `device`.
+    """A source of the routings called `name`; random ones are drawn on the CPU and routed on `device`.
 
-    Raises UsageError when the layer has no router, a trace is too short or of other experts, or a file
+    Raises UsageError when the layer has no router, a trace is too short or has other experts, or a file
     cannot be read.
     """
     if name == ROUTER:
@@ -79,8 +79,8 @@ def _drawn(
 def _chosen(problem: MoEProblem, logits: Tensor) -> BenchRouting:
     """The routing that follows from `logits` alone: of no bias, table or factors that a router has."""
     bias = no_bias(problem)
-    made = inputs_from(problem, logits, logits, None if bias is None else bias.to(logits.device))
-    return BenchRouting(made.ids, made.weights, logits, agrees=_by_logits(problem))
+    inputs = inputs_from(problem, logits, logits, None if bias is None else bias.to(logits.device))
+    return BenchRouting(inputs.ids, inputs.weights, logits, agrees=_by_logits(problem))
 
 
 def _by_logits(problem: MoEProblem) -> bool:
@@ -112,7 +112,7 @@ def _by_router(layer: ExpertLayer, settings: BenchSettings) -> Sets:
                 x = _window(given, tokens, i, f"--input {settings.input}")
             token_ids = None
             if router.table is not None:
-                # Tokens of no text have no ids: random ones.
+                # Random tokens have no token ids: draw them too.
                 generator = torch.Generator().manual_seed(seed_of("token ids", settings.seed, i))
                 token_ids = torch.randint(len(router.table), (tokens,), generator=generator)
             ids, weights, logits = route_by(router, x, problem, token_ids)
@@ -140,7 +140,7 @@ def _tensors(path: Path, what: str) -> dict[str, Tensor]:
 
 
 def _window(rows: Tensor, tokens: int, number: int, what: str) -> Tensor:
-    """`tokens` rows in a run, the `number`-th such run; it begins again where the rows end."""
+    """The `number`-th run of `tokens` consecutive rows, wrapping around at the end."""
     if len(rows) < tokens:
         raise UsageError(
             f"{what} has {len(rows)} tokens, and {tokens} are asked for",
@@ -201,7 +201,7 @@ def read_trace(path: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | None]:
 
 def _refused(path: Path) -> tuple[Tensor, Tensor | None]:
     raise UsageError(
-        f"the suffix of trace {path} names no file of expert ids", hint="give a .safetensors or .jsonl file"
+        f"the suffix of trace {path} is not that of a trace", hint="give a .safetensors or .jsonl file"
     )
 
 
@@ -256,21 +256,25 @@ _READERS = {".safetensors": _trace_tensors, ".jsonl": _trace_lines}
 
 
 def warm_share(sets: Sequence[Sequence[int]], copies: int, expert_bytes: int, cache: int) -> float:
-    """The part of the weights read that a cache of `cache` bytes may still hold from calls before.
+    """The share of the weights read that a cache of `cache` bytes may still hold from earlier calls.
 
-    `sets` are the experts that each call hits; calls use `copies` copies of the weights in turn, and begin
-    with a cache that was flushed. The cache keeps what was used last, whole experts at a time.
+    `sets` are the active experts of each call; calls cycle through `copies` copies of the weights and start
+    with a flushed cache. The cache is modelled as LRU with whole experts as entries.
+
+    Example:
+        >>> warm_share([[0, 1], [1, 2]], copies=1, expert_bytes=10, cache=20)
+        0.25
     """
     room = cache // max(1, expert_bytes)
-    kept: OrderedDict[tuple[int, int], None] = OrderedDict()
-    found = read = 0
+    cached: OrderedDict[tuple[int, int], None] = OrderedDict()
+    hits = reads = 0
     for number, experts in enumerate(sets):
         for expert in experts:
-            place = (number % copies, expert)
-            read += 1
-            found += place in kept
-            kept[place] = None
-            kept.move_to_end(place)
-            while len(kept) > room:
-                kept.popitem(last=False)
-    return found / read if read else 0.0
+            entry = (number % copies, expert)
+            reads += 1
+            hits += entry in cached
+            cached[entry] = None
+            cached.move_to_end(entry)
+            while len(cached) > room:
+                cached.popitem(last=False)
+    return hits / reads if reads else 0.0

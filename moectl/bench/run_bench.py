@@ -1,4 +1,4 @@
-"""The bench itself: every backend of every cell prepared, checked, and timed in turns with the others."""
+"""The bench itself: prepares and checks every backend of a case, and times them in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .routings import Sets, routing_of
 from .settings import ROUTER, TRACE, BenchSettings
 
 COPIES_SHARE = 0.5
-"""Part of the free memory that the copies of a layer for all backends may take."""
+"""Share of the free memory that the copies of a layer for all backends may take."""
 
 
 def blank(target: BenchTarget, tokens: int, routing: str, backend: str) -> BenchRow:
-    """The row of a cell and backend before anything is known of it."""
+    """The row of a case and backend before anything has run."""
     return BenchRow(
         model=target.model,
         layers=target.layers,
@@ -48,10 +48,10 @@ def blank(target: BenchTarget, tokens: int, routing: str, backend: str) -> Bench
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench that is ready to be measured: layers, backends and routings are known to be there.
+    """A bench ready to run: its layers, backends and routings have been checked.
 
-    `say` is told what is worth knowing on the way, and `begins` which rows are worked on next: what they
-    run may end the process.
+    `say` gets notes for the user; `begins` gets the rows that are worked on next, as what they run may
+    end the process.
     """
 
     settings: BenchSettings
@@ -64,7 +64,7 @@ class Bench:
     _routings: dict[int, dict[str, Sets]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be measured at all: see `measured`."""
+        """Raises when a routing is impossible, or no requested backend supports any layer."""
         errors: dict[str, MoectlError] = {}
         for at, target in enumerate(self.targets):
             stored, asked = target.experts.layout, self.settings.backends
@@ -78,11 +78,11 @@ class Bench:
     def _routing(self, name: str, target: BenchTarget) -> Sets:
         sets = routing_of(name, target.experts, self.settings, self.machine.torch)
         if name == ROUTER or name.startswith(TRACE):
-            sets(max(self.settings.tokens), 1)  # a file that is too short is refused before the work
+            sets(max(self.settings.tokens), 1)  # refuses a file that is too short before the work
         return sets
 
-    def left(self, done: AbstractSet[Key] = frozenset()) -> int:
-        """How many rows `measured` gives."""
+    def pending(self, done: AbstractSet[Key] = frozenset()) -> int:
+        """Number of rows that `measured` yields."""
         asked = self.settings
         cells = product(enumerate(self.targets), asked.tokens, asked.routings)
         return sum(
@@ -92,10 +92,10 @@ class Bench:
         )
 
     def measured(self, done: AbstractSet[Key] = frozenset()) -> Iterator[BenchRow]:
-        """One `BenchRow` per cell and backend, those of a cell together, without those whose key is `done`.
+        """Yields a `BenchRow` per case and backend, a case's together, without those whose key is `done`.
 
-        A backend that fails becomes a row with the reason. Raises Unavailable when one has broken the
-        device for all that come after it; its row has been given by then.
+        A backend that fails becomes a row with the reason. Raises Unavailable when one has broken the device
+        for this process, after yielding its row.
         """
         with ClockWatch(gpu_name(self.machine.torch)) as clocks:
             for at, target in enumerate(self.targets):
@@ -105,17 +105,17 @@ class Bench:
                 release(self.machine.torch)
 
     def compiled(self, part: int = 0, parts: int = 1) -> Iterator[CompileOutcome]:
-        """Runs cells once each, without timing, so that their kernels are compiled; says which.
+        """Runs cases once each, without timing, to compile their kernels; yields a line for each.
 
-        The `part`-th of `parts` shares: layers and backends are dealt out with a few token counts each.
+        Part `part` of `parts`; layers and backends are dealt out with a few token counts each.
         """
         backends = dict.fromkeys(name for choice in self._choices.values() for name in choice.names)
         units = product(backends, _chunks(self.settings.tokens, TOKENS_OF_A_PART), enumerate(self.targets))
-        # Layers last, so that processes hold different ones: several of the largest may not fit at once.
+        # Layers last, so that processes hold different ones: several of the largest may not fit together.
         todo = [unit for unit in units if unit[0] in self._choices[unit[2][0]].names]
-        for backend, some, (at, target) in todo[part::parts]:
+        for backend, counts, (at, target) in todo[part::parts]:
             name, sets = next(iter(self._routings[at].items()))
-            yield from self._compile(target, backend, name, sets, some)
+            yield from self._compile(target, backend, name, sets, counts)
             release(self.machine.torch)
 
     def _compile(
@@ -124,7 +124,7 @@ class Bench:
         device, what = self.machine.torch, f"{target.model} {target.layers} {backend}"
         try:
             ready = make_ready(target, backend, device, 1, costs=False)
-        except Exception as error:  # whatever a library raises is told
+        except Exception as error:  # whatever a library raises is reported
             yield CompileOutcome(f"{what}: {first_lines(error)}", failed=True)
             return
         for tokens in counts:
@@ -141,16 +141,16 @@ class Bench:
 
 
 TOKENS_OF_A_PART = 4
-"""Numbers of tokens that one process compiles for at a time."""
+"""Numbers of tokens in one unit of work of a compiling process."""
 
 
 def _chunks(items: Sequence[int], size: int) -> list[Sequence[int]]:
-    every = -(-len(items) // size)
-    return [items[first::every] for first in range(every)]
+    step = -(-len(items) // size)
+    return [items[first::step] for first in range(step)]
 
 
 def gpu_name(device: torch.device) -> str:
-    """The name that the driver's tools have for a CUDA `device`; empty for others, and where none is told."""
+    """UUID of a CUDA `device`, as the driver's tools print it; empty for others, and if unknown."""
     if device.type != "cuda":
         return ""
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
@@ -158,18 +158,18 @@ def gpu_name(device: torch.device) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Gives back what nobody holds any more."""
+    """Frees memory that is no longer referenced."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 CACHED = 8 << 30
-"""Bytes that may wait for reuse between cells: what a graph has used, another cannot."""
+"""Bytes that may stay cached between cases: one graph's memory cannot be reused by another."""
 
 
 def release_cached(device: torch.device) -> None:
-    """Gives memory back that nobody holds, where it has become much."""
+    """Frees cached memory when there is more than `CACHED`."""
     if (
         device.type == "cuda"
         and torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > CACHED
@@ -233,7 +233,7 @@ class _TargetRun:
     def _prepare(
         self, names: Sequence[str], copies: int, memory: MemoryLeft, cells: Sequence[BenchCase]
     ) -> tuple[list[ReadyKernels], dict[str, str], list[str]]:
-        """As many of `names` as fit together: those ready, those that failed and why, those left."""
+        """Prepares as many of `names` as fit together: (ready, failed with reasons, still waiting)."""
         ready: list[ReadyKernels] = []
         failed: dict[str, str] = {}
         for at, name in enumerate(names):
@@ -242,7 +242,7 @@ class _TargetRun:
             self.bench.begins([self._row(cell, name) for cell in cells if self._wanted(cell, name)])
             try:
                 ready.append(make_ready(self.target, name, self.device, copies))
-            except Exception as error:  # whatever a library raises is told, and the others go on
+            except Exception as error:  # whatever a library raises is reported, and the others go on
                 release(self.device)
                 if ready and _is_memory(error):
                     return ready, failed, list(names[at:])
@@ -290,7 +290,7 @@ class _TargetRun:
         release_cached(self.device)
 
     def _about(self, cell: BenchCase, one: ReadyKernels, case: CaseInputs) -> BenchRow:
-        """What is known of a row before anything has run."""
+        """The row with what is known before anything runs."""
         floor = roofline_time(case.work, self.bench.rates)
         return replace(
             self._row(cell, one.name),
@@ -306,9 +306,9 @@ class _TargetRun:
     def _checked(
         self, row: BenchRow, one: ReadyKernels, case: CaseInputs
     ) -> tuple[BenchRow, TimedCalls | None]:
-        """The row with its verdict, and the calls to be timed where it is right."""
+        """The row with its verdict, and the calls to time if it is right."""
         if one.kernels[0].monolithic and not case.agrees:
-            return replace(row, reason="it routes by itself, and cannot be made to route as asked"), None
+            return replace(row, reason="it routes by itself, and cannot be given the requested routing"), None
         try:
             with torch.inference_mode():
                 row = replace(row, tactic=one.kernels[0].runner.tactic(one.prepared, row.tokens))
@@ -318,7 +318,7 @@ class _TargetRun:
                 ]
                 turn = prepare_calls(calls, self.device, one.kernels[0].runner.capturable)
                 row = _judged(row, judge(turn.outputs, case, tolerance_of(one)))
-        except Exception as error:  # whatever a library raises is told, and the others go on
+        except Exception as error:  # whatever a library raises is reported, and the others go on
             return replace(row, reason=first_lines(error)), None
         return row, turn if row.ok else None
 
@@ -347,7 +347,7 @@ class _TargetRun:
 
 
 def tolerance_of(one: ReadyKernels) -> Tolerance:
-    """How far the results of a backend may be from the reference."""
+    """The tolerance of a backend's results."""
     return tolerance_for(one.prepared.problem, one.kernels[0].runner.accumulation)
 
 
@@ -374,8 +374,8 @@ def _is_memory(error: Exception) -> bool:
 
 
 def _broken(backend: str) -> Unavailable:
-    """An error that stays with the GPU ends everything that this process does on it."""
+    """The error after a GPU failure that persists in this process."""
     return Unavailable(
-        f"the {backend} backend has broken the GPU for this process, and what was left is not measured",
-        hint="run the same command with --resume, after -o FILE.jsonl: it goes on behind this row",
+        f"the {backend} backend has broken the GPU for this process, and the rest was not measured",
+        hint="run the same command with -o FILE.jsonl --resume: it continues after this row",
     )

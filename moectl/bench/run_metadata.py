@@ -1,4 +1,4 @@
-"""What rows are taken on: this machine, its versions and rates."""
+"""The conditions of a run: this machine, its versions and rates."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ LIBRARIES = (
     *("vllm", "flashinfer", "flashinfer_cubin", "humming", "triton_kernels"),
     *(PREFIX + name for name in LOCATIONS),
 )
-"""Packages, beside torch, whose versions times depend on: installed ones, and those of `MOECTL_PEERS`."""
+"""Packages, beside torch, whose versions affect times: installed ones, and those of `MOECTL_PEERS`."""
 
 
 def versions_of(machine: RunMachine) -> dict[str, str]:
-    """Versions of what times depend on, as far as it is there; ``kernels`` is a hash of moectl's own."""
-    found = {
+    """Versions of everything present that affects times; ``kernels`` is a hash of moectl's kernels."""
+    versions = {
         "moectl": __version__,
         "kernels": kernel_hash(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    known = {"triton": _triton(), **machine.packages.versions}
-    return found | {name: known[name] for name in LIBRARIES if known.get(name)}
+        versions["cuda"] = torch.version.cuda
+    libraries = {"triton": _triton(), **machine.packages.versions}
+    return versions | {name: libraries[name] for name in LIBRARIES if libraries.get(name)}
 
 
 def _triton() -> str:
@@ -51,7 +51,7 @@ def _triton() -> str:
 
 
 def about(machine: RunMachine, settings: BenchSettings, rates: DeviceRates) -> dict[str, Any]:
-    """The machine as plain data: see `Run.machine`."""
+    """The machine as plain data, for `RunHeader.machine`."""
     gpu = gpu_name(machine.torch)
     driver = next((g.driver for g in detect_gpus() if gpu in ("", g.uuid)), "") if gpu else ""
     return {
@@ -67,9 +67,9 @@ def about(machine: RunMachine, settings: BenchSettings, rates: DeviceRates) -> d
 
 
 def rates_of(data: Mapping[str, Any]) -> DeviceRates | None:
-    """The rates that an earlier run has measured; None where it does not say."""
+    """The rates recorded by an earlier run; None without them."""
     try:
-        found = data["rates"]
-        return DeviceRates(float(found["bandwidth"]), float(found["flops"]), str(found["source"]))
+        rates = data["rates"]
+        return DeviceRates(float(rates["bandwidth"]), float(rates["flops"]), str(rates["source"]))
     except (KeyError, TypeError, ValueError):
         return None

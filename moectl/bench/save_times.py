@@ -1,4 +1,4 @@
-"""Rows of a bench kept for choices by measurement on this machine."""
+"""Saves the times of a bench for choices by measurement on this machine."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from .run_bench import Bench
 from .run_metadata import versions_of
 
 
-def keep(bench: Bench, rows: Sequence[BenchRow], when: str = "") -> tuple[Path, ...]:
-    """Puts the timed rows into the user's cache, a layer at a time; the files they are in.
+def save_times(bench: Bench, rows: Sequence[BenchRow], when: str = "") -> tuple[Path, ...]:
+    """Saves the timed rows to the user's cache, a layer at a time, and returns the files.
 
-    `when` is the time of the run that they are of, as ISO 8601; now by default.
+    `when` is the time of their run as ISO 8601; by default now.
 
     Raises Unavailable when the cache cannot be written.
     """
     files = []
     for target in bench.targets:
-        of = (target.model, target.layers, str(target.problem.scheme), target.parallel)
-        found = [
+        layer = (target.model, target.layers, str(target.problem.scheme), target.parallel)
+        times = [
             _timed(row)
             for row in rows
-            if row.timed and (row.model, row.layers, row.scheme, row.parallel) == of
+            if row.timed and (row.model, row.layers, row.scheme, row.parallel) == layer
         ]
-        if found:
+        if times:
             machine = bench.machine
             versions = versions_of(machine)
             files.append(
                 backend_times_file.save(
                     machine.device,
                     target.problem,
-                    found,
+                    times,
                     versions=versions,
                     source="moectl bench",
                     when=when,

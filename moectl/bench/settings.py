@@ -1,4 +1,4 @@
-"""What a bench is asked for: plain values, so that two runs can be told apart. Imports no torch."""
+"""Settings of a bench as plain values, so that runs can be compared. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUTER = "router"
 """The routing by the checkpoint's own router."""
 
 TRACE = "trace:"
-"""How the name of a routing begins that is read from a file."""
+"""Prefix of the name of a routing that is read from a file."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,23 @@ class BenchSettings:
     """One bench: the cross product of layers, backends, routings and numbers of tokens.
 
     Attributes:
-        checkpoint: a folder or a name; empty where `models` are asked for.
+        checkpoint: a directory or a name; empty if `models` are given.
         models: names of layers with random weights (`moectl.problem.published_layers`), as ``NAME`` or
             ``NAME:FORMAT``.
         tokens: numbers of tokens of a call.
         routings: distributions as in `make_inputs`, ``trace:FILE`` or ``router``.
-        backends: names; none for every usable one.
+        backends: names; empty for every usable one.
         layer: number of the one layer; None for the first of each group of equal layers.
-        tp, ep: ranks that slice each expert, and ranks that whole experts are spread over; the bench is
-            of the first rank.
+        tp, ep: ranks that shard each expert, and ranks that share whole experts; the first rank is timed.
         input: a safetensors file with ``x``, for ``router``; empty for random tokens.
-        device: ``cpu`` or ``cuda``; empty for a GPU where there is one.
+        device: ``cpu`` or ``cuda``; empty for a GPU if there is one.
         rounds: measurements of each row, unless they would take too long.
-        warm: leave weights in the cache, where they fit.
+        warm: leave weights in the cache, if they fit.
         seed: of tokens and routings.
+
+    Example:
+        >>> BenchSettings(models=("gpt-oss-20b",), tokens=parse_counts("1,64")).caches
+        'cold'
     """
 
     checkpoint: str = ""
@@ -58,7 +61,7 @@ class BenchSettings:
     def __post_init__(self) -> None:
         if bool(self.checkpoint) == bool(self.models):
             raise UsageError(
-                "a bench is of a checkpoint or of named models, and of one of the two",
+                "a bench needs either a checkpoint or named models",
                 hint="give CKPT, or --model with a name of `moectl bench --help`",
             )
         if not self.tokens or min(self.tokens) < 1 or max(self.tokens) > MAX_TOKENS:
@@ -71,7 +74,7 @@ class BenchSettings:
             raise UsageError(f"a bench needs one round or more, got {self.rounds}")
         if self.input and ROUTER not in self.routings:
             raise UsageError(
-                "--input is what the checkpoint's router routes, and no routing is `router`",
+                "--input is for the checkpoint's router, and no routing is `router`",
                 hint="add --routing router",
             )
 
@@ -82,7 +85,7 @@ class BenchSettings:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Files whose content decides what is measured."""
+        """Input files: traces and tokens."""
         traces = [routing[len(TRACE) :] for routing in self.routings if routing.startswith(TRACE)]
         return (*traces, *([self.input] if self.input else []))
 
@@ -103,7 +106,7 @@ def _sha256(path: Path) -> str:
 
 
 def check_routing(text: str) -> None:
-    """Raises UsageError when `text` names no routing of a bench, or a trace that is not a file."""
+    """Raises UsageError when `text` is not a routing, or names a trace that does not exist."""
     if text == ROUTER:
         return
     if not text.startswith(TRACE):
@@ -114,13 +117,13 @@ def check_routing(text: str) -> None:
         return
     if not Path(text[len(TRACE) :]).is_file():
         raise UsageError(
-            f"routing {text!r} is of a file that is not there",
+            f"routing {text!r} names a file that is not there",
             hint="write trace:FILE, with a .safetensors or .jsonl file of expert ids",
         )
 
 
 GROWING = ("models", "tokens", "routings", "backends")
-"""Settings that a later run of the same rows may add to; of backends, none stands for every one."""
+"""Settings that a resumed run may extend; an empty list of backends stands for all of them."""
 
 OPTIONS = {
     "checkpoint": "CKPT",
@@ -132,51 +135,51 @@ OPTIONS = {
     "warm": "--warm",
     "seed": "--seed",
 }
-"""Settings without which rows are not of the same kind, as a user knows them.
+"""Settings that must be equal for rows to be comparable, and their options.
 
-What ``--device`` asks for is the machine's device, which rows tell.
+``--device`` is not among them: rows have the device itself.
 """
 
 
-def both(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, as plain data, of rows of which some were asked for by `then` and some by `now`."""
-    made = {**then}
+def merge_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, as plain data, of rows of which some were measured with `then` and some with `now`."""
+    merged = {**then}
     for name in GROWING:
         lists = [_listed(settings.get(name)) for settings in (then, now)]
         every = name == "backends" and not all(lists)
-        made[name] = [] if every else list(dict.fromkeys(item for some in lists for item in some))
-    made["files"] = {**_named(then.get("files")), **_named(now.get("files"))}
-    return made
+        merged[name] = [] if every else list(dict.fromkeys(item for items in lists for item in items))
+    merged["files"] = {**_named(then.get("files")), **_named(now.get("files"))}
+    return merged
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """Why rows of two settings, as plain data, do not belong together, a phrase each; none where they do."""
-    found = [
-        f"{option} is {_told(now.get(name))}, was {_told(then.get(name))}"
+    """Why rows of two settings, as plain data, cannot be compared, a phrase each; empty if they can."""
+    reasons = [
+        f"{option} is {_shown(now.get(name))}, was {_shown(then.get(name))}"
         for name, option in OPTIONS.items()
         if now.get(name) != then.get(name)
     ]
     files = _named(then.get("files"))
-    return found + [
-        f"{name} has other content than it had"
+    return reasons + [
+        f"the content of {name} has changed"
         for name, digest in _named(now.get("files")).items()
         if files.get(name, digest) != digest
     ]
 
 
 def other_software(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """How the device and versions that rows were taken on differ, a phrase each."""
-    found = []
+    """Differences in device and versions between two runs, a phrase each."""
+    reasons = []
     if now.get("device") != then.get("device"):
-        found.append(
+        reasons.append(
             f"the device is {now.get('device') or 'not known'}, was {then.get('device') or 'not known'}"
         )
     before, after = _named(then.get("versions")), _named(now.get("versions"))
     for name in dict.fromkeys((*before, *after)):
         if before.get(name) != after.get(name):
-            called = "hash of moectl's kernels" if name == "kernels" else f"version of {name}"
-            found.append(f"the {called} is {after.get(name) or 'none'}, was {before.get(name) or 'none'}")
-    return found
+            label = "hash of moectl's kernels" if name == "kernels" else f"version of {name}"
+            reasons.append(f"the {label} is {after.get(name) or 'none'}, was {before.get(name) or 'none'}")
+    return reasons
 
 
 def _listed(value: Any) -> list[Any]:
@@ -187,14 +190,19 @@ def _named(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "given" if value else "not given"
     return "not given" if value in (None, "") else str(value)
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """Token counts of ``1,8,64-1024*4`` in order, each once; UsageError for anything else."""
+    """Token counts of a list such as ``1,8,64-1024*4``, without duplicates; UsageError for anything else.
+
+    Example:
+        >>> parse_counts("1,8,64-1024*4")
+        (1, 8, 64, 256, 1024)
+    """
     counts: list[int] = []
     for item in text.split(","):
         try:

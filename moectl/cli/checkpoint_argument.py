@@ -1,4 +1,4 @@
-"""What `run` and `bench` take: a CKPT argument, its layers, backends, a device. Imports no torch."""
+"""Arguments that `run` and `bench` share: CKPT, its layers, backends, a device. Imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ DEVICE = ParsedOption(
     lambda text: pick(text, DEVICES, "device") if text else "",
 )
 POLICY = "moectl"
-"""The policy whose backends this tool runs itself."""
+"""The policy whose backends moectl runs itself."""
 
 
 def find_source(
@@ -25,11 +25,11 @@ def find_source(
     activation: str | None = None,
     routing: str | None = None,
 ) -> LayerSource:
-    """The layers of the checkpoint or the converted folder that `ref` names.
+    """The layers of the checkpoint or the converted directory that `ref` names.
 
-    `activation` and `routing` state what a config does not say, as `parse_assumptions` reads them; a
-    converted folder says it all. Raises CheckpointError when there are no MoE layers, UsageError when
-    `layer` is none of them, or a converted folder is told something.
+    `activation` and `routing` state what a config leaves open, in the syntax of `parse_assumptions`; a
+    converted directory leaves nothing open. Raises CheckpointError when there are no MoE layers, UsageError
+    when `layer` is not one of them, or when something is stated for a converted directory.
     """
     from ..checkpoint import open_checkpoint
     from ..checkpoint.config.user_assumptions import parse_assumptions
@@ -39,14 +39,14 @@ def find_source(
         stated = [name for name, text in (("--activation", activation), ("--routing", routing)) if text]
         if stated:
             raise UsageError(
-                f"{ref} is a converted folder, which says all that {' and '.join(stated)} would",
-                hint="leave it out; it goes with the checkpoint that is converted",
+                f"{ref} is a converted directory, whose manifest settles {' and '.join(stated)}",
+                hint="leave it out; it belongs to the conversion of the checkpoint",
             )
         return ConvertedLayers(Path(ref))
-    found = CheckpointLayers(
+    source = CheckpointLayers(
         open_checkpoint(ref, offline=offline, assumptions=parse_assumptions(activation, routing))
     )
-    layers = found.layers()
+    layers = source.layers()
     if not layers:
         raise CheckpointError(f"{ref} has no MoE layers", hint="`moectl explain` shows what it holds")
     if layer is not None and layer not in layers:
@@ -54,11 +54,11 @@ def find_source(
             f"layer {layer} has no experts; MoE layers are {layers[0]} to {layers[-1]}",
             hint="choose one of them with --layer",
         )
-    return found
+    return source
 
 
 def backend_names(text: str | None) -> list[str]:
-    """Backends of a list such as ``triton,torch``; none for None or ``all``. UsageError for others."""
+    """Backends of a list such as ``triton,torch``; empty for None or ``all``. UsageError for unknown ones."""
     from ..oracle.registry import policy_named
 
     if text is None or text == "all":
@@ -67,26 +67,32 @@ def backend_names(text: str | None) -> list[str]:
     return [pick(name, known, "backend") for name in named(text, "--backend")]
 
 
-def pick_layers(text: str, there: Sequence[int]) -> list[int]:
-    """The layers of ``all`` or of a list such as ``0,3,5-9``, rising, each once.
+def pick_layers(text: str, available: Sequence[int]) -> list[int]:
+    """The layers of ``all`` or of a list such as ``0,3,5-9``, ascending and without duplicates.
 
-    Raises UsageError for anything else, and for layers that are not `there`.
+    Raises UsageError for anything else, and for layers that are not `available`.
+
+    Example:
+        >>> pick_layers("3-5,4", range(1, 8))
+        [3, 4, 5]
     """
     if text.strip().lower() == "all":
-        return list(there)
+        return list(available)
     picked: set[int] = set()
     for item in text.split(","):
         first, dash, last = item.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise UsageError(
                 f"layers must look like all or 0,3,5-9, got {item.strip()!r} in {text!r}",
-                hint=f"there are {ranges(there)}",
+                hint=f"there are {ranges(available)}",
             )
         span = range(int(first), int(last or first) + 1)
-        absent = span if span[-1] > max(there, default=-1) else [n for n in span if n not in set(there)]
-        if absent:
+        missing = (
+            span if span[-1] > max(available, default=-1) else [n for n in span if n not in set(available)]
+        )
+        if missing:
             raise UsageError(
-                f"{item.strip()} asks for layers without experts; MoE layers are {ranges(there)}",
+                f"{item.strip()} asks for layers without experts; MoE layers are {ranges(available)}",
                 hint="choose among them with --layers",
             )
         picked.update(span)

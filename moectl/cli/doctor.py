@@ -1,4 +1,4 @@
-"""`moectl doctor`: what this machine has for MoE layers, what can run on it, and what is wrong."""
+"""`moectl doctor`: what this machine has for MoE layers, which backends run on it, and what is wrong."""
 
 import os
 from collections.abc import Iterator
@@ -19,41 +19,43 @@ EXAMPLES = (
     "moectl doctor -v --md > machine.md",
     "moectl doctor --deep --json",
 )
-MORE = ("Ends with 1 when it finds a problem, with 0 when there are only notes.",)
+MORE = ("Exits with 1 when it finds a problem, with 0 when there are only notes.",)
 
 
 @framed("doctor")
 def doctor(
     deep: Annotated[
-        bool, option("--deep", help="Import each package that is installed, in a process of its own.")
+        bool, option("--deep", help="Import each installed package, in its own process.")
     ] = False,
     md: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False,
     verbose: Annotated[
-        bool, option("--verbose", "-v", help="Show what is missing, too, and backends for other devices.")
+        bool, option("--verbose", "-v", help="Also show what is missing, and backends for other devices.")
     ] = False,
     *,
     out: Output,
 ) -> ExitCode:
     """Check this machine, and which backends can run on it.
 
-    Also its GPUs, driver, packages, caches and variables. Nothing is imported without --deep: packages are
-    judged by their files.
+    Covers GPUs, driver, packages, caches and environment variables. Without --deep nothing is imported:
+    packages are judged by their files.
     """
     from ..doctor import examine
     from . import text_blocks
 
     report = examine(os.environ, deep=deep)
-    made = list(drawn(report, verbose))
+    blocks = list(drawn(report, verbose))
     if md and not (out.as_json or out.quiet):
-        out.text(text_blocks.markdown(made))
+        out.text(text_blocks.markdown(blocks))
     else:
         brief = [f"{remark.about}: {remark.says}" for remark in report.problems]
-        out.result(report.to_json(), lambda console: text_blocks.draw(made, console), brief or "no problems")
+        out.result(
+            report.to_json(), lambda console: text_blocks.draw(blocks, console), brief or "no problems"
+        )
     return ExitCode.FOUND if report.problems else ExitCode.DONE
 
 
 def drawn(report: "DoctorReport", verbose: bool = False) -> "Iterator[Block]":
-    """The report for a person: what is wrong first, then what there is."""
+    """The report as text blocks: problems first, then the inventory."""
     yield from _remarks(report)
     yield from _machine(report)
     yield from _backends(report, verbose)
@@ -71,12 +73,12 @@ def _remarks(report: "DoctorReport") -> "Iterator[Block]":
         ListingEntry(
             remark.level,
             f"{remark.about}: {remark.says}",
-            (("do", remark.do),) if remark.do else (),
+            (("fix", remark.do),) if remark.do else (),
             strong=remark in report.problems,
         )
         for remark in report.remarks
     )
-    yield Listing(entries) if entries else TextLine("Nothing to remark on.")
+    yield Listing(entries) if entries else TextLine("Nothing to report.")
 
 
 def _machine(report: "DoctorReport") -> "Iterator[Block]":
@@ -85,7 +87,7 @@ def _machine(report: "DoctorReport") -> "Iterator[Block]":
     yield Heading("machine")
     rows = [("device", f"{report.device.name}, {report.device.arch}: decisions are made for it")]
     rows += [("GPUs", line) for line in gpu_lines(report)]
-    rows += [("shown by", f"{name}={value}") for name, value in report.hidden_by.items()]
+    rows += [("limited by", f"{name}={value}") for name, value in report.hidden_by.items()]
     cuda = f", runs CUDA up to {report.driver_cuda}" if report.driver_cuda else ""
     rows += [
         ("driver", f"{report.driver}{cuda}" if report.driver else ""),
@@ -107,7 +109,7 @@ def _torch_words(report: "DoctorReport") -> str:
 
 
 def gpu_lines(report: "DoctorReport") -> list[str]:
-    """One line for each GPU: number, name, architecture, memory, and whether this process may use it."""
+    """A line per GPU: number, name, architecture, memory, and whether it is hidden from this process."""
     return [
         f"{gpu.index}: {gpu.device.name}, {gpu.device.arch}, "
         f"{size(gpu.device.memory_bytes) if gpu.device.memory_bytes else 'memory unknown'}"
@@ -117,7 +119,7 @@ def gpu_lines(report: "DoctorReport") -> list[str]:
 
 
 def software_words(report: "DoctorReport") -> list[str]:
-    """``python 3.11.7``, ``torch 2.13.0``, ...: what is installed, with versions."""
+    """Installed software with versions: ``python 3.11.7``, ``torch 2.13.0``, ..."""
     software = report.software
     named = {"moectl": software.moectl, "python": software.python, **software.libraries}
     return [*(f"{name} {version}" for name, version in named.items()), software.system]
@@ -128,9 +130,9 @@ def _backends(report: "DoctorReport", verbose: bool) -> "Iterator[Block]":
     from .text_blocks import Heading, Listing, ListingEntry, TextLine
 
     for policy in dict.fromkeys(status.policy for status in report.backends):
-        mine = [status for status in report.backends if status.policy == policy]
+        of_policy = [status for status in report.backends if status.policy == policy]
         yield Heading(f"backends of {policy} on {report.device.arch}")
-        listed = [status for status in mine if verbose or not status.elsewhere]
+        listed = [status for status in of_policy if verbose or not status.elsewhere]
         yield Listing(
             tuple(
                 ListingEntry(
@@ -144,58 +146,63 @@ def _backends(report: "DoctorReport", verbose: bool) -> "Iterator[Block]":
                 for status in listed
             )
         )
-        others = [status.name for status in mine if status not in listed]
+        others = [status.name for status in of_policy if status not in listed]
         if others:
             yield TextLine(f"For other devices: {', '.join(others)} (-v lists their reasons).")
 
 
 def against(status: "BackendStatus") -> tuple[tuple[str, str], ...]:
-    """(group, sentence) of every reason why a backend cannot run, each once."""
+    """(group, sentence) of each distinct reason why a backend cannot run."""
     from ..oracle.verdict_sentences import sentence
 
-    found: dict[str, tuple[str, str]] = {}
+    reasons: dict[str, tuple[str, str]] = {}
     for verdict in status.against:
-        # A package that is not there at all is one reason, whatever is needed of it.
+        # A missing package is a single reason, whichever of its symbols are needed.
         name = verdict.question.partition(" ")[2]
         absent = verdict.offered == "not installed" and verdict.wanted.startswith(f"{name}.")
-        kept = verdict._replace(wanted=name) if absent else verdict
-        found.setdefault(sentence(kept), (kept.group, sentence(kept)))
-    return tuple(found.values())
+        reason = verdict._replace(wanted=name) if absent else verdict
+        reasons.setdefault(sentence(reason), (reason.group, sentence(reason)))
+    return tuple(reasons.values())
 
 
 def _packages(report: "DoctorReport", verbose: bool) -> "Iterator[Block]":
     from .text_blocks import Heading, TableBlock, TextLine
 
     yield Heading("optional packages and tools")
-    shown = [found for found in report.packages if verbose or found.present or found.wrong]
-    if shown:
+    listed = [package for package in report.packages if verbose or package.present or package.wrong]
+    if listed:
         rows = tuple(
-            (found.name, found.version or "-", _state(report, found), found.path or found.wrong or "-")
-            for found in shown
+            (
+                package.name,
+                package.version or "-",
+                _state(report, package),
+                package.path or package.wrong or "-",
+            )
+            for package in listed
         )
-        yield TableBlock(("package", "version", "state", "where"), rows)
-    missing = [found.name for found in report.packages if found not in shown]
+        yield TableBlock(("package", "version", "state", "path"), rows)
+    missing = [package.name for package in report.packages if package not in listed]
     if missing:
         yield TextLine(f"Not installed: {', '.join(missing)}.")
 
 
-def _state(report: "DoctorReport", found: "InstalledPackage") -> str:
-    if found.wrong:
-        return "another package of the name"
-    if not found.present:
+def _state(report: "DoctorReport", package: "InstalledPackage") -> str:
+    if package.wrong:
+        return "a different package of that name"
+    if not package.present:
         return "not installed"
-    if report.imports.get(found.name):
+    if report.imports.get(package.name):
         return "cannot be imported"
-    if found.lacks:
-        return f"lacks {count(len(found.lacks), 'symbol')}"
-    return "imports" if found.name in report.imports else "found"
+    if package.lacks:
+        return f"lacks {count(len(package.lacks), 'symbol')}"
+    return "imports" if package.name in report.imports else "found"
 
 
 def _variables(report: "DoctorReport") -> "Iterator[Block]":
     from .text_blocks import Heading, Listing, ListingEntry
 
     if report.variables:
-        yield Heading("engine variables")
+        yield Heading("environment variables of engines")
         yield Listing(
             tuple(
                 ListingEntry(
@@ -225,8 +232,8 @@ def _caches(report: "DoctorReport", verbose: bool) -> "Iterator[Block]":
         for cache in shown
     )
     if rows:
-        columns = ("cache", "files", "size", "free", "writable", "where")
+        columns = ("cache", "files", "size", "free", "writable", "path")
         yield TableBlock(columns, rows, frozenset({"files", "size", "free"}))
-    absent = [cache.name for cache in report.caches if cache not in shown]
-    if absent:
-        yield TextLine(f"Not there yet: {', '.join(absent)}.")
+    missing = [cache.name for cache in report.caches if cache not in shown]
+    if missing:
+        yield TextLine(f"Not created yet: {', '.join(missing)}.")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..doctor import DoctorReport
 
 EXAMPLES = ("moectl env", "moectl env --paths", "moectl env --json")
-MORE = ("No host name, user name or token is in it, and no variable that does not concern experts.",)
+MORE = ("It contains no host name, user name or token, and only variables that concern experts.",)
 
 SHOWN = (
     "CUDA_VISIBLE_DEVICES",
@@ -36,7 +36,7 @@ SHOWN = (
     "AITER_JIT_DIR",
     "MOECTL_CACHE",
 )
-"""Variables that are printed beside those that concern experts."""
+"""Variables that are printed in addition to those that concern experts."""
 
 HIDDEN = "(hidden)"
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?:^|_)(?:API_?)?KEY(?:$|_)", re.IGNORECASE)
@@ -45,7 +45,9 @@ _UUID = re.compile(r"(?:GPU|MIG)-[0-9a-fA-F-]{4,}")
 
 @framed("env")
 def env(
-    paths: Annotated[bool, option("--paths", help="Print folders, too: they may hold your name.")] = False,
+    paths: Annotated[
+        bool, option("--paths", help="Also print directories, which may contain your name.")
+    ] = False,
     *,
     out: Output,
 ) -> None:
@@ -63,10 +65,10 @@ def env(
 
 
 def described(report: "DoctorReport", environ: Mapping[str, str], paths: bool) -> dict[str, Any]:
-    """What is printed: nothing of it tells who or where somebody is unless `paths` is True."""
+    """What is printed; without `paths` nothing in it identifies a user or a host."""
     software = report.software
-    concern = {finding.name: finding.value for finding in report.variables if finding.does}
-    concern |= {name: environ[name] for name in SHOWN if name in environ}
+    variables = {finding.name: finding.value for finding in report.variables if finding.does}
+    variables |= {name: environ[name] for name in SHOWN if name in environ}
     return {
         "versions": {"moectl": software.moectl, "python": software.python, **software.libraries},
         "system": software.system,
@@ -77,30 +79,30 @@ def described(report: "DoctorReport", environ: Mapping[str, str], paths: bool) -
         "cores": report.jobs.cores,
         "memory_bytes": report.device.memory_bytes if report.device.platform == "cpu" else None,
         "packages": {
-            found.name: {
-                "version": found.version or None,
-                "lacks": list(found.lacks),
-                "unrelated_package": bool(found.wrong),
-                "path": (found.path or found.wrong) if paths else None,
+            package.name: {
+                "version": package.version or None,
+                "lacks": list(package.lacks),
+                "unrelated_package": bool(package.wrong),
+                "path": (package.path or package.wrong) if paths else None,
             }
-            for found in report.packages
-            if found.present or found.wrong
+            for package in report.packages
+            if package.present or package.wrong
         },
-        "variables": {name: shown_value(name, value, paths) for name, value in sorted(concern.items())},
+        "variables": {name: shown_value(name, value, paths) for name, value in sorted(variables.items())},
         "unknown_variables": [f.name for f in report.variables if not f.does and not _SECRET.search(f.name)],
         "problems": [_clean(remark.says, paths) for remark in report.problems],
     }
 
 
 def shown_value(name: str, value: str, paths: bool) -> str:
-    """A variable's value, or `HIDDEN` for a secret, for a folder without `paths`; no UUID of a GPU."""
+    """A variable's value, with GPU UUIDs cut; `HIDDEN` for a secret, and without `paths` for a directory."""
     if _SECRET.search(name) or (not paths and ("/" in value or "\\" in value)):
         return HIDDEN
     return _UUID.sub(lambda found: found[0][:4] + "...", value)
 
 
 def _clean(text: str, paths: bool) -> str:
-    """A sentence without folders and UUIDs."""
+    """A sentence without directories and UUIDs."""
     text = _UUID.sub(lambda found: found[0][:4] + "...", text)
     return text if paths else re.sub(r"(?<![\w.])~?/[^\s,;:)']+", HIDDEN, text).replace(str(Path.home()), "~")
 
@@ -118,11 +120,11 @@ def written(document: dict[str, Any]) -> Iterator[str]:
     if document["driver"]:
         cuda = f", CUDA up to {document['driver_cuda']}" if document["driver_cuda"] else ""
         yield f"driver: {document['driver']}{cuda}"
-    for name, found in document["packages"].items():
-        state = " (another package of the name)" if found["unrelated_package"] else ""
-        lacks = f", lacks {', '.join(found['lacks'])}" if found["lacks"] else ""
-        where = f", {found['path']}" if found["path"] else ""
-        yield f"package {name}: {found['version'] or 'found'}{state}{lacks}{where}"
+    for name, package in document["packages"].items():
+        state = " (a different package of that name)" if package["unrelated_package"] else ""
+        lacks = f", lacks {', '.join(package['lacks'])}" if package["lacks"] else ""
+        where = f", {package['path']}" if package["path"] else ""
+        yield f"package {name}: {package['version'] or 'found'}{state}{lacks}{where}"
     for name, value in document["variables"].items():
         yield f"variable {name}={value}"
     for name in document["unknown_variables"]:

@@ -1,4 +1,4 @@
-"""`moectl list`: the models, GPUs and engine variables that can be named."""
+"""`moectl list`: models, GPUs, environment variables, layouts and formats that moectl knows by name."""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -32,27 +32,28 @@ class Kind(str, Enum):
 def list_names(
     kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only names with all of these in them.")
+        list[str] | None,
+        typer.Argument(metavar="[WORD]...", help="Only names that contain all of these words."),
     ] = None,
     *,
     out: Output,
 ) -> None:
     """List what moectl knows by name.
 
-    Models, GPUs, an engine's variables, kernel layouts, portable formats.
+    Models, GPUs, environment variables of engines, kernel layouts, portable formats.
 
-    A model's name, with or without its organization, stands for a checkpoint; a GPU's goes to --gpu; a
-    variable, one that an engine reads for its experts, to --env; a layout or a format to convert --to.
+    A model's name, with or without its organization, can be given as CKPT; a GPU to --gpu; an environment
+    variable that an engine reads for its experts to --env; a layout or a format to convert --to.
     """
-    wanted = [word.casefold() for word in words or []]
-    rows = [row for row in LISTS[kind]() if all(word in _searched(row) for word in wanted)]
+    lowered = [word.casefold() for word in words or []]
+    rows = [row for row in LISTS[kind]() if all(word in _searched(row) for word in lowered)]
 
     def draw(console: Any) -> None:
         if rows:
-            found = table(*COLUMNS[kind])
+            listing = table(*COLUMNS[kind])
             for row in rows:
-                found.add_row(*(_shown(key, row[key]) for key in COLUMNS[kind]))
-            console.print(found)
+                listing.add_row(*(_shown(key, row[key]) for key in COLUMNS[kind]))
+            console.print(listing)
         console.print(count(len(rows), kind.value.removesuffix("s")), markup=False)
 
     out.result({"kind": kind.value, kind.value: rows}, draw, [row["name"] for row in rows])
@@ -65,7 +66,7 @@ COLUMNS = {
     Kind.layouts: ("name", "to", "act", "archs", "readers", "verified"),
     Kind.formats: ("name", "container", "weights", "activations", "readers"),
 }
-"""Keys of a row that a person is shown."""
+"""Keys of a row that tables show."""
 
 
 def _models() -> Iterable[dict[str, Any]]:
@@ -133,14 +134,14 @@ def _layouts() -> Iterable[dict[str, Any]]:
 def _formats() -> Iterable[dict[str, Any]]:
     from ..problem.portable_formats import PORTABLE
 
-    for name, found in PORTABLE.items():
-        for container, (storage, readers) in found.containers.items():
+    for name, portable in PORTABLE.items():
+        for container, (storage, readers) in portable.containers.items():
             yield {
                 "name": name,
                 "container": container,
                 "storage": storage,
-                "weights": str(found.weight),
-                "activations": str(found.act),
+                "weights": str(portable.weight),
+                "activations": str(portable.act),
                 "readers": "; ".join(map(str, readers)),
             }
 
@@ -155,7 +156,7 @@ LISTS = {
 
 
 SEARCHED = ("name", "product", "arch", "status", "does", "container", "to")
-"""Keys of a row in which words are looked for."""
+"""Keys of a row that words are searched in."""
 
 
 def _searched(row: dict[str, Any]) -> str:

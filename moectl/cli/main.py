@@ -48,7 +48,7 @@ COMMANDS = (
 
 
 def epilog(examples: Sequence[str], more: Sequence[str] = ()) -> str:
-    """The text below a help page, one line each: examples, then whatever else it should say."""
+    """The epilog of a help page: the examples, then further lines."""
     lines = ["Examples:", *(f"  {example}" for example in examples), *more]
     # A paragraph that begins with a backspace is not wrapped.
     return "\b\n" + "\n".join([*lines, ""])
@@ -58,7 +58,8 @@ app = typer.Typer(
     name="moectl",
     help="Explain, convert, run and bench quantized Mixture-of-Experts layers.",
     epilog=epilog(
-        EXAMPLES, ["Every option has a variable MOECTL_<COMMAND>_<OPTION>: MOECTL_EXPLAIN_GPU=b200."]
+        EXAMPLES,
+        ["Every option has an environment variable MOECTL_<COMMAND>_<OPTION>: MOECTL_EXPLAIN_GPU=b200."],
     ),
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -87,7 +88,7 @@ def _root(
 
 
 def run() -> None:
-    """Run the commands with sys.argv; exits with an `ExitCode`, also when stdout cannot be written to."""
+    """Runs the command in sys.argv and exits with an `ExitCode`, also when stdout cannot be written."""
     try:
         try:
             app(prog_name="moectl")

@@ -1,4 +1,4 @@
-"""Options that commands share, and the frame every command runs in."""
+"""Options that commands share, and the decorator that every command runs in."""
 
 import copy
 import difflib
@@ -25,8 +25,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def option(*names: str, help: str, own: bool = False, **settings: Any) -> Any:
     """A typer option that can also be set as ``MOECTL_<COMMAND>_<NAME>``.
 
-    NAME is the first long name. ``MOECTL_<NAME>`` works too, unless the option is the command's `own`:
-    then other commands have one of the same name that means something else.
+    NAME is the first long name. ``MOECTL_<NAME>`` works too, unless the option is the command's `own`,
+    that is, if other commands have an option of the same name with another meaning.
     """
     long = next(name for name in names if name.startswith("--"))
     name = long.split("/")[0].lstrip("-").replace("-", "_").upper()
@@ -38,21 +38,19 @@ CheckpointArg = Annotated[
     str,
     typer.Argument(
         metavar="CKPT",
-        help="A folder, a config.json, a Hub id org/name[@revision], or a built-in model.",
+        help="A directory, a config.json, a Hub id org/name[@revision], or a built-in model.",
         show_default=False,
     ),
 ]
 WeightsArg = Annotated[
     str,
-    typer.Argument(
-        metavar="CKPT", help="The folder of a checkpoint, or a converted one.", show_default=False
-    ),
+    typer.Argument(metavar="CKPT", help="A checkpoint's directory, or a converted one.", show_default=False),
 ]
 Activation = Annotated[
     str | None,
     option(
         "--activation",
-        help="If no key says it: silu, swigluoai:limit=7.",
+        help="If config.json does not say: silu, swigluoai:limit=7.",
     ),
 ]
 Routing = Annotated[
@@ -77,7 +75,7 @@ class ParsedOption:
         option: made by `option`.
         parse: from what was typed, or from `default`.
         kind: the type on the command line.
-        default: what stands for an option that is not given.
+        default: the value of an option that is not given.
     """
 
     option: Any
@@ -87,12 +85,12 @@ class ParsedOption:
 
 
 class RecordOptions:
-    """How a record of the library is given on the command line: an option for each of some of its fields.
+    """Command line options for some of the fields of a record of the library.
 
     A field's type and default are those of the record, unless it has a `ParsedOption`. A parameter of a
     command that is annotated with ``Annotated[Callable[..., Record], RecordOptions(Record, ...)]`` stands
-    for all of the options; the command is given a function that makes the record of what was typed, and
-    takes the remaining fields. It raises what parsing raises.
+    for all of the options; the command gets a function that takes the remaining fields and makes the record
+    from what was typed. It raises what parsing raises.
     """
 
     def __init__(self, record: Callable[..., Any], **options: Any) -> None:
@@ -116,7 +114,7 @@ class RecordOptions:
         ]
 
     def bound(self, values: Mapping[str, Any]) -> Callable[..., Any]:
-        """What makes the record, given the `values` of the options."""
+        """A function that makes the record from the `values` of the options and the other fields."""
 
         def make(**others: Any) -> Any:
             parsed = {
@@ -139,11 +137,11 @@ SHARED = tuple(
 """Options of every command."""
 
 CONTEXT = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-"""What a command is told of how it was called, where it asks for that."""
+"""The parameter of a command that wants to know how it was called."""
 
 
 def typed(context: typer.Context, names: Iterable[str]) -> list[str]:
-    """The options among parameters `names` that stand on the command line; variables do not count."""
+    """The options among the parameters `names` that were given on the command line, not by variables."""
     spelled = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
     sources = {name: context.get_parameter_source(name) for name in names}
     return [spelled[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"]
@@ -152,34 +150,34 @@ def typed(context: typer.Context, names: Iterable[str]) -> list[str]:
 def named(text: str, what: str) -> list[str]:
     """The names of a list such as ``h100,b200``, without blanks; UsageError for one that is empty.
 
-    `what` is the option that they are given with.
+    `what` is the option that takes them.
     """
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise UsageError(
-            f"{what} takes names with commas between them, and one of {text!r} is empty",
-            hint="leave it out, or give what it should name",
+            f"{what} takes names separated by commas, and one of {text!r} is empty",
+            hint="leave it out, or give the name",
         )
     return names
 
 
 class Remembering(TyperCommand):
-    """A command that keeps its arguments as they were typed, in which an empty path is not yet ``.``."""
+    """A command that keeps its arguments as typed, before click turns an empty path into ``.``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """What is left of `args`, as of any command."""
+        """Parses `args` as any command does, and keeps them under `TYPED`."""
         ctx.meta[TYPED] = tuple(args)
         return super().parse_args(ctx, args)
 
 
 TYPED = "moectl.typed"
-"""Where `Remembering` keeps them."""
+"""Key in ``ctx.meta`` of the arguments that `Remembering` keeps."""
 
 
 def refuse_blank(context: typer.Context) -> None:
-    """Raises UsageError where an empty text was typed: no option and no argument takes one.
+    """Raises UsageError for an empty argument or option value: none takes one.
 
-    It is mostly a shell's variable that is not set, and would mean the default or the folder here.
+    It usually comes from an unset shell variable, and would mean the default or the current directory.
     """
     options = [one for one in context.command.params if one.param_type_name == "option"]
     valued = {name for one in options if not getattr(one, "is_flag", False) for name in one.opts}
@@ -193,9 +191,13 @@ def refuse_blank(context: typer.Context) -> None:
 
 
 def pick(value: str, known: Iterable[str], what: str) -> str:
-    """`value` in the spelling of `known`, whatever its case and dashes.
+    """`value` as spelled in `known`, ignoring case and dashes.
 
-    Raises UsageError with the nearest names when it is none of them.
+    Raises UsageError with the nearest names if it is not one of them.
+
+    Example:
+        >>> pick("Triton-Marlin", ["triton", "triton_marlin"], "backend")
+        'triton_marlin'
     """
     spelled = {name.lower().replace("-", "_"): name for name in sorted(known)}
     key = value.lower().replace("-", "_")
@@ -211,11 +213,11 @@ def pick(value: str, known: Iterable[str], what: str) -> str:
 
 
 def framed(name: str) -> Callable[[Command], Command]:
-    """Decorate a command: give it an `Output`, turn whatever it raises into a sentence and an exit code.
+    """Decorates a command: gives it an `Output`, and turns what it raises into a sentence and an exit code.
 
     The command is called with its own options, `out`, and `context` if it has such a parameter; it may
-    return an ExitCode. An empty text is refused before. The options that
-    every command has (`SHARED`) are added to it here. A parameter whose type is a record of options, a
+    return an ExitCode. Empty arguments are refused first. The options of every command (`SHARED`) are added
+    here. A parameter whose type is a record of options, a
     dataclass with fields as a command's parameters, stands for all of them: the command is called with
     the record. One with `RecordOptions` stands for those of a record of the library.
     """
@@ -237,7 +239,7 @@ def framed(name: str) -> Callable[[Command], Command]:
                     for one, options in records.items()
                 }
                 made |= {one: make() for one, make in made.items() if is_dataclass(signature[one].annotation)}
-                with _noted(out):
+                with _warnings_as_notes(out):
                     code = command(**kwargs, **made, out=out)
             except BrokenPipeError:
                 # The reader went away, as in `moectl ... | head`.
@@ -249,9 +251,9 @@ def framed(name: str) -> Callable[[Command], Command]:
             except Exception as error:
                 if debug:
                     traceback.print_exc()
-                told = explained(error)
-                out.error(told)
-                code = told.exit_code
+                explanation = explained(error)
+                out.error(explanation)
+                code = explanation.exit_code
             raise typer.Exit(int(code or ExitCode.DONE))
 
         own = [one for p in asked for one in (records[p.name].parameters() if p.name in records else [p])]
@@ -264,18 +266,18 @@ def framed(name: str) -> Callable[[Command], Command]:
 
 
 @contextmanager
-def _noted(out: Output) -> Iterator[None]:
-    """Says warnings about the cache as notes, each once; other warnings stay what they are."""
-    said: set[str] = set()
+def _warnings_as_notes(out: Output) -> Iterator[None]:
+    """Prints each distinct warning about the cache as a note; other warnings are left alone."""
+    noted: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", CacheWarning)
-        shown = warnings.showwarning
+        original = warnings.showwarning
 
         def show(message: Any, category: type[Warning], *where: Any) -> None:
             if not issubclass(category, CacheWarning):
-                shown(message, category, *where)
-            elif str(message) not in said:
-                said.add(str(message))
+                original(message, category, *where)
+            elif str(message) not in noted:
+                noted.add(str(message))
                 out.note(str(message))
 
         warnings.showwarning = show  # type: ignore[assignment]
@@ -283,12 +285,12 @@ def _noted(out: Output) -> Iterator[None]:
 
 
 def _record_of(annotation: Any) -> RecordOptions | None:
-    """The options that a parameter of a command stands for; None where it is an option itself."""
+    """The options that a parameter of a command stands for; None if it is an option itself."""
     if isinstance(annotation, type) and is_dataclass(annotation):
         own = {field.name: field for field in fields(annotation)}
         return RecordOptions(annotation, **{name: get_args(field.type)[1] for name, field in own.items()})
-    found = [item for item in getattr(annotation, "__metadata__", ()) if isinstance(item, RecordOptions)]
-    return found[0] if found else None
+    metadata = getattr(annotation, "__metadata__", ())
+    return next((item for item in metadata if isinstance(item, RecordOptions)), None)
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -309,7 +311,7 @@ def _of_command(parameter: inspect.Parameter, command: str) -> inspect.Parameter
 
 
 def explained(error: Exception) -> MoectlError:
-    """Any error as one that can be shown: what the system or a library refused, or a fault of our own."""
+    """Any error as a MoectlError: a refusal of the system or a library, or an internal error."""
     if isinstance(error, MoectlError):
         return error
     text = str(error).strip().split("\n")[0]

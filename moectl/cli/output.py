@@ -1,4 +1,4 @@
-"""The one place that prints: data to stdout, everything else to stderr."""
+"""All printing: data to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from ..convert.manifest.progress_log import Progress
 
 NARROWEST = 100
-"""Columns below which tables are not squeezed: the terminal wraps their lines instead."""
+"""Narrowest width in columns that tables are fitted to; narrower terminals wrap their lines."""
 
 WIDEST = 10_000
-"""Columns off a terminal, so that no line is wrapped there."""
+"""Width in columns when not on a terminal, so that no line is wrapped."""
 
 
 class Output:
     """Renders results as rich tables, as one JSON document, or as a single line (`quiet`).
 
-    Commands build a plain document and a function that draws it; which of the two is shown is
-    decided here.
+    Commands supply a plain document and a function that draws it; `Output` decides which one is shown.
     """
 
     def __init__(self, command: str, *, as_json: bool = False, quiet: bool = False) -> None:
@@ -40,7 +39,7 @@ class Output:
     def result(
         self, document: dict[str, Any], draw: Callable[[Any], None], brief: str | Sequence[str] = ""
     ) -> None:
-        """Print one result: `document` as JSON, `brief` when quiet, else what `draw(console)` draws."""
+        """Prints one result: `document` as JSON, `brief` if quiet, else what `draw(console)` draws."""
         if self.as_json:
             self.text(self.json(document))
         elif self.quiet:
@@ -53,35 +52,35 @@ class Output:
             self.text("\n".join(line.rstrip() for line in drawn.getvalue().splitlines()))
 
     def text(self, text: str) -> None:
-        """Print text that is already in its final format to stdout."""
+        """Prints text that is already formatted to stdout."""
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
         sys.stdout.flush()
 
     def note(self, message: str) -> None:
-        """Tell a person something that is not data (stderr; silent when quiet)."""
+        """Prints a message that is not data to stderr, unless quiet."""
         if not self.quiet:
             print(f"moectl: {message}", file=sys.stderr)
 
     def error(self, error: MoectlError) -> None:
-        """Explain an error on stderr, and as a JSON document on stdout when JSON was asked for."""
+        """Prints an error to stderr, and with --json also as a JSON document to stdout."""
         print(f"moectl: error: {error.what}", file=sys.stderr)
         for line in (error.reason, error.hint and f"next: {error.hint}"):
             if line:
                 print(f"  {line}", file=sys.stderr)
         if self.as_json:
-            found = {"what": error.what, "reason": error.reason, "hint": error.hint}
-            self.text(self.json({"error": {**found, "exit_code": int(error.exit_code)}}))
+            explanation = {"what": error.what, "reason": error.reason, "hint": error.hint}
+            self.text(self.json({"error": {**explanation, "exit_code": int(error.exit_code)}}))
 
     def json(self, document: Mapping[str, Any], indent: int | None = 2) -> str:
-        """`document` as JSON under the version of its schema; numbers that are not finite become null."""
+        """`document` as JSON with its schema version; non-finite numbers become null."""
         head = {"schema_version": SCHEMA_VERSION, "moectl": __version__, "command": self.command}
         return json.dumps(_plain({**head, **document}), indent=indent, allow_nan=False)
 
     @contextmanager
     def progress(self, label: str, *, unit: str = "bytes") -> Iterator[Progress]:
-        """Yield a progress callback: a bar with rate and ETA on a terminal, nothing elsewhere.
+        """Yields a progress callback: a bar with rate and ETA on a terminal, nothing elsewhere.
 
-        An interrupt in here is a KeyboardInterrupt, so that what is being written can be put in order.
+        Inside, SIGINT raises KeyboardInterrupt, so that unfinished output can be cleaned up.
         """
         with _interruptible():
             if self.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
@@ -121,7 +120,7 @@ def _bar(label: str, unit: str) -> Iterator[Progress]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT as a KeyboardInterrupt, whatever `main` makes of it outside."""
+    """Inside, SIGINT raises KeyboardInterrupt, whatever handler `main` has set."""
     try:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:  # not the main thread, which alone gets signals
@@ -134,7 +133,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def drop_stdout() -> None:
-    """Let whatever is still written to stdout go nowhere, so that the interpreter can end quietly."""
+    """Redirects stdout to the null device, so that the interpreter can exit quietly."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -143,7 +142,7 @@ def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) ->
     from rich import box
     from rich.table import Table
 
-    made = Table(
+    empty = Table(
         title=title,
         title_justify="left",
         title_style="bold",
@@ -151,8 +150,8 @@ def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) ->
         pad_edge=not sys.stdout.isatty(),
     )
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
+        empty.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return empty
 
 
 def size(nbytes: float) -> str:
@@ -181,12 +180,7 @@ def count(number: int, thing: str) -> str:
 def _console(stream: Any) -> Any:
     from rich.console import Console
 
-    width = None
-    if not stream.isatty():
-        width = WIDEST
-    else:
-        found = Console(file=stream).width
-        width = max(found, NARROWEST)
+    width = max(Console(file=stream).width, NARROWEST) if stream.isatty() else WIDEST
     plain = bool(os.environ.get("NO_COLOR"))
     return Console(
         file=stream, width=width, color_system=None if plain else "auto", highlight=False, emoji=False
@@ -194,7 +188,7 @@ def _console(stream: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can say it."""
+    """`value` in JSON's types."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):

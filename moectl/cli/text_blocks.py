@@ -1,4 +1,4 @@
-"""Small documents: blocks that are drawn as wrapped text on a terminal, or as markdown."""
+"""Documents made of blocks, printed as wrapped text on a terminal or as markdown."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 WIDEST = 100
-"""Columns that prose fills at most; beyond them lines are hard to read."""
+"""Widest lines of prose, in columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A line that opens a part of the document; `level` 1 opens the largest."""
+    """The heading of a section; `level` 1 is the highest."""
 
     text: str
     level: int = 2
@@ -23,7 +23,7 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class TextLine:
-    """A sentence of its own; `strong` where it is the answer."""
+    """A paragraph; `strong` if it is the answer."""
 
     text: str
     strong: bool = False
@@ -31,7 +31,7 @@ class TextLine:
 
 @dataclass(frozen=True, slots=True)
 class LabelledValues:
-    """Labelled values; those that are empty are left out. `strong` labels hold the answer."""
+    """Labelled values, without the empty ones; those of `strong` labels are the answer."""
 
     rows: tuple[tuple[str, str], ...]
     strong: frozenset[str] = frozenset()
@@ -39,7 +39,7 @@ class LabelledValues:
 
 @dataclass(frozen=True, slots=True)
 class ListingEntry:
-    """One row of a `Listing`: a mark (its number), a head, and labelled lines below it."""
+    """One entry of a `Listing`: a mark such as its number, a head, and labelled lines below."""
 
     mark: str
     head: str
@@ -49,7 +49,7 @@ class ListingEntry:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Entries below each other."""
+    """A list of entries."""
 
     entries: tuple[ListingEntry, ...]
 
@@ -66,19 +66,19 @@ class TableBlock:
 Block = Heading | TextLine | LabelledValues | Listing | TableBlock
 
 
-def columns_here() -> int:
-    """Columns of the terminal, ``COLUMNS``, or 80."""
+def terminal_width() -> int:
+    """Width in columns: ``COLUMNS``, the terminal's, or 80."""
     return shutil.get_terminal_size((80, 24)).columns
 
 
 def draw(blocks: Iterable[Block], console: Any, width: int | None = None) -> None:
-    """Print `blocks` to a rich `console`, prose wrapped to `width` (default: the terminal's)."""
-    for text, strong in text_lines(blocks, width or columns_here()):
+    """Prints `blocks` to a rich `console`, prose wrapped to `width` (default: the terminal's)."""
+    for text, strong in text_lines(blocks, width or terminal_width()):
         console.print(text, style="bold" if strong else "", markup=False, soft_wrap=True)
 
 
 def text_lines(blocks: Iterable[Block], width: int) -> Iterable[tuple[str, bool]]:
-    """Lines of text with whether they are strong; prose fits into `width`, long words and tables may not."""
+    """Yields (line, strong); prose fits into `width`, long words and tables may exceed it."""
     room = max(40, min(width, WIDEST))
     first = True
     for block in _joined(blocks):
@@ -89,7 +89,7 @@ def text_lines(blocks: Iterable[Block], width: int) -> Iterable[tuple[str, bool]
 
 
 def _joined(blocks: Iterable[Block]) -> Iterable[Block]:
-    """`blocks` with facts that follow each other in one, so that their values stand in one column."""
+    """`blocks` with adjacent `LabelledValues` merged, so that their values are aligned."""
     before: Block | None = None
     for block in blocks:
         if isinstance(before, LabelledValues) and isinstance(block, LabelledValues):
@@ -134,7 +134,7 @@ def _labelled(
     wide = max((len(label) for label, _ in shown), default=0)
     before = ""
     for label, value in shown:
-        # A label that is repeated stands only once.
+        # A repeated label is printed once.
         named = "" if label == before else label
         before = label
         for line in _wrap(value, room, f"{'':{indent}}{named:<{wide}}  "):
@@ -178,12 +178,19 @@ _TEXT: dict[type, Any] = {
 
 
 def markdown(blocks: Iterable[Block]) -> str:
-    """`blocks` as GitHub markdown, to paste into an issue."""
+    """`blocks` as GitHub markdown, to paste into an issue.
+
+    Example:
+        >>> print(markdown([Heading("GPUs"), LabelledValues((("0", "H200"), ("1", "")))]), end="")
+        ### GPUs
+        <BLANKLINE>
+        - 0: H200
+    """
     return "\n\n".join(part for block in _joined(blocks) if (part := _MARKDOWN[type(block)](block))) + "\n"
 
 
 def _escaped(text: str) -> str:
-    """`text` with what markdown or HTML would swallow made literal."""
+    """`text` with markdown and HTML characters escaped."""
     for mark in "\\`*<|":
         text = text.replace(mark, f"\\{mark}" if mark != "<" else "&lt;")
     return text

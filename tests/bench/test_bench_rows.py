@@ -42,8 +42,8 @@ def test_bad_token_counts(text):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"checkpoint": "x"}, "one of the two"),
-        ({"models": ()}, "one of the two"),
+        ({"checkpoint": "x"}, "either a checkpoint or named models"),
+        ({"models": ()}, "either a checkpoint or named models"),
         ({"tokens": ()}, "from 1 to"),
         ({"tokens": (0,)}, "from 1 to"),
         ({"routings": ()}, "needs a routing"),
@@ -80,14 +80,14 @@ def test_numbers_that_are_not_finite_become_none():
     ("name", "text", "words"),
     [
         ("a.jsonl", "", "does not begin"),
-        ("a.jsonl", "{}\n", "no line of a bench"),
+        ("a.jsonl", "{}\n", "not a line of a bench"),
         ("a.jsonl", "[1]\n", "not a JSON object"),
         ("a.jsonl", '{"kind": "run"}\n{"kind": "row", "model": "x"}\n', "line 2 is no row.* lacks backend"),
         ("a.jsonl", '{"kind": "run"}\nnonsense\n', "line 2 is not JSON"),
         ("a.json", '{"rows": 3}', "has no rows"),
         ("a.json", "{", "not JSON"),
         ("a.csv", "model,layers\nx,0\n", "line 2 is no row"),
-        ("a.txt", "", "names no file of rows"),
+        ("a.txt", "", "is not that of a file of rows"),
     ],
 )
 def test_files_that_are_none_of_a_bench_are_refused(tmp_path, name, text, words):
@@ -148,7 +148,7 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path):
         journal.begin(run())
         journal.add(ROWS[1])
     assert read_rows(path).rows == ROWS[:2]
-    with pytest.raises(UsageError, match="something in it already"):
+    with pytest.raises(UsageError, match="is not empty"):
         RowJournal.open(path)
 
 
@@ -237,7 +237,7 @@ def test_other_content_of_a_trace_is_another_run(tmp_path):
     trace.write_text("[1, 0]\n")
     with (
         RowJournal.open(path, resume=True) as journal,
-        pytest.raises(UsageError, match=f"{trace} has other content than it had"),
+        pytest.raises(UsageError, match=f"the content of {trace} has changed"),
     ):
         journal.begin(RunHeader(asked.to_json(), MACHINE))
 

@@ -119,7 +119,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UsageError, match="cannot read trace"):
         read_trace(tmp_path / "a.jsonl", GPT_OSS)
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(UsageError, match="names no file of expert ids"):
+    with pytest.raises(UsageError, match="is not that of a trace"):
         read_trace(tmp_path / "a.txt", GPT_OSS)
 
 

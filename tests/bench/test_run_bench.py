@@ -179,8 +179,8 @@ def test_done_cells_are_left_out(bench_of):
     again = list(bench_of().measured(frozenset({first[0].key})))
     assert [row.key for row in again] == [first[1].key]
     bench = bench_of()
-    assert bench.left() == 2
-    assert bench.left({row.key for row in bench.measured() if row.tokens == 1}) == 1
+    assert bench.pending() == 2
+    assert bench.pending({row.key for row in bench.measured() if row.tokens == 1}) == 1
 
 
 def refuse_all(problem, machine, names, stored):

@@ -47,7 +47,7 @@ def test_a_checkpoints_files_are_not_written_over(own, command, options):
         (own / name).write_text("mine")
     before = contents(own)
     done = moectl(command, own, *(str(option).format(own) for option in options), code=2)
-    assert f"{own} is the folder of a checkpoint" in " ".join(done.stderr.split())
+    assert f"{own} is the directory of a checkpoint" in " ".join(done.stderr.split())
     assert contents(own) == before
 
 
@@ -96,7 +96,7 @@ def test_what_is_nobodys_may_be_written(own, tmp_path):
 def test_links_devices_and_circles(own, tmp_path):
     link = tmp_path / "y.safetensors"
     link.symlink_to(own / "model.safetensors")
-    with pytest.raises(UsageError, match="folder of a checkpoint"):
+    with pytest.raises(UsageError, match="directory of a checkpoint"):
         check_writable(link)
     with pytest.raises(Unavailable, match="pipe or device"):
         check_writable(Path("/dev/null"))

@@ -197,7 +197,7 @@ def test_a_layer_without_experts_names_those_with(tiny_kimi):
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, tiny_gpt_oss, tmp_path):
     out = tmp_path / "no" / "y.csv"
     done = moectl(command, tiny_gpt_oss, "--output", out, "--device", "cpu", code=3)
-    assert "not a folder that can be written to" in done.stderr
+    assert "is not a writable directory" in done.stderr
 
 
 def test_a_dry_run_looks_at_the_output_too(tiny_gpt_oss, tmp_path):

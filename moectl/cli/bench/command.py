@@ -1,4 +1,4 @@
-"""`moectl bench`: backends on layers' real shapes, correctness first."""
+"""`moectl bench`: backends on layers' real shapes, checked first, then timed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -41,9 +41,9 @@ EXAMPLES = (
     "moectl bench --rows rows.jsonl --format md",
 )
 MORE = (
-    "Every result is held to the reference first; a wrong one has no time.",
+    "Every result is checked against the reference first; a wrong one has no time.",
     "Calls run in CUDA graphs on several routings and copies of small layers, so that weights come from",
-    "memory; backends take turns; ± is half the distance between the quartiles of the rounds.",
+    "memory; rounds of backends are interleaved; ± is half the distance between the quartiles of the rounds.",
 )
 
 
@@ -84,14 +84,14 @@ SETTINGS = RecordOptions(
     rounds=option("--repeats", help="Rounds per row.", min=1),
     seed=SEED,
 )
-"""Options that say what is measured; rows of an earlier bench have been."""
+"""Options of what is measured."""
 
 
 @dataclass(frozen=True)
 class ActionOptions:
-    """Options that say what is done with what is measured, or instead of it."""
+    """Options of what is done with the measurement, or instead of it."""
 
-    resume: Annotated[bool, option("--resume", help="Add what -o FILE.jsonl does not have yet.")] = False
+    resume: Annotated[bool, option("--resume", help="Measure what -o FILE.jsonl does not have yet.")] = False
     save: Annotated[
         bool, option("--save", help="Keep times for choices by measurement (`moectl explain --measured`).")
     ] = False
@@ -104,12 +104,12 @@ class ActionOptions:
 IGNORED = {
     "rows": (
         (*SETTINGS.names, "activation", "offline", *(field.name for field in fields(ActionOptions))),
-        "--rows shows rows that are there",
+        "--rows shows existing rows",
     ),
     "compile_only": (("resume", "save", "output", "plot", "format"), "--compile-only measures nothing"),
-    "model": (("layer", "activation"), "--model times one layer of each model, as it is known"),
+    "model": (("layer", "activation"), "--model times one built-in layer per model"),
 }
-"""Options that have no meaning beside another, and why."""
+"""Options that another one makes meaningless, and why."""
 
 
 @framed("bench")
@@ -118,7 +118,7 @@ def bench(
     checkpoint: Annotated[
         str | None,
         typer.Argument(
-            metavar="CKPT", help="The folder of a checkpoint, or a converted one.", show_default=False
+            metavar="CKPT", help="A checkpoint's directory, or a converted one.", show_default=False
         ),
     ] = None,
     model: Annotated[
@@ -142,8 +142,8 @@ def bench(
 ) -> ExitCode:
     """Time backends on layers' real shapes.
 
-    Against the floor that the device's bandwidth and matrix rate set. Each is compared with the
-    reference first; a result that is wrong gets no time. Exit code 1 when one was wrong, or failed.
+    Against the roofline of the device. Each result is checked against the reference first; a wrong one gets
+    no time. Exit code 1 when one was wrong, or failed.
     """
     shown = rows_to.output_of(out.as_json)
     _check_together(context, {"rows": rows, "compile_only": actions.compile_only, "model": model})
@@ -157,7 +157,7 @@ def bench(
     if actions.compile_only:
         return _compile(settings, source, actions.jobs, out)
     if actions.resume and shown.journal is None:
-        raise UsageError("--resume goes on with rows in a file", hint="give -o FILE.jsonl")
+        raise UsageError("--resume continues the rows of a file", hint="give -o FILE.jsonl")
     for note in source.notes if source else ():
         out.note(note)
     about, taken = _measure(settings, source, shown.journal, actions, out)
@@ -176,12 +176,12 @@ def _model(text: str) -> str:
 
 
 def _check_together(context: typer.Context, given: Mapping[str, Any]) -> None:
-    """Refuses options on the command line that would have no effect beside the others."""
+    """Raises UsageError for options on the command line that would have no effect."""
     for name, (ignored, why) in IGNORED.items():
-        if given[name] and (found := typed(context, ignored)):
-            raise UsageError(f"{why}, and {', '.join(found)} would be ignored", hint="leave one out")
+        if given[name] and (useless := typed(context, ignored)):
+            raise UsageError(f"{why}, and {', '.join(useless)} would be ignored", hint="leave one out")
     if not given["compile_only"] and typed(context, ("jobs",)):
-        raise UsageError("--jobs is of --compile-only, which is not asked for", hint="add --compile-only")
+        raise UsageError("--jobs needs --compile-only", hint="add --compile-only")
 
 
 def _from_rows(
@@ -190,19 +190,19 @@ def _from_rows(
     from ...bench.read_rows import read_rows
 
     if any(others):
-        raise UsageError("--rows shows rows that are there, and CKPT and --model measure new ones")
+        raise UsageError("--rows shows existing rows, and CKPT and --model measure new ones")
     if len(paths) > 1:
-        raise UsageError(
-            f"--rows shows one file, got {len(paths)}", hint="hold two against each other by `moectl compare`"
-        )
+        raise UsageError(f"--rows shows one file, got {len(paths)}", hint="compare two with `moectl compare`")
     path = paths[0]
     if shown.journal is not None:
-        raise UsageError(f"{shown.journal} would be a copy of rows", hint="give -o FILE.md, .csv or .json")
+        raise UsageError(
+            f"{shown.journal} would be a copy of the rows", hint="give -o FILE.md, .csv or .json"
+        )
     shown.check([path])
-    found = read_rows(path)
-    for note in found.notes:
+    stored = read_rows(path)
+    for note in stored.notes:
         out.note(note)
-    shown.show(found.about, found.rows, out)
+    shown.show(stored.about, stored.rows, out)
     return ExitCode.DONE
 
 
@@ -211,7 +211,7 @@ def _compile(settings: BenchSettings, source: "LayerSource | None", jobs: int, o
 
     lines: list[str] = []
     failed = False
-    with out.progress("compiling", unit="cells") as progress:
+    with out.progress("compiling", unit="cases") as progress:
         for line in compile_parts(settings, source, jobs):
             lines.append(line.text)
             failed |= line.failed
@@ -228,11 +228,11 @@ def _measure(
     actions: ActionOptions,
     out: Output,
 ) -> "tuple[Mapping[str, Any], Sequence[BenchRow]]":
-    """What rows were taken on, as plain data, and all rows; they go into a journal at `path` as they come."""
+    """The conditions as plain data, and all rows; a journal at `path` gets them one by one."""
     from ...bench.journal import RowJournal, RunHeader
     from ...bench.open_bench import open_bench
     from ...bench.run_metadata import about, rates_of
-    from ...bench.save_times import keep
+    from ...bench.save_times import save_times
 
     with ExitStack() as stack:
         journal = stack.enter_context(RowJournal.open(path, resume=actions.resume)) if path else None
@@ -240,29 +240,27 @@ def _measure(
         rates = rates_of(before.about) if before else None
         opened = open_bench(settings, source, rates=rates, say=out.note)
         run = RunHeader(settings.to_json(), about(opened.machine, settings, opened.rates))
-        told = journal.begin(run) if journal else run.to_json()
-        there = before.rows if before else ()
+        conditions = journal.begin(run) if journal else run.to_json()
+        stored = before.rows if before else ()
         if before:
-            out.note(
-                f"{count(len(there), 'row')} of {path} {'is' if len(there) == 1 else 'are'} there already"
-            )
-        new = list(_measured(opened, frozenset(row.key for row in there), journal, out))
+            out.note(f"{count(len(stored), 'row')} of {path} {'is' if len(stored) == 1 else 'are'} kept")
+        new = list(_measured(opened, frozenset(row.key for row in stored), journal, out))
     if actions.save:
-        kept = (*keep(opened, there, str(told.get("begun", ""))), *keep(opened, new))
-        for file in dict.fromkeys(kept):
+        paths = (*save_times(opened, stored, str(conditions.get("begun", ""))), *save_times(opened, new))
+        for file in dict.fromkeys(paths):
             out.note(f"kept in {file}")
-    return told, (*there, *new)
+    return conditions, (*stored, *new)
 
 
 def _measured(
     opened: "Bench", done: "frozenset[Key]", journal: "RowJournal | None", out: Output
 ) -> "Iterator[BenchRow]":
-    """Rows that are not `done`, each in the journal by the time it comes."""
-    left = opened.left(done)
+    """Yields the rows that are not `done`, each after it was added to the journal."""
+    pending = opened.pending(done)
     with out.progress("measuring", unit="rows") as progress:
-        progress(len(done), len(done) + left, "")
+        progress(len(done), len(done) + pending, "")
         for number, row in enumerate(opened.measured(done), len(done) + 1):
             if journal is not None:
                 journal.add(row)
-            progress(number, len(done) + left, f"{row.model} {row.backend} M={row.tokens}")
+            progress(number, len(done) + pending, f"{row.model} {row.backend} M={row.tokens}")
             yield row

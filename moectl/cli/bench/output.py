@@ -1,4 +1,4 @@
-"""Where the rows of a bench go: to stdout in a format, to files by their suffixes, into a plot."""
+"""Outputs of a bench: rows on stdout in some format, in files by their suffixes, and as a plot."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 FORMATS = ("md", "csv", "json", "jsonl")
 READ_BACK = (".jsonl", ".json", ".csv")
-"""Suffixes of files that ``--rows`` shows again."""
+"""Suffixes of files that ``--rows`` reads."""
 
 
 @dataclass(frozen=True)
 class RowOutputOptions:
-    """Options that say where rows go."""
+    """Options of the outputs."""
 
     format: Annotated[
         str | None, option("--format", help="md, csv, json or jsonl on stdout.", show_default=False)
@@ -37,14 +37,14 @@ class RowOutputOptions:
     plot: Annotated[Path | None, option("--plot", help="Draw latency and roofline: .svg or .png.")] = None
 
     def output_of(self, as_json: bool) -> "RowOutput":
-        """The places; UsageError for an unknown format, or one that ``--json`` contradicts."""
+        """The outputs; UsageError for an unknown format, or one that contradicts ``--json``."""
         return RowOutput(
             stdout_format(self.format, self.output, as_json), tuple(self.output or ()), self.plot
         )
 
 
 def stdout_format(format: str | None, output: Sequence[Path] | None, as_json: bool) -> str | None:
-    """The format of stdout: by name or ``--json``; ``table``, or None where files take everything.
+    """The format of stdout, by name or ``--json``; else ``table``, or None if rows go to files only.
 
     Raises UsageError for an unknown or a contradicted format.
     """
@@ -59,7 +59,7 @@ def stdout_format(format: str | None, output: Sequence[Path] | None, as_json: bo
 
 @dataclass(frozen=True)
 class RowOutput:
-    """Where rows go: the format of stdout, files by their suffixes, and a plot."""
+    """The outputs: the format of stdout (None: nothing), files by their suffixes, and a plot."""
 
     stdout: str | None
     files: tuple[Path, ...]
@@ -67,11 +67,11 @@ class RowOutput:
 
     @property
     def journal(self) -> Path | None:
-        """The file that rows are written to as they come."""
+        """The file that rows are appended to as they are measured."""
         return next((path for path in self.files if path.suffix.lower() == ".jsonl"), None)
 
     def check(self, reads: Sequence[str | Path]) -> None:
-        """Refuses what cannot be written, or would write over what the command `reads`, before the work."""
+        """Raises when an output cannot be written or would overwrite what the command `reads`."""
         for path in self.files:
             if path.suffix.lstrip(".").lower() not in FORMATS:
                 raise UsageError(
@@ -80,7 +80,7 @@ class RowOutput:
                 )
             check_writable(path, reads, journal=path == self.journal)
         if sum(path.suffix.lower() == ".jsonl" for path in self.files) > 1:
-            raise UsageError("rows go into one .jsonl file as they come, and several are asked for")
+            raise UsageError("rows are appended to one .jsonl file as they are measured, got several")
         if self.plot is not None:
             from ...bench.plot import check_plot
 
@@ -88,7 +88,7 @@ class RowOutput:
             check_plot(self.plot)
 
     def show(self, about: Mapping[str, Any], rows: "Sequence[BenchRow]", out: Output) -> None:
-        """Writes files other than the journal, the plot, and stdout."""
+        """Writes the files other than the journal, the plot, and stdout."""
         from ...bench.row_tables import brief, document
         from ...files.atomic import write_file
 
@@ -113,12 +113,14 @@ class RowOutput:
             out.text("\t".join(map(str, self.files)))
 
     def _where(self, rows: "Sequence[BenchRow]") -> str:
-        """What the files hold, and how it is seen."""
+        """A note on what the files hold and how to show it."""
         failed = sum(row.failed for row in rows)
-        said = f"{count(len(rows), 'row')} in {', '.join(map(str, self.files))}"
-        said += f", {failed} of them failed" if failed else ""
-        again = next((path for path in self.files if path.suffix.lower() in READ_BACK), None)
-        return said if again is None or self.stdout else f"{said}; moectl bench --rows {again} shows them"
+        text = f"{count(len(rows), 'row')} in {', '.join(map(str, self.files))}"
+        text += f", {failed} of them failed" if failed else ""
+        readable = next((path for path in self.files if path.suffix.lower() in READ_BACK), None)
+        return (
+            text if readable is None or self.stdout else f"{text}; moectl bench --rows {readable} shows them"
+        )
 
 
 def render(format: str, about: Mapping[str, Any], rows: "Sequence[BenchRow]", out: Output) -> str:
@@ -134,18 +136,18 @@ def render(format: str, about: Mapping[str, Any], rows: "Sequence[BenchRow]", ou
 
 
 def draw_table(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: Any) -> None:
-    """Tables of times and costs, what they rest on, and latency as characters."""
+    """Prints tables of times and costs, the conditions of the measurement, and latency as a text plot."""
     from ...bench.plot import text_plots
     from ...bench.row_tables import COLUMNS, COSTS, cost_rows, footer, supported, used_columns
 
-    for columns, some in ((COLUMNS, supported(rows)), (COSTS, cost_rows(rows))):
-        if not some:
+    for columns, column_rows in ((COLUMNS, supported(rows)), (COSTS, cost_rows(rows))):
+        if not column_rows:
             continue
-        used = used_columns(columns, some)
-        made = table(*(c.title for c in used), right=[c.title for c in used if c.number])
-        for row in some:
-            made.add_row(*(column.text(row) for column in used))
-        console.print(made)
+        used = used_columns(columns, column_rows)
+        drawn = table(*(c.title for c in used), right=[c.title for c in used if c.number])
+        for row in column_rows:
+            drawn.add_row(*(column.text(row) for column in used))
+        console.print(drawn)
     for line in footer(about, rows):
         console.print(line, markup=False)
     plots = text_plots(rows)

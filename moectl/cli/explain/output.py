@@ -50,7 +50,7 @@ class AnswerOutput:
 
     def matrix(self, matrix: DecisionMatrix) -> ExitCode:
         """Print the table; 1 if no cell supports every layer, or with --strict if a cell is a fallback."""
-        width = 10_000 if self.markdown else text_blocks.columns_here()
+        width = 10_000 if self.markdown else text_blocks.terminal_width()
         self.show(matrix.to_json(), matrix_blocks(matrix, width), matrix_lines(matrix))
         passed = matrix.clean if self.strict else matrix.usable
         return ExitCode.DONE if passed else ExitCode.FOUND
