@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moectl.convert.execute.convert import convert
 from moectl.convert.manifest.manifest import load_layer, load_manifest
@@ -291,6 +292,17 @@ def test_verify_compares_with_the_source(converted: Path, gpt_oss: Path) -> None
     report = verify(converted, gpt_oss)
     assert [text for text in report.findings if "differs from the source" in text]
     assert verify(converted).ok
+
+
+def test_verify_notices_a_source_whose_tensor_is_shorter(converted: Path, gpt_oss: Path) -> None:
+    (file,) = (path for path in gpt_oss.glob("*.safetensors") if path.name.startswith("model-00002"))
+    tensors = load_file(file)
+    name = max((name for name in tensors if "experts" in name), key=lambda name: tensors[name].nbytes)
+    save_file({**tensors, name: tensors[name][:-1].clone()}, file)
+    assert (
+        f"{name} is not in the source's {file.name}, or has another size there"
+        in verify(converted, gpt_oss).findings
+    )
 
 
 def test_verify_notices_another_chain(converted: Path) -> None:

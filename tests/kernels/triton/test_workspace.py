@@ -13,6 +13,7 @@ from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from moectl.kernels.modular.exchange import SingleRankExchange
 from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel, map_of
 from moectl.kernels.modular.prepare_finalize import SMALLEST as AROUND
 from moectl.kernels.prepared_layer import PreparedMoE
@@ -142,3 +143,22 @@ def test_the_steps_around_experts(kind: str, form: ActivationFormat) -> None:
         print(kind, form.name, tokens, took, said)
         small = 2 * AROUND + 32 * inputs.ids.numel()
         assert said is not None and took <= said <= 4 * took + small, (tokens, took, said)
+
+
+def test_experts_are_counted_with_the_tokens_of_every_rank() -> None:
+    rows: list[int] = []
+
+    def workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> int:
+        rows.append(tokens)
+        return 1000 * tokens
+
+    kernels = [
+        FusedMoEKernel(
+            whole(KIMI), replace(quietly(TORCH), workspace=workspace), exchange=exchange, dtype=dtype
+        )
+        for exchange in (SingleRankExchange(), SingleRankExchange(ranks=2))
+        for dtype in (None, torch.float32)
+    ]
+    said = [kernel.workspace(5) for kernel in kernels]
+    assert rows == [5, 5, 10, 10]
+    assert None not in said and said[3] - said[2] == 2 * (said[1] - said[0]) > 0  # type: ignore[operator]
