@@ -219,7 +219,9 @@ def test_backends_that_cannot_serve_are_rows_or_errors(monkeypatch):
     with pytest.raises(Unavailable, match="no such GPU"):
         bench(("absent",))
     monkeypatch.setattr("moectl.bench.run_bench.choose_backends", refuse_all)
-    with pytest.raises(Unavailable, match=r"none of the backends .*: a wants biases; b is not here"):
+    with pytest.raises(
+        Unavailable, match=r"none of the requested backends .*: a wants biases; b is not here"
+    ):
         bench(("a", "b"))
 
 

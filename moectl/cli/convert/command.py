@@ -99,8 +99,8 @@ def convert(
 ) -> None:
     """Write expert weights in a kernel's layout or another format.
 
-    Streams layer by layer, and can be resumed. A layout is a cache for its backend, bit-exactly reversible;
-    a portable format is an ordinary checkpoint. Each rank (--tp-size, --ep-size) gets its own directory.
+    Streamed and resumable. A layout is a bit-exactly reversible cache for its backend; a portable
+    format is an ordinary checkpoint. Each rank (--tp-size, --ep-size) gets its own directory.
     """
     making = making.spelled()
     memory = None if max_memory is None else parse_size(max_memory)

@@ -154,7 +154,7 @@ def test_a_name_that_the_engine_does_not_know_is_wrong_usage(options, near):
     ("options", "words"),
     [
         (["--env", "VLLM_USE_FLASHINFER_MOE_INT=1"], "VLLM_USE_FLASHINFER_MOE_INT4"),
-        (["--all2all", "deepep_low_latency"], "changes nothing"),
+        (["--all2all", "deepep_low_latency"], "has no effect"),
     ],
 )
 def test_options_that_change_nothing_are_noted(options, words):

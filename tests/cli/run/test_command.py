@@ -100,7 +100,7 @@ def test_a_converted_folder_is_not_told_what_it_says(tiny_gpt_oss, tmp_path):
     out = tmp_path / "out"
     moectl("convert", tiny_gpt_oss, out, "--to", "marlin")
     done = moectl("run", out, *CPU, "--routing", "sigmoid", "--activation", "silu", code=2)
-    assert "says all that --activation and --routing would" in done.stderr
+    assert "whose manifest settles --activation and --routing" in done.stderr
     assert "that --activation would" in moectl("bench", out, *CPU, "--activation", "silu", code=2).stderr
 
 

@@ -117,7 +117,7 @@ def test_explain_finds_the_file_that_was_written(engine, tmp_path):
         *("explain", "deepseek-v3", "--offline", "--gpu", "h200", "--tp", "2"),
         *("--env", f"VLLM_TUNED_CONFIG_FOLDER={tmp_path}"),
     ).words
-    assert f"is read (found in {tmp_path})" in words
+    assert f"is used (found in {tmp_path})" in words
 
 
 @pytest.mark.parametrize(
