@@ -64,7 +64,7 @@ WORKER = f"""
 import json, os, sys
 sys.path[:0] = [{str(SCRIPTS)!r}, {str(SCRIPTS.parent)!r}]
 from dataclasses import replace
-from moectl import models
+from moectl.problem import published_layers as models
 from moectl.kernels import registry
 from moectl.problem.moe_problem import Dims
 

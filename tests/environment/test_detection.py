@@ -211,5 +211,5 @@ def test_profiles_and_lists() -> None:
     listed = packages_from("flashinfer, humming=0.1.19,nvcc")
     assert listed.versions == {"flashinfer": "", "humming": "0.1.19", "nvcc": "", "flashinfer_cubin": ""}
     assert packages_from("none").versions == {}
-    with pytest.raises(UsageError, match="no profile is called 'flashinfr'"):
+    with pytest.raises(UsageError, match="no package or profile 'flashinfr'"):
         packages_from("flashinfr")

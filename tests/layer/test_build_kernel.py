@@ -84,8 +84,8 @@ def moectl(problem: MoEProblem, device: str) -> Decision:
 
 
 REFUSED: dict[str, tuple[type[MoectlError], Callable[[], object]]] = {
-    "there is no kernel for TPUs here": (NoBackend, lambda: build_kernel(moectl(KIMI, "tpu"), layer())),
-    "there is no kernel here for platforms that an engine knows through a plug-in": (
+    "moectl has no kernel for TPUs": (NoBackend, lambda: build_kernel(moectl(KIMI, "tpu"), layer())),
+    "moectl has no kernel for platforms of engine plug-ins": (
         NoBackend,
         lambda: build_kernel(moectl(KIMI, "out-of-tree"), layer()),
     ),
