@@ -101,7 +101,9 @@ def test_a_converted_folder_is_not_told_what_it_says(tiny_gpt_oss, tmp_path):
     moectl("convert", tiny_gpt_oss, out, "--to", "marlin")
     done = moectl("run", out, *CPU, "--routing", "sigmoid", "--activation", "silu", code=2)
     assert "whose manifest settles --activation and --routing" in done.stderr
-    assert "manifest settles --activation" in moectl("bench", out, *CPU, "--activation", "silu", code=2).stderr
+    assert (
+        "manifest settles --activation" in moectl("bench", out, *CPU, "--activation", "silu", code=2).stderr
+    )
 
 
 def test_a_config_alone_has_nothing_to_run(tiny_gpt_oss):
