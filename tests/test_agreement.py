@@ -66,14 +66,14 @@ def test_triton_is_chosen_exactly_where_it_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     runner, layout = runner_for("triton"), layout_named("moectl-mtile64")
     taken = 0
-    for problem in PROBLEMS:
+    for problem in PROBLEMS[::3]:
         align = padding(layout.name, problem.scheme.weight)
         padded = replace(problem, dims=align.apply(problem.dims))
         reasons = [runner.refusal(problem, torch.device("cuda")), *layout.refusals(padded)]
         runs = not any(reasons)
         assert (chosen_on("h100", problem) == "triton") == runs, (problem, reasons)
         taken += runs
-    assert 20 < taken < len(PROBLEMS)
+    assert 20 < taken < len(PROBLEMS) // 3
 
 
 def test_triton_marlin_is_usable_exactly_where_it_runs(monkeypatch):
@@ -117,7 +117,7 @@ def test_external_kernels_are_usable_exactly_where_they_run(name, monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", "t4"])
 def test_torch_is_chosen_only_where_it_runs(device):
-    for problem in PROBLEMS:
+    for problem in PROBLEMS[::5]:
         if chosen_on(device, problem) == "torch":
             assert not runner_for("torch").refusal(problem, torch.device("cpu")), problem
 

@@ -50,22 +50,29 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+COMMANDS = [
+    (("run", *ON_CPU), 1, 1),
+    (("run", *ON_CPU, "--layers", "all"), 2, 1),
+    (("run", *ON_CPU, "--backend", "torch"), 1, 1),
+    (("run", *ON_CPU, "--backend", "all"), 1, 1),
+    (("run", *ON_CPU, "--backend", "torch,emulation"), 1, 2),
+    (("run", *ON_CPU, "--backend", "torch", "--allow-fallback"), 1, 2),
+    (BENCH, 1, 1),
+    ((*BENCH, "--backend", "torch"), 1, 1),
+    ((*BENCH, "--backend", "torch,emulation"), 1, 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("command", "layers", "questions"),
+    ("stored", "command", "layers", "questions"),
+    # By default each command with one of the two; both have one of each kind.
     [
-        (("run", *ON_CPU), 1, 1),
-        (("run", *ON_CPU, "--backend", "torch"), 1, 1),
-        (("run", *ON_CPU, "--backend", "all"), 1, 1),
-        (("run", *ON_CPU, "--backend", "torch,emulation"), 1, 2),
-        (("run", *ON_CPU, "--backend", "torch", "--allow-fallback"), 1, 2),
-        (("run", *ON_CPU, "--layers", "all"), 2, 1),
-        (BENCH, 1, 1),
-        ((*BENCH, "--backend", "torch"), 1, 1),
-        ((*BENCH, "--backend", "torch,emulation"), 1, 2),
+        pytest.param(stored, *case, marks=() if turn % 2 == place else pytest.mark.slow)
+        for turn, case in enumerate(COMMANDS)
+        for place, stored in enumerate(("checkpoint", "converted"))
     ],
     ids=lambda given: " ".join(given) if isinstance(given, tuple) else str(given),
 )
-@pytest.mark.parametrize("stored", ["checkpoint", "converted"])
 def test_everything_is_asked_once(
     stored: str,
     command: tuple[str, ...],

@@ -16,6 +16,7 @@ from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.source.catalogue import model_names, read_entry
 from moectl.checkpoint.source.shards import read_folder
 from moectl.errors import UsageError
+from support.sampling import every_nth
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = "openai/gpt-oss-20b"
@@ -29,7 +30,7 @@ def script(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str
     return done
 
 
-@pytest.mark.parametrize("model", model_names())
+@pytest.mark.parametrize("model", every_nth(model_names(), 4))
 def test_two_layers_of_every_model(model: str, sparse_model: Writer) -> None:
     whole = open_checkpoint(sparse_model(model, layers=2), allow_catalogue=False)
     found, entry = whole.tensors, read_entry(model)

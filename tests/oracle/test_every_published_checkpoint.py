@@ -13,6 +13,7 @@ from moectl.errors import UsageError
 from moectl.oracle import policy_named, select
 from moectl.oracle.machine_packages import packages_from
 from moectl.problem.moe_problem import MoEProblem, Parallel
+from support.sampling import every_nth
 
 VLLM = policy_named("vllm-0.33.0")
 TABLE = json.loads((DATA / "gpus.json").read_text(encoding="utf-8"))
@@ -40,7 +41,7 @@ def problems(name: str) -> tuple[MoEProblem, ...]:
     return tuple(dict.fromkeys(group.problem for group in groups))
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", every_nth(model_names(), 3))
 def test_every_checkpoint_has_an_answer_everywhere(name: str) -> None:
     served = set()
     for problem in problems(name):

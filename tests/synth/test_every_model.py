@@ -19,6 +19,7 @@ from moectl.errors import NoBackend, UsageError
 from moectl.layer.prepare import checkpoint_layer
 from moectl.run import RunMachine, run_layer, this_machine
 from moectl.synth import synthesize
+from support.sampling import every_nth
 
 SMALL = {"layers": 1, "experts": 4, "top_k": 2, "hidden": 256, "intermediate": 256}
 
@@ -45,7 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", every_nth(model_names(), 3))
 def test_made_read_run_and_converted_there_and_back(name: str, machine: RunMachine, tmp_path: Path) -> None:
     made = synthesize(name, tmp_path / "made", **SMALL)
     found, published = open_checkpoint(made), open_checkpoint(name, offline=True).groups[0]

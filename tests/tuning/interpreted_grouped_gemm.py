@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from moectl.errors import UsageError
 from moectl.tuning.grouped_gemm import SPAN, GemmConfig, plain_gemm, sort
+from support.sampling import every_nth
 
 EXPERTS, TOP_K = 5, 3
 
@@ -27,11 +30,11 @@ def _expected(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch
     return torch.einsum("ak,ank->an", rows, weight.float()[flat])
 
 
-@pytest.mark.parametrize("kind", ["spread", "one expert"])
-@pytest.mark.parametrize("tokens", [1, 7, 40])
+BLOCKS = [GemmConfig(16, 32, 32, 1, 4, 2), GemmConfig(16, 64, 64, 3, 4, 2), GemmConfig(32, 32, 64, 8, 4, 2)]
+
+
 @pytest.mark.parametrize(
-    "blocks",
-    [GemmConfig(16, 32, 32, 1, 4, 2), GemmConfig(16, 64, 64, 3, 4, 2), GemmConfig(32, 32, 64, 8, 4, 2)],
+    ("kind", "tokens", "blocks"), every_nth(product(["spread", "one expert"], [1, 7, 40], BLOCKS), 4)
 )
 def test_every_assignment_has_its_product(blocks: GemmConfig, tokens: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)

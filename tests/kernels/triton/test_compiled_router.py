@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from devtools.inspection.kernel_report import report_of
@@ -11,16 +13,29 @@ from moectl.kernels.triton import router
 from moectl.kernels.triton.sort_and_combine import order_of_counts
 from support.router_cases import METHODS, case_of
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BY_DEFAULT = [*((90, dtype) for dtype in DTYPES), *zip((80, 100, 120), DTYPES, strict=True)]
 
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_compiles(arch: int, dtype: torch.dtype) -> None:
-    """Each method for one dtype of logits on sm_90 and on one other GPU, dtypes and GPUs taking turns."""
-    dtypes = [torch.float32, torch.bfloat16, torch.float16]
-    names = [name for i, name in enumerate(METHODS) if dtypes[(i + arch // 10) % 3] == dtype]
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        pytest.param(arch, dtype, marks=() if (arch, dtype) in BY_DEFAULT else pytest.mark.slow)
+        for arch, dtype in product((80, 90, 100, 120), DTYPES)
+    ],
+    ids=str,
+)
+def test_compiles(arch: int, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    """Each method for one dtype of logits on sm_90 and on one other GPU, dtypes and GPUs taking turns.
+
+    By default every second method of those.
+    """
+    names = [name for i, name in enumerate(METHODS) if DTYPES[(i + arch // 10) % 3] == dtype]
     if arch != 90:
         turn = [80, 100, 120].index(arch)
         names = [name for name in names if (list(METHODS).index(name) // 3) % 3 == turn]
+    if not request.config.getoption("--slow"):
+        names = names[::2]
     assert names
     with compiling_for(OFFLINE_GPUS[arch]) as launched:
         for name in names:
