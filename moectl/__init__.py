@@ -9,8 +9,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the JSON documents; it is raised when a field changes its meaning or is removed."""
+
+READABLE_SCHEMAS = (1, 2)
+"""Versions that `explain --replay`, `explain --diff`, `bench --resume` and `compare` read."""
 
 __all__ = ["SCHEMA_VERSION", "PreparedMoE", "__version__", "build_kernel", "load_prepared"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import SCHEMA_VERSION
+from .. import READABLE_SCHEMAS, SCHEMA_VERSION
 from ..errors import UsageError
 from ..files.safe_reading import unreadable
 from .bench_rows import BenchRow
@@ -57,9 +57,10 @@ def read_rows(path: Path) -> BenchRows:
         )
     about, rows = reader(text, str(path))
     version = about.get("schema_version", SCHEMA_VERSION)
-    if version != SCHEMA_VERSION:
+    if version not in READABLE_SCHEMAS:
         raise UsageError(
-            f"{path} has rows of schema version {version!r}, and this moectl reads version {SCHEMA_VERSION}",
+            f"{path} has rows of schema version {version!r}, and this moectl reads "
+            f"{' or '.join(map(str, READABLE_SCHEMAS))}",
             hint="read it with the moectl that wrote it",
         )
     cut = path.suffix.lower() == ".jsonl" and not text.endswith("\n")

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from ..environment import Device
 from ..errors import Unavailable
+from ..files.atomic import replace_file
 
 VARIABLE = "MOECTL_CACHE"
 """Environment variable that overrides the platform's cache directory."""
@@ -115,7 +115,7 @@ def change(
                 raise Unavailable(f"the cache cannot be written: {note}", hint=f"remove {path}")
             document = document or {**kind.head(device), "entries": []}
             edit(document["entries"])
-            _write(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+            replace_file(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise Unavailable(
             f"cannot write {path}: {error.strerror or error}", hint=f"name another folder with {VARIABLE}"
@@ -133,17 +133,3 @@ def _locked(path: Path) -> Iterator[None]:
         except (ImportError, OSError):
             pass  # without locks the last writer wins, and its file is still whole
         yield
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes `text` to a temporary file, syncs it and renames it to `path`."""
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

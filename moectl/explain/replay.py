@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .. import SCHEMA_VERSION
+from .. import READABLE_SCHEMAS, SCHEMA_VERSION
 from ..checkpoint.checkpoint import Origin
 from ..errors import UsageError
 from ..oracle.registry import policy_named
@@ -38,9 +38,10 @@ def read_document(path: Path) -> Mapping[str, Any]:
     if not isinstance(document, Mapping) or not ("groups" in document or "rows" in document):
         raise UsageError(f"{path} is not a document of moectl explain", hint=hint)
     version = document.get("schema_version", SCHEMA_VERSION)
-    if version != SCHEMA_VERSION:
+    if version not in READABLE_SCHEMAS:
         raise UsageError(
-            f"{path} has schema version {version!r}, this moectl reads {SCHEMA_VERSION}",
+            f"{path} has schema version {version!r}, this moectl reads "
+            f"{' or '.join(map(str, READABLE_SCHEMAS))}",
             hint="use the moectl that wrote it, or make it again with moectl explain CKPT --json",
         )
     return document

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,24 @@ def write_exactly(fd: int, view: memoryview, offset: int) -> None:
             done += os.pwrite(fd, view[done:], offset + done)
         except OSError as error:
             raise WriteRefused(fd, error) from error
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file of `path`'s folder: readers see the old or the new contents. Raises OSError.
+
+    The temporary name is unique, so that of several writers the last one to end counts.
+    """
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=PARTIAL)
+    temporary = Path(name)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -187,7 +206,10 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(resolved, target)
     except OSError as error:
         if error.errno not in _NO_LINK:
-            raise Unavailable(f"cannot link {source} to {target}: {error.strerror or error}.") from error
+            raise Unavailable(
+                f"cannot link {source} to {target}: {error.strerror or error}.",
+                hint="Check the output folder.",
+            ) from error
         copy_file(resolved, target)
     else:
         sync_folder(target.parent)

@@ -43,7 +43,9 @@ class Lock:
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                raise Unavailable(f"cannot lock {self._path}: {error.strerror or error}.") from error
+                raise Unavailable(
+                    f"cannot lock {self._path}: {error.strerror or error}.", hint="Check the output folder."
+                ) from error
             self._create_lock_file()
 
     def release(self) -> None:

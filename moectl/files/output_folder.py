@@ -28,7 +28,9 @@ def create_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Unavailable(f"cannot create {folder}: {error.strerror or error}.") from error
+        raise Unavailable(
+            f"cannot create {folder}: {error.strerror or error}.", hint="Choose another output folder."
+        ) from error
 
 
 def refuse_filled(out: Path) -> None:

@@ -55,7 +55,10 @@ def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:
         try:
             got = os.preadv(fd, [view[done:]], offset + done)
         except OSError as error:
-            raise CheckpointError(f"cannot read {name}: {error.strerror or error}.") from error
+            raise CheckpointError(
+                f"cannot read {name}: {error.strerror or error}.",
+                hint="Check the disk, or fetch the file again.",
+            ) from error
         if got == 0:
             raise CheckpointError(
                 f"{name} is truncated: {len(view)} bytes expected at offset {offset}, got {done}.",

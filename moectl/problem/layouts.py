@@ -193,6 +193,3 @@ TARGETS: Mapping[str, tuple[LayoutReader, ...]] = {
 
 ACTS: tuple[str, ...] = tuple(dict.fromkeys(act for facts in LAYOUTS.values() for act in facts.acts))
 """Every activation format that selects a layout."""
-
-UNVERIFIED: frozenset[str] = frozenset(name for name, facts in LAYOUTS.items() if not facts.verified)
-"""Layouts that were never compared with a recorded conversion."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..environment import Device, Packages, device_names, find_device
 from ..errors import NoBackend, Unavailable, UsageError
+from ..files.atomic import replace_file
 from ..oracle.decision import Decision
 from ..oracle.engine import Engine
 from ..oracle.registry import newest_engines
@@ -117,10 +118,8 @@ def write_choices(path: Path, rows: Mapping[int, Mapping[str, int]], triton: str
     for tokens, tile in rows.items():
         kept[str(tokens)] = {name: tile[field] for name, field in choices.items()}
     document = {"triton_version": triton, **{key: kept[key] for key in sorted(kept, key=int)}}
-    part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(document, indent=4) + "\n", encoding="utf-8")
-        part.replace(path)
+        replace_file(path, (json.dumps(document, indent=4) + "\n").encode())
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error

@@ -124,7 +124,7 @@ def test_many_writers_lose_nothing(user_cache: Path) -> None:
     for thread in threads:
         thread.join()
     assert [row.tokens for row in rows_of(QWEN, H200)[0]] == list(range(1, 13))
-    assert not list(user_cache.rglob("*.part"))
+    assert not list(user_cache.rglob("*.partial"))
 
 
 FOREIGN = {

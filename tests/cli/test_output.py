@@ -43,7 +43,7 @@ def test_three_forms_of_one_result(capsys):
     document = {"value": 1}
     Output("explain", as_json=True).result(document, draw, "brief")
     shown = json.loads(capsys.readouterr().out)
-    assert shown == {"schema_version": 1, "moectl": shown["moectl"], "command": "explain", "value": 1}
+    assert shown == {"schema_version": 2, "moectl": shown["moectl"], "command": "explain", "value": 1}
     Output("explain", quiet=True).result(document, draw, "brief")
     assert capsys.readouterr().out == "brief\n"
     Output("explain").result(document, draw, "brief")

@@ -94,7 +94,7 @@ def test_a_file_is_what_moectl_reads_of_vllms(tmp_path: Path) -> None:
         and not file_remark(place, "3.6.0")
         and not wrong_name_note(place, name, VLLM)
     )
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_a_file_of_another_name_is_said_to_be_none_that_is_looked_for(tmp_path: Path) -> None:

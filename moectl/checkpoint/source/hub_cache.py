@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...files.atomic import replace_file
 from ...files.safe_reading import open_regular
 from ...files.safetensors_header import HEADER_LIMIT, LENGTH_BYTES, Budget, read_header
 from ...files.strict_json import parse_json_object
@@ -93,16 +91,7 @@ class HeaderCache:
         """Replaces a file atomically: readers see the old or the new contents."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-            partial = Path(name)
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(data)
-                partial.replace(path)
-            except BaseException:
-                with suppress(OSError):
-                    partial.unlink()
-                raise
+            replace_file(path, data)
         except OSError as error:
             self.refused = error.strerror or str(error)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +36,3 @@ class Cost:
         if self.report is not None:
             return {"kind": self.kind, **self.report.summary()}
         return {"kind": self.kind, self.unit: self.count, "lossless": self.exact}
-
-
-def lossless(entry: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Lossless count, total count and unit of a tensor's report entry; zeros if it was quantized."""
-    unit = "blocks" if "blocks" in entry else "weights"
-    return int(entry.get("lossless", 0)), int(entry.get(unit, 0)), unit

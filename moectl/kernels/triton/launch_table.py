@@ -23,7 +23,8 @@ from ...environment import Device
 from ...problem.moe_problem import MoEProblem
 
 FILE = "launches.json"
-VERSION = 1
+VERSION = 2
+"""Raised when a field of `FILE` is renamed or changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ class LayerLaunches:
 def entries() -> tuple[LayerLaunches, ...]:
     """Every measured layer that ships with the package."""
     data = json.loads((files(__package__) / FILE).read_text("utf-8"))
+    if data["version"] != VERSION:
+        raise ValueError(f"{FILE} has version {data['version']}, expected {VERSION}")
     return tuple(_entry(item) for item in data["layers"])
 
 

@@ -37,7 +37,7 @@ def known_rates(monkeypatch):
 def test_formats_of_stdout(tiny_gpt_oss):
     document = moectl("bench", tiny_gpt_oss, *QUICK, "--json").document
     assert [(row["backend"], row["tokens"]) for row in document["rows"]] == [("torch", 1), ("torch", 3)]
-    assert document["schema_version"] == 1 and document["caches"] == "warm"
+    assert document["schema_version"] == 2 and document["caches"] == "warm"
     assert document["settings"]["rounds"] == 3 and document["versions"]["torch"]
     assert all(row["ok"] and row["median_us"] > 0 and row["layers"] == "0-1" for row in document["rows"])
     lines = moectl("bench", tiny_gpt_oss, *QUICK, "--format", "jsonl").stdout.splitlines()
@@ -82,7 +82,7 @@ def test_a_killed_bench_keeps_its_rows(tiny_gpt_oss, tmp_path):
     counts = ",".join(map(str, range(1, 200)))
     options = ["-m", counts, *map(str, QUICK[2:]), "-o", str(rows)]
     command = [sys.executable, "-m", "moectl", "bench", str(tiny_gpt_oss), *options]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 120
     try:
         while not rows.exists() or rows.read_text().count("\n") < 4:
