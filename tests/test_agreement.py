@@ -98,7 +98,7 @@ FLOATS = (NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
 @pytest.mark.parametrize("name", EXTERNAL)
 def test_external_kernels_are_usable_exactly_where_they_run(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(EXTERNAL[name], "why_not", lambda load: "")
+    monkeypatch.setattr(EXTERNAL[name], "unavailable_reason", lambda load: "")
     packages, device, policy = Packages({"vllm": "", name: ""}), find_device("h100"), policy_named("moectl")
     floats = [replace(problem, scheme=Scheme(weight)) for problem in PROBLEMS[:8] for weight in FLOATS]
     on_input = [replace(problem, routing=Routing(weight_on_input=True)) for problem in PROBLEMS[::7]]
