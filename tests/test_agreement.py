@@ -126,9 +126,9 @@ def test_torch_is_chosen_only_where_it_runs(device):
     ("capability", "change", "message"),
     [
         ((7, 5), {}, "it needs compute capability 8.0 or newer"),
-        ((8, 0), {"scheme": Scheme(BF16)}, "it reads mxfp4, int4, int8 weights"),
-        ((8, 0), {"scheme": Scheme(int_format(4, 16))}, "it reads scale groups of 32, 64 and 128"),
-        ((8, 0), {"scheme": Scheme(int_format(4, 32, "F32"))}, "E8M0 and 16-bit scales, the layer has F32"),
+        ((8, 0), {"scheme": Scheme(BF16)}, "it supports mxfp4, int4, int8 weights"),
+        ((8, 0), {"scheme": Scheme(int_format(4, 16))}, "it supports scale groups of 32, 64 and 128"),
+        ((8, 0), {"scheme": Scheme(int_format(4, 32, "F32"))}, "E8M0 and 16-bit scales; the layer has F32"),
         ((8, 0), {"activation": Activation("situ")}, "for gated experts it has silu, swigluoai, gelu_tanh"),
         ((8, 0), {"activation": Activation("silu", gated=False)}, "for experts without a gate it has relu2"),
         ((8, 0), {}, ""),

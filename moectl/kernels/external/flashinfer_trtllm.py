@@ -277,7 +277,7 @@ def routed_arguments(
 def logits_arguments(
     prepared: PreparedMoE, x: Tensor | QuantizedTokens, logits: Tensor, correction_bias: Tensor | None
 ) -> Arguments:
-    """Arguments of the function for router logits ``[tokens, experts]``, with a bias ``[experts]`` or None."""
+    """Arguments of the function for router logits ``[tokens, experts]`` and a bias ``[experts]`` or None."""
     routing = prepared.problem.routing
     method = method_of(routing)
     assert method is not None, "rejected before"

@@ -150,7 +150,7 @@ def weighted_sum(parts: Tensor, y: Tensor, ids: Tensor, experts: int, weights: T
         weights: ``[T]`` fp32; None if `parts` have been multiplied by them.
     """
     tokens, hidden = y.shape
-    launch = next(launch for max_tokens, launch in SUMS if tokens <= max_tokens)
+    launch = next(entry for max_tokens, entry in SUMS if tokens <= max_tokens)
     grid = (triton.cdiv(tokens, launch.rows), triton.cdiv(hidden, launch.columns))
     kernels._weighted_sum_kernel[grid](
         parts, y, ids, ids if weights is None else weights, tokens, hidden, parts.shape[1],
