@@ -52,8 +52,8 @@ class ExpertBlocks:
 
 def max_slots(assignments: int, experts: int, size: int) -> int:
     """Upper bound on the entries of `ExpertBlocks.slots`, a multiple of `size`, for any routing."""
-    hit = min(assignments, experts)
-    return size * min(assignments, (assignments + hit * (size - 1)) // size)
+    active = min(assignments, experts)
+    return size * min(assignments, (assignments + active * (size - 1)) // size)
 
 
 def align_blocks(ids: Tensor, experts: int, size: int, locks: int, overlap: bool = True) -> ExpertBlocks:

@@ -1,7 +1,7 @@
 """Batched activations (expert-major, with counts) as calls of the kernels with a top-k of 1.
 
-Nothing is copied or sorted: each row of the batch is a token of one expert or padding, ids, weights and
-the order of assignments are generated on the device, and the second GEMM writes the output rows directly.
+Nothing is copied or sorted. Each row of the batch is a token of one expert or padding; its id and weight, and
+the order of assignments, are generated on the device, and the second GEMM writes the output rows directly.
 """
 
 from __future__ import annotations

@@ -39,30 +39,32 @@ class TokenSpread:
     """How tokens are distributed over experts when each token takes `top_k` of `experts` at random.
 
     Attributes:
-        hit: expected number of active experts (with at least one token).
+        active_experts: expected number of active experts (with at least one token).
         tokens_per_expert: average number of tokens per active expert.
     """
 
-    hit: float
+    active_experts: float
     tokens_per_expert: float
 
     @staticmethod
     def of(experts: int, top_k: int, tokens: int) -> TokenSpread:
         """The spread of `tokens` tokens, one or more."""
         share = min(top_k, experts) / experts
-        hit = experts * -math.expm1(tokens * math.log1p(-share)) if share < 1 else float(experts)
-        return TokenSpread(hit, tokens * top_k / hit)
+        active = experts * -math.expm1(tokens * math.log1p(-share)) if share < 1 else float(experts)
+        return TokenSpread(active, tokens * top_k / active)
 
     @staticmethod
     def local(problem: MoEProblem, tokens: int) -> TokenSpread:
         """The spread over the experts of one rank, which has its share of the active experts."""
         layer = TokenSpread.of(problem.experts, problem.top_k, tokens)
-        return TokenSpread(layer.hit * problem.local_experts / problem.experts, layer.tokens_per_expert)
+        return TokenSpread(
+            layer.active_experts * problem.local_experts / problem.experts, layer.tokens_per_expert
+        )
 
     def distance(self, other: TokenSpread) -> float:
         """Distance in powers of two; active experts, which affect occupancy only, have half the weight."""
         return abs(math.log2(self.tokens_per_expert / other.tokens_per_expert)) + 0.5 * abs(
-            math.log2(self.hit / other.hit)
+            math.log2(self.active_experts / other.active_experts)
         )
 
 

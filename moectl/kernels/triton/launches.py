@@ -114,5 +114,5 @@ def token_tiles(assignments: int, experts: int, tokens: int) -> int:
         >>> token_tiles(assignments=10, experts=4, tokens=8)
         4
     """
-    hit = min(assignments, experts)
-    return hit + (assignments - hit) // tokens
+    active = min(assignments, experts)
+    return active + (assignments - active) // tokens

@@ -82,8 +82,11 @@ def test_tokens_per_expert_not_tokens_choose(measured: None) -> None:
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(128, 4, 1), (8, 8, 5), (1, 1, 7), (384, 8, 65536)])
 def test_a_spread_counts_every_assignment(experts: int, top_k: int, tokens: int) -> None:
     spread = TokenSpread.of(experts, top_k, tokens)
-    assert spread.hit * spread.tokens_per_expert == pytest.approx(tokens * min(top_k, experts))
-    assert min(top_k, experts) * 0.999 <= spread.hit <= experts * 1.001 and spread.tokens_per_expert > 0.999
+    assert spread.active_experts * spread.tokens_per_expert == pytest.approx(tokens * min(top_k, experts))
+    assert (
+        min(top_k, experts) * 0.999 <= spread.active_experts <= experts * 1.001
+        and spread.tokens_per_expert > 0.999
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
@@ -92,8 +95,9 @@ def test_a_rank_gets_its_share_of_the_assignments(tokens: int) -> None:
     whole, here = KIMI, replace(KIMI, local_experts=KIMI.experts // 3)
     all_of_it, share = TokenSpread.local(whole, tokens), TokenSpread.local(here, tokens)
     assert all_of_it == TokenSpread.of(KIMI.experts, KIMI.top_k, tokens)
-    assert share.tokens_per_expert == all_of_it.tokens_per_expert and 3 * share.hit == pytest.approx(
-        all_of_it.hit
+    assert (
+        share.tokens_per_expert == all_of_it.tokens_per_expert
+        and 3 * share.active_experts == pytest.approx(all_of_it.active_experts)
     )
     assert launch_for(here, tokens).tile == launch_for(whole, tokens).tile
     assert tile_for(here, tokens) == tile_for(whole, tokens)
