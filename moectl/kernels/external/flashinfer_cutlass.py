@@ -112,7 +112,7 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
     kernel = kernel_for(problem)
     if device.type != "cuda":
-        return f"it needs a CUDA GPU, the weights are on {device.type}"
+        return f"it needs a CUDA GPU; the weights are on {device.type}"
     if torch.cuda.get_device_capability(device) != CAPABILITY:
         return "it needs compute capability 9.0"
     return flashinfer_common.formats_refusal(CUTLASS, problem) if kernel is None else refusal(kernel, problem)

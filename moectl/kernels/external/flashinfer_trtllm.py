@@ -299,7 +299,7 @@ def logits_arguments(
 def _refusal(backend: str, logits: bool) -> Callable[[MoEProblem, torch.device], str]:
     def reason(problem: MoEProblem, device: torch.device) -> str:
         if device.type != "cuda":
-            return f"it needs a CUDA GPU, the weights are on {device.type}"
+            return f"it needs a CUDA GPU; the weights are on {device.type}"
         if torch.cuda.get_device_capability(device)[0] != MAJOR:
             return "it needs compute capability 10.x"
         return problem_refusal(problem, backend, logits)

@@ -166,11 +166,11 @@ INPUT_WEIGHT_REFUSAL = "it applies the router's weights to the output; the layer
 def device_refusal(device: torch.device, support: KernelSupport) -> str:
     """Why the kernels of `support` do not run on `device`, as a clause; empty if they do."""
     if device.type != "cuda":
-        return f"it needs a CUDA GPU, the weights are on {device.type}"
+        return f"it needs a CUDA GPU; the weights are on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if support.runs_on((major, minor)):
         return ""
-    return f"it needs compute capability {support.capability}, the GPU has {major}.{minor}"
+    return f"it needs compute capability {support.capability}; the GPU has {major}.{minor}"
 
 
 def scale_refusal(problem: MoEProblem) -> str:

@@ -200,7 +200,7 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
 def gpu_refusal(support: KernelSupport, device: torch.device) -> str:
     """Why moectl's own kernels do not run on `device`, as a clause; empty if they do."""
     if device.type == "cpu" and not INTERPRETED:
-        return "it needs a CUDA GPU, the weights are on the CPU"
+        return "it needs a CUDA GPU; the weights are on the CPU"
     if device.type == "cuda" and not support.runs_on(torch.cuda.get_device_capability(device)):
         return f"it needs compute capability {support.capability}"
     return ""

@@ -82,7 +82,7 @@ def test_what_it_cannot_do_is_refused_in_a_sentence(peer: object, problem: MoEPr
 
 @pytest.mark.parametrize("peer", [humming, vllm_marlin, triton_kernels])
 def test_a_cpu_is_refused_before_a_library_is_looked_for(peer: object) -> None:
-    assert peer.refusal(MX, CPU) == "it needs a CUDA GPU, the weights are on cpu"  # type: ignore[attr-defined]
+    assert peer.refusal(MX, CPU) == "it needs a CUDA GPU; the weights are on cpu"  # type: ignore[attr-defined]
     assert not peer.problem_refusal(MX)  # type: ignore[attr-defined]
 
 
