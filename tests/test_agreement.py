@@ -98,7 +98,7 @@ FLOATS = (NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
 @pytest.mark.parametrize("name", EXTERNAL)
 def test_external_kernels_are_usable_exactly_where_they_run(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(EXTERNAL[name], "why_not", lambda load: "")
+    monkeypatch.setattr(EXTERNAL[name], "unavailable_reason", lambda load: "")
     packages, device, policy = Packages({"vllm": "", name: ""}), find_device("h100"), policy_named("moectl")
     floats = [replace(problem, scheme=Scheme(weight)) for problem in PROBLEMS[:8] for weight in FLOATS]
     on_input = [replace(problem, routing=Routing(weight_on_input=True)) for problem in PROBLEMS[::7]]
@@ -126,9 +126,9 @@ def test_torch_is_chosen_only_where_it_runs(device):
     ("capability", "change", "message"),
     [
         ((7, 5), {}, "it needs compute capability 8.0 or newer"),
-        ((8, 0), {"scheme": Scheme(BF16)}, "it reads mxfp4, int4, int8 weights"),
-        ((8, 0), {"scheme": Scheme(int_format(4, 16))}, "it reads scale groups of 32, 64 and 128"),
-        ((8, 0), {"scheme": Scheme(int_format(4, 32, "F32"))}, "E8M0 and 16-bit scales, the layer has F32"),
+        ((8, 0), {"scheme": Scheme(BF16)}, "it supports mxfp4, int4, int8 weights"),
+        ((8, 0), {"scheme": Scheme(int_format(4, 16))}, "it supports scale groups of 32, 64 and 128"),
+        ((8, 0), {"scheme": Scheme(int_format(4, 32, "F32"))}, "E8M0 and 16-bit scales; the layer has F32"),
         ((8, 0), {"activation": Activation("situ")}, "for gated experts it has silu, swigluoai, gelu_tanh"),
         ((8, 0), {"activation": Activation("silu", gated=False)}, "for experts without a gate it has relu2"),
         ((8, 0), {}, ""),

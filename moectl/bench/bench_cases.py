@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..kernels.layer_inputs import LayerInputs
+from ..kernels.layer_inputs import LayerInputs, work_of
 from ..kernels.reference import moe_reference
-from ..kernels.roofline import work_of
 from ..kernels.timing.cold_calls import last_level_cache
 from ..kernels.tolerance import CheckResult, Tolerance, check
 from ..problem.roofline import LayerWork

@@ -1,4 +1,4 @@
-"""Inputs of a layer: random tokens, and router logits that follow a named distribution."""
+"""Inputs of a layer: random tokens, and router logits of a named distribution; the work of a call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..problem.moe_problem import MoEProblem
+from ..problem.roofline import LayerWork, work_of_hits
 from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .reference import route
 from .routing_distributions import parse_distribution
@@ -77,6 +78,12 @@ def inputs_from(
     by_logits = replace(problem, routing=replace(problem.routing, hashed=False, expert_scale=False))
     ids, weights = route(logits, by_logits, correction_bias)
     return LayerInputs(x, ids, weights, logits)
+
+
+def work_of(problem: MoEProblem, ids: Tensor) -> LayerWork:
+    """Bytes and FLOPs of a call with expert `ids` ``[tokens, top_k]``; negative ids are skipped."""
+    valid = ids[ids >= 0]
+    return work_of_hits(problem, len(ids), int(valid.numel()), torch.unique(valid).numel())
 
 
 def check_tokens(x: Tensor | None, problem: MoEProblem, what: str) -> None:

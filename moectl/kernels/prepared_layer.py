@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import UsageError
 from ..problem.moe_problem import MoEProblem
+
+Derived = TypeVar("Derived")
 
 CANONICAL = "canonical"
 """Name of the layout of a checkpoint's own tensors, before any conversion."""
@@ -116,7 +118,7 @@ class PreparedMoE:
         dense: fp32 experts for a batch of expert ids, decoded from `weights`.
         relaid: how the stored weights were repacked for this backend; empty when they were loaded unchanged.
         first_expert: the layer's id of local expert 0, on a rank that has some of the experts.
-        derived: tensors that the runner derives from `weights` once and keeps with the layer.
+        derived: what the runner derives from `weights` once and keeps with the layer (`derive`).
     """
 
     problem: MoEProblem
@@ -141,6 +143,13 @@ class PreparedMoE:
     def local_ids(self, ids: Tensor) -> Tensor:
         """`ids` of the layer's experts as local ids, which runners take: -1 for experts of other ranks."""
         return local_ids(ids, self.first_expert, self.problem.local_experts)
+
+    def derive(self, key: str, make: Callable[[PreparedMoE], Derived]) -> Derived:
+        """The result of `make` for this layer, created once and kept in `derived` under `key`."""
+        if key not in self.derived:
+            self.derived[key] = make(self)
+        result: Derived = self.derived[key]
+        return result
 
     def expert(self, expert: int) -> DenseExpert:
         """Expert `expert`, decoded: the `dense` argument of `moe_reference`."""

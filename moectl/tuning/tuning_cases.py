@@ -27,7 +27,7 @@ class TuningCase:
     @property
     def tokens_per_expert(self) -> float:
         """Average tokens of experts that have any."""
-        return TokenSpread.here(self.problem, self.tokens).tokens_per_expert
+        return TokenSpread.local(self.problem, self.tokens).tokens_per_expert
 
     def __str__(self) -> str:
         return f"{self.name} M={self.tokens}"

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from moectl.errors import UsageError
-from moectl.kernels.layer_inputs import make_inputs
+from moectl.kernels.layer_inputs import make_inputs, work_of
 from moectl.kernels.reference import route
-from moectl.kernels.roofline import work_of
 from moectl.kernels.routing_distributions import check_distribution
 from moectl.kernels.timing.cold_calls import measured_rates, time_calls
 from moectl.problem.moe_problem import Dims
@@ -103,7 +102,7 @@ def test_work_counts_each_hit_expert_once() -> None:
     assert work_of(problem, torch.full((1, 4), -1)).bytes == 2 * 64 * 2
 
 
-def test_the_floor_is_the_larger_of_the_two_times() -> None:
+def test_the_roofline_is_the_larger_of_the_two_times() -> None:
     work = work_of(GPT_OSS, torch.tensor([[0, 1, 2, 3]]))
     slow_memory = roofline_time(work, DeviceRates(1e3, 1e30, "test"))
     slow_math = roofline_time(work, DeviceRates(1e30, 1e3, "test"))

@@ -16,7 +16,7 @@ from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
-from moectl.kernels.triton.expert_items import BASES
+from moectl.kernels.triton.kernel_family import CODE_BASES
 from moectl.kernels.triton.launches import Launch, Tile
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem
@@ -119,7 +119,7 @@ def surplus(family: str, problem: MoEProblem) -> int:
     weight = problem.scheme.weight
     if family not in SUMS_WITH_SURPLUS or weight == MXFP4:
         return 0
-    base = INT8_OF_BF16 if (weight.bits, problem.dtype) == (8, "bf16") else BASES[problem.dtype]
+    base = INT8_OF_BF16 if (weight.bits, problem.dtype) == (8, "bf16") else CODE_BASES[problem.dtype]
     zero = 2**weight.bits - 1 if weight.zero_point else 2 ** (weight.bits - 1)
     return abs(base + zero)
 

@@ -10,7 +10,13 @@ from dataclasses import replace
 import torch
 
 from moectl.kernels.activation import activate as judge_activate
-from moectl.kernels.external.gemm_glue import activate, blocks_of, most_slots, ragged_of, weighted_sum
+from moectl.kernels.external.gemm_glue import (
+    activate,
+    align_blocks,
+    max_slots,
+    sort_assignments,
+    weighted_sum,
+)
 from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.runner import Runner
@@ -92,9 +98,9 @@ def ids_of(kind: str, slots: int, experts: int) -> torch.Tensor:
 def makes_blocks(kind: str, slots: int, experts: int, size: int, device: str) -> None:
     """Every valid slot once, in blocks of its expert in rising order, filled up; locks are zero."""
     ids = ids_of(kind, slots, experts)
-    made = blocks_of(ids.to(device), experts, size, 300, whole=slots % 2 == 0)
+    made = align_blocks(ids.to(device), experts, size, 300, overlap=slots % 2 == 1)
     total = int(made.total)
-    assert total <= len(made.slots) == most_slots(slots, experts, size) and total % size == 0
+    assert total <= len(made.slots) == max_slots(slots, experts, size) and total % size == 0
     wanted_slots, wanted_experts = [], []
     for expert in range(experts):
         mine = torch.nonzero(ids == expert).flatten().tolist()
@@ -107,16 +113,16 @@ def makes_blocks(kind: str, slots: int, experts: int, size: int, device: str) ->
 
 
 def sorts_ragged(kind: str, slots: int, experts: int, device: str) -> None:
-    """Slots and weights by expert, the way back, and counts; -1 where there is nothing."""
+    """Slots and weights by expert, their sorted positions, and counts; -1 where there is nothing."""
     ids = ids_of(kind, slots, experts)
     weights = torch.rand(slots)
-    made = ragged_of(ids.to(device), weights.to(device), experts)
+    made = sort_assignments(ids.to(device), weights.to(device), experts)
     order = [slot for expert in range(experts) for slot in torch.nonzero(ids == expert).flatten().tolist()]
     assert made.slots.tolist() == order + [-1] * (slots - len(order))
     assert made.counts.tolist() == [int((ids == expert).sum()) for expert in range(experts)]
     assert torch.equal(made.weights[: len(order)].cpu(), weights[order])
     place = {slot: at for at, slot in enumerate(order)}
-    assert made.places.tolist() == [place.get(slot, -1) for slot in range(slots)]
+    assert made.positions.tolist() == [place.get(slot, -1) for slot in range(slots)]
 
 
 def activates(activation: Activation, rows: str, dtype: torch.dtype, device: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moectl.kernels.triton import expert_records as planning
 from moectl.kernels.triton import sort_and_combine
-from moectl.kernels.triton.expert_items import items_of
+from moectl.kernels.triton.marlin import list_items
 from moectl.kernels.triton.sort_and_combine import CombineLaunch, combine, sort_by_expert
 
 WAYS = {"few": 1 << 30, "many": 0}
@@ -89,7 +89,7 @@ def plans(
 def items(name: str, assignments: int, experts: int, tokens: int, device: str) -> None:
     """Blocks of at most `tokens` assignments of one expert cut up the order, and spare ones are empty."""
     ids = ids_of(name, assignments, experts, device)
-    made, bound = items_of(ids, experts, tokens)
+    made = list_items(ids, experts, tokens)
     known = list(zip(*made["ITEMS"].tolist(), strict=True))
     _, ends = expected_order(ids, experts)
     cut = [
@@ -97,7 +97,7 @@ def items(name: str, assignments: int, experts: int, tokens: int, device: str) -
         for expert, (begin, end) in enumerate(pairwise(ends.tolist()))
         for first in range(begin, end, tokens)
     ]
-    assert known == cut + [(experts, 0, 0)] * (bound - len(cut))
+    assert known == cut + [(experts, 0, 0)] * (made["bound"] - len(cut))
 
 
 def sums(

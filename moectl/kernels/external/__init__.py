@@ -1,1 +1,1 @@
-"""Kernels of other libraries as backends."""
+"""Backends that run the kernels of other libraries: FlashInfer, Marlin from vLLM, Humming, triton_kernels."""

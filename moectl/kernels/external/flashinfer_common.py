@@ -1,4 +1,4 @@
-"""What both FlashInfer runners share: its functions, numbers for each expert, tokens as wide as weights."""
+"""Shared by both FlashInfer runners: calling its functions, autotuning, per-expert parameters, padding."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ TUNER = "flashinfer.autotuner"
 
 @cache
 def function(name: str) -> Callable[..., Any]:
-    """FlashInfer's fused MoE function called `name`; NoBackend when there is no such FlashInfer."""
-    found: Callable[..., Any] = _attribute(FUSED_MOE, name)
-    return found
+    """FlashInfer's fused MoE function `name`; NoBackend if FlashInfer is missing or does not have it."""
+    fused_moe: Callable[..., Any] = _attribute(FUSED_MOE, name)
+    return fused_moe
 
 
 @cache
 def member(enum: str, name: str) -> Any:
-    """The member `name` of FlashInfer's `enum`; NoBackend when there is no such FlashInfer."""
-    kind = _attribute(ENUMS, enum)
+    """The member `name` of FlashInfer's `enum`; NoBackend if FlashInfer is missing or does not have it."""
     try:
-        return kind[name]
+        return _attribute(ENUMS, enum)[name]
     except KeyError as error:
         raise NoBackend(
             f"the installed FlashInfer has no {enum}.{name}", hint="pip install -U flashinfer-python"
@@ -48,104 +47,100 @@ def _attribute(module: str, name: str) -> Any:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise NoBackend(
-            f"there is no {module}.{name} here: {error}", hint="pip install flashinfer-python"
+            f"{module}.{name} cannot be imported: {error}", hint="pip install flashinfer-python"
         ) from error
 
 
 def call(backend: str, name: str, arguments: Mapping[str, Any], hidden: int) -> Tensor:
     """``[tokens, hidden]`` output of FlashInfer's function `name`, without padded columns.
 
-    Raises BackendFailed when FlashInfer refuses the arguments or breaks.
+    Raises BackendFailed if FlashInfer rejects the arguments or fails.
     """
-    run = function(name)
+    fused_moe = function(name)
     try:
-        made = run(**arguments)
+        outputs = fused_moe(**arguments)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise BackendFailed(backend, f"{name}: {said[-1]}") from error
-    y: Tensor = made[0] if isinstance(made, list | tuple) else made
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise BackendFailed(backend, f"{name}: {lines[-1]}") from error
+    y: Tensor = outputs[0] if isinstance(outputs, list | tuple) else outputs
     return y[:, :hidden].contiguous()
 
 
-def tuned_for(tokens: int) -> int:
-    """The number of tokens at which tactics for a call of `tokens` are timed: a power of two, not above."""
+def tuning_bucket(tokens: int) -> int:
+    """The number of tokens at which tactics for `tokens` tokens are timed: a power of two, rounded down."""
     return 1 << max(tokens, 1).bit_length() - 1
 
 
 def tactic(prepared: PreparedMoE, tokens: int) -> str:
-    """Who chooses what runs inside `choosing_tactics`; FlashInfer does not tell what it is."""
-    return f"chosen by its tuner at {tuned_for(tokens)} tokens"
+    """Who chooses the kernel inside `autotuned`; FlashInfer does not report which one it is."""
+    return f"chosen by its tuner at {tuning_bucket(tokens)} tokens"
 
 
 @contextmanager
-def choosing_tactics(prepared: PreparedMoE, backend: str, tokens: int) -> Iterator[None]:
-    """In here FlashInfer runs what its tuner has found fastest for the layer's shape and about `tokens`.
+def autotuned(prepared: PreparedMoE, backend: str, tokens: int) -> Iterator[None]:
+    """Context in which FlashInfer runs the tactic that its tuner found fastest at about `tokens` tokens.
 
-    It times its tactics at a layer's first call of each power of two; a call that is being captured in a
-    CUDA graph times nothing, and runs what an earlier one of such a shape has found, else the first tactic.
+    Tactics are timed in a layer's first call of each power of two. A call that is being captured in a CUDA
+    graph times nothing: it runs the tactic found by an earlier call of that shape, else the first tactic.
 
-    FlashInfer's tuner has one mode for the whole process: while a call searches, other threads' calls of the
-    library do, too. It counts who asked for that, so that its mode is what it was when the call has ended,
-    whether it failed or not, also inside a caller's own ``autotune``; numbers of tokens are a thread's own.
+    FlashInfer's tuning mode is global to the process: while a call tunes, calls in other threads tune, too.
+    The mode is reference-counted, so it is restored when the call ends, by an error as well, and inside a
+    caller's own ``autotune``. The tuning buckets are thread-local.
     """
-    power = tuned_for(tokens)
-    known: set[int] = prepared.derived.setdefault(f"{backend} tactics", set())
+    bucket = tuning_bucket(tokens)
+    timed: set[int] = prepared.derived.setdefault(f"{backend} tactics", set())
     capturing = prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    search = not capturing and power not in known
-    with _attribute(TUNER, "autotune")(search, tuning_buckets=(power,)):
+    tune = not capturing and bucket not in timed
+    with _attribute(TUNER, "autotune")(tune, tuning_buckets=(bucket,)):
         yield
-    if search:
-        known.add(power)
+    if tune:
+        timed.add(bucket)
 
 
-def sizes_of(prepared: PreparedMoE) -> Dims:
-    """The layer's sizes, with padded ones as its stored weights have them."""
+def padded_dims(prepared: PreparedMoE) -> Dims:
+    """The layer's sizes, including the padded sizes of its stored weights."""
     return pad(prepared.layout, prepared.problem).dims
 
 
-def widened(t: Tensor, columns: int) -> Tensor:
-    """`t` ``[tokens, n]`` in contiguous rows of `columns`, zeros at the end."""
+def pad_columns(t: Tensor, columns: int) -> Tensor:
+    """`t` ``[tokens, n]`` zero-padded to contiguous ``[tokens, columns]``."""
     return torch.nn.functional.pad(t, (0, columns - t.shape[1])) if t.shape[1] < columns else t.contiguous()
 
 
-def weighted(problem: MoEProblem, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and router weights for kernels that multiply outputs only: top-1 weights go to the tokens."""
+def apply_input_weights(problem: MoEProblem, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and router weights for kernels that weight outputs only.
+
+    If the layer applies its (top-1) weights to the input, the tokens are multiplied here and the weights
+    become ones.
+    """
     if not problem.routing.weight_on_input:
         return x, weights
     return (x.float() * weights).to(x.dtype), torch.ones_like(weights)
 
 
 def per_expert(problem: MoEProblem, value: float | None, device: torch.device) -> Tensor | None:
-    """``[local_experts]`` fp32 of `value`; None for None."""
+    """``[local_experts]`` fp32 filled with `value`; None for None."""
     return None if value is None else torch.full((problem.local_experts,), float(value), device=device)
 
 
-def activation_numbers(problem: MoEProblem, device: torch.device) -> dict[str, Tensor | None]:
-    """alpha, beta and limit of the layer's activation function as ``[local_experts]`` fp32 or None."""
-    found = function_of(problem.activation)
-    assert found is not None, "refused before"
-    numbers = found.numbers(problem.activation)
-    return {name: per_expert(problem, value, device) for name, value in numbers.items()}
+def activation_parameters(problem: MoEProblem, device: torch.device) -> dict[str, Tensor | None]:
+    """alpha, beta and limit of the layer's activation function, each ``[local_experts]`` fp32 or None."""
+    activation = function_of(problem.activation)
+    assert activation is not None, "rejected before"
+    parameters = activation.numbers(problem.activation)
+    return {name: per_expert(problem, value, device) for name, value in parameters.items()}
 
 
 def activation_member(problem: MoEProblem) -> Any:
-    """FlashInfer's ``ActivationType`` of the layer."""
-    found = function_of(problem.activation)
-    assert found is not None, "refused before"
-    return member("ActivationType", found.member)
+    """The member of FlashInfer's ``ActivationType`` for the layer."""
+    activation = function_of(problem.activation)
+    assert activation is not None, "rejected before"
+    return member("ActivationType", activation.member)
 
 
-def kept(prepared: PreparedMoE, backend: str, make: Callable[[PreparedMoE], Arguments]) -> Arguments:
-    """Arguments that follow from the layer alone; made once and kept with it."""
-    made: Arguments | None = prepared.derived.get(backend)
-    if made is None:
-        made = prepared.derived[backend] = make(prepared)
-    return made
-
-
-def no_kernel(kernels: tuple[FlashInferKernel, ...], problem: MoEProblem) -> str:
-    """The clause for a pair of number formats that no row of `kernels` has."""
+def formats_refusal(kernels: tuple[FlashInferKernel, ...], problem: MoEProblem) -> str:
+    """The reason for rejecting a pair of number formats that none of `kernels` has, as a clause."""
     pairs = "; ".join(dict.fromkeys(kernel.names for kernel in kernels))
-    return f"it has kernels for {pairs}, the layer is {problem.scheme}"
+    return f"it has kernels for {pairs}; the layer is {problem.scheme}"

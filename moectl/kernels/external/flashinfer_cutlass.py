@@ -1,9 +1,9 @@
 """The flashinfer_cutlass backend: FlashInfer's CUTLASS fused MoE on SM90.
 
-MXFP4 weights with BF16 tokens, BF16, and FP8 in blocks of 128 (whose tokens the kernel quantizes itself).
-Weights as ``cutlass-sm90``, ``cutlass-bf16`` and ``cutlass-fp8-block`` lay them out: up before gate. The
-library compiles its kernels at the first call, for minutes, unless they are in its cache; its tuner chooses
-the tactics, at the first call of a layer with about as many tokens.
+Supports MXFP4 weights with BF16 tokens, BF16, and FP8 in blocks of 128, for which the kernel quantizes the
+tokens itself. Weights are in the layouts ``cutlass-sm90``, ``cutlass-bf16`` and ``cutlass-fp8-block``, with
+up before gate. Unless they are cached, FlashInfer compiles its kernels in the first call, which takes
+minutes. Its tuner times the tactics in a layer's first call of each power of two of tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CAPABILITY = (9, 0)
 
 
 def kernel_for(problem: MoEProblem) -> FlashInferKernel | None:
-    """The row of `CUTLASS` for a problem; None when there is none."""
+    """The row of `CUTLASS` for a problem, or None."""
     return kernel_of(CUTLASS, problem.scheme.weight, problem.scheme.act)
 
 
 def layout(problem: MoEProblem) -> str:
-    """The layout of a problem's weights; that of another row for formats that are refused anyway."""
+    """The layout of a problem's weights; for unsupported formats, which are rejected later, any layout."""
     return (kernel_for(problem) or CUTLASS[0]).layout
 
 
@@ -63,25 +63,25 @@ WEIGHTS: Mapping[str, Callable[[Mapping[str, Tensor]], Arguments]] = {
     "cutlass-bf16": _bf16,
     "cutlass-fp8-block": _fp8_block,
 }
-"""Weights and their scales as arguments, by the layout's name."""
+"""Builds the arguments for weights and scales, by layout."""
 
 
 def layer_arguments(prepared: PreparedMoE) -> Arguments:
-    """Arguments of ``cutlass_fused_moe`` that every call of a layer shares."""
+    """Arguments of ``cutlass_fused_moe`` that are the same in every call of a layer."""
     problem, weights = prepared.problem, prepared.weights
-    found = function_of(problem.activation)
-    numbers = flashinfer_common.activation_numbers(problem, prepared.device)
-    # SiTU has arguments of its own for what SwiGLU calls alpha and beta.
-    names = ("situ_beta", "situ_linear_beta") if found and found.member == "Situ" else _SWIGLU
-    given = dict(zip((*names, *_SWIGLU[len(names) :]), numbers.values(), strict=True))
+    activation = function_of(problem.activation)
+    parameters = flashinfer_common.activation_parameters(problem, prepared.device)
+    # SiTU's counterparts of SwiGLU's alpha and beta are separate arguments.
+    names = ("situ_beta", "situ_linear_beta") if activation and activation.member == "Situ" else _SWIGLU
+    by_argument = dict(zip((*names, *_SWIGLU[len(names) :]), parameters.values(), strict=True))
     return {
         **WEIGHTS[prepared.layout](weights),
         "fc1_expert_biases": weights.get("w13_bias"),
         "fc2_expert_biases": weights.get("w2_bias"),
         "output_dtype": MODEL_TORCH_DTYPES[problem.dtype],
         "activation_type": flashinfer_common.activation_member(problem),
-        **given,
-        # Sums of a token's experts inside the second GEMM come in any order: other bits in every call.
+        **by_argument,
+        # Summing over a token's experts in the second GEMM's epilogue is not deterministic.
         "use_fused_finalize": False,
     }
 
@@ -90,14 +90,14 @@ _SWIGLU = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
 
 
 def arguments(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Arguments:
-    """Arguments of ``cutlass_fused_moe`` for one call; shapes and dtypes as of `FusedMoEKernel.apply`.
+    """Arguments of ``cutlass_fused_moe`` for one call; shapes and dtypes as in `FusedMoEKernel.apply`.
 
-    Ids of -1 are experts of other ranks to it, and add nothing.
+    It treats ids of -1 as experts of other ranks, which contribute nothing.
     """
-    x, weights = flashinfer_common.weighted(prepared.problem, x, weights)
+    x, weights = flashinfer_common.apply_input_weights(prepared.problem, x, weights)
     return {
-        **flashinfer_common.kept(prepared, NAME, layer_arguments),
-        "input": flashinfer_common.widened(x, flashinfer_common.sizes_of(prepared).padded_hidden),
+        **prepared.derive(NAME, layer_arguments),
+        "input": flashinfer_common.pad_columns(x, flashinfer_common.padded_dims(prepared).padded_hidden),
         "token_selected_experts": ids.contiguous(),
         "token_final_scales": weights.contiguous(),
     }
@@ -105,17 +105,17 @@ def arguments(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) ->
 
 def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     hidden = prepared.problem.dims.hidden
-    with flashinfer_common.choosing_tactics(prepared, NAME, len(x)):
+    with flashinfer_common.autotuned(prepared, NAME, len(x)):
         return flashinfer_common.call(NAME, "cutlass_fused_moe", arguments(prepared, x, ids, weights), hidden)
 
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
     kernel = kernel_for(problem)
     if device.type != "cuda":
-        return f"it needs a CUDA GPU, the weights are on {device.type}"
+        return f"it needs a CUDA GPU; the weights are on {device.type}"
     if torch.cuda.get_device_capability(device) != CAPABILITY:
         return "it needs compute capability 9.0"
-    return flashinfer_common.no_kernel(CUTLASS, problem) if kernel is None else refusal(kernel, problem)
+    return flashinfer_common.formats_refusal(CUTLASS, problem) if kernel is None else refusal(kernel, problem)
 
 
 RUNNER = Runner(
@@ -124,6 +124,6 @@ RUNNER = Runner(
     _compute,
     _refusal,
     accumulation=DECLARED,
-    ready=lambda prepared: flashinfer_common.kept(prepared, NAME, layer_arguments),
+    ready=lambda prepared: prepared.derive(NAME, layer_arguments),
     tactic=flashinfer_common.tactic,
 )

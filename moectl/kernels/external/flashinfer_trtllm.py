@@ -1,8 +1,8 @@
 """FlashInfer's TRT-LLM kernels on SM10x: MXFP4, NVFP4, MXINT4, FP8, MXFP8 and BF16.
 
-Each in two forms: with expert ids and weights, and with router logits, which the kernel routes by itself.
-Weights as the ``trtllm-*`` layouts store them. Sizes are the padded ones throughout; the output's padded
-columns are cut off, so that nothing depends on what a kernel leaves in them.
+Each kernel takes either expert ids and weights, or router logits, and then does the routing itself. Weights
+are in the ``trtllm-*`` layouts. Kernels get padded sizes throughout; padded columns of the output, whose
+contents are undefined, are cut off.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ E4M3 = torch.float8_e4m3fn
 MAJOR = 10
 
 FP8_TOKENS_FOR_MXFP4 = "flashinfer_trtllm_afp8"
-"""Prefix of the runners that compute MXFP4 weights with MXFP8 tokens whatever the checkpoint declares."""
+"""Prefix of the runners that use MXFP8 tokens with MXFP4 weights, whatever the checkpoint declares."""
 
 
 def kernel_for(problem: MoEProblem, backend: str) -> FlashInferKernel | None:
-    """The row of `TRTLLM` with which `backend` computes a problem; None when there is none."""
+    """The row of `TRTLLM` that `backend` uses for a problem, or None."""
     scheme = problem.scheme
     if not backend.startswith(FP8_TOKENS_FOR_MXFP4):
         return kernel_of(TRTLLM, scheme.weight, scheme.act)
@@ -41,48 +41,49 @@ def kernel_for(problem: MoEProblem, backend: str) -> FlashInferKernel | None:
 
 
 def _kernel(problem: MoEProblem, backend: str) -> FlashInferKernel:
-    """`kernel_for`, and any other row for formats that are refused anyway."""
+    """`kernel_for`; any row for unsupported formats, which are rejected later."""
     return kernel_for(problem, backend) or TRTLLM[0]
 
 
 def input_scale(prepared: PreparedMoE) -> Tensor | None:
-    """The layer's one scale of incoming tokens, ``[1]`` fp32; None where scales are made at run time."""
+    """The layer's static scale for incoming tokens, ``[1]`` fp32; None for scales computed at run time."""
     scale = prepared.weights.get("w13_input")
     return None if scale is None else scale.flatten()[:1]
 
 
-def _numbers(prepared: PreparedMoE, accumulated: Tensor | None = None) -> Arguments:
-    """alpha, beta and limit as arguments; `accumulated` is what one unit of a kernel's raw sums is worth.
+def _activation_arguments(prepared: PreparedMoE, dequant_scale: Tensor | None = None) -> Arguments:
+    """alpha, beta and limit as arguments.
 
-    The limit and SwiGLU's beta meet raw sums, before their scale; all else is in real numbers.
+    With a `dequant_scale` the kernel applies the limit and SwiGLU's beta to its unscaled accumulators, so
+    both are divided by that scale.
     """
-    found = function_of(prepared.problem.activation)
-    numbers = flashinfer_common.activation_numbers(prepared.problem, prepared.device)
-    if accumulated is not None and found is not None and found.member != "Situ":
+    activation = function_of(prepared.problem.activation)
+    parameters = flashinfer_common.activation_parameters(prepared.problem, prepared.device)
+    if dequant_scale is not None and activation is not None and activation.member != "Situ":
         for name in ("beta", "limit"):
-            number = numbers[name]
-            numbers[name] = None if number is None else number / accumulated
+            parameter = parameters[name]
+            parameters[name] = None if parameter is None else parameter / dequant_scale
     return {
-        "gemm1_alpha": numbers["alpha"],
-        "gemm1_beta": numbers["beta"],
-        "gemm1_clamp_limit": numbers["limit"],
+        "gemm1_alpha": parameters["alpha"],
+        "gemm1_beta": parameters["beta"],
+        "gemm1_clamp_limit": parameters["limit"],
     }
 
 
 def _output_scales(prepared: PreparedMoE, weight: str, names: tuple[str, str, str]) -> Arguments:
-    """What raw sums of both GEMMs are multiplied by: ``[local_experts]`` fp32 each.
+    """Scales of the accumulators of both GEMMs, ``[local_experts]`` fp32 each.
 
-    `weight` ends the role of the weights' scale; `names` are the arguments for the first GEMM's output, its
-    gate and the second GEMM's output. Without a gate to multiply, or with a function that is no product of
-    its up, only the requantization of the activations is left in the first.
+    `weight` is the suffix of the weight scales' roles; `names` are the arguments for the first GEMM's output,
+    its gate and the second GEMM's output. For ungated experts, and for functions that are not a product with
+    up, the first scale only requantizes the activations.
     """
     weights, problem = prepared.weights, prepared.problem
-    first_in, second_in = (weights[f"{role}_input"].flatten()[:1].float() for role in ("w13", "w2"))
-    gate = weights[f"w13_{weight}"].float() * first_in
-    found = function_of(problem.activation)
-    product = problem.activation.gated and found is not None and found.member != "Situ"
-    first = gate / second_in if product else torch.ones_like(gate) / second_in
-    second = weights[f"w2_{weight}"].float() * second_in
+    w13_input, w2_input = (weights[f"{role}_input"].flatten()[:1].float() for role in ("w13", "w2"))
+    gate = weights[f"w13_{weight}"].float() * w13_input
+    activation = function_of(problem.activation)
+    is_product = problem.activation.gated and activation is not None and activation.member != "Situ"
+    first = gate / w2_input if is_product else torch.ones_like(gate) / w2_input
+    second = weights[f"w2_{weight}"].float() * w2_input
     return dict(zip(names, (first.contiguous(), gate.contiguous(), second.contiguous()), strict=True))
 
 
@@ -104,24 +105,24 @@ def _fp4_weights(prepared: PreparedMoE) -> Arguments:
 
 
 def _mxfp4(prepared: PreparedMoE) -> Arguments:
-    return {**_fp4_weights(prepared), **_numbers(prepared), **dict.fromkeys(_FP4_SCALARS)}
+    return {**_fp4_weights(prepared), **_activation_arguments(prepared), **dict.fromkeys(_FP4_SCALARS)}
 
 
 def _nvfp4(prepared: PreparedMoE) -> Arguments:
     scales = _output_scales(prepared, "global", _FP4_SCALARS)
-    return {**_fp4_weights(prepared), **_numbers(prepared, scales[_FP4_SCALARS[1]]), **scales}
+    return {**_fp4_weights(prepared), **_activation_arguments(prepared, scales[_FP4_SCALARS[1]]), **scales}
 
 
 def _mxint4(prepared: PreparedMoE) -> Arguments:
-    weights, sizes = prepared.weights, flashinfer_common.sizes_of(prepared)
-    blocks = {"w13": sizes.padded_hidden // 32, "w2": sizes.padded_intermediate // 32}
+    weights, dims = prepared.weights, flashinfer_common.padded_dims(prepared)
+    blocks = {"w13": dims.padded_hidden // 32, "w2": dims.padded_intermediate // 32}
     scales = {role: weights[f"{role}_scale"].reshape(len(weights[role]), -1, n) for role, n in blocks.items()}
     return {
         "gemm1_weights": weights["w13"],
         "gemm1_weights_scale": scales["w13"],
         "gemm2_weights": weights["w2"],
         "gemm2_weights_scale": scales["w2"],
-        **_numbers(prepared),
+        **_activation_arguments(prepared),
     }
 
 
@@ -137,7 +138,7 @@ def _fp8_blocks(layout: str, kind: str) -> Callable[[PreparedMoE], Arguments]:
             "weight_layout": int(flashinfer_common.member("WeightLayout", layout)),
             "fp8_quantization_type": flashinfer_common.member("Fp8QuantizationType", kind),
             "activation_type": int(flashinfer_common.activation_member(prepared.problem)),
-            **_numbers(prepared),
+            **_activation_arguments(prepared),
         }
 
     return make
@@ -149,7 +150,7 @@ def _fp8_tensor(prepared: PreparedMoE) -> Arguments:
         "gemm1_weights": weights["w13"].view(E4M3),
         "gemm2_weights": weights["w2"].view(E4M3),
         "activation_type": int(flashinfer_common.activation_member(prepared.problem)),
-        "gemm1_clamp_limit": _numbers(prepared, scales[_FP8_SCALARS[1]])["gemm1_clamp_limit"],
+        "gemm1_clamp_limit": _activation_arguments(prepared, scales[_FP8_SCALARS[1]])["gemm1_clamp_limit"],
         **scales,
     }
 
@@ -161,7 +162,7 @@ def _bf16(prepared: PreparedMoE) -> Arguments:
         "use_shuffled_weight": True,
         "weight_layout": int(flashinfer_common.member("WeightLayout", "BlockMajorK")),
         "activation_type": int(flashinfer_common.activation_member(prepared.problem)),
-        **_numbers(prepared),
+        **_activation_arguments(prepared),
     }
 
 
@@ -174,13 +175,13 @@ WEIGHTS: Mapping[str, Callable[[PreparedMoE], Arguments]] = {
     "trtllm-fp8-tensor": _fp8_tensor,
     "trtllm-bf16": _bf16,
 }
-"""Arguments that follow from a layer's weights and activation function, by the layout's name."""
+"""Builds the arguments for a layer's weights and activation function, by layout."""
 
 
 def _linear_scales(tokens: QuantizedTokens, columns: int) -> Arguments:
     block = tokens.format.block[1]
     return {
-        "hidden_states_scale": flashinfer_common.widened(tokens.scales, columns // block).view(E4M3),
+        "hidden_states_scale": flashinfer_common.pad_columns(tokens.scales, columns // block).view(E4M3),
         "hidden_states_scale_layout": flashinfer_common.member("SfLayout", "layout_linear"),
     }
 
@@ -190,24 +191,27 @@ SCALES: Mapping[str, Callable[[QuantizedTokens, int], Arguments]] = {
     "trtllm-nvfp4": _linear_scales,
     "trtllm-fp8-block": lambda tokens, columns: {"hidden_states_scale": tokens.scales.t().contiguous()},
     "trtllm-mxfp8": lambda tokens, columns: {
-        "hidden_states_scale": flashinfer_common.widened(tokens.scales, columns // 32)
+        "hidden_states_scale": flashinfer_common.pad_columns(tokens.scales, columns // 32)
     },
     "trtllm-fp8-tensor": lambda tokens, columns: {},
 }
-"""The scales of quantized tokens as arguments, by the layout's name and the padded hidden size."""
+"""Builds the arguments for the scales of quantized tokens from the padded hidden size, by layout."""
 
 UNSCALED: Mapping[str, Arguments] = {"trtllm-mxfp4": {"hidden_states_scale": None}}
-"""What is said of 16-bit tokens where the function takes both kinds."""
+"""Arguments for 16-bit tokens, of functions that also take quantized ones."""
 
 
 def token_arguments(prepared: PreparedMoE, x: Tensor | QuantizedTokens) -> Arguments:
-    """Tokens, as wide as the weights, and their scales."""
-    columns = flashinfer_common.sizes_of(prepared).padded_hidden
+    """Tokens, padded to the weights' hidden size, and their scales."""
+    columns = flashinfer_common.padded_dims(prepared).padded_hidden
     if isinstance(x, Tensor):
-        return {"hidden_states": flashinfer_common.widened(x, columns), **UNSCALED.get(prepared.layout, {})}
-    packed = columns * x.format.bits // 8
+        return {
+            "hidden_states": flashinfer_common.pad_columns(x, columns),
+            **UNSCALED.get(prepared.layout, {}),
+        }
+    row_bytes = columns * x.format.bits // 8
     return {
-        "hidden_states": flashinfer_common.widened(x.values, packed),
+        "hidden_states": flashinfer_common.pad_columns(x.values, row_bytes),
         **SCALES[prepared.layout](x, columns),
     }
 
@@ -217,7 +221,7 @@ def _shape_arguments(prepared: PreparedMoE) -> Arguments:
     return {
         "num_experts": problem.experts,
         "top_k": problem.top_k,
-        "intermediate_size": flashinfer_common.sizes_of(prepared).padded_intermediate,
+        "intermediate_size": flashinfer_common.padded_dims(prepared).padded_intermediate,
         "local_expert_offset": prepared.first_expert,
         "local_num_experts": problem.local_experts,
     }
@@ -227,20 +231,20 @@ def _layer_arguments(prepared: PreparedMoE) -> Arguments:
     return {**_shape_arguments(prepared), **WEIGHTS[prepared.layout](prepared)}
 
 
-def packed(ids: Tensor, weights: Tensor) -> Tensor:
-    """``[tokens, top_k]`` int32: the id in the upper half, the weight as BF16 in the lower one."""
+def pack_topk(ids: Tensor, weights: Tensor) -> Tensor:
+    """``[tokens, top_k]`` int32: ids in the upper halves, weights as BF16 in the lower halves."""
     return (ids << 16) | (weights.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF)
 
 
 NO_BIAS_ARGUMENT = frozenset(("trtllm-mxint4", "trtllm-bf16"))
-"""Layouts whose function for expert ids has no argument for a routing bias."""
+"""Layouts whose function for expert ids has no ``routing_bias`` argument."""
 
 PACKED_IDS = frozenset(("trtllm-mxint4",))
-"""Layouts whose function takes ids and weights in one tensor only."""
+"""Layouts whose function takes ids and weights only as one tensor (`pack_topk`)."""
 
 
-def _weighed(prepared: PreparedMoE, on_input: bool) -> Arguments:
-    """Whether the kernel multiplies tokens by the router's weights, where it can."""
+def _input_weight_arguments(prepared: PreparedMoE, on_input: bool) -> Arguments:
+    """Whether the kernel multiplies tokens by the router's weights; empty for kernels without the option."""
     kernel = kernel_of(TRTLLM, prepared.problem.scheme.weight, prepared.problem.scheme.act)
     return {"use_routing_scales_on_input": on_input} if kernel and kernel.weight_on_input else {}
 
@@ -248,20 +252,20 @@ def _weighed(prepared: PreparedMoE, on_input: bool) -> Arguments:
 def routed_arguments(
     prepared: PreparedMoE, x: Tensor | QuantizedTokens, ids: Tensor, weights: Tensor
 ) -> Arguments:
-    """Arguments of the function for expert ids and weights; `ids` are counted from the first expert here.
+    """Arguments of the function for local expert `ids` and weights.
 
-    Ids of no expert here become -1, which the kernels skip.
+    Ids outside the local experts become -1, which the kernels skip.
     """
     local = prepared.problem.local_experts
     if isinstance(x, Tensor):
-        x, weights = flashinfer_common.weighted(prepared.problem, x, weights)
-    here = (ids >= 0) & (ids < local)
-    ids, weights = torch.where(here, ids + prepared.first_expert, -1).int(), weights.contiguous()
+        x, weights = flashinfer_common.apply_input_weights(prepared.problem, x, weights)
+    is_local = (ids >= 0) & (ids < local)
+    ids, weights = torch.where(is_local, ids + prepared.first_expert, -1).int(), weights.contiguous()
     return {
-        **flashinfer_common.kept(prepared, "flashinfer_trtllm", _layer_arguments),
+        **prepared.derive("flashinfer_trtllm", _layer_arguments),
         **token_arguments(prepared, x),
-        **_weighed(prepared, False),
-        "topk_ids": packed(ids, weights) if prepared.layout in PACKED_IDS else (ids, weights),
+        **_input_weight_arguments(prepared, False),
+        "topk_ids": pack_topk(ids, weights) if prepared.layout in PACKED_IDS else (ids, weights),
         **({} if prepared.layout in NO_BIAS_ARGUMENT else {"routing_bias": None}),
         "n_group": None,
         "topk_group": None,
@@ -276,12 +280,12 @@ def logits_arguments(
     """Arguments of the function for router logits ``[tokens, experts]`` and a bias ``[experts]`` or None."""
     routing = prepared.problem.routing
     method = method_of(routing)
-    assert method is not None, "refused before"
+    assert method is not None, "rejected before"
     grouped = bool(routing.groups and routing.groups > 1)
     return {
-        **flashinfer_common.kept(prepared, "flashinfer_trtllm", _layer_arguments),
+        **prepared.derive("flashinfer_trtllm", _layer_arguments),
         **token_arguments(prepared, x),
-        **_weighed(prepared, routing.weight_on_input),
+        **_input_weight_arguments(prepared, routing.weight_on_input),
         "routing_logits": logits.float().contiguous(),
         "routing_bias": None if correction_bias is None else correction_bias.float().contiguous(),
         "n_group": routing.groups if grouped else None,
@@ -293,21 +297,21 @@ def logits_arguments(
 
 
 def _refusal(backend: str, logits: bool) -> Callable[[MoEProblem, torch.device], str]:
-    def why(problem: MoEProblem, device: torch.device) -> str:
+    def reason(problem: MoEProblem, device: torch.device) -> str:
         if device.type != "cuda":
-            return f"it needs a CUDA GPU, the weights are on {device.type}"
+            return f"it needs a CUDA GPU; the weights are on {device.type}"
         if torch.cuda.get_device_capability(device)[0] != MAJOR:
             return "it needs compute capability 10.x"
-        return cannot(problem, backend, logits)
+        return problem_refusal(problem, backend, logits)
 
-    return why
+    return reason
 
 
-def cannot(problem: MoEProblem, backend: str, logits: bool) -> str:
-    """Why `backend` cannot compute `problem` on the device that it is for, a clause; empty when it can."""
+def problem_refusal(problem: MoEProblem, backend: str, logits: bool) -> str:
+    """Why `backend` does not support `problem` on SM10x, as a clause; empty if it does."""
     kernel = kernel_for(problem, backend)
     if kernel is None:
-        return flashinfer_common.no_kernel(TRTLLM, problem)
+        return flashinfer_common.formats_refusal(TRTLLM, problem)
     return refusal(kernel, problem, logits=logits)
 
 
@@ -332,16 +336,16 @@ def _monolithic(backend: str) -> Runner:
 
 
 def _common(backend: str, logits: bool) -> Arguments:
-    def wanted(problem: MoEProblem) -> ActFormat:
+    def act_format(problem: MoEProblem) -> ActFormat:
         return _kernel(problem, backend).act
 
-    own = backend.startswith(FP8_TOKENS_FOR_MXFP4)
+    fp8_tokens = backend.startswith(FP8_TOKENS_FOR_MXFP4)
     return {
-        "accumulation": MXFP8_ACT.name if own else DECLARED,
+        "accumulation": MXFP8_ACT.name if fp8_tokens else DECLARED,
         "layout": lambda problem: _kernel(problem, backend).layout,
         "refusal": _refusal(backend, logits),
         "tactic": chosen_by(LIBRARY),
-        "wants": wanted,
+        "wants": act_format,
         "input_scale": input_scale,
     }
 
@@ -351,11 +355,11 @@ _RUNNER = Runner(
     None,
     None,
     lambda problem, device: "",
-    ready=lambda prepared: flashinfer_common.kept(prepared, "flashinfer_trtllm", _layer_arguments),
+    ready=lambda prepared: prepared.derive("flashinfer_trtllm", _layer_arguments),
 )
 
 RUNNER = _modular("flashinfer_trtllm")
 MONOLITHIC = _monolithic("flashinfer_trtllm_monolithic")
 FP8 = _modular(FP8_TOKENS_FOR_MXFP4)
 FP8_MONOLITHIC = _monolithic(f"{FP8_TOKENS_FOR_MXFP4}_monolithic")
-"""The four backends: with the tokens that the checkpoint declares, and MXFP4 weights with MXFP8 tokens."""
+"""The four backends: two with the checkpoint's activation format, two that always use MXFP8 tokens."""

@@ -1,7 +1,7 @@
-"""What surrounds the GEMMs of other libraries, with one's own kernels: blocks of slots, activation, sum.
+"""The steps around the GEMMs of external kernels: blocks of assignments, activation, weighted sum.
 
-Libraries give GEMMs, and leave these steps to whoever calls them. Grids depend on sizes alone, nothing is
-read back, and skipped assignments (ids that are no expert here) are left out by all of them.
+External libraries provide the GEMMs only; these steps run in moectl's own kernels. Grids depend on sizes
+only, nothing is copied from the GPU, and every kernel skips assignments whose id is not a local expert.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ..triton.kernel_family import activation_numbers
 from ..triton.sort_and_combine import FEW, INTERPRETED, SUMS, launch_options, sort_by_expert
 from . import gemm_glue_kernels as kernels
 
-PARTS = 8
-"""Programs that share the blocks of one expert, where there are many slots."""
+PROGRAMS_PER_EXPERT = 8
+"""Programs that share the blocks of one expert if there are many assignments."""
 
-WHOLE = {"PDL": False}
-"""Options of a launch that begins and ends by itself."""
+NO_OVERLAP = {"PDL": False}
+"""Options of a launch without programmatic dependent launch."""
 
 COLUMNS = 1024
-"""Columns of a program of the activation."""
+"""Columns per program of the activation kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks:
-    """Assignments in blocks of one expert each, as indexed GEMMs take them.
+    """Assignments in blocks of one expert each, as indexed GEMMs take them (vLLM: ``moe_align_block_size``).
 
     Attributes:
-        slots: int32, by expert; blocks are filled up with the number of assignments.
-        experts: int32, of each block.
-        total: ``[1]`` int32, how many entries of `slots` count.
-        size: slots of a block.
-        locks: int32 words that are zero, for GEMMs whose programs wait for each other.
+        slots: int32, sorted by expert; blocks are padded with the number of assignments.
+        experts: int32, the expert of each block.
+        total: ``[1]`` int32, the number of valid entries of `slots`.
+        size: slots per block.
+        locks: zeroed int32 words for GEMMs whose programs synchronize with each other.
     """
 
     slots: Tensor
@@ -50,85 +50,94 @@ class ExpertBlocks:
     locks: Tensor
 
 
-def most_slots(assignments: int, experts: int, size: int) -> int:
-    """Entries that `ExpertBlocks.slots` needs at most: whole blocks, whatever the routing is."""
-    hit = min(assignments, experts)
-    return size * min(assignments, (assignments + hit * (size - 1)) // size)
+def max_slots(assignments: int, experts: int, size: int) -> int:
+    """Upper bound on the entries of `ExpertBlocks.slots`, a multiple of `size`, for any routing."""
+    active = min(assignments, experts)
+    return size * min(assignments, (assignments + active * (size - 1)) // size)
 
 
-def blocks_of(ids: Tensor, experts: int, size: int, locks: int, whole: bool = False) -> ExpertBlocks:
-    """Assignments ``[T]`` int32 in blocks of `size`, with so many zeroed `locks`; one launch for a few.
+def align_blocks(ids: Tensor, experts: int, size: int, locks: int, overlap: bool = True) -> ExpertBlocks:
+    """The assignments `ids` ``[T]`` int32 in blocks of `size`, with `locks` zeroed words.
 
-    What lies behind `total` in `slots` and `experts` is not set. `whole`: the next kernel starts when all is
-    written; else one that is launched to start early must wait before it reads any of it.
+    One launch for up to `FEW` assignments. Entries of `slots` and `experts` beyond `total` are undefined.
+
+    Args:
+        overlap: the next kernel may start early (programmatic dependent launch), and then has to wait
+            before it reads the blocks; otherwise it starts after they are written.
     """
     t = ids.numel()
-    most = most_slots(t, experts, size)
-    made = ExpertBlocks(
-        ids.new_empty(most), ids.new_empty(most // size), ids.new_empty(1), size, ids.new_empty(locks)
+    bound = max_slots(t, experts, size)
+    blocks = ExpertBlocks(
+        ids.new_empty(bound), ids.new_empty(bound // size), ids.new_empty(1), size, ids.new_empty(locks)
     )
-    into = (made.slots, made.experts, made.total, made.locks, t)
-    shared = {
+    outputs = (blocks.slots, blocks.experts, blocks.total, blocks.locks, t)
+    options = {
         "E": experts,
         "BINS": max(16, triton.next_power_of_2(experts)),
         "BLOCK": size,
         "PAD": triton.next_power_of_2(size),
         "LOCKED": locks,
         "BL": 128,
-        **(WHOLE if whole else launch_options()),
+        **(launch_options() if overlap else NO_OVERLAP),
     }
     if t <= FEW:
         bt = max(16, triton.next_power_of_2(t))
         warps = min(4, max(1, bt // 64))
         most_blocks = triton.next_power_of_2(triton.cdiv(t, size))
-        kernels._align_few_kernel[(experts,)](ids, *into, BT=bt, MOST=most_blocks, num_warps=warps, **shared)
+        kernels._align_few_kernel[(experts,)](
+            ids, *outputs, BT=bt, MOST=most_blocks, num_warps=warps, **options
+        )
     else:
-        kernels._align_sorted_kernel[(experts, PARTS)](*sort_by_expert(ids, experts), *into, BT=256, **shared)
-    return made
+        grid = (experts, PROGRAMS_PER_EXPERT)
+        kernels._align_sorted_kernel[grid](*sort_by_expert(ids, experts), *outputs, BT=256, **options)
+    return blocks
 
 
 @dataclass(frozen=True, slots=True)
 class SortedAssignments:
-    """Assignments sorted by expert, without blocks.
+    """Assignments sorted by expert, not padded to blocks.
 
     Attributes:
-        slots: ``[T]`` int32, the slot at each place; -1 behind the last.
-        places: ``[T]`` int32, the place of each slot; -1 for skipped ones.
-        weights: ``[T]`` fp32, by place.
-        counts: ``[experts]`` int32.
+        slots: ``[T]`` int32, the slot at each sorted position; -1 beyond the last.
+        positions: ``[T]`` int32, the sorted position of each slot; -1 for skipped assignments.
+        weights: ``[T]`` fp32, in sorted order.
+        counts: ``[experts]`` int32, assignments of each expert.
     """
 
     slots: Tensor
-    places: Tensor
+    positions: Tensor
     weights: Tensor
     counts: Tensor
 
 
-def ragged_of(ids: Tensor, weights: Tensor, experts: int) -> SortedAssignments:
-    """Assignments ``[T]`` int32 with their weights ``[T]`` fp32, sorted by expert."""
+def sort_assignments(ids: Tensor, weights: Tensor, experts: int) -> SortedAssignments:
+    """The assignments `ids` ``[T]`` int32 and their weights ``[T]`` fp32, sorted by expert."""
     t = ids.numel()
     slots, offsets = sort_by_expert(ids, experts)
-    made = SortedAssignments(slots, torch.empty_like(ids), torch.empty_like(weights), ids.new_empty(experts))
+    result = SortedAssignments(
+        slots, torch.empty_like(ids), torch.empty_like(weights), ids.new_empty(experts)
+    )
     block = 256
     kernels._ragged_kernel[(triton.cdiv(max(t, experts), block),)](
-        ids, weights, slots, offsets, made.places, made.weights, made.counts, t,
+        ids, weights, slots, offsets, result.positions, result.weights, result.counts, t,
         E=experts, BT=block, **launch_options(),
     )  # fmt: skip
-    return made
+    return result
 
 
-def activate(x: Tensor, y: Tensor, problem: MoEProblem, pairs: bool | None = None) -> None:
-    """`y` ``[rows, n]``: the problem's activation of `x` ``[rows, 2 * n]``, or ``[rows, n]`` without gates.
+def activate(x: Tensor, y: Tensor, problem: MoEProblem, interleaved: bool | None = None) -> None:
+    """Writes `y` ``[rows, n]``: the problem's activation of `x` ``[rows, 2 * n]``, ``[rows, n]`` if ungated.
 
-    `pairs`: gates and ups lie in pairs; None where they lie as in the problem.
+    `interleaved`: whether gates and ups alternate in `x`; None for the order of the problem's rows.
     """
     rows, n = y.shape
-    in_pairs = problem.rows == "interleaved" if pairs is None else pairs
+    if interleaved is None:
+        interleaved = problem.rows == "interleaved"
     act = problem.activation
-    numbers = activation_numbers(act)
+    parameters = activation_numbers(act)
     kernels._activation_kernel[(rows, triton.cdiv(n, COLUMNS))](
-        x, y, n, numbers["alpha"], numbers["limit"],
-        ACT=act.name, GATED=act.gated, PAIRS=in_pairs,
+        x, y, n, parameters["alpha"], parameters["limit"],
+        ACT=act.name, GATED=act.gated, PAIRS=interleaved,
         BLOCK=COLUMNS, INTERP=INTERPRETED, **launch_options(),
     )  # fmt: skip
 
@@ -137,11 +146,11 @@ def weighted_sum(parts: Tensor, y: Tensor, ids: Tensor, experts: int, weights: T
     """Writes `y` ``[tokens, hidden]``: the sum of each token's rows of `parts`, times `weights` if given.
 
     Args:
-        parts: ``[T, at least hidden]``; only the rows of valid `ids` ``[T]`` int32 are read.
-        weights: ``[T]`` fp32; None where `parts` are multiplied already.
+        parts: ``[T, >= hidden]``, a row per assignment; only rows of valid `ids` ``[T]`` int32 are read.
+        weights: ``[T]`` fp32; None if `parts` have been multiplied by them.
     """
     tokens, hidden = y.shape
-    launch = next(found for most, found in SUMS if tokens <= most)
+    launch = next(entry for max_tokens, entry in SUMS if tokens <= max_tokens)
     grid = (triton.cdiv(tokens, launch.rows), triton.cdiv(hidden, launch.columns))
     kernels._weighted_sum_kernel[grid](
         parts, y, ids, ids if weights is None else weights, tokens, hidden, parts.shape[1],
@@ -150,26 +159,30 @@ def weighted_sum(parts: Tensor, y: Tensor, ids: Tensor, experts: int, weights: T
     )  # fmt: skip
 
 
+ACT_ORDER_REFUSAL = "it needs groups of consecutive columns; the layer's columns are permuted (act_order)"
+INPUT_WEIGHT_REFUSAL = "it applies the router's weights to the output; the layer applies them to its input"
+
+
 def device_refusal(device: torch.device, support: KernelSupport) -> str:
-    """Why a library's kernels do not run on `device`; empty when they do."""
+    """Why the kernels of `support` do not run on `device`, as a clause; empty if they do."""
     if device.type != "cuda":
-        return f"it needs a CUDA GPU, the weights are on {device.type}"
-    there = torch.cuda.get_device_capability(device)
-    if support.runs_on(there):
+        return f"it needs a CUDA GPU; the weights are on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if support.runs_on((major, minor)):
         return ""
-    return f"it needs compute capability {support.capability}, the GPU has {there[0]}.{there[1]}"
+    return f"it needs compute capability {support.capability}; the GPU has {major}.{minor}"
 
 
 def scale_refusal(problem: MoEProblem) -> str:
-    """Why scales of 16 bits are refused that are not of the model's own dtype; empty where they are."""
-    weight, wanted = problem.scheme.weight, MODEL_DTYPES[problem.dtype]
-    if weight.scale_dtype in ("", "E8M0", wanted):
+    """Why scales are rejected that have neither the model's dtype nor E8M0, as a clause; else empty."""
+    weight, model_dtype = problem.scheme.weight, MODEL_DTYPES[problem.dtype]
+    if weight.scale_dtype in ("", "E8M0", model_dtype):
         return ""
-    return f"it reads scales in the model's dtype, {wanted}, the layer has {weight.scale_dtype}"
+    return f"it needs scales in the model's dtype, {model_dtype}; the layer has {weight.scale_dtype}"
 
 
 def check_dtype(problem: MoEProblem, x: Tensor) -> None:
-    """UsageError when tokens are not of the model's dtype, which scales and biases have too."""
+    """Raises UsageError if tokens do not have the model's dtype, which scales and biases have."""
     expected = MODEL_TORCH_DTYPES[problem.dtype]
     if x.dtype != expected:
         raise UsageError(f"x must be {expected}, the model's dtype, got {x.dtype}; cast it before the call")

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Device code around the GEMMs of other libraries: blocks of slots, activations, weighted sums.
+"""Device code around the GEMMs of external kernels: blocks of assignments, activations, weighted sums.
 
-`IDS` are flat, one per assignment (token, choice); a *slot* is an index into them. Ids below 0, or not
-below `E`, are skipped. `PDL` as in `routing_kernels`.
+`IDS` are flat, one per assignment (token, choice); a *slot* is an index into them. Ids outside ``[0, E)``
+are skipped. `PDL` as in `sort_and_combine_kernels`.
 """
 
 import triton
@@ -15,7 +15,7 @@ from ..triton.sort_and_combine_kernels import _await_inputs
 
 @triton.jit
 def _clear_part(LOCKS, e, LOCKED: tl.constexpr, E: tl.constexpr, BL: tl.constexpr):
-    """One program's share of `LOCKED` words becomes zero."""
+    """Zeroes this program's share of the `LOCKED` words."""
     for at in range(e * BL, LOCKED, E * BL):
         words = at + tl.arange(0, BL)
         tl.store(LOCKS + words, tl.zeros((BL,), tl.int32), mask=words < LOCKED)
@@ -23,7 +23,7 @@ def _clear_part(LOCKS, e, LOCKED: tl.constexpr, E: tl.constexpr, BL: tl.constexp
 
 @triton.jit
 def _first_block(counts, bins, e, BLOCK: tl.constexpr):
-    """Where the blocks of expert e begin, how many there are, and how many slots they hold."""
+    """(first block, number of blocks, number of slots) of expert e."""
     blocks = (counts + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(bins < e, blocks, 0), 0)
     mine = tl.sum(tl.where(bins == e, blocks, 0), 0)
@@ -36,7 +36,7 @@ def _align_few_kernel(
     E: tl.constexpr, BINS: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
     MOST: tl.constexpr, LOCKED: tl.constexpr, BL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Slots by expert in blocks of `BLOCK`, filled up with T; one program per expert sees all ids."""
+    """Slots by expert in blocks of `BLOCK`, padded with T; each expert's program reads all ids."""
     _await_inputs(PDL)
     e = tl.program_id(0)
     t = tl.arange(0, BT)
@@ -62,7 +62,7 @@ def _align_sorted_kernel(
     E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr, BT: tl.constexpr,
     LOCKED: tl.constexpr, BL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_align_few_kernel`, from slots sorted by expert; the programs of an expert share its blocks."""
+    """`_align_few_kernel` from slots sorted by expert; several programs share an expert's blocks."""
     _await_inputs(PDL)
     e, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     bins = tl.arange(0, BINS)
@@ -89,9 +89,9 @@ def _ragged_kernel(
     IDS, WEIGHTS, SLOTS, OFFSETS, PLACES, GATES, COUNTS, T,
     E: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of slots sorted by expert: each slot's PLACES, each place's weight, and how many each expert has.
+    """PLACES: sorted position of each slot; GATES: weights in sorted order; COUNTS: slots of each expert.
 
-    Places behind the last slot, and the places of skipped slots, are -1.
+    SLOTS beyond the last one, and the positions of skipped slots, become -1.
     """
     _await_inputs(PDL)
     i = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -112,7 +112,7 @@ def _activation_kernel(
     ACT: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Y ``[rows, N]``: the activation of X's rows, gates and ups in pairs or in halves, or of no gates."""
+    """Y ``[rows, N]``: the activation of X's rows: gates and ups in pairs or in halves, or ungated."""
     _await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -136,7 +136,7 @@ def _weighted_sum_kernel(
     E: tl.constexpr, TOP_K: tl.constexpr, WEIGH: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr,
     PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """OUT ``[TOKENS, HIDDEN]``: a token's parts, rows of `STRIDE`, times its weights, in order of choice."""
+    """OUT ``[TOKENS, HIDDEN]``: sum of a token's rows of PARTS times its weights, in the order of choices."""
     _await_inputs(PDL)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     h = tl.program_id(1) * BH + tl.arange(0, BH)

@@ -1,7 +1,7 @@
-"""Bringing a library of others into this process: the one asked for, from where it was found, and once.
+"""Imports external kernel libraries: unpacked in ``MOECTL_PEERS``, or installed.
 
-A package in the folder of unpacked libraries is loaded by its path: the folder itself never comes onto
-``sys.path``, so nothing else that lies there is imported.
+An unpacked package is imported by its path. The directory itself is never added to ``sys.path``, so nothing
+else in it can be imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -27,114 +27,114 @@ from ...environment.installed_packages import find_package, unrelated_package
 from ...errors import BackendFailed, MoectlError, Unavailable
 
 MARLIN_OPERATOR = "moe_wna16_marlin_gemm"
-"""vLLM's operator in ``torch.ops._moe_C``."""
+"""Name of vLLM's operator in ``torch.ops._moe_C``."""
 
 
 def package(name: str) -> ModuleType:
-    """The package `name`: of the folder that ``MOECTL_PEERS`` names, else the one that is installed.
+    """The package `name` in the directory ``MOECTL_PEERS``, else the installed one.
 
-    Raises Unavailable when it is in neither, is another package of the name, or cannot be imported.
+    Raises Unavailable if it is in neither, is an unrelated package of that name, or cannot be imported.
     """
     folder = find_peer(name, peers_folder())
     if folder is None:
-        found = find_package(name, KERNEL_PACKAGES[name])
-        if found.wrong:
-            raise Unavailable(unrelated_package(found))
-        if not found.present:
-            raise Unavailable(f"there is no {name} in a folder that {VARIABLE} names, and none is installed")
-        if found.module == name and name not in sys.modules:
-            return _imported(name)
-        folder = Path(found.path)
-    known = sys.modules.get(name)
-    if known is None:
-        return _loaded(name, folder)
-    there = Path(known.__file__ or "").parent
-    if there.resolve() != folder.resolve():
+        installed = find_package(name, KERNEL_PACKAGES[name])
+        if installed.wrong:
+            raise Unavailable(unrelated_package(installed))
+        if not installed.present:
+            raise Unavailable(f"{name} is neither in the directory {VARIABLE} nor installed")
+        if installed.module == name and name not in sys.modules:
+            return _import_by_name(name)
+        folder = Path(installed.path)
+    loaded = sys.modules.get(name)
+    if loaded is None:
+        return _import_from(folder, name)
+    loaded_from = Path(loaded.__file__ or "").parent
+    if loaded_from.resolve() != folder.resolve():
         raise Unavailable(
-            f"{name} of {there} is in this process already, wanted is that of {folder}",
-            hint="Start a process anew.",
+            f"{name} from {folder} cannot be imported: this process has already imported it from "
+            f"{loaded_from}",
+            hint="Start a new process.",
         )
-    return known
+    return loaded
 
 
 def module(name: str) -> ModuleType:
-    """The module `name` inside a package that `package` has found, such as ``humming.forward``."""
+    """The module `name` of a package found by `package`, such as ``humming.forward``."""
     package(name.partition(".")[0])
-    return _imported(name)
+    return _import_by_name(name)
 
 
-def _imported(name: str) -> ModuleType:
+def _import_by_name(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # a package may stop on anything while it is imported
+    except Exception as error:  # an import can raise anything
         raise Unavailable(f"{name} cannot be imported: {first_line(error)}") from error
 
 
-def _loaded(name: str, folder: Path) -> ModuleType:
+def _import_from(folder: Path, name: str) -> ModuleType:
     """The package in `folder`, imported as `name`."""
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[name] = made
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded
     try:
-        spec.loader.exec_module(made)
+        spec.loader.exec_module(loaded)
     except Exception as error:
         del sys.modules[name]
         raise Unavailable(f"{name} in {folder} cannot be imported: {first_line(error)}") from error
-    return made
+    return loaded
 
 
 def marlin_operator() -> Any:
-    """vLLM's Marlin GEMM for experts, loaded into torch if it is not there yet.
+    """vLLM's Marlin GEMM for experts; its library is loaded into torch first if necessary.
 
-    Raises Unavailable when there is no library, or it does not load into this torch.
+    Raises Unavailable if there is no such library, or this torch cannot load it.
     """
     if not hasattr(torch.ops._moe_C, MARLIN_OPERATOR):
-        found = library_file(peers_folder())
-        if found is None:
+        file = library_file(peers_folder())
+        if file is None:
             raise Unavailable(
-                f"no folder that {VARIABLE} names has a _moe_C library, and no installed vLLM has one"
+                f"the _moe_C library is neither in the directory {VARIABLE} nor part of an installed vLLM"
             )
-        library = _unpacked(found) if found.suffix == ".xz" else found
+        library = _decompress(file) if file.suffix == ".xz" else file
         try:
             torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
         except (OSError, RuntimeError) as error:
-            raise Unavailable(
-                f"{found} does not load into torch {torch.__version__}: {first_line(error)}"
-            ) from error
-    found_operator = getattr(torch.ops._moe_C, MARLIN_OPERATOR, None)
-    if found_operator is None:
+            raise Unavailable(f"torch {torch.__version__} cannot load {file}: {first_line(error)}") from error
+    operator = getattr(torch.ops._moe_C, MARLIN_OPERATOR, None)
+    if operator is None:
         raise Unavailable(f"the _moe_C library has no operator {MARLIN_OPERATOR}")
-    return found_operator.default
+    return operator.default
 
 
-def _unpacked(packed: Path) -> Path:
-    """The library in `packed`, in a folder of temporary files that belongs to this user alone."""
-    place = Path(tempfile.gettempdir()) / f"moectl-{os.getuid()}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    state = place.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
+def _decompress(compressed: Path) -> Path:
+    """The library in an xz file, decompressed into a temporary directory that only this user can write to."""
+    folder = Path(tempfile.gettempdir()) / f"moectl-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    folder_stat = folder.lstat()
+    mode = folder_stat.st_mode
+    if not stat.S_ISDIR(mode) or folder_stat.st_uid != os.getuid() or mode & 0o022:
         raise Unavailable(
-            f"{place} must be a folder that you alone can write to",
-            hint="Remove it, or set TMPDIR to a folder of your own.",
+            f"{folder} must be a directory that only you can write to",
+            hint="Remove it, or set TMPDIR to a directory of your own.",
         )
-    about = packed.stat()
-    library = place / f"moe_C-{about.st_size}-{about.st_mtime_ns}.so"
+    file_stat = compressed.stat()
+    library = folder / f"moe_C-{file_stat.st_size}-{file_stat.st_mtime_ns}.so"
     if not library.exists():
         try:
-            content = lzma.decompress(packed.read_bytes())
+            content = lzma.decompress(compressed.read_bytes())
         except (OSError, lzma.LZMAError) as error:
-            raise Unavailable(f"{packed} cannot be unpacked: {error}") from error
-        with tempfile.NamedTemporaryFile(dir=place, delete=False) as file:
+            raise Unavailable(f"{compressed} cannot be decompressed: {error}") from error
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(content)
         Path(file.name).rename(library)
     return library
 
 
-def why_not(load: Any) -> str:
-    """Why `load` finds no library, a clause; empty when it does."""
+def unavailable_reason(load: Callable[[], object]) -> str:
+    """Why `load` cannot load a library, as a clause; empty if it can."""
     try:
         load()
     except MoectlError as error:
@@ -144,9 +144,9 @@ def why_not(load: Any) -> str:
 
 @contextmanager
 def failing_as(backend: str, device: torch.device | None = None) -> Iterator[None]:
-    """Whatever a library of others raises inside is an error of `backend` and its reason.
+    """Context in which an exception of an external library becomes a BackendFailed of `backend`.
 
-    Kernels inside are launched on `device`, where that is a GPU.
+    If `device` is a GPU, it is the current device inside.
     """
     try:
         with torch.cuda.device(device) if device and device.type == "cuda" else nullcontext():
@@ -158,6 +158,6 @@ def failing_as(backend: str, device: torch.device | None = None) -> Iterator[Non
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line of at most 300 characters."""
+    """Type and first line of an error, at most 300 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

@@ -1,8 +1,8 @@
-"""OpenAI's triton_kernels as a backend: MXFP4 weights on Hopper, two calls of ``matmul_ogs``.
+"""The triton_kernels backend: OpenAI's ``matmul_ogs`` with MXFP4 weights on Hopper, two calls per layer.
 
-The package is the one of Triton's repository, which vLLM carries along. Its data of a routing is made from
-expert ids by moectl's sort, which takes any top-k and assignments without an expert; or by the package
-itself from logits. An activation other than gpt-oss's runs between the two GEMMs.
+The package is part of Triton's repository; vLLM vendors it. Its routing metadata is built from expert ids by
+moectl's sort, which supports any top-k and skipped assignments, or by the package itself from logits.
+gpt-oss's activation is fused in the first GEMM; any other runs between the two GEMMs.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from ...problem.moe_problem import MoEProblem, Routing
 from ...problem.padding import pad
 from ..prepared_layer import PreparedMoE
 from ..runner import LIBRARY, Runner, chosen_by
-from .gemm_glue import activate, check_dtype, device_refusal, ragged_of
-from .import_library import failing_as, module, package, why_not
+from .gemm_glue import INPUT_WEIGHT_REFUSAL, activate, check_dtype, device_refusal, sort_assignments
+from .import_library import failing_as, module, package, unavailable_reason
 
 NAME = "triton_kernels"
 LAYOUT = TRITON_KERNELS.weights[0].layout
 WARPS = 8
-"""Of its GEMMs, which the order of the scales depends on."""
+"""Warps of its GEMMs, on which the layout of the scales depends."""
 
 NO_LIMIT = 3e38
 FUSED = "swigluoai"
-"""The activation that its first GEMM computes as it ends."""
+"""The activation that is fused in the first GEMM's epilogue."""
 
 CONSTRAINTS = {"split_k": 1, "fused_scatter": False}
-"""Sums are not split, as engines ask on Hopper; results of tokens without any expert are written too."""
+"""No split-K, as in vLLM on Hopper; without the fused scatter, tokens without any expert are written too."""
 
 
 @dataclass(frozen=True)
 class TritonKernelsLibrary:
-    """The modules of the package that are called."""
+    """The modules of the package that are used, and its SwiGLU."""
 
     matmul: ModuleType
     routing: ModuleType
@@ -51,10 +51,10 @@ class TritonKernelsLibrary:
 
 @cache
 def library() -> TritonKernelsLibrary:
-    """The package; Unavailable when it is not here, or has other functions than these."""
+    """The package; Unavailable if it is missing, or lacks a function that is used."""
     package(NAME)
     try:
-        found = TritonKernelsLibrary(
+        modules = TritonKernelsLibrary(
             module(f"{NAME}.matmul_ogs"),
             module(f"{NAME}.routing"),
             module(f"{NAME}.numerics"),
@@ -62,24 +62,25 @@ def library() -> TritonKernelsLibrary:
             module(f"{NAME}.tensor_details.layout"),
             module(f"{NAME}.swiglu").swiglu_fn,
         )
-        needed = (
-            *((found.matmul, name) for name in ("matmul_ogs", "FusedActivation", "FnSpecs", "FlexCtx")),
-            *((found.routing, name) for name in ("routing", "RoutingData", "ExptData", "compute_expt_data")),
-            *((found.layouts, name) for name in ("HopperMXValueLayout", "HopperMXScaleLayout")),
+        used = (
+            (modules.matmul, ("matmul_ogs", "FusedActivation", "FnSpecs", "FlexCtx")),
+            (modules.routing, ("routing", "RoutingData", "ExptData", "compute_expt_data")),
+            (modules.layouts, ("HopperMXValueLayout", "HopperMXScaleLayout")),
         )
-        for place, name in needed:
-            getattr(place, name)
+        for owner, names in used:
+            for name in names:
+                getattr(owner, name)
         module(f"{NAME}.matmul_ogs_details.opt_flags").update_opt_flags_constraints(CONSTRAINTS)
     except (AttributeError, Unavailable) as error:
         raise Unavailable(
-            f"this version of {NAME} has other functions than the one that vLLM 0.33.0 carries: {error}"
+            f"this version of {NAME} is not compatible with the one in vLLM 0.33.0: {error}"
         ) from error
-    return found
+    return modules
 
 
 @dataclass(frozen=True)
 class TritonKernelsMatrix:
-    """One of the two expert matrices as the GEMM takes it."""
+    """One of the two expert matrices in the package's terms."""
 
     weight: Any
     bias: Tensor | None
@@ -88,7 +89,7 @@ class TritonKernelsMatrix:
 
 @dataclass(frozen=True)
 class TritonKernelsLayer:
-    """Both matrices; `fused` is the activation of the first GEMM, None where it runs by itself."""
+    """Both matrices; `fused` is the activation fused in the first GEMM, None if it runs separately."""
 
     w13: TritonKernelsMatrix
     w2: TritonKernelsMatrix
@@ -96,81 +97,87 @@ class TritonKernelsLayer:
 
 
 def matrix_of(prepared: PreparedMoE, role: str, n: int, k: int) -> TritonKernelsMatrix:
-    """The matrix `role` of ``[n, k]``; the package sees its tensors transposed."""
-    found, weights, experts = library(), prepared.weights, prepared.problem.local_experts
+    """The matrix `role` ``[n, k]``; the package takes its tensors transposed."""
+    modules, weights, experts = library(), prepared.weights, prepared.problem.local_experts
     groups = -(-k // 32 // 4) * 4
-    codes = found.layouts.HopperMXValueLayout([experts, k // 2, n], mx_axis=1)
-    steps = found.layouts.HopperMXScaleLayout([experts, groups, n], mx_axis=1, num_warps=WARPS)
-    store = found.tensor.Storage
-    value = found.tensor.Tensor(store(weights[role].mT, codes), dtype=found.tensor.FP4, shape=[experts, k, n])
-    scale = found.tensor.Tensor(
-        store(weights[f"{role}_scale"].mT, steps), dtype=torch.uint8, shape=[experts, groups, n]
+    value_layout = modules.layouts.HopperMXValueLayout([experts, k // 2, n], mx_axis=1)
+    scale_layout = modules.layouts.HopperMXScaleLayout([experts, groups, n], mx_axis=1, num_warps=WARPS)
+    value = modules.tensor.Tensor(
+        modules.tensor.Storage(weights[role].mT, value_layout),
+        dtype=modules.tensor.FP4,
+        shape=[experts, k, n],
     )
-    context = found.matmul.FlexCtx(rhs_data=found.numerics.InFlexData())
-    precision = found.matmul.PrecisionConfig(weight_scale=scale, flex_ctx=context)
+    scale = modules.tensor.Tensor(
+        modules.tensor.Storage(weights[f"{role}_scale"].mT, scale_layout),
+        dtype=torch.uint8,
+        shape=[experts, groups, n],
+    )
+    context = modules.matmul.FlexCtx(rhs_data=modules.numerics.InFlexData())
+    precision = modules.matmul.PrecisionConfig(weight_scale=scale, flex_ctx=context)
     return TritonKernelsMatrix(value, weights.get(f"{role}_bias"), precision)
 
 
 def ready(prepared: PreparedMoE) -> TritonKernelsLayer:
-    """The layer as the package takes it; made once and kept with it."""
-    made: TritonKernelsLayer | None = prepared.derived.get(NAME)
-    if made is None:
-        problem = pad(LAYOUT, prepared.problem)
-        hidden, inter = problem.dims.padded_hidden, problem.dims.padded_intermediate
-        with failing_as(NAME):
-            made = TritonKernelsLayer(
-                matrix_of(prepared, "w13", 2 * inter, hidden),
-                matrix_of(prepared, "w2", hidden, inter),
-                fused_activation(problem),
-            )
-        prepared.derived[NAME] = made
-    return made
+    """The layer in the package's terms, created once."""
+    return prepared.derive(NAME, _layer)
+
+
+def _layer(prepared: PreparedMoE) -> TritonKernelsLayer:
+    problem = pad(LAYOUT, prepared.problem)
+    hidden, inter = problem.dims.padded_hidden, problem.dims.padded_intermediate
+    with failing_as(NAME):
+        return TritonKernelsLayer(
+            matrix_of(prepared, "w13", 2 * inter, hidden),
+            matrix_of(prepared, "w2", hidden, inter),
+            fused_activation(problem),
+        )
 
 
 def fused_activation(problem: MoEProblem) -> Any:
-    """The package's record of the activation; None when its GEMM cannot compute it."""
+    """The package's ``FusedActivation``; None if its GEMM cannot fuse the layer's activation."""
     act = problem.activation
     if act.name != FUSED:
         return None
-    found = library()
-    numbers = (1.0 if act.alpha is None else act.alpha, NO_LIMIT if act.limit is None else act.limit)
-    specs = found.matmul.FnSpecs("swiglu", found.swiglu, ("alpha", "limit"))
-    return found.matmul.FusedActivation(specs, numbers, 2)
+    modules = library()
+    parameters = (1.0 if act.alpha is None else act.alpha, NO_LIMIT if act.limit is None else act.limit)
+    specs = modules.matmul.FnSpecs("swiglu", modules.swiglu, ("alpha", "limit"))
+    return modules.matmul.FusedActivation(specs, parameters, 2)
 
 
-def routing_of(ids: Tensor, weights: Tensor, experts: int, top_k: int) -> tuple[Any, Any, Any]:
-    """The package's data of a routing, its gather and its scatter, of flat `ids` and fp32 `weights`."""
+def routing_data(ids: Tensor, weights: Tensor, experts: int, top_k: int) -> tuple[Any, Any, Any]:
+    """The package's ``RoutingData``, ``GatherIndx`` and ``ScatterIndx`` for flat `ids` and fp32 `weights`."""
     routing = library().routing
-    made = ragged_of(ids, weights, experts)
+    assignments = sort_assignments(ids, weights, experts)
     data = routing.RoutingData(
-        made.weights,
-        made.counts,
+        assignments.weights,
+        assignments.counts,
         experts,
         top_k,
-        routing.compute_expt_data(made.counts, experts, ids.numel()),
+        routing.compute_expt_data(assignments.counts, experts, ids.numel()),
     )
-    gather = routing.GatherIndx(src_indx=made.slots, dst_indx=made.places)
-    return data, gather, routing.ScatterIndx(src_indx=made.places, dst_indx=made.slots)
+    slots, positions = assignments.slots, assignments.positions
+    gather = routing.GatherIndx(src_indx=slots, dst_indx=positions)
+    return data, gather, routing.ScatterIndx(src_indx=positions, dst_indx=slots)
 
 
 def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """``[tokens, hidden]`` in x's dtype; arguments as of `FusedMoEKernel.apply`."""
+    """``[tokens, hidden]`` in x's dtype; arguments as in `FusedMoEKernel.apply`."""
     problem = prepared.problem
     check_dtype(problem, x)
     if not len(x):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     with failing_as(NAME, x.device):
         flat = ids.contiguous().view(-1), weights.contiguous().view(-1)
-        return _run(prepared, x, routing_of(*flat, problem.local_experts, problem.top_k))
+        return _run(prepared, x, routing_data(*flat, problem.local_experts, problem.top_k))
 
 
 def monolithic(prepared: PreparedMoE, x: Tensor, logits: Tensor, correction_bias: Tensor | None) -> Tensor:
-    """``[tokens, hidden]`` of tokens routed by the package; NoBackend for what it cannot route."""
+    """``[tokens, hidden]`` for tokens routed by the package; NoBackend if it cannot route the layer."""
     problem = prepared.problem
     check_dtype(problem, x)
     reason = routing_refusal(problem, correction_bias)
     if reason:
-        raise NoBackend(f"the {NAME} backend cannot route: {reason}", hint="route first, and give expert ids")
+        raise NoBackend(f"the {NAME} backend cannot route: {reason}", hint="route first, and pass expert ids")
     if not len(x):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     with failing_as(NAME, x.device):
@@ -188,8 +195,8 @@ def _run(prepared: PreparedMoE, x: Tensor, routed: tuple[Any, Any, Any]) -> Tens
         gather_indx=gather, precision_config=w13.precision, fused_activation=layer.fused,
     )  # fmt: skip
     if layer.fused is None:
-        first, h = h, x.new_empty(h.shape[0], w2.weight.shape[-2])
-        activate(first, h, prepared.problem, pairs=True)
+        gate_up, h = h, x.new_empty(h.shape[0], w2.weight.shape[-2])
+        activate(gate_up, h, prepared.problem, interleaved=True)
     y: Tensor = gemm(
         h, w2.weight, w2.bias, data,
         scatter_indx=scatter, precision_config=w2.precision, gammas=data.gate_scal,
@@ -198,39 +205,39 @@ def _run(prepared: PreparedMoE, x: Tensor, routed: tuple[Any, Any, Any]) -> Tens
 
 
 def routing_refusal(problem: MoEProblem, correction_bias: Tensor | None = None) -> str:
-    """Why the package cannot route by logits as the layer does, in a sentence; empty when it can."""
-    plain = Routing(
+    """Why the package does not support the layer's routing by logits, as a clause; empty if it does."""
+    supported = Routing(
         renormalize=problem.routing.renormalize,
         after_topk=problem.routing.after_topk,
         router_bias=problem.routing.router_bias,
     )
-    if problem.routing != plain or correction_bias is not None:
-        return f"it takes the softmax of the best or the best of a softmax, the layer has {problem.routing}"
+    if problem.routing != supported or correction_bias is not None:
+        return f"it supports softmax before or after the top-k only; the layer has {problem.routing}"
     if problem.top_k & (problem.top_k - 1):
-        return f"its top-k is a power of two, the layer's is {problem.top_k}"
+        return f"its top-k must be a power of two; the layer's is {problem.top_k}"
     if problem.local_experts != problem.experts:
-        return "it routes among all experts, and this rank has some of them"
+        return "it needs all experts on one rank; this rank has some of them"
     return ""
 
 
 def problem_refusal(problem: MoEProblem) -> str:
-    """Why the package cannot compute `problem` on any GPU, in a sentence; empty when it can."""
+    """Why the package does not support `problem` on any GPU, as a clause; empty if it does."""
     weight = problem.scheme.weight
     row = TRITON_KERNELS.row(weight.name)
     if row is None or not TRITON_KERNELS.reads(weight):
-        return f"it takes {', '.join(TRITON_KERNELS.names)} weights here, the layer has {weight}"
+        return f"moectl uses it with {', '.join(TRITON_KERNELS.names)} weights; the layer has {weight}"
     if not problem.activation.gated and not TRITON_KERNELS.ungated:
-        return "its weights' layout is for gated experts, the layer has none"
+        return "its weight layout is for gated experts; the layer's have no gate"
     if problem.dtype not in row.dtypes:
-        return f"it takes {' and '.join(row.dtypes)} models, this is {problem.dtype}"
+        return f"it supports {' and '.join(row.dtypes)} models; this one is {problem.dtype}"
     if problem.routing.weight_on_input and not TRITON_KERNELS.weight_on_input:
-        return "it multiplies by the router's weight at the end, the layer does on its input"
+        return INPUT_WEIGHT_REFUSAL
     return TRITON_KERNELS.activation_refusal(problem.activation)
 
 
 def refusal(problem: MoEProblem, device: torch.device) -> str:
-    """Why it cannot run `problem` on `device`, in a sentence; empty when it can."""
-    return device_refusal(device, TRITON_KERNELS) or problem_refusal(problem) or why_not(library)
+    """Why the package cannot run `problem` on `device`, as a clause; empty if it can."""
+    return device_refusal(device, TRITON_KERNELS) or problem_refusal(problem) or unavailable_reason(library)
 
 
 RUNNER = Runner(NAME, LAYOUT, compute, refusal, ready=ready, monolithic=monolithic, tactic=chosen_by(LIBRARY))

@@ -106,7 +106,7 @@ def _time_cpu(calls: Sequence[Call], repeats: int, cold: bool) -> Timing:
 
 def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool, capturable: bool, settled: bool) -> Timing:
     flush = flusher(torch.device("cuda")) if cold else None
-    run = captured(calls)[0].replay if capturable else partial(_in_turn, calls)
+    run = captured(calls)[0].replay if capturable else partial(run_all, calls)
     run()
     if settled:
         settle(run, torch.device("cuda"))
@@ -124,12 +124,14 @@ def _time_cuda(calls: Sequence[Call], repeats: int, cold: bool, capturable: bool
     return _summary([a.elapsed_time(b) * 1e-3 / len(calls) for a, b in events], cold, method)
 
 
-def _in_turn(calls: Sequence[Call]) -> None:
+def run_all(calls: Sequence[Call]) -> None:
+    """Runs `calls` one after the other."""
     for call in calls:
         call()
 
 
 def event() -> torch.cuda.Event:
+    """A CUDA event that records times."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from ...cache.backend_times import FEWEST_ROUNDS
-from .cold_calls import captured, event, flusher, settle
+from .cold_calls import captured, event, flusher, run_all, settle
 
 MakeOutput = Callable[[], Tensor]
 
 VISITS = 3
-"""How many blocks an implementation's rounds are split into on a GPU; the others' blocks run in between."""
+"""Number of blocks into which an implementation's rounds are split on a GPU; other blocks run in between."""
 
 MOST_SECONDS = 2.0
-"""Limit in seconds on all rounds of one implementation in a cell."""
+"""Limit in seconds on all rounds of one implementation in a case."""
 
 
 @dataclass
@@ -30,7 +32,7 @@ class TimedCalls:
         run: runs them; on a CPU one of them, in rotation.
         calls: number of calls in a `run`.
         method: how they are run, for tables.
-        outputs: of every call that is kept (the last ones); overwritten by `run` if it replays a graph.
+        outputs: outputs of these calls; overwritten by `run` if it replays a graph.
         estimate: approximate seconds of a `run`.
         seconds: per call, of each round so far.
     """
@@ -64,21 +66,25 @@ def quartiles(seconds: Sequence[float]) -> Quartiles:
 def prepare_calls(calls: Sequence[MakeOutput], device: torch.device, capturable: bool) -> TimedCalls:
     """`calls` ready to be timed: warmed up, and on CUDA captured in one graph if they are `capturable`.
 
-    Of calls that cannot be captured and take long only the last ones are kept, so that they stay below
-    `MOST_SECONDS`. The outputs of a captured graph are its own buffers, filled with NaN before it is
-    replayed, so that the results that are compared are the graph's.
+    If calls cannot be captured and take long, only the last ones are timed, to stay below `MOST_SECONDS`.
+    The outputs of a captured graph are its own buffers, filled with NaN before a first replay, so that the
+    results that are compared come from the graph.
     """
     if device.type != "cuda":
         outputs = [call() for call in calls[:-1]]
         last, seconds = _timed(calls[-1], device)
-        return TimedCalls(_next_of(calls), 1, "clock", [*outputs, last], seconds)
+        return TimedCalls(_round_robin(calls), 1, "clock", [*outputs, last], seconds)
     calls[-1]()  # compiles
     output, seconds = _timed(calls[-1], device)
     if not capturable:
-        kept = calls[-max(1, min(len(calls), int(MOST_SECONDS / FEWEST_ROUNDS / max(seconds, 1e-9)))) :]
-        outputs = [*(call() for call in kept[:-1]), output]
+        last_calls = calls[-max(1, min(len(calls), int(MOST_SECONDS / FEWEST_ROUNDS / max(seconds, 1e-9)))) :]
+        outputs = [*(call() for call in last_calls[:-1]), output]
         return TimedCalls(
-            lambda: _all_of(kept), len(kept), "calls between events", outputs, seconds * len(kept)
+            partial(run_all, last_calls),
+            len(last_calls),
+            "calls between events",
+            outputs,
+            seconds * len(last_calls),
         )
     graph, outputs = captured(calls)
     for y in outputs:
@@ -99,35 +105,27 @@ def _timed(call: MakeOutput, device: torch.device) -> tuple[Tensor, float]:
     return y, time.perf_counter() - begin
 
 
-def _next_of(calls: Sequence[MakeOutput]) -> Callable[[], object]:
-    def endless() -> Iterator[MakeOutput]:
-        while True:
-            yield from calls
-
-    turn = endless()
-    return lambda: next(turn)()
-
-
-def _all_of(calls: Sequence[MakeOutput]) -> None:
-    for call in calls:
-        call()
+def _round_robin(calls: Sequence[MakeOutput]) -> Callable[[], object]:
+    """A function that runs the next of `calls`, in rotation."""
+    rotation = cycle(calls)
+    return lambda: next(rotation)()
 
 
 def time_interleaved(
-    turns: Mapping[str, TimedCalls], device: torch.device, rounds: int, cold: bool
+    timed: Mapping[str, TimedCalls], device: torch.device, rounds: int, cold: bool
 ) -> dict[str, Exception]:
-    """Times all `turns` round-robin into their `seconds`, and returns the exceptions by name.
+    """Times all implementations round-robin into their `seconds`, and returns the exceptions by name.
 
-    An exception only ends the turns of the one that raised it; a GPU that no longer responds (`alive`) ends
-    all. Each gets `rounds` rounds, or as many as `MOST_SECONDS` allows but at least `FEWEST_ROUNDS` (or
-    `rounds`), spread evenly, in `balanced_orders`. On a GPU rounds are taken in `VISITS` blocks after the
-    clocks have settled (`settle`), unless one run takes long. With `cold`, caches are flushed before each
-    measurement.
+    An exception ends only the rounds of the implementation that raised it; a GPU that no longer responds
+    (`alive`) ends all. Each implementation gets `rounds` rounds, or as many as `MOST_SECONDS` allows but at
+    least `FEWEST_ROUNDS` (or `rounds`), spread evenly, in `balanced_orders`. On a GPU, rounds are run in
+    `VISITS` blocks after the clocks have settled (`settle`), unless one run takes long. With `cold`, caches
+    are flushed before each measurement.
     """
     flush = flusher(device) if cold else None
-    shares = {name: _rounds_of(turn, rounds) for name, turn in turns.items()}
+    shares = {name: _affordable_rounds(calls, rounds) for name, calls in timed.items()}
     failed: dict[str, Exception] = {}
-    names = list(turns)
+    names = list(timed)
     orders = balanced_orders(len(names))
     visits = min(VISITS, rounds) if device.type == "cuda" else rounds
     for visit in range(visits if names else 0):
@@ -136,13 +134,13 @@ def time_interleaved(
             if name in failed or not due:
                 continue
             try:
-                if device.type == "cuda" and turns[name].estimate <= MOST_SECONDS / FEWEST_ROUNDS:
-                    settle(turns[name].run, device)
+                if device.type == "cuda" and timed[name].estimate <= MOST_SECONDS / FEWEST_ROUNDS:
+                    settle(timed[name].run, device)
                 for _ in range(due):
                     if flush is not None:
                         flush()
-                    turns[name].seconds.append(_turn(turns[name], device))
-            except Exception as error:  # a library may raise anything; it is reported, and the others go on
+                    timed[name].seconds.append(_time_round(timed[name], device))
+            except Exception as error:  # a library can raise anything; the others continue
                 failed[name] = error
                 if not alive(device):
                     return failed
@@ -178,19 +176,20 @@ def alive(device: torch.device) -> bool:
     return True
 
 
-def _rounds_of(turn: TimedCalls, rounds: int) -> int:
-    affordable = int(MOST_SECONDS / max(turn.estimate, 1e-9))
+def _affordable_rounds(calls: TimedCalls, rounds: int) -> int:
+    affordable = int(MOST_SECONDS / max(calls.estimate, 1e-9))
     return min(rounds, max(FEWEST_ROUNDS, affordable))
 
 
-def _turn(turn: TimedCalls, device: torch.device) -> float:
+def _time_round(calls: TimedCalls, device: torch.device) -> float:
+    """Seconds per call of one run."""
     if device.type != "cuda":
         begin = time.perf_counter()
-        turn.run()
-        return (time.perf_counter() - begin) / turn.calls
+        calls.run()
+        return (time.perf_counter() - begin) / calls.calls
     start, stop = event(), event()
     start.record()
-    turn.run()
+    calls.run()
     stop.record()
     stop.synchronize()  # an error of this call must not surface in the next one
-    return float(start.elapsed_time(stop)) * 1e-3 / turn.calls
+    return float(start.elapsed_time(stop)) * 1e-3 / calls.calls

@@ -1,1 +1,1 @@
-"""moectl's own GPU kernels, in Triton, on the layout ``moectl-mtile64``."""
+"""moectl's own GPU kernels, in Triton, on the layouts ``moectl-mtile64`` and ``marlin-int4``."""

@@ -1,7 +1,7 @@
-"""Batches, expert-major with counts, as calls of the kernels: every row a token of one expert, or of none.
+"""Batched activations (expert-major, with counts) as calls of the kernels with a top-k of 1.
 
-Nothing is copied: rows of a batch are tokens in an order that is known, ids and weights of a top-k of 1
-are made on the device, and the second GEMM writes to the rows that it is for.
+Nothing is copied or sorted. Each row of the batch is a token of one expert or padding; its id and weight, and
+the order of assignments, are generated on the device, and the second GEMM writes the output rows directly.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from ..prepared_layer import PreparedMoE
 from .kernel_family import KernelCall
 from .sort_and_combine import order_of_counts
 
-KEPT = "one expert a token"
+BATCH_LAYER = "layer for batches"
+"""Key in `PreparedMoE.derived`."""
 
 
 def one_each(problem: MoEProblem) -> MoEProblem:
-    """`problem` with one expert a token, each of those here, and no router's weight on its input."""
+    """`problem` with a top-k of 1, only the local experts, and no router's weights on the input."""
     routing = replace(problem.routing, weight_on_input=False)
     return replace(problem, experts=problem.local_experts, top_k=1, routing=routing)
 
 
 def layer_one_each(prepared: PreparedMoE) -> PreparedMoE:
-    """The layer with the problem of `one_each`; created once and kept with it. Weights are shared."""
-    layer: PreparedMoE | None = prepared.derived.get(KEPT)
-    if layer is None:
-        layer = replace(prepared, problem=one_each(prepared.problem), derived={})
-        prepared.derived[KEPT] = layer
-    return layer
+    """The layer with the problem of `one_each`, created once; it shares the weights."""
+    return prepared.derive(
+        BATCH_LAYER, lambda layer: replace(layer, problem=one_each(layer.problem), derived={})
+    )
 
 
 def compute_batch(x: Tensor, counts: Tensor, compute: Callable[[KernelCall], None]) -> Tensor:
-    """``[experts, most, hidden]``, of which `compute` fills the first ``counts[e]`` rows of expert e.
+    """``[experts, most, hidden]``; `compute` fills the first ``counts[e]`` rows of expert e.
 
     Args:
-        x: ``[experts, most, hidden]``, from an address that 16 bytes divide.
-        counts: ``[experts]`` integers; no expert has more than `most`.
+        x: ``[experts, most, hidden]``, contiguous and aligned to 16 bytes.
+        counts: ``[experts]`` integers, at most `most` each.
     """
     experts, most, hidden = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

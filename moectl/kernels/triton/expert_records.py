@@ -1,4 +1,4 @@
-"""Which tokens a program has, in kernels of few tokens per expert: records of one expert's assignments."""
+"""Records for kernels with few tokens per expert: each lists up to `tokens` assignments of one expert."""
 
 from __future__ import annotations
 
@@ -9,59 +9,58 @@ import triton
 from torch import Tensor
 
 from . import expert_records_kernels as kernels
-from .expert_items import overlapping
 from .kernel_family import Order
 from .launches import token_tiles
-from .sort_and_combine import sort_by_expert
+from .sort_and_combine import launch_options, sort_by_expert
 
 PLANNED_AT_ONCE = 2048
-"""Up to so many assignments one launch makes the records; beyond, they are sorted first."""
+"""Maximum number of assignments for which one launch makes the records; more are sorted first."""
 
-EACH, PAIRS = 32, 16384
-"""Assignments that one program places at most, and pairs of them with all others that it compares."""
+PER_PROGRAM, MAX_PAIRS = 32, 16384
+"""Maximum number of assignments that one program places, and of pairs of assignments that it compares."""
 
 COLUMNS = 1024
-"""Of a token that one program puts in order."""
+"""Columns of a token that one program reorders."""
 
 
 def plan(ids: Tensor, experts: int, tokens: int, order: Order | None = None) -> Tensor:
-    """Records ``[records, 8 + tokens]`` int32 of the assignments `ids` (see `records_kernels._plan`).
+    """Records ``[records, 8 + tokens]`` int32 of the assignments `ids` (see `expert_records_kernels._plan`).
 
-    Where their `order` is known they are cut from that.
+    If `order` is given, the records are cut from it.
     """
     arguments, programs = _plan_arguments(ids, experts, tokens)
     if order is not None or ids.numel() > PLANNED_AT_ONCE:
         _cut(order or sort_by_expert(ids, experts), arguments["PLAN"], experts, tokens)
     else:
-        kernels._plan_kernel[(programs,)](ids, num_warps=4, **arguments, **overlapping())
-    out: Tensor = arguments["PLAN"]
-    return out
+        kernels._plan_kernel[(programs,)](ids, num_warps=4, **arguments, **launch_options())
+    records: Tensor = arguments["PLAN"]
+    return records
 
 
 def plan_and_order(
     ids: Tensor, experts: int, tokens: int, x: Tensor, columns: int, order: Order | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`plan`, and `x` in `columns` columns in the order of `records_kernels._order`."""
+    """`plan`, and `x` padded to `columns` columns in the order of `expert_records_kernels._order`."""
     arguments, programs = _plan_arguments(ids, experts, tokens)
     out = x.new_empty(len(x), columns)
-    columns_of = {"X": x, "OUT": out, "K": columns, "KX": x.shape[1], "BK": COLUMNS}
+    order_arguments = {"X": x, "OUT": out, "K": columns, "KX": x.shape[1], "BK": COLUMNS}
     blocks = len(x) * math.ceil(columns / COLUMNS)
     if order is not None or ids.numel() > PLANNED_AT_ONCE:
         _cut(order or sort_by_expert(ids, experts), arguments["PLAN"], experts, tokens)
-        kernels._order_kernel[(blocks,)](num_warps=4, **columns_of, **overlapping())
+        kernels._order_kernel[(blocks,)](num_warps=4, **order_arguments, **launch_options())
     else:
         kernels._plan_and_order_kernel[(programs + blocks,)](
-            ids, PLANS=programs, num_warps=4, **arguments, **columns_of, **overlapping()
+            ids, PLANS=programs, num_warps=4, **arguments, **order_arguments, **launch_options()
         )
     return arguments["PLAN"], out
 
 
 def _plan_arguments(ids: Tensor, experts: int, tokens: int) -> tuple[dict[str, Any], int]:
-    """Arguments of a plan besides the ids, and its programs."""
+    """Arguments of the plan kernels besides the ids, and the number of programs."""
     t = ids.numel()
     records = token_tiles(t, experts, tokens)
     padded = max(64, triton.next_power_of_2(t))
-    each = min(EACH, max(1, PAIRS // padded))
+    per_program = min(PER_PROGRAM, max(1, MAX_PAIRS // padded))
     arguments = {
         "PLAN": ids.new_empty(records, 8 + tokens),
         "T": t,
@@ -69,13 +68,13 @@ def _plan_arguments(ids: Tensor, experts: int, tokens: int) -> tuple[dict[str, A
         "E": experts,
         "EPAD": max(16, triton.next_power_of_2(experts)),
         "TPAD": padded,
-        "PER": each,
+        "PER": per_program,
         "BLOCK": tokens,
     }
-    return arguments, math.ceil(max(t, records) / each)
+    return arguments, math.ceil(max(t, records) / per_program)
 
 
 def _cut(order: Order, out: Tensor, experts: int, tokens: int) -> None:
     slots, offsets = order
     sizes = {"E": experts, "EPAD": max(16, triton.next_power_of_2(experts)), "BLOCK": tokens}
-    kernels._cut_kernel[(experts,)](slots, offsets, out, len(out), num_warps=1, **sizes, **overlapping())
+    kernels._cut_kernel[(experts,)](slots, offsets, out, len(out), num_warps=1, **sizes, **launch_options())

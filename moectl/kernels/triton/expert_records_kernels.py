@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code that sorts assignments into records of few tokens of one expert (portable Triton)."""
+"""Device code that sorts assignments into records of a few tokens of one expert (portable Triton)."""
 
 import triton
 import triton.language as tl
@@ -12,8 +12,8 @@ def _plan(
 ):  # fmt: skip
     """PLAN ``[RECORDS, 8 + BLOCK]``: (expert, tokens, 0, 5 unused, slots) of up to BLOCK assignments each.
 
-    Records go expert by expert, slots rise; unused records have expert -1 and no tokens. Each program reads
-    all ids and places PER assignments; an order that follows from comparisons needs no atomics.
+    Records are in the order of experts, and slots ascend; unused records have expert -1 and no tokens. Each
+    program reads all ids and places PER assignments; ranks come from comparisons, without atomics.
     """
     WORDS: tl.constexpr = 8 + BLOCK
     t = tl.arange(0, TPAD)
@@ -55,9 +55,9 @@ def _plan_kernel(
 
 @triton.jit
 def _order(X, OUT, block, K, KX, BK: tl.constexpr):
-    """OUT ``[tokens, K]``: columns of X in the order in which lanes take them, zeros from KX on.
+    """OUT ``[tokens, K]``: the columns of X in the order in which lanes read them, zeros from KX on.
 
-    Of 64 columns, place ``16 c + 8 k8 + 2 j + b`` has column ``16 j + 2 c + 8 k8 + b``.
+    Within 64 columns, position ``16 c + 8 k8 + 2 j + b`` holds column ``16 j + 2 c + 8 k8 + b``.
     """
     pieces = tl.cdiv(K, BK)
     token = (block // pieces).to(tl.int64)
@@ -73,7 +73,7 @@ def _plan_and_order_kernel(
     E: tl.constexpr, EPAD: tl.constexpr, TPAD: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
     BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`_plan` by the first PLANS programs, and `_order` by the others."""
+    """`_plan` in the first PLANS programs, `_order` in the others."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -98,7 +98,7 @@ def _cut_kernel(
     SLOTS, OFFSETS, PLAN, RECORDS,
     E: tl.constexpr, EPAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PLAN as `_plan_kernel` makes it, from slots sorted by expert; one program per expert."""
+    """PLAN as written by `_plan_kernel`, from slots sorted by expert; one program per expert."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,9 +1,9 @@
 """The table of measured launches that ships with the package (``launches.json``), and its lookup.
 
-An entry is one layer on one GPU; its rows have the kernel family and the tile that were fastest at a number
-of tokens. A case that was not measured uses the nearest measured one, by the weights' format, sizes, number
-of experts with tokens and tokens per expert. What `moectl tune` measured for the same layer on the same
-machine has priority.
+An entry is one layer on one GPU; its rows are the fastest kernel family and tile at a number of tokens.
+Cases that were not measured use the nearest measured one, by weight format, sizes, number of active experts
+and tokens per expert. Launches that `moectl tune` measured for the same layer on the same machine have
+priority.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """The properties of a GPU that decide a launch: compute capability and number of multiprocessors."""
+    """The properties of a GPU that determine a launch: compute capability and number of multiprocessors."""
 
     capability: tuple[int, int]
     sms: int
@@ -40,36 +40,38 @@ class TokenSpread:
     """How tokens are distributed over experts when each token takes `top_k` of `experts` at random.
 
     Attributes:
-        hit: expected number of experts with a token.
-        tokens_per_expert: average number of tokens of each of them.
+        active_experts: expected number of active experts (with at least one token).
+        tokens_per_expert: average number of tokens per active expert.
     """
 
-    hit: float
+    active_experts: float
     tokens_per_expert: float
 
     @staticmethod
     def of(experts: int, top_k: int, tokens: int) -> TokenSpread:
         """The spread of `tokens` tokens, one or more."""
         share = min(top_k, experts) / experts
-        hit = experts * -math.expm1(tokens * math.log1p(-share)) if share < 1 else float(experts)
-        return TokenSpread(hit, tokens * top_k / hit)
+        active = experts * -math.expm1(tokens * math.log1p(-share)) if share < 1 else float(experts)
+        return TokenSpread(active, tokens * top_k / active)
 
     @staticmethod
-    def here(problem: MoEProblem, tokens: int) -> TokenSpread:
-        """The spread over the experts of one rank, which has its share of those that are hit."""
-        whole = TokenSpread.of(problem.experts, problem.top_k, tokens)
-        return TokenSpread(whole.hit * problem.local_experts / problem.experts, whole.tokens_per_expert)
+    def local(problem: MoEProblem, tokens: int) -> TokenSpread:
+        """The spread over the experts of one rank, which has its share of the active experts."""
+        layer = TokenSpread.of(problem.experts, problem.top_k, tokens)
+        return TokenSpread(
+            layer.active_experts * problem.local_experts / problem.experts, layer.tokens_per_expert
+        )
 
     def distance(self, other: TokenSpread) -> float:
-        """Distance in powers of two: tokens per expert decide the kernel, experts only the occupancy."""
+        """Distance in powers of two; active experts, which affect occupancy only, have half the weight."""
         return abs(math.log2(self.tokens_per_expert / other.tokens_per_expert)) + 0.5 * abs(
-            math.log2(self.hit / other.hit)
+            math.log2(self.active_experts / other.active_experts)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLaunch:
-    """The fastest launch of one layer at one number of tokens: kernel family, and its tile's fields."""
+    """The fastest launch of a layer at one number of tokens: kernel family and fields of its tile."""
 
     spread: TokenSpread
     family: str
@@ -79,7 +81,7 @@ class MeasuredLaunch:
 
 @dataclass(frozen=True, slots=True)
 class LayerLaunches:
-    """One layer on one GPU, and its fastest launches."""
+    """The fastest launches of one layer on one GPU."""
 
     gpu: GpuModel
     weight: str
@@ -90,20 +92,20 @@ class LayerLaunches:
     rows: tuple[MeasuredLaunch, ...]
 
     def distance(self, problem: MoEProblem) -> float:
-        """Distance of the measured layer from `problem`, 0 for the same one, without numbers of tokens.
+        """Distance of the measured layer from `problem`, 0 for the same layer.
 
-        Those are compared by `TokenSpread.distance`.
+        Numbers of tokens are compared by `TokenSpread.distance`.
         """
         dims, weight = problem.dims, problem.scheme.weight
-        kind = 0.0 if self.weight == str(weight) else 1.0 if self.weight[:4] == str(weight)[:4] else 3.0
+        formats = 0.0 if self.weight == str(weight) else 1.0 if self.weight[:4] == str(weight)[:4] else 3.0
         sizes = math.log2(self.hidden / dims.hidden), math.log2(self.intermediate / dims.intermediate)
-        spread = math.log2(self.experts / problem.local_experts), math.log2(self.top_k / problem.top_k)
-        return kind + 0.5 * sum(map(abs, sizes)) + 0.1 * sum(map(abs, spread))
+        routing = math.log2(self.experts / problem.local_experts), math.log2(self.top_k / problem.top_k)
+        return formats + 0.5 * sum(map(abs, sizes)) + 0.1 * sum(map(abs, routing))
 
 
 @cache
 def entries() -> tuple[LayerLaunches, ...]:
-    """Every measured layer that ships with the package."""
+    """The measured layers that ship with the package."""
     data = json.loads((files(__package__) / FILE).read_text("utf-8"))
     if data["version"] != VERSION:
         raise ValueError(f"{FILE} has version {data['version']}, expected {VERSION}")
@@ -122,29 +124,29 @@ def _entry(item: Mapping[str, Any]) -> LayerLaunches:
     return LayerLaunches(gpu, item["weight"], *sizes, rows)
 
 
-NEAR = 0.5
-"""Powers of two of the number of tokens within which a row of the user's cache is used."""
+MAX_CACHE_DISTANCE = 0.5
+"""Maximum distance, in powers of two of the number of tokens, at which a row of the user's cache is used."""
 
 
 def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[MeasuredLaunch]:
     """Launches that `moectl tune` measured for this layer near `tokens` tokens on `device`, nearest first.
 
-    A cache file that cannot be used is ignored with a `CacheWarning`, once.
+    A cache file that cannot be used is ignored, with one `CacheWarning`.
     """
     rows, note = rows_of(problem, device)
     if note:
         warnings.warn(note, CacheWarning, stacklevel=2)
-    far = {row.tokens: abs(math.log2(row.tokens / tokens)) for row in rows}
-    for row in sorted(rows, key=lambda row: far[row.tokens]):
-        if far[row.tokens] <= NEAR:
-            spread = TokenSpread.here(problem, row.tokens)
+    distances = {row.tokens: abs(math.log2(row.tokens / tokens)) for row in rows}
+    for row in sorted(rows, key=lambda row: distances[row.tokens]):
+        if distances[row.tokens] <= MAX_CACHE_DISTANCE:
+            spread = TokenSpread.local(problem, row.tokens)
             yield MeasuredLaunch(spread, row.family, row.tile, row.us)
 
 
 def nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> Iterator[MeasuredLaunch]:
-    """Measured launches for `tokens` tokens of `problem`, the nearest first; none for other architectures.
+    """Shipped launches for `tokens` tokens of `problem`, nearest first.
 
-    GPUs of the same compute capability are included, with a distance by their multiprocessors.
+    Only GPUs of the same compute capability are included, at a distance by their number of multiprocessors.
     """
     yield from (row for _, row in _by_distance(problem, tokens, gpu))
 
@@ -152,21 +154,23 @@ def nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> Iterator[Measure
 def distance_to_nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> float:
     """Distance to the first launch of `nearest`, roughly in powers of two.
 
-    0 for a measured cell, infinite for another architecture.
+    0 for a measured case, infinite for other compute capabilities.
     """
-    return next((far for far, _ in _by_distance(problem, tokens, gpu)), math.inf)
+    return next((distance for distance, _ in _by_distance(problem, tokens, gpu)), math.inf)
 
 
 LAYER_WEIGHT = 4.0
-"""Weight of the distance of layers relative to that of numbers of tokens. With it 22 cells of other layers
-were 1.3% slower on an H200 than with the better of two rows each; with all rows of the nearest layer first,
-3.7%."""
+"""Weight of the distance between layers relative to that between numbers of tokens. With it, 22 cases of
+other layers were 1.3% slower on an H200 than with the better of two rows each; with all rows of the nearest
+layer first, 3.7%."""
 
 
 def _by_distance(problem: MoEProblem, tokens: int, gpu: GpuModel) -> list[tuple[float, MeasuredLaunch]]:
-    """The rows of GPUs with this compute capability and their distances, the nearest first."""
-    spread = TokenSpread.here(problem, tokens)
-    here = [entry for entry in entries() if entry.gpu.capability == gpu.capability]
-    far = [(entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms)), entry) for entry in here]
-    rows = [(LAYER_WEIGHT * of + row.spread.distance(spread), row) for of, entry in far for row in entry.rows]
-    return sorted(rows, key=lambda item: item[0])
+    """(distance, row) for every row of a GPU with this compute capability, nearest first."""
+    spread = TokenSpread.local(problem, tokens)
+    rows = []
+    for entry in entries():
+        if entry.gpu.capability == gpu.capability:
+            layer_distance = entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms))
+            rows += [(LAYER_WEIGHT * layer_distance + row.spread.distance(spread), row) for row in entry.rows]
+    return sorted(rows, key=lambda pair: pair[0])

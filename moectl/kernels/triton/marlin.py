@@ -1,10 +1,9 @@
-"""The triton_marlin backend: Marlin's int4 layout read where it lies, without laying it out anew.
+"""The triton_marlin backend: reads Marlin's int4 layout in place, without repacking.
 
-For decode, where weights are read once and few tokens use them: a folder converted for Marlin runs at
-once, from the same bytes that vLLM's kernels read. Every number of tokens is computed correctly by the
-same kernels in blocks of tokens, but batches of many tokens per expert are what the triton backend is
-for. A call sorts the assignments by expert, lists their blocks, and runs two GEMMs and a sum; grids depend
-on sizes only and sums have a fixed order.
+It is meant for decode, where few tokens share a read of the weights: a directory converted for Marlin runs
+directly, from the same bytes that vLLM's kernels read. The kernels support any number of tokens, but with
+many tokens per expert the triton backend is faster. A call sorts the assignments by expert, lists blocks of
+them, and runs two GEMMs and a sum; grids depend on sizes only and sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from ...capabilities.own_kernels import TRITON_MARLIN
@@ -24,10 +24,9 @@ from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat, Runner
 from . import marlin_kernels as kernels
 from .expert_batches import compute_batch, one_each
-from .expert_items import BASES, items_of, overlapping
-from .kernel_family import KernelCall, activation_numbers, scale_name
-from .launches import Launch, tile_words
-from .sort_and_combine import INTERPRETED, finish
+from .kernel_family import CODE_BASES, KernelCall, Order, activation_numbers, scale_name
+from .launches import Launch, tile_words, token_tiles
+from .sort_and_combine import INTERPRETED, finish, launch_options, sort_by_expert
 from .triton_runner import gpu_refusal
 from .workspace import products_and_lists
 
@@ -39,10 +38,10 @@ class MarlinTile:
     """One launch configuration.
 
     Attributes:
-        tokens: of a program, a multiple of 8.
-        depth: 16-column tiles that a warp reads at a time.
-        warps1, warps2: of a program of the first and the second GEMM.
-        rows2: 64-row tiles of a program of the second GEMM, a power of two.
+        tokens: per program, a multiple of 8.
+        depth: number of 16-column tiles that a warp reads at a time.
+        warps1, warps2: warps per program of the first and the second GEMM.
+        rows2: number of 64-row tiles per program of the second GEMM, a power of two.
     """
 
     tokens: int
@@ -57,15 +56,15 @@ TILES: tuple[tuple[int, float, MarlinTile], ...] = (
     (1 << 31, 8, MarlinTile(tokens=8, depth=4, warps1=4, warps2=4, rows2=4)),
     (1 << 31, math.inf, MarlinTile(tokens=16, depth=4, warps1=4, warps2=4, rows2=4)),
 )
-"""(most assignments, most tokens per expert, tile), first match: a small grid has programs of more warps.
-Measured on an H200."""
+"""(maximum assignments, maximum tokens per expert, tile); the first match is used. Small grids get more warps
+per program. Measured on an H200."""
 
 
 def tile_for(problem: MoEProblem, tokens: int) -> MarlinTile:
-    """The tile for `tokens` tokens; a function of sizes alone, never of the routing."""
+    """The tile for `tokens` tokens; depends on sizes only, never on the routing."""
     t = tokens * problem.top_k
-    each = t / problem.experts
-    return next(tile for most, per_expert, tile in TILES if t <= most and each <= per_expert)
+    per_expert = t / problem.experts
+    return next(tile for max_t, limit, tile in TILES if t <= max_t and per_expert <= limit)
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class MarlinMatrix:
         zeros: ``[experts, groups, n / 8]`` int32, or None.
         bias: ``[experts, n]``, or None.
         n, k: stored (padded) rows and columns.
-        group: columns of a scale; 0 where all columns share it.
+        group: columns per scale; 0 for one scale per row.
     """
 
     codes: Tensor
@@ -91,7 +90,7 @@ class MarlinMatrix:
 
 
 def matrix_of(prepared: PreparedMoE, role: str) -> MarlinMatrix:
-    """The matrix `role` of a layer; UsageError when its tensors do not fit each other."""
+    """The matrix `role` of a layer; UsageError if the shapes of its tensors do not match."""
     weights = prepared.weights
     codes, scales = weights[role], weights[f"{role}_scale"]
     if codes.ndim != 3 or codes.dtype != torch.int32 or codes.shape[2] % 128:
@@ -111,54 +110,66 @@ def matrix_of(prepared: PreparedMoE, role: str) -> MarlinMatrix:
 
 
 def _matrices(prepared: PreparedMoE) -> tuple[MarlinMatrix, MarlinMatrix]:
-    """The layer's two matrices; made once and kept with it."""
-    made: tuple[MarlinMatrix, MarlinMatrix] | None = prepared.derived.get("triton_marlin")
-    if made is None:
-        made = matrix_of(prepared, "w13"), matrix_of(prepared, "w2")
-        prepared.derived["triton_marlin"] = made
-    return made
+    """The layer's two matrices, created once."""
+    return prepared.derive(
+        "triton_marlin", lambda prepared: (matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
+    )
+
+
+def list_items(ids: Tensor, experts: int, block: int, order: Order | None = None) -> dict[str, Any]:
+    """The kernels' routing arguments; an item is up to `block` tokens of one expert.
+
+    Two to four small launches sort the assignments by expert, unless their `order` is given, and list the
+    items. ``bound``, an upper bound on the number of items, depends on sizes only.
+    """
+    slots, offsets = order or sort_by_expert(ids, experts)
+    bound = token_tiles(ids.numel(), experts, block)
+    items = ids.new_empty(3, bound)
+    pad = triton.next_power_of_2(experts)
+    kernels._items_kernel[(1,)](offsets, items, bound, E=experts, EPAD=pad, BM=block, **launch_options())
+    return {"SORTED": slots, "ITEMS": items, "bound": bound}
 
 
 @dataclass(frozen=True)
 class _MarlinArguments:
-    """Arguments of the kernels that follow from the layer and the tile, not from the call."""
+    """Arguments of the GEMM kernels that depend on the layer and the tile only."""
 
     problem: MoEProblem
     tile: MarlinTile
 
     @property
     def rows(self) -> str:
-        """How rows of the first matrix make up an activation."""
+        """Order of gate and up rows in the first matrix; ``single`` for experts without a gate."""
         return self.problem.rows if self.problem.activation.gated else "single"
 
     def gemm1(self, m: MarlinMatrix) -> dict[str, Any]:
         p, act, tile = self.problem, self.problem.activation, self.tile
-        share = tile.warps1 // 2
+        warps_per_tile = tile.warps1 // 2
         return {
-            **self._gemm(m, p.dims.hidden, p.dims.intermediate, share),
+            **self._gemm(m, p.dims.hidden, p.dims.intermediate, warps_per_tile),
             "row_tiles": math.ceil(m.n / 128),
             **activation_numbers(act),
             "TOP_K": p.top_k,
             "ACT": act.name,
             "ROWS": self.rows,
             "WEIGHTED": p.routing.weight_on_input,
-            "KW": share,
+            "KW": warps_per_tile,
             "num_warps": tile.warps1,
         }
 
     def gemm2(self, m: MarlinMatrix) -> dict[str, Any]:
         p, tile = self.problem, self.tile
-        share = tile.warps2 // tile.rows2
+        warps_per_tile = tile.warps2 // tile.rows2
         return {
-            **self._gemm(m, p.dims.intermediate, p.dims.hidden, share),
+            **self._gemm(m, p.dims.intermediate, p.dims.hidden, warps_per_tile),
             "row_tiles": math.ceil(m.n / (64 * tile.rows2)),
             "WEIGHTED": not p.routing.weight_on_input,
             "V": tile.rows2,
-            "KW": share,
+            "KW": warps_per_tile,
             "num_warps": tile.warps2,
         }
 
-    def _gemm(self, m: MarlinMatrix, columns: int, outputs: int, share: int) -> dict[str, Any]:
+    def _gemm(self, m: MarlinMatrix, columns: int, outputs: int, warps_per_tile: int) -> dict[str, Any]:
         return {
             "W": m.codes,
             "S": m.scales,
@@ -170,20 +181,20 @@ class _MarlinArguments:
             "NX": outputs,
             "E": self.problem.local_experts,
             "BIAS": m.bias is not None,
-            "BASE": BASES[self.problem.dtype],
+            "BASE": CODE_BASES[self.problem.dtype],
             "ZEROS": m.zeros is not None,
             "GROUP": m.group,
             "BM": self.tile.tokens,
             "DEPTH": self.tile.depth,
-            **overlapping(),
-            "EVEN": m.k == columns and m.k % (16 * self.tile.depth * share) == 0,
+            **launch_options(),
+            "EVEN": m.k == columns and m.k % (16 * self.tile.depth * warps_per_tile) == 0,
             "INTERP": INTERPRETED,
             "num_stages": 1,
         }
 
 
 def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, tile: MarlinTile) -> Tensor:
-    """`Runner.compute` with a tile of one's own, for tuning and tests."""
+    """`Runner.compute` with a given tile, for tuning and tests."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not len(x):
         return y
@@ -198,7 +209,8 @@ def _run(
 ) -> None:
     """Fills ``call.y``."""
     arguments, experts = _MarlinArguments(problem, tile), problem.local_experts
-    routing, bound = items_of(call.ids, experts, tile.tokens, call.order)
+    routing = list_items(call.ids, experts, tile.tokens, call.order)
+    bound = routing["bound"]
     first, second = arguments.gemm1(matrices[0]), arguments.gemm2(matrices[1])
     h, parts = call.x.new_empty(call.assignments, problem.dims.intermediate), call.parts()
     kernels._marlin_gemm1_kernel[(first["row_tiles"] * bound,)](
@@ -215,13 +227,13 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
 
 
 def run_batch_with(prepared: PreparedMoE, x: Tensor, counts: Tensor, tile: MarlinTile) -> Tensor:
-    """`Runner.batched` with a tile of one's own."""
+    """`Runner.batched` with a given tile."""
     problem, matrices = one_each(prepared.problem), _matrices(prepared)
     return compute_batch(x.contiguous(), counts, lambda call: _run(problem, matrices, call, tile))
 
 
 def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
-    rows = x.shape[0] * x.shape[1]  # as many tokens as there may be
+    rows = x.shape[0] * x.shape[1]  # only the GPU knows how many of them are tokens
     return run_batch_with(prepared, x, counts, tile_for(one_each(prepared.problem), rows))
 
 
@@ -231,13 +243,13 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
         return reason
     if not TRITON_MARLIN.reads(weight):
         names, groups = ", ".join(TRITON_MARLIN.names), TRITON_MARLIN.groups
-        return f"it reads {names} with scale groups of {groups} and of whole rows, the layer has {weight}"
+        return f"it supports {names} with scale groups of {groups} and of whole rows; the layer has {weight}"
     if not scale_name(problem):
-        return f"it reads 16-bit scales, the layer has {weight.scale_dtype}"
+        return f"it supports 16-bit scales; the layer has {weight.scale_dtype}"
     if reason := TRITON_MARLIN.activation_refusal(problem.activation):
         return reason
-    if problem.dtype not in BASES:
-        return f"it computes in {' and '.join(BASES)}, the model's dtype is {problem.dtype}"
+    if problem.dtype not in CODE_BASES:
+        return f"it supports {' and '.join(CODE_BASES)} models; this one is {problem.dtype}"
     return ""
 
 

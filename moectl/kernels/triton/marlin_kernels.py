@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Device code of a fused-MoE layer in the layout ``marlin-int4``: the two GEMMs with their epilogues.
 
-Names are those of `fused_moe_kernels`. Rows come as in the checkpoint: of experts with a gate a program
-has a tile of gates and the tile of their ups, or 128 rows where both take turns. Biases, and scales of
-whole rows, are permuted among 32 rows.
+For names see `portable_kernels`. Rows are in the checkpoint's order: for experts with a gate, a program has a
+tile of gates and the tile of their ups, or 128 rows if gates and ups are interleaved. Biases, and scales of
+whole rows, are permuted within 32 rows.
 """
 
 import triton
@@ -16,16 +16,16 @@ from .portable_kernels import _gated, _ungated
 
 @triton.jit
 def _stored_place(rows):
-    """Where the number of a row lies among those of whole rows: scales of one group, and biases.
+    """Stored position of a row's value in per-row tensors: biases, and scales of whole rows.
 
-    Within 32 rows, row ``8 a + 2 i + b`` is at ``8 i + 2 a + b``.
+    Within 32 rows, row ``8 a + 2 i + b`` is stored at ``8 i + 2 a + b``.
     """
     return (rows & ~31) | (((rows >> 1) & 3) * 8) | (((rows >> 3) & 3) * 2) | (rows & 1)
 
 
 @triton.jit
 def _tile_rows(first, stride, TILES: tl.constexpr):
-    """[TILES, 4, 8] rows g of the 16-row blocks i of the tiles; rows g + 8 are 8 further."""
+    """[TILES, 4 i, 8 g]: rows g of the 16-row blocks i of the tiles; rows g + 8 follow 8 rows later."""
     t = tl.arange(0, TILES)[:, None, None]
     row = tl.arange(0, 4)[None, :, None] * 16 + tl.arange(0, 8)[None, None, :]
     return (first + t * stride) * 64 + row
@@ -34,7 +34,7 @@ def _tile_rows(first, stride, TILES: tl.constexpr):
 @triton.jit
 def _finished(v, rows, S, B, weights, expert, N, GROUP: tl.constexpr, BIAS: tl.constexpr,
               WEIGHT_FIRST: tl.constexpr, WEIGHT_LAST: tl.constexpr):  # fmt: skip
-    """Sums [TILES, 4, 8, BM] of the stored `rows` with their scale, bias and token weights."""
+    """Applies the scale, bias and token weights of `rows` to the sums v [TILES, 4, 8, BM]."""
     place = expert.to(tl.int64) * N + _stored_place(tl.minimum(rows, N - 1))
     if GROUP == 0:
         v = v * tl.load(S + place).to(tl.float32)[:, :, :, None]
@@ -53,7 +53,7 @@ def _pairs(v, ROWS: tl.constexpr):
     BM: tl.constexpr = v.shape[3]
     if ROWS == "interleaved":
         first, second = tl.split(tl.permute(tl.reshape(v, (8, 4, 2, BM)), (0, 1, 3, 2)))
-    else:  # Triton would compile a return after the branch as well, and asks both for the same shape.
+    else:  # Triton also compiles code after a return in the branch, and requires equal shapes.
         first, second = tl.split(tl.permute(v, (1, 2, 3, 0)))
     return first, second
 
@@ -62,7 +62,7 @@ def _pairs(v, ROWS: tl.constexpr):
 def _items_kernel(
     OFFSETS, ITEMS, bound, E: tl.constexpr, EPAD: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr
 ):
-    """ITEMS ``[3, bound]``: expert, first position and end of each block of tokens; E, 0, 0 for none."""
+    """ITEMS ``[3, bound]``: expert, first position and end of each block of tokens; (E, 0, 0) if unused."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -85,9 +85,9 @@ def _items_kernel(
 
 @triton.jit
 def _work(SORTED, ITEMS, row_tiles, bound, E: tl.constexpr, BM: tl.constexpr):
-    """This program's (expert, row tile, slots [BM], rows of H [BM], live [BM], whether there is any).
+    """This program's (expert, row tile, slots [BM], rows of H [BM], live [BM], whether it has any work).
 
-    From L2: the second GEMM reads before it waits, when the L1 cache may still hold an earlier call's.
+    Loads bypass L1: the second GEMM reads before it waits, when L1 may still hold data of an earlier call.
     """
     pid = tl.program_id(0)
     item = pid // row_tiles
@@ -106,9 +106,9 @@ def _marlin_gemm1_kernel(
     WEIGHTED: tl.constexpr, BASE: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
     DEPTH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """H ``[T, NX]``, activations in sorted order; a program has 64 gates with their ups.
+    """H ``[T, NX]``: activations in sorted order. A program has 64 gates with their ups.
 
-    Of experts without a gate (`ROWS` "single") it has 128 rows.
+    For experts without a gate (`ROWS` "single") it has 128 rows.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -146,7 +146,7 @@ def _marlin_gemm1_kernel(
 
 @triton.jit
 def _put(ptr, v, columns, live, NX, INTERP: tl.constexpr):
-    """Stores v [..., BM] at the columns [...] of the rows that `ptr` [BM] points to."""
+    """Stores v [..., BM] to `columns` [...] of the rows at `ptr` [BM]."""
     BM: tl.constexpr = ptr.shape[0]
     C: tl.constexpr = columns.numel
     columns = tl.reshape(columns, (C,))
@@ -162,9 +162,9 @@ def _marlin_gemm2_kernel(
     GROUP: tl.constexpr, BM: tl.constexpr, DEPTH: tl.constexpr, V: tl.constexpr,
     KW: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Y ``[T, NX]`` by slot: weight * (second GEMM of H); a program has V tiles of 64 rows.
+    """Y ``[T, NX]`` by slot: weight * (second GEMM of H). A program has V tiles of 64 rows.
 
-    The routing is there before the first GEMM ends: only H is waited for.
+    The routing was written before the first GEMM started, so that only H has to be waited for.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,22 +1,23 @@
 # mypy: ignore-errors
-"""Device code that reads the layout ``marlin-int4`` as it is: the product of a few tiles.
+"""Device code that reads the layout ``marlin-int4`` in place: the product of a few tiles.
 
-A Marlin tile is 16 columns by 64 rows in 512 bytes; lane ``4 g + c`` of a warp owns 16 of them, the A
+A Marlin tile is 16 columns by 64 rows in 512 bytes. Lane ``4 g + c`` of a warp owns 16 of these bytes, the A
 operands of four 16x16 matrix instructions: word i holds rows ``16 i + g + 8 h`` and columns
-``2 c + 8 k8 + b``, the code of (h, k8, b) at bits ``16 b + 8 h + 4 k8``. Bytes therefore go from memory
-into registers in one 16-byte load and to the tensor core without passing through shared memory, and the
-product is computed transposed, ``acc[rows, tokens]``.
+``2 c + 8 k8 + b``, with the code of (h, k8, b) at bits ``16 b + 8 h + 4 k8``. The bytes therefore go from
+memory to registers in one 16-byte load, and on to the tensor cores without shared memory; the product is
+computed transposed, ``acc[rows, tokens]``.
 
-Warps share the reduction of a tile of 64 rows, each a chunk of ``16 * DEPTH`` columns in turn, and their
-sums meet at the end: the loop has no barrier. To that end a batch of products stands for the warps; what a
-warp holds of it stays in its own registers. Rows g and rows g + 8 are products of their own, and so are the
-two halves of 16 columns: operands need no value from two words, which Triton would move between threads.
+Warps split the reduction of a tile of 64 rows in chunks of ``16 * DEPTH`` columns, and add their sums at the
+end, so that the loop has no barrier. For this, the warps are the batch dimension of a batched product, of
+which each warp keeps its part in its own registers. Rows g and rows g + 8 are separate products, as are the
+two halves of 16 columns: otherwise operands would combine values of two words, which Triton would move
+between threads.
 
-Codes enter the products as ``BASE + u``, which is a mask and an or; the surplus ``(BASE + zero) * sum(x)``
-is taken off by a product with a constant, once for all rows. Scales multiply fp32 sums of their group.
+Codes enter the products as ``BASE + u``, which takes a mask and an or. The surplus ``(BASE + zero) * sum(x)``
+is subtracted by a product with a constant, once for all rows. Scales multiply the fp32 sum of their group.
 
-`INTERP` selects code for Triton's interpreter, which has no inline assembly and multiplies bf16 wrongly:
-the same products are then computed in fp32.
+`INTERP` selects code for Triton's interpreter, which has no inline assembly and computes bf16 products
+incorrectly: the same products are then computed in fp32.
 """
 
 import triton
@@ -40,9 +41,10 @@ def _raised_floats(BASE):
 
 @triton.jit
 def _raised(codes, BASE: tl.constexpr, INTERP: tl.constexpr):
-    """``BASE + u`` of the four codes of half words [...], in the order (h, k8); BASE is 128 or 1024.
+    """``BASE + u`` for the four codes of 16-bit words [...], in the order (h, k8).
 
-    That is ``BASE | u`` in the floats that count in ones there: bf16 from 128, fp16 from 1024.
+    BASE is 128 for bf16 and 1024 for fp16. There the unit in the last place is 1, so that the sum is
+    ``BASE | u``.
     """
     if INTERP:
         q = codes.to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -61,14 +63,14 @@ def _raised(codes, BASE: tl.constexpr, INTERP: tl.constexpr):
 
 @triton.jit
 def _by_element(rows, BM: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
-    """[G * W, 32, BM] of numbers by row [c, g, W, G, i]: where a product has its elements."""
+    """Broadcasts per-row values [c, g, W, G, i] to [G * W, 32, BM], in the layout of a product."""
     v = tl.reshape(tl.permute(rows, (3, 2, 4, 1, 0)), (G * W, 32, 1, 4, 1))
     return tl.reshape(tl.broadcast_to(v, (G * W, 32, BM // 8, 4, 2)), (G * W, 32, BM))
 
 
 @triton.jit
 def _raised_zeros(words, BIT: tl.constexpr, BASE: tl.constexpr):
-    """``BASE + zero`` fp32 [..., i] of words [...] with eight zero points: i of a half at bits BIT + 4 i."""
+    """``BASE + zero`` fp32 [..., i] from words [...] of eight zero points, number i at bits BIT + 4 i."""
     i = tl.arange(0, 4)[None, None, None, None, :]
     z = (words.to(tl.uint32, bitcast=True)[:, :, :, :, None] >> (i * 4 + BIT)) & 15
     z = ((z << 16) | 0x43000000) if BASE == 128 else ((z << 13) | 0x44800000)
@@ -77,13 +79,13 @@ def _raised_zeros(words, BIT: tl.constexpr, BASE: tl.constexpr):
 
 @triton.jit
 def _operand_a(q, W: tl.constexpr, G: tl.constexpr, KG: tl.constexpr):
-    """[G * W, 32, 8 * KG] from W G KG g c i b."""
+    """[G * W, 32, 8 * KG] from axes (W, G, KG, g, c, i, b)."""
     return tl.reshape(tl.permute(q, (1, 0, 5, 3, 2, 4, 6)), (G * W, 32, 8 * KG))
 
 
 @triton.jit
 def _operand_b(x, W: tl.constexpr, G: tl.constexpr, KG: tl.constexpr, BM: tl.constexpr):
-    """[G * W, 8 * KG, BM] from c token W G KG BM/8 b."""
+    """[G * W, 8 * KG, BM] from axes (c, token, W, G, KG, BM/8, b)."""
     return tl.reshape(tl.permute(x, (3, 2, 4, 0, 6, 5, 1)), (G * W, 8 * KG, BM))
 
 
@@ -92,9 +94,9 @@ def _group_sums(
     codes, scales, zeros, x0, x1, BASE: tl.constexpr, ZEROS: tl.constexpr, SCALED: tl.constexpr,
     G: tl.constexpr, KG: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """The warps' chunk of the product [G * W, 32, BM] fp32 of rows g and of rows g + 8, by group.
+    """The warps' chunk of the product, by group: [G * W, 32, BM] fp32 for rows g and for rows g + 8.
 
-    x0 and x1 are the tokens' columns of k8 = 0 and 1: each matrix instruction takes half of two tiles.
+    x0 and x1 are the tokens' columns with k8 = 0 and 1: each matrix instruction takes half of two tiles.
     """
     h0k0, h0k1, h1k0, h1k1 = _raised(tl.reshape(codes, (W, G, KG, 8, 4, 4, 2)), BASE, INTERP)
     b0 = _operand_b(x0, W, G, KG, BM)
@@ -120,11 +122,11 @@ def _group_sums(
 
 @triton.jit
 def _added(acc, part, G: tl.constexpr):
-    """acc [W, 32, BM] with the G groups of part [G * W, 32, BM] added."""
+    """acc [W, 32, BM] plus the G groups of part [G * W, 32, BM]."""
     W: tl.constexpr = acc.shape[0]
     BM: tl.constexpr = acc.shape[2]
     if G == 2:
-        # By hand: as a sum the products with the scales would not become part of the additions.
+        # Written out: with tl.sum the multiplications by the scales would not be fused into the additions.
         first, second = tl.split(tl.permute(tl.reshape(part, (2, W, 32, BM)), (1, 2, 3, 0)))
         acc = acc + first + second
     elif G > 2:
@@ -142,12 +144,13 @@ def _product(
 ):  # fmt: skip
     """[V, 4 i, 8 g, BM] fp32 for rows ``16 i + g``, and for ``16 i + g + 8``, of V tiles of 64 rows.
 
-    The tiles are `first` and every `stride`-th after it, each of KW warps that share the reduction. DEPTH
-    is a warp's 16-column tiles at a time; GROUP the columns of one scale, 0 for the whole reduction; EVEN
-    says that DEPTH * KW divides the reduction and tokens are as wide. With WAIT tokens are waited for.
+    The tiles are `first` and every `stride`-th tile after it; the KW warps of a tile split the reduction.
+    DEPTH is the number of 16-column tiles that a warp takes at a time, GROUP the columns per scale, 0 for one
+    scale per row. EVEN says that DEPTH * KW divides the reduction and tokens are as wide. With WAIT, waits
+    for the tokens.
 
-    Loaded tensors begin with the axes of a warp's lanes, then the warps, which is the order in which
-    Triton gives them to threads: what is loaded lies where products want it.
+    The first axes of loaded tensors are a warp's lanes, then the warps. Triton distributes them to threads in
+    this order, so that loaded values are where the products need them.
     """
     SCALED: tl.constexpr = GROUP > 0
     G: tl.constexpr = 16 * DEPTH // GROUP if (SCALED and GROUP < 16 * DEPTH) else 1
@@ -164,7 +167,7 @@ def _product(
     w_at = kt * (N * 4) + tile[:, None, None] * 256 + tl.arange(0, 256)[None, None, :]
     w_ptr = W + expert.to(tl.int64) * tiles * (N * 4) + w_at
 
-    # Scales and zero points: c g W G.
+    # Scales and zero points: axes (c, g, W, G).
     group = share[None, None, :, None] + (tl.arange(0, G) * KG)[None, None, None, :]
     lanes = tile[None, None, :, None] * 8 + tl.arange(0, 8)[None, :, None, None]
     lanes = lanes + tl.zeros((4, 1, 1, 1), dtype=tl.int32)
@@ -172,7 +175,7 @@ def _product(
     s_base = S + expert.to(tl.int64) * runs * N
     z_base = Z + expert.to(tl.int64) * runs * (N // 8)
 
-    # Tokens: c token W G KG BM/8 b.
+    # Tokens: axes (c, token, W, G, KG, BM/8, b).
     x_at = (tl.arange(0, 4) * 2)[:, None, None, None, None, None, None]
     x_at += (share * 16)[None, None, :, None, None, None, None]
     x_at += (tl.arange(0, G) * (KG * 16))[None, None, None, :, None, None, None]
@@ -191,7 +194,7 @@ def _product(
         tl.extra.cuda.gdc_wait()
     for step in tl.range(0, tl.cdiv(tiles, DEPTH * KW), num_stages=1):
         at = step * (DEPTH * KW)
-        # Beyond the end tokens are zero, and weights need not be: codes of any bits are numbers.
+        # Beyond the end tokens are zero; weights need not be, since any bits of a code are a finite number.
         w = tl.load(w_ptr + at * (N * 4), mask=None if EVEN else kt + at < tiles, cache_modifier=".cg")
         run = (group + at) // RUN if SCALED else group * 0
         in_run = None if EVEN else run < runs

@@ -1,14 +1,14 @@
-"""PTX of the dequantization: one word of the layout ``moectl-mtile64`` to 16-bit numbers.
+"""PTX that dequantizes one word of the layout ``moectl-mtile64`` to 16-bit floats.
 
-For ``tl.inline_asm_elementwise`` over words, one at a time, so that nothing depends on the order in which
-a thread holds them. Results are 16-bit patterns: eight of 4-bit codes, four of 8-bit ones. Everything
-exists from sm_80 on.
+For ``tl.inline_asm_elementwise`` with ``pack=1``, so that the result does not depend on the order in which
+a thread holds its words. Results are 16-bit patterns, eight for 4-bit codes and four for 8-bit codes. All
+instructions exist from sm_80 on.
 
-MXFP4: sign, exponent and mantissa bits are moved to bits 15, 8:7 and 6 of a bf16, which then is value *
-2^-126 (subnormal for 0.5), or on to bits 15, 11:10 and 9 of an fp16, value * 2^-14; the product with the
-power of two is exact. INT4: ``0x4300 | u`` is 128 + u in bf16, ``0x6400 | u`` 1024 + u in fp16. INT8, two's
-complement: ``0x4300 | low bits`` and ``0xC300 | sign bit`` add up to the value in bf16; ``byte ^ 0x6480``
-is 1152 + the value in fp16. Then the zero is taken off, 8 of symmetric INT4, and the scale multiplied.
+MXFP4: sign, exponent and mantissa bits are moved to bits 15, 8:7 and 6 of a bf16, which gives value * 2^-126
+(subnormal for 0.5), or to bits 15, 11:10 and 9 of an fp16, value * 2^-14; multiplying by the power of two is
+exact. INT4: ``0x4300 | u`` is 128 + u in bf16, ``0x6400 | u`` is 1024 + u in fp16. INT8, two's complement:
+``0x4300 | low bits`` and ``0xC300 | sign bit`` add up to the value in bf16; ``byte ^ 0x6480`` is 1152 + value
+in fp16. Then the zero point is subtracted (8 for symmetric INT4), and the result is multiplied by the scale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _mxfp4(half: bool) -> list[str]:
         "shl.b32 t, w, 2",
         f"lop3.b32 r3, t, {_MANTISSA}, u, {_AND_OR}",
     ]
-    up = "0x74007400" if half else "0x7E807E80"
+    power = "0x74007400" if half else "0x7E807E80"
     for r in range(4):
         if half:
             lines += [
@@ -39,16 +39,16 @@ def _mxfp4(half: bool) -> list[str]:
                 "and.b32 t, t, 0x0E000E00",
                 f"lop3.b32 r{r}, r{r}, 0x80008000, t, {_AND_OR}",
             ]
-        lines += [f"mov.b32 t, {up}", _times(r, "t", half)]
+        lines += [f"mov.b32 t, {power}", _times(r, "t", half)]
     return lines
 
 
 def _int4(zero: bool, half: bool) -> list[str]:
-    place, eight = ("0x64006400", "0x64086408") if half else ("0x43004300", "0x43084308")
+    base, base_plus_8 = ("0x64006400", "0x64086408") if half else ("0x43004300", "0x43084308")
     lines = []
     for r in range(4):
-        lines += [f"shr.u32 t, w, {4 * r}", f"lop3.b32 r{r}, t, 0x000F000F, {place}, {_AND_OR}"]
-    lines.append(f"mov.b32 t, {eight}")
+        lines += [f"shr.u32 t, w, {4 * r}", f"lop3.b32 r{r}, t, 0x000F000F, {base}, {_AND_OR}"]
+    lines.append(f"mov.b32 t, {base_plus_8}")
     return lines if zero else lines + [_minus(r, "t", half) for r in range(4)]
 
 
@@ -69,26 +69,28 @@ def _int8(zero: bool, half: bool) -> list[str]:
     return lines
 
 
-def _times(r: int, by: str, half: bool) -> str:
-    """Register r times `by`; bf16 as ``fma(a, b, -0)``, which sm_80 has and which keeps the sign of zero."""
-    return f"mul.rn.f16x2 r{r}, r{r}, {by}" if half else f"fma.rn.bf16x2 r{r}, r{r}, {by}, none"
+def _times(r: int, factor: str, half: bool) -> str:
+    """Register r times `factor`; bf16 as ``fma(a, b, -0)``, which sm_80 has and which keeps signed zeros."""
+    return f"mul.rn.f16x2 r{r}, r{r}, {factor}" if half else f"fma.rn.bf16x2 r{r}, r{r}, {factor}, none"
 
 
-def _minus(r: int, what: str, half: bool) -> str:
-    return f"sub.rn.f16x2 r{r}, r{r}, {what}" if half else f"fma.rn.bf16x2 r{r}, {what}, less, r{r}"
+def _minus(r: int, subtrahend: str, half: bool) -> str:
+    return (
+        f"sub.rn.f16x2 r{r}, r{r}, {subtrahend}" if half else f"fma.rn.bf16x2 r{r}, {subtrahend}, less, r{r}"
+    )
 
 
 def _dequantization(name: str, zero: bool, scaled: bool, half: bool) -> tuple[str, str]:
     registers = 2 if name == "int8" else 4
     results = 2 * registers
-    given = iter(range(results, results + 5))
-    lines = [".reg .b32 w, t, u, none, less, r0, r1, r2, r3", f"mov.b32 w, ${next(given)}"]
+    operands = iter(range(results, results + 5))
+    lines = [".reg .b32 w, t, u, none, less, r0, r1, r2, r3", f"mov.b32 w, ${next(operands)}"]
     lines += ["mov.b32 none, 0x80008000", "mov.b32 less, 0xBF80BF80"]
     lines += _mxfp4(half) if name == "mxfp4" else (_int4 if name == "int4" else _int8)(zero, half)
     inputs = 1
-    for wanted, operation in ((zero, _minus), (scaled, _times)):
-        if wanted:
-            rows = (f"${next(given)}", f"${next(given)}")
+    for enabled, operation in ((zero, _minus), (scaled, _times)):
+        if enabled:
+            rows = (f"${next(operands)}", f"${next(operands)}")
             lines += [operation(r, rows[r % 2], half) for r in range(registers)]
             inputs += 2
     lines += [f"mov.b32 {{${2 * r}, ${2 * r + 1}}}, r{r}" for r in range(registers)]
@@ -101,9 +103,9 @@ DEQUANTIZATIONS: dict[tuple[str, bool, bool, bool], tuple[str, str]] = {
     for name in ("mxfp4", "int4", "int8")
     for zero, scaled, half in product((False, True), repeat=3)
 }
-"""PTX and its constraints, by format, zero points, scales, and whether fp16 comes out instead of bf16.
+"""PTX and its constraints by (format, zero points, scales, fp16 instead of bf16).
 
-A word in; with zero points what to take off in rows g and rows g + 8; with scales those of both: pairs of
-equal halves. Register r of 4-bit codes is k8 = r / 2, h = r % 2, of 8-bit ones h; results are the
-registers' halves in order.
+Inputs are a word of codes; with zero points, the values to subtract in rows g and in rows g + 8; with scales,
+the scales of both rows. Both are pairs of equal halves. Register r holds k8 = r / 2, h = r % 2 of 4-bit
+codes, and h = r of 8-bit codes; the results are the halves of the registers in order.
 """

@@ -1,16 +1,16 @@
 # mypy: ignore-errors
-"""Device code that reads the layout ``moectl-mtile64``: tiles of codes to matrices of numbers.
+"""Device code that reads the layout ``moectl-mtile64``: dequantizes tiles of codes.
 
 A weight tile is 64 rows x 64 columns. Each of 4 warps owns 16 rows; lane ``4 g + c`` holds rows g and
-g + 8 and the columns ``16 j + {2c, 2c+1, 2c+8, 2c+9}``, j = 0..3: the A operand of four 16-deep matrix
-instructions, in one 16-byte load of 4-bit codes, or two of 8-bit ones.
+g + 8 and columns ``16 j + {2c, 2c+1, 2c+8, 2c+9}``, j = 0..3: the A operands of four matrix instructions of
+depth 16, in one 16-byte load of 4-bit codes, or two of 8-bit codes.
 
-`FORMAT` is mxfp4, int4 or int8; `GROUP` the columns that share a scale, -1 for all; `ZERO` whether there
-are zero points; `SCALE` what scales are: e8m0, bf16 or fp16; `DTYPE` that of the numbers that come out.
-Blocks of NB x KB tiles have SK runs of scale words along their columns.
+`FORMAT` is mxfp4, int4 or int8; `GROUP` the columns per scale, -1 for one scale per row; `ZERO` whether there
+are zero points; `SCALE` the type of the scales: e8m0, bf16 or fp16; `DTYPE` the dtype of the result. Blocks
+of NB x KB tiles have SK runs of scale words along their columns.
 
-`INTERP` selects code for Triton's interpreter, which has no inline assembly and multiplies bf16 wrongly:
-the same values are then computed in fp32.
+`INTERP` selects code for Triton's interpreter, which has no inline assembly and computes bf16 products
+incorrectly: the same values are then computed in fp32.
 """
 
 import triton
@@ -21,7 +21,7 @@ from .mtile64_asm import DEQUANTIZATIONS
 
 @triton.jit
 def _nearest(v, DTYPE: tl.constexpr, INTERP: tl.constexpr):
-    """fp32 `v`, ready to be converted to `DTYPE`: the interpreter would cut bf16 off, hardware rounds."""
+    """fp32 `v` before its conversion to `DTYPE`: rounded for the interpreter, which truncates to bf16."""
     if INTERP and tl.bfloat16 == DTYPE:
         u = v.to(tl.uint32, bitcast=True)
         u = (u + 0x7FFF + ((u >> 16) & 1)) & 0xFFFF0000
@@ -44,7 +44,7 @@ def _halves(words, SCALE: tl.constexpr):
 
 @triton.jit
 def _power_of_two(byte):
-    """2^(byte - 127) in fp32 of an E8M0 byte: its exponent field, and for byte 0 a subnormal."""
+    """2^(byte - 127) in fp32 for an E8M0 byte: the byte is the exponent field; 0 gives a subnormal."""
     return tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
 
 
@@ -56,9 +56,9 @@ def _doubled(half):
 
 @triton.jit
 def _by_row(lo, hi, GROUP: tl.constexpr, NB: tl.constexpr, KB: tl.constexpr, SK: tl.constexpr):
-    """Halves of words as values of rows g and of rows g + 8, each [NB, KB, 4, 8, 2 groups of 32].
+    """Values of rows g and of rows g + 8, each [NB, KB, 4, 8, 2 groups of 32], from the halves of words.
 
-    With group 32 a word holds the two groups of one row, with larger groups the values of both rows.
+    With groups of 32, a word holds the two groups of a row; with larger groups, one value each of both rows.
     """
     if GROUP == 32:
         lo = tl.reshape(lo, (NB, KB, 4, 8, 2))
@@ -75,7 +75,7 @@ def _by_row(lo, hi, GROUP: tl.constexpr, NB: tl.constexpr, KB: tl.constexpr, SK:
 
 @triton.jit
 def _scale_bytes(words, NB: tl.constexpr, KB: tl.constexpr):
-    """The four E8M0 bytes of each word: rows g of both groups, then rows g + 8."""
+    """The four E8M0 bytes of each word: both groups of row g, then of row g + 8."""
     u = tl.reshape(words, (NB, KB, 4, 8)).to(tl.uint32, bitcast=True)
     return u & 255, (u >> 8) & 255, (u >> 16) & 255, u >> 24
 
@@ -85,10 +85,9 @@ def _scales(
     words, GROUP: tl.constexpr, SCALE: tl.constexpr, NB: tl.constexpr, KB: tl.constexpr,
     SK: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Scales of rows g and rows g + 8, each [NB, KB, 4, 8, 2]: pairs of equal halves, in INTERP fp32.
+    """Scales of rows g and of rows g + 8, each [NB, KB, 4, 8, 2]: pairs of equal halves; fp32 with INTERP.
 
-    An E8M0 byte s means 2^(s - 127): the exponent field of bf16, except s = 0, whose value is
-    subnormal (0x0040).
+    An E8M0 byte s is 2^(s - 127): the exponent field of bf16, except s = 0, which is subnormal (0x0040).
     """
     if SCALE == "e8m0":
         if INTERP:
@@ -136,9 +135,9 @@ def _scales(
 
 @triton.jit
 def _row_scales(words, GROUP: tl.constexpr, SCALE: tl.constexpr, NB: tl.constexpr):
-    """fp32 scales [64 * NB] of the rows of one tile column's two groups, from words [NB, 1, ...].
+    """fp32 scales [64 * NB] for each of the two groups of one column of tiles, from words [NB, 1, ...].
 
-    With groups of 64 and more, both are the same.
+    With groups of 64 and more, both are equal.
     """
     if SCALE == "e8m0":
         a0, a1, b0, b1 = _scale_bytes(words, NB, 1)
@@ -147,7 +146,7 @@ def _row_scales(words, GROUP: tl.constexpr, SCALE: tl.constexpr, NB: tl.constexp
     else:
         lo, hi = _halves(words, SCALE)
         s0, s1 = _by_row(lo, hi, GROUP, NB, 1, 1)
-    # [nb 1 warp g group h] -> groups apart, rows (nb warp h g)
+    # [nb 1 warp g group h] -> one tensor per group, rows (nb warp h g)
     first, second = tl.split(tl.permute(tl.join(s0, s1), (0, 1, 2, 5, 3, 4)))
     return tl.reshape(first, (NB * 64,)), tl.reshape(second, (NB * 64,))
 
@@ -157,7 +156,7 @@ def _centers(
     words, FORMAT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, NB: tl.constexpr,
     KB: tl.constexpr, SK: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """What to take off codes as `_numbers` makes them, shaped as `_scales`, from words of zero points."""
+    """Values to subtract from the codes of `_numbers`, shaped as `_scales`, from words of zero points."""
     u = words.to(tl.uint32, bitcast=True)
     lo, hi = u & 0xFFFF, u >> 16
     if INTERP:
@@ -180,7 +179,7 @@ def _centers(
 
 @triton.jit
 def _spread(s, FORMAT: tl.constexpr, NB: tl.constexpr, KB: tl.constexpr):
-    """[NB, KB, 4, 8, 2 groups] values repeated over the words that they are for."""
+    """Broadcasts values [NB, KB, 4, 8, 2 groups] to the words that they apply to."""
     if FORMAT == "int8":
         s = tl.reshape(tl.permute(s, (0, 1, 2, 4, 3)), (NB, KB, 4, 2, 8, 1, 1, 1))
         s = tl.broadcast_to(s, (NB, KB, 4, 2, 8, 4, 2, 2))
@@ -193,15 +192,15 @@ def _spread(s, FORMAT: tl.constexpr, NB: tl.constexpr, KB: tl.constexpr):
 
 @triton.jit
 def _pairs(register):
-    """The two bf16 of each uint32, low then high, in fp32 on a new last axis."""
+    """The two bf16 values of each uint32, low then high, in fp32 on a new last axis."""
     return tl.join(register << 16, register & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _numbers_interpreted(words, FORMAT: tl.constexpr):
-    """Codes of words in fp32 and ordinary operations, with last axes (b, h), of 4-bit codes (b, h, k8).
+    """fp32 values of the codes of words without assembly; new last axes (b, h), for 4-bit codes (b, h, k8).
 
-    INT4 codes count from 0, INT8 ones are signed.
+    INT4 codes are unsigned, INT8 codes signed.
     """
     x = words.to(tl.uint32, bitcast=True)
     if FORMAT == "int8":
@@ -239,7 +238,7 @@ def _numbers(
     words, c0, c1, s0, s1,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Weights of words in `DTYPE`, axes as of `_numbers_interpreted`; minus c, times s where asked for."""
+    """Weights in `DTYPE`: codes minus c if ZERO, times s if SCALED; axes as in `_numbers_interpreted`."""
     CODE: tl.constexpr = _code(FORMAT, ZERO, SCALED, tl.float16 == DTYPE)
     CONSTRAINTS: tl.constexpr = _constraints(FORMAT, ZERO, SCALED, tl.float16 == DTYPE)
     if ZERO and SCALED:
@@ -270,7 +269,7 @@ def _numbers(
 
 @triton.jit
 def _by_half(p0, p1, FORMAT: tl.constexpr):
-    """Values of words, of rows g and of rows g + 8, shaped to meet `_numbers_interpreted`."""
+    """Per-word values of rows g and of rows g + 8, shaped to broadcast with `_numbers_interpreted`."""
     p = tl.join(p0, p1)
     n: tl.constexpr = p.shape
     if FORMAT == "int8":
@@ -286,9 +285,9 @@ def _dequantized(
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, AT: tl.constexpr,
     DTYPE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BK] weights, with their scales where `AT` says so, from words of codes, scales and zero points.
+    """[BN, BK] weights from words of codes, scales and zero points; scaled if AT is ``weights``.
 
-    In INTERP they are fp32, rounded as `DTYPE` is.
+    With INTERP they are fp32 values rounded to `DTYPE`.
     """
     NB: tl.constexpr = BN // 64
     KB: tl.constexpr = BK // 64

@@ -1,7 +1,8 @@
-"""Host code of the portable kernels: plain Triton, every GPU from compute capability 8.0 on.
+"""Host code of the portable kernels: plain Triton for every GPU from compute capability 8.0 on.
 
-Decode runs three kernels (first GEMM with activation, second GEMM in K splits, sum), with the routing
-resolved inside the GEMMs; larger batches run four (sort by expert, two grouped GEMMs, sum).
+The decode family runs three kernels (first GEMM with activation, split-K second GEMM, sum), and resolves the
+routing inside the GEMMs. The grouped family, for more tokens, sorts by expert, and runs two grouped GEMMs and
+a sum.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .sort_and_combine import INTERPRETED, combine, finish, order_of
 
 
 def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
-    """Compile-time arguments that every GEMM kernel takes."""
+    """Compile-time arguments of every GEMM kernel."""
     weight = problem.scheme.weight
     return {
         "E": problem.local_experts,
@@ -40,14 +41,14 @@ def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PortableArguments:
-    """Arguments of the kernels that follow from the layer and the tile, not from the call."""
+    """Arguments of the GEMM kernels that depend on the layer and the tile only."""
 
     layer: KernelLayer
     tile: Tile
 
     @property
     def gemm1(self) -> dict[str, Any]:
-        """Keyword arguments of the first GEMM, besides tokens and routing."""
+        """Keyword arguments of the first GEMM, without tokens and routing."""
         p, act = self.layer.problem, self.layer.problem.activation
         return {
             **self._gemm(self.layer.w13, p.dims.hidden, p.dims.intermediate),
@@ -60,7 +61,7 @@ class _PortableArguments:
 
     @property
     def gemm2(self) -> dict[str, Any]:
-        """Keyword arguments of the second GEMM, besides tokens and routing."""
+        """Keyword arguments of the second GEMM, without tokens and routing."""
         p = self.layer.problem
         return {
             **self._gemm(self.layer.w2, p.dims.intermediate, p.dims.hidden),
@@ -84,7 +85,7 @@ class _PortableArguments:
         }
 
     def row_tiles(self, m: KernelMatrix) -> int:
-        """Programs that cover the rows of `m`."""
+        """Number of programs along the rows of `m`."""
         return math.ceil(m.n / self.tile.rows)
 
 
@@ -139,7 +140,11 @@ def _grouped(layer: KernelLayer, call: KernelCall, tile: Tile) -> None:
 
 def _fits(problem: MoEProblem, tile: Tile) -> str:
     group = problem.scheme.weight.group
-    return "" if is_legal(tile, group) else f"{tile} is no whole number of weight tiles and groups of {group}"
+    return (
+        ""
+        if is_legal(tile, group)
+        else f"{tile} does not consist of whole weight tiles and groups of {group}"
+    )
 
 
 def _decode_tiles(problem: MoEProblem) -> list[Tile]:

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Device code of the fused-MoE layer: the two GEMMs with their epilogues.
+"""Device code of the portable kernels: the two GEMMs with their epilogues.
 
 Names used throughout: `IDS` and `WEIGHTS` are flat, one entry per assignment (token, choice); a *slot* is
 an index into them. ``N, K`` are the stored (padded) sizes of a weight matrix, ``KX`` its logical columns
-and ``NX`` the logical columns of the output.
+and ``NX`` the logical columns of the output. *Live* columns of a tile hold tokens, the others are padding.
 """
 
 import triton
@@ -15,9 +15,9 @@ from .portable_product_kernels import _product
 
 @triton.jit
 def _gated(gate, up, alpha, limit, ACT: tl.constexpr):
-    """activation(gate) * up in fp32. A limit, infinite where there is none, keeps NaN, unlike a minimum."""
+    """activation(gate) * up in fp32. `limit` is infinite if there is none; unlike a minimum, it keeps NaN."""
     if ACT == "gelu_tanh":
-        alpha = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)  # the sigmoid's form of tanh
+        alpha = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)  # tanh written as a sigmoid
     else:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, up)
@@ -29,7 +29,7 @@ def _gated(gate, up, alpha, limit, ACT: tl.constexpr):
 
 @triton.jit
 def _ungated(x, ACT: tl.constexpr):
-    """activation(x) in fp32, of experts without a gate."""
+    """activation(x) in fp32, for experts without a gate."""
     tl.static_assert(ACT == "relu2")
     return tl.where(x < 0, 0.0, x * x)  # NaN stays NaN
 
@@ -42,7 +42,7 @@ def _gemm1_tile(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """H[h_rows] = activation of (first GEMM of the tokens of `slots`); NX is the intermediate size."""
+    """H[h_rows] = activation(first GEMM of the tokens of `slots`); NX is the intermediate size."""
     acc = _product(
         X, W, S, Z, slots // TOP_K, live, expert, pid_n, 0, N, K, KX,
         FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
@@ -75,7 +75,7 @@ def _gemm2_tile(
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Y[slots] = weight * (second GEMM of H[h_rows]), or one K split's part of it; NX is the hidden size."""
+    """Y[slots] = weight * (second GEMM of H[h_rows]), or its part for one K split; NX is the hidden size."""
     acc = _product(
         H, W, S, Z, h_rows, live, expert, pid_n, pid_k, N, K, KX,
         FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
@@ -94,10 +94,10 @@ def _gemm2_tile(
 
 @triton.jit
 def _assigned(IDS, T, p, m0, E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr, BM: tl.constexpr):
-    """Expert of program p with its assignments m0..m0+BM: (expert, slots [BM], live [BM], any).
+    """Assignments m0 to m0 + BM of program p's expert: (expert, slots [BM], live [BM], whether any).
 
-    With `BY_SLOT` program p belongs to assignment p and works when that is the first one of its
-    expert; otherwise it belongs to expert p. Reading all ids in every program replaces a sort.
+    With `BY_SLOT` program p belongs to assignment p, and has work if that is the first assignment of its
+    expert; otherwise it belongs to expert p. Every program reads all ids, which replaces a sort.
     """
     t = tl.arange(0, TPAD)
     ids = tl.load(IDS + t, mask=t < T, other=-1)
@@ -126,7 +126,7 @@ def _decode_gemm1_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """H ``[T, NX]`` by slot; grid (row tiles, programs * M_BLOCKS), routing resolved inside."""
+    """H ``[T, NX]`` by slot; grid (row tiles, programs * M_BLOCKS)."""
     pid_n = tl.program_id(0)
     p = tl.program_id(1) // M_BLOCKS
     m0 = (tl.program_id(1) % M_BLOCKS) * BM
@@ -165,10 +165,10 @@ def _decode_gemm2_kernel(
 
 @triton.jit
 def _scheduled(OFFSETS, pid, row_tiles, E: tl.constexpr, EPAD: tl.constexpr, BM: tl.constexpr):
-    """Tile of program `pid`: (expert, row tile, first position, end position); expert E means none.
+    """Tile of program `pid`: (expert, row tile, first position, end position); expert E means no tile.
 
-    Tiles run expert by expert, and within an expert row tile by row tile, so that neighbouring
-    programs share weights. The grid is a bound that depends on the number of tokens only.
+    Tiles are ordered by expert, then by row tile, so that neighbouring programs share weights. The grid is an
+    upper bound that depends on the number of tokens only.
     """
     i = tl.arange(0, EPAD)
     lo = tl.load(OFFSETS + i, mask=i < E, other=0)
@@ -186,13 +186,13 @@ def _scheduled(OFFSETS, pid, row_tiles, E: tl.constexpr, EPAD: tl.constexpr, BM:
 
 @triton.jit
 def _is_as_wide(tokens, WIDTH: tl.constexpr, WIDEST: tl.constexpr, NARROWEST: tl.constexpr):
-    """Whether a tile of `tokens` tokens runs in WIDTH columns: they hold it, and half of them do not."""
+    """Whether a tile of `tokens` tokens runs in WIDTH columns: the smallest width that is sufficient."""
     return (WIDEST | (tokens <= WIDTH)) & (NARROWEST | (tokens > WIDTH // 2))
 
 
 @triton.jit
 def _positions(SORTED, m0, end, BM: tl.constexpr):
-    """(slots, positions, which of them are live) of the tokens of one tile."""
+    """(slots, positions, live) of the tokens of one tile, each [BM]."""
     positions = m0 + tl.arange(0, BM)
     live = positions < end
     return tl.load(SORTED + positions, mask=live, other=0), positions, live
@@ -207,7 +207,7 @@ def _grouped_gemm1_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """H ``[T, NX]`` in sorted order. A last tile of few tokens runs narrower: no padded columns."""
+    """H ``[T, NX]`` in sorted order. Partial last tiles run in fewer columns, with less padding."""
     expert, pid_n, m0, end = _scheduled(OFFSETS, tl.program_id(0), row_tiles, E, EPAD, BM)
     if expert < E:
         for halved in tl.static_range(TAILS + 1):

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""Device code of the product of one tile of weights, as they are stored, and some tokens.
+"""Device code of the product of a tile of stored weights and a tile of tokens.
 
-The A operands of matrix instructions are weights, so that the product is computed transposed, ``acc[rows,
+Weights are the A operand of the matrix instructions, so that the product is computed transposed, ``acc[rows,
 tokens]``. ``N, K`` are the stored (padded) sizes of the weight matrix, ``KX`` its logical columns; for the
 other names see `mtile64_kernels`.
 
-Codes come out as exact numbers of the tokens' type. Where their scales are multiplied in: ``weights``,
-when a weight times its scale is a number of that type but for one rounding; else ``sums``, the fp32
-products of each group; ``end``, the whole product, when a row has one scale.
+Codes are exact in the tokens' dtype. Scales are applied at one of three places: to the ``weights``, if a
+weight times its scale takes one rounding in that dtype; else to the ``sums``, the fp32 product of each group;
+at the ``end``, to the whole product, if there is one scale per row.
 """
 
 import triton
@@ -18,17 +18,17 @@ from .mtile64_kernels import _dequantized, _row_scales
 
 @triton.constexpr_function
 def _scaled_at(FORMAT, GROUP, SCALE, half):
-    """Where scales are multiplied in: ``weights``, ``sums`` or ``end``; `half` is for fp16 tokens."""
+    """Where scales are applied: ``weights``, ``sums`` or ``end``; `half` means fp16 tokens."""
     if GROUP == -1:
         return "end"
     if SCALE == "e8m0":
-        return "sums" if half else "weights"  # fp16's exponents are too few
+        return "sums" if half else "weights"  # fp16's exponent range is too small
     return "weights" if half == (SCALE == "fp16") else "sums"
 
 
 @triton.jit
 def _dot(a, x, acc, INTERP: tl.constexpr):
-    """acc + a [BN, k] times the tokens x [BM, k], fp32."""
+    """acc plus a [BN, k] times the transposed tokens x [BM, k], in fp32."""
     if INTERP:
         acc += tl.dot(a, tl.trans(x.to(tl.float32)))
     else:
@@ -45,7 +45,7 @@ def _product(
 ):  # fmt: skip
     """[BN, BM] fp32: rows of the expert's weight tile times the tokens `x_rows` of X, over one K split.
 
-    Sums of single groups are made 64 columns at a time, whatever `DEPTH` is.
+    If scales are applied to ``sums``, a step has 64 columns, whatever `DEPTH` is.
     """
     DTYPE: tl.constexpr = X.dtype.element_ty
     AT: tl.constexpr = _scaled_at(FORMAT, GROUP, SCALE, tl.float16 == DTYPE)
@@ -60,7 +60,7 @@ def _product(
     spans = 1 if SPAN == -1 else K // SPAN
     nb = pid_n * NB + tl.arange(0, NB)
     if not EVEN_N:
-        nb = tl.minimum(nb, N // 64 - 1)  # surplus rows read the last tile, and the store drops them
+        nb = tl.minimum(nb, N // 64 - 1)  # surplus rows read the last tile; the store masks them
     kb = tl.arange(0, KB)
     ks = tl.arange(0, SK)
     offs_w = nb[:, None, None] * (tiles * TILE) + kb[None, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
@@ -92,8 +92,8 @@ def _product(
             x = _tokens(x_base, live, step * BK, KX, BK, EVEN_K)
             acc = _dot(a, x, acc, INTERP)
             if not INTERP:
-                # Triton 3.6 leaves wgmmas with A in registers in flight over the loop edge, and the next
-                # iteration overwrites those registers. A use of acc makes it wait; the assembly is empty.
+                # Triton 3.6 leaves wgmmas with A in registers in flight across iterations, and the next
+                # iteration overwrites those registers. This use of acc makes it wait; the assembly is empty.
                 acc = tl.inline_asm_elementwise(
                     "// keep", "=f,0", [acc], dtype=tl.float32, is_pure=False, pack=1
                 )
@@ -105,7 +105,7 @@ def _product(
 
 @triton.jit
 def _words(base, offs, span, spans, ks, WORDS: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words of scales or zero points [NB, SK, WORDS] from run `span` on; zero beyond the last run."""
+    """Words of scales or zero points [NB, SK, WORDS], starting with run `span`; zero beyond the last run."""
     if EVEN_K:
         words = tl.load(base + span * WORDS + offs)
     else:
@@ -116,7 +116,7 @@ def _words(base, offs, span, spans, ks, WORDS: tl.constexpr, EVEN_K: tl.constexp
 
 @triton.jit
 def _tokens(x_base, live, column, KX, BK: tl.constexpr, EVEN_K: tl.constexpr):
-    """[BM, BK] columns of the tokens from `column` on; zero where not live, or beyond the last column."""
+    """[BM, BK] of the tokens, starting with `column`; zero if not live, or beyond the last column."""
     offs_k = tl.arange(0, BK)
     inside = live[:, None]
     if not EVEN_K:
@@ -130,7 +130,7 @@ def _summed(
     GROUP: tl.constexpr, SCALE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """acc + the product of one tile column [BN, 64] without scales, each group's sum times its scale."""
+    """acc plus the product of a column of unscaled weight tiles [BN, 64]; scales multiply group sums."""
     none = tl.zeros((BN, BM), dtype=tl.float32)
     first, second = _row_scales(s, GROUP, SCALE, BN // 64)
     if GROUP == 32:

@@ -1,4 +1,4 @@
-"""Host code of the router's kernel: one launch from logits to expert ids and weights."""
+"""Host code of the router kernel: one launch from logits to expert ids and weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..reference import SMALLEST_SUM, limits
 from . import router_kernels as kernels
 from .sort_and_combine import launch_options
 
-FEWEST_PLACES, MOST_PLACES = 32, 1024
-"""Among which a warp chooses: one a lane, and as many as its registers hold."""
+MIN_PLACES, MAX_PLACES = 32, 1024
+"""Places per warp: at least one per lane, at most what its registers hold."""
 
 WARPS = 1
-"""Of a program. On an H200 the fastest at 1 to 8192 tokens, 32 to 384 experts: more wait for each other."""
+"""Warps per program: the fastest on an H200 at 1 to 8192 tokens and 32 to 384 experts; more synchronize."""
 
 
 def route(
@@ -30,9 +30,10 @@ def route(
     *,
     warps: int = WARPS,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.reference.route` in fp32 for arguments already checked; `warps` of a program, for tuning.
+    """`kernels.reference.route` in fp32, for arguments that are already checked; `warps` is for tuning.
 
-    Nothing is read back and memory comes from torch.empty alone: a call can be captured in a CUDA graph.
+    Nothing is copied from the GPU and memory is allocated with torch.empty only, so that a call can be
+    captured in a CUDA graph.
     """
     routing, experts, k = problem.routing, problem.experts, problem.top_k
     if logits.stride(1) != 1:
@@ -41,16 +42,16 @@ def route(
     weights = torch.empty((len(logits), k), dtype=torch.float32, device=logits.device)
     if not len(logits):
         return ids, weights
-    groups, kept = (routing.groups or 1, routing.topk_groups or 1) if limits(routing) else (1, 1)
-    padded = triton.next_power_of_2(groups)
-    size = max(FEWEST_PLACES // padded, triton.next_power_of_2(experts // groups))
+    groups, chosen_groups = (routing.groups or 1, routing.topk_groups or 1) if limits(routing) else (1, 1)
+    padded_groups = triton.next_power_of_2(groups)
+    group_size = max(MIN_PLACES // padded_groups, triton.next_power_of_2(experts // groups))
     with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():
         kernels._route_kernel[(len(logits),)](
             LOGITS=logits,
-            BIAS=_there(correction_bias, logits),
-            FACTORS=_there(expert_scale, logits),
-            TABLE=_there(table, ids),
-            TOKENS=_there(token_ids, ids),
+            BIAS=_or_unused(correction_bias, logits),
+            FACTORS=_or_unused(expert_scale, logits),
+            TABLE=_or_unused(table, ids),
+            TOKENS=_or_unused(token_ids, ids),
             IDS=ids,
             WEIGHTS=weights,
             stride=logits.stride(0),
@@ -59,9 +60,9 @@ def route(
             smallest_sum=SMALLEST_SUM,
             E=experts,
             GROUPS=groups,
-            KEPT=kept,
-            GPAD=padded,
-            SPAD=size,
+            KEPT=chosen_groups,
+            GPAD=padded_groups,
+            SPAD=group_size,
             K=k,
             KPAD=triton.next_power_of_2(k),
             SCORING=routing.scoring,
@@ -70,12 +71,12 @@ def route(
             BIASED=correction_bias is not None,
             FACTOR=expert_scale is not None,
             HASHED=table is not None,
-            num_warps=max(warps, padded * size // MOST_PLACES),
+            num_warps=max(warps, padded_groups * group_size // MAX_PLACES),
             **launch_options(),
         )
     return ids, weights
 
 
-def _there(t: Tensor | None, other: Tensor) -> Tensor:
-    """`t` without gaps; `other`, which is not read, where the routing has none."""
-    return other if t is None else t.contiguous()
+def _or_unused(t: Tensor | None, placeholder: Tensor) -> Tensor:
+    """`t`, contiguous; if it is None `placeholder`, which the kernel does not read."""
+    return placeholder if t is None else t.contiguous()

@@ -1,10 +1,9 @@
 # mypy: ignore-errors
-"""Device code of the router: scores, choice, weights and factors of a token in one program.
+"""Device code of the router: a program computes scores, choices, weights and factors of one token.
 
-The definition is `kernels.reference.route`; ids agree with it exactly. A *place* is a position among the
-experts as they lie in registers: groups padded to powers of two, so that a place rises with its expert.
-Choices are compared as integers that rise with the float (`_rank`); below all of them come `_NAN` and
-`_TAKEN`.
+It is defined by `kernels.reference.route`, whose ids it reproduces exactly. A *place* is the position of an
+expert in registers, with groups padded to powers of two; places are in the order of experts. Scores are
+compared as integers with the same order (`_rank`); `_NAN` and `_TAKEN` are below every number.
 """
 
 import triton
@@ -20,7 +19,7 @@ _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _rank(x):
-    """int32 that rises with the fp32 x, the same for both zeros; `_NAN` for NaN."""
+    """int32 in the order of the fp32 x, equal for both zeros; `_NAN` for NaN."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(x != x, _NAN, bits)
@@ -28,28 +27,28 @@ def _rank(x):
 
 @triton.jit
 def _value(rank):
-    """The fp32 of which `rank` is the rank; -inf for NaN and below."""
+    """The inverse of `_rank`; -inf for NaN and taken places."""
     rank = tl.maximum(rank, _LOWEST)
     return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _largest_first(rank, place, PLACES: tl.constexpr):
-    """The largest rank and the first of its places."""
+    """The largest rank, and the first place that has it."""
     best = tl.max(rank, 0)
     return best, tl.min(tl.where(rank == best, place, PLACES), 0)
 
 
 @triton.jit
 def _finite(x):
-    """x with the largest numbers for infinities, as the logits count; NaN stays."""
+    """x with infinities replaced by the largest finite numbers, as the router uses logits; NaN stays NaN."""
     x = tl.where(x > _LARGEST, _LARGEST, x)
     return tl.where(x < -_LARGEST, -_LARGEST, x)
 
 
 @triton.jit
 def _score(x, top, total, SCORING: tl.constexpr):
-    """Scores of the logits x; of softmax, shares of `total`, the sum of ``exp(x - top)``."""
+    """Scores of the logits x; for softmax `total` is the sum of ``exp(x - top)``."""
     if SCORING == "softmax":
         y = tl.exp(x - top) / total
     elif SCORING == "sigmoid":
@@ -58,7 +57,7 @@ def _score(x, top, total, SCORING: tl.constexpr):
         tl.static_assert(SCORING == "sqrtsoftplus")
         t = tl.exp(-tl.abs(x))
         u = 1.0 + t
-        # log(1 + t) for small t: what u rounds off, the quotient puts right.
+        # log1p(t): the quotient corrects the rounding of u for small t.
         log = tl.where(u == 1.0, t, tl.log(u) * t / tl.where(u == 1.0, 1.0, u - 1.0))
         y = tl.sqrt(tl.where(x > 0, x, 0.0) + log)
         y = tl.where(x != x, x, y)
@@ -67,8 +66,10 @@ def _score(x, top, total, SCORING: tl.constexpr):
 
 @triton.jit
 def _kept(rank, KEPT: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
-    """`rank` ``[GROUPS, SIZE]`` with `_LOWEST` for numbers outside the KEPT best groups, by their best one
-    or with PAIRS by the sum of their two best."""
+    """`rank` ``[GROUPS, SIZE]``, lowered to at most `_LOWEST` outside the KEPT best groups.
+
+    Groups are compared by their best score, or with PAIRS by the sum of their two best.
+    """
     SIZE: tl.constexpr = rank.shape[1]
     group, member = tl.arange(0, GROUPS), tl.arange(0, SIZE)[None, :]
     best = tl.max(rank, 1)
@@ -88,8 +89,8 @@ def _kept(rank, KEPT: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _share(x, left, largest):
-    """The weight that sparsemixer gives the expert whose logit is the `largest` of those `left` (fp64)."""
-    # A literal would be fp32, and logits of 16 bits come to this very quotient.
+    """Sparsemixer's weight (fp64) of the expert whose logit is the `largest` of those `left`."""
+    # A literal would be fp32, and quotients of 16-bit logits can equal 0.02 exactly.
     jitter = tl.full((), 0.02, dtype=tl.float64)
     far = (largest - x) / tl.maximum(tl.abs(x), largest) > jitter
     return 1.0 / tl.sum(tl.where(left & (far == 0), tl.exp(x - largest), 0.0), 0)
@@ -99,7 +100,7 @@ def _share(x, left, largest):
 def _chosen(
     x, rank, place, slot, K: tl.constexpr, SPARSE: tl.constexpr, SPAD: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Experts with the K largest `rank` by slot, and with SPARSE their sparsemixer weights in fp64."""
+    """Experts with the K largest `rank`, by slot; with SPARSE also their sparsemixer weights in fp64."""
     ids = tl.full(slot.shape, -1, dtype=tl.int32)
     weights = tl.zeros(slot.shape, dtype=tl.float64)
     for i in range(K):
@@ -114,7 +115,7 @@ def _chosen(
 
 @triton.jit
 def _looked_up(TABLE, TOKENS, token, slot, live, vocabulary, E: tl.constexpr, K: tl.constexpr):
-    """Ids of the token's row of TABLE ``[vocabulary, K]``; -1 for what is out of range."""
+    """The ids in the token's row of TABLE ``[vocabulary, K]``; -1 if out of range."""
     id = tl.load(TOKENS + token).to(tl.int64)
     known = (id >= 0) & (id < vocabulary)
     ids = tl.load(TABLE + id * K + slot, mask=live & known, other=-1)
@@ -123,7 +124,7 @@ def _looked_up(TABLE, TOKENS, token, slot, live, vocabulary, E: tl.constexpr, K:
 
 @triton.jit
 def _weighed(y, shares, top, total, SCORING: tl.constexpr, AFTER: tl.constexpr):
-    """fp64 weights of the chosen logits y, before they are divided by their sum; NaN for NaN."""
+    """fp64 weights of the chosen logits y, before renormalization; NaN for NaN."""
     if SCORING == "sparsemixer":
         weights = tl.where(y == y, shares, y)
     elif AFTER and SCORING == "softmax":
@@ -145,8 +146,8 @@ def _route_kernel(
 ):  # fmt: skip
     """IDS and WEIGHTS ``[tokens, K]`` of LOGITS ``[tokens, E]``; one program per token.
 
-    Groups of E // GROUPS experts are padded to SPAD places, and GROUPS to GPAD. Arguments of what the
-    routing has not are not read.
+    Groups of E // GROUPS experts are padded to SPAD places, and GROUPS to GPAD. Tensors that the routing does
+    not use are not read.
     """
     PLACES: tl.constexpr = GPAD * SPAD
     SIZE: tl.constexpr = E // GROUPS

@@ -1,6 +1,6 @@
-"""Sorting assignments by expert, and summing each token's parts: what surrounds the GEMMs of a layer.
+"""The steps around a layer's GEMMs: sorting assignments by expert, and summing each token's expert outputs.
 
-Grids depend on sizes alone, nothing is read back and no sum depends on an order of arrival.
+Grids depend on sizes only, nothing is copied from the GPU, and sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -16,42 +16,38 @@ from . import sort_and_combine_kernels as kernels
 from .kernel_family import KernelCall, Order
 
 INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction)
-"""True under ``TRITON_INTERPRET=1``: kernels run on the CPU, slowly, for tests."""
+"""True under ``TRITON_INTERPRET=1``: for tests, kernels run on the CPU, slowly."""
 
 FEW = 2048
-"""Up to so many assignments each expert's program reads all of them; beyond, blocks are counted first."""
+"""Maximum number of assignments for which each expert's program reads all ids; more are counted in blocks."""
 
 BLOCK = 128
-"""Assignments of a block; all pairs of them are compared to rank them."""
+"""Assignments per block; they are ranked by comparing all pairs."""
 
 ROWS = 256
-"""Of a batch that one program lists."""
+"""Rows of a batch that one program lists."""
 
 EXPERTS_AT_ONCE, BLOCKS_AT_ONCE = 8, 256
-"""Counts that one program sums: columns, and rows at a time."""
-
-
-def overlaps() -> bool:
-    """Whether a kernel may start while the one before it ends (programmatic dependent launch)."""
-    if INTERPRETED:
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= 90)
+"""Columns and rows of the counts that one program adds up at a time."""
 
 
 def launch_options() -> dict[str, Any]:
-    """Arguments of a launch of a kernel with a `PDL` parameter."""
-    return {"PDL": True, "launch_pdl": True} if overlaps() else {"PDL": False}
+    """Launch arguments of a kernel with a `PDL` parameter (programmatic dependent launch, from Hopper on)."""
+    if not INTERPRETED:
+        target = triton.runtime.driver.active.get_current_target()
+        if target.backend == "cuda" and target.arch >= 90:
+            return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def sort_by_expert(ids: Tensor, experts: int) -> Order:
-    """Slots ``[T]`` by expert, in order within each, and where each expert's begin, ``[experts + 1]``.
+    """Slots ``[T]`` stably sorted by expert, and the offset of each expert's first slot, ``[experts + 1]``.
+
+    One launch for up to `FEW` assignments, three for more.
 
     Args:
-        ids: ``[T]`` int32, flat; ids that are not 0 .. experts - 1 are left out, so that only the first
+        ids: ``[T]`` int32, flat; ids outside ``[0, experts)`` are skipped, so that only the first
             ``offsets[experts]`` slots are written.
-
-    One launch for a few assignments, three for more.
     """
     slots, offsets = ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
     (_sort_few if ids.numel() <= FEW else _sort_many)(ids, slots, offsets, experts)
@@ -59,15 +55,15 @@ def sort_by_expert(ids: Tensor, experts: int) -> Order:
 
 
 def order_of(call: KernelCall, experts: int) -> Order:
-    """A call's slots by expert and their offsets: as given, or sorted now."""
+    """The call's `order` if it has one; otherwise its assignments are sorted."""
     return call.order or sort_by_expert(call.ids, experts)
 
 
 def order_of_counts(counts: Tensor, most: int) -> tuple[Tensor, Tensor, Order]:
     """Ids and weights ``[experts * most]`` of a batch, and its `KernelCall.order`, in one launch.
 
-    Row ``e * most + i`` of a batch is a token of expert e for i below ``counts[e]``, which are integers
-    ``[experts]`` (beyond `most` they count as `most`, below 0 as 0); other rows have id -1. Weights are 1.
+    Row ``e * most + i`` of the batch is a token of expert e if ``i < counts[e]``; other rows have id -1.
+    `counts` are integers ``[experts]``, clamped to ``[0, most]``. Weights are 1.
     """
     experts = len(counts)
     ids = counts.new_empty(experts * most, dtype=torch.int32)
@@ -113,7 +109,7 @@ def _sort_many(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> Non
 
 @dataclass(frozen=True, slots=True)
 class CombineLaunch:
-    """One launch of the sum: `rows` tokens by `columns` of the hidden size in a program of `warps`."""
+    """A launch of the sum: tokens (`rows`), columns of the hidden size and warps per program."""
 
     rows: int
     columns: int
@@ -125,25 +121,25 @@ SUMS: tuple[tuple[float, CombineLaunch], ...] = (
     (64, CombineLaunch(1, 512, 4)),
     (float("inf"), CombineLaunch(1, 2048, 8)),
 )
-"""(most tokens, launch), first match. Measured on an H200."""
+"""(maximum tokens, launch); the first match is used. Measured on an H200."""
 
 
 def finish(call: KernelCall, parts: Tensor, experts: int) -> None:
-    """`combine`, unless `parts` already are the output."""
+    """`combine`, unless `parts` is already the output."""
     if parts is not call.y:
         combine(parts, call.ids, call.y, experts)
 
 
 def combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, launch: CombineLaunch | None = None) -> None:
-    """Writes `y` ``[tokens, hidden]``: the sum of each token's parts, by choice, then by split.
+    """Writes `y` ``[tokens, hidden]``: the sum of each token's parts over its choices, then over K splits.
 
     Args:
         parts: ``[splits, T, hidden]`` or ``[T, hidden]``; only slots of valid ids are read.
-        ids: ``[T]`` int32, flat, top-k to a token.
-        launch: other than the table's, for tuning.
+        ids: ``[T]`` int32, flat, top-k per token.
+        launch: replaces the one in `SUMS`, for tuning.
     """
     tokens, hidden = y.shape
-    launch = launch or next(found for most, found in SUMS if tokens <= most)
+    launch = launch or next(entry for max_tokens, entry in SUMS if tokens <= max_tokens)
     grid = (triton.cdiv(tokens, launch.rows), triton.cdiv(hidden, launch.columns))
     kernels._combine_kernel[grid](
         parts,

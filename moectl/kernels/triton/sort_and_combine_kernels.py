@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Device code around the GEMMs: sorting assignments by expert, and summing a token's parts.
+"""Device code around the GEMMs: sorting assignments by expert, and summing each token's expert outputs.
 
-`IDS` are flat, one per assignment (token, choice); a *slot* is an index into them. Ids below 0, or not
-below `E`, are skipped. With `PDL` a kernel starts while the one before it ends, and waits before it
-touches memory.
+`IDS` are flat, one per assignment (token, choice); a *slot* is an index into them. Ids outside ``[0, E)``
+are skipped. With `PDL` (programmatic dependent launch) a kernel starts while the previous one ends, and
+waits for it before it accesses memory.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .mtile64_kernels import _nearest
 
 @triton.jit
 def _await_inputs(PDL: tl.constexpr):
-    """Lets the next kernel start, and waits for what earlier ones write."""
+    """Lets the next kernel start, and waits until the previous ones have written their results."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -22,7 +22,7 @@ def _await_inputs(PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def _sort_few_kernel(IDS, SORTED, OFFSETS, T, E: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr):
-    """Slots sorted by expert, stable, and their offsets ``[E + 1]``; one program per expert sees all ids."""
+    """Slots stably sorted by expert, and offsets ``[E + 1]``; each expert's program reads all ids."""
     _await_inputs(PDL)
     e = tl.program_id(0)
     t = tl.arange(0, BT)
@@ -40,7 +40,7 @@ def _batch_kernel(
     COUNTS, IDS, WEIGHTS, SORTED, OFFSETS, most,
     E: tl.constexpr, EPAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """IDS, WEIGHTS, SORTED and OFFSETS of a batch of `most` rows an expert; programs (experts, ROWS)."""
+    """IDS, WEIGHTS, SORTED and OFFSETS of a batch of `most` rows per expert; grid (experts, row blocks)."""
     _await_inputs(PDL)
     e, first = tl.program_id(0), tl.program_id(1) * ROWS
     every = tl.arange(0, EPAD)
@@ -61,7 +61,7 @@ def _batch_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _count_kernel(IDS, COUNTS, T, E: tl.constexpr, BINS: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr):
-    """COUNTS ``[blocks, E]``: how many of a block's ids are each expert."""
+    """COUNTS ``[blocks, E]``: number of assignments of each expert, by block."""
     _await_inputs(PDL)
     block = tl.program_id(0)
     t = block * BT + tl.arange(0, BT)
@@ -75,7 +75,7 @@ def _count_kernel(IDS, COUNTS, T, E: tl.constexpr, BINS: tl.constexpr, BT: tl.co
 def _place_kernel(
     COUNTS, TOTALS, BLOCKS, E: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """COUNTS become the counts of all blocks before; TOTALS ``[E]`` are those of all."""
+    """COUNTS become exclusive prefix sums over blocks; TOTALS ``[E]`` are the sums over all blocks."""
     _await_inputs(PDL)
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     b = tl.arange(0, BB)
@@ -94,7 +94,7 @@ def _scatter_kernel(
     IDS, BEFORE, TOTALS, SORTED, OFFSETS, T,
     E: tl.constexpr, BINS: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SORTED: each slot behind those of lower experts, of earlier blocks, and of its block; OFFSETS too."""
+    """SORTED and OFFSETS from the block prefix sums, the totals and ranks within each block."""
     _await_inputs(PDL)
     block = tl.program_id(0)
     i = tl.arange(0, BT)
@@ -121,7 +121,7 @@ def _combine_kernel(
     E: tl.constexpr, TOP_K: tl.constexpr, SPLIT_K: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr,
     PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """OUT ``[TOKENS, HIDDEN]``: the parts of a token's valid assignments, summed in a fixed order."""
+    """OUT ``[TOKENS, HIDDEN]``: sum of the parts of a token's valid assignments, in a fixed order."""
     _await_inputs(PDL)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     h = tl.program_id(1) * BH + tl.arange(0, BH)

@@ -2,7 +2,7 @@
 
 Several kernel families, each for a range of tokens per expert and some GPUs; `choose` selects one. Grids
 depend on sizes only, nothing is copied from the GPU and sums have a fixed order: a call can be captured in a
-CUDA graph and gives the same bits every time.
+CUDA graph and is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FAMILIES: dict[str, KernelFamily] = {
 
 
 def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, launch: Launch) -> Tensor:
-    """`Runner.compute` with a given launch, for tuning and tests; UsageError when it is not legal."""
+    """`Runner.compute` with a given launch, for tuning and tests; UsageError if it is not legal."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return run_into(y, prepared, x, ids, weights, launch)
 
@@ -68,39 +68,39 @@ def run_into(
 
 
 def run_batch_with(prepared: PreparedMoE, x: Tensor, counts: Tensor, launch: Launch) -> Tensor:
-    """`Runner.batched` with a given launch; UsageError when it is not legal."""
+    """`Runner.batched` with a given launch; UsageError if it is not legal."""
     kernel_family = _legal(one_each(prepared.problem), launch)
     layer = replace(layer_of(prepared), problem=one_each(prepared.problem))
     return compute_batch(aligned(x), counts, lambda call: kernel_family.run(layer, call, launch.tile))
 
 
 def _legal(problem: MoEProblem, launch: Launch) -> KernelFamily:
-    """The kernel family of a launch; UsageError when it is unknown, or cannot run the problem."""
+    """The kernel family of a launch; UsageError if it is unknown or does not support the problem."""
     kernel_family = FAMILIES.get(launch.family)
     if kernel_family is None:
-        raise UsageError(f"no kernels are called {launch.family!r}; choose from {', '.join(FAMILIES)}")
+        raise UsageError(f"unknown kernel family {launch.family!r}; choose from {', '.join(FAMILIES)}")
     reason = kernel_family.fits(problem, launch.tile)
     if reason:
-        raise UsageError(f"the {launch.family} kernels cannot run {problem.scheme}: {reason}")
+        raise UsageError(f"the {launch.family} kernels do not support {problem.scheme}: {reason}")
     return kernel_family
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x` contiguous and aligned to 16 bytes, as copies into shared memory need."""
+    """`x`, contiguous and aligned to 16 bytes, as copies into shared memory require."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:
-    """The launch for `tokens` tokens of a layer on its device; depends on sizes, never on the routing."""
-    kept: dict[int, Launch] = prepared.derived.setdefault("launches", {})
-    if tokens not in kept:
-        kept[tokens] = choose(prepared.problem, tokens, prepared.device)
-    return kept[tokens]
+    """The launch for `tokens` tokens of a layer on its device; never depends on the routing."""
+    launches: dict[int, Launch] = prepared.derived.setdefault("launches", {})
+    if tokens not in launches:
+        launches[tokens] = choose(prepared.problem, tokens, prepared.device)
+    return launches[tokens]
 
 
 def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
-    """The launch that `moectl tune` measured for the layer on this machine, if any; else the shipped one."""
+    """The launch that `moectl tune` measured for the layer on this machine, if any, else `choose_shipped`."""
     if device.type == "cuda" and tokens:
         for row in tuned(problem, tokens, gpu_of(device)):
             launch = launch_of(row.family, row.tile)
@@ -110,14 +110,14 @@ def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
 
 
 def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
-    """The nearest shipped launch that `device` and `problem` support; else the portable kernels' launch."""
+    """The nearest shipped launch that supports `device` and `problem`, else the portable kernels' launch."""
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        per_expert = TokenSpread.here(problem, tokens).tokens_per_expert
+        per_expert = TokenSpread.local(problem, tokens).tokens_per_expert
         for row in nearest(problem, tokens, GpuModel(torch.cuda.get_device_capability(device), sms)):
-            if not _reaches(row, per_expert):
+            if not _is_near(row, per_expert):
                 continue
-            for tile in _rings(FAMILIES[row.family].tile(**row.tile)):
+            for tile in _with_fewer_stages(FAMILIES[row.family].tile(**row.tile)):
                 launch = Launch(row.family, tile)
                 if is_runnable(launch, problem, device):
                     return launch
@@ -125,18 +125,19 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
 
 
 REACH = 2.0
-"""Factor on a row's tokens per expert up to which the row is used, and divisor of its kernel family's lower
-limit. Where nothing nearer runs, an H200 took 0.9 to 1.1 of the portable kernels' time at twice the tokens of
-an 8-token kernel's row, 1.1 to 1.2 at four times, 1.4 to 1.8 at eight, 2 to 3 at more."""
+"""A row is used up to its tokens per expert times this factor, and down to its kernel family's lower limit
+divided by it. If no nearer row runs, the time on an H200 was 0.9 to 1.1 times the portable kernels' at twice
+the tokens of an 8-token kernel's row, 1.1 to 1.2 times at four times the tokens, 1.4 to 1.8 times at eight
+times, and 2 to 3 times beyond."""
 
 
 CROWDED = 1.25
-"""Factor on the tokens of a program's tile up to which kernels for few tokens are used: beyond it, weights
-are read several times for many experts."""
+"""Kernels for few tokens are used up to their tile's tokens times this factor (tokens per expert); beyond it,
+the weights of many experts are read several times."""
 
 
-def _reaches(row: MeasuredLaunch, per_expert: float) -> bool:
-    """Whether the row is usable for `per_expert` tokens per expert."""
+def _is_near(row: MeasuredLaunch, per_expert: float) -> bool:
+    """Whether the row can be used for `per_expert` tokens per expert."""
     fewest, most = FAMILIES[row.family].tokens_per_expert
     if math.isinf(most):
         return fewest / REACH <= per_expert
@@ -144,15 +145,15 @@ def _reaches(row: MeasuredLaunch, per_expert: float) -> bool:
     return fewest / REACH <= per_expert <= limit
 
 
-def _rings(tile: Any) -> Iterator[Any]:
-    """`tile`, then with fewer and fewer stages if it has a ring: wider codes leave room for fewer."""
+def _with_fewer_stages(tile: Any) -> Iterator[Any]:
+    """`tile`, then the same with fewer and fewer stages, since wider codes leave room for fewer."""
     yield tile
     for stages in range(getattr(tile, "stages", 0) - 1, 0, -1):
         yield replace(tile, stages=stages)
 
 
 def launch_of(name: str, tile: Mapping[str, int]) -> Launch | None:
-    """The launch of a row; None if this version has no such kernel family, or a tile with other fields."""
+    """The launch of a row; None if this version has no such kernel family, or its tile has other fields."""
     family = FAMILIES.get(name)
     if family is None or set(tile) != {field.name for field in fields(family.tile)}:
         return None
@@ -160,13 +161,13 @@ def launch_of(name: str, tile: Mapping[str, int]) -> Launch | None:
 
 
 def is_runnable(launch: Launch, problem: MoEProblem, device: torch.device) -> bool:
-    """Whether its kernels support `device`, and `problem` with its tile."""
+    """Whether the launch supports `device` and `problem`."""
     kernel_family = FAMILIES[launch.family]
     return kernel_family.runs_on(device) and not kernel_family.fits(problem, launch.tile)
 
 
 def gpu_of(device: torch.device) -> Device:
-    """The GPU as a key of measurements."""
+    """The GPU as the key of measurements in the cache."""
     major, minor = torch.cuda.get_device_capability(device)
     return Device(
         "cuda", f"sm{major}{minor}", torch.cuda.get_device_name(device), sms=multiprocessors(device)
@@ -178,7 +179,7 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
 
 
 def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
-    # Only the GPU knows how many rows are tokens: the launch is the one for a full batch.
+    # Only the GPU knows how many rows are tokens, so the launch is chosen for a full batch.
     rows = x.shape[0] * x.shape[1]
     return run_batch_with(prepared, x, counts, launch_on(layer_one_each(prepared), rows))
 
@@ -188,18 +189,18 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
     if reason := gpu_refusal(TRITON, device):
         return reason
     if weight.name not in TRITON.names or weight.block[0] != 1:
-        return f"it reads {', '.join(TRITON.names)} weights with scales by row, the layer has {weight}"
+        return f"it supports {', '.join(TRITON.names)} weights with scales by row; the layer has {weight}"
     if not TRITON.reads(weight):
-        return f"it reads scale groups of {TRITON.groups} and scales of whole rows, the layer has {weight}"
+        return f"it supports scale groups of {TRITON.groups} and scales of whole rows; the layer has {weight}"
     if not scale_name(problem):
-        return f"it reads E8M0 and 16-bit scales, the layer has {weight.scale_dtype}"
+        return f"it supports E8M0 and 16-bit scales; the layer has {weight.scale_dtype}"
     return TRITON.activation_refusal(problem.activation)
 
 
 def gpu_refusal(support: KernelSupport, device: torch.device) -> str:
-    """Why moectl's own kernels do not run on `device`, a clause; empty when they do."""
+    """Why moectl's own kernels do not run on `device`, as a clause; empty if they do."""
     if device.type == "cpu" and not INTERPRETED:
-        return "it needs a CUDA GPU, the weights are on the CPU"
+        return "it needs a CUDA GPU; the weights are on the CPU"
     if device.type == "cuda" and not support.runs_on(torch.cuda.get_device_capability(device)):
         return f"it needs compute capability {support.capability}"
     return ""

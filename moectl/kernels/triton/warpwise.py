@@ -1,8 +1,7 @@
 """Host code of the warpwise kernels: int4 for few tokens per expert, in plain Triton.
 
-Every warp streams weight tiles of its own into matrix instructions, without shared memory or barriers.
-A call is two GEMMs and a sum; from a few tokens on, a plan before them that gathers each expert's
-assignments in records.
+Every warp streams its own weight tiles into matrix instructions, without shared memory or barriers. A call is
+two GEMMs and a sum. From a few tokens on, a plan kernel first collects each expert's assignments in records.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import torch
 
 from ...problem.moe_problem import MoEProblem
 from . import warpwise_kernels as kernels
-from .expert_items import BASES, overlapping
 from .expert_records import plan_and_order
 from .kernel_family import (
+    CODE_BASES,
     KernelCall,
     KernelFamily,
     KernelLayer,
@@ -26,10 +25,10 @@ from .kernel_family import (
     column_refusal,
     scale_name,
 )
-from .sort_and_combine import INTERPRETED, finish
+from .sort_and_combine import INTERPRETED, finish, launch_options
 
 REGISTERS = 96
-"""Of a lane where they suffice: 20 warps an SM. Left alone, ptxas takes 80 and spills."""
+"""Registers per thread if they suffice, for 20 warps per SM. By default ptxas takes 80 and spills."""
 
 WARPS = (1, 2, 4, 8, 16)
 
@@ -41,11 +40,11 @@ class WarpwiseTile:
     """One launch configuration.
 
     Attributes:
-        tokens: of a program, a power of two from 8 on.
-        planned: 1 to gather the assignments of an expert first; 0 when each runs alone.
-        rows1, rows2: 64-row tiles of a program of the first and the second GEMM, powers of two.
-        warps1, warps2: its warps, a multiple of its tiles; those of one tile share the reduction.
-        fused: 1 for both GEMMs in one launch, which takes a plan, and equally many warps in both.
+        tokens: per program, a power of two from 8 on.
+        planned: 1 to group assignments by expert first; 0 to compute each on its own.
+        rows1, rows2: number of 64-row tiles per program of the first and the second GEMM, powers of two.
+        warps1, warps2: warps per program, a multiple of the tiles; the warps of a tile split the reduction.
+        fused: 1 for both GEMMs in one launch, which needs a plan and as many warps in both.
     """
 
     tokens: int
@@ -59,7 +58,7 @@ class WarpwiseTile:
 
 @dataclass(frozen=True)
 class _WarpwiseArguments:
-    """Arguments of the kernels that follow from the layer and the tile, not from the call."""
+    """Arguments of the GEMM kernels that depend on the layer and the tile only."""
 
     problem: MoEProblem
     tile: WarpwiseTile
@@ -83,9 +82,9 @@ class _WarpwiseArguments:
         }
 
     def _gemm(self, m: KernelMatrix, columns: int, outputs: int, rows: int, warps: int) -> dict[str, Any]:
-        share, group = warps // rows, self.problem.scheme.weight.group
+        warps_per_tile, group = warps // rows, self.problem.scheme.weight.group
         scales = m.scales.view(SCALES[scale_name(self.problem)])
-        limited = self.tile.tokens == 8 and m.zeros is None
+        limit_registers = self.tile.tokens == 8 and m.zeros is None
         return {
             "W": m.codes.view(torch.int16),
             "S": scales,
@@ -98,23 +97,23 @@ class _WarpwiseArguments:
             "row_tiles": math.ceil(m.n / (64 * rows)),
             "E": self.problem.local_experts,
             "BIAS": m.bias is not None,
-            "BASE": BASES[self.problem.dtype],
+            "BASE": CODE_BASES[self.problem.dtype],
             "ZEROS": m.zeros is not None,
             "GROUP": max(group, 0),
             "BM": self.tile.tokens,
             "V": rows,
-            "KW": share,
-            "EVEN": m.k == columns and m.k % (64 * share) == 0,
+            "KW": warps_per_tile,
+            "EVEN": m.k == columns and m.k % (64 * warps_per_tile) == 0,
             "INTERP": INTERPRETED,
             "num_warps": warps,
             "num_stages": 1,
-            "maxnreg": REGISTERS if limited else None,
-            **overlapping(),
+            "maxnreg": REGISTERS if limit_registers else None,
+            **launch_options(),
         }
 
 
-OF_ONE_GEMM = ("W", "S", "Z", "B", "N", "K", "LX", "NX", "row_tiles", "V", "KW", "EVEN")
-"""Arguments that a kernel of both GEMMs has twice, for the second with ``_2`` behind the name."""
+PER_GEMM = ("W", "S", "Z", "B", "N", "K", "LX", "NX", "row_tiles", "V", "KW", "EVEN")
+"""Arguments of which the fused kernel has two, the second GEMM's with the suffix ``_2``."""
 
 
 def _run(layer: KernelLayer, call: KernelCall, tile: WarpwiseTile) -> None:
@@ -126,14 +125,14 @@ def _run(layer: KernelLayer, call: KernelCall, tile: WarpwiseTile) -> None:
         records, x = plan_and_order(call.ids, problem.local_experts, tile.tokens, call.x, w13.k, call.order)
     h = call.x.new_empty(call.assignments, w2.k)
     parts = call.parts()
-    programs, programs2 = (it["row_tiles"] * len(records) for it in (first, second))
+    programs, programs2 = (gemm["row_tiles"] * len(records) for gemm in (first, second))
     common: dict[str, Any] = {"PLAN": records, "WEIGHTS": call.weights}
     tokens = {"X": x, "KX": x.shape[1], "H": h, "HX": w2.k}
     if tile.fused:
         first["ON_INPUT"] = first.pop("WEIGHTED")
-        others = {f"{name}_2": second[name] for name in OF_ONE_GEMM}
+        gemm2 = {f"{name}_2": second[name] for name in PER_GEMM}
         kernels._warpwise_layer_kernel[(programs + programs2,)](
-            Y=parts, records=len(records), **tokens, **common, **first, **others
+            Y=parts, records=len(records), **tokens, **common, **first, **gemm2
         )
     else:
         common["PLANNED"] = bool(tile.planned)
@@ -144,20 +143,20 @@ def _run(layer: KernelLayer, call: KernelCall, tile: WarpwiseTile) -> None:
 
 def _fits(problem: MoEProblem, tile: WarpwiseTile) -> str:
     if problem.scheme.weight.name != "int4":
-        return f"they take int4, the layer has {problem.scheme.weight}"
-    if refused := column_refusal(problem):
-        return refused
+        return f"it supports int4; the layer has {problem.scheme.weight}"
+    if reason := column_refusal(problem):
+        return reason
     if tile.tokens < 8 or tile.tokens & (tile.tokens - 1):
-        return f"{tile} takes {tile.tokens} tokens, no power of two from 8 on"
-    sides = (tile.rows1, tile.warps1), (tile.rows2, tile.warps2)
-    if any(warps not in WARPS or not 0 < rows <= warps or warps % rows for rows, warps in sides):
-        return f"{tile} does not divide its warps, of which there are 1, 2, 4, 8 or 16, by its rows"
+        return f"tokens must be a power of two from 8 on, got {tile}"
+    gemms = (tile.rows1, tile.warps1), (tile.rows2, tile.warps2)
+    if any(warps not in WARPS or not 0 < rows <= warps or warps % rows for rows, warps in gemms):
+        return f"warps must be 1, 2, 4, 8 or 16 and a multiple of rows, got {tile}"
     if tile.fused and (not tile.planned or tile.warps1 != tile.warps2):
-        return f"{tile} has no plan, or another number of warps in each GEMM, in one launch"
+        return f"a fused launch needs a plan and as many warps in both GEMMs, got {tile}"
     return ""
 
 
-WORTH_A_TRY: tuple[tuple[int, int, int, int, int, int], ...] = (
+CANDIDATES: tuple[tuple[int, int, int, int, int, int], ...] = (
     (0, 1, 4, 2, 4, 0),
     (1, 1, 2, 1, 2, 1),
     (1, 2, 2, 2, 2, 0),
@@ -165,11 +164,11 @@ WORTH_A_TRY: tuple[tuple[int, int, int, int, int, int], ...] = (
     (1, 2, 4, 4, 4, 0),
     (1, 2, 4, 4, 4, 1),
 )
-"""(planned, rows1, warps1, rows2, warps2, fused), 8 tokens: what was fastest on an H200, or near it."""
+"""(planned, rows1, warps1, rows2, warps2, fused) with 8 tokens: the fastest on an H200, or close to it."""
 
 
 def _candidates(problem: MoEProblem) -> list[WarpwiseTile]:
-    return [WarpwiseTile(8, *sides) for sides in WORTH_A_TRY]
+    return [WarpwiseTile(8, *values) for values in CANDIDATES]
 
 
 WARPWISE_FAMILY = KernelFamily(

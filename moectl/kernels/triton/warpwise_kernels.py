@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""Device code that streams int4 tiles of ``moectl-mtile64`` into matrix instructions, a tile to a warp.
+"""Device code that streams int4 tiles of ``moectl-mtile64`` into matrix instructions, one tile per warp.
 
-As `marlin_product_kernels`: weights go from memory into the registers where products want them, warps
-share a reduction or have tiles of their own, and no loop has a barrier. A warp takes the four 512-byte
-pieces of a 64x64 tile, 16 rows each; word j of lane ``4 g + c`` holds the rows g + 8 h and the columns
-``16 j + 2 c + 8 k8 + b``, code (k8, h, b) at bits ``16 b + 8 k8 + 4 h``. Rows g and rows g + 8 are products
-of their own: of experts with a gate, these are gates and their ups.
+As in `marlin_product_kernels`, weights go from memory directly to the registers where the products need them,
+warps split a reduction or have separate tiles, and no loop has a barrier. A warp takes the four 512-byte
+pieces of a 64x64 tile, 16 rows each; word j of lane ``4 g + c`` holds rows g + 8 h and columns
+``16 j + 2 c + 8 k8 + b``, with code (k8, h, b) at bits ``16 b + 8 k8 + 4 h``. Rows g and rows g + 8 are
+separate products: for experts with a gate, these are gates and their ups.
 """
 
 import triton
@@ -19,14 +19,14 @@ from .portable_kernels import _gated, _ungated
 
 @triton.jit
 def _row_pairs(v, G: tl.constexpr, W: tl.constexpr):
-    """Rows g and rows g + 8 [c, g, W, G, rb] of numbers by row as they are loaded, [c, g, W, rb, (h, G)]."""
+    """Rows g and rows g + 8, each [c, g, W, G, rb], of per-row values as loaded, [c, g, W, rb, (h, G)]."""
     v = tl.permute(tl.reshape(v, (4, 8, W, 4, 2, G)), (0, 1, 2, 5, 3, 4))
     return tl.split(v)
 
 
 @triton.jit
 def _as_operand(q, W: tl.constexpr, G: tl.constexpr):
-    """[G * W, 32, 32 / G] from W rb g c (G j) b."""
+    """[G * W, 32, 32 / G] from axes (W, rb, g, c, (G, j), b)."""
     q = tl.permute(tl.reshape(q, (W, 4, 8, 4, G, 4 // G, 2)), (4, 0, 1, 2, 5, 3, 6))
     return tl.reshape(q, (G * W, 32, 32 // G))
 
@@ -36,7 +36,7 @@ def _tile_sums(
     codes, scales, zeros, x0, x1, BASE: tl.constexpr, ZEROS: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
     BM: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Each warp's tile times its tokens [G * W, 32, BM] fp32, of rows g and of rows g + 8, by group."""
+    """Each warp's tile times its tokens, by group: [G * W, 32, BM] fp32 for rows g and for rows g + 8."""
     k0h0, k0h1, k1h0, k1h1 = _raised(tl.reshape(codes, (W, 4, 8, 4, 4, 2)), BASE, INTERP)
     b0 = _operand_b(x0, W, G, 4 // G, BM)
     b1 = _operand_b(x1, W, G, 4 // G, BM)
@@ -61,7 +61,7 @@ def _tile_sums(
 
 @triton.jit
 def _unpacked(x, W: tl.constexpr, G: tl.constexpr, BM: tl.constexpr):
-    """c token W G j BM/8 b from c token W BM/8 (G j b)."""
+    """Axes (c, token, W, G, j, BM/8, b) from (c, token, W, BM/8, (G, j, b))."""
     return tl.permute(tl.reshape(x, (4, 8, W, BM // 8, G, 4 // G, 2)), (0, 1, 2, 4, 5, 3, 6))
 
 
@@ -73,8 +73,9 @@ def _streamed(
 ):  # fmt: skip
     """[V, 4 rb, 8 g, BM] fp32 for rows ``16 rb + g``, and for ``16 rb + g + 8``, of V tiles from `first` on.
 
-    Each tile has KW warps that share the reduction; GROUP is the columns of a scale, 0 for all of them. EVEN
-    says that KW divides the tiles of a row and tokens are as wide. With WAIT tokens are waited for.
+    The KW warps of a tile split the reduction; GROUP is the columns per scale, 0 for one scale per row. EVEN
+    says that KW divides the tiles of a row and tokens are as wide. With WAIT, waits for the tokens. ORDERED
+    tokens are in the order of `expert_records_kernels._order`.
     """
     G: tl.constexpr = 2 if GROUP == 32 else 1
     NW: tl.constexpr = V * KW
@@ -89,7 +90,7 @@ def _streamed(
     part = tl.arange(0, 4)[None, :, None] * 256 + tl.arange(0, 256)[None, None, :]
     w_ptr = W + base * tiles * 1024 + ((row * tiles + share) * 1024)[:, None, None] + part
 
-    # Scales and zero points: c g W rb (h G).
+    # Scales and zero points: axes (c, g, W, rb, (h, G)).
     q = tl.arange(0, 2 * G)[None, None, None, None, :]
     of_row = (tl.arange(0, 4) * 8)[None, None, None, :, None] + tl.arange(0, 8)[None, :, None, None, None]
     of_row = of_row * (2 * G) + tl.zeros((4, 1, 1, 1, 1), dtype=tl.int32)
@@ -99,7 +100,7 @@ def _streamed(
     x_row = tl.permute(tl.reshape(x_rows.to(tl.int64), (BM // 8, 8)), (1, 0)) * KX
     x_live = tl.permute(tl.reshape(live, (BM // 8, 8)), (1, 0))
     if ORDERED:
-        # Tokens: c token W BM/8 (G j b).
+        # Tokens: axes (c, token, W, BM/8, (G, j, b)).
         x_at = (tl.arange(0, 4) * 16)[:, None, None, None, None]
         x_at += (share * 64)[None, None, :, None, None]
         x_at += tl.arange(0, 8)[None, None, None, None, :]
@@ -109,7 +110,7 @@ def _streamed(
         x_live = x_live[None, :, None, :, None]
         x_ptr = X + x_row[None, :, None, :, None] + x_at
     else:
-        # Tokens: c token W G j BM/8 b.
+        # Tokens: axes (c, token, W, G, j, BM/8, b).
         x_at = (tl.arange(0, 4) * 2)[:, None, None, None, None, None, None]
         x_at += (share * 64)[None, None, :, None, None, None, None]
         x_at += (tl.arange(0, G) * (64 // G))[None, None, None, :, None, None, None]
@@ -145,7 +146,7 @@ def _streamed(
         x0 = tl.load(x_ptr + at * 64, mask=in_x0, other=0.0)
         x1 = tl.load(x_ptr + at * 64 + 8, mask=in_x1, other=0.0)
         if ORDERED:
-            if not EVEN:  # nobody has written what is past the last column
+            if not EVEN:  # columns past the last one were never written
                 x0 = tl.where(column + at * 64 < LX, x0, 0.0)
                 x1 = tl.where(column + at * 64 + 8 < LX, x1, 0.0)
             x0 = _unpacked(x0, NW, G, BM)
@@ -160,7 +161,7 @@ def _streamed(
 
 @triton.jit
 def _biased(v, rows, B, expert, N, BIAS: tl.constexpr):
-    """Sums [V, 4, 8, BM] of the stored `rows` with their bias."""
+    """The sums v [V, 4, 8, BM] of `rows` plus their bias."""
     if BIAS:
         b = tl.load(B + expert.to(tl.int64) * N + rows, mask=rows < N, other=0.0)
         v += b.to(tl.float32)[:, :, :, None]
@@ -169,10 +170,10 @@ def _biased(v, rows, B, expert, N, BIAS: tl.constexpr):
 
 @triton.jit
 def _record(PLAN, p, BM: tl.constexpr, PLANNED: tl.constexpr):
-    """(expert, slots [BM], live [BM]) of record `p`; no expert is none of 0 .. E - 1.
+    """(expert, slots [BM], live [BM]) of record `p`; an expert outside ``[0, E)`` means no work.
 
-    With PLANNED from records as `records_kernels` makes them, else PLAN is ids, and each is a record. From
-    L2: the second GEMM reads before it waits, when the L1 cache may still hold an earlier call's.
+    With PLANNED, PLAN has the records of `expert_records_kernels`; else it has ids, one record each.
+    Loads bypass L1: the second GEMM reads before it waits, when L1 may still hold data of an earlier call.
     """
     n = tl.arange(0, BM)
     if PLANNED:
@@ -189,7 +190,7 @@ def _record(PLAN, p, BM: tl.constexpr, PLANNED: tl.constexpr):
 
 @triton.jit
 def _keep(ptr, v, columns, live, NX, INTERP: tl.constexpr):
-    """Stores v [..., BM] at the ordered places of the columns [...] of the rows that `ptr` [BM] points to."""
+    """Stores v [..., BM] to `columns` [...] of the rows at `ptr` [BM], ordered as `_streamed` reads them."""
     BM: tl.constexpr = ptr.shape[0]
     C: tl.constexpr = columns.numel
     columns = tl.reshape(columns, (C,))
@@ -208,7 +209,7 @@ def _first(
     BASE: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, V: tl.constexpr,
     KW: tl.constexpr, EVEN: tl.constexpr, ORDERED: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """H ``[T, HX]``, activations by slot, of V tiles of 64 rows."""
+    """H ``[T, HX]`` by slot: activations of V tiles of 64 rows."""
     low, high = _streamed(
         X, W, S, Z, slots // TOP_K, live, expert, pid_n * V, N, K, KX, LX,
         BASE, ZEROS, GROUP, BM, V, KW, EVEN, False, ORDERED, INTERP,
@@ -237,7 +238,7 @@ def _second(
     BM: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr, WAIT: tl.constexpr,
     INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Y ``[T, NX]`` by slot: weight * (second GEMM of H), of V tiles of 64 rows."""
+    """Y ``[T, NX]`` by slot: weight * (second GEMM of H), for V tiles of 64 rows."""
     low, high = _streamed(
         H, W, S, Z, slots, live, expert, pid_n * V, N, K, KX, LX,
         BASE, ZEROS, GROUP, BM, V, KW, EVEN, WAIT, True, INTERP,
@@ -285,7 +286,7 @@ def _warpwise_gemm2_kernel(
 ):  # fmt: skip
     """`_second`; grid (records * row_tiles).
 
-    The routing is there before the first GEMM ends: only H is waited for.
+    The routing was written before the first GEMM started, so that only H has to be waited for.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -311,8 +312,8 @@ def _warpwise_layer_kernel(
 ):  # fmt: skip
     """`_first`, then `_second`, in one launch; grid (records * (row_tiles + row_tiles_2)).
 
-    A record's third word counts the programs that are done with its H. A program of the second GEMM waits
-    for programs before it in the grid alone, which a GPU starts first.
+    A record's third word counts the programs that have written its part of H. A program of the second GEMM
+    only waits for programs earlier in the grid, which the GPU has started before it.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,4 +1,4 @@
-"""Most bytes that a call of moectl's own kernels takes beside its arguments and its result."""
+"""Upper bound on the bytes that a call of moectl's own kernels allocates, besides arguments and result."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from .launches import Launch, token_tiles
 from .sort_and_combine import BLOCK
 
 SMALLEST = 8 << 10
-"""Bytes that small tensors may take."""
+"""Allowance in bytes for small tensors."""
 
 PARTS_IN_FP32 = frozenset({"decode", "stream"})
-"""Families whose second GEMM leaves a part of each split, in fp32; others one, in the model's dtype."""
+"""Families whose second GEMM writes an fp32 part per K split; others write one in the model's dtype."""
 
-ORDERING = frozenset({"warpwise"})
-"""Families that with a plan copy the tokens into an order of their own."""
+REORDERING = frozenset({"warpwise"})
+"""Families that, with a plan, copy the tokens in another order of columns."""
 
-RECORD = 8
-"""32-bit words of a record of tokens of one expert, beside the tokens themselves."""
+RECORD_WORDS = 8
+"""Header of an expert's record in 32-bit words; one word per token follows."""
 
 
 def workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat, launch: Launch) -> int:
-    """Bytes of a call of `tokens` under `launch`: products of both GEMMs, and lists of assignments.
+    """Bytes of a call of `tokens` with `launch`: outputs of both GEMMs, and lists of assignments.
 
-    Tokens that are not contiguous are copied besides, which is not counted.
+    The contiguous copy of tokens that are not contiguous is not included.
     """
     layer = layer_of(prepared)
     rows = tokens * prepared.problem.local_experts if form is ActivationFormat.BATCHED else tokens
-    orders = launch.family in ORDERING and launch.tile.planned
-    ordered = 2 * rows * layer.w13.k if orders else 0
-    return ordered + products_and_lists(prepared.problem, tokens, form, launch, layer.w2.k)
+    reorders = launch.family in REORDERING and launch.tile.planned
+    reordered = 2 * rows * layer.w13.k if reorders else 0
+    return reordered + products_and_lists(prepared.problem, tokens, form, launch, layer.w2.k)
 
 
 def products_and_lists(
     problem: MoEProblem, tokens: int, form: ActivationFormat, launch: Launch, intermediate: int
 ) -> int:
-    """Bytes of what the GEMMs of `launch` leave, `intermediate` columns of the first, and of lists."""
+    """Bytes of the outputs of both GEMMs, the first with `intermediate` columns, and of the lists."""
     experts, batched = problem.local_experts, form is ActivationFormat.BATCHED
     assignments = tokens * (experts if batched else problem.top_k)
     split = getattr(launch.tile, "split", 1)
-    # Of a batch there is one part a row, and where it is in the model's dtype it is the result.
-    part = 4 * split if launch.family in PARTS_IN_FP32 else 0 if batched else 2
-    products = assignments * (2 * intermediate + part * problem.dims.hidden)
+    # With batched activations, a part in the model's dtype is a row of the result.
+    part_bytes = 4 * split if launch.family in PARTS_IN_FP32 else 0 if batched else 2
+    products = assignments * (2 * intermediate + part_bytes * problem.dims.hidden)
     block = getattr(launch.tile, "tokens", 16)
-    records = 4 * (RECORD + block) * token_tiles(assignments, experts, block)
+    records = 4 * (RECORD_WORDS + block) * token_tiles(assignments, experts, block)
     sorting = (12 if batched else 4) * assignments + 4 * experts * (assignments // BLOCK + 4)
     return products + records + sorting + SMALLEST

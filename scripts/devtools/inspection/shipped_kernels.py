@@ -44,7 +44,7 @@ def candidates(layer: PreparedMoE, gpu: OfflineGpu) -> tuple[Examined, ...]:
     problem, found = layer.problem, []
     for name, kernel_family in FAMILIES.items():
         fewest, most = kernel_family.tokens_per_expert
-        spreads = {n: TokenSpread.here(problem, n).tokens_per_expert for n in TOKENS}
+        spreads = {n: TokenSpread.local(problem, n).tokens_per_expert for n in TOKENS}
         tokens = tuple(n for n, each in spreads.items() if fewest <= each <= most)
         if tokens and kernel_family.capability[0] <= gpu.capability <= kernel_family.capability[1]:
             tiles = [

@@ -35,31 +35,31 @@ REFUSALS = [
     (
         vllm_marlin,
         of(BF16),
-        "it takes int4, int4 with zero points, int8, mxfp4, nvfp4, mxfp8, fp8; the layer has bf16",
+        "it supports int4, int4 with zero points, int8, mxfp4, nvfp4, mxfp8, fp8; the layer has bf16",
     ),
     (
         vllm_marlin,
         of(replace(FP8_BLOCK, block=(64, 64))),
         "a whole matrix, whole rows, 128 rows by 128 columns",
     ),
-    (vllm_marlin, of(MXFP8, dtype="fp16"), "with mxfp8 weights it takes bf16, this is fp16"),
-    (vllm_marlin, of(NVFP4, dtype="fp16"), "with nvfp4 weights it takes bf16, this is fp16"),
+    (vllm_marlin, of(MXFP8, dtype="fp16"), "with mxfp8 weights it supports bf16 models; this one is fp16"),
+    (vllm_marlin, of(NVFP4, dtype="fp16"), "with nvfp4 weights it supports bf16 models; this one is fp16"),
     (vllm_marlin, of(int_format(8, 32, zero_point=True)), "the layer has int8 group 32 with zero points"),
     (vllm_marlin, of(int_format(4, 96)), "int4 scales of whole rows, 32 columns, 64 columns, 128 columns"),
-    (vllm_marlin, replace(MX, dtype="fp16"), "with mxfp4 weights it takes bf16, this is fp16"),
-    (vllm_marlin, replace(INT4, act_order="group"), "permuted group by group"),
+    (vllm_marlin, replace(MX, dtype="fp16"), "with mxfp4 weights it supports bf16 models; this one is fp16"),
+    (vllm_marlin, replace(INT4, act_order="group"), "columns are permuted (act_order)"),
     (
         vllm_marlin,
         replace(INT4, bias=True, routing=Routing(weight_on_input=True)),
-        "multiply the first bias too",
+        "multiply the first GEMM's bias",
     ),
-    (vllm_marlin, of(int_format(4, 32, "F16")), "scales in the model's dtype, BF16, the layer has F16"),
+    (vllm_marlin, of(int_format(4, 32, "F16")), "scales in the model's dtype, BF16; the layer has F16"),
     (vllm_marlin, replace(INT4, activation=Activation("situ")), "for gated experts it has silu"),
-    (humming, of(int_format(4, 96)), "it is given scales of whole rows and of 32, 64 and 128 columns"),
-    (humming, of(NVFP4), "it is given int4, int8, mxfp4 weights with scales by row"),
-    (humming, replace(MX, dtype="fp16"), "with mxfp4 weights it is given bf16, this is fp16"),
-    (humming, replace(INT4, act_order="group"), "permuted group by group"),
-    (humming, replace(INT4, routing=Routing(weight_on_input=True)), "the layer does on its input"),
+    (humming, of(int_format(4, 96)), "it supports scales of whole rows and of 32, 64 and 128 columns"),
+    (humming, of(NVFP4), "it supports int4, int8, mxfp4 weights with scales by row"),
+    (humming, replace(MX, dtype="fp16"), "with mxfp4 weights it supports bf16 models; this one is fp16"),
+    (humming, replace(INT4, act_order="group"), "columns are permuted (act_order)"),
+    (humming, replace(INT4, routing=Routing(weight_on_input=True)), "the layer applies them to its input"),
     (humming, replace(INT4, dims=Dims(256, 80)), "the layer's intermediate size is 80"),
     (humming, of(int_format(4, 32, "F16")), "scales in the model's dtype"),
     (
@@ -67,10 +67,10 @@ REFUSALS = [
         replace(INT4, activation=Activation("relu", gated=False)),
         "experts without a gate it has relu2",
     ),
-    (triton_kernels, INT4, "it takes mxfp4 weights here"),
+    (triton_kernels, INT4, "moectl uses it with mxfp4 weights"),
     (triton_kernels, replace(MX, activation=Activation("relu2", gated=False)), "for gated experts"),
-    (triton_kernels, replace(MX, dtype="fp16"), "it takes bf16 models"),
-    (triton_kernels, replace(MX, routing=Routing(weight_on_input=True)), "on its input"),
+    (triton_kernels, replace(MX, dtype="fp16"), "it supports bf16 models"),
+    (triton_kernels, replace(MX, routing=Routing(weight_on_input=True)), "to its input"),
     (triton_kernels, replace(MX, activation=Activation("situ")), "it has silu"),
 ]
 
@@ -82,7 +82,7 @@ def test_what_it_cannot_do_is_refused_in_a_sentence(peer: object, problem: MoEPr
 
 @pytest.mark.parametrize("peer", [humming, vllm_marlin, triton_kernels])
 def test_a_cpu_is_refused_before_a_library_is_looked_for(peer: object) -> None:
-    assert peer.refusal(MX, CPU) == "it needs a CUDA GPU, the weights are on cpu"  # type: ignore[attr-defined]
+    assert peer.refusal(MX, CPU) == "it needs a CUDA GPU; the weights are on cpu"  # type: ignore[attr-defined]
     assert not peer.problem_refusal(MX)  # type: ignore[attr-defined]
 
 
@@ -148,12 +148,12 @@ def test_marlins_arguments_are_those_of_the_operator(fake_operator: list[dict[st
     words = torch.zeros(8, dtype=torch.int32)
     blocks = ExpertBlocks(words, words, words[:1], 8, words.clone())
     x, y = torch.zeros(5, 256).bfloat16(), torch.zeros(15, 256).bfloat16()
-    found = vllm_marlin.gemm_arguments(w13, x, y, blocks, torch.ones(15), 3, weigh=False)
+    found = vllm_marlin.gemm_arguments(w13, x, y, blocks, torch.ones(15), 3, apply_weights=False)
     vllm_marlin.operator()(**found)
     (call,) = fake_operator
     assert call.keys() == found.keys()
     names = ("size_m", "size_n", "size_k", "top_k", "moe_block_size", "b_type_id")
-    assert [call[name] for name in names] == [5, 256, 256, 3, 8, vllm_marlin.KINDS["int4", False].type]
+    assert [call[name] for name in names] == [5, 256, 256, 3, 8, vllm_marlin.SCALAR_TYPES["int4", False]]
     assert call["c_or_none"] is y or torch.equal(call["c_or_none"], y)  # type: ignore[arg-type]
     assert call["b_zeros_or_none"] is None and call["mul_topk_weights"] is False
     assert call["b_bias_or_none"].shape == (problem.experts, 256)  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ def test_an_operator_of_another_version_is_refused(monkeypatch: pytest.MonkeyPat
     library.define("moe_wna16_marlin_gemm(Tensor a, Tensor? g_idx) -> Tensor")
     vllm_marlin.operator.cache_clear()
     try:
-        with pytest.raises(Unavailable, match=r"other arguments than that of vLLM 0\.33\.0: .*g_idx"):
+        with pytest.raises(Unavailable, match=r"arguments .* differ from vLLM 0\.33\.0's: .*g_idx"):
             vllm_marlin.operator()
     finally:
         library._destroy()
@@ -181,7 +181,7 @@ def test_an_operator_of_another_version_is_refused(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("bits", [4, 8])
 def test_hummings_zero_points_are_packed_along_rows(bits: int) -> None:
     zeros = torch.randint(0, 1 << bits, (3, 64, 5), dtype=torch.uint8)
-    words = humming.packed_zeros(zeros, bits)
+    words = humming.pack_zeros(zeros, bits)
     assert words.shape == (3, 64 * bits // 32, 5) and words.dtype == torch.int32
     each = 32 // bits
     back = torch.stack([(words >> (bits * i)) & ((1 << bits) - 1) for i in range(each)], 2)
@@ -284,9 +284,9 @@ def write(folder: Path, *names: str) -> None:
 
 def test_versions_with_other_functions_are_refused_by_name(unpacked: Path) -> None:
     write(unpacked, "triton_kernels/__init__.py", "triton_kernels/matmul.py")
-    with pytest.raises(Unavailable, match=r"has other functions than the one .*matmul_ogs"):
+    with pytest.raises(Unavailable, match=r"is not compatible with the one in vLLM .*matmul_ogs"):
         triton_kernels.library()
-    assert "has other functions" in import_library.why_not(triton_kernels.library)
+    assert "is not compatible" in import_library.unavailable_reason(triton_kernels.library)
     names = ("forward", "schema", "transform", "tune", "layer", "__init__")
     write(unpacked, *(f"humming/{name}.py" for name in names))
     (unpacked / "humming/schema.py").write_text("class HummingWeightSchema: pass\n")
@@ -311,7 +311,7 @@ def test_a_package_of_another_place_is_not_mixed_in(unpacked: Path) -> None:
     write(other, "humming/__init__.py", "humming/layer.py")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("MOECTL_PEERS", str(other))
-        with pytest.raises(Unavailable, match="is in this process already, wanted is that of"):
+        with pytest.raises(Unavailable, match="this process has already imported it from"):
             import_library.package("humming")
 
 
@@ -326,7 +326,7 @@ def test_a_broken_package_is_unavailable_and_leaves_nothing(
     with pytest.raises(Unavailable, match="cannot be imported: OSError: no such driver"):
         import_library.package("humming")
     assert "humming" not in sys.modules
-    assert "no such driver" in import_library.why_not(lambda: import_library.package("humming"))
+    assert "no such driver" in import_library.unavailable_reason(lambda: import_library.package("humming"))
 
 
 def test_folders_and_libraries_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,21 +335,21 @@ def test_folders_and_libraries_that_are_not_there(tmp_path: Path, monkeypatch: p
         peers_folder()
     monkeypatch.setenv("MOECTL_PEERS", str(tmp_path))
     assert find_peers(peers_folder()) == ()
-    with pytest.raises(Unavailable, match="no humming in a folder that MOECTL_PEERS names"):
+    with pytest.raises(Unavailable, match="humming is neither in the directory MOECTL_PEERS nor installed"):
         import_library.package("humming")
-    with pytest.raises(Unavailable, match="has a _moe_C library"):
+    with pytest.raises(Unavailable, match="_moe_C library is neither in"):
         import_library.marlin_operator()
     packed = tmp_path / "moe_C.so.xz"
     packed.write_bytes(lzma.compress(b"not a library"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     assert library_file(peers_folder()) == packed
-    with pytest.raises(Unavailable, match=r"moe_C.so.xz does not load into torch"):
+    with pytest.raises(Unavailable, match=r"cannot load \S+moe_C.so.xz"):
         import_library.marlin_operator()
     (made,) = (tmp_path / "temporary").iterdir()
     assert made.stat().st_mode & 0o777 == 0o700
     made.chmod(0o777)
-    with pytest.raises(Unavailable, match="that you alone can write to"):
+    with pytest.raises(Unavailable, match="that only you can write to"):
         import_library.marlin_operator()
 
 

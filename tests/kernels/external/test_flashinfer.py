@@ -307,7 +307,7 @@ def test_flashinfers_references_read_the_layer_as_it_is(name: str, logits: bool)
     _, arguments = arguments_of(prepared, inputs, logits)
     if not logits and name.startswith("trtllm-fp8-tensor"):
         # This one reads ids and weights in one tensor only, as the kernel can, too.
-        arguments["topk_ids"] = flashinfer_trtllm.packed(*arguments["topk_ids"])
+        arguments["topk_ids"] = flashinfer_trtllm.pack_topk(*arguments["topk_ids"])
     y = _called(REFERENCES[name][logits], arguments)
     twin = replace(prepared, backend="emulation")
     expected = apply(runner_for("emulation"), twin, inputs.x, inputs.ids, inputs.weights)
@@ -335,7 +335,9 @@ def test_mxfp4_takes_fp8_tokens_only_when_asked() -> None:
         assert wide.wants_of(problem) == A16 and narrow.wants_of(problem) == MXFP8_ACT
         assert tolerance_for(problem, narrow.accumulation).rms > tolerance_for(problem).rms
         assert narrow.layout_of(problem) == wide.layout_of(problem) == "trtllm-mxfp4"
-    assert flashinfer_trtllm.cannot(problem_of(KERNELS["trtllm-bf16 a16"]), "flashinfer_trtllm_afp8", False)
+    assert flashinfer_trtllm.problem_refusal(
+        problem_of(KERNELS["trtllm-bf16 a16"]), "flashinfer_trtllm_afp8", False
+    )
 
 
 @pytest.mark.parametrize("form", ["swigluoai", "situ", "silu with a limit", "relu2"])
@@ -445,7 +447,7 @@ def _of(layout: str, **change: Any) -> MoEProblem:
     ],
 )
 def test_what_cannot_be_done_is_refused_in_a_sentence(problem: MoEProblem, logits: bool, reason: str) -> None:
-    assert reason in flashinfer_trtllm.cannot(problem, _name(logits), logits)
+    assert reason in flashinfer_trtllm.problem_refusal(problem, _name(logits), logits)
 
 
 def test_weights_on_the_input_are_multiplied_beforehand() -> None:
@@ -472,7 +474,7 @@ def test_ids_are_the_layers_and_skipped_ones_stay_so() -> None:
     x, weights = torch.zeros(3, 512, dtype=torch.bfloat16), torch.rand(3, 2)
     made = flashinfer_trtllm.routed_arguments(prepared, x, ids, weights)
     assert made["topk_ids"][0].tolist() == [[3, -1], [7, 5], [-1, 4]] and made["local_expert_offset"] == 3
-    packed = flashinfer_trtllm.packed(*made["topk_ids"])
+    packed = flashinfer_trtllm.pack_topk(*made["topk_ids"])
     read, factors = references._step_decode_precomputed_routing(packed)
     assert torch.equal(read, made["topk_ids"][0].long())
     assert torch.equal(factors, weights.bfloat16().float())

@@ -82,18 +82,22 @@ def test_tokens_per_expert_not_tokens_choose(measured: None) -> None:
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(128, 4, 1), (8, 8, 5), (1, 1, 7), (384, 8, 65536)])
 def test_a_spread_counts_every_assignment(experts: int, top_k: int, tokens: int) -> None:
     spread = TokenSpread.of(experts, top_k, tokens)
-    assert spread.hit * spread.tokens_per_expert == pytest.approx(tokens * min(top_k, experts))
-    assert min(top_k, experts) * 0.999 <= spread.hit <= experts * 1.001 and spread.tokens_per_expert > 0.999
+    assert spread.active_experts * spread.tokens_per_expert == pytest.approx(tokens * min(top_k, experts))
+    assert (
+        min(top_k, experts) * 0.999 <= spread.active_experts <= experts * 1.001
+        and spread.tokens_per_expert > 0.999
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
 def test_a_rank_gets_its_share_of_the_assignments(tokens: int) -> None:
     """Its experts have as many tokens each as if all experts were there; fewer of them are hit."""
     whole, here = KIMI, replace(KIMI, local_experts=KIMI.experts // 3)
-    all_of_it, share = TokenSpread.here(whole, tokens), TokenSpread.here(here, tokens)
+    all_of_it, share = TokenSpread.local(whole, tokens), TokenSpread.local(here, tokens)
     assert all_of_it == TokenSpread.of(KIMI.experts, KIMI.top_k, tokens)
-    assert share.tokens_per_expert == all_of_it.tokens_per_expert and 3 * share.hit == pytest.approx(
-        all_of_it.hit
+    assert (
+        share.tokens_per_expert == all_of_it.tokens_per_expert
+        and 3 * share.active_experts == pytest.approx(all_of_it.active_experts)
     )
     assert launch_for(here, tokens).tile == launch_for(whole, tokens).tile
     assert tile_for(here, tokens) == tile_for(whole, tokens)
@@ -101,7 +105,7 @@ def test_a_rank_gets_its_share_of_the_assignments(tokens: int) -> None:
 
 def test_rows_of_a_batch_are_all_of_experts_that_are_here() -> None:
     one = one_each(replace(KIMI, local_experts=3))
-    assert TokenSpread.here(one, 3 * 16) == TokenSpread.of(3, 1, 3 * 16)
+    assert TokenSpread.local(one, 3 * 16) == TokenSpread.of(3, 1, 3 * 16)
 
 
 OSS = layer_without_weights("openai/gpt-oss-120b").problem

@@ -41,9 +41,9 @@ IMPOSSIBLE = [
     ("stream", {"blocks2": 0}, "powers of two"),
     ("stream", {"tiles": 0}, "no tile of rows"),
     ("stream", {"split": 0}, "no part of the reduction"),
-    ("warpwise", {"rows1": 0}, "divide its warps"),
-    ("warpwise", {"warps1": 32, "rows1": 2}, "divide its warps"),
-    ("warpwise", {"tokens": 24}, "no power of two"),
+    ("warpwise", {"rows1": 0}, "a multiple of rows"),
+    ("warpwise", {"warps1": 32, "rows1": 2}, "a multiple of rows"),
+    ("warpwise", {"tokens": 24}, "must be a power of two"),
     ("mid", {"depth": 3}, "depth is 1, 2 or 4"),
 ]
 

@@ -69,9 +69,9 @@ def test_int4_is_folded_only_where_every_scale_of_the_layer_allows_it(scale: flo
 def test_a_bias_that_the_problem_does_not_have_is_refused_and_so_is_one_that_is_missing(role: str) -> None:
     prepared = expert_layer(GPT_OSS, canonical_roles(GPT_OSS)).prepared("triton", "cpu")
     others = {name: t for name, t in prepared.weights.items() if name != role}
-    with pytest.raises(UsageError, match=f"no {role}, a layer with bias=True has one"):
+    with pytest.raises(UsageError, match=f"a layer with bias=True needs {role}, got None"):
         layer_of(replace(prepared, weights=others, derived={}))
-    with pytest.raises(UsageError, match="a w13_bias, a layer with bias=False has none"):
+    with pytest.raises(UsageError, match="a layer with bias=False must not have w13_bias, got"):
         layer_of(replace(prepared, problem=replace(prepared.problem, bias=False), derived={}))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moectl.kernels.triton.expert_items import BASES
+from moectl.kernels.triton.kernel_family import CODE_BASES
 from moectl.problem.schemes import int_format
 from support import kernel_cases as cases
 from support.random_layers import DTYPES
@@ -44,7 +44,7 @@ def through(h: torch.Tensor, weights: torch.Tensor, zero: float, base: int) -> t
 def test_cut_sums_pass_and_wrong_weights_do_not(dtype: str, bits: int, size: int) -> None:
     weight = int_format(bits, 64, zero_point=True)
     problem = cases.probe(weight, (dtype, "F16"))
-    surplus, base, zero = cases.surplus("stream", problem), BASES[dtype], float(2**bits - 1)
+    surplus, base, zero = cases.surplus("stream", problem), CODE_BASES[dtype], float(2**bits - 1)
     if (dtype, bits) == ("bf16", 8):
         base = cases.INT8_OF_BF16
     assert surplus == abs(base + zero)
